@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["relative_speed", "tree_seconds"]
 
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
+
+#: By root, processes that are not of its tree and will not be: to read of each takes most of the time.
+_STRANGERS: dict[int, set[int]] = defaultdict(set)
 
 #: CPU seconds of :func:`_work` on the machine that the budgets in pyproject.toml are of.
 _REFERENCE = 0.165
@@ -25,30 +27,26 @@ def tree_seconds(root: int) -> float:
     """
     if not Path("/proc/self/stat").exists():
         return sum(os.times()[:4])
+    strangers = _STRANGERS[root]
+    running = {int(name) for name in os.listdir("/proc") if name.isdigit()}
     children: dict[int, list[int]] = defaultdict(list)
     seconds: dict[int, float] = {}
-    for pid, parent, used in _processes():
-        children[parent].append(pid)
-        seconds[pid] = used
-    total, waiting = 0.0, [root]
-    while waiting:
-        pid = waiting.pop()
-        total += seconds.get(pid, 0.0)
-        waiting += children[pid]
-    return total
+    for pid in running - strangers:
+        with suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            children[int(fields[1])].append(pid)
+            seconds[pid] = sum(map(int, fields[11:15])) * _TICK
+    tree = [root]
+    for pid in tree:
+        tree += children[pid]
+    strangers &= running
+    strangers |= seconds.keys() - set(tree)
+    return sum(seconds.get(pid, 0.0) for pid in tree)
 
 
 def relative_speed() -> float:
     """How many CPU seconds this machine takes for one of the machine that the budgets are of; no less than 1."""
     return max(1.0, min(_work() for _ in range(3)) / _REFERENCE)
-
-
-def _processes() -> Iterator[tuple[int, int, float]]:
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with suppress(OSError):
-                fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
-                yield int(name), int(fields[1]), sum(map(int, fields[11:15])) * _TICK
 
 
 def _work() -> float:

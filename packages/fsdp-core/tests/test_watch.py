@@ -194,8 +194,12 @@ def test_a_rank_that_ends_because_another_has_is_not_called_a_cause(hub: Hub) ->
     third.send(kind="bye")
     for rank in (second, first):
         rank.send(kind="who?")
-        assert [one["rank"] for one in next_of(rank)["members"]] == [2]
-        rank.send(kind="bye")
+        assert [member["rank"] for member in next_of(rank)["members"]] == [2]
+    first.send(kind="bye")  # rank 0's, whose process has the hub
+    hub.close()
+    goodbye = next_of(second)
+    assert goodbye["kind"] == "bye"
+    assert [member["rank"] for member in goodbye["members"]] == [2]
 
 
 def test_ranks_are_asked_where_they_stand_when_one_has_waited_for_too_long(hub: Hub) -> None:
@@ -212,7 +216,7 @@ def test_ranks_are_asked_where_they_stand_when_one_has_waited_for_too_long(hub: 
 def test_a_hub_that_ends_says_goodbye(hub: Hub) -> None:
     rank = greet(hub, 1)
     hub.close()
-    assert next_of(rank) == {"kind": "bye"}
+    assert next_of(rank) == {"kind": "bye", "members": []}
 
 
 def test_a_process_with_many_open_files_is_watched_like_any_other() -> None:

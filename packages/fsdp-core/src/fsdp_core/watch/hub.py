@@ -92,7 +92,7 @@ class Hub:
             if self._decide_at is not None and time.monotonic() >= self._decide_at:
                 self._decide()
         for connection in self._members:
-            connection.send(kind="bye")
+            connection.send(kind="bye", members=self._ended_first())
         self.abandon()
 
     def _accept(self) -> None:
@@ -140,10 +140,14 @@ class Hub:
             elif self._waited is not None and len(self._reports.keys() | self._ended) == len(self._all):
                 self._decide_at = time.monotonic()
         elif kind == "who?":
-            first = self._ended - self._ended_for_others - {member.rank}
+            first = self._ended_first(but=member.rank)
             if first:  # whose ending is why this rank asks, and ends if it does: it is no cause for the ranks after it
                 self._ended_for_others.add(member.rank)
-            connection.send(kind="ended", members=[asdict(self._all[rank]) for rank in sorted(first)])
+            connection.send(kind="ended", members=first)
+
+    def _ended_first(self, *, but: int | None = None) -> list[dict[str, Any]]:
+        """The ranks whose scripts have ended, and not because another's had."""
+        return [asdict(self._all[rank]) for rank in sorted(self._ended - self._ended_for_others - {but})]
 
     def _drop(self, connection: Connection, *, silent_host: bool) -> None:
         self._selector.unregister(connection)

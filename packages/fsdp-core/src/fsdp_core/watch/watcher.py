@@ -153,9 +153,9 @@ class Watcher:
         elif message["kind"] == "ended":
             self._ended = [Member(**one) for one in message["members"]]
             self._answered.set()
-        elif message["kind"] == "bye":  # rank 0 has ended as it was to
+        elif message["kind"] == "bye":  # rank 0 has ended, as it was to or because the script of another rank had
             self._is_alone = True
-            self._ended = [self._first]
+            self._ended = [Member(**one) for one in message["members"]] or [self._first]
             self._answered.set()
 
     def _report(self, waited: float) -> Report:
