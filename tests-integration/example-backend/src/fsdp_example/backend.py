@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -59,29 +60,22 @@ class ZeRO1Backend(Backend):
             if optimizer not in self._followed:
                 self._followed.add(optimizer)
                 own = [sharded for sharded in roots if isinstance(sharded, ZeRO1Sharded)]
-                optimizer.register_step_pre_hook(_check_is_of(own))
-                optimizer.register_step_post_hook(_gather_of(own))
+                optimizer.register_step_pre_hook(partial(_refuse_whole, own))
+                optimizer.register_step_post_hook(partial(_gather, own))
 
 
-def _check_is_of(roots: list[ZeRO1Sharded]) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
-    """What an optimizer does before each step: refuse whole parameters."""
+# What an optimizer does before and after each step.
+
+
+def _refuse_whole(roots: list[ZeRO1Sharded], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     shards = {shard for sharded in roots for shard in sharded.layout()}
-
-    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not all(p in shards for group in optimizer.param_groups for p in group["params"]):
-            raise OptimizerMismatchError(
-                f"a parameter was added to {type(optimizer).__name__} after it was set up, and it is whole: every rank "
-                "would step it by itself.\nGive the optimizer all parameters at first, and freeze those that wait."
-            )
-
-    return check
+    if not all(p in shards for group in optimizer.param_groups for p in group["params"]):
+        raise OptimizerMismatchError(
+            f"a parameter was added to {type(optimizer).__name__} after it was set up, and it is whole: every rank "
+            "would step it by itself.\nGive the optimizer all parameters at first, and freeze those that wait."
+        )
 
 
-def _gather_of(roots: list[ZeRO1Sharded]) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
-    """What an optimizer does after each step."""
-
-    def gather(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for sharded in roots:
-            sharded.gather()
-
-    return gather
+def _gather(roots: list[ZeRO1Sharded], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for sharded in roots:
+        sharded.gather()

@@ -77,21 +77,8 @@ class ZeRO1Sharded(Sharded):
     def holds_part(self, parameter: Tensor) -> bool:
         return True
 
-    @contextmanager
-    def own_gradients(self) -> Iterator[None]:
-        """Context in which whole parameters have the gradients that no rank has shared yet, and do not show others."""
-        self.step.on = False
-        try:
-            yield
-        finally:
-            self.step.on = True
-
     def reduce(self) -> None:
         """Add the mean of what the ranks have computed to the gradients of the shards."""
-        with self.own_gradients():
-            self._add_means()
-
-    def _add_means(self) -> None:
         trained = [whole for whole in self.whole.values() if whole.requires_grad]
         has = self.runtime.all_reduce(torch.tensor([float(whole.grad is not None) for whole in trained]), "max")
         used = [whole for whole, some_rank_has in zip(trained, has.tolist(), strict=True) if some_rank_has]
@@ -114,6 +101,15 @@ class ZeRO1Sharded(Sharded):
         columns = rows.split([run.numel() for run in own], dim=1)
         for whole, runs in zip(self.shards, columns, strict=True):
             whole.data.copy_(runs.reshape(-1)[: whole.numel()].view(whole.shape))
+
+    @contextmanager
+    def own_gradients(self) -> Iterator[None]:
+        """Context in which whole parameters have the gradients that no rank has shared yet, and do not show others."""
+        self.step.on = False
+        try:
+            yield
+        finally:
+            self.step.on = True
 
     def follow_assignments(self) -> None:
         """Let shards share memory again with parameters to which the module has assigned other memory."""
@@ -198,21 +194,19 @@ def _run(whole: Tensor, elements: FlatRange) -> Tensor:
 
 
 def _reduce(root: nn.Module) -> None:
-    sharded = sharded_of(root)
-    if isinstance(sharded, ZeRO1Sharded):
-        sharded.reduce()
+    if isinstance(sharded := sharded_of(root), ZeRO1Sharded):
+        with sharded.own_gradients():
+            sharded.reduce()
 
 
 def _follow_forward(root: nn.Module, args: Any, output: Any) -> None:
-    sharded = sharded_of(root)
-    if isinstance(sharded, ZeRO1Sharded):
+    if isinstance(sharded := sharded_of(root), ZeRO1Sharded):
         sharded.follow_assignments()
         sharded.resume_forward()
 
 
 def _follow_whole(root: nn.Module, args: Any) -> None:
     """Let shards require gradients as the parameters do, which the user may have frozen or unfrozen since."""
-    sharded = sharded_of(root)
-    if isinstance(sharded, ZeRO1Sharded):
+    if isinstance(sharded := sharded_of(root), ZeRO1Sharded):
         for whole, shard in sharded.shards.items():
             shard.requires_grad_(whole.requires_grad)
