@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -257,6 +258,12 @@ def ranks() -> Iterator[RankPool]:
         yield pool
 
 
+def drawn_for(column: int) -> list[str]:
+    """The optimizers that are tried with a strategy: those of the other come with another seed, see CONTRIBUTING.md."""
+    seed = os.environ.get("FSDP_PAIRS_SEED", "17")
+    return [name for name in OPTIMIZERS if random.Random(f"{seed} {name}").randrange(len(STRATEGIES)) == column]
+
+
 @pytest.fixture(scope="module")
 def plain(ranks: RankPool) -> dict[str, dict[str, Tensor]]:
     """What those that are right under one of the strategies end with in one process."""
@@ -275,10 +282,11 @@ def test_the_table_names_all_of_timms(ranks: RankPool) -> None:
 @pytest.mark.parametrize("column", range(2), ids=STRATEGIES)
 def test_each_optimizer_of_the_table(ranks: RankPool, plain: dict[str, dict[str, Tensor]], column: int) -> None:
     strategy = STRATEGIES[column]
-    first, _ = ranks.run(2, trained_over_shards, strategy, list(OPTIMIZERS), timeout=500.0)
+    names = drawn_for(column)
+    first, _ = ranks.run(2, trained_over_shards, strategy, names, timeout=500.0)
     wrong = {}
-    for name, (_, right) in OPTIMIZERS.items():
-        ended = first[name]
+    for name in names:
+        ended, right = first[name], OPTIMIZERS[name][1]
         if isinstance(ended, str) or not right[column]:
             if isinstance(ended, str) == right[column]:
                 wrong[name] = ended
