@@ -51,7 +51,9 @@ class ThreadRuntime(Runtime):
         self._meeting.wait(timeout=20)
 
 
-def on_threads(world_size: int, work: Callable[[ThreadRuntime], Any]) -> list[Any]:
+def on_threads(
+    world_size: int, work: Callable[[Any], Any], kind: Callable[..., ThreadRuntime] = ThreadRuntime
+) -> list[Any]:
     """Run ``work`` on ranks that are threads; gives what each returned, or the exception that it raised."""
     meeting = threading.Barrier(world_size)
     table: list[Any] = [None] * world_size
@@ -59,7 +61,7 @@ def on_threads(world_size: int, work: Callable[[ThreadRuntime], Any]) -> list[An
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(ThreadRuntime(rank, world_size, meeting, table))
+            results[rank] = work(kind(rank, world_size, meeting, table))
         except BaseException as error:
             results[rank] = error
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from forked_scripts import ForkedScripts
+from fsdp_core.testing import RankPool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +151,13 @@ def transformers(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The library, which nox has installed out of others' way: where Lightning finds it, it takes seconds."""
     monkeypatch.setattr(sys, "path", [*sys.path, *filter(None, [os.environ.get("FSDP_TESTS_APART")])])
     return importlib.import_module("transformers")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Ranks that are processes, for all tests of a file."""
+    with RankPool() as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")

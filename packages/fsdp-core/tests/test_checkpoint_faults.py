@@ -6,7 +6,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -236,12 +236,6 @@ def test_a_file_that_shrinks_after_the_load_began_is_an_error(folder: Path) -> N
 
 
 # -- on ranks ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool() as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import format_reader
 from checkpoint_ranks import on_threads
+from damaged_folders import save_alone
 from format_reader import Checkpoint, canonical, checksum
 from fsdp_core.checkpoint import (
     Chunk,
@@ -33,7 +34,6 @@ from fsdp_core.checkpoint import (
     load,
     load_state_dict,
     read_manifest,
-    save,
     verify,
 )
 from fsdp_core.checkpoint.format import plain_data
@@ -41,7 +41,7 @@ from fsdp_core.checkpoint.format.places import grouped
 from fsdp_core.checkpoint.storage.recognition import is_checkpoint, is_ours
 from fsdp_core.checkpoint.storage.writers import new_writer
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
-from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+from fsdp_core.runtime import Runtime
 from fsdp_core.state.dtype_names import ITEM_BYTES, STORED_NAMES
 from fsdp_core.state.dtypes import DTYPES
 from fsdp_core.state.layout import FlatRange, Part
@@ -51,18 +51,20 @@ PAGE = (DOCS / "checkpoint-format.md").read_text(encoding="utf-8")
 SCHEMA = json.loads((DOCS / "checkpoint-manifest.schema.json").read_text(encoding="utf-8"))
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 
-KINDS = {"model": "model", "optimizer/0": "optimizer"}
-
 
 def tied(_: Runtime) -> dict[str, Any]:
     return {"model": {"wte.weight": torch.arange(12.0).reshape(4, 3), "norm.bias": torch.ones(3)}, "epoch": 1}
 
 
 def trained(_: Runtime) -> dict[str, Any]:
-    weights = {"w": torch.randn(4, 3), "frozen": torch.randn(2), "scale": torch.tensor(0.5)}
+    weights = OrderedDict(w=torch.randn(4, 3), frozen=torch.randn(2), scale=torch.tensor(0.5))
     values = {"w": {"step": torch.tensor(3.0), "exp_avg": torch.randn(4, 3)}, "scale": {"exp_avg": torch.tensor(1.0)}}
     groups = [{"lr": 0.1, "betas": (0.9, 0.95), "params": ["w", "scale"]}, {"lr": torch.tensor(1e-3), "params": []}]
-    return {"model": weights, "optimizer": [{"state": values, "param_groups": groups}], "best": torch.tensor([1.0])}
+    return {
+        "model": weights,
+        "optimizer": [{"state": values, "param_groups": groups}],
+        "best": torch.tensor([1.0]),
+    }
 
 
 def every_dtype(_: Runtime) -> dict[str, Any]:
@@ -174,9 +176,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         aliases = {"model/lm_head.weight": "model/wte.weight"} if make is tied else {}
 
         def work(runtime: Runtime, path: Path = path, make: Any = make, aliases: Any = aliases) -> None:
-            state = make(runtime)
-            kinds = {part: kind for part, kind in KINDS.items() if part.split("/")[0] in state}
-            save(path, state, runtime=runtime, strategy="test", kinds=kinds, aliases=aliases, versions={"x": "1"})
+            save_alone(path, make(runtime), runtime=runtime, aliases=aliases, versions={"x": "1"})
 
         assert on_threads(ranks, work) == [None] * ranks
         found[name] = path
@@ -311,7 +311,7 @@ def test_chunks_share_no_name_though_a_parameter_is_named_like_one(folders: dict
 
 def test_the_one_name_that_safetensors_keeps_for_itself(tmp_path: Path) -> None:
     state: dict[str, Any] = {"__metadata__": torch.ones(2), "model": {"__metadata__": torch.zeros(2)}}
-    save(tmp_path / "c", state, runtime=ProcessGroupRuntime(), strategy="test", kinds={"model": "model"})
+    save_alone(tmp_path / "c", state)
     assert same(load(tmp_path / "c"), Checkpoint(tmp_path / "c").state)
     assert load(tmp_path / "c")["__metadata__"].equal(torch.ones(2))
 
@@ -333,9 +333,8 @@ LONG_DOUBLES = [
     ],
 )
 def test_what_the_format_has_no_place_for_is_refused(tmp_path: Path, state: dict[str, Any], message: str) -> None:
-    kinds = {"model": "model"} if "model" in state else {}
     with pytest.raises(CheckpointValueError, match=message):
-        save(tmp_path / "c", state, runtime=ProcessGroupRuntime(), strategy="test", kinds=kinds)
+        save_alone(tmp_path / "c", state)
     assert not list(tmp_path.iterdir())
 
 
@@ -671,6 +670,6 @@ def test_the_canonical_form_of_the_example(example: Path) -> None:
 def test_the_example_can_be_saved_over_and_removed_by_name(example: Path) -> None:
     assert all(map(is_ours, content_of(example)["files"]))
     state = {"model": {"w": torch.ones(2)}}
-    save(example, state, runtime=ProcessGroupRuntime(), strategy="test", kinds={"model": "model"})
+    save_alone(example, state)
     assert load_state_dict(example)["w"].equal(torch.ones(2))
     assert len(list(example.rglob("*.safetensors"))) == 1

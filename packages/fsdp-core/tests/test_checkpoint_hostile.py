@@ -15,11 +15,10 @@ import pytest
 import torch
 
 import hostile_reads
-from damaged_folders import chunk_of, model_file, refused, reseal, rewrite, save_small, state_file
-from fsdp_core.checkpoint import load, load_state_dict, save, verify
+from damaged_folders import chunk_of, model_file, refused, reseal, rewrite, save_alone, save_small, state_file
+from fsdp_core.checkpoint import load, load_state_dict, verify
 from fsdp_core.checkpoint.format import json_text
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
-from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.state.coverage import find_fault
 
 if TYPE_CHECKING:
@@ -230,8 +229,8 @@ def test_nothing_runs_and_nothing_outside_is_opened(site: Site, tmp_path: Path) 
 def test_a_file_of_another_kind_runs_nothing(tmp_path: Path) -> None:
     path = tmp_path / "file.ckpt"
     torch.save({"state_dict": Payload(tmp_path / "it-ran")}, path)
-    for read in (load, verify, load_state_dict):
-        with pytest.raises(CheckpointFormatError):
+    for read, message in ((load, ""), (verify, ""), (load_state_dict, "runs no code from a checkpoint")):
+        with pytest.raises(CheckpointFormatError, match=message):
             read(path)
     assert not (tmp_path / "it-ran").exists()
 
@@ -268,13 +267,7 @@ def test_odd_names_come_back(tmp_path: Path) -> None:
         **{name: value + 100 for name, value in model.items()},
     }
     path = tmp_path / "c"
-    save(
-        path,
-        state,
-        runtime=ProcessGroupRuntime(),
-        strategy="test",
-        kinds={"model": "model", "optimizer/0": "optimizer"},
-    )
+    save_alone(path, state)
     verify(path)
     nest = load(path)
     for name, value in model.items():

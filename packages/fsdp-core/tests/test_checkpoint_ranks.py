@@ -19,12 +19,6 @@ IDS = [f"{layout}{ranks}" for ranks, layout in LAYOUTS]
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool() as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
 def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Path]:
     folders = {}
     for ranks, layout in reversed(LAYOUTS):  # the most ranks first: their processes start side by side

@@ -32,6 +32,7 @@ from fsdp_core.checkpoint.storage import commit, part_places, writers
 from fsdp_core.checkpoint.storage.recognition import is_interrupted, is_ours
 from fsdp_core.checkpoint.tools.listing import find_checkpoints
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
+from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 
 ROWS = 3
 Paths = Callable[[int], Path]
@@ -61,7 +62,7 @@ def state_of(rank: int, ranks: int, version: float = 1.0) -> dict[str, Any]:
 KINDS = {"model": "model", "optimizer/0": "optimizer"}
 
 
-def save_at(runtime: ThreadRuntime, path: Path, version: float = 1.0, **options: Any) -> None:
+def save_at(runtime: Runtime, path: Path, version: float = 1.0, **options: Any) -> None:
     state = state_of(runtime.rank, runtime.world_size, version)
     save(path, state, runtime=runtime, strategy="test", kinds=KINDS, **{"scattered": True, **options})
 
@@ -173,14 +174,8 @@ def test_folders_that_are_uploaded_into_one_are_whole_by_themselves(tmp_path: Pa
     gather(merged, tmp_path / "again.ckpt")
     check(tmp_path / "again.ckpt")
     assert not any(name.startswith("parts/") for name in files_in(tmp_path / "again.ckpt"))
-    save_at(ThreadRuntime(0, 1, *_alone()), merged, 7.0, scattered=False)
+    save_at(ProcessGroupRuntime(), merged, 7.0, scattered=False)
     assert files_in(merged) == {"manifest.json", *read_manifest(merged).files}
-
-
-def _alone() -> Any:
-    import threading
-
-    return threading.Barrier(1), [None]
 
 
 def test_a_place_alone_is_never_loaded_and_says_what_is_missing(tmp_path: Path) -> None:
@@ -279,7 +274,7 @@ def test_gather_refuses_what_it_would_spoil(tmp_path: Path) -> None:
 def test_a_plain_checkpoint_in_the_way_of_a_part_goes_only_at_the_end(tmp_path: Path) -> None:
     paths = per_host(tmp_path)
     for place in (paths(0), paths(2)):
-        save_at(ThreadRuntime(0, 1, *_alone()), place, 5.0, scattered=False)
+        save_at(ProcessGroupRuntime(), place, 5.0, scattered=False)
     scatter(paths, version=2.0)
     assert not is_checkpoint(paths(2))
     check([paths(0), paths(2)], version=2.0)
@@ -348,16 +343,14 @@ def test_in_the_background_and_in_turn(tmp_path: Path) -> None:
     paths = per_host(tmp_path)
 
     def work(runtime: ThreadRuntime) -> None:
-        other = OtherHostsRuntime.__new__(OtherHostsRuntime)
-        other.__dict__.update(runtime.__dict__)
-        saves = AsyncSaves(other)
+        saves = AsyncSaves(runtime)
         for version in (1.0, 2.0):
             state = state_of(runtime.rank, runtime.world_size, version)
             saves.save(paths(runtime.rank), state, strategy="test", kinds=KINDS, scattered=True)
             state["model"]["scale"].zero_()
         saves.close()
 
-    assert on_threads(4, work) == [None] * 4
+    assert on_threads(4, work, OtherHostsRuntime) == [None] * 4
     check([paths(0), paths(2)], version=2.0)
     assert scatter(paths, version=3.0, one_after_another=True) == [None] * 4
     check([paths(0), paths(2)], version=3.0)

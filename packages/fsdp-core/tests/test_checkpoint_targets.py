@@ -159,21 +159,6 @@ def test_a_target_that_is_refused_stays_as_it_is(
     assert everything(tmp_path) == before
 
 
-@pytest.mark.parametrize("make", [a_checkpoint, a_file, a_link, a_dangling_link], ids=lambda make: make.__name__)
-def test_what_may_be_replaced_is(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    make(tmp_path / "c")
-    save_value(tmp_path / "c", 2.0)
-    assert value_of(tmp_path / "c") == 2.0
-    assert not (tmp_path / "c").is_symlink()
-    if make is a_link:  # what it pointed to is another checkpoint
-        assert value_of(tmp_path / "other") == 1.0
-
-
-def test_parents_that_do_not_exist_are_made(tmp_path: Path) -> None:
-    save_value(tmp_path / "a" / "b" / "c", 1.0, overwrite=False)
-    assert value_of(tmp_path / "a" / "b" / "c") == 1.0
-
-
 # --- The disk says no -----------------------------------------------------------------------------------------------
 
 
@@ -199,12 +184,6 @@ def fail_to_save(path: Path, overwrite: bool, limited_rank: int | None) -> tuple
     return "saved", ""
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool() as ranks:
-        yield ranks
-
-
 @pytest.mark.parametrize("limited_rank", [0, 1])
 @pytest.mark.parametrize("make", [a_checkpoint, a_file, a_link, nothing], ids=lambda make: make.__name__)
 def test_one_rank_of_two_has_no_room(
@@ -224,17 +203,6 @@ def test_one_rank_of_two_has_no_room(
     assert everything(tmp_path) == before
     assert pool.run(2, fail_to_save, path, True, None, timeout=40) == [("saved", "")] * 2
     assert value_of(path) == 2.0
-
-
-def test_a_process_alone_has_no_room(tmp_path: Path) -> None:
-    path = tmp_path / "c"
-    save_value(path, 1.0)
-    before = everything(tmp_path)
-    told = f"^writing {path} failed: OSError: .*File too large.*allows no larger file: raise the limit, or use another"
-    with limited_files(ROWS * 16), pytest.raises(CheckpointError, match=told):
-        save_value(path, 2.0)
-    assert everything(tmp_path) == before
-    assert value_of(path) == 1.0
 
 
 def as_nobody(work: Callable[..., Any], *args: Any) -> str:

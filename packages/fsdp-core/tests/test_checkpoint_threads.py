@@ -25,6 +25,7 @@ from fsdp_core.checkpoint import (
     load_state_dict,
     read_manifest,
     save,
+    saving,
     verify,
 )
 from fsdp_core.checkpoint.storage.folder import Folder
@@ -234,19 +235,20 @@ def test_a_failure_on_one_thread_is_raised_on_all_and_leaves_the_old_one(
     bad %= ranks
     assert on_threads(ranks, lambda runtime: save_shards(path, runtime, padded_cuts)) == [None] * ranks
     before = sorted(path.rglob("*"))
-    writing, commit = Folder.writing, Folder.commit
+    write, commit = saving.write_safetensors, Folder.commit
 
-    def failing_write(folder: Folder, name: str) -> Any:
-        if step == "write" and f"-rank-{bad:05d}" in name:
+    def failing_write(stream: Any, tensors: Any) -> tuple[int, str]:
+        if step == "write" and f"-rank-{bad:05d}" in stream.name:
+            stream.write(b"half of it")
             raise OSError(28, "No space left on device")
-        return writing(folder, name)
+        return write(stream, tensors)
 
     def failing_commit(folder: Folder, *args: Any, **kwargs: Any) -> None:
         if step == "commit":
             raise OSError(5, "Input/output error")
         commit(folder, *args, **kwargs)
 
-    monkeypatch.setattr(Folder, "writing", failing_write)
+    monkeypatch.setattr(saving, "write_safetensors", failing_write)
     monkeypatch.setattr(Folder, "commit", failing_commit)
 
     def work(runtime: ThreadRuntime) -> None:

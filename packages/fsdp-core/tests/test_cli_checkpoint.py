@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load_file
 
 import checkpoint_ranks
-from cli_checkpoints import ALIASES, flip, in_pieces, rewrite, run, save_alone, save_trained
+from cli_checkpoints import ALIASES, in_pieces, run, save_trained
 from conftest import Site
+from damaged_folders import flip, rewrite, save_alone
 from fsdp_core.checkpoint import read_manifest
 from fsdp_core.testing.ranks import RankPool
 
@@ -225,7 +226,7 @@ def test_inspect_puts_together_what_is_repeated_and_nothing_else(tmp_path: Path)
     blocks = {f"blocks.{number}.{name}": size for number in range(12) for name, size in mlp.items()}
     odd = {"a.": (1,), "a.b": (1,), "a..b": (1,), ".": (1,), "9" * 5000: (1,), "." * 5000 + "w": (1,)}
     sizes = {**mlp, **blocks, "steps.7": (2,), "steps.8": (2,), "layer7.w": (2,), "layer8.w": (2,), **odd}
-    save_alone(tmp_path / "a", {"model": {name: torch.ones(size) for name, size in sizes.items()}}, {"model": "model"})
+    save_alone(tmp_path / "a", {"model": {name: torch.ones(size) for name, size in sizes.items()}})
     rows = [line.split() for line in run("inspect", tmp_path / "a").stdout.splitlines()]
     shown = {row[0].removeprefix("model/")[:20]: int(row[-1]) if "×" in row else 1 for row in rows if "float32" in row}
     for prefix, times in (("", 1), ("blocks.*.", 12)):
@@ -323,8 +324,8 @@ def test_inspect_shows_several_models_and_what_belongs_to_none(tmp_path: Path) -
 
 def test_a_checkpoint_can_not_write_to_the_terminal(tmp_path: Path) -> None:
     evil = "\x1b[2J\x1b]0;title\x07"
-    save_alone(tmp_path / "a", {"model": {f"w{evil}": torch.ones(2)}, evil: evil}, {"model": "model"})
-    save_alone(tmp_path / "b", {"model": {f"w{evil}": torch.zeros(2)}, evil: evil + "x"}, {"model": "model"})
+    save_alone(tmp_path / "a", {"model": {f"w{evil}": torch.ones(2)}, evil: evil})
+    save_alone(tmp_path / "b", {"model": {f"w{evil}": torch.zeros(2)}, evil: evil + "x"})
     outputs = [
         run("inspect", tmp_path / "a").output,
         run("inspect", tmp_path / "a", "--tensors").output,
@@ -447,7 +448,7 @@ def test_diff_of_names_shapes_dtypes_and_ties(folder: Path, tmp_path: Path) -> N
             "new": torch.ones(1),
         }
     }
-    save_alone(tmp_path / "b", state, {"model": "model"})
+    save_alone(tmp_path / "b", state)
     seen = seen_by_diff(folder, tmp_path / "b")
     assert seen["only_b"] == ["model/new"]
     assert "model/nothing" in seen["only_a"]
@@ -471,7 +472,7 @@ def test_diff_of_names_shapes_dtypes_and_ties(folder: Path, tmp_path: Path) -> N
 def test_which_of_the_tied_names_is_stored_makes_no_difference(tmp_path: Path) -> None:
     weight = torch.ones(2, 2)
     for name, aliases in (("a", {"model/y": "model/x"}), ("b", {"model/x": "model/y"})):
-        save_alone(tmp_path / name, {"model": {"x": weight, "y": weight}}, {"model": "model"}, aliases=aliases)
+        save_alone(tmp_path / name, {"model": {"x": weight, "y": weight}}, aliases=aliases)
     assert seen_by_diff(tmp_path / "a", tmp_path / "b") == {}
 
 
@@ -514,8 +515,8 @@ SPECIAL = torch.tensor([float("nan"), float("inf"), -0.0, 1.0, 2.0])
 def test_tolerances_and_special_values(
     tmp_path: Path, values: torch.Tensor, options: list[object], differing: int | None, max_abs: Any
 ) -> None:
-    save_alone(tmp_path / "a", {"model": {"w": SPECIAL}}, {"model": "model"})
-    save_alone(tmp_path / "b", {"model": {"w": values}}, {"model": "model"})
+    save_alone(tmp_path / "a", {"model": {"w": SPECIAL}})
+    save_alone(tmp_path / "b", {"model": {"w": values}})
     seen = seen_by_diff(tmp_path / "a", tmp_path / "b", *options)
     if differing is None:
         assert seen == {}
@@ -532,8 +533,8 @@ def test_tolerances_and_special_values(
 )
 def test_every_dtype_is_compared(tmp_path: Path, dtype: torch.dtype) -> None:
     a, b = torch.ones(5).to(dtype), torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0]).to(dtype)
-    save_alone(tmp_path / "a", {"model": {"w": a, "same": a}}, {"model": "model"})
-    save_alone(tmp_path / "b", {"model": {"w": b, "same": a}}, {"model": "model"})
+    save_alone(tmp_path / "a", {"model": {"w": a, "same": a}})
+    save_alone(tmp_path / "b", {"model": {"w": b, "same": a}})
     seen = seen_by_diff(tmp_path / "a", tmp_path / "b")
     assert list(seen["tensors"]) == ["model/w"]
     assert (seen["tensors"]["model/w"]["differing"], seen["tensors"]["model/w"]["first"]) == (2, [2])
@@ -542,7 +543,7 @@ def test_every_dtype_is_compared(tmp_path: Path, dtype: torch.dtype) -> None:
 
 def test_large_integers_are_compared_exactly(tmp_path: Path) -> None:
     for name, value in (("a", 2**60), ("b", 2**60 + 1)):
-        save_alone(tmp_path / name, {"model": {"w": torch.tensor([value])}}, {"model": "model"})
+        save_alone(tmp_path / name, {"model": {"w": torch.tensor([value])}})
     assert seen_by_diff(tmp_path / "a", tmp_path / "b")["tensors"]["model/w"]["differing"] == 1
 
 
@@ -551,8 +552,8 @@ def test_diff_goes_on_over_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     a = torch.arange(600.0).reshape(10, 6, 10)
     b = a.clone()
     b[4, 3, 2] = b[9, 5, 9] = -1.0
-    save_alone(tmp_path / "a", {"model": {"w": in_pieces(a, 1, 2, 5)}, "small": a}, {"model": "model"})
-    save_alone(tmp_path / "b", {"model": {"w": in_pieces(b, 2, 3)}, "small": b}, {"model": "model"})
+    save_alone(tmp_path / "a", {"model": {"w": in_pieces(a, 1, 2, 5)}, "small": a})
+    save_alone(tmp_path / "b", {"model": {"w": in_pieces(b, 2, 3)}, "small": b})
     tensors = seen_by_diff(tmp_path / "a", tmp_path / "b")["tensors"]
     for name in ("model/w", "small"):
         assert (tensors[name]["differing"], tensors[name]["first"], tensors[name]["max_abs"]) == (2, [4, 3, 2], 600.0)
@@ -561,7 +562,7 @@ def test_diff_goes_on_over_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_more_than_twenty_differences_are_counted(tmp_path: Path) -> None:
     for name, value in (("a", 0.0), ("b", 1.0)):
         state = {"model": {f"w{number}": torch.full((1,), value) for number in range(25)}}
-        save_alone(tmp_path / name, state, {"model": "model"})
+        save_alone(tmp_path / name, state)
     shown = run("diff", tmp_path / "a", tmp_path / "b", status=1).stdout
     assert "Tensors that differ (25)" in shown
     assert "… and 5 more (--json has all)" in shown

@@ -14,8 +14,9 @@ import fsspec
 import pytest
 import torch
 
-from cli_checkpoints import run, save_alone, save_trained
+from cli_checkpoints import run, save_trained
 from conftest import Site
+from damaged_folders import save_alone
 from fsdp_core.checkpoint.storage import commit, writers
 from test_checkpoint_commit import Stop, interrupt, save_state
 
@@ -36,7 +37,7 @@ def listed(path: Path | str) -> dict[str, dict[str, Any]]:
 
 def test_whole_damaged_and_unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"model": {"w": torch.ones(3)}, "trainer": {"global_step": 2}}
-    save_alone(tmp_path / "a.ckpt", state, {"model": "model"})
+    save_alone(tmp_path / "a.ckpt", state)
     shutil.copytree(tmp_path / "a.ckpt", tmp_path / "b.ckpt")
     next((tmp_path / "b.ckpt" / "model").iterdir()).unlink()
     shutil.copytree(tmp_path / "a.ckpt", tmp_path / "d.ckpt")
@@ -87,7 +88,7 @@ def test_whole_damaged_and_unfinished(tmp_path: Path, monkeypatch: pytest.Monkey
     ids=str,
 )
 def test_the_step_that_is_shown(tmp_path: Path, saved: dict[str, Any], step: int | None) -> None:
-    save_alone(tmp_path / "a.ckpt", {"model": {"w": torch.ones(3)}, **saved}, {"model": "model"})
+    save_alone(tmp_path / "a.ckpt", {"model": {"w": torch.ones(3)}, **saved})
     assert listed(tmp_path)["a.ckpt"]["step"] == step
 
 

@@ -22,7 +22,8 @@ from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from cli_checkpoints import ALIASES, flip, in_pieces, run, save_alone, save_trained, trained
+from cli_checkpoints import ALIASES, in_pieces, run, save_trained, trained
+from damaged_folders import flip, save_alone
 from fsdp_core import errors
 from fsdp_core.checkpoint import (
     consolidate_huggingface,
@@ -35,6 +36,7 @@ from fsdp_core.checkpoint import (
 )
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError, CheckpointValueError
 from fsdp_core.lightning.checkpoints.full.consolidation import consolidate_lightning
+from nests import assert_same
 
 TO = ["safetensors", "lightning", "huggingface"]
 
@@ -88,7 +90,7 @@ class Tied(nn.Module):
 def test_a_tied_name_reaches_its_readers(tmp_path: Path, copy: bool) -> None:
     model = Tied()
     save_alone(
-        tmp_path / "a", {"model": model.state_dict()}, {"model": "model"},
+        tmp_path / "a", {"model": model.state_dict()},
         aliases={"model/head.weight": "model/wte.weight"},
     )  # fmt: skip
     run(*["consolidate", tmp_path / "a", tmp_path / "w", "--to", "safetensors", *(["--copy-tied"] if copy else [])])
@@ -114,7 +116,7 @@ def test_a_prefix_takes_what_is_under_it(tmp_path: Path) -> None:
         }
     }
     aliases = {"model/model.wte": "model/shared", "model/model.head": "model/shared"}
-    save_alone(tmp_path / "a", state, {"model": "model"}, aliases=aliases)
+    save_alone(tmp_path / "a", state, aliases=aliases)
     result = run("consolidate", tmp_path / "a", tmp_path / "w", "--to", "safetensors", "--strip-prefix", "model.")
     found = load_file(tmp_path / "w")
     assert set(found) == {"wte", "scale"}
@@ -170,19 +172,6 @@ def test_which_model(tmp_path: Path, target: str) -> None:
 # -- a file that torch.load reads --------------------------------------------------------------------------------------
 
 
-def is_equal(a: Any, b: Any) -> bool:
-    """Whether two nests are the same, bit by bit."""
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape and a.equal(b)
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(is_equal(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(is_equal, a, b))
-    return bool(a == b) or (a != a and b != b)
-
-
 EVERY_DTYPE = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64,
     torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool,
@@ -200,19 +189,20 @@ def test_torch_load_gives_what_torch_save_was_given(tmp_path: Path, mmap: bool) 
         "average": {"w": in_pieces(torch.arange(6.0).reshape(2, 3), 1, 1)},
         "lr_schedulers": [],
     }
-    save_alone(tmp_path / "a", {"model": weights, "trainer": rest}, {"model": "model"},
+    save_alone(tmp_path / "a", {"model": weights, "trainer": rest},
                aliases={"model/tied": "model/torch.float32"})  # fmt: skip
     run("consolidate", tmp_path / "a", tmp_path / "w.ckpt", "--to", "lightning")
     found = torch.load(tmp_path / "w.ckpt", weights_only=True, mmap=mmap)
     expected = {**rest, "average": {"w": torch.arange(6.0).reshape(2, 3)}, "state_dict": weights}
-    assert is_equal(found, expected)
+    assert_same(found, expected)
+    assert list(found["state_dict"]) == list(weights)
     assert found["state_dict"]["tied"].data_ptr() == found["state_dict"]["torch.float32"].data_ptr()
     for name, tensor in found["state_dict"].items():
         assert tensor.is_contiguous()
         assert not mmap or tensor.data_ptr() % 64 == 0, name
     assert zipfile.ZipFile(tmp_path / "w.ckpt").testzip() is None
     torch.save(found, tmp_path / "again.ckpt")
-    assert is_equal(torch.load(tmp_path / "again.ckpt", weights_only=True), expected)
+    assert_same(torch.load(tmp_path / "again.ckpt", weights_only=True), expected)
 
 
 def test_optimizers_are_numbered_as_torch_numbers_them(tmp_path: Path) -> None:
@@ -231,14 +221,14 @@ def test_optimizers_are_numbered_as_torch_numbers_them(tmp_path: Path) -> None:
     run("consolidate", tmp_path / "a", tmp_path / "w.ckpt", "--to", "lightning")
     found = torch.load(tmp_path / "w.ckpt", weights_only=True)["optimizer_states"][0]
     assert [group.pop("param_names") for group in found["param_groups"]] == [names[:2], names[2:]]
-    assert is_equal(found, plain)
+    assert_same(found, plain)
     optimizer.load_state_dict(found)
 
 
 def test_numpy_arrays_come_back(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     rest = {"pytorch-lightning_version": "2.6.6", "array": numpy.arange(6.0).reshape(2, 3), "none": numpy.zeros((0, 2))}
-    save_alone(tmp_path / "a", {"model": {"w": torch.ones(1)}, "trainer": rest}, {"model": "model"})
+    save_alone(tmp_path / "a", {"model": {"w": torch.ones(1)}, "trainer": rest})
     run("consolidate", tmp_path / "a", tmp_path / "w.ckpt", "--to", "lightning")
     found = torch.load(tmp_path / "w.ckpt", weights_only=False)
     assert (found["array"] == rest["array"]).all()
@@ -295,7 +285,7 @@ def test_what_fabric_saved_goes_on_under_a_trainer(tmp_path: Path) -> None:
     for name, tensor in module.state_dict().items():
         torch.testing.assert_close(resumed.state_dict()[name], tensor)
     opened = Tiny.load_from_checkpoint(tmp_path / "w.ckpt").state_dict()
-    assert is_equal(dict(opened), dict(found["state_dict"]))
+    assert_same(dict(opened), dict(found["state_dict"]))
 
 
 def _optimizer(*names: str) -> dict[str, Any]:
@@ -312,7 +302,7 @@ def test_which_of_fabrics_models_and_optimizers(tmp_path: Path) -> None:
     kinds = {key: "optimizer" if "opt" in key else "model" for key in state if key != "step"}
     save_alone(tmp_path / "a", state, kinds)
     save_alone(tmp_path / "none", {"step": 3}, {})
-    save_alone(tmp_path / "taken", {"model": weights, "lr_schedulers": [1]}, {"model": "model"})
+    save_alone(tmp_path / "taken", {"model": weights, "lr_schedulers": [1]})
     save_alone(
         tmp_path / "trainer", {"model": weights, "trainer": {"pytorch-lightning_version": "2"}}, {"model": "model"}
     )
@@ -359,7 +349,7 @@ def test_shards_and_their_index(folder: Path, tmp_path: Path) -> None:
     assert index["weight_map"] == {name: shard for shard in shards for name in held[shard]}
     expected = load_state_dict(folder)
     expected.pop("head.weight")
-    assert is_equal(dict(sorted({**held[shards[0]], **held[shards[1]]}.items())), dict(sorted(expected.items())))
+    assert_same(dict(sorted({**held[shards[0]], **held[shards[1]]}.items())), dict(sorted(expected.items())))
     for shard in shards:
         assert metadata(tmp_path / "hf" / shard) == {"format": "pt"}
         assert sum(tensor.nbytes for tensor in held[shard].values()) <= 200
@@ -392,7 +382,8 @@ def test_the_same_checkpoint_in_other_files(folder: Path, tmp_path: Path, files:
     old, new = read_manifest(folder), read_manifest(tmp_path / "b.ckpt")
     run("verify", tmp_path / "b.ckpt")
     run("diff", folder, tmp_path / "b.ckpt")
-    assert is_equal(load_state_dict(tmp_path / "b.ckpt"), load_state_dict(folder))
+    assert_same(load_state_dict(tmp_path / "b.ckpt"), load_state_dict(folder))
+    assert list(load_state_dict(tmp_path / "b.ckpt")) == list(load_state_dict(folder))
     moment = load(tmp_path / "b.ckpt")["optimizer"][0]["state"]["wte.weight"]["exp_avg"].full()
     assert moment.equal(load(folder)["optimizer"][0]["state"]["wte.weight"]["exp_avg"].full())
     assert (tmp_path / "b.ckpt" / new.state_file).read_bytes() == (folder / old.state_file).read_bytes()
@@ -412,7 +403,7 @@ def test_the_same_checkpoint_in_other_files(folder: Path, tmp_path: Path, files:
 
 def test_small_tensors_even_out_the_files(tmp_path: Path) -> None:
     state = {"model": {f"w{number}": torch.ones(()) for number in range(8)} | {"large": torch.ones(9)}}
-    save_alone(tmp_path / "a", state, {"model": "model"})
+    save_alone(tmp_path / "a", state)
     reshard(tmp_path / "a", tmp_path / "b", files=4)
     held: dict[str, int] = {}
     for tensor in read_manifest(tmp_path / "b").tensors.values():
@@ -424,7 +415,7 @@ def test_small_tensors_even_out_the_files(tmp_path: Path) -> None:
 
 def test_resharding_keeps_sharded_state_that_is_no_models(tmp_path: Path) -> None:
     state = {"model": {"w@x": torch.ones(3)}, "average": {"w": in_pieces(torch.arange(8.0), 0, 3)}}
-    save_alone(tmp_path / "a", state, {"model": "model"})
+    save_alone(tmp_path / "a", state)
     reshard(tmp_path / "a", tmp_path / "b", files=2)
     verify(tmp_path / "b")
     assert load(tmp_path / "b")["average"]["w"].full().equal(torch.arange(8.0))
@@ -555,7 +546,7 @@ main()
 
 @pytest.mark.parametrize("target", ["safetensors", "huggingface", "reshard"])
 def test_a_disk_that_takes_no_more_is_named(tmp_path: Path, target: str) -> None:
-    save_alone(tmp_path / "a.ckpt", {"model": {"w": torch.ones(300_000)}}, {"model": "model"})
+    save_alone(tmp_path / "a.ckpt", {"model": {"w": torch.ones(300_000)}})
     extra = ["reshard", tmp_path / "a.ckpt", tmp_path / "o", "--files", 2]
     if target != "reshard":
         extra = ["consolidate", tmp_path / "a.ckpt", tmp_path / "o", "--to", target]

@@ -51,9 +51,7 @@ def test_a_shared_folder_is_looked_at_once_and_left_empty(tmp_path: Path) -> Non
             self.calls += 1
             return super().gather_objects(obj)
 
-    def work(given: ThreadRuntime) -> list[int]:
-        runtime = Counting.__new__(Counting)
-        runtime.__dict__.update(given.__dict__)
+    def work(runtime: Counting) -> list[int]:
         calls = []
         for _ in range(2):
             before = runtime.calls
@@ -61,7 +59,7 @@ def test_a_shared_folder_is_looked_at_once_and_left_empty(tmp_path: Path) -> Non
             calls.append(runtime.calls - before)
         return calls
 
-    assert on_threads(3, work) == [[4, 2]] * 3  # the second time, rank 0 says that it knows the place
+    assert on_threads(3, work, Counting) == [[4, 2]] * 3  # the second time, rank 0 says that it knows the place
     assert list((tmp_path / "new/folder").iterdir()) == []
 
 
