@@ -19,6 +19,22 @@ MAIN = "from fsdp_core.cli import main; main()"
 
 # Plugins that give no strategy: the source, and the error.
 BROKEN = {
+    "missing dependency": ("import my_dep", "ModuleNotFoundError: No module named 'my_dep'"),
+    "wrong syntax": ("def", "SyntaxError: invalid syntax (bad_01_plugin.py, line 2)"),
+    "exit": ("import sys; sys.exit('no licence')", "SystemExit: no licence"),
+    "no hook": (
+        "def fsdp_strategies():\n    return []",
+        "StrategyInfoError: bad_03_plugin implements no fsdp_strategies hook. "
+        "Define fsdp_strategies() there and decorate it with @fsdp_core.hookimpl.",
+    ),
+    "misspelt hook": (
+        "@hookimpl\ndef fsdp_strategy():\n    return []",
+        "PluginValidationError: unknown hook 'fsdp_strategy' in plugin <module 'bad_04_plugin' from",
+    ),
+    "bad info": (
+        HOOK.replace('"bad"', '"Bad"'),
+        "StrategyInfoError: a strategy can't be called 'Bad'. Use a",
+    ),
     "None": ("@hookimpl\ndef fsdp_strategies():\n    pass", "fsdp_strategies() returned a NoneType; return a list of"),
     "a dict": (
         f"@hookimpl\ndef fsdp_strategies():\n    return {{'bad': StrategyInfo(name='bad', trainer='a:B', {CPU})}}",
@@ -118,18 +134,15 @@ def good_site(site: Site) -> Site:
 
 def test_what_a_hook_must_not_give(good_site: Site) -> None:
     for number, (source, _) in enumerate(BROKEN.values()):
-        good_site.plugin(f"bad-{number}", source, version=f"0.{number}")
+        good_site.plugin(f"bad-{number:02}", source, version=f"0.{number}")
     seen = json.loads(run_list(good_site, "--json").stdout)
     assert [(row["name"], row["status"]) for row in seen["strategies"]] == [("good", "available")]
     for number, ((case, (_, error)), broken) in enumerate(zip(BROKEN.items(), seen["broken"], strict=True)):
-        assert error in broken["error"], case
+        assert error in broken["error"], (case, broken["error"])
         assert len(broken["error"]) < 600, case
-        assert [broken[key] for key in ("package", "version", "name")] == [
-            f"bad-{number}",
-            f"0.{number}",
-            f"bad_{number}",
-        ]
-        assert broken["remedy"] == f"pip install --upgrade --force-reinstall bad-{number}", case
+        names = [broken[key] for key in ("package", "version", "name")]
+        assert names == [f"bad-{number:02}", f"0.{number}", f"bad_{number:02}"], case
+        assert broken["remedy"] == f"pip install --upgrade --force-reinstall bad-{number:02}", case
 
 
 @pytest.mark.parametrize("case", MEDDLING)

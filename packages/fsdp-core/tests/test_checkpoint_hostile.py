@@ -229,7 +229,7 @@ def test_nothing_runs_and_nothing_outside_is_opened(site: Site, tmp_path: Path) 
 def test_a_file_of_another_kind_runs_nothing(tmp_path: Path) -> None:
     path = tmp_path / "file.ckpt"
     torch.save({"state_dict": Payload(tmp_path / "it-ran")}, path)
-    for read, message in ((load, ""), (verify, ""), (load_state_dict, "runs no code from a checkpoint")):
+    for read, message in ((load, "."), (verify, "."), (load_state_dict, "runs no code from a checkpoint")):
         with pytest.raises(CheckpointFormatError, match=message):
             read(path)
     assert not (tmp_path / "it-ran").exists()
@@ -275,70 +275,6 @@ def test_odd_names_come_back(tmp_path: Path) -> None:
         assert nest["optimizer"][0]["state"][name]["exp_avg"].full().equal(value + 50), name
         assert nest[name].equal(value + 100), name
     assert list(load_state_dict(path)) == NAMES
-
-
-HOSTILE_NAMES = [
-    "../outside.safetensors",
-    "model/../../outside.safetensors",
-    "/etc/passwd",
-    "model//x.safetensors",
-    "./x.safetensors",
-    "..",
-    "",
-    "model\\..\\..\\x",
-    "C:/x",
-    "file:///etc/passwd",
-    "x\x00.safetensors",
-    "manifest.json",
-]
-
-
-@pytest.mark.parametrize("name", HOSTILE_NAMES)
-def test_a_file_name_must_stay_inside(folder: Path, name: str) -> None:
-    def change(content: dict[str, Any]) -> None:
-        content["files"][name] = {"size": 1, "checksum": "xxh3:" + "0" * 16}
-        chunk_of(content)["file"] = name
-
-    rewrite(folder, change)
-    refused(folder, "does not stay inside the checkpoint")
-    with pytest.raises(CheckpointFormatError, match="does not stay inside the checkpoint"):
-        verify(folder)
-
-
-@pytest.mark.parametrize("name", HOSTILE_NAMES[:3])
-@pytest.mark.parametrize("field", ["json", "tensors"])
-def test_the_state_files_must_stay_inside(folder: Path, name: str, field: str) -> None:
-    rewrite(folder, lambda content: content["state"].update({field: name}))
-    refused(folder, "the state is in .*, which is not among the files")
-
-
-@pytest.mark.parametrize("link", ["file", "folder"])
-def test_a_link_out_of_the_folder_is_not_followed(folder: Path, tmp_path: Path, link: str) -> None:
-    secret = tmp_path / "secret"
-    inner = folder / "model" if link == "folder" else model_file(folder)
-    inner.rename(secret)
-    inner.symlink_to(secret)
-    refused(folder, f"is a link to {secret}.*, outside of the checkpoint. Nothing was read from it")
-    with pytest.raises(CheckpointFormatError, match="outside of the checkpoint"):
-        verify(folder)
-
-
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(folder: Path) -> None:
-    path = model_file(folder)
-    path.unlink()
-    os.mkfifo(path)
-    refused(folder, f"model/{path.name} is missing")
-
-
-@pytest.mark.parametrize(
-    "content",
-    ['{"model": {"$saved": "model/nothing"}}', '{"x": {"$tensor": "../x"}}', '{"x": {"$saved": ["a"]}}', "[1]",
-     '{"x": {"$import": "os"}}', "[" * 100_000, '{"x": {"$tensor": {"$dict": []}}}', '{"$tuple": [1, 2]}'],
-    ids=range(8),
-)  # fmt: skip
-def test_plain_data_that_does_not_fit_is_refused(folder: Path, content: str) -> None:
-    write_state(folder, content)
-    refused(folder, "state")
 
 
 SMALL: dict[str, Callable[[Path, str], object]] = {

@@ -99,50 +99,25 @@ EXISTS = "already exists, and overwrite=False: save to another path or pass over
 FOREIGN = r"is a folder with something else in it \({}\), which a save does not replace: save to another path, or move"
 
 
-@pytest.mark.parametrize(
-    ("make", "name", "overwrite", "kind", "message"),
-    [
-        (a_checkpoint, "c", False, CheckpointExistsError, EXISTS),
-        (a_foreign_folder, "c", False, CheckpointExistsError, EXISTS),
-        (a_file, "c", False, CheckpointExistsError, EXISTS),
-        (a_link, "c", False, CheckpointExistsError, EXISTS),
-        (a_dangling_link, "c", False, CheckpointExistsError, EXISTS),
-        (a_foreign_folder, "c", True, CheckpointExistsError, FOREIGN.format("model.bin")),
-        (a_foreign_manifest, "c", True, CheckpointExistsError, FOREIGN.format("manifest.json")),
-        (a_section_that_is_a_file, "c", True, CheckpointExistsError, FOREIGN.format("model")),
-        (
-            a_parent_that_is_a_file,
-            "p/c",
-            True,
-            CheckpointError,
-            "p/c failed: .*A file exists where a folder must be: move",
-        ),
-        (nothing, "x" * 300, True, CheckpointError, "too long.*: use a shorter one"),
-    ],
-    ids=[
-        "checkpoint",
-        "folder",
-        "file",
-        "link",
-        "dangling_link",  # overwrite=False
-        "foreign_folder",
-        "foreign_manifest",
-        "foreign_section",
-        "parent_is_a_file",
-        "long_name",
-    ],
-)
+#: By case: what makes the target, its name, whether it may be overwritten, and the error.
+REFUSED: dict[str, tuple[Callable[[Path], None], str, bool, type[CheckpointError], str]] = {
+    **{
+        make.__name__: (make, "c", False, CheckpointExistsError, EXISTS)
+        for make in (a_checkpoint, a_foreign_folder, a_file, a_link, a_dangling_link)
+    },
+    "a_foreign_folder_to_overwrite": (a_foreign_folder, "c", True, CheckpointExistsError, FOREIGN.format("model.bin")),
+    "a_foreign_manifest": (a_foreign_manifest, "c", True, CheckpointExistsError, FOREIGN.format("manifest.json")),
+    "a_section_that_is_a_file": (a_section_that_is_a_file, "c", True, CheckpointExistsError, FOREIGN.format("model")),
+    "a_parent_that_is_a_file": (a_parent_that_is_a_file, "p/c", True, CheckpointError,
+                                "p/c failed: .*A file exists where a folder must be: move"),
+    "a_long_name": (nothing, "x" * 300, True, CheckpointError, "too long.*: use a shorter one"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_target_that_is_refused_stays_as_it_is(
-    pool: RankPool,
-    tmp_path: Path,
-    make: Callable[[Path], None],
-    name: str,
-    overwrite: bool,
-    kind: type[CheckpointError],
-    message: str,
-    ranks: int,
-) -> None:
+def test_a_target_that_is_refused_stays_as_it_is(pool: RankPool, tmp_path: Path, case: str, ranks: int) -> None:
+    make, name, overwrite, kind, message = REFUSED[case]
     make(tmp_path / name)
     before = everything(tmp_path)
     if ranks == 1:
