@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from click.testing import CliRunner, Result
-from torch import Tensor
+from torch import Tensor, nn
 
 from damaged_folders import save_alone
 from fsdp_core.checkpoint import Chunk, ChunkedTensor
@@ -39,6 +39,18 @@ def in_pieces(tensor: Tensor, axis: int, *cuts: int) -> ChunkedTensor:
             for first, last in pairwise(edges)
         ),
     )
+
+
+def state_by_name(
+    optimizer: torch.optim.Optimizer, module: nn.Module, part: Callable[[Tensor], Any] = lambda tensor: tensor
+) -> dict[str, Any]:
+    """An optimizer's state as sharded strategies give it."""
+    name_of = {p: name for name, p in module.named_parameters()}
+    names = [name_of[p] for group in optimizer.param_groups for p in group["params"]]
+    plain = optimizer.state_dict()
+    state = {names[n]: {key: part(value) for key, value in values.items()} for n, values in plain["state"].items()}
+    groups = [{**group, "params": [names[n] for n in group["params"]]} for group in plain["param_groups"]]
+    return {"state": state, "param_groups": groups}
 
 
 def trained(*, seed: int = 0) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import re
 import sys
 import types
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,18 @@ def saved_by_torch(folder: Path, **more: Any) -> None:
     dcp.save({"model": {"w": torch.ones(2, 2)}, **more}, checkpoint_id=folder, no_dist=True)
 
 
-def in_metadata(folder: Path, payload: Payload) -> None:
+@contextlib.contextmanager
+def changed_metadata(folder: Path) -> Iterator[Any]:
+    """The metadata of a checkpoint of torch's, to be changed."""
     saved_by_torch(folder)
     metadata = pickle.loads((folder / ".metadata").read_bytes())
-    metadata.planner_data = payload
+    yield metadata
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def in_metadata(folder: Path, payload: Payload) -> None:
+    with changed_metadata(folder) as metadata:
+        metadata.planner_data = payload
 
 
 def instead_of_metadata(folder: Path, payload: Payload) -> None:
@@ -71,14 +78,12 @@ def instead_of_metadata(folder: Path, payload: Payload) -> None:
 
 
 def in_a_tensors_place(folder: Path, payload: Payload) -> None:
-    saved_by_torch(folder)
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    blob = io.BytesIO()
-    torch.save(payload, blob)
-    for place in metadata.storage_data.values():
-        place.relative_path, place.offset, place.length = "bad.distcp", 0, blob.tell()
-    (folder / "bad.distcp").write_bytes(blob.getvalue())
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with changed_metadata(folder) as metadata:
+        blob = io.BytesIO()
+        torch.save(payload, blob)
+        for place in metadata.storage_data.values():
+            place.relative_path, place.offset, place.length = "bad.distcp", 0, blob.tell()
+        (folder / "bad.distcp").write_bytes(blob.getvalue())
 
 
 def in_meta_pt(folder: Path, payload: Payload) -> None:
@@ -314,18 +319,16 @@ def without_end(*shape: int) -> torch.Tensor:
 
 def piece_without_end(folder: Path) -> None:
     """A checkpoint of torch's whose one tensor claims to be of 2**50 elements, as does the piece that it is in."""
-    saved_by_torch(folder)
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    entry = metadata.state_dict_metadata["model.w"]
-    entry.size = entry.chunks[0].sizes = torch.Size((2**50,))
-    entry.chunks[0].offsets = torch.Size((0,))
-    blob = io.BytesIO()
-    torch.save(without_end(2**50), blob)
-    ((index, place),) = metadata.storage_data.items()
-    place.relative_path, place.offset, place.length = "bad.distcp", 0, blob.tell()
-    metadata.storage_data = {type(index)(fqn="model.w", offset=torch.Size((0,))): place}
-    (folder / "bad.distcp").write_bytes(blob.getvalue())
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with changed_metadata(folder) as metadata:
+        entry = metadata.state_dict_metadata["model.w"]
+        entry.size = entry.chunks[0].sizes = torch.Size((2**50,))
+        entry.chunks[0].offsets = torch.Size((0,))
+        blob = io.BytesIO()
+        torch.save(without_end(2**50), blob)
+        ((index, place),) = metadata.storage_data.items()
+        place.relative_path, place.offset, place.length = "bad.distcp", 0, blob.tell()
+        metadata.storage_data = {type(index)(fqn="model.w", offset=torch.Size((0,))): place}
+        (folder / "bad.distcp").write_bytes(blob.getvalue())
 
 
 LARGE: dict[str, Callable[[Path], None]] = {
@@ -420,10 +423,8 @@ def test_nothing_is_written_into_the_source(tmp_path: Path, out: str, monkeypatc
 
 def hole(folder: Path) -> None:
     """A tensor of torch's checkpoint that is larger than what is there of it."""
-    saved_by_torch(folder)
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    metadata.state_dict_metadata["model.w"].size = torch.Size((9, 2))
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with changed_metadata(folder) as metadata:
+        metadata.state_dict_metadata["model.w"].size = torch.Size((9, 2))
 
 
 def nested(depth: int) -> Any:

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -44,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 # -- all commands ------------------------------------------------------------------------------------------------------
 
-COMMANDS: dict[str, Callable[[Path, Path], list[object]]] = {
+COMMANDS: dict[str, Callable[[Path | str, Path], list[object]]] = {
     "inspect": lambda path, out: ["inspect", path],
     "verify": lambda path, out: ["verify", path],
     "diff": lambda path, out: ["diff", path, path],
@@ -69,78 +70,54 @@ def test_the_group_lists_its_commands_without_importing_them(site: Site) -> None
     assert done.stderr == NOTHING_HEAVY
 
 
-def nothing_there(path: Path) -> Path:
-    return path / "nothing"
+def first_file(folder: Path) -> Path:
+    return next((folder / "model").iterdir())
 
 
-def a_file(path: Path) -> Path:
-    (path / "file.ckpt").write_bytes(b"x")
-    return path / "file.ckpt"
+def become(folder: Path, content: bytes | None) -> None:
+    """Let there be a file instead, or a folder of something else."""
+    shutil.rmtree(folder)
+    if content is None:
+        folder.mkdir()
+        (folder / "weights.bin").write_bytes(b"x")
+    else:
+        folder.write_bytes(content)
 
 
-def a_foreign_folder(path: Path) -> Path:
-    (path / "foreign").mkdir()
-    (path / "foreign" / "weights.bin").write_bytes(b"x")
-    return path / "foreign"
-
-
-def an_interrupted_save(path: Path) -> Path:
-    (save_trained(path / "a.ckpt") / "manifest.json").unlink()
-    return path / "a.ckpt"
-
-
-def a_newer_version(path: Path) -> Path:
-    rewrite(save_trained(path / "a.ckpt"), lambda content: content.update(format_version=3))
-    return path / "a.ckpt"
-
-
-def a_changed_manifest(path: Path) -> Path:
-    flip(save_trained(path / "a.ckpt") / "manifest.json", 400)
-    return path / "a.ckpt"
-
-
-def a_hole(path: Path) -> Path:
-    rewrite(save_trained(path / "a.ckpt"), lambda c: c["tensors"]["model/wte.weight"]["chunks"].pop())
-    return path / "a.ckpt"
-
-
-def a_missing_file(path: Path) -> Path:
-    next((save_trained(path / "a.ckpt") / "model").iterdir()).unlink()
-    return path / "a.ckpt"
-
-
-def a_file_cut_short(path: Path) -> Path:
-    file = next((save_trained(path / "a.ckpt") / "model").iterdir())
-    os.truncate(file, file.stat().st_size - 1)
-    return path / "a.ckpt"
-
-
-def an_unknown_scheme(path: Path) -> Path | str:
-    return "nosuchfs://bucket/a.ckpt"
-
-
-BAD_INPUT: list[tuple[Callable[[Path], Any], str]] = [
-    (nothing_there, "the path does not exist. Check the path"),
-    (a_file, "is a file, but a sharded checkpoint is a folder"),
-    (a_foreign_folder, "is not a checkpoint of this format"),
-    (an_interrupted_save, "interrupted before it was committed"),
-    (a_newer_version, "has format version 3, and this fsdp-core reads version 1 to 2: pip install --upgrade fsdp-core"),
-    (a_changed_manifest, "can't read"),
-    (a_hole, "tensor 'model/wte.weight': nothing covers"),
-    (a_missing_file, "-rank-00000.safetensors is missing"),
-    (a_file_cut_short, "-rank-00000.safetensors has "),
-    (an_unknown_scheme, "can't open nosuchfs://bucket/a.ckpt"),
-]
+#: What is done to a good folder, and what is said of it.
+BAD_INPUT: dict[str, tuple[Callable[[Path], object], str]] = {
+    "nothing": (shutil.rmtree, "the path does not exist. Check the path"),
+    "a file": (lambda f: become(f, b"x"), "is a file, but a sharded checkpoint is a folder"),
+    "a foreign folder": (lambda f: become(f, None), "is not a checkpoint of this format"),
+    "an interrupted save": (lambda f: (f / "manifest.json").unlink(), "interrupted before it was committed"),
+    "a newer version": (
+        lambda f: rewrite(f, lambda content: content.update(format_version=3)),
+        "has format version 3, and this fsdp-core reads version 1 to 2: pip install --upgrade fsdp-core",
+    ),
+    "a changed manifest": (lambda f: flip(f / "manifest.json", 400), "can't read"),
+    "a hole": (
+        lambda f: rewrite(f, lambda content: content["tensors"]["model/wte.weight"]["chunks"].pop()),
+        "tensor 'model/wte.weight': nothing covers",
+    ),
+    "a missing file": (lambda f: first_file(f).unlink(), "-rank-00000.safetensors is missing"),
+    "a file cut short": (
+        lambda f: os.truncate(first_file(f), first_file(f).stat().st_size - 1),
+        "-rank-00000.safetensors has ",
+    ),
+}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize(("make", "message"), BAD_INPUT, ids=[make.__name__ for make, _ in BAD_INPUT])
-def test_what_can_not_be_read_is_named(tmp_path: Path, make: Callable[[Path], Any], message: str, command: str) -> None:
-    path = make(tmp_path)
-    if command == "inspect" and make in (a_missing_file, a_file_cut_short):
-        run(*COMMANDS[command](path, tmp_path / "out"))  # what it tells is in the manifest and in the plain data
+@pytest.mark.parametrize("case", [*BAD_INPUT, "an unknown scheme"])
+def test_what_can_not_be_read_is_named(folder: Path, tmp_path: Path, case: str, command: str) -> None:
+    spoil, message = BAD_INPUT.get(case, (lambda f: None, "can't open nosuchfs://bucket/a.ckpt"))
+    spoil(folder)
+    path = folder if case in BAD_INPUT else "nosuchfs://bucket/a.ckpt"
+    arguments = COMMANDS[command](path, tmp_path / "out")
+    if command == "inspect" and case in ("a missing file", "a file cut short"):
+        run(*arguments)  # what it tells is in the manifest and in the plain data
         return
-    result = run(*COMMANDS[command](path, tmp_path / "out"), status=1)
+    result = run(*arguments, status=1)
     assert message in result.stderr
     assert result.stdout == ""
     assert not (tmp_path / "out").exists()

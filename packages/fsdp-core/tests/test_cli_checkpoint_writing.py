@@ -22,7 +22,7 @@ from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from cli_checkpoints import ALIASES, in_pieces, run, save_trained, trained
+from cli_checkpoints import ALIASES, in_pieces, run, save_trained, state_by_name, trained
 from damaged_folders import flip, save_alone
 from fsdp_core import errors
 from fsdp_core.checkpoint import (
@@ -205,26 +205,6 @@ def test_torch_load_gives_what_torch_save_was_given(tmp_path: Path, mmap: bool) 
     assert_same(torch.load(tmp_path / "again.ckpt", weights_only=True), expected)
 
 
-def test_optimizers_are_numbered_as_torch_numbers_them(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
-    optimizer = torch.optim.AdamW([{"params": model[1].parameters()}, {"params": model[0].parameters(), "lr": 0.5}])
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    plain = optimizer.state_dict()
-    names = ["1.weight", "1.bias", "0.weight", "0.bias"]
-    by_name = {
-        "state": {names[number]: values for number, values in plain["state"].items()},
-        "param_groups": [{**group, "params": [names[n] for n in group["params"]]} for group in plain["param_groups"]],
-    }
-    state = {"model": model.state_dict(), "optimizer": [by_name], "trainer": {"pytorch-lightning_version": "2.6.6"}}
-    save_alone(tmp_path / "a", state)
-    run("consolidate", tmp_path / "a", tmp_path / "w.ckpt", "--to", "lightning")
-    found = torch.load(tmp_path / "w.ckpt", weights_only=True)["optimizer_states"][0]
-    assert [group.pop("param_names") for group in found["param_groups"]] == [names[:2], names[2:]]
-    assert_same(found, plain)
-    optimizer.load_state_dict(found)
-
-
 def test_numpy_arrays_come_back(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     rest = {"pytorch-lightning_version": "2.6.6", "array": numpy.arange(6.0).reshape(2, 3), "none": numpy.zeros((0, 2))}
@@ -249,12 +229,6 @@ class Tiny(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 
-def _by_name(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
-    plain, names = optimizer.state_dict(), [name for name, _ in module.named_parameters()]
-    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in plain["param_groups"]]
-    return {"state": {names[number]: values for number, values in plain["state"].items()}, "param_groups": groups}
-
-
 def test_what_fabric_saved_goes_on_under_a_trainer(tmp_path: Path) -> None:
     """With its optimizer: as if the same two steps had been taken without a break."""
     module = Tiny()
@@ -266,7 +240,12 @@ def test_what_fabric_saved_goes_on_under_a_trainer(tmp_path: Path) -> None:
         optimizer.step()
 
     step()
-    state = {"net": module.state_dict(), "opt": _by_name(optimizer, module), "step": 1, "notes": {"lr": (0.1, None)}}
+    state = {
+        "net": module.state_dict(),
+        "opt": state_by_name(optimizer, module),
+        "step": 1,
+        "notes": {"lr": (0.1, None)},
+    }
     save_alone(tmp_path / "a", state, {"net": "model", "opt": "optimizer"})
     run("consolidate", tmp_path / "a", tmp_path / "w.ckpt", "--to", "lightning")
     found = torch.load(tmp_path / "w.ckpt", weights_only=True)
@@ -443,7 +422,7 @@ ALL = [*TO, "reshard"]
 
 @pytest.mark.parametrize("target", ALL)
 def test_what_is_there_is_replaced_only_when_asked(folder: Path, tmp_path: Path, target: str) -> None:
-    out, other = tmp_path / "out", save_trained(tmp_path / "b.ckpt", seed=1)
+    out, other = tmp_path / "x" / "y" / "out", save_trained(tmp_path / "b.ckpt", seed=1)  # in folders that are made
     write_to(folder, out, target)
     before = content(out)
     assert "already exists: choose another path, or pass overwrite=True (--overwrite" in write_to(
@@ -499,12 +478,6 @@ def test_a_folder_that_can_not_be_made_is_named(folder: Path, tmp_path: Path, ta
     told = write_to(folder, tmp_path / "file" / "out", target, status=1)
     assert "can't write" in told or "is a file" in told
     assert "Traceback" not in told
-
-
-@pytest.mark.parametrize("target", ALL)
-def test_a_folder_that_is_missing_is_made(folder: Path, tmp_path: Path, target: str) -> None:
-    write_to(folder, tmp_path / "x" / "y" / "out", target)
-    assert content(tmp_path / "x" / "y" / "out")
 
 
 @pytest.mark.parametrize("target", ALL)

@@ -26,10 +26,12 @@ from lightning.pytorch.core import saving
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from fsdp_core.checkpoint import Chunk, ChunkedTensor, load_state_dict, save
+from checkpoint_ranks import ThreadRuntime, on_threads
+from cli_checkpoints import in_pieces, state_by_name
+from damaged_folders import save_alone
+from fsdp_core.checkpoint import Chunk, ChunkedTensor, load_state_dict
 from fsdp_core.errors import CheckpointExistsError, CheckpointFormatError, UnsupportedCapabilityError
 from fsdp_core.lightning.checkpoints.patched_io import install_opening
-from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.testing.refusals import assert_says, refusal
 from nests import assert_same
 
@@ -71,27 +73,10 @@ def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     return loss.item()
 
 
-def in_chunks(tensor: Tensor) -> ChunkedTensor | Tensor:
+def in_rows(tensor: Tensor) -> ChunkedTensor | Tensor:
     """As two ranks hold it, one of which has written both rows of boxes."""
     tensor = tensor.detach().clone()
-    if not tensor.ndim or len(tensor) < 2:
-        return tensor
-    parts = (tensor[:1], tensor[1:])
-    chunks = tuple(
-        Chunk(offsets=(at, *[0] * (tensor.ndim - 1)), data=part) for at, part in zip((0, 1), parts, strict=True)
-    )
-    return ChunkedTensor(shape=tuple(tensor.shape), dtype=tensor.dtype, chunks=chunks)
-
-
-def by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's state as sharded strategies give it."""
-    name_of = {p: name for name, p in module.named_parameters()}
-    return {
-        "state": {name_of[p]: {k: in_chunks(v) for k, v in values.items()} for p, values in optimizer.state.items()},
-        "param_groups": [
-            {**group, "params": [name_of[p] for p in group["params"]]} for group in optimizer.param_groups
-        ],
-    }
+    return in_pieces(tensor, 0, 1) if tensor.ndim and len(tensor) > 1 else tensor
 
 
 def save_as_trainer(path: str | Path, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -103,20 +88,12 @@ def save_as_trainer(path: str | Path, module: nn.Module, optimizer: torch.optim.
         "callbacks": OrderedDict(one={"best": torch.tensor(0.5), "k": (1, None)}),
         "hyper_parameters": {"width": 3},
     }
-    state = {"model": {k: in_chunks(v) for k, v in module.state_dict().items()}, "trainer": copy.deepcopy(rest)}
-    kinds = {"model": "model"}
+    state = {"model": {k: in_rows(v) for k, v in module.state_dict().items()}, "trainer": copy.deepcopy(rest)}
     whole: dict[str, Any] = {**rest, "state_dict": dict(module.state_dict())}
     if optimizer is not None:
-        state["optimizer"], kinds["optimizer/0"] = [by_name(module, optimizer)], "optimizer"
+        state["optimizer"] = [state_by_name(optimizer, module, in_rows)]
         whole["optimizer_states"] = [optimizer.state_dict()]
-    save(
-        path,
-        state,
-        runtime=ProcessGroupRuntime(),
-        strategy="mine",
-        kinds=kinds,
-        aliases={"model/out.weight": "model/inp.weight"},
-    )
+    save_alone(path, state, aliases={"model/out.weight": "model/inp.weight"})
     return copy.deepcopy(whole)
 
 
@@ -203,18 +180,12 @@ def test_map_location(tmp_path: Path, trained: Any, where: Any, device: str) -> 
 def test_fabrics_folder_has_the_users_keys(tmp_path: Path, trained: Any) -> None:
     module, optimizer = trained
     state = {
-        "my/model": {k: in_chunks(v) for k, v in module.state_dict().items()},
-        "opt": by_name(module, optimizer),
+        "my/model": {k: in_rows(v) for k, v in module.state_dict().items()},
+        "opt": state_by_name(optimizer, module, in_rows),
         "trainer": {"of": "another kind"},
         "step": 5,
     }
-    save(
-        tmp_path / "run",
-        state,
-        runtime=ProcessGroupRuntime(),
-        strategy="mine",
-        kinds={"my%2Fmodel": "model", "opt": "optimizer"},
-    )
+    save_alone(tmp_path / "run", state, {"my%2Fmodel": "model", "opt": "optimizer"})
     fabric = Fabric(accelerator="cpu", devices=1)
     fresh = Tied()
     fresh_optimizer = optimizer_of(fresh)
@@ -228,28 +199,32 @@ def test_fabrics_folder_has_the_users_keys(tmp_path: Path, trained: Any) -> None
 
 
 def test_fabric_reads_a_raw_state(tmp_path: Path, trained: Any) -> None:
-    state = {k: in_chunks(v) for k, v in trained[0].state_dict().items()}
-    save(tmp_path / "raw", state, runtime=ProcessGroupRuntime(), strategy="mine", kinds={})
+    state = {k: in_rows(v) for k, v in trained[0].state_dict().items()}
+    save_alone(tmp_path / "raw", state)
     module = Tied()
     Fabric(accelerator="cpu", devices=1).load_raw(tmp_path / "raw", module)
     assert_same(dict(module.state_dict()), dict(trained[0].state_dict()))
 
 
-@pytest.mark.parametrize("opener", OPENERS)
-def test_a_damaged_folder_is_named_by_us(tmp_path: Path, trained: Any, opener: Callable[..., Any]) -> None:
-    save_as_trainer(tmp_path / "run", *trained)
-    gone = next((tmp_path / "run").rglob("model/*"))
+def damage(folder: Path) -> str:
+    gone = next(folder.rglob("model/*"))
     gone.unlink()
-    with pytest.raises(CheckpointFormatError, match=f"{gone.name} is missing"):
-        opener(tmp_path / "run")
+    return f"{gone.name} is missing"
 
 
-def test_a_newer_format_is_named_by_us(tmp_path: Path, trained: Any) -> None:
-    save_as_trainer(tmp_path / "run", *trained)
-    manifest = tmp_path / "run" / "manifest.json"
+def make_newer(folder: Path) -> str:
+    manifest = folder / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 99'))
-    with pytest.raises(CheckpointFormatError, match="99"):
-        TorchCheckpointIO().load_checkpoint(tmp_path / "run")
+    return "99"
+
+
+@pytest.mark.parametrize("opener", OPENERS)
+@pytest.mark.parametrize("spoil", [damage, make_newer])
+def test_a_folder_that_can_not_be_read_is_named_by_us(tmp_path: Path, trained: Any, spoil: Any, opener: Any) -> None:
+    save_as_trainer(tmp_path / "run", *trained)
+    message = spoil(tmp_path / "run")
+    with pytest.raises(CheckpointFormatError, match=message):
+        opener(tmp_path / "run")
 
 
 # -- everything else ---------------------------------------------------------------------------------------------------
@@ -501,13 +476,10 @@ def test_a_script_needs_no_import_of_ours(site: Site, tmp_path: Path, trained: A
 
 
 def test_a_place_of_a_scattered_save_is_refused_and_replaced(tmp_path: Path) -> None:
-    from checkpoint_ranks import ThreadRuntime, on_threads
-
     def work(runtime: ThreadRuntime) -> None:
         chunk = Chunk(offsets=(runtime.rank,), data=torch.ones(1))
         state = {"model": {"w": ChunkedTensor(shape=(2,), dtype=torch.float32, chunks=(chunk,))}}
-        path = tmp_path / f"rank{runtime.rank}.ckpt"
-        save(path, state, runtime=runtime, strategy="test", kinds={"model": "model"}, scattered=True)
+        save_alone(tmp_path / f"rank{runtime.rank}.ckpt", state, runtime=runtime, scattered=True)
 
     assert on_threads(2, work) == [None, None]
     for rank in (0, 1):
