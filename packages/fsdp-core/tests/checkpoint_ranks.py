@@ -202,16 +202,3 @@ def boxes_of(layout: str) -> list[tuple[str, list[tuple[tuple[int, ...], tuple[i
             assert chunk.data.data_ptr() == tensor.to_local().data_ptr()
         found.append((name, ours, mine.replica))
     return found
-
-
-def save_with_a_refusal(path: Path, bad_rank: int) -> str:
-    """Save a state that one rank can't save; gives the error."""
-    runtime, weights = started(), sharded("flat")
-    state: dict[str, Any] = {"model": weights}
-    if runtime.rank == bad_rank:
-        state["callback"] = {"hook": print}
-    try:
-        save(path, state, runtime=runtime, strategy="test", kinds={"model": "model"})
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "saved"

@@ -132,6 +132,20 @@ class Site:
         return self.run(sys.executable, "-c", code, *arguments, check=check)
 
 
+#: A module of classes that a plugin's strategies may name: Lightning's own for one device.
+IMPLEMENTATION = """
+    import lightning.fabric.strategies
+    import lightning.pytorch.strategies
+
+    class ForTrainer(lightning.pytorch.strategies.SingleDeviceStrategy):
+        def __init__(self, *, level=1, **kwargs):
+            super().__init__(**kwargs)
+            self.level = level
+
+    class ForFabric(lightning.fabric.strategies.SingleDeviceStrategy):
+        pass
+"""
+
 _SECONDS = 150  # for one start
 
 _PRELUDE = """\

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from conftest import IMPLEMENTATION, Site
+
 if TYPE_CHECKING:
     from subprocess import CompletedProcess
-
-    from conftest import Site
 
 CPU = 'accelerators=("cpu",), summary="s"'
 HOOK = f'\n@hookimpl\ndef fsdp_strategies():\n    return [StrategyInfo(name="bad", trainer="a:B", {CPU})]\n'
@@ -229,14 +229,6 @@ def test_a_probe_that_meddles_changes_nothing(good_site: Site) -> None:
     assert [(row["name"], row["status"]) for row in seen["strategies"]] == [("bad", "available"), ("good", "available")]
 
 
-IMPLEMENTATION = """
-    import lightning.pytorch.strategies
-
-    class ForTrainer(lightning.pytorch.strategies.SingleDeviceStrategy):
-        pass
-"""
-
-
 def test_training_goes_on_beside_all_of_them(site: Site) -> None:
     """And importing torch and Lightning loads none of them, so a slow one slows neither."""
     site.provide("good-plugin", f'name="good", trainer="tiny_impl:ForTrainer", {CPU}', tiny_impl=IMPLEMENTATION)
@@ -265,6 +257,7 @@ def test_training_goes_on_beside_all_of_them(site: Site) -> None:
         assert message.startswith("BrokenStrategyError: strategy 'bad_0' can't be used: bad-0 1.0 failed to load: ")
         print("done")
         """,
+        warn=["error::RuntimeWarning"],
         FSDP_TESTS_KEPT="kept",
     )
     assert done.stdout == "done\n"

@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 import async_save_ranks
 from checkpoint_ranks import ThreadRuntime, bits, on_threads
+from conftest import Site
 from fsdp_core.checkpoint import Chunk, ChunkedTensor, SavedTensor, is_checkpoint, load, read_manifest, save
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.planning import Plan, plan_save
@@ -27,9 +28,6 @@ from fsdp_core.state.dtypes import SAFETENSORS_NAMES
 from fsdp_core.testing.disks import disk
 from fsdp_core.testing.processes import interruptible
 from fsdp_core.testing.ranks import RankError, RankPool
-
-if TYPE_CHECKING:
-    from conftest import Site
 
 
 class TestStaging:

@@ -198,6 +198,14 @@ def interrupt(
     monkeypatch.setattr(module, name, stopping)
 
 
+def save_interrupted(monkeypatch: pytest.MonkeyPatch, path: Path, value: float, name: str, at: int) -> None:
+    """Save, and end at the ``at``-th call of a function of the operating system."""
+    with monkeypatch.context() as patched:
+        interrupt(patched, os, name, at)
+        with contextlib.suppress(Stop):
+            save_state(path, value)
+
+
 @pytest.mark.parametrize(
     ("name", "at"),
     [
@@ -210,10 +218,7 @@ def test_whatever_instant_a_save_ends_at_one_whole_checkpoint_is_there(
 ) -> None:
     path = tmp_path / "last.ckpt"
     save_state(path, 1.0)
-    with monkeypatch.context() as patched:
-        interrupt(patched, os, name, at)
-        with contextlib.suppress(Stop):
-            save_state(path, 2.0)
+    save_interrupted(monkeypatch, path, 2.0, name, at)
     assert value_of(path) in (1.0, 2.0)
     save_state(path, 3.0)  # the next save removes what the interrupted one has left
     assert value_of(path) == 3.0
@@ -225,10 +230,7 @@ def test_an_interrupted_first_save_is_no_checkpoint_and_the_next_one_is(
     tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "last.ckpt"
-    with monkeypatch.context() as patched:
-        interrupt(patched, os, "fsync", at)
-        with contextlib.suppress(Stop):
-            save_state(path, 2.0)
+    save_interrupted(monkeypatch, path, 2.0, "fsync", at)
     if is_checkpoint(path):
         assert value_of(path) == 2.0
     else:
@@ -246,10 +248,7 @@ def test_an_interrupted_first_save_is_no_checkpoint_and_the_next_one_is(
 def test_a_file_in_the_way_is_never_lost(tmp_path: Path, name: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "last.ckpt"
     path.write_bytes(b"old")
-    with monkeypatch.context() as patched:
-        interrupt(patched, os, name, at)
-        with contextlib.suppress(Stop):
-            save_state(path, 2.0)
+    save_interrupted(monkeypatch, path, 2.0, name, at)
     if is_checkpoint(path):
         assert value_of(path) == 2.0
     else:
@@ -284,7 +283,14 @@ def test_what_others_have_put_into_the_folder_of_an_interrupted_save_stays(tmp_p
     assert (link.is_symlink(), file.read_text()) == (True, "mine")
 
 
-@pytest.mark.parametrize("make", [save_state, lambda path, _: Path(path).write_bytes(b"x"), lambda *_: None])
+def save_without_manifest(path: Path, value: float) -> None:
+    save_state(path, value)
+    (path / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize(
+    "make", [save_state, save_without_manifest, lambda path, _: Path(path).write_bytes(b"x"), lambda *_: None]
+)
 def test_remove_leaves_nothing(tmp_path: Path, make: Callable[[Path, float], Any]) -> None:
     make(tmp_path / "c", 1.0)
     remove(tmp_path / "c")
@@ -298,10 +304,3 @@ def test_remove_of_a_link_keeps_what_it_points_to(tmp_path: Path) -> None:
     assert value_of(tmp_path / "last") == 1.0
     remove(tmp_path / "last")
     assert value_of(tmp_path / "c") == 1.0
-
-
-def test_remove_takes_an_interrupted_save(tmp_path: Path) -> None:
-    save_state(tmp_path / "c", 1.0)
-    (tmp_path / "c" / "manifest.json").unlink()
-    remove(tmp_path / "c")
-    assert not list(tmp_path.iterdir())

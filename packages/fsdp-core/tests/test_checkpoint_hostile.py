@@ -9,20 +9,18 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 import hostile_reads
+from conftest import Site
 from damaged_folders import chunk_of, model_file, refused, reseal, rewrite, save_alone, save_small, state_file
 from fsdp_core.checkpoint import load, load_state_dict, verify
 from fsdp_core.checkpoint.format import json_text
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 from fsdp_core.state.coverage import find_fault
-
-if TYPE_CHECKING:
-    from conftest import Site
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import checkpoint_import_ranks as ranks
 import checkpoint_ranks
-from fsdp_core.checkpoint import SavedTensor, load, load_state_dict, read_manifest, verify
+from fsdp_core.checkpoint import SavedTensor, load, read_manifest, verify
 from fsdp_core.checkpoint.importing import import_checkpoint
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError, CheckpointValueError
 from fsdp_core.testing.ranks import RankPool
@@ -358,12 +358,6 @@ def test_an_xla_optimizer_of_other_parameters(tmp_path: Path) -> None:
         import_checkpoint(folder, tmp_path / "new")
     weights = imported(folder, tmp_path / "new", weights_only=True)
     assert list(weights) == ["model"]
-
-
-def test_weights_load_without_lightning(tmp_path: Path) -> None:
-    want = xla_shards(tmp_path / "xla", 2, flatten=True, dim0=False)
-    import_checkpoint(tmp_path / "xla", tmp_path / "new")
-    assert_same(load_state_dict(tmp_path / "new"), want["model"])
 
 
 def test_parts_of_a_folder_are_left_out(pool: RankPool, tmp_path: Path) -> None:

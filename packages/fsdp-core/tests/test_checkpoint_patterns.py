@@ -297,6 +297,10 @@ def chunks_of(content: dict[str, Any], name: str = "rows") -> dict[str, Any]:
     return found
 
 
+def add_tensor(content: dict[str, Any], shape: list[int], **pattern: Any) -> None:
+    content["tensors"]["large"] = {"shape": shape, "dtype": "int8", "chunks": {**chunks_of(content), **pattern}}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -322,23 +326,11 @@ def chunks_of(content: dict[str, Any], name: str = "rows") -> dict[str, Any]:
         (lambda c: chunks_of(c, "flat").update(runs=[[70, 2], [69, 1]]), "do not cover the shape"),
         (lambda c: chunks_of(c, "flat").update(runs=[[1, 210]]), "cut into 210 pieces, which 3 ranks hold"),
         (
-            lambda c: c["tensors"].update(
-                huge={
-                    "shape": [2**50],
-                    "dtype": "int8",
-                    "chunks": {**chunks_of(c), "grid": [[[1, 2**50]]], "ranks": [[0, 0, 2**50]]},
-                }
-            ),
+            lambda c: add_tensor(c, [2**50], grid=[[[1, 2**50]]], ranks=[[0, 0, 2**50]]),
             "cut into 1125899906842624 pieces, and the limit is 4194304",
         ),
         (
-            lambda c: c["tensors"].update(
-                square={
-                    "shape": [2**20, 2**20],
-                    "dtype": "int8",
-                    "chunks": {**chunks_of(c), "grid": [[[1, 2**20]], [[1, 2**20]]], "ranks": [[0, 0, 2**40]]},
-                }
-            ),
+            lambda c: add_tensor(c, [2**20] * 2, grid=[[[1, 2**20]]] * 2, ranks=[[0, 0, 2**40]]),
             "cut into 1099511627776 pieces",
         ),
     ],

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import checkpoint_ranks
 from cli_checkpoints import ALIASES, in_pieces, run, save_trained
@@ -152,17 +151,6 @@ def test_wrong_usage(arguments: list[str]) -> None:
 
 
 # -- from real ranks ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_real_ranks_saved_is_consolidated(by_ranks: dict[int, Path], tmp_path: Path, ranks: int) -> None:
-    run("consolidate", by_ranks[ranks], tmp_path / "w.safetensors", "--to", "safetensors")
-    found = load_file(tmp_path / "w.safetensors")
-    expected = {name: whole for name, (whole, _) in checkpoint_ranks.whole_tensors().items()}
-    assert set(found) == set(expected)
-    for name, whole in expected.items():
-        assert (found[name].shape, found[name].dtype) == (whole.shape, whole.dtype)
-        assert checkpoint_ranks.bits(found[name]) == checkpoint_ranks.bits(whole), name
 
 
 @pytest.mark.parametrize("files", [1, 2, 4])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -18,16 +17,14 @@ from cli_checkpoints import run, save_trained
 from conftest import Site
 from damaged_folders import save_alone
 from fsdp_core.checkpoint.storage import commit, writers
-from test_checkpoint_commit import Stop, interrupt, save_state
+from test_checkpoint_commit import save_interrupted, save_state
 
 
 def interrupted(path: Path, monkeypatch: pytest.MonkeyPatch, **writer: Any) -> None:
     """Let a save end before it is committed, of this process or of another one."""
     with monkeypatch.context() as patched:
         patched.setattr(commit, "new_writer", lambda *a: dataclasses.replace(writers.new_writer(*a), **writer))
-        interrupt(patched, os, "fsync", 5)
-        with contextlib.suppress(Stop):
-            save_state(path, 5.0)
+        save_interrupted(patched, path, 5.0, "fsync", 5)
 
 
 def listed(path: Path | str) -> dict[str, dict[str, Any]]:

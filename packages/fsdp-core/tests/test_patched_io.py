@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fsspec
 import lightning.fabric.strategies
@@ -28,15 +28,13 @@ from torch import Tensor, nn
 
 from checkpoint_ranks import ThreadRuntime, on_threads
 from cli_checkpoints import in_pieces, state_by_name
+from conftest import Site
 from damaged_folders import save_alone
 from fsdp_core.checkpoint import Chunk, ChunkedTensor, load_state_dict
 from fsdp_core.errors import CheckpointExistsError, CheckpointFormatError, UnsupportedCapabilityError
 from fsdp_core.lightning.checkpoints.patched_io import install_opening
 from fsdp_core.testing.refusals import assert_says, refusal
 from nests import assert_same
-
-if TYPE_CHECKING:
-    from conftest import Site
 
 VERSION = lightning.pytorch.__version__
 OPENERS: list[Callable[..., Any]] = [
@@ -130,17 +128,6 @@ def test_a_trainers_folder_is_what_its_file_would_be(
     got = opener(path, weights_only=weights_only)
     assert_same(got, want, extra=["param_names"])
     assert got["state_dict"]["inp.weight"] is got["state_dict"]["out.weight"]
-
-
-def test_an_optimizer_that_loads_it_goes_on(tmp_path: Path, trained: Any) -> None:
-    save_as_trainer(tmp_path / "run", *trained)
-    opened = TorchCheckpointIO().load_checkpoint(tmp_path / "run")
-    module = Tied()
-    nn.init.zeros_(module.head.weight)
-    optimizer = optimizer_of(module)
-    module.load_state_dict(opened["state_dict"])
-    optimizer.load_state_dict(opened["optimizer_states"][0])
-    assert [step(module, optimizer) for _ in range(3)] == [step(*trained) for _ in range(3)]
 
 
 def test_a_folder_of_weights_alone(tmp_path: Path, trained: Any) -> None:

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import hostile_openings
+from conftest import Site
 from damaged_folders import reseal, save_small, state_file
 from fsdp_core import load_state_dict
 from fsdp_core.checkpoint import describe, load
@@ -23,9 +24,6 @@ from fsdp_core.lightning.checkpoints.full.consolidation import consolidate_light
 from fsdp_core.lightning.checkpoints.hyper_parameters import check_hyper_parameters
 from fsdp_core.lightning.checkpoints.patched_io import install_opening
 from hostile_openings import CLI, RAN, Data, Net
-
-if TYPE_CHECKING:
-    from conftest import Site
 
 
 @pytest.fixture(autouse=True)

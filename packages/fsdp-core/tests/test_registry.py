@@ -1,14 +1,10 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 import fsdp_core
+from conftest import Site
 from fsdp_core.plugins import registry
-
-if TYPE_CHECKING:
-    from conftest import Site
 
 CPU = 'accelerators=("cpu",), summary="s"'
 NOT_INSTALLED = (
