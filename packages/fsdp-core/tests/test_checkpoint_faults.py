@@ -284,28 +284,20 @@ def on_file(pattern: str, damage: Callable[[Path], object]) -> Callable[[Path], 
 FILES = ["manifest.json", "model/*-rank-00000.*", "model/*-rank-00001.*", "optimizer/*-rank-00001.*", "state-*.json",
          "state-*.safetensors"]  # fmt: skip
 
+#: What is done to a file: the name of that, what is said of the manifest, and of others.
+DAMAGES: dict[str, tuple[Callable[[Path], object], str, list[str]]] = {
+    "a flipped byte of": (lambda path: flip(path, -2), "manifest.json", ["has the checksum", "instead of"]),
+    "a cut": (cut, "manifest.json", ["bytes instead of"]),
+    "no": (Path.unlink, "no complete checkpoint", ["is missing"]),
+}
+
 #: What is done to a good folder, and what every rank says of it.
 FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     **{
-        f"a flipped byte of {name}": (
-            on_file(name, lambda path: flip(path, -2)),
-            ["manifest.json"] if name == "manifest.json" else [name.split("*")[0], "has the checksum", "instead of"],
+        f"{what} {name}": (
+            on_file(name, damage), [of_manifest] if name == "manifest.json" else [name.split("*")[0], *words]
         )
-        for name in FILES
-    },
-    **{
-        f"{name} cut": (
-            on_file(name, cut),
-            ["manifest.json"] if name == "manifest.json" else [name.split("*")[0], "bytes instead of"],
-        )
-        for name in FILES
-    },
-    **{
-        f"no {name}": (
-            on_file(name, Path.unlink),
-            ["no complete checkpoint"] if name == "manifest.json" else [name.split("*")[0], "is missing"],
-        )
-        for name in FILES
+        for what, (damage, of_manifest, words) in DAMAGES.items() for name in FILES
     },
     "a flipped byte of a header": (
         lambda folder: flip(only(folder, "model/*-rank-00001.*"), 20),

@@ -79,28 +79,20 @@ def odd_shapes(_: Runtime) -> dict[str, Any]:
     return {"model": {f"shape{shape}": torch.ones(shape) for shape in shapes}}
 
 
+# Some are in another order as UTF-16 units than as characters; others mean something elsewhere.
+ODD_NAMES = [
+    "\r", "1", "\x80", "ö", "€", "😂", "דּ", "a/b", "a%2Fb", "100%", "w@0", "w", '"', "\\", "\x7f", "\u2028", "", "/",
+    "..", "../../x", "$saved", "$tensor", "__metadata__", "a b", "ключ", "\n", "\x00", "~", "@0,0", "w@0,0",
+    "__class__", "manifest.json", "state", "param_groups", "%", "a.b", "C:\\x",
+]  # fmt: skip
+
+
 def odd_names(_: Runtime) -> dict[str, Any]:
-    # In order of UTF-16 units, and not in that of their characters.
-    names = [
-        "\r",
-        "1",
-        "\x80",
-        "ö",
-        "€",
-        "😂",
-        "דּ",
-        "a/b",
-        "a%2Fb",
-        "100%",
-        "w@0",
-        "w",
-        '"',
-        "\\",
-        "\x7f",
-        "\u2028",
-        "",
-    ]
-    return {"model": {name: torch.tensor([float(index)]) for index, name in enumerate(names)}, "x/y": {"€": [1]}}
+    model = {name: torch.tensor([float(index)]) for index, name in enumerate(ODD_NAMES)}
+    moments = {name: {"exp_avg": value + 50} for name, value in model.items()}
+    optimizer = {"state": moments, "param_groups": [{"params": list(model)}]}
+    others = {name: value + 100 for name, value in model.items()}
+    return {"model": model, "optimizer": [optimizer], **others, "x/y": {"€": [1]}}
 
 
 def no_tensors(_: Runtime) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 
 import hostile_reads
 from conftest import Site
-from damaged_folders import chunk_of, model_file, refused, reseal, rewrite, save_alone, save_small, state_file
+from damaged_folders import chunk_of, model_file, refused, reseal, rewrite, save_small, state_file
 from fsdp_core.checkpoint import load, load_state_dict, verify
 from fsdp_core.checkpoint.format import json_text
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
@@ -249,30 +249,6 @@ def test_chunks_that_interleave_are_compared_in_linear_time(dimensions: int) -> 
     assert fault is not None
     assert "leave a hole or overlap" in fault or "cover" in fault
     assert time.process_time() - began < 20
-
-
-NAMES = ["", "/", "a/b", "..", "../../x", "$saved", "$tensor", "__metadata__", "a%2Fb", "a b", "ключ", "\n", "\x00",
-         "~", "@0,0", "w@0,0", "w", "__class__", "manifest.json", "state", "param_groups", "%", "\U0001f600", "a.b",
-         "C:\\x"]  # fmt: skip
-
-
-def test_odd_names_come_back(tmp_path: Path) -> None:
-    model = {name: torch.full((3,), float(i)) for i, name in enumerate(NAMES)}
-    moments = {name: {"exp_avg": value + 50} for name, value in model.items()}
-    state: dict[str, Any] = {
-        "model": model,
-        "optimizer": [{"state": moments, "param_groups": [{"params": list(model)}]}],
-        **{name: value + 100 for name, value in model.items()},
-    }
-    path = tmp_path / "c"
-    save_alone(path, state)
-    verify(path)
-    nest = load(path)
-    for name, value in model.items():
-        assert nest["model"][name].full().equal(value), name
-        assert nest["optimizer"][0]["state"][name]["exp_avg"].full().equal(value + 50), name
-        assert nest[name].equal(value + 100), name
-    assert list(load_state_dict(path)) == NAMES
 
 
 SMALL: dict[str, Callable[[Path, str], object]] = {

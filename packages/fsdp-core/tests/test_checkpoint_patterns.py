@@ -16,7 +16,7 @@ from torch import Tensor
 
 import format_reader
 from checkpoint_ranks import ThreadRuntime, on_threads
-from damaged_folders import rewrite
+from damaged_folders import rewrite, save_alone
 from fsdp_core.checkpoint import (
     Chunk,
     ChunkedTensor,
@@ -28,7 +28,6 @@ from fsdp_core.checkpoint import (
     merging,
     read_manifest,
     reshard,
-    save,
     verify,
 )
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest, StoredTensor
@@ -151,7 +150,7 @@ def state_of(rank: int, ranks: int, change: float = 0.0) -> dict[str, Any]:
 
 def save_parts(path: Path, runtime: ThreadRuntime, change: float = 0.0, **options: Any) -> None:
     state = {"model": state_of(runtime.rank, runtime.world_size, change), "step": 3}
-    save(path, {**state, **options}, runtime=runtime, strategy="test", kinds={"model": "model"})
+    save_alone(path, {**state, **options}, runtime=runtime)
 
 
 @pytest.fixture
@@ -189,7 +188,7 @@ def test_holes_and_disagreements_are_named_as_without_patterns(tmp_path: Path) -
             state["rows"] = ChunkedTensor(shape=(7, 4), dtype=torch.float32, chunks=())
             state["columns"] = ChunkedTensor(shape=(2, 12), dtype=torch.float32, chunks=())
             state["extra"] = torch.ones(2)
-        save(tmp_path / "c", {"model": state}, runtime=runtime, strategy="test", kinds={"model": "model"})
+        save_alone(tmp_path / "c", {"model": state}, runtime=runtime)
 
     for error in on_threads(3, lacking):
         assert isinstance(error, CheckpointMismatchError)
@@ -206,7 +205,7 @@ def test_ranks_may_have_their_tensors_in_another_order(tmp_path: Path) -> None:
         state = state_of(runtime.rank, 3)
         if runtime.rank == 2:
             state = dict(reversed(state.items()))
-        save(tmp_path / "c", {"model": state}, runtime=runtime, strategy="test", kinds={"model": "model"})
+        save_alone(tmp_path / "c", {"model": state}, runtime=runtime)
 
     assert on_threads(3, work) == [None] * 3
     weights = load_state_dict(tmp_path / "c")

@@ -30,7 +30,6 @@ from fsdp_core.checkpoint import (
     load_state_dict,
     read_manifest,
     remove,
-    save,
     verify,
 )
 from fsdp_core.checkpoint.storage.folder import Folder
@@ -415,14 +414,6 @@ def test_credentials_that_are_not_there_are_said(store: Store, monkeypatch: pyte
     fs.clear_instance_cache()
 
 
-@pytest.mark.parametrize("path", ["nothing://bucket/c", "s4://bucket/c"])
-def test_a_filesystem_that_is_not_known_is_said(path: str) -> None:
-    with pytest.raises(CheckpointError, match=f"can't open {path}: Protocol not known: .*available_protocols"):
-        save_state(path, 1.0)
-    with pytest.raises(CheckpointError, match="Protocol not known"):
-        load(path)
-
-
 def halves(whole: Tensor, rank: int, ranks: int) -> ChunkedTensor:
     """This rank's rows of a tensor; the first rank has none, if there are several."""
     others = max(ranks - 1, 1)
@@ -436,7 +427,7 @@ def halves(whole: Tensor, rank: int, ranks: int) -> ChunkedTensor:
 def save_halves(path: str, value: float, runtime: Runtime) -> None:
     whole = torch.arange(15.0).reshape(5, 3) * value
     part = halves(whole, runtime.rank, runtime.world_size)
-    save(path, {"model": {"w": part}}, runtime=runtime, strategy="test", kinds={"model": "model"})
+    save_alone(path, {"model": {"w": part}}, runtime=runtime)
 
 
 def check_whole(path: str, value: float) -> None:

@@ -19,6 +19,7 @@ from damaged_folders import save_alone
 from fsdp_core.checkpoint import load_state_dict
 from fsdp_core.state import fqn
 from nests import assert_same
+from quiet_trainer import quiet_trainer
 
 # -- Lightning ---------------------------------------------------------------------------------------------------------
 
@@ -45,15 +46,8 @@ class Model(lightning.LightningModule):
 
 
 def trainer(folder: Path, epochs: int) -> lightning.Trainer:
-    return lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=epochs,
-        logger=False,
-        callbacks=[ModelCheckpoint(folder, save_last=False, every_n_epochs=100)],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    callbacks = [ModelCheckpoint(folder, save_last=False, every_n_epochs=100)]
+    return quiet_trainer(max_epochs=epochs, callbacks=callbacks)
 
 
 def data() -> DataLoader[Any]:

@@ -37,6 +37,7 @@ from fsdp_core.checkpoint import (
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError, CheckpointValueError
 from fsdp_core.lightning.checkpoints.full.consolidation import consolidate_lightning
 from nests import assert_same
+from quiet_trainer import quiet_trainer
 
 TO = ["safetensors", "lightning", "huggingface"]
 
@@ -252,13 +253,7 @@ def test_what_fabric_saved_goes_on_under_a_trainer(tmp_path: Path) -> None:
     assert (found["step"], found["notes"]) == (1, {"lr": (0.1, None)})
     step()
     resumed = Tiny()
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
-    trainer = pl.Trainer(max_steps=1, accelerator="cpu", devices=1, default_root_dir=tmp_path, **quiet)
+    trainer = quiet_trainer(max_steps=1, default_root_dir=tmp_path, enable_checkpointing=False)
     trainer.fit(resumed, DataLoader(torch.ones(4, 3), batch_size=4), ckpt_path=tmp_path / "w.ckpt", weights_only=True)
     assert trainer.global_step == 1
     for name, tensor in module.state_dict().items():
@@ -627,6 +622,7 @@ def test_errors_of_the_functions(folder: Path, tmp_path: Path) -> None:
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
+
 
 MEASURED = """
 import sys

@@ -20,7 +20,6 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities import cloud_io
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
 from lightning.pytorch.trainer.states import TrainerFn
@@ -35,6 +34,7 @@ from fsdp_core.errors import CheckpointExistsError, CheckpointFormatError, Unsup
 from fsdp_core.lightning.checkpoints.patched_io import install_opening
 from fsdp_core.testing.refusals import assert_says, refusal
 from nests import assert_same
+from quiet_trainer import quiet_trainer
 
 VERSION = lightning.pytorch.__version__
 OPENERS: list[Callable[..., Any]] = [
@@ -356,9 +356,7 @@ def test_the_last_checkpoint_is_a_whole_one(tmp_path: Path, trained: Any, where:
     root = str(tmp_path) if where == "a directory" else f"memory://{tmp_path.name}"
     fs, inside = fsspec.core.url_to_fs(root)
     callback = ModelCheckpoint(dirpath=root, save_last=True)
-    trainer = Trainer(
-        accelerator="cpu", devices=1, logger=False, callbacks=[callback], enable_progress_bar=False, max_steps=7
-    )
+    trainer = quiet_trainer(callbacks=[callback], max_steps=7)
     callback.setup(trainer, trainer.strategy, stage="validate")  # as a fit does, before it looks for the last one
 
     def last() -> str | None:
