@@ -490,6 +490,7 @@ AMBIGUOUS: dict[str, Callable[[str], str | bytes]] = {
     "cut": lambda text: text[:-3],
     "more": lambda text: text + "{}",
     "edit": lambda text: text.replace('"size": ', '"size":  1'),
+    "huge_integer": lambda text: text.replace('"world_size": 1', '"world_size": 1' + "0" * 5000),
     "empty": lambda text: "",
     "list": lambda text: "[]",
 }

@@ -63,6 +63,7 @@ PLAIN: list[Any] = [
     complex("inf"),
     "ünïcode \U0001f600 \x00",
     b"\x00\xff",
+    b"",
     [],
     [1, [2, [3]]],
     (),
