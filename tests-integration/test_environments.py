@@ -58,19 +58,7 @@ def write_package(root: Path, name: str, dependencies: Sequence[str] = (), more:
     (folder / "pyproject.toml").write_text(text)
 
 
-def test_a_package_that_says_nothing_has_the_shared_pins(tmp_path: Path) -> None:
-    write_package(tmp_path, "fsdp-core", ["torch>=2.9"])
-    package = envs.find_packages(tmp_path)["fsdp-core"]
-    assert package.path == "packages/fsdp-core"
-    assert package.pyproject == tmp_path / "packages/fsdp-core/pyproject.toml"
-    assert package.pins == tmp_path / "constraints.txt"
-    assert package.editable == "--editable=./packages/fsdp-core"
-    assert package.dependencies == ["torch>=2.9"]
-    assert package.strategies == package.requires == package.requires_apart == []
-    assert package.pairs == 12
-
-
-def test_a_package_says_what_its_tests_need(tmp_path: Path) -> None:
+def test_a_package_says_what_its_tests_need_or_has_what_all_share(tmp_path: Path) -> None:
     tables = """
     [project.entry-points."fsdp.strategies"]
     xla_fsdp = "fsdp_xla.plugin"
@@ -82,11 +70,16 @@ def test_a_package_says_what_its_tests_need(tmp_path: Path) -> None:
     pairs = 20
     """
     write_package(tmp_path, "fsdp-xla", more=tables)
-    package = envs.find_packages(tmp_path)["fsdp-xla"]
+    write_package(tmp_path, "fsdp-core", ["torch>=2.9"])
+    silent, package = (envs.find_packages(tmp_path)[name] for name in ("fsdp-core", "fsdp-xla"))
     assert package.strategies == ["xla_fsdp"]
     assert package.python_variable == "FSDP_XLA_PYTHON"
     assert package.pins == tmp_path / "packages/fsdp-xla/own.txt"
     assert (package.requires, package.requires_apart, package.pairs) == (["moto[server]"], ["transformers"], 20)
+    assert (silent.path, silent.editable) == ("packages/fsdp-core", "--editable=./packages/fsdp-core")
+    assert silent.pyproject == tmp_path / "packages/fsdp-core/pyproject.toml"
+    assert (silent.pins, silent.dependencies) == (tmp_path / "constraints.txt", ["torch>=2.9"])
+    assert (silent.strategies, silent.requires, silent.requires_apart, silent.pairs) == ([], [], [], 12)
 
 
 def test_packages_of_this_repository_are_there() -> None:
@@ -95,42 +88,31 @@ def test_packages_of_this_repository_are_there() -> None:
     assert not set(envs.REQUIREMENTS) & set(envs.PACKAGES)
 
 
-@pytest.mark.parametrize(
-    ("dependencies", "ordered"),
-    [
-        ({"a": []}, ["a"]),
-        ({"a": ["torch"]}, ["a"]),
-        ({"a": ["z"], "z": []}, ["z", "a"]),
-        ({"a": ["b[extra]>=1,<2; python_version > '3'"], "b": ["c~=1.0"], "c": []}, ["c", "b", "a"]),
-        ({"a": ["b", "c"], "b": ["d"], "c": ["d"], "d": []}, ["d", "b", "c", "a"]),
-        ({"a": ["d", "b"], "b": ["d"], "d": [], "other": ["a"]}, ["d", "b", "a"]),
-    ],
-    ids=["alone", "third party", "one", "chain", "diamond", "named twice"],
-)
-def test_dependencies_come_before_what_needs_them(
-    tmp_path: Path, dependencies: dict[str, list[str]], ordered: list[str]
-) -> None:
+GRAPHS: dict[str, tuple[dict[str, list[str]], list[str]]] = {
+    "alone": ({"a": []}, ["a"]),
+    "third party": ({"a": ["torch"]}, ["a"]),
+    "one": ({"a": ["z"], "z": []}, ["z", "a"]),
+    "chain": ({"a": ["b[extra]>=1,<2; python_version > '3'"], "b": ["c~=1.0"], "c": []}, ["c", "b", "a"]),
+    "diamond": ({"a": ["b", "c"], "b": ["d"], "c": ["d"], "d": []}, ["d", "b", "c", "a"]),
+    "named twice": ({"a": ["d", "b"], "b": ["d"], "d": [], "other": ["a"]}, ["d", "b", "a"]),
+}
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_dependencies_come_before_what_needs_them(tmp_path: Path, graph: str) -> None:
+    dependencies, ordered = GRAPHS[graph]
     for name, lines in dependencies.items():
         write_package(tmp_path, name, lines)
     packages = envs.find_packages(tmp_path)
     assert [package.name for package in envs.order_dependencies(packages["a"], packages)] == ordered
 
 
-@pytest.mark.parametrize(
-    ("text", "pins"),
-    [
-        ("", {}),
-        ("# torch==1.0\n\ntorch==2.13.0\n", {"torch": "2.13.0"}),
-        (
-            "torch==2.13.0+cpu  # the CPU's\nnumpy==2.4.6; python_version > '3'",
-            {"torch": "2.13.0+cpu", "numpy": "2.4.6"},
-        ),
-        ("click>=8\npytorch-lightning==2.6.6", {"pytorch-lightning": "2.6.6"}),
-    ],
-)
-def test_pins_are_read(tmp_path: Path, text: str, pins: dict[str, str]) -> None:
-    (tmp_path / "constraints.txt").write_text(text)
-    assert envs.read_pins(tmp_path / "constraints.txt") == pins
+def test_pins_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "constraints.txt"
+    file.write_text("# torch==1.0\n\ntorch==2.13.0+cpu  # the CPU's\nnumpy==2.4.6; python_version > '3'\nclick>=8\n")
+    assert envs.read_pins(file) == {"torch": "2.13.0+cpu", "numpy": "2.4.6"}
+    file.write_text("")
+    assert envs.read_pins(file) == {}
 
 
 # Environments that are kept
@@ -179,11 +161,20 @@ def test_a_kept_environment_is_not_made_again(maker: Maker) -> None:
         lambda maker: maker.source.write_text("torch==2"),
         lambda maker: maker.words.append("numpy"),
         lambda maker: maker.words.clear(),
+        lambda maker: maker.words.__setitem__(slice(None), ["to", "rch"]),
         lambda maker: (maker.folder / "installed").unlink(),
         lambda maker: (maker.folder / "installed").write_text(""),
         lambda maker: (maker.folder / "bin/python").unlink(),
     ],
-    ids=["a file", "a word more", "a word less", "half made", "half stamped", "its Python is gone"],
+    ids=[
+        "a file",
+        "a word more",
+        "a word less",
+        "words cut elsewhere",
+        "half made",
+        "half stamped",
+        "its Python is gone",
+    ],
 )
 def test_it_is_made_again_and_emptied(maker: Maker, change: Callable[[Maker], object]) -> None:
     maker.make()
@@ -196,35 +187,21 @@ def test_it_is_made_again_and_emptied(maker: Maker, change: Callable[[Maker], ob
     assert maker.fills == 2
 
 
-def test_it_is_made_again_when_installing_has_failed(maker: Maker) -> None:
+@pytest.mark.parametrize("failure", ["installing", "emptying"])
+def test_it_is_made_again_when_making_it_has_failed(maker: Maker, failure: str) -> None:
     """Also if what it is made of is again what it was before."""
     maker.make()
     maker.source.write_text("torch==2")
-    with pytest.raises(RuntimeError):
+    interpreter = maker.interpreter
+    if failure == "emptying":
+        maker.interpreter = write_script(maker.folder.parent / "killed", "exit 1")
+    with pytest.raises(RuntimeError if failure == "installing" else CommandFailed):
         maker.make(fail)
     maker.source.write_text("torch==1")
-    maker.make()
-    assert maker.fills == 3
-
-
-def test_it_is_made_again_when_emptying_it_was_cut_short(maker: Maker) -> None:
-    maker.make()
-    maker.source.write_text("torch==2")
-    interpreter, maker.interpreter = maker.interpreter, write_script(maker.folder.parent / "killed", "exit 1")
-    with pytest.raises(CommandFailed):
-        maker.make()
-    maker.source.write_text("torch==1")
     maker.interpreter = interpreter
+    fills = maker.fills
     maker.make()
-    assert maker.fills == 2
-
-
-def test_words_are_told_apart(maker: Maker) -> None:
-    maker.words = ["a", "bc"]
-    maker.make()
-    maker.words = ["ab", "c"]
-    maker.make()
-    assert maker.fills == 2
+    assert maker.fills == fills + 1
 
 
 def test_processes_wait_for_the_one_that_makes_it(maker: Maker) -> None:
@@ -280,32 +257,23 @@ def test_a_layer_imports_what_is_below_and_is_made_again_when_that_was(
 
 
 @pytest.mark.parametrize(
-    ("variables", "settings"),
-    [
-        ({}, {}),
-        ({"PIP_INDEX_URL": ""}, {}),
-        (
-            {"PIP_INDEX_URL": "https://a", "PIP_EXTRA_INDEX_URL": "https://b"},
-            {"INDEX_URL": "https://a", "EXTRA_INDEX_URL": "https://b"},
-        ),
-        ({"PIP_FIND_LINKS": "/wheels"}, {"FIND_LINKS": "/wheels"}),
-    ],
+    "settings",
+    [{}, {"INDEX_URL": ""}, {"INDEX_URL": "https://a", "EXTRA_INDEX_URL": "https://b"}, {"FIND_LINKS": "/wheels"}],
     ids=["none", "empty", "indexes", "a folder"],
 )
-def test_uv_looks_where_pip_does(
-    root: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], settings: dict[str, str]
-) -> None:
+def test_uv_looks_where_pip_does(root: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]) -> None:
     names = ("INDEX_URL", "EXTRA_INDEX_URL", "FIND_LINKS")
     for name in names:
         monkeypatch.delenv(f"PIP_{name}", raising=False)
         monkeypatch.delenv(f"UV_{name}", raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    for name, value in settings.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
     uv = write_script(root / "uv", f'env > {root}/environment; echo "$@" > {root}/words')
     monkeypatch.setattr(envs, "keep_environment", lambda session, *others: uv)
     envs.install_with_uv(make_session(), "/python", "torch", pins=root / "pins.txt")
     environment = dict(line.split("=", 1) for line in (root / "environment").read_text().splitlines() if "=" in line)
-    assert {name: environment[f"UV_{name}"] for name in names if f"UV_{name}" in environment} == settings
+    found = {name: environment[f"UV_{name}"] for name in names if f"UV_{name}" in environment}
+    assert found == {name: value for name, value in settings.items() if value}
     words = f"-m uv pip install --quiet --python /python --constraint {root}/pins.txt torch\n"
     assert (root / "words").read_text() == words
 
@@ -326,21 +294,19 @@ def list_releases(root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
     return write_pip
 
 
-@pytest.mark.parametrize(
-    ("versions", "oldest", "newest"),
-    [
-        ("2.13.0 2.9.1 2.9.0 2.8.0", "2.9.0", "2.13.0"),
-        ("3.0.0 2.13.0+cpu 2.13.0 2.9.0 2.9.0+cpu 2.8.0+cpu", "2.9.0+cpu", "2.13.0+cpu"),
-        ("2.13.0 2.12.0+cpu 2.9.0", "2.9.0", "2.12.0+cpu"),
-        ("2.13.0+cu130 2.13.0+cpu 2.9.0+cu130", "2.9.0+cu130", "2.13.0+cpu"),
-        ("2.10.0+cpu", "2.10.0+cpu", "2.10.0+cpu"),
-        ("2.9.0 2.10.0", "2.9.0", "2.10.0"),
-    ],
-    ids=["no CPU builds", "CPU builds", "an older CPU build", "CUDA builds", "only one", "no text order"],
-)
-def test_torch_is_the_oldest_or_newest_that_is_allowed(
-    list_releases: Callable[[str], None], versions: str, oldest: str, newest: str
-) -> None:
+RELEASES = {
+    "no CPU builds": ("2.13.0 2.9.1 2.9.0 2.8.0", "2.9.0", "2.13.0"),
+    "CPU builds": ("3.0.0 2.13.0+cpu 2.13.0 2.9.0 2.9.0+cpu 2.8.0+cpu", "2.9.0+cpu", "2.13.0+cpu"),
+    "an older CPU build": ("2.13.0 2.12.0+cpu 2.9.0", "2.9.0", "2.12.0+cpu"),
+    "CUDA builds": ("2.13.0+cu130 2.13.0+cpu 2.9.0+cu130", "2.9.0+cu130", "2.13.0+cpu"),
+    "only one": ("2.10.0+cpu", "2.10.0+cpu", "2.10.0+cpu"),
+    "no text order": ("2.9.0 2.10.0", "2.9.0", "2.10.0"),
+}
+
+
+@pytest.mark.parametrize("case", RELEASES)
+def test_torch_is_the_oldest_or_newest_that_is_allowed(list_releases: Callable[[str], None], case: str) -> None:
+    versions, oldest, newest = RELEASES[case]
     list_releases(versions)
     assert str(envs.choose_torch(make_session(), min)) == oldest
     assert str(envs.choose_torch(make_session(), max)) == newest
@@ -394,24 +360,22 @@ def test_the_newest_is_looked_for_or_typed(installs: list[tuple[str, ...]], posa
     assert [word for word in installs[0] if word.startswith("torch==")] == [torch]
 
 
-@pytest.mark.parametrize(
-    ("scripts", "chosen"),
-    [
-        ({"bin/python3.12": 0, "pyenv/versions/3.12.1/bin/python": 0}, "bin/python3.12"),
-        ({"bin/python3.12": 1, "pyenv/versions/3.12.1/bin/python": 0}, "pyenv/versions/3.12.1/bin/python"),
-        (
-            {"pyenv/versions/3.12.1/bin/python": 1, "pyenv/versions/3.12.4/bin/python": 0},
-            "pyenv/versions/3.12.4/bin/python",
-        ),
-        ({"bin/python3.1": 0, "pyenv/versions/3.13.1/bin/python": 0}, None),
-        ({"bin/python3.12": 1}, None),
-        ({}, None),
-    ],
-    ids=["on the path", "pyenv's command fails", "one without ssl", "other releases", "none that works", "none"],
-)
-def test_another_python_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scripts: dict[str, int], chosen: str | None
-) -> None:
+OLDER, NEWER = "pyenv/versions/3.12.1/bin/python", "pyenv/versions/3.12.4/bin/python"
+
+#: Interpreters with their exit statuses, and the one that is chosen.
+PYTHONS: dict[str, tuple[dict[str, int], str | None]] = {
+    "on the path": ({"bin/python3.12": 0, OLDER: 0}, "bin/python3.12"),
+    "pyenv's command fails": ({"bin/python3.12": 1, OLDER: 0}, OLDER),
+    "one without ssl": ({OLDER: 1, NEWER: 0}, NEWER),
+    "other releases": ({"bin/python3.1": 0, "pyenv/versions/3.13.1/bin/python": 0}, None),
+    "none that works": ({"bin/python3.12": 1}, None),
+    "none": ({}, None),
+}
+
+
+@pytest.mark.parametrize("case", PYTHONS)
+def test_another_python_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    scripts, chosen = PYTHONS[case]
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
     for path, status in scripts.items():

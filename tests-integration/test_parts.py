@@ -70,19 +70,16 @@ class TestSPMD(Suite):
 def run_pytest(folder: Path, source: str, *words: str, name: str = "test_a.py") -> subprocess.CompletedProcess[str]:
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / name).write_text(dedent(source))
-    command = (
-        sys.executable,
-        "-m",
-        "pytest",
-        "-v",
-        "-p",
-        "no:cacheprovider",
-        f"--rootdir={folder}",
-        *words,
-        str(folder),
-    )
+    words = ("-v", "-p", "no:cacheprovider", f"--rootdir={folder}", *words, str(folder))
     environment = {**fresh_environment(), "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
 
 
 def collect(folder: Path, *words: str) -> set[str]:
@@ -114,17 +111,13 @@ def test_every_pair_is_drawn_with_some_seed(strategy: str) -> None:
         assert {is_drawn(item, seed) for seed in range(20)} == {False, True}
 
 
+LIMITED = "import pytest, subprocess, sys, threading, time\nfrom tools import costs\n@pytest.mark.cpu_limit(0.5)\n"
 SPINS = """
-import time
-
 def test_spins():
     while True:
         time.process_time()
 """
 SPINS_ELSEWHERE = """
-import subprocess
-import sys
-
 def test_spins_elsewhere():
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
         try:
@@ -133,12 +126,8 @@ def test_spins_elsewhere():
             process.kill()
 """
 WAITS = """
-import threading
-from tools import costs
-
-costs.WAITING_LIMIT = 2.0
-
 def test_waits():
+    costs.WAITING_LIMIT = 2.0
     threading.Event().wait()
 """
 
@@ -146,11 +135,8 @@ def test_waits():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (f"import pytest\npytestmark = pytest.mark.cpu_limit(0.5)\n{SPINS}", "used more than 0.5 CPU seconds"),
-        (
-            f"import pytest\npytestmark = pytest.mark.cpu_limit(0.5)\n{SPINS_ELSEWHERE}",
-            "used more than 0.5 CPU seconds",
-        ),
+        (SPINS, "used more than 0.5 CPU seconds"),
+        (SPINS_ELSEWHERE, "used more than 0.5 CPU seconds"),
         (WAITS, "it has waited for 2 s, and its processes have done nothing"),
     ],
     ids=["it spins", "what it has started spins", "it waits"],
@@ -159,14 +145,14 @@ def test_waits():
 def test_a_test_is_ended_that_uses_too_much_or_waits_for_nothing(
     tmp_path: Path, source: str, message: str, workers: list[str]
 ) -> None:
-    run = run_pytest(tmp_path, source, *workers)
+    run = run_pytest(tmp_path, LIMITED + source, *workers)
     assert run.returncode == 1
     assert message in run.stdout
     assert "1 failed" in run.stdout
 
 
 def test_a_test_that_sleeps_longer_than_its_limit_passes(tmp_path: Path) -> None:
-    run = run_pytest(tmp_path, "import time, pytest\n@pytest.mark.cpu_limit(0.5)\ndef test_sleeps(): time.sleep(1.5)\n")
+    run = run_pytest(tmp_path, f"{LIMITED}def test_sleeps(): time.sleep(1.5)\n")
     assert run.returncode == 0, run.stdout
 
 

@@ -51,7 +51,9 @@ class ThreadRuntime(Runtime):
         self._meeting.wait(timeout=20)
 
 
-def on_threads(world_size: int, work: Callable[[ThreadRuntime], Any]) -> list[Any]:
+def on_threads(
+    world_size: int, work: Callable[[Any], Any], kind: Callable[..., ThreadRuntime] = ThreadRuntime
+) -> list[Any]:
     """Run ``work`` on ranks that are threads; gives what each returned, or the exception that it raised."""
     meeting = threading.Barrier(world_size)
     table: list[Any] = [None] * world_size
@@ -59,7 +61,7 @@ def on_threads(world_size: int, work: Callable[[ThreadRuntime], Any]) -> list[An
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(ThreadRuntime(rank, world_size, meeting, table))
+            results[rank] = work(kind(rank, world_size, meeting, table))
         except BaseException as error:
             results[rank] = error
 
@@ -200,16 +202,3 @@ def boxes_of(layout: str) -> list[tuple[str, list[tuple[tuple[int, ...], tuple[i
             assert chunk.data.data_ptr() == tensor.to_local().data_ptr()
         found.append((name, ours, mine.replica))
     return found
-
-
-def save_with_a_refusal(path: Path, bad_rank: int) -> str:
-    """Save a state that one rank can't save; gives the error."""
-    runtime, weights = started(), sharded("flat")
-    state: dict[str, Any] = {"model": weights}
-    if runtime.rank == bad_rank:
-        state["callback"] = {"hook": print}
-    try:
-        save(path, state, runtime=runtime, strategy="test", kinds={"model": "model"})
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "saved"

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from click.testing import CliRunner, Result
-from torch import Tensor
+from torch import Tensor, nn
 
-from fsdp_core.checkpoint import Chunk, ChunkedTensor, save
+from damaged_folders import save_alone
+from fsdp_core.checkpoint import Chunk, ChunkedTensor
 from fsdp_core.cli import fsdp
-from fsdp_core.runtime import ProcessGroupRuntime
-
-KINDS = {"model": "model", "optimizer/0": "optimizer"}
 
 
 def run(*arguments: object, status: int = 0) -> Result:
@@ -27,14 +23,6 @@ def run(*arguments: object, status: int = 0) -> Result:
         raise result.exception
     assert result.exit_code == status, result.output
     return result
-
-
-def save_alone(
-    path: Path | str, state: Mapping[str, Any], kinds: Mapping[str, str] | None = None, **options: Any
-) -> None:
-    """Save in one process."""
-    runtime = ProcessGroupRuntime()
-    save(path, state, runtime=runtime, strategy="test", kinds=KINDS if kinds is None else kinds, **options)
 
 
 def in_pieces(tensor: Tensor, axis: int, *cuts: int) -> ChunkedTensor:
@@ -51,6 +39,18 @@ def in_pieces(tensor: Tensor, axis: int, *cuts: int) -> ChunkedTensor:
             for first, last in pairwise(edges)
         ),
     )
+
+
+def state_by_name(
+    optimizer: torch.optim.Optimizer, module: nn.Module, part: Callable[[Tensor], Any] = lambda tensor: tensor
+) -> dict[str, Any]:
+    """An optimizer's state as sharded strategies give it."""
+    name_of = {p: name for name, p in module.named_parameters()}
+    names = [name_of[p] for group in optimizer.param_groups for p in group["params"]]
+    plain = optimizer.state_dict()
+    state = {names[n]: {key: part(value) for key, value in values.items()} for n, values in plain["state"].items()}
+    groups = [{**group, "params": [names[n] for n in group["params"]]} for group in plain["param_groups"]]
+    return {"state": state, "param_groups": groups}
 
 
 def trained(*, seed: int = 0) -> dict[str, Any]:
@@ -91,20 +91,3 @@ def save_trained(path: Path, change: Callable[[dict[str, Any]], object] = lambda
     change(state)
     save_alone(path, state, aliases=ALIASES)
     return path
-
-
-def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest as somebody would who knows the format, its checksum included."""
-    content = json.loads((folder / "manifest.json").read_text())
-    content.pop("checksum")
-    change(content)
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
-    content["checksum"] = "xxh3:" + xxhash.xxh3_64_hexdigest(canonical)
-    (folder / "manifest.json").write_text(json.dumps(content))
-
-
-def flip(path: Path, position: int = -1) -> None:
-    """Change one byte of a file."""
-    data = bytearray(path.read_bytes())
-    data[position] ^= 0x10
-    path.write_bytes(bytes(data))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from forked_scripts import ForkedScripts
+from fsdp_core.testing import RankPool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +132,20 @@ class Site:
         return self.run(sys.executable, "-c", code, *arguments, check=check)
 
 
+#: A module of classes that a plugin's strategies may name: Lightning's own for one device.
+IMPLEMENTATION = """
+    import lightning.fabric.strategies
+    import lightning.pytorch.strategies
+
+    class ForTrainer(lightning.pytorch.strategies.SingleDeviceStrategy):
+        def __init__(self, *, level=1, **kwargs):
+            super().__init__(**kwargs)
+            self.level = level
+
+    class ForFabric(lightning.fabric.strategies.SingleDeviceStrategy):
+        pass
+"""
+
 _SECONDS = 150  # for one start
 
 _PRELUDE = """\
@@ -150,6 +165,13 @@ def transformers(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The library, which nox has installed out of others' way: where Lightning finds it, it takes seconds."""
     monkeypatch.setattr(sys, "path", [*sys.path, *filter(None, [os.environ.get("FSDP_TESTS_APART")])])
     return importlib.import_module("transformers")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Ranks that are processes, for all tests of a file."""
+    with RankPool() as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")

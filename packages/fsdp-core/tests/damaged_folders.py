@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,21 @@ STATE: dict[str, Any] = {
 }
 
 
+KINDS = {"model": "model", "optimizer/0": "optimizer"}
+
+
+def save_alone(
+    path: Path | str, state: Mapping[str, Any], kinds: Mapping[str, str] | None = None, **options: Any
+) -> None:
+    """Save in one process, or on a rank; of which kind a model and an optimizer are, their keys say."""
+    known = {part: kind for part, kind in KINDS.items() if part.split("/")[0] in state}
+    options = {"runtime": ProcessGroupRuntime(), "strategy": "test", **options}
+    save(path, state, kinds=known if kinds is None else kinds, **options)
+
+
 def save_small(path: Path, state: dict[str, Any] | None = None) -> Path:
     """Save :data:`STATE` in one process."""
-    save(path, state or STATE, runtime=ProcessGroupRuntime(), strategy="test", kinds={"model": "model"})
+    save_alone(path, state or STATE)
     return path
 
 
@@ -61,7 +73,7 @@ def state_file(folder: Path) -> Path:
     return path
 
 
-def flip(path: Path, position: int) -> None:
+def flip(path: Path, position: int = -1) -> None:
     """Change a bit of a byte."""
     data = bytearray(path.read_bytes())
     data[position] ^= 0x10

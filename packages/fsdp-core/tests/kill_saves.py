@@ -11,14 +11,16 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fsdp_core.checkpoint import Chunk, ChunkedTensor, load, read_manifest, save
-from fsdp_core.runtime import ProcessGroupRuntime
+from damaged_folders import save_alone
+from fsdp_core.checkpoint import Chunk, ChunkedTensor, load, read_manifest
+from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 
 ROWS = 64
 SECONDS = 20.0
@@ -40,13 +42,12 @@ def state(version: float, rank: int, ranks: int) -> dict[str, Any]:
     }
 
 
-def save_version(path: Path, version: float, runtime: ProcessGroupRuntime) -> None:
+def save_version(path: Path, version: float, runtime: Runtime, **options: bool) -> None:
     """Save it over what is there."""
-    kinds = {"model": "model", "optimizer/0": "optimizer"}
-    save(path, state(version, runtime.rank, runtime.world_size), runtime=runtime, strategy="test", kinds=kinds)
+    save_alone(path, state(version, runtime.rank, runtime.world_size), runtime=runtime, **options)
 
 
-def version_of(path: Path) -> float:
+def version_of(path: Path | list[Path]) -> float:
     """The version that is committed, once every byte of it has been verified and every element says it."""
     nest = load(path)
     tensors = [*nest["model"].values(), *(entry["exp_avg"] for entry in nest["optimizer"][0]["state"].values())]
@@ -74,13 +75,13 @@ def save_forever(path: Path, meeting: Path, rank: int, ranks: int, version: floa
         version += 1
 
 
-def fork_rank(*arguments: Any) -> int:
-    """Run :func:`save_forever` in a process of its own; gives its id."""
+def fork_rank(work: Callable[..., None], *arguments: Any) -> int:
+    """Run a function in a process of its own; gives its id."""
     pid = os.fork()
     if pid == 0:
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the rank that is left complains of its dead peer
-            save_forever(*arguments)
+            work(*arguments)
         finally:
             os._exit(1)
     return pid
@@ -101,7 +102,7 @@ def kill_once(path: Path, meeting: Path, ranks: int, version: float, choice: ran
     """Start saving after ``version``, kill at a random instant; gives the version acknowledged last."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
-    pids = [fork_rank(path, meeting, rank, ranks, version + 1, writer) for rank in range(ranks)]
+    pids = [fork_rank(save_forever, path, meeting, rank, ranks, version + 1, writer) for rank in range(ranks)]
     os.close(writer)
     told, end = b"", time.monotonic() + SECONDS
     while not told and time.monotonic() < end:  # until it has saved once, so that the instant is one of a save
@@ -122,7 +123,7 @@ def kill_once(path: Path, meeting: Path, ranks: int, version: float, choice: ran
 def kill_first_save(folder: Path, number: int, ranks: int, choice: random.Random, pace: float) -> None:
     """Kill, at a random instant, a run that saves under a new name each time; what a search finds then is whole."""
     meeting, before = folder.parent / f"meeting-first-{number}", set(folder.iterdir())
-    pids = [fork_rank(folder, meeting, rank, ranks, float(1000 * number), None) for rank in range(ranks)]
+    pids = [fork_rank(save_forever, folder, meeting, rank, ranks, float(1000 * number), None) for rank in range(ranks)]
     end = time.monotonic() + SECONDS
     while set(folder.iterdir()) <= before and time.monotonic() < end:  # until the ranks have met, and one writes
         time.sleep(0.0005)

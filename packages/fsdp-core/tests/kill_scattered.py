@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from checkpoint_ranks import on_threads
-from fsdp_core.checkpoint import is_checkpoint, load, save, saving
+from fsdp_core.checkpoint import is_checkpoint, saving
 from fsdp_core.checkpoint.storage import commit, part_places
 from fsdp_core.checkpoint.storage.recognition import is_interrupted
 from fsdp_core.checkpoint.tools.listing import find_checkpoints
 from fsdp_core.errors import CheckpointFormatError
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
-from kill_saves import files_in, state, wait_for
+from kill_saves import files_in, fork_rank, save_version, version_of, wait_for
 
 RANKS = 2
 
@@ -42,27 +42,20 @@ STEPS: dict[str, tuple[int, Any, str, str]] = {
 COMPLETE = {"committed", "before it is tidied"}
 
 
-def save_version(folder: Path, version: float, runtime: Runtime) -> None:
-    path = folder / f"host{runtime.rank}" / "last.ckpt"
-    kinds = {"model": "model", "optimizer/0": "optimizer"}
-    what = state(version, runtime.rank, runtime.world_size)
-    save(path, what, runtime=runtime, strategy="test", kinds=kinds, scattered=True)
+def save_place(folder: Path, version: float, runtime: Runtime) -> None:
+    save_version(folder / f"host{runtime.rank}" / "last.ckpt", version, runtime, scattered=True)
 
 
 def places_of(folder: Path) -> list[Path]:
     return [folder / f"host{rank}" / "last.ckpt" for rank in range(RANKS)]
 
 
-def version_of(paths: list[Path]) -> float | None:
+def version_in(paths: list[Path]) -> float | None:
     """The version that places hold together, every element of which says it; ``None`` if they hold none."""
     try:
-        nest = load([path for path in paths if path.is_dir()])
+        return version_of([path for path in paths if path.is_dir()])
     except CheckpointFormatError:
         return None
-    version = float(nest["version"])
-    tensors = [*nest["model"].values(), *(entry["exp_avg"] for entry in nest["optimizer"][0]["state"].values())]
-    assert all(tensor.full().eq(version).all() for tensor in tensors), "versions are mixed"
-    return version
 
 
 def die(*_: Any) -> None:
@@ -81,21 +74,10 @@ def kill_at(step: str, folder: Path, meeting: Path, rank: int) -> None:
             return result
 
         setattr(owner, name, until)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the rank that is left complains of its dead peer
     runtime = ProcessGroupRuntime()
     runtime.rank, runtime.world_size = rank, RANKS
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
-    save_version(folder, 2.0, runtime)
-
-
-def fork_rank(*arguments: Any) -> int:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            kill_at(*arguments)
-        finally:
-            os._exit(1)
-    return pid
+    save_place(folder, 2.0, runtime)
 
 
 def look(step: str, folder: Path, *, replacing: bool) -> dict[str, Any]:
@@ -104,22 +86,22 @@ def look(step: str, folder: Path, *, replacing: bool) -> dict[str, Any]:
     for place in places:
         place.parent.mkdir(parents=True)
     if replacing:
-        assert on_threads(RANKS, lambda runtime: save_version(folder, 1.0, runtime)) == [None] * RANKS
-    for pid in [fork_rank(step, folder, folder / "meeting", rank) for rank in range(RANKS)]:
+        assert on_threads(RANKS, lambda runtime: save_place(folder, 1.0, runtime)) == [None] * RANKS
+    for pid in [fork_rank(kill_at, step, folder, folder / "meeting", rank) for rank in range(RANKS)]:
         wait_for(pid)
     (folder / "meeting").unlink(missing_ok=True)
-    alone = [version_of([place]) for place in places if place.is_dir()]
-    found = version_of(places) if any(place.is_dir() for place in places) else None
+    alone = [version_in([place]) for place in places if place.is_dir()]
+    found = version_in(places) if any(place.is_dir() for place in places) else None
     states = sorted(one.state for place in places for one in find_checkpoints(place.parent))
     interrupted = [is_interrupted(place) for place in places if place.is_dir()]
     whole = [is_checkpoint(place) for place in places]
-    results = on_threads(RANKS, lambda runtime: save_version(folder, 3.0, runtime))
+    results = on_threads(RANKS, lambda runtime: save_place(folder, 3.0, runtime))
     assert results == [None] * RANKS, results
     ids = {name.partition("/")[2][:12] for place in places for name in files_in(place) if name.startswith("model/")}
     (save_id,) = ids  # nothing of another save is left at the paths
     strange = [name for place in places for name in files_in(place) if save_id not in name and name != "manifest.json"]
     beside = sorted(found.name for place in places for found in place.parent.iterdir())
-    after = version_of(places)
+    after = version_in(places)
     return {"alone": alone, "found": found, "states": states, "interrupted": interrupted, "whole": whole,
             "after": after, "strange": strange, "beside": beside}  # fmt: skip
 

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from checkpoint_ranks import started
-from fsdp_core.checkpoint import fill_all, load, load_state_dict, save
+from damaged_folders import save_alone
+from fsdp_core.checkpoint import fill_all, load, load_state_dict
 from fsdp_core.testing.memory import peak_of
 
 TENSORS, SIDE = 2, 4096  # 64 MiB each
@@ -38,13 +39,9 @@ def save_peak(folder: Path, layout: str) -> int:
     """The peak of a save."""
     runtime = started()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-
-    def work(path: Path, state: dict[str, Tensor]) -> None:
-        save(path, {"model": state}, runtime=runtime, strategy="test", kinds={"model": "model"})
-
-    work(folder / "small", shards(mesh, layout, 8, 1.0))  # what is needed once, is there then
-    state = shards(mesh, layout, SIDE, 1.0)
-    return peak_of(lambda: work(folder / layout, state))
+    small, state = {"model": shards(mesh, layout, 8, 1.0)}, {"model": shards(mesh, layout, SIDE, 1.0)}
+    save_alone(folder / "small", small, runtime=runtime)  # what is needed once, is there then
+    return peak_of(lambda: save_alone(folder / layout, state, runtime=runtime))
 
 
 def load_peak(path: Path, layout: str) -> int:

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
-if TYPE_CHECKING:
-    from conftest import Site
+from conftest import IMPLEMENTATION, Site
 
-IMPLEMENTATION = """
-    import lightning.fabric.strategies
-    import lightning.pytorch.strategies
-
-    class ForTrainer(lightning.pytorch.strategies.SingleDeviceStrategy):
-        def __init__(self, *, level=1, **kwargs):
-            super().__init__(**kwargs)
-            self.level = level
-
-    class ForFabric(lightning.fabric.strategies.SingleDeviceStrategy):
-        pass
-"""
 TINY = """name="tiny", summary="One device.", trainer="tiny_impl:ForTrainer", fabric="tiny_impl:ForFabric",
     accelerators=("cpu",), options=[Option(name="level", default=1)]"""
 
@@ -194,21 +179,3 @@ def test_install_never_raises(site: Site) -> None:
     )
     assert "RuntimeWarning: fsdp-core could not watch for Lightning: OSError: no module at all" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_plugins_that_fail_do_not_stop_torch_or_lightning(tiny_site: Site) -> None:
-    tiny_site.plugin("exiting-plugin", "raise SystemExit('no licence')")
-    tiny_site.plugin("wrong-plugin", "def")
-    tiny_site.forked(
-        """
-        from lightning.pytorch import Trainer
-        Trainer(strategy="tiny", accelerator="cpu", logger=False)
-        message = failure(lambda: Trainer(strategy="exiting_plugin", accelerator="cpu", logger=False))
-        assert message == (
-            "BrokenStrategyError: strategy 'exiting_plugin' can't be used: "
-            "exiting-plugin 1.0 failed to load: SystemExit: no licence\\n"
-            "Fix it, or type: pip install --upgrade --force-reinstall exiting-plugin"
-        ), message
-        """,
-        warn=["error::RuntimeWarning"],
-    )

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from conftest import IMPLEMENTATION, Site
+
 if TYPE_CHECKING:
     from subprocess import CompletedProcess
-
-    from conftest import Site
 
 CPU = 'accelerators=("cpu",), summary="s"'
 HOOK = f'\n@hookimpl\ndef fsdp_strategies():\n    return [StrategyInfo(name="bad", trainer="a:B", {CPU})]\n'
@@ -19,6 +19,22 @@ MAIN = "from fsdp_core.cli import main; main()"
 
 # Plugins that give no strategy: the source, and the error.
 BROKEN = {
+    "missing dependency": ("import my_dep", "ModuleNotFoundError: No module named 'my_dep'"),
+    "wrong syntax": ("def", "SyntaxError: invalid syntax (bad_01_plugin.py, line 2)"),
+    "exit": ("import sys; sys.exit('no licence')", "SystemExit: no licence"),
+    "no hook": (
+        "def fsdp_strategies():\n    return []",
+        "StrategyInfoError: bad_03_plugin implements no fsdp_strategies hook. "
+        "Define fsdp_strategies() there and decorate it with @fsdp_core.hookimpl.",
+    ),
+    "misspelt hook": (
+        "@hookimpl\ndef fsdp_strategy():\n    return []",
+        "PluginValidationError: unknown hook 'fsdp_strategy' in plugin <module 'bad_04_plugin' from",
+    ),
+    "bad info": (
+        HOOK.replace('"bad"', '"Bad"'),
+        "StrategyInfoError: a strategy can't be called 'Bad'. Use a",
+    ),
     "None": ("@hookimpl\ndef fsdp_strategies():\n    pass", "fsdp_strategies() returned a NoneType; return a list of"),
     "a dict": (
         f"@hookimpl\ndef fsdp_strategies():\n    return {{'bad': StrategyInfo(name='bad', trainer='a:B', {CPU})}}",
@@ -118,18 +134,15 @@ def good_site(site: Site) -> Site:
 
 def test_what_a_hook_must_not_give(good_site: Site) -> None:
     for number, (source, _) in enumerate(BROKEN.values()):
-        good_site.plugin(f"bad-{number}", source, version=f"0.{number}")
+        good_site.plugin(f"bad-{number:02}", source, version=f"0.{number}")
     seen = json.loads(run_list(good_site, "--json").stdout)
     assert [(row["name"], row["status"]) for row in seen["strategies"]] == [("good", "available")]
     for number, ((case, (_, error)), broken) in enumerate(zip(BROKEN.items(), seen["broken"], strict=True)):
-        assert error in broken["error"], case
+        assert error in broken["error"], (case, broken["error"])
         assert len(broken["error"]) < 600, case
-        assert [broken[key] for key in ("package", "version", "name")] == [
-            f"bad-{number}",
-            f"0.{number}",
-            f"bad_{number}",
-        ]
-        assert broken["remedy"] == f"pip install --upgrade --force-reinstall bad-{number}", case
+        names = [broken[key] for key in ("package", "version", "name")]
+        assert names == [f"bad-{number:02}", f"0.{number}", f"bad_{number:02}"], case
+        assert broken["remedy"] == f"pip install --upgrade --force-reinstall bad-{number:02}", case
 
 
 @pytest.mark.parametrize("case", MEDDLING)
@@ -216,14 +229,6 @@ def test_a_probe_that_meddles_changes_nothing(good_site: Site) -> None:
     assert [(row["name"], row["status"]) for row in seen["strategies"]] == [("bad", "available"), ("good", "available")]
 
 
-IMPLEMENTATION = """
-    import lightning.pytorch.strategies
-
-    class ForTrainer(lightning.pytorch.strategies.SingleDeviceStrategy):
-        pass
-"""
-
-
 def test_training_goes_on_beside_all_of_them(site: Site) -> None:
     """And importing torch and Lightning loads none of them, so a slow one slows neither."""
     site.provide("good-plugin", f'name="good", trainer="tiny_impl:ForTrainer", {CPU}', tiny_impl=IMPLEMENTATION)
@@ -252,6 +257,7 @@ def test_training_goes_on_beside_all_of_them(site: Site) -> None:
         assert message.startswith("BrokenStrategyError: strategy 'bad_0' can't be used: bad-0 1.0 failed to load: ")
         print("done")
         """,
+        warn=["error::RuntimeWarning"],
         FSDP_TESTS_KEPT="kept",
     )
     assert done.stdout == "done\n"

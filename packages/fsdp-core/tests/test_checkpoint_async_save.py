@@ -9,15 +9,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 import async_save_ranks
-from checkpoint_ranks import ThreadRuntime, bits
+from checkpoint_ranks import ThreadRuntime, bits, on_threads
+from conftest import Site
 from fsdp_core.checkpoint import Chunk, ChunkedTensor, SavedTensor, is_checkpoint, load, read_manifest, save
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.planning import Plan, plan_save
@@ -28,15 +28,6 @@ from fsdp_core.state.dtypes import SAFETENSORS_NAMES
 from fsdp_core.testing.disks import disk
 from fsdp_core.testing.processes import interruptible
 from fsdp_core.testing.ranks import RankError, RankPool
-
-if TYPE_CHECKING:
-    from conftest import Site
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool() as ranks:
-        yield ranks
 
 
 class TestStaging:
@@ -298,29 +289,19 @@ class WithSideChannel(ThreadRuntime):
 
 
 def test_ranks_may_be_threads(tmp_path: Path) -> None:
-    main = (threading.Barrier(3), [None] * 3)
     WithSideChannel.meetings = (threading.Barrier(3), [None] * 3)
     rows = torch.arange(9.0).reshape(3, 3)
-    errors: list[BaseException] = []
 
-    def work(rank: int) -> None:
-        try:
-            saves = AsyncSaves(WithSideChannel(rank, 3, *main))
-            row = Chunk(offsets=(rank, 0), data=rows[rank : rank + 1].clone())
-            state = {"model": {"w": ChunkedTensor(shape=(3, 3), dtype=rows.dtype, chunks=(row,))}}
-            saves.save(tmp_path / "it", state, strategy="test", kinds={"model": "model"})
-            assert isinstance(row.data, torch.Tensor)
-            row.data.zero_()
-            saves.close()
-        except BaseException as error:
-            errors.append(error)
+    def work(runtime: WithSideChannel) -> None:
+        saves = AsyncSaves(runtime)
+        row = Chunk(offsets=(runtime.rank, 0), data=rows[runtime.rank : runtime.rank + 1].clone())
+        state = {"model": {"w": ChunkedTensor(shape=(3, 3), dtype=rows.dtype, chunks=(row,))}}
+        saves.save(tmp_path / "it", state, strategy="test", kinds={"model": "model"})
+        assert isinstance(row.data, torch.Tensor)
+        row.data.zero_()
+        saves.close()
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-    assert not errors
+    assert on_threads(3, work, WithSideChannel) == [None] * 3
     assert torch.equal(load(tmp_path / "it")["model"]["w"].full(), rows)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from cli_checkpoints import in_pieces, save_alone
+from cli_checkpoints import in_pieces
+from damaged_folders import save_alone
 from fsdp_core.checkpoint import Chunk, ChunkedTensor
 from fsdp_core.checkpoint.storage.tensor_bytes import TensorBytes, open_files
 from fsdp_core.state.boxes import copy_into, cut, overlap
@@ -79,7 +80,7 @@ LAYOUTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_box_of_any_layout_is_read(tmp_path: Path, layout: str) -> None:
-    save_alone(tmp_path / "a", {"model": {"w": LAYOUTS[layout]}}, {"model": "model"})
+    save_alone(tmp_path / "a", {"model": {"w": LAYOUTS[layout]}})
     reader, source = TensorBytes(open_files(tmp_path / "a")), random.Random(1)
     for _ in range(100):
         lengths = [source.randint(1, size) for size in (6, 5, 4)]

@@ -25,8 +25,6 @@ from fsdp_core.checkpoint import (
     save,
     verify,
 )
-from fsdp_core.checkpoint import saving as saving_module
-from fsdp_core.checkpoint.format import safetensors_file
 from test_checkpoint_coverage import split
 
 WHOLE = torch.arange(60.0).reshape(5, 4, 3)
@@ -153,41 +151,6 @@ def test_at_most_twenty_faults_are_shown(tmp_path: Path) -> None:
     (result,) = save_each(tmp_path / "c", [{"model": {f"w{i}": hole for i in range(25)}}])
     assert str(result).count("nothing covers") == 20
     assert "… and 5 more" in str(result)
-
-
-@pytest.mark.parametrize("bad_rank", [0, 1, 2])
-def test_a_refusal_on_one_rank_reaches_all_before_anything_is_written(tmp_path: Path, bad_rank: int) -> None:
-    states = [{"model": {"w": WHOLE}, "hook": print if rank == bad_rank else 0} for rank in range(3)]
-    results = save_each(tmp_path / "c", states)
-    assert len({str(result) for result in results}) == 1
-    for result in results:
-        assert isinstance(result, errors.CheckpointValueError)
-        assert "'hook': builtins.builtin_function_or_method" in str(result)
-        assert f"(on rank {bad_rank} of 3, while preparing to save" in str(result)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("bad_rank", [0, 1])
-def test_a_failing_disk_on_one_rank_reaches_all(tmp_path: Path, bad_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert save_each(tmp_path / "c", [{"model": {"w": WHOLE}}] * 2) == [None, None]
-    before = sorted(tmp_path.rglob("*"))
-    write = safetensors_file.write_safetensors
-
-    def full(stream: Any, tensors: Any) -> tuple[int, str]:
-        if f"-rank-{bad_rank:05d}" in stream.name:
-            stream.write(b"half of it")
-            raise OSError(28, "No space left on device")
-        return write(stream, tensors)
-
-    monkeypatch.setattr(saving_module, "write_safetensors", full)
-    halves: list[list[Any]] = [[((0, 0, 0), (3, 4, 3))], [((3, 0, 0), (2, 4, 3))]]
-    results = save_each(tmp_path / "c", [{"model": {"w": boxes(WHOLE + 1, half)}} for half in halves])
-    for result in results:
-        assert type(result) is errors.CheckpointError
-        assert "No space left on device" in str(result)
-        assert f"on rank {bad_rank} of 2, while writing" in str(result)
-    assert sorted(tmp_path.rglob("*")) == before
-    assert load_state_dict(tmp_path / "c")["w"].equal(WHOLE)
 
 
 @pytest.mark.parametrize(

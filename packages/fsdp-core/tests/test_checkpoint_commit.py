@@ -10,16 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 from torch import Tensor
 
-from fsdp_core.checkpoint import is_checkpoint, load, load_state_dict, read_manifest, remove, save, verify
+from damaged_folders import save_alone
+from fsdp_core.checkpoint import is_checkpoint, load, read_manifest, remove, verify
 from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.checkpoint.storage.writers import new_writer
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
-from fsdp_core.runtime import ProcessGroupRuntime
 
 
 def state(value: float) -> dict[str, Any]:
@@ -34,8 +33,7 @@ def state(value: float) -> dict[str, Any]:
 
 
 def save_state(path: Any, value: float, **options: Any) -> None:
-    kinds: Any = {"model": "model", "optimizer/0": "optimizer"}
-    save(path, state(value), runtime=ProcessGroupRuntime(), strategy="test", kinds=kinds, **options)
+    save_alone(path, state(value), **options)
 
 
 def value_of(path: Any) -> float:
@@ -65,16 +63,9 @@ def is_tidy(path: Path) -> bool:
 def test_an_overwrite_leaves_only_the_new_one(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folders" / "last.ckpt"
     for value in (1.0, 2.0, 3.0):
-        save_state(path, value)
+        save_state(path, value, overwrite=value > 1)
         assert value_of(path) == value
         assert is_tidy(path)
-
-
-def test_without_overwrite_what_is_there_stays(tmp_path: Path) -> None:
-    save_state(tmp_path / "c", 1.0, overwrite=False)
-    with pytest.raises(CheckpointExistsError, match="already exists, and overwrite=False: save to another path"):
-        save_state(tmp_path / "c", 2.0, overwrite=False)
-    assert value_of(tmp_path / "c") == 1.0
 
 
 @pytest.mark.parametrize("kind", ["file", "link_to_file", "link_to_checkpoint", "dangling_link"])
@@ -207,6 +198,14 @@ def interrupt(
     monkeypatch.setattr(module, name, stopping)
 
 
+def save_interrupted(monkeypatch: pytest.MonkeyPatch, path: Path, value: float, name: str, at: int) -> None:
+    """Save, and end at the ``at``-th call of a function of the operating system."""
+    with monkeypatch.context() as patched:
+        interrupt(patched, os, name, at)
+        with contextlib.suppress(Stop):
+            save_state(path, value)
+
+
 @pytest.mark.parametrize(
     ("name", "at"),
     [
@@ -219,10 +218,7 @@ def test_whatever_instant_a_save_ends_at_one_whole_checkpoint_is_there(
 ) -> None:
     path = tmp_path / "last.ckpt"
     save_state(path, 1.0)
-    with monkeypatch.context() as patched:
-        interrupt(patched, os, name, at)
-        with contextlib.suppress(Stop):
-            save_state(path, 2.0)
+    save_interrupted(monkeypatch, path, 2.0, name, at)
     assert value_of(path) in (1.0, 2.0)
     save_state(path, 3.0)  # the next save removes what the interrupted one has left
     assert value_of(path) == 3.0
@@ -234,10 +230,7 @@ def test_an_interrupted_first_save_is_no_checkpoint_and_the_next_one_is(
     tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "last.ckpt"
-    with monkeypatch.context() as patched:
-        interrupt(patched, os, "fsync", at)
-        with contextlib.suppress(Stop):
-            save_state(path, 2.0)
+    save_interrupted(monkeypatch, path, 2.0, "fsync", at)
     if is_checkpoint(path):
         assert value_of(path) == 2.0
     else:
@@ -255,10 +248,7 @@ def test_an_interrupted_first_save_is_no_checkpoint_and_the_next_one_is(
 def test_a_file_in_the_way_is_never_lost(tmp_path: Path, name: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "last.ckpt"
     path.write_bytes(b"old")
-    with monkeypatch.context() as patched:
-        interrupt(patched, os, name, at)
-        with contextlib.suppress(Stop):
-            save_state(path, 2.0)
+    save_interrupted(monkeypatch, path, 2.0, name, at)
     if is_checkpoint(path):
         assert value_of(path) == 2.0
     else:
@@ -293,7 +283,14 @@ def test_what_others_have_put_into_the_folder_of_an_interrupted_save_stays(tmp_p
     assert (link.is_symlink(), file.read_text()) == (True, "mine")
 
 
-@pytest.mark.parametrize("make", [save_state, lambda path, _: Path(path).write_bytes(b"x"), lambda *_: None])
+def save_without_manifest(path: Path, value: float) -> None:
+    save_state(path, value)
+    (path / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize(
+    "make", [save_state, save_without_manifest, lambda path, _: Path(path).write_bytes(b"x"), lambda *_: None]
+)
 def test_remove_leaves_nothing(tmp_path: Path, make: Callable[[Path, float], Any]) -> None:
     make(tmp_path / "c", 1.0)
     remove(tmp_path / "c")
@@ -307,33 +304,3 @@ def test_remove_of_a_link_keeps_what_it_points_to(tmp_path: Path) -> None:
     assert value_of(tmp_path / "last") == 1.0
     remove(tmp_path / "last")
     assert value_of(tmp_path / "c") == 1.0
-
-
-def test_remove_takes_an_interrupted_save(tmp_path: Path) -> None:
-    save_state(tmp_path / "c", 1.0)
-    (tmp_path / "c" / "manifest.json").unlink()
-    remove(tmp_path / "c")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_path_through_memory(tmp_path: Path) -> None:
-    url = f"memory://checkpoints/{tmp_path.name}"
-    for value in (1.0, 2.0):
-        save_state(url, value)
-        assert value_of(url) == value
-    assert load_state_dict(url)["b"].tolist() == [2.0, 2.0]
-    files = fsspec.filesystem("memory").find(f"/checkpoints/{tmp_path.name}")
-    assert len(files) == len(read_manifest(url).files) + 1
-    with fsspec.open(f"{url}/model/{Path(files[1]).name}", "wb") as stream:
-        stream.write(b"x")
-    with pytest.raises(CheckpointFormatError, match="memory://"):
-        load(f"{url}/nothing")
-    remove(url)
-    assert not is_checkpoint(url)
-    assert not fsspec.filesystem("memory").find(f"/checkpoints/{tmp_path.name}")
-
-
-def test_a_folder_that_may_not_be_written_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"NotADirectoryError|FileExistsError"):
-        save_state(tmp_path / "file" / "c", 1.0)

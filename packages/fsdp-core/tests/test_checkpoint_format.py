@@ -23,6 +23,7 @@ from torch import Tensor
 
 import format_reader
 from checkpoint_ranks import on_threads
+from damaged_folders import save_alone
 from format_reader import Checkpoint, canonical, checksum
 from fsdp_core.checkpoint import (
     Chunk,
@@ -33,7 +34,6 @@ from fsdp_core.checkpoint import (
     load,
     load_state_dict,
     read_manifest,
-    save,
     verify,
 )
 from fsdp_core.checkpoint.format import plain_data
@@ -41,7 +41,7 @@ from fsdp_core.checkpoint.format.places import grouped
 from fsdp_core.checkpoint.storage.recognition import is_checkpoint, is_ours
 from fsdp_core.checkpoint.storage.writers import new_writer
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
-from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+from fsdp_core.runtime import Runtime
 from fsdp_core.state.dtype_names import ITEM_BYTES, STORED_NAMES
 from fsdp_core.state.dtypes import DTYPES
 from fsdp_core.state.layout import FlatRange, Part
@@ -51,18 +51,20 @@ PAGE = (DOCS / "checkpoint-format.md").read_text(encoding="utf-8")
 SCHEMA = json.loads((DOCS / "checkpoint-manifest.schema.json").read_text(encoding="utf-8"))
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 
-KINDS = {"model": "model", "optimizer/0": "optimizer"}
-
 
 def tied(_: Runtime) -> dict[str, Any]:
     return {"model": {"wte.weight": torch.arange(12.0).reshape(4, 3), "norm.bias": torch.ones(3)}, "epoch": 1}
 
 
 def trained(_: Runtime) -> dict[str, Any]:
-    weights = {"w": torch.randn(4, 3), "frozen": torch.randn(2), "scale": torch.tensor(0.5)}
+    weights = OrderedDict(w=torch.randn(4, 3), frozen=torch.randn(2), scale=torch.tensor(0.5))
     values = {"w": {"step": torch.tensor(3.0), "exp_avg": torch.randn(4, 3)}, "scale": {"exp_avg": torch.tensor(1.0)}}
     groups = [{"lr": 0.1, "betas": (0.9, 0.95), "params": ["w", "scale"]}, {"lr": torch.tensor(1e-3), "params": []}]
-    return {"model": weights, "optimizer": [{"state": values, "param_groups": groups}], "best": torch.tensor([1.0])}
+    return {
+        "model": weights,
+        "optimizer": [{"state": values, "param_groups": groups}],
+        "best": torch.tensor([1.0]),
+    }
 
 
 def every_dtype(_: Runtime) -> dict[str, Any]:
@@ -77,28 +79,20 @@ def odd_shapes(_: Runtime) -> dict[str, Any]:
     return {"model": {f"shape{shape}": torch.ones(shape) for shape in shapes}}
 
 
+# Some are in another order as UTF-16 units than as characters; others mean something elsewhere.
+ODD_NAMES = [
+    "\r", "1", "\x80", "ö", "€", "😂", "דּ", "a/b", "a%2Fb", "100%", "w@0", "w", '"', "\\", "\x7f", "\u2028", "", "/",
+    "..", "../../x", "$saved", "$tensor", "__metadata__", "a b", "ключ", "\n", "\x00", "~", "@0,0", "w@0,0",
+    "__class__", "manifest.json", "state", "param_groups", "%", "a.b", "C:\\x",
+]  # fmt: skip
+
+
 def odd_names(_: Runtime) -> dict[str, Any]:
-    # In order of UTF-16 units, and not in that of their characters.
-    names = [
-        "\r",
-        "1",
-        "\x80",
-        "ö",
-        "€",
-        "😂",
-        "דּ",
-        "a/b",
-        "a%2Fb",
-        "100%",
-        "w@0",
-        "w",
-        '"',
-        "\\",
-        "\x7f",
-        "\u2028",
-        "",
-    ]
-    return {"model": {name: torch.tensor([float(index)]) for index, name in enumerate(names)}, "x/y": {"€": [1]}}
+    model = {name: torch.tensor([float(index)]) for index, name in enumerate(ODD_NAMES)}
+    moments = {name: {"exp_avg": value + 50} for name, value in model.items()}
+    optimizer = {"state": moments, "param_groups": [{"params": list(model)}]}
+    others = {name: value + 100 for name, value in model.items()}
+    return {"model": model, "optimizer": [optimizer], **others, "x/y": {"€": [1]}}
 
 
 def no_tensors(_: Runtime) -> dict[str, Any]:
@@ -174,9 +168,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         aliases = {"model/lm_head.weight": "model/wte.weight"} if make is tied else {}
 
         def work(runtime: Runtime, path: Path = path, make: Any = make, aliases: Any = aliases) -> None:
-            state = make(runtime)
-            kinds = {part: kind for part, kind in KINDS.items() if part.split("/")[0] in state}
-            save(path, state, runtime=runtime, strategy="test", kinds=kinds, aliases=aliases, versions={"x": "1"})
+            save_alone(path, make(runtime), runtime=runtime, aliases=aliases, versions={"x": "1"})
 
         assert on_threads(ranks, work) == [None] * ranks
         found[name] = path
@@ -311,7 +303,7 @@ def test_chunks_share_no_name_though_a_parameter_is_named_like_one(folders: dict
 
 def test_the_one_name_that_safetensors_keeps_for_itself(tmp_path: Path) -> None:
     state: dict[str, Any] = {"__metadata__": torch.ones(2), "model": {"__metadata__": torch.zeros(2)}}
-    save(tmp_path / "c", state, runtime=ProcessGroupRuntime(), strategy="test", kinds={"model": "model"})
+    save_alone(tmp_path / "c", state)
     assert same(load(tmp_path / "c"), Checkpoint(tmp_path / "c").state)
     assert load(tmp_path / "c")["__metadata__"].equal(torch.ones(2))
 
@@ -333,9 +325,8 @@ LONG_DOUBLES = [
     ],
 )
 def test_what_the_format_has_no_place_for_is_refused(tmp_path: Path, state: dict[str, Any], message: str) -> None:
-    kinds = {"model": "model"} if "model" in state else {}
     with pytest.raises(CheckpointValueError, match=message):
-        save(tmp_path / "c", state, runtime=ProcessGroupRuntime(), strategy="test", kinds=kinds)
+        save_alone(tmp_path / "c", state)
     assert not list(tmp_path.iterdir())
 
 
@@ -401,7 +392,8 @@ BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
        for text, value in {"text": "43", "object": {}, "negative": [-4, 3], "true": [True, 3], "large": [2**53, 3],
                            "65": [1] * 65, "null": None}.items()},
     **{f"name_{index}": named(name) for index, name in enumerate(
-        ["../x", "/x", "x/", "x//y", "./x", "x/..", "..", ".", "", "x\\y", "C:x", "x\ny", "x\n", "manifest.json"])},
+        ["../x", "/x", "x/", "x//y", "./x", "x/..", "..", ".", "", "x\\y", "C:x", "x\ny", "x\n", "manifest.json",
+         "model/../../x", "file:///x", "x\x00"])},
     "other_format": lambda c: c.update(format="other"),
     "version_3": lambda c: c.update(format_version=3),
     "version_true": lambda c: c.update(format_version=True),
@@ -485,41 +477,30 @@ def test_what_no_schema_says_readers_refuse(folders: dict[str, Path], tmp_path: 
     assert refused(folder) == [True, True]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda text: text.replace('"world_size": 1', '"world_size": 1.0'),
-        lambda text: text.replace('"world_size": 1', '"world_size": 1e0'),
-        lambda text: text.replace('"world_size": 1', '"world_size": NaN'),
-        lambda text: text.replace('"world_size": 1', '"world_size": 1, "x": 0.5'),
-        lambda text: text.replace('"world_size": 1', '"world_size": 1, "world_size": 1'),
-        lambda text: text.replace('"strategy": "test"', '"strategy": "\\ud800"'),
-        lambda text: "\ufeff" + text,
-        lambda text: text.encode("utf-16"),
-        lambda text: text[:-3],
-        lambda text: text + "{}",
-        lambda text: text.replace('"size": ', '"size":  1'),
-    ],
-    ids=[
-        "fraction",
-        "exponent",
-        "nan",
-        "unknown_fraction",
-        "twice",
-        "surrogate",
-        "bom",
-        "utf_16",
-        "cut",
-        "more",
-        "edit",
-    ],
-)
-def test_json_that_others_might_read_otherwise_is_refused(
-    folders: dict[str, Path], tmp_path: Path, change: Callable[[str], str | bytes]
-) -> None:
+#: A manifest that parsers might take for something else.
+AMBIGUOUS: dict[str, Callable[[str], str | bytes]] = {
+    "fraction": lambda text: text.replace('"world_size": 1', '"world_size": 1.0'),
+    "exponent": lambda text: text.replace('"world_size": 1', '"world_size": 1e0'),
+    "nan": lambda text: text.replace('"world_size": 1', '"world_size": NaN'),
+    "unknown_fraction": lambda text: text.replace('"world_size": 1', '"world_size": 1, "x": 0.5'),
+    "twice": lambda text: text.replace('"world_size": 1', '"world_size": 1, "world_size": 1'),
+    "surrogate": lambda text: text.replace('"strategy": "test"', '"strategy": "\\ud800"'),
+    "bom": lambda text: "\ufeff" + text,
+    "utf_16": lambda text: text.encode("utf-16"),
+    "cut": lambda text: text[:-3],
+    "more": lambda text: text + "{}",
+    "edit": lambda text: text.replace('"size": ', '"size":  1'),
+    "huge_integer": lambda text: text.replace('"world_size": 1', '"world_size": 1' + "0" * 5000),
+    "empty": lambda text: "",
+    "list": lambda text: "[]",
+}
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_json_that_others_might_read_otherwise_is_refused(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
     folder = changed(folders["tied"], tmp_path, lambda content: None)
     text = (folder / "manifest.json").read_text()
-    other = change(text)
+    other = AMBIGUOUS[name](text)
     assert other != text
     (folder / "manifest.json").write_bytes(other if isinstance(other, bytes) else other.encode())
     assert refused(folder) == [True, True]
@@ -555,6 +536,8 @@ def test_a_manifest_laid_out_otherwise_is_the_same(folders: dict[str, Path], tmp
         '{"x": {"y": 1, "$tuple": []}}',
         '{"x": {"$saved": "model/x"}}',
         '{"x": {"$tensor": "x"}}',
+        '{"x": {"$saved": ["a"]}}',
+        '{"x": {"$tensor": {"$dict": []}}}',
         '{"x": {"$tuple": 1}}',
         '{"x": {"$bytes": "?"}}',
         '{"$tuple": []}',
@@ -671,6 +654,6 @@ def test_the_canonical_form_of_the_example(example: Path) -> None:
 def test_the_example_can_be_saved_over_and_removed_by_name(example: Path) -> None:
     assert all(map(is_ours, content_of(example)["files"]))
     state = {"model": {"w": torch.ones(2)}}
-    save(example, state, runtime=ProcessGroupRuntime(), strategy="test", kinds={"model": "model"})
+    save_alone(example, state)
     assert load_state_dict(example)["w"].equal(torch.ones(2))
     assert len(list(example.rglob("*.safetensors"))) == 1

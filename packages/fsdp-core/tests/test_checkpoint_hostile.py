@@ -9,21 +9,18 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 import hostile_reads
+from conftest import Site
 from damaged_folders import chunk_of, model_file, refused, reseal, rewrite, save_small, state_file
-from fsdp_core.checkpoint import load, load_state_dict, save, verify
+from fsdp_core.checkpoint import load, load_state_dict, verify
 from fsdp_core.checkpoint.format import json_text
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
-from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.state.coverage import find_fault
-
-if TYPE_CHECKING:
-    from conftest import Site
 
 
 @pytest.fixture
@@ -230,8 +227,8 @@ def test_nothing_runs_and_nothing_outside_is_opened(site: Site, tmp_path: Path) 
 def test_a_file_of_another_kind_runs_nothing(tmp_path: Path) -> None:
     path = tmp_path / "file.ckpt"
     torch.save({"state_dict": Payload(tmp_path / "it-ran")}, path)
-    for read in (load, verify, load_state_dict):
-        with pytest.raises(CheckpointFormatError):
+    for read, message in ((load, "."), (verify, "."), (load_state_dict, "runs no code from a checkpoint")):
+        with pytest.raises(CheckpointFormatError, match=message):
             read(path)
     assert not (tmp_path / "it-ran").exists()
 
@@ -252,100 +249,6 @@ def test_chunks_that_interleave_are_compared_in_linear_time(dimensions: int) -> 
     assert fault is not None
     assert "leave a hole or overlap" in fault or "cover" in fault
     assert time.process_time() - began < 20
-
-
-NAMES = ["", "/", "a/b", "..", "../../x", "$saved", "$tensor", "__metadata__", "a%2Fb", "a b", "ключ", "\n", "\x00",
-         "~", "@0,0", "w@0,0", "w", "__class__", "manifest.json", "state", "param_groups", "%", "\U0001f600", "a.b",
-         "C:\\x"]  # fmt: skip
-
-
-def test_odd_names_come_back(tmp_path: Path) -> None:
-    model = {name: torch.full((3,), float(i)) for i, name in enumerate(NAMES)}
-    moments = {name: {"exp_avg": value + 50} for name, value in model.items()}
-    state: dict[str, Any] = {
-        "model": model,
-        "optimizer": [{"state": moments, "param_groups": [{"params": list(model)}]}],
-        **{name: value + 100 for name, value in model.items()},
-    }
-    path = tmp_path / "c"
-    save(
-        path,
-        state,
-        runtime=ProcessGroupRuntime(),
-        strategy="test",
-        kinds={"model": "model", "optimizer/0": "optimizer"},
-    )
-    verify(path)
-    nest = load(path)
-    for name, value in model.items():
-        assert nest["model"][name].full().equal(value), name
-        assert nest["optimizer"][0]["state"][name]["exp_avg"].full().equal(value + 50), name
-        assert nest[name].equal(value + 100), name
-    assert list(load_state_dict(path)) == NAMES
-
-
-HOSTILE_NAMES = [
-    "../outside.safetensors",
-    "model/../../outside.safetensors",
-    "/etc/passwd",
-    "model//x.safetensors",
-    "./x.safetensors",
-    "..",
-    "",
-    "model\\..\\..\\x",
-    "C:/x",
-    "file:///etc/passwd",
-    "x\x00.safetensors",
-    "manifest.json",
-]
-
-
-@pytest.mark.parametrize("name", HOSTILE_NAMES)
-def test_a_file_name_must_stay_inside(folder: Path, name: str) -> None:
-    def change(content: dict[str, Any]) -> None:
-        content["files"][name] = {"size": 1, "checksum": "xxh3:" + "0" * 16}
-        chunk_of(content)["file"] = name
-
-    rewrite(folder, change)
-    refused(folder, "does not stay inside the checkpoint")
-    with pytest.raises(CheckpointFormatError, match="does not stay inside the checkpoint"):
-        verify(folder)
-
-
-@pytest.mark.parametrize("name", HOSTILE_NAMES[:3])
-@pytest.mark.parametrize("field", ["json", "tensors"])
-def test_the_state_files_must_stay_inside(folder: Path, name: str, field: str) -> None:
-    rewrite(folder, lambda content: content["state"].update({field: name}))
-    refused(folder, "the state is in .*, which is not among the files")
-
-
-@pytest.mark.parametrize("link", ["file", "folder"])
-def test_a_link_out_of_the_folder_is_not_followed(folder: Path, tmp_path: Path, link: str) -> None:
-    secret = tmp_path / "secret"
-    inner = folder / "model" if link == "folder" else model_file(folder)
-    inner.rename(secret)
-    inner.symlink_to(secret)
-    refused(folder, f"is a link to {secret}.*, outside of the checkpoint. Nothing was read from it")
-    with pytest.raises(CheckpointFormatError, match="outside of the checkpoint"):
-        verify(folder)
-
-
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(folder: Path) -> None:
-    path = model_file(folder)
-    path.unlink()
-    os.mkfifo(path)
-    refused(folder, f"model/{path.name} is missing")
-
-
-@pytest.mark.parametrize(
-    "content",
-    ['{"model": {"$saved": "model/nothing"}}', '{"x": {"$tensor": "../x"}}', '{"x": {"$saved": ["a"]}}', "[1]",
-     '{"x": {"$import": "os"}}', "[" * 100_000, '{"x": {"$tensor": {"$dict": []}}}', '{"$tuple": [1, 2]}'],
-    ids=range(8),
-)  # fmt: skip
-def test_plain_data_that_does_not_fit_is_refused(folder: Path, content: str) -> None:
-    write_state(folder, content)
-    refused(folder, "state")
 
 
 SMALL: dict[str, Callable[[Path, str], object]] = {

@@ -5,22 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import click
 import fsspec
 import pytest
 import torch
-from click.testing import CliRunner, Result
 
+import cli_checkpoints
 from fsdp_core.checkpoint import load, load_state_dict, read_manifest, verify
 from fsdp_core.checkpoint.importing import import_checkpoint
-from fsdp_core.cli import fsdp
 from fsdp_core.errors import CheckpointExistsError
 
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(fsdp, ["checkpoint", "import", *map(str, arguments)])
+run = partial(cli_checkpoints.run, "import")
 
 
 @pytest.fixture
@@ -36,16 +34,13 @@ def ckpt(tmp_path: Path) -> Path:
 
 def test_from_the_first_message_to_the_checkpoint(ckpt: Path, tmp_path: Path) -> None:
     new, order = tmp_path / "new.ckpt", tmp_path / "order.txt"
-    first = run(ckpt, new)
-    assert first.exit_code == 1
+    first = run(ckpt, new, status=1)
     assert "'hyper_parameters/loss': torch.nn.modules.loss.MSELoss" in first.stderr
     assert "`--drop hyper_parameters/loss`" in first.stderr
-    second = run(ckpt, new, "--drop", "hyper_parameters/loss")
-    assert second.exit_code == 1
+    second = run(ckpt, new, "--drop", "hyper_parameters/loss", status=1)
     assert "type `--parameter-order order.txt`" in second.stderr
     order.write_text("weight\nbias\n")
     done = run(ckpt, new, "--drop", "hyper_parameters/loss", "--parameter-order", order)
-    assert done.exit_code == 0, done.output
     assert done.stdout == (
         f"Imported a full checkpoint of Lightning's Trainer to {new}: the model (2 tensors), optimizer 0, the "
         f"Trainer's loops, the Trainer's callbacks, the Trainer's lr_schedulers.\n"
@@ -59,7 +54,6 @@ def test_from_the_first_message_to_the_checkpoint(ckpt: Path, tmp_path: Path) ->
 
 def test_weights_only(ckpt: Path, tmp_path: Path) -> None:
     done = run(ckpt, tmp_path / "new", "--weights-only", "--drop", "hyper_parameters")
-    assert done.exit_code == 0, done.output
     assert "fsdp_core.load_state_dict(" in done.stdout
     nest = load(tmp_path / "new")
     assert set(nest) == {"model", "trainer"}
@@ -73,7 +67,6 @@ def test_prefixes(tmp_path: Path) -> None:
     state = {"net": {"module.a.w": weight, "module.b.w": weight}, "opt": optimizer, "other": optimizer, "step": 3}
     torch.save(state, old)
     done = run(old, tmp_path / "new", "--strip-prefix", "module.", "--add-prefix", "model.")
-    assert done.exit_code == 0, done.output
     assert "The Trainer numbers its optimizers: 0 is 'opt', 1 is 'other'.\n" in done.stdout
     assert "Used only by your own on_load_checkpoint: 'step'.\n" in done.stdout
     assert f'trainer.fit(model, ckpt_path="{tmp_path / "new"}")' in done.stdout
@@ -81,8 +74,7 @@ def test_prefixes(tmp_path: Path) -> None:
     assert manifest.aliases == {"model/model.b.w": "model/model.a.w"}
     assert [list(one["state"]) for one in nest["optimizer"]] == [["model.a.w"]] * 2
     assert [one["param_groups"] for one in nest["optimizer"]] == [[{"params": ["model.a.w"]}]] * 2
-    stripped = run(old, tmp_path / "same", "--strip-prefix", "module.")
-    assert stripped.exit_code == 0, stripped.output
+    run(old, tmp_path / "same", "--strip-prefix", "module.")
     assert [*load(tmp_path / "same")] == ["net", "opt", "other", "step"]
     assert read_manifest(tmp_path / "same").aliases == {"net/b.w": "net/a.w"}
     torch.save({**state, "ema": {"module.a.w": weight}, "epoch": 2, "callbacks": []}, old)
@@ -92,8 +84,7 @@ def test_prefixes(tmp_path: Path) -> None:
         (["--add-prefix", "model."], "there are 2: net, ema.\nLeave out all but one with `--drop KEY`."),
         (["--add-prefix", "model.", "--drop", "ema"], "Leave it out with `--drop epoch --drop callbacks`"),
     ):
-        refused = run(old, tmp_path / "never", *arguments)
-        assert refused.exit_code == 1
+        refused = run(old, tmp_path / "never", *arguments, status=1)
         assert told in refused.stderr
     assert not (tmp_path / "never").exists()
 
@@ -102,7 +93,7 @@ def test_the_prefix_of_a_trainers_own(ckpt: Path, tmp_path: Path) -> None:
     order = tmp_path / "order.txt"
     order.write_text("weight\nbias\n")
     arguments = ("--drop", "hyper_parameters", "--parameter-order", order, "--add-prefix", "head.")
-    assert run(ckpt, tmp_path / "new", *arguments).exit_code == 0
+    run(ckpt, tmp_path / "new", *arguments)
     nest = load(tmp_path / "new")
     assert [*nest["model"]] == ["head.weight", "head.bias"]
     assert [group["params"] for group in nest["optimizer"][0]["param_groups"]] == [["head.weight"], ["head.bias"]]
@@ -114,23 +105,20 @@ def test_what_is_there_already(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(2)}, tmp_path / "b.pt")
     new = tmp_path / "new"
     assert run(tmp_path / "a.pt", new, "--quiet").output == ""
-    refused = run(tmp_path / "b.pt", new)
-    assert refused.exit_code == 1
+    refused = run(tmp_path / "b.pt", new, status=1)
     assert refused.stderr == f"{new} already exists: import to another path, or type --overwrite.\n"
     assert load_state_dict(new)["w"].tolist() == [1, 1]
-    failed = run(tmp_path / "nothing.pt", new, "--overwrite")
-    assert failed.exit_code == 1
+    run(tmp_path / "nothing.pt", new, "--overwrite", status=1)
     assert load_state_dict(new)["w"].tolist() == [1, 1]
-    assert run(tmp_path / "b.pt", new, "--overwrite").exit_code == 0
+    run(tmp_path / "b.pt", new, "--overwrite")
     assert load_state_dict(new)["w"].tolist() == [0, 0]
-    own = run(new, tmp_path / "again")
+    own = run(new, tmp_path / "again", status=1)
     assert "is a checkpoint of this format already" in own.stderr
-    itself = run(tmp_path / "a.pt", tmp_path / "a.pt", "--overwrite")
+    itself = run(tmp_path / "a.pt", tmp_path / "a.pt", "--overwrite", status=1)
     assert "is the checkpoint to be read: choose another path to write to" in itself.stderr
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "mine.txt").write_text("mine")
-    foreign = run(tmp_path / "a.pt", tmp_path / "folder", "--overwrite")
-    assert foreign.exit_code == 1
+    foreign = run(tmp_path / "a.pt", tmp_path / "folder", "--overwrite", status=1)
     assert "mine.txt" in foreign.stderr
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["mine.txt"]
 
@@ -138,7 +126,7 @@ def test_what_is_there_already(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arguments", [[], ["a"], ["a", "b", "c"], ["a", "b", "--weight-only"],
                                        ["a", "b", "--parameter-order", "missing.txt"]])  # fmt: skip
 def test_wrong_usage(arguments: list[str]) -> None:
-    assert run(*arguments).exit_code == 2
+    run(*arguments, status=2)
 
 
 def test_every_option_has_help() -> None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import datetime
 import io
 import os
-import pathlib
 import pickle
 import random
 import re
 import sys
 import types
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from fsdp_core.checkpoint.importing import import_checkpoint
 from fsdp_core.checkpoint.importing.plain import PlainReader
 from fsdp_core.checkpoint.importing.unpickling import unpickle
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError, CheckpointValueError
+from test_checkpoint_plain_data import PLAIN
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -58,11 +57,18 @@ def saved_by_torch(folder: Path, **more: Any) -> None:
     dcp.save({"model": {"w": torch.ones(2, 2)}, **more}, checkpoint_id=folder, no_dist=True)
 
 
-def in_metadata(folder: Path, payload: Payload) -> None:
+@contextlib.contextmanager
+def changed_metadata(folder: Path) -> Iterator[Any]:
+    """The metadata of a checkpoint of torch's, to be changed."""
     saved_by_torch(folder)
     metadata = pickle.loads((folder / ".metadata").read_bytes())
-    metadata.planner_data = payload
+    yield metadata
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def in_metadata(folder: Path, payload: Payload) -> None:
+    with changed_metadata(folder) as metadata:
+        metadata.planner_data = payload
 
 
 def instead_of_metadata(folder: Path, payload: Payload) -> None:
@@ -71,14 +77,12 @@ def instead_of_metadata(folder: Path, payload: Payload) -> None:
 
 
 def in_a_tensors_place(folder: Path, payload: Payload) -> None:
-    saved_by_torch(folder)
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    blob = io.BytesIO()
-    torch.save(payload, blob)
-    for place in metadata.storage_data.values():
-        place.relative_path, place.offset, place.length = "bad.distcp", 0, blob.tell()
-    (folder / "bad.distcp").write_bytes(blob.getvalue())
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with changed_metadata(folder) as metadata:
+        blob = io.BytesIO()
+        torch.save(payload, blob)
+        for place in metadata.storage_data.values():
+            place.relative_path, place.offset, place.length = "bad.distcp", 0, blob.tell()
+        (folder / "bad.distcp").write_bytes(blob.getvalue())
 
 
 def in_meta_pt(folder: Path, payload: Payload) -> None:
@@ -177,16 +181,13 @@ def test_nests_without_end(tmp_path: Path, nest: str) -> None:
 
 @pytest.mark.parametrize("name", ["../outside", "{}", "sub/../../outside", "link", "C:\\outside", ""])
 def test_paths_that_lead_outside(tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "old"
-    saved_by_torch(folder)
-    (data,) = folder.glob("*.distcp")
-    outside = tmp_path / "outside"
-    data.rename(outside)
-    (folder / "link").symlink_to(outside)
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    for place in metadata.storage_data.values():
-        place.relative_path = name.replace("{}", str(outside))
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    folder, outside = tmp_path / "old", tmp_path / "outside"
+    with changed_metadata(folder) as metadata:
+        (data,) = folder.glob("*.distcp")
+        data.rename(outside)
+        (folder / "link").symlink_to(outside)
+        for place in metadata.storage_data.values():
+            place.relative_path = name.replace("{}", str(outside))
     with pytest.raises(CheckpointFormatError, match=r"outside of itself|outside of the checkpoint"):
         import_checkpoint(folder, tmp_path / "new")
     assert not (tmp_path / "new").exists()
@@ -233,41 +234,21 @@ def test_archives_that_grow(tmp_path: Path) -> None:
         import_checkpoint(tmp_path / "old", tmp_path / "new")
 
 
-PLAIN = {
-    "none": None,
-    "numbers": [True, 3, 2**80, -1.5, float("inf"), 1 + 2j],
-    "text": ("a", "ü\x00\n", b"\x00\xff", b""),
-    "sets": [{1, "a"}, frozenset((1, 2))],
-    "ordered": collections.OrderedDict(b=1, a=2),
-    "counted": collections.Counter("abca"),
-    "default": collections.defaultdict(list, a=[1]),
-    "keys": {1: "a", (1, "b"): "c", None: "d"},
-    "times": [
-        datetime.timedelta(1, 2, 3),
-        datetime.datetime(2026, 1, 2, 3, 4, 5, 6),
-        datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC),
-        datetime.date(2026, 1, 2),
-        datetime.time(3, 4),
-    ],
-    "path": pathlib.Path("a/b"),
-    "namespace": argparse.Namespace(lr=0.1, inner=argparse.Namespace(a=1)),
-    "torch": [torch.Size((1, 2)), torch.float16, torch.device("cpu"), torch.arange(3)],
-    "numpy": [numpy.float64(1.5), numpy.int64(3), numpy.bool_(True), numpy.arange(6.0).reshape(2, 3).T],
-}
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_plain_data_comes_through(tmp_path: Path, name: str) -> None:
-    plain_ckpt(tmp_path / "old", data=PLAIN[name])
+@pytest.mark.parametrize("value", PLAIN, ids=repr)
+def test_plain_data_comes_through(tmp_path: Path, value: Any) -> None:
+    plain_ckpt(tmp_path / "old", data=value)
     import_checkpoint(tmp_path / "old", tmp_path / "new")
-    got, want = load(tmp_path / "new")["data"], PLAIN[name]
-    if name in ("torch", "numpy"):
-        for mine, theirs in zip(got, want, strict=True):  # type: ignore[arg-type]
-            assert type(mine) is type(theirs)
-            equal = mine == theirs
-            assert equal.all() if hasattr(equal, "all") else equal
-    else:
-        assert (type(got), got) == (type(want), want)
+    got = load(tmp_path / "new")["data"]
+    assert (type(got), got, repr(got)) == (type(value), value, repr(value))
+
+
+def test_tensors_and_arrays_come_through(tmp_path: Path) -> None:
+    data = [torch.arange(3), numpy.arange(6.0).reshape(2, 3).T]
+    plain_ckpt(tmp_path / "old", data=data)
+    import_checkpoint(tmp_path / "old", tmp_path / "new")
+    for got, want in zip(load(tmp_path / "new")["data"], data, strict=True):
+        assert type(got) is type(want)
+        assert (got == want).all()
 
 
 def test_attributes_of_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,18 +295,16 @@ def without_end(*shape: int) -> torch.Tensor:
 
 def piece_without_end(folder: Path) -> None:
     """A checkpoint of torch's whose one tensor claims to be of 2**50 elements, as does the piece that it is in."""
-    saved_by_torch(folder)
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    entry = metadata.state_dict_metadata["model.w"]
-    entry.size = entry.chunks[0].sizes = torch.Size((2**50,))
-    entry.chunks[0].offsets = torch.Size((0,))
-    blob = io.BytesIO()
-    torch.save(without_end(2**50), blob)
-    ((index, place),) = metadata.storage_data.items()
-    place.relative_path, place.offset, place.length = "bad.distcp", 0, blob.tell()
-    metadata.storage_data = {type(index)(fqn="model.w", offset=torch.Size((0,))): place}
-    (folder / "bad.distcp").write_bytes(blob.getvalue())
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with changed_metadata(folder) as metadata:
+        entry = metadata.state_dict_metadata["model.w"]
+        entry.size = entry.chunks[0].sizes = torch.Size((2**50,))
+        entry.chunks[0].offsets = torch.Size((0,))
+        blob = io.BytesIO()
+        torch.save(without_end(2**50), blob)
+        ((index, place),) = metadata.storage_data.items()
+        place.relative_path, place.offset, place.length = "bad.distcp", 0, blob.tell()
+        metadata.storage_data = {type(index)(fqn="model.w", offset=torch.Size((0,))): place}
+        (folder / "bad.distcp").write_bytes(blob.getvalue())
 
 
 LARGE: dict[str, Callable[[Path], None]] = {
@@ -420,10 +399,8 @@ def test_nothing_is_written_into_the_source(tmp_path: Path, out: str, monkeypatc
 
 def hole(folder: Path) -> None:
     """A tensor of torch's checkpoint that is larger than what is there of it."""
-    saved_by_torch(folder)
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    metadata.state_dict_metadata["model.w"].size = torch.Size((9, 2))
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with changed_metadata(folder) as metadata:
+        metadata.state_dict_metadata["model.w"].size = torch.Size((9, 2))
 
 
 def nested(depth: int) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 import checkpoint_import_ranks as ranks
 import checkpoint_ranks
-from fsdp_core.checkpoint import SavedTensor, load, load_state_dict, read_manifest, verify
+from fsdp_core.checkpoint import SavedTensor, load, read_manifest, verify
 from fsdp_core.checkpoint.importing import import_checkpoint
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError, CheckpointValueError
 from fsdp_core.testing.ranks import RankPool
+from nests import assert_same
 
 REAL_XLA = Path(__file__).parent / "xla_shards"
 
@@ -41,30 +42,7 @@ def imported(source: Path, out: Path, **options: Any) -> dict[str, Any]:
     return nest
 
 
-def assert_same(got: Any, want: Any, where: str = "") -> None:
-    assert type(got) is type(want), where
-    if isinstance(want, dict):
-        assert set(got) == set(want), where
-        for key in want:
-            assert_same(got[key], want[key], f"{where}/{key}")
-    elif isinstance(want, list | tuple):
-        assert len(got) == len(want), where
-        for index, (mine, theirs) in enumerate(zip(got, want, strict=True)):
-            assert_same(mine, theirs, f"{where}/{index}")
-    elif isinstance(want, Tensor):
-        assert (got.dtype, got.shape) == (want.dtype, want.shape), where
-        assert torch.equal(got, want), where
-    else:
-        assert got == want, where
-
-
 # -- torch.distributed.checkpoint -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool() as running:
-        yield running
 
 
 @pytest.mark.parametrize("world_size", [2, 1])
@@ -380,12 +358,6 @@ def test_an_xla_optimizer_of_other_parameters(tmp_path: Path) -> None:
         import_checkpoint(folder, tmp_path / "new")
     weights = imported(folder, tmp_path / "new", weights_only=True)
     assert list(weights) == ["model"]
-
-
-def test_weights_load_without_lightning(tmp_path: Path) -> None:
-    want = xla_shards(tmp_path / "xla", 2, flatten=True, dim0=False)
-    import_checkpoint(tmp_path / "xla", tmp_path / "new")
-    assert_same(load_state_dict(tmp_path / "new"), want["model"])
 
 
 def test_parts_of_a_folder_are_left_out(pool: RankPool, tmp_path: Path) -> None:

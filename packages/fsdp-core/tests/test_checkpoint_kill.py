@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import secrets
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
 import kill_saves
-
-if TYPE_CHECKING:
-    from conftest import Site
+from conftest import Site
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork and no SIGKILL"),

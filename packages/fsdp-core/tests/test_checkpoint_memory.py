@@ -21,12 +21,6 @@ LIMIT = 1.2 * STAGING_BYTES
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool() as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("states")  # of 128 MiB
     yield path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 
 import format_reader
 from checkpoint_ranks import ThreadRuntime, on_threads
-from damaged_folders import rewrite
+from damaged_folders import rewrite, save_alone
 from fsdp_core.checkpoint import (
     Chunk,
     ChunkedTensor,
@@ -27,7 +28,6 @@ from fsdp_core.checkpoint import (
     merging,
     read_manifest,
     reshard,
-    save,
     verify,
 )
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest, StoredTensor
@@ -37,6 +37,8 @@ from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
 from fsdp_core.state.boxes import boxes, overlap
 from fsdp_core.state.coverage import Box
 
+PINWHEEL = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((1, 0), (2, 1)), ((1, 1), (1, 1)), ((2, 1), (1, 2))]
+VERSION_1 = (Path(__file__).parent / "manifest_of_version_1.json").read_text(encoding="utf-8")
 FILES = "model/0123456789ab-rank-*.safetensors"
 Held = list[tuple[int, tuple[Box, ...]]]
 
@@ -105,8 +107,7 @@ def test_what_is_no_pattern_is_listed() -> None:
     assert pattern_of((4, 4), [*rows, rows[0]]) is None
     wrong: Held = [*rows[:-1], (3, (((3, 1), (1, 3)),))]
     assert pattern_of((4, 4), wrong) is None
-    pinwheel = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((1, 0), (2, 1)), ((1, 1), (1, 1)), ((2, 1), (1, 2))]
-    assert pattern_of((3, 3), [(rank, (box,)) for rank, box in enumerate(pinwheel)]) is None  # type: ignore[misc]
+    assert pattern_of((3, 3), [(rank, (box,)) for rank, box in enumerate(PINWHEEL)]) is None  # type: ignore[misc]
     assert pattern_of((0, 3), []) is None
 
 
@@ -136,21 +137,20 @@ def state_of(rank: int, ranks: int, change: float = 0.0) -> dict[str, Any]:
     begin = min(rank * piece, 7)
     rows = [((begin, 0), (min(piece, 7 - begin), 4))] if begin < 7 else []
     start, end = 210 * rank // ranks, 210 * (rank + 1) // ranks
-    pinwheel = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((1, 0), (2, 1)), ((1, 1), (1, 1)), ((2, 1), (1, 2))]
     return {
         "rows": part(whole["rows"], *rows),
         "more_rows": part(whole["more_rows"], *rows),
         "columns": part(whole["columns"], ((0, 12 * rank // ranks), (2, 12 // ranks))),
         "flat": part(whole["flat"], *((o, n) for o, n, _ in boxes((5, 6, 7), start, end - start))),
         "on_rank_0": whole["on_rank_0"],
-        "pinwheel": part(whole["pinwheel"], *pinwheel[rank::ranks]),
+        "pinwheel": part(whole["pinwheel"], *PINWHEEL[rank::ranks]),
         "empty": part(whole["empty"]),
     }
 
 
 def save_parts(path: Path, runtime: ThreadRuntime, change: float = 0.0, **options: Any) -> None:
     state = {"model": state_of(runtime.rank, runtime.world_size, change), "step": 3}
-    save(path, {**state, **options}, runtime=runtime, strategy="test", kinds={"model": "model"})
+    save_alone(path, {**state, **options}, runtime=runtime)
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_holes_and_disagreements_are_named_as_without_patterns(tmp_path: Path) -
             state["rows"] = ChunkedTensor(shape=(7, 4), dtype=torch.float32, chunks=())
             state["columns"] = ChunkedTensor(shape=(2, 12), dtype=torch.float32, chunks=())
             state["extra"] = torch.ones(2)
-        save(tmp_path / "c", {"model": state}, runtime=runtime, strategy="test", kinds={"model": "model"})
+        save_alone(tmp_path / "c", {"model": state}, runtime=runtime)
 
     for error in on_threads(3, lacking):
         assert isinstance(error, CheckpointMismatchError)
@@ -205,7 +205,7 @@ def test_ranks_may_have_their_tensors_in_another_order(tmp_path: Path) -> None:
         state = state_of(runtime.rank, 3)
         if runtime.rank == 2:
             state = dict(reversed(state.items()))
-        save(tmp_path / "c", {"model": state}, runtime=runtime, strategy="test", kinds={"model": "model"})
+        save_alone(tmp_path / "c", {"model": state}, runtime=runtime)
 
     assert on_threads(3, work) == [None] * 3
     weights = load_state_dict(tmp_path / "c")
@@ -268,10 +268,9 @@ def test_a_plan_that_was_saved_before_is_not_sent_again(
 
 
 def test_a_manifest_of_version_1_is_read_and_written_as_it_was() -> None:
-    text = (Path(__file__).parent / "manifest_of_version_1.json").read_text(encoding="utf-8")
-    manifest = Manifest.from_json(text)
+    manifest = Manifest.from_json(VERSION_1)
     assert manifest.format_version == 1
-    assert manifest.to_json() == text
+    assert manifest.to_json() == VERSION_1
     assert [chunk.offsets for chunk in manifest.tensors["model/wte.weight"].chunks] == [(0, 0), (2, 0)]
 
 
@@ -295,6 +294,10 @@ def test_tools_read_patterns(folder: Path, tmp_path: Path) -> None:
 def chunks_of(content: dict[str, Any], name: str = "rows") -> dict[str, Any]:
     found: dict[str, Any] = content["tensors"][f"model/{name}"]["chunks"]
     return found
+
+
+def add_tensor(content: dict[str, Any], shape: list[int], **pattern: Any) -> None:
+    content["tensors"]["large"] = {"shape": shape, "dtype": "int8", "chunks": {**chunks_of(content), **pattern}}
 
 
 @pytest.mark.parametrize(
@@ -322,23 +325,11 @@ def chunks_of(content: dict[str, Any], name: str = "rows") -> dict[str, Any]:
         (lambda c: chunks_of(c, "flat").update(runs=[[70, 2], [69, 1]]), "do not cover the shape"),
         (lambda c: chunks_of(c, "flat").update(runs=[[1, 210]]), "cut into 210 pieces, which 3 ranks hold"),
         (
-            lambda c: c["tensors"].update(
-                huge={
-                    "shape": [2**50],
-                    "dtype": "int8",
-                    "chunks": {**chunks_of(c), "grid": [[[1, 2**50]]], "ranks": [[0, 0, 2**50]]},
-                }
-            ),
+            lambda c: add_tensor(c, [2**50], grid=[[[1, 2**50]]], ranks=[[0, 0, 2**50]]),
             "cut into 1125899906842624 pieces, and the limit is 4194304",
         ),
         (
-            lambda c: c["tensors"].update(
-                square={
-                    "shape": [2**20, 2**20],
-                    "dtype": "int8",
-                    "chunks": {**chunks_of(c), "grid": [[[1, 2**20]], [[1, 2**20]]], "ranks": [[0, 0, 2**40]]},
-                }
-            ),
+            lambda c: add_tensor(c, [2**20] * 2, grid=[[[1, 2**20]]] * 2, ranks=[[0, 0, 2**40]]),
             "cut into 1099511627776 pieces",
         ),
     ],
@@ -361,26 +352,17 @@ def test_a_pattern_over_files_with_other_contents_is_refused(folder: Path) -> No
 
 
 def test_ranks_without_a_file_are_looked_up() -> None:
+    old = Manifest.from_json(VERSION_1)
+
     def manifest(present: list[int], ranks: list[int]) -> Manifest:
         held: Held = [(rank, (((at,), (1,)),)) for at, rank in enumerate(ranks)]
         pattern = pattern_of((len(ranks),), held)
         assert pattern is not None
         entry = FileEntry(size=1, checksum="xxh3:" + "0" * 16)
-        names = ["state.json", *(FILES.replace("*", f"{rank:05d}") for rank in present)]
+        names = [FILES.replace("*", f"{rank:05d}") for rank in present]
         tensor = StoredTensor(shape=(len(ranks),), dtype_name="int8", chunks=PatternedChunks("model/w", FILES, pattern))
-        return Manifest(
-            save_id="0123456789ab",
-            created="2026-11-24T00:00:00+00:00",
-            strategy="test",
-            versions={},
-            world_size=1,
-            kinds={},
-            state_file="state.json",
-            state_tensors=None,
-            tensors={"model/w": tensor},
-            aliases={},
-            files=dict.fromkeys(names, entry),
-        )
+        files = dict.fromkeys([old.state_file, *names], entry)
+        return replace(old, state_tensors=None, tensors={"model/w": tensor}, kinds={}, aliases={}, files=files)
 
     assert manifest([0, 2, 4, 6], [0, 2, 4, 6]).format_version == 2
     assert manifest([6, 4, 0], [0, 6]).format_version == 2

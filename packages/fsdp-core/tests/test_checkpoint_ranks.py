@@ -11,17 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 import checkpoint_ranks
-from fsdp_core.checkpoint import chunked, is_checkpoint, load_state_dict, read_manifest, verify
+from fsdp_core.checkpoint import chunked, load_state_dict, read_manifest, verify
 from fsdp_core.testing.ranks import RankPool
 
 LAYOUTS = [(1, "plain"), (1, "flat"), (2, "flat"), (3, "flat"), (4, "flat"), (4, "hybrid")]
 IDS = [f"{layout}{ranks}" for ranks, layout in LAYOUTS]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool() as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")
@@ -78,18 +72,6 @@ def test_boxes_are_those_that_torch_computes(pool: RankPool, ranks: int, layout:
     assert replicas == [{replica} for replica in expected]
     scalars = [replica for boxes in by_rank for name, _, replica in boxes if name == "scalar"]
     assert scalars == list(range(ranks))  # every rank has a copy, and each is another one
-
-
-@pytest.mark.parametrize("bad_rank", [0, 1])
-def test_a_refusal_on_one_rank_is_raised_on_all(pool: RankPool, tmp_path: Path, bad_rank: int) -> None:
-    folder = tmp_path / "refused.ckpt"
-    errors = pool.run(2, checkpoint_ranks.save_with_a_refusal, folder, bad_rank, timeout=30)
-    assert errors[0] == errors[1]
-    assert errors[0].startswith("CheckpointValueError: can't save this state")
-    assert "'callback/hook'" in errors[0]
-    assert f"on rank {bad_rank} of 2" in errors[0]
-    assert not folder.exists()
-    assert not is_checkpoint(folder)
 
 
 def test_a_pending_reduction_has_no_boxes(single_rank_mesh: torch.distributed.device_mesh.DeviceMesh) -> None:

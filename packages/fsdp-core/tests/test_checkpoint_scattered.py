@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
 from checkpoint_ranks import ThreadRuntime, on_threads
+from cli_checkpoints import run
 from fsdp_core.checkpoint import (
     Chunk,
     ChunkedTensor,
@@ -27,11 +31,13 @@ from fsdp_core.checkpoint import (
     verify,
 )
 from fsdp_core.checkpoint.async_save import AsyncSaves
+from fsdp_core.checkpoint.format.manifest import content_checksum
 from fsdp_core.checkpoint.format.part_record import PartRecord
 from fsdp_core.checkpoint.storage import commit, part_places, writers
 from fsdp_core.checkpoint.storage.recognition import is_interrupted, is_ours
 from fsdp_core.checkpoint.tools.listing import find_checkpoints
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
+from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 
 ROWS = 3
 Paths = Callable[[int], Path]
@@ -61,7 +67,7 @@ def state_of(rank: int, ranks: int, version: float = 1.0) -> dict[str, Any]:
 KINDS = {"model": "model", "optimizer/0": "optimizer"}
 
 
-def save_at(runtime: ThreadRuntime, path: Path, version: float = 1.0, **options: Any) -> None:
+def save_at(runtime: Runtime, path: Path, version: float = 1.0, **options: Any) -> None:
     state = state_of(runtime.rank, runtime.world_size, version)
     save(path, state, runtime=runtime, strategy="test", kinds=KINDS, **{"scattered": True, **options})
 
@@ -103,6 +109,13 @@ def one_place(tmp_path: Path) -> Paths:
     return lambda rank: tmp_path / "host0" / "run.ckpt"
 
 
+@pytest.fixture
+def places(tmp_path: Path) -> list[Path]:
+    """The folders of two hosts after a save of four ranks."""
+    assert scatter(per_host(tmp_path)) == [None] * 4
+    return [per_host(tmp_path)(0), per_host(tmp_path)(2)]
+
+
 @pytest.mark.parametrize("where", [per_rank, per_host, in_one_parent])
 def test_each_rank_writes_where_it_stands_and_gather_joins(tmp_path: Path, where: Callable[[Path], Paths]) -> None:
     paths = where(tmp_path)
@@ -138,10 +151,9 @@ def test_each_rank_writes_where_it_stands_and_gather_joins(tmp_path: Path, where
     assert not list(tmp_path.rglob("*replaced"))
 
 
-def test_gathered_equals_a_plain_save_bit_for_bit(tmp_path: Path) -> None:
-    scatter(per_host(tmp_path))
+def test_gathered_equals_a_plain_save_bit_for_bit(places: list[Path], tmp_path: Path) -> None:
     scatter(lambda rank: tmp_path / "plain.ckpt", scattered=False)
-    gather([tmp_path / "host0" / "run.ckpt", tmp_path / "host1" / "run.ckpt"], tmp_path / "whole.ckpt", copy=True)
+    gather(places, tmp_path / "whole.ckpt", copy=True)
     ours, plain = read_manifest(tmp_path / "whole.ckpt"), read_manifest(tmp_path / "plain.ckpt")
 
     def sums(manifest: Any) -> dict[str, Any]:
@@ -173,20 +185,12 @@ def test_folders_that_are_uploaded_into_one_are_whole_by_themselves(tmp_path: Pa
     gather(merged, tmp_path / "again.ckpt")
     check(tmp_path / "again.ckpt")
     assert not any(name.startswith("parts/") for name in files_in(tmp_path / "again.ckpt"))
-    save_at(ThreadRuntime(0, 1, *_alone()), merged, 7.0, scattered=False)
+    save_at(ProcessGroupRuntime(), merged, 7.0, scattered=False)
     assert files_in(merged) == {"manifest.json", *read_manifest(merged).files}
 
 
-def _alone() -> Any:
-    import threading
-
-    return threading.Barrier(1), [None]
-
-
-def test_a_place_alone_is_never_loaded_and_says_what_is_missing(tmp_path: Path) -> None:
-    paths = per_host(tmp_path)
-    scatter(paths)
-    first, second = paths(0), paths(2)
+def test_a_place_alone_is_never_loaded_and_says_what_is_missing(places: list[Path], tmp_path: Path) -> None:
+    first, second = places
     with pytest.raises(CheckpointFormatError) as caught:
         load(first)
     told = str(caught.value)
@@ -209,7 +213,7 @@ def test_a_place_alone_is_never_loaded_and_says_what_is_missing(tmp_path: Path) 
     with pytest.raises(CheckpointFormatError, match="there is no folder"):
         load([first, tmp_path / "nothing"])
     assert not (tmp_path / "out.ckpt").exists()
-    found = {one.path: one for place in (first, second) for one in find_checkpoints(place.parent)}
+    found = {one.path: one for place in places for one in find_checkpoints(place.parent)}
     assert {one.state for one in found.values()} == {"scattered"}
     assert "rank 2-3 on" in found[str(first)].told
     assert "what rank 2-3 wrote" in found[str(second)].told
@@ -232,33 +236,28 @@ def test_parts_of_two_saves_are_never_joined(tmp_path: Path) -> None:
     check([places["b"](0), places["b"](2)], version=2.0)
 
 
-def test_duplicates_are_named_and_a_spoiled_one_is_passed_over(tmp_path: Path) -> None:
-    paths = per_host(tmp_path)
-    scatter(paths)
-    shutil.copytree(paths(2), tmp_path / "copy.ckpt")
-    places = [paths(0), paths(2), tmp_path / "copy.ckpt"]
-    (victim,) = (paths(2) / "model").glob("*rank-00003*")
+def test_duplicates_are_named_and_a_spoiled_one_is_passed_over(places: list[Path], tmp_path: Path) -> None:
+    second, copy = places[1], shutil.copytree(places[1], tmp_path / "copy.ckpt")
+    (victim,) = (second / "model").glob("*rank-00003*")
     data = bytearray(victim.read_bytes())
     data[-1] ^= 1
     victim.chmod(0o600)
     victim.write_bytes(data)
-    done = gather(places, tmp_path / "out.ckpt")
+    done = gather([*places, copy], tmp_path / "out.ckpt")
     check(tmp_path / "out.ckpt")
     assert list(done.spoiled) == [str(victim)]
     assert "has the checksum" in done.spoiled[str(victim)]
-    assert set(done.duplicates) == {name for name in files_in(paths(2)) if not name.startswith("parts/")}
-    assert done.duplicates[str(victim.relative_to(paths(2)))] == [str(paths(2)), str(tmp_path / "copy.ckpt")]
+    assert set(done.duplicates) == {name for name in files_in(second) if not name.startswith("parts/")}
+    assert done.duplicates[str(victim.relative_to(second))] == [str(second), str(copy)]
     with pytest.raises(CheckpointFormatError, match="is damaged"):
-        gather(places[:2], tmp_path / "second.ckpt")
+        gather(places, tmp_path / "second.ckpt")
     assert not (tmp_path / "second.ckpt").exists()
     assert not list(tmp_path.glob(".*"))
 
 
-def test_gather_refuses_what_it_would_spoil(tmp_path: Path) -> None:
-    paths = per_host(tmp_path)
-    scatter(paths)
-    places, out = [paths(0), paths(2)], tmp_path / "out.ckpt"
-    for inside in (paths(0), paths(2), paths(2) / "deeper"):
+def test_gather_refuses_what_it_would_spoil(places: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "out.ckpt"
+    for inside in (*places, places[1] / "deeper"):
         with pytest.raises(CheckpointExistsError, match="choose"):
             gather(places, inside, overwrite=True)
     gather(places, out)
@@ -266,7 +265,7 @@ def test_gather_refuses_what_it_would_spoil(tmp_path: Path) -> None:
         gather(places, out)
     with pytest.raises(CheckpointExistsError, match="files of the same save"):
         gather(places, out, overwrite=True)
-    scatter(paths, version=2.0)
+    scatter(per_host(tmp_path), version=2.0)
     gather(places, out, overwrite=True)
     check(out, version=2.0)
     assert files_in(out) == {"manifest.json", *read_manifest(out).files}
@@ -279,7 +278,7 @@ def test_gather_refuses_what_it_would_spoil(tmp_path: Path) -> None:
 def test_a_plain_checkpoint_in_the_way_of_a_part_goes_only_at_the_end(tmp_path: Path) -> None:
     paths = per_host(tmp_path)
     for place in (paths(0), paths(2)):
-        save_at(ThreadRuntime(0, 1, *_alone()), place, 5.0, scattered=False)
+        save_at(ProcessGroupRuntime(), place, 5.0, scattered=False)
     scatter(paths, version=2.0)
     assert not is_checkpoint(paths(2))
     check([paths(0), paths(2)], version=2.0)
@@ -348,16 +347,14 @@ def test_in_the_background_and_in_turn(tmp_path: Path) -> None:
     paths = per_host(tmp_path)
 
     def work(runtime: ThreadRuntime) -> None:
-        other = OtherHostsRuntime.__new__(OtherHostsRuntime)
-        other.__dict__.update(runtime.__dict__)
-        saves = AsyncSaves(other)
+        saves = AsyncSaves(runtime)
         for version in (1.0, 2.0):
             state = state_of(runtime.rank, runtime.world_size, version)
             saves.save(paths(runtime.rank), state, strategy="test", kinds=KINDS, scattered=True)
             state["model"]["scale"].zero_()
         saves.close()
 
-    assert on_threads(4, work) == [None] * 4
+    assert on_threads(4, work, OtherHostsRuntime) == [None] * 4
     check([paths(0), paths(2)], version=2.0)
     assert scatter(paths, version=3.0, one_after_another=True) == [None] * 4
     check([paths(0), paths(2)], version=3.0)
@@ -373,8 +370,6 @@ def test_every_rank_may_remove_what_it_sees(tmp_path: Path) -> None:
 
 
 def test_in_object_stores(tmp_path: Path) -> None:
-    import uuid
-
     base = f"memory://{uuid.uuid4().hex}"
     paths: Any = lambda rank: f"{base}/host{rank // 2}/run.ckpt"  # noqa: E731
     for version in (1.0, 2.0):
@@ -389,8 +384,6 @@ def test_in_object_stores(tmp_path: Path) -> None:
     mixed: Any = lambda rank: paths(0) if rank < 2 else tmp_path / "mixed.ckpt"  # noqa: E731
     assert scatter(mixed, version=3.0) == [None] * 4
     check([paths(0), tmp_path / "mixed.ckpt"], version=3.0)
-    import fsspec
-
     names = [name.rpartition("host0/run.ckpt/")[2] for name in fsspec.filesystem("memory").find(f"{base}/host0")]
     assert not [name for name in names if name.startswith(".")]
     assert all(map(is_ours, names))
@@ -416,10 +409,6 @@ RECORD = {
     ],
 )  # fmt: skip
 def test_hostile_records_are_refused(change: dict[str, Any]) -> None:
-    import json
-
-    from fsdp_core.checkpoint.format.manifest import content_checksum
-
     content = {**RECORD, **change}
     signed = content if "checksum" in change else {**content, "checksum": content_checksum(content)}
     with pytest.raises(ValueError, match=r".+"):
@@ -427,52 +416,39 @@ def test_hostile_records_are_refused(change: dict[str, Any]) -> None:
     assert PartRecord.from_json(json.dumps({**RECORD, "checksum": content_checksum(RECORD)})).rank == 1
 
 
-@pytest.mark.parametrize("places", [[{"host": "a", "path": "/x", "ranks": [[0, 1, 10**15]]}], [{"host": "a"}], {}, [[]],
-                                    [{"host": "a", "path": "/x", "ranks": [[0, 0, 10**15]]}],
+@pytest.mark.parametrize("hostile", [[{"host": "a", "path": "/x", "ranks": [[0, 1, 10**15]]}], [{"host": "a"}], {},
+                                    [[]], [{"host": "a", "path": "/x", "ranks": [[0, 0, 10**15]]}],
                                     [{"host": "a", "path": "/x", "ranks": [[0, 1]]}],
                                     [{"host": "a", "path": "/x" * 4096, "ranks": [[0, 1, 1]]}],
                                     [{"host": "a", "path": "/x", "ranks": []}]])  # fmt: skip
-def test_hostile_places_are_refused(tmp_path: Path, places: Any) -> None:
-    import json
-
-    from fsdp_core.checkpoint.format.manifest import content_checksum
-
-    scatter(per_host(tmp_path))
-    path = tmp_path / "host0" / "run.ckpt" / "manifest.json"
+def test_hostile_places_are_refused(places: list[Path], hostile: Any) -> None:
+    path = places[0] / "manifest.json"
     content = json.loads(path.read_text())
     del content["checksum"]
-    content["places"] = places
+    content["places"] = hostile
     path.write_text(json.dumps({**content, "checksum": content_checksum(content)}))
     with pytest.raises(CheckpointFormatError):
         read_manifest(path.parent)
 
 
-def test_links_that_lead_out_of_a_place_are_not_followed(tmp_path: Path) -> None:
-    paths = per_host(tmp_path)
-    scatter(paths)
-    (victim,) = (paths(2) / "model").glob("*rank-00003*")
+def test_links_that_lead_out_of_a_place_are_not_followed(places: list[Path], tmp_path: Path) -> None:
+    (victim,) = (places[1] / "model").glob("*rank-00003*")
     secret = tmp_path / "secret"
     shutil.move(victim, secret)
     victim.symlink_to(secret)
     for reader in (load, verify, lambda given: gather(given, tmp_path / "out.ckpt")):
         with pytest.raises(CheckpointFormatError, match="outside of the checkpoint"):
-            reader([paths(0), paths(2)])
-    for record in (paths(2) / "parts").iterdir():
+            reader(places)
+    for record in (places[1] / "parts").iterdir():
         record.unlink()
         record.symlink_to("/dev/zero")
     with pytest.raises(CheckpointFormatError, match="it holds what rank 2-3 wrote"):
-        load(paths(2))
+        load(places[1])
     assert not (tmp_path / "out.ckpt").exists()
 
 
-def test_the_command_joins_verifies_and_describes(tmp_path: Path) -> None:
-    import json
-
-    from cli_checkpoints import run
-
-    paths = per_host(tmp_path)
-    scatter(paths)
-    first, second, out = paths(0), paths(2), tmp_path / "out.ckpt"
+def test_the_command_joins_verifies_and_describes(places: list[Path], tmp_path: Path) -> None:
+    (first, second), out = places, tmp_path / "out.ckpt"
     told = run("verify", first, status=1).output
     assert "of 10 files, 4 are missing" in told
     assert "rank 2-3 on" in told
@@ -483,8 +459,8 @@ def test_the_command_joins_verifies_and_describes(tmp_path: Path) -> None:
     assert "together are whole" in run("verify", second, first).output
     assert "it holds what rank 2-3 wrote" in run("verify", second, status=1).output
     assert f"rank 2-3 on {writers.new_writer('0' * 12).host}, to {second}" in run("inspect", first).output
-    places = json.loads(run("inspect", first, "--json").stdout)["places"]
-    assert [(one["ranks"], one["path"]) for one in places] == [("0-1", str(first)), ("2-3", str(second))]
+    found = json.loads(run("inspect", first, "--json").stdout)["places"]
+    assert [(one["ranks"], one["path"]) for one in found] == [("0-1", str(first)), ("2-3", str(second))]
     assert "rank 2-3 on" in run("gather", first, out, status=1).output
     assert "Usage" in run("gather", out, status=2).output
     assert run("gather", second, first, first, out).output.startswith("Gathered 10 files")

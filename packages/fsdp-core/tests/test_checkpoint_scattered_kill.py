@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
 import kill_scattered
-
-if TYPE_CHECKING:
-    from conftest import Site
+from conftest import Site
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork and no SIGKILL"),

@@ -99,50 +99,25 @@ EXISTS = "already exists, and overwrite=False: save to another path or pass over
 FOREIGN = r"is a folder with something else in it \({}\), which a save does not replace: save to another path, or move"
 
 
-@pytest.mark.parametrize(
-    ("make", "name", "overwrite", "kind", "message"),
-    [
-        (a_checkpoint, "c", False, CheckpointExistsError, EXISTS),
-        (a_foreign_folder, "c", False, CheckpointExistsError, EXISTS),
-        (a_file, "c", False, CheckpointExistsError, EXISTS),
-        (a_link, "c", False, CheckpointExistsError, EXISTS),
-        (a_dangling_link, "c", False, CheckpointExistsError, EXISTS),
-        (a_foreign_folder, "c", True, CheckpointExistsError, FOREIGN.format("model.bin")),
-        (a_foreign_manifest, "c", True, CheckpointExistsError, FOREIGN.format("manifest.json")),
-        (a_section_that_is_a_file, "c", True, CheckpointExistsError, FOREIGN.format("model")),
-        (
-            a_parent_that_is_a_file,
-            "p/c",
-            True,
-            CheckpointError,
-            "p/c failed: .*A file exists where a folder must be: move",
-        ),
-        (nothing, "x" * 300, True, CheckpointError, "too long.*: use a shorter one"),
-    ],
-    ids=[
-        "checkpoint",
-        "folder",
-        "file",
-        "link",
-        "dangling_link",  # overwrite=False
-        "foreign_folder",
-        "foreign_manifest",
-        "foreign_section",
-        "parent_is_a_file",
-        "long_name",
-    ],
-)
+#: By case: what makes the target, its name, whether it may be overwritten, and the error.
+REFUSED: dict[str, tuple[Callable[[Path], None], str, bool, type[CheckpointError], str]] = {
+    **{
+        make.__name__: (make, "c", False, CheckpointExistsError, EXISTS)
+        for make in (a_checkpoint, a_foreign_folder, a_file, a_link, a_dangling_link)
+    },
+    "a_foreign_folder_to_overwrite": (a_foreign_folder, "c", True, CheckpointExistsError, FOREIGN.format("model.bin")),
+    "a_foreign_manifest": (a_foreign_manifest, "c", True, CheckpointExistsError, FOREIGN.format("manifest.json")),
+    "a_section_that_is_a_file": (a_section_that_is_a_file, "c", True, CheckpointExistsError, FOREIGN.format("model")),
+    "a_parent_that_is_a_file": (a_parent_that_is_a_file, "p/c", True, CheckpointError,
+                                "p/c failed: .*A file exists where a folder must be: move"),
+    "a_long_name": (nothing, "x" * 300, True, CheckpointError, "too long.*: use a shorter one"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_target_that_is_refused_stays_as_it_is(
-    pool: RankPool,
-    tmp_path: Path,
-    make: Callable[[Path], None],
-    name: str,
-    overwrite: bool,
-    kind: type[CheckpointError],
-    message: str,
-    ranks: int,
-) -> None:
+def test_a_target_that_is_refused_stays_as_it_is(pool: RankPool, tmp_path: Path, case: str, ranks: int) -> None:
+    make, name, overwrite, kind, message = REFUSED[case]
     make(tmp_path / name)
     before = everything(tmp_path)
     if ranks == 1:
@@ -157,21 +132,6 @@ def test_a_target_that_is_refused_stays_as_it_is(
         with pytest.raises(kind, match=message):
             raise kind(errors[0][1])
     assert everything(tmp_path) == before
-
-
-@pytest.mark.parametrize("make", [a_checkpoint, a_file, a_link, a_dangling_link], ids=lambda make: make.__name__)
-def test_what_may_be_replaced_is(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    make(tmp_path / "c")
-    save_value(tmp_path / "c", 2.0)
-    assert value_of(tmp_path / "c") == 2.0
-    assert not (tmp_path / "c").is_symlink()
-    if make is a_link:  # what it pointed to is another checkpoint
-        assert value_of(tmp_path / "other") == 1.0
-
-
-def test_parents_that_do_not_exist_are_made(tmp_path: Path) -> None:
-    save_value(tmp_path / "a" / "b" / "c", 1.0, overwrite=False)
-    assert value_of(tmp_path / "a" / "b" / "c") == 1.0
 
 
 # --- The disk says no -----------------------------------------------------------------------------------------------
@@ -199,12 +159,6 @@ def fail_to_save(path: Path, overwrite: bool, limited_rank: int | None) -> tuple
     return "saved", ""
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool() as ranks:
-        yield ranks
-
-
 @pytest.mark.parametrize("limited_rank", [0, 1])
 @pytest.mark.parametrize("make", [a_checkpoint, a_file, a_link, nothing], ids=lambda make: make.__name__)
 def test_one_rank_of_two_has_no_room(
@@ -224,17 +178,6 @@ def test_one_rank_of_two_has_no_room(
     assert everything(tmp_path) == before
     assert pool.run(2, fail_to_save, path, True, None, timeout=40) == [("saved", "")] * 2
     assert value_of(path) == 2.0
-
-
-def test_a_process_alone_has_no_room(tmp_path: Path) -> None:
-    path = tmp_path / "c"
-    save_value(path, 1.0)
-    before = everything(tmp_path)
-    told = f"^writing {path} failed: OSError: .*File too large.*allows no larger file: raise the limit, or use another"
-    with limited_files(ROWS * 16), pytest.raises(CheckpointError, match=told):
-        save_value(path, 2.0)
-    assert everything(tmp_path) == before
-    assert value_of(path) == 1.0
 
 
 def as_nobody(work: Callable[..., Any], *args: Any) -> str:

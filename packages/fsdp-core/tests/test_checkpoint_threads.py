@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_ranks import ThreadRuntime, bits, on_threads
+from damaged_folders import save_alone
 from fsdp_core.checkpoint import (
     Chunk,
     ChunkedTensor,
@@ -24,16 +25,14 @@ from fsdp_core.checkpoint import (
     load,
     load_state_dict,
     read_manifest,
-    save,
+    saving,
     verify,
 )
 from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.errors import CheckpointError, CheckpointMismatchError, CheckpointValueError
 from fsdp_core.lightning.checkpoints.full.file import write_full
-from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.state.layout import FlatRange, Part
 
-KINDS = {"model": "model", "optimizer/0": "optimizer"}
 ALIASES = {"model/lm_head.weight": "model/wte.weight"}
 PADDING = 128
 
@@ -119,7 +118,7 @@ def save_shards(path: Path, runtime: ThreadRuntime, cuts: Cuts, scale: float = 1
         "param_groups": [{"lr": 0.1, "params": list(averages)}],
     }
     state = {"model": weights.state(), "optimizer": [optimizer], "step": 5}
-    save(path, state, runtime=runtime, strategy="threads", kinds=KINDS, aliases=ALIASES)
+    save_alone(path, state, runtime=runtime, aliases=ALIASES)
 
 
 def load_shards(path: Path, rank: int, ranks: int, cuts: Cuts) -> None:
@@ -211,7 +210,7 @@ def test_several_parameters_in_one_flat_tensor(tmp_path: Path) -> None:
 
     def save_one(runtime: ThreadRuntime) -> None:
         state = {"model": state_of(held(runtime), runtime.rank)}
-        save(tmp_path / "c", state, runtime=runtime, strategy="threads", kinds={"model": "model"})
+        save_alone(tmp_path / "c", state, runtime=runtime)
 
     def load_one(runtime: ThreadRuntime) -> None:
         flat = torch.zeros_like(held(runtime))
@@ -234,19 +233,20 @@ def test_a_failure_on_one_thread_is_raised_on_all_and_leaves_the_old_one(
     bad %= ranks
     assert on_threads(ranks, lambda runtime: save_shards(path, runtime, padded_cuts)) == [None] * ranks
     before = sorted(path.rglob("*"))
-    writing, commit = Folder.writing, Folder.commit
+    write, commit = saving.write_safetensors, Folder.commit
 
-    def failing_write(folder: Folder, name: str) -> Any:
-        if step == "write" and f"-rank-{bad:05d}" in name:
+    def failing_write(stream: Any, tensors: Any) -> tuple[int, str]:
+        if step == "write" and f"-rank-{bad:05d}" in stream.name:
+            stream.write(b"half of it")
             raise OSError(28, "No space left on device")
-        return writing(folder, name)
+        return write(stream, tensors)
 
     def failing_commit(folder: Folder, *args: Any, **kwargs: Any) -> None:
         if step == "commit":
             raise OSError(5, "Input/output error")
         commit(folder, *args, **kwargs)
 
-    monkeypatch.setattr(Folder, "writing", failing_write)
+    monkeypatch.setattr(saving, "write_safetensors", failing_write)
     monkeypatch.setattr(Folder, "commit", failing_commit)
 
     def work(runtime: ThreadRuntime) -> None:
@@ -256,7 +256,7 @@ def test_a_failure_on_one_thread_is_raised_on_all_and_leaves_the_old_one(
             state["hook"] = print
         if runtime.rank == bad and step == "hole":
             state["model"]["w"] = ChunkedTensor(shape=(ranks * PADDING, 3), dtype=torch.float32, chunks=())
-        save(path, state, runtime=runtime, strategy="threads", kinds={"model": "model"})
+        save_alone(path, state, runtime=runtime)
 
     kind: type[CheckpointError]
     kind, message = {
@@ -280,7 +280,7 @@ def test_a_failure_on_one_thread_is_raised_on_all_and_leaves_the_old_one(
 def test_the_first_failure_leaves_nothing(tmp_path: Path) -> None:
     def work(runtime: ThreadRuntime) -> None:
         state = {"model": {"w": torch.ones(3)}, "bad": print if runtime.rank == 2 else 0}
-        save(tmp_path / "c", state, runtime=runtime, strategy="threads", kinds={"model": "model"})
+        save_alone(tmp_path / "c", state, runtime=runtime)
 
     assert all(isinstance(error, CheckpointValueError) for error in on_threads(3, work))
     assert not is_checkpoint(tmp_path / "c")
@@ -324,7 +324,7 @@ def test_one_controller_that_holds_all_boxes(tmp_path: Path, devices: int) -> No
         "param_groups": [{"lr": 0.1, "params": list(whole)}],
     }
     state = {"model": controlled(whole, devices), "optimizer": [optimizer], "step": 5}
-    save(tmp_path / "c", state, runtime=ProcessGroupRuntime(), strategy="spmd", kinds=KINDS, aliases=ALIASES)
+    save_alone(tmp_path / "c", state, aliases=ALIASES)
     manifest = read_manifest(tmp_path / "c")
     assert manifest.world_size == 1
     assert len(manifest.tensors["model/wte.weight"].chunks) == devices

@@ -36,7 +36,7 @@ from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.cli import checkpoint as command
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.lightning.checkpoints.full.opening import read_whole
-from test_checkpoint_commit import Stop, files_in, interrupt, is_tidy, save_state, value_of
+from test_checkpoint_commit import Stop, files_in, interrupt, is_tidy, save_interrupted, save_state, value_of
 
 TOLD = r"another job has (saved|removed).*\n?.*Give each job paths of its own"
 
@@ -124,6 +124,15 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Turns]:
     return of_seed
 
 
+def check_outcome(path: Any, two: Any, three: Any, seed: int) -> None:
+    """Of two jobs that have saved 2 and 3, one that has reported success stays, and others are told."""
+    failed = {value: error for value, error in ((2.0, two), (3.0, three)) if error is not None}
+    assert value_of(path) in {2.0, 3.0} - set(failed), seed
+    for error in failed.values():
+        with pytest.raises(CheckpointExistsError, match=TOLD):
+            raise error
+
+
 def nothing(path: Path) -> None:
     return
 
@@ -164,11 +173,7 @@ def test_of_two_jobs_one_stays_whole_and_the_other_is_told(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore" if not locks or before is an_interrupted_save else "error")
             two, three = turns(seed).run(partial(save_state, path, 2.0), partial(save_state, path, 3.0))
-        failed = {value: error for value, error in ((2.0, two), (3.0, three)) if error is not None}
-        assert value_of(path) in {2.0, 3.0} - set(failed), seed
-        for error in failed.values():
-            with pytest.raises(CheckpointExistsError, match=TOLD):
-                raise error
+        check_outcome(path, two, three, seed)
         if locks and before is not an_interrupted_save:
             assert is_tidy(path), seed
         assert not list(path.parent.glob(".partial*"))
@@ -184,11 +189,7 @@ def test_in_an_object_store_too(turns: Callable[[int], Turns], before: Callable[
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             two, three = turns(seed).run(partial(save_state, url, 2.0), partial(save_state, url, 3.0))
-        failed = {value for value, error in ((2.0, two), (3.0, three)) if error is not None}
-        assert value_of(url) in {2.0, 3.0} - failed, seed
-        for error in filter(None, (two, three)):
-            with pytest.raises(CheckpointExistsError, match=TOLD):
-                raise error
+        check_outcome(url, two, three, seed)
 
 
 def test_a_save_and_a_removal(tmp_path: Path, turns: Callable[[int], Turns]) -> None:
@@ -278,13 +279,6 @@ def test_ranks_of_two_jobs(tmp_path: Path) -> None:
 # -- what is left of others --------------------------------------------------------------------------------------------
 
 
-def interrupted(path: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        interrupt(patched, os, "fsync", at)
-        with contextlib.suppress(Stop):
-            save_state(path, 5.0)
-
-
 GONE, ELSEWHERE = {"pid": 999_999_999}, {"host": "gpu-07"}
 
 
@@ -294,10 +288,10 @@ def test_half_folders_are_removed_when_their_writer_is_gone(
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(commit, "new_writer", lambda *a: dataclasses.replace(writers.new_writer(*a), **writer))
-        interrupted(tmp_path / "epoch=1.ckpt", 4, patched)
+        save_interrupted(patched, tmp_path / "epoch=1.ckpt", 5.0, "fsync", 4)
         (half,) = tmp_path.iterdir()
         (half / "notes.txt").write_text("mine")
-        interrupted(tmp_path / "epoch=2.ckpt", 4, patched)
+        save_interrupted(patched, tmp_path / "epoch=2.ckpt", 5.0, "fsync", 4)
     assert len(list(tmp_path.iterdir())) == 2
     save_state(tmp_path / "epoch=3.ckpt", 3.0)
     halves = list(tmp_path.glob(".partial*"))
@@ -320,7 +314,7 @@ def test_files_in_a_checkpoint_are_removed_when_their_writer_is_gone(
             patched.setattr(commit.Place, "tidy", lambda *args: None)
             save_state(path, 5.0)
         else:
-            interrupted(path, 6, patched)
+            save_interrupted(patched, path, 5.0, "fsync", 6)
     assert value_of(path) == (5.0 if committed else 1.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

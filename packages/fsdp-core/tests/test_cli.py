@@ -3,12 +3,10 @@ from __future__ import annotations
 import json
 import shutil
 import sysconfig
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from conftest import Site
+from conftest import Site
 
 CPU = 'accelerators=("cpu",)'
 NOTHING_HEAVY = "heavy: []\n"

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import checkpoint_ranks
-from cli_checkpoints import ALIASES, flip, in_pieces, rewrite, run, save_alone, save_trained
+from cli_checkpoints import ALIASES, in_pieces, run, save_trained
 from conftest import Site
+from damaged_folders import flip, rewrite, save_alone
 from fsdp_core.checkpoint import read_manifest
 from fsdp_core.testing.ranks import RankPool
 
@@ -43,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 # -- all commands ------------------------------------------------------------------------------------------------------
 
-COMMANDS: dict[str, Callable[[Path, Path], list[object]]] = {
+COMMANDS: dict[str, Callable[[Path | str, Path], list[object]]] = {
     "inspect": lambda path, out: ["inspect", path],
     "verify": lambda path, out: ["verify", path],
     "diff": lambda path, out: ["diff", path, path],
@@ -68,78 +69,54 @@ def test_the_group_lists_its_commands_without_importing_them(site: Site) -> None
     assert done.stderr == NOTHING_HEAVY
 
 
-def nothing_there(path: Path) -> Path:
-    return path / "nothing"
+def first_file(folder: Path) -> Path:
+    return next((folder / "model").iterdir())
 
 
-def a_file(path: Path) -> Path:
-    (path / "file.ckpt").write_bytes(b"x")
-    return path / "file.ckpt"
+def become(folder: Path, content: bytes | None) -> None:
+    """Let there be a file instead, or a folder of something else."""
+    shutil.rmtree(folder)
+    if content is None:
+        folder.mkdir()
+        (folder / "weights.bin").write_bytes(b"x")
+    else:
+        folder.write_bytes(content)
 
 
-def a_foreign_folder(path: Path) -> Path:
-    (path / "foreign").mkdir()
-    (path / "foreign" / "weights.bin").write_bytes(b"x")
-    return path / "foreign"
-
-
-def an_interrupted_save(path: Path) -> Path:
-    (save_trained(path / "a.ckpt") / "manifest.json").unlink()
-    return path / "a.ckpt"
-
-
-def a_newer_version(path: Path) -> Path:
-    rewrite(save_trained(path / "a.ckpt"), lambda content: content.update(format_version=3))
-    return path / "a.ckpt"
-
-
-def a_changed_manifest(path: Path) -> Path:
-    flip(save_trained(path / "a.ckpt") / "manifest.json", 400)
-    return path / "a.ckpt"
-
-
-def a_hole(path: Path) -> Path:
-    rewrite(save_trained(path / "a.ckpt"), lambda c: c["tensors"]["model/wte.weight"]["chunks"].pop())
-    return path / "a.ckpt"
-
-
-def a_missing_file(path: Path) -> Path:
-    next((save_trained(path / "a.ckpt") / "model").iterdir()).unlink()
-    return path / "a.ckpt"
-
-
-def a_file_cut_short(path: Path) -> Path:
-    file = next((save_trained(path / "a.ckpt") / "model").iterdir())
-    os.truncate(file, file.stat().st_size - 1)
-    return path / "a.ckpt"
-
-
-def an_unknown_scheme(path: Path) -> Path | str:
-    return "nosuchfs://bucket/a.ckpt"
-
-
-BAD_INPUT: list[tuple[Callable[[Path], Any], str]] = [
-    (nothing_there, "the path does not exist. Check the path"),
-    (a_file, "is a file, but a sharded checkpoint is a folder"),
-    (a_foreign_folder, "is not a checkpoint of this format"),
-    (an_interrupted_save, "interrupted before it was committed"),
-    (a_newer_version, "has format version 3, and this fsdp-core reads version 1 to 2: pip install --upgrade fsdp-core"),
-    (a_changed_manifest, "can't read"),
-    (a_hole, "tensor 'model/wte.weight': nothing covers"),
-    (a_missing_file, "-rank-00000.safetensors is missing"),
-    (a_file_cut_short, "-rank-00000.safetensors has "),
-    (an_unknown_scheme, "can't open nosuchfs://bucket/a.ckpt"),
-]
+#: What is done to a good folder, and what is said of it.
+BAD_INPUT: dict[str, tuple[Callable[[Path], object], str]] = {
+    "nothing": (shutil.rmtree, "the path does not exist. Check the path"),
+    "a file": (lambda f: become(f, b"x"), "is a file, but a sharded checkpoint is a folder"),
+    "a foreign folder": (lambda f: become(f, None), "is not a checkpoint of this format"),
+    "an interrupted save": (lambda f: (f / "manifest.json").unlink(), "interrupted before it was committed"),
+    "a newer version": (
+        lambda f: rewrite(f, lambda content: content.update(format_version=3)),
+        "has format version 3, and this fsdp-core reads version 1 to 2: pip install --upgrade fsdp-core",
+    ),
+    "a changed manifest": (lambda f: flip(f / "manifest.json", 400), "can't read"),
+    "a hole": (
+        lambda f: rewrite(f, lambda content: content["tensors"]["model/wte.weight"]["chunks"].pop()),
+        "tensor 'model/wte.weight': nothing covers",
+    ),
+    "a missing file": (lambda f: first_file(f).unlink(), "-rank-00000.safetensors is missing"),
+    "a file cut short": (
+        lambda f: os.truncate(first_file(f), first_file(f).stat().st_size - 1),
+        "-rank-00000.safetensors has ",
+    ),
+}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize(("make", "message"), BAD_INPUT, ids=[make.__name__ for make, _ in BAD_INPUT])
-def test_what_can_not_be_read_is_named(tmp_path: Path, make: Callable[[Path], Any], message: str, command: str) -> None:
-    path = make(tmp_path)
-    if command == "inspect" and make in (a_missing_file, a_file_cut_short):
-        run(*COMMANDS[command](path, tmp_path / "out"))  # what it tells is in the manifest and in the plain data
+@pytest.mark.parametrize("case", [*BAD_INPUT, "an unknown scheme"])
+def test_what_can_not_be_read_is_named(folder: Path, tmp_path: Path, case: str, command: str) -> None:
+    spoil, message = BAD_INPUT.get(case, (lambda f: None, "can't open nosuchfs://bucket/a.ckpt"))
+    spoil(folder)
+    path = folder if case in BAD_INPUT else "nosuchfs://bucket/a.ckpt"
+    arguments = COMMANDS[command](path, tmp_path / "out")
+    if command == "inspect" and case in ("a missing file", "a file cut short"):
+        run(*arguments)  # what it tells is in the manifest and in the plain data
         return
-    result = run(*COMMANDS[command](path, tmp_path / "out"), status=1)
+    result = run(*arguments, status=1)
     assert message in result.stderr
     assert result.stdout == ""
     assert not (tmp_path / "out").exists()
@@ -174,17 +151,6 @@ def test_wrong_usage(arguments: list[str]) -> None:
 
 
 # -- from real ranks ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_real_ranks_saved_is_consolidated(by_ranks: dict[int, Path], tmp_path: Path, ranks: int) -> None:
-    run("consolidate", by_ranks[ranks], tmp_path / "w.safetensors", "--to", "safetensors")
-    found = load_file(tmp_path / "w.safetensors")
-    expected = {name: whole for name, (whole, _) in checkpoint_ranks.whole_tensors().items()}
-    assert set(found) == set(expected)
-    for name, whole in expected.items():
-        assert (found[name].shape, found[name].dtype) == (whole.shape, whole.dtype)
-        assert checkpoint_ranks.bits(found[name]) == checkpoint_ranks.bits(whole), name
 
 
 @pytest.mark.parametrize("files", [1, 2, 4])
@@ -225,7 +191,7 @@ def test_inspect_puts_together_what_is_repeated_and_nothing_else(tmp_path: Path)
     blocks = {f"blocks.{number}.{name}": size for number in range(12) for name, size in mlp.items()}
     odd = {"a.": (1,), "a.b": (1,), "a..b": (1,), ".": (1,), "9" * 5000: (1,), "." * 5000 + "w": (1,)}
     sizes = {**mlp, **blocks, "steps.7": (2,), "steps.8": (2,), "layer7.w": (2,), "layer8.w": (2,), **odd}
-    save_alone(tmp_path / "a", {"model": {name: torch.ones(size) for name, size in sizes.items()}}, {"model": "model"})
+    save_alone(tmp_path / "a", {"model": {name: torch.ones(size) for name, size in sizes.items()}})
     rows = [line.split() for line in run("inspect", tmp_path / "a").stdout.splitlines()]
     shown = {row[0].removeprefix("model/")[:20]: int(row[-1]) if "×" in row else 1 for row in rows if "float32" in row}
     for prefix, times in (("", 1), ("blocks.*.", 12)):
@@ -323,8 +289,8 @@ def test_inspect_shows_several_models_and_what_belongs_to_none(tmp_path: Path) -
 
 def test_a_checkpoint_can_not_write_to_the_terminal(tmp_path: Path) -> None:
     evil = "\x1b[2J\x1b]0;title\x07"
-    save_alone(tmp_path / "a", {"model": {f"w{evil}": torch.ones(2)}, evil: evil}, {"model": "model"})
-    save_alone(tmp_path / "b", {"model": {f"w{evil}": torch.zeros(2)}, evil: evil + "x"}, {"model": "model"})
+    save_alone(tmp_path / "a", {"model": {f"w{evil}": torch.ones(2)}, evil: evil})
+    save_alone(tmp_path / "b", {"model": {f"w{evil}": torch.zeros(2)}, evil: evil + "x"})
     outputs = [
         run("inspect", tmp_path / "a").output,
         run("inspect", tmp_path / "a", "--tensors").output,
@@ -447,7 +413,7 @@ def test_diff_of_names_shapes_dtypes_and_ties(folder: Path, tmp_path: Path) -> N
             "new": torch.ones(1),
         }
     }
-    save_alone(tmp_path / "b", state, {"model": "model"})
+    save_alone(tmp_path / "b", state)
     seen = seen_by_diff(folder, tmp_path / "b")
     assert seen["only_b"] == ["model/new"]
     assert "model/nothing" in seen["only_a"]
@@ -471,7 +437,7 @@ def test_diff_of_names_shapes_dtypes_and_ties(folder: Path, tmp_path: Path) -> N
 def test_which_of_the_tied_names_is_stored_makes_no_difference(tmp_path: Path) -> None:
     weight = torch.ones(2, 2)
     for name, aliases in (("a", {"model/y": "model/x"}), ("b", {"model/x": "model/y"})):
-        save_alone(tmp_path / name, {"model": {"x": weight, "y": weight}}, {"model": "model"}, aliases=aliases)
+        save_alone(tmp_path / name, {"model": {"x": weight, "y": weight}}, aliases=aliases)
     assert seen_by_diff(tmp_path / "a", tmp_path / "b") == {}
 
 
@@ -514,8 +480,8 @@ SPECIAL = torch.tensor([float("nan"), float("inf"), -0.0, 1.0, 2.0])
 def test_tolerances_and_special_values(
     tmp_path: Path, values: torch.Tensor, options: list[object], differing: int | None, max_abs: Any
 ) -> None:
-    save_alone(tmp_path / "a", {"model": {"w": SPECIAL}}, {"model": "model"})
-    save_alone(tmp_path / "b", {"model": {"w": values}}, {"model": "model"})
+    save_alone(tmp_path / "a", {"model": {"w": SPECIAL}})
+    save_alone(tmp_path / "b", {"model": {"w": values}})
     seen = seen_by_diff(tmp_path / "a", tmp_path / "b", *options)
     if differing is None:
         assert seen == {}
@@ -532,8 +498,8 @@ def test_tolerances_and_special_values(
 )
 def test_every_dtype_is_compared(tmp_path: Path, dtype: torch.dtype) -> None:
     a, b = torch.ones(5).to(dtype), torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0]).to(dtype)
-    save_alone(tmp_path / "a", {"model": {"w": a, "same": a}}, {"model": "model"})
-    save_alone(tmp_path / "b", {"model": {"w": b, "same": a}}, {"model": "model"})
+    save_alone(tmp_path / "a", {"model": {"w": a, "same": a}})
+    save_alone(tmp_path / "b", {"model": {"w": b, "same": a}})
     seen = seen_by_diff(tmp_path / "a", tmp_path / "b")
     assert list(seen["tensors"]) == ["model/w"]
     assert (seen["tensors"]["model/w"]["differing"], seen["tensors"]["model/w"]["first"]) == (2, [2])
@@ -542,7 +508,7 @@ def test_every_dtype_is_compared(tmp_path: Path, dtype: torch.dtype) -> None:
 
 def test_large_integers_are_compared_exactly(tmp_path: Path) -> None:
     for name, value in (("a", 2**60), ("b", 2**60 + 1)):
-        save_alone(tmp_path / name, {"model": {"w": torch.tensor([value])}}, {"model": "model"})
+        save_alone(tmp_path / name, {"model": {"w": torch.tensor([value])}})
     assert seen_by_diff(tmp_path / "a", tmp_path / "b")["tensors"]["model/w"]["differing"] == 1
 
 
@@ -551,8 +517,8 @@ def test_diff_goes_on_over_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     a = torch.arange(600.0).reshape(10, 6, 10)
     b = a.clone()
     b[4, 3, 2] = b[9, 5, 9] = -1.0
-    save_alone(tmp_path / "a", {"model": {"w": in_pieces(a, 1, 2, 5)}, "small": a}, {"model": "model"})
-    save_alone(tmp_path / "b", {"model": {"w": in_pieces(b, 2, 3)}, "small": b}, {"model": "model"})
+    save_alone(tmp_path / "a", {"model": {"w": in_pieces(a, 1, 2, 5)}, "small": a})
+    save_alone(tmp_path / "b", {"model": {"w": in_pieces(b, 2, 3)}, "small": b})
     tensors = seen_by_diff(tmp_path / "a", tmp_path / "b")["tensors"]
     for name in ("model/w", "small"):
         assert (tensors[name]["differing"], tensors[name]["first"], tensors[name]["max_abs"]) == (2, [4, 3, 2], 600.0)
@@ -561,7 +527,7 @@ def test_diff_goes_on_over_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_more_than_twenty_differences_are_counted(tmp_path: Path) -> None:
     for name, value in (("a", 0.0), ("b", 1.0)):
         state = {"model": {f"w{number}": torch.full((1,), value) for number in range(25)}}
-        save_alone(tmp_path / name, state, {"model": "model"})
+        save_alone(tmp_path / name, state)
     shown = run("diff", tmp_path / "a", tmp_path / "b", status=1).stdout
     assert "Tensors that differ (25)" in shown
     assert "… and 5 more (--json has all)" in shown

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -14,19 +13,18 @@ import fsspec
 import pytest
 import torch
 
-from cli_checkpoints import run, save_alone, save_trained
+from cli_checkpoints import run, save_trained
 from conftest import Site
+from damaged_folders import save_alone
 from fsdp_core.checkpoint.storage import commit, writers
-from test_checkpoint_commit import Stop, interrupt, save_state
+from test_checkpoint_commit import save_interrupted, save_state
 
 
 def interrupted(path: Path, monkeypatch: pytest.MonkeyPatch, **writer: Any) -> None:
     """Let a save end before it is committed, of this process or of another one."""
     with monkeypatch.context() as patched:
         patched.setattr(commit, "new_writer", lambda *a: dataclasses.replace(writers.new_writer(*a), **writer))
-        interrupt(patched, os, "fsync", 5)
-        with contextlib.suppress(Stop):
-            save_state(path, 5.0)
+        save_interrupted(patched, path, 5.0, "fsync", 5)
 
 
 def listed(path: Path | str) -> dict[str, dict[str, Any]]:
@@ -36,7 +34,7 @@ def listed(path: Path | str) -> dict[str, dict[str, Any]]:
 
 def test_whole_damaged_and_unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"model": {"w": torch.ones(3)}, "trainer": {"global_step": 2}}
-    save_alone(tmp_path / "a.ckpt", state, {"model": "model"})
+    save_alone(tmp_path / "a.ckpt", state)
     shutil.copytree(tmp_path / "a.ckpt", tmp_path / "b.ckpt")
     next((tmp_path / "b.ckpt" / "model").iterdir()).unlink()
     shutil.copytree(tmp_path / "a.ckpt", tmp_path / "d.ckpt")
@@ -87,7 +85,7 @@ def test_whole_damaged_and_unfinished(tmp_path: Path, monkeypatch: pytest.Monkey
     ids=str,
 )
 def test_the_step_that_is_shown(tmp_path: Path, saved: dict[str, Any], step: int | None) -> None:
-    save_alone(tmp_path / "a.ckpt", {"model": {"w": torch.ones(3)}, **saved}, {"model": "model"})
+    save_alone(tmp_path / "a.ckpt", {"model": {"w": torch.ones(3)}, **saved})
     assert listed(tmp_path)["a.ckpt"]["step"] == step
 
 

@@ -14,9 +14,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from cli_checkpoints import in_pieces, run, save_alone
+from cli_checkpoints import in_pieces, run
+from damaged_folders import save_alone
 from fsdp_core.checkpoint import load_state_dict
 from fsdp_core.state import fqn
+from nests import assert_same
+from quiet_trainer import quiet_trainer
 
 # -- Lightning ---------------------------------------------------------------------------------------------------------
 
@@ -43,15 +46,8 @@ class Model(lightning.LightningModule):
 
 
 def trainer(folder: Path, epochs: int) -> lightning.Trainer:
-    return lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=epochs,
-        logger=False,
-        callbacks=[ModelCheckpoint(folder, save_last=False, every_n_epochs=100)],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    callbacks = [ModelCheckpoint(folder, save_last=False, every_n_epochs=100)]
+    return quiet_trainer(max_epochs=epochs, callbacks=callbacks)
 
 
 def data() -> DataLoader[Any]:
@@ -93,23 +89,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     saved_as_a_folder(path / "plain.ckpt", path / "folder.ckpt")
     run("consolidate", path / "folder.ckpt", path / "ours.ckpt", "--to", "lightning")
     return path / "plain.ckpt", path / "ours.ckpt"
-
-
-def assert_same(a: Any, b: Any, where: str = "") -> None:
-    assert type(a) is type(b), where
-    if isinstance(a, Tensor):
-        assert a.dtype == b.dtype, where
-        assert a.equal(b), where
-    elif isinstance(a, dict):
-        assert set(a) == set(b), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}/{key}")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), where
-        for index, pair in enumerate(zip(a, b, strict=True)):
-            assert_same(*pair, f"{where}/{index}")
-    else:
-        assert a == b, where
 
 
 def test_the_file_is_that_of_a_plain_trainer(files: tuple[Path, Path]) -> None:
@@ -183,7 +162,7 @@ def test_from_pretrained_gives_the_same_logits(
     }
     aliases = {f"model/model.{alias}": f"model/model.{key}" for alias, key in fqn.aliases(model).items()}
     assert bool(aliases) == tied
-    save_alone(tmp_path / "a", {"model": weights | {"loss.weight": torch.ones(3)}}, {"model": "model"}, aliases=aliases)
+    save_alone(tmp_path / "a", {"model": weights | {"loss.weight": torch.ones(3)}}, aliases=aliases)
     model.config.save_pretrained(tmp_path)
     run(
         "consolidate", tmp_path / "a", tmp_path / "hf", "--to", "huggingface", "--strip-prefix", "model.",
@@ -216,7 +195,7 @@ def test_from_pretrained_reads_what_was_converted(transformers: Any, tmp_path: P
 
 def test_the_tied_name_can_be_written_too(transformers: Any, tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_config(config_of(transformers, "gpt2", True))
-    save_alone(tmp_path / "a", {"model": model.state_dict()}, {"model": "model"},
+    save_alone(tmp_path / "a", {"model": model.state_dict()},
                aliases={"model/lm_head.weight": "model/transformer.wte.weight"})  # fmt: skip
     untied = config_of(transformers, "gpt2", False)
     untied.save_pretrained(tmp_path)

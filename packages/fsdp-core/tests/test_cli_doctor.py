@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-if TYPE_CHECKING:
-    from conftest import Site
+from conftest import Site
 
 CPU = 'accelerators=("cpu",), summary="s"'
 MAIN = "from fsdp_core.cli import main; main()"

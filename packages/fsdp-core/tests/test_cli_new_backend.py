@@ -10,16 +10,14 @@ import shutil
 import sys
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 import pytest
 from packaging.requirements import Requirement
 
+from conftest import Site
 from fsdp_core.plugins.lightning_names import LIGHTNINGS_OWN
 from fsdp_core.sharding import backend, sharded
-
-if TYPE_CHECKING:
-    from conftest import Site
 
 PAGE = Path(__file__).parents[3] / "docs/writing-a-backend.md"
 

@@ -6,18 +6,16 @@ import json
 import sys
 from collections.abc import Iterator
 from textwrap import dedent
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import Any, ClassVar, get_args
 
 import pytest
 
+from conftest import Site
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.testing.suite import PresetSuite, StrategySuite
 from fsdp_core.testing.suite.base_class import Clauses
 from fsdp_core.testing.suite.interface.capabilities import ASKED
 from fsdp_core.testing.suite.interface.contract import misfits
-
-if TYPE_CHECKING:
-    from conftest import Site
 
 TINY = 'name="tiny", summary="s", trainer="tiny:T", accelerators=("cpu",), capabilities=("clip_by_norm",)'
 SUITE = """
@@ -114,8 +112,9 @@ class Suite(Clauses):
     def helped(self) -> None: ...
 
 
-def test_a_suites_settings_may_be_set() -> None:
-    mine = type("TestMine", (Suite,), {"strategy": "mine", "limit": 2})
+def test_settings_and_further_tests_are_a_packages_own() -> None:
+    mine = type("TestMine", (Suite,), {"strategy": "mine", "limit": 2, "test_more": lambda self: None})
+    assert mine.clauses() == ["test_it"]  # type: ignore[attr-defined]
     assert mine.changed() == []  # type: ignore[attr-defined]
     mine.test_it = lambda self: None  # type: ignore[attr-defined]
     assert mine.changed() == ["Suite.test_it"]  # type: ignore[attr-defined]
@@ -143,11 +142,6 @@ def test_clauses_and_what_they_call_cannot_be_overridden(added: dict[str, Any]) 
 def test_two_suites_cannot_have_a_clause_of_one_name() -> None:
     with pytest.raises(TypeError, match=r"Suite\.test_it would hide the suite's own, in OtherSuite"):
         type("TestBoth", (Suite, OtherSuite), {"strategy": "mine"})
-
-
-def test_settings_and_further_tests_are_a_packages_own() -> None:
-    made = type("TestMine", (Suite,), {"strategy": "mine", "limit": 2, "test_more": lambda self: None})
-    assert made.clauses() == ["test_it"]  # type: ignore[attr-defined]
 
 
 def test_what_runs_and_what_the_report_says_of_it(tiny: Site) -> None:

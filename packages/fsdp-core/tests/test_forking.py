@@ -9,17 +9,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
+from conftest import Site
 from fsdp_core.testing import RankError, RankPool
 from fsdp_core.testing.forking import StartMethod, end_process, start_process, start_script
 from fsdp_core.testing.one_process import Answer, OneProcessRanks, answered
 from fsdp_core.testing.ranks import RankKind
-
-if TYPE_CHECKING:
-    from conftest import Site
 
 FORKS = sys.platform == "linux"
 METHODS: list[StartMethod] = ["forkserver", "spawn"]
@@ -337,6 +335,15 @@ def test_ranks_end_with_a_process_that_is_killed_amid_a_call(
         wait_until_ended(pid)
 
 
+def run_script(script: Path, *words: str, **options: Any) -> tuple[int | None, list[str]]:
+    """How a script has ended, and the lines that it has written."""
+    output = script.parent / "output.txt"
+    options = {"folder": script.parent, "environment": dict(os.environ), **options}
+    process = start_script(script, *words, output=output, **options)
+    process.join(timeout=60)
+    return process.exitcode, output.read_text().splitlines()
+
+
 SCRIPT = """
 import os, sys
 import beside
@@ -353,13 +360,9 @@ def test_a_script_runs_as_by_itself(tmp_path: Path, how: str, status: int) -> No
     (tmp_path / "beside.py").write_text("HERE = 'beside it'\n")
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "folder").mkdir()
-    output = tmp_path / "output.txt"
-    process = start_script(
-        tmp_path / "script.py", how, "2", folder=tmp_path / "folder", output=output, environment={"TOLD": "1"}
-    )
-    process.join(timeout=60)
-    assert process.exitcode == status
-    first, *rest = output.read_text().splitlines()
+    options: dict[str, Any] = {"folder": tmp_path / "folder", "environment": {"TOLD": "1"}}
+    exit_status, (first, *rest) = run_script(tmp_path / "script.py", how, "2", **options)
+    assert exit_status == status
     assert first == f"__main__ ['{how}', '2'] {tmp_path / 'folder'} 1 False beside it"
     assert "to stderr" in rest
     assert ("ValueError: of the script" in rest) == (how == "raises")
@@ -385,11 +388,10 @@ sys.exit(3 + int(os.environ["RANK"]))
 def test_a_scripts_ranks_are_forked_and_begin_where_it_starts_them(tmp_path: Path) -> None:
     """As many as are asked for; a further one is started by the interpreter."""
     (tmp_path / "script.py").write_text(RANKS)
-    output, environment = tmp_path / "output.txt", {**os.environ, "RANK": "0", "GONE": "soon"}
-    process = start_script(tmp_path / "script.py", folder=tmp_path, output=output, environment=environment, ranks=3)
-    process.join(timeout=60)
-    assert process.exitcode == 3, output.read_text()
-    assert sorted(output.read_text().splitlines()) == [
+    environment = {**os.environ, "RANK": "0", "GONE": "soon"}
+    status, lines = run_script(tmp_path / "script.py", environment=environment, ranks=3)
+    assert status == 3, lines
+    assert sorted(lines) == [
         f"0 True [] {tmp_path} __main__ True",
         f"1 True ['as 1'] {tmp_path} __main__ False",
         "2 True ['as 2'] / __main__ False",
@@ -420,13 +422,8 @@ os.kill(os.getpid(), 9)
 @pytest.mark.skipif(not FORKS, reason="reads /proc")
 def test_a_scripts_rank_can_be_ended_and_one_that_never_begins_ends_with_it(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(WAITING)
-    output = tmp_path / "output.txt"
-    process = start_script(
-        tmp_path / "script.py", folder=tmp_path, output=output, environment=dict(os.environ), ranks=3
-    )
-    process.join(timeout=60)
-    first, second = output.read_text().splitlines()
-    assert process.exitcode == -9
+    status, (first, second) = run_script(tmp_path / "script.py", ranks=3)
+    assert status == -9
     assert first == "ended with -9 -9 -9"
     wait_until_ended(int(second.removeprefix("never started: ")))
 
@@ -467,12 +464,7 @@ def test_the_ranks_of_a_launchers_agent_are_forked_too(tmp_path: Path) -> None:
     (tmp_path / "elsewhere/beside.py").write_text("HERE = 'beside it'\n")
     (tmp_path / "elsewhere/worker.py").write_text(WORKER)
     (tmp_path / "agent.py").write_text(AGENT)
-    output, environment = tmp_path / "output.txt", dict(os.environ)
-    process = start_script(
-        tmp_path / "agent.py", folder=tmp_path, output=output, environment=environment, ranks=2, prelude=prelude
-    )
-    process.join(timeout=60)
-    assert output.read_text().splitlines() == [
+    assert run_script(tmp_path / "agent.py", ranks=2, prelude=prelude)[1] == [
         "waits",
         "beside it ['1'] True True",
         "ended with 4 after a prelude",

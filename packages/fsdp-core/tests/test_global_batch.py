@@ -16,13 +16,7 @@ from fsdp_core.errors import ShardingError
 from fsdp_core.lightning import GlobalBatch, micro_batches
 from fsdp_core.lightning.checkpoints.attempts import newest
 from fsdp_core.runtime import ProcessGroupRuntime
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+from quiet_trainer import quiet_trainer
 
 
 @pytest.mark.parametrize(
@@ -66,13 +60,13 @@ class Manual(BoringModel):
     ],
 )
 def test_what_it_does_not_fit(tmp_path: Path, callbacks: Any, given: Any, module: Any, told: str) -> None:
-    trainer = pl.Trainer(**QUIET, **given, callbacks=callbacks, default_root_dir=tmp_path, max_steps=1)
+    trainer = quiet_trainer(**given, callbacks=callbacks, default_root_dir=tmp_path, max_steps=1)
     with pytest.raises(ShardingError, match=told):
         trainer.fit(module())
 
 
 def test_it_accumulates_under_any_strategy(tmp_path: Path) -> None:
-    trainer = pl.Trainer(**QUIET, callbacks=[GlobalBatch(4, per_rank=1)], default_root_dir=tmp_path, max_steps=2)
+    trainer = quiet_trainer(callbacks=[GlobalBatch(4, per_rank=1)], default_root_dir=tmp_path, max_steps=2)
     trainer.fit(BoringModel())
     assert (trainer.accumulate_grad_batches, trainer.global_step) == (4, 2)
     assert trainer.fit_loop.epoch_loop.batch_progress.total.completed == 8
@@ -100,7 +94,7 @@ def test_the_newest_follows_from_what_led_to_it_and_not_from_a_clock(tmp_path: P
 def test_last_is_the_newest_wherever_it_was_saved(tmp_path: Path) -> None:
     last = saved(tmp_path / "often/last.ckpt", ["1"], 8, seconds=900)
     callbacks = [ModelCheckpoint(tmp_path / "often"), OnExceptionCheckpoint(tmp_path / "exception")]
-    trainer = pl.Trainer(**QUIET, callbacks=callbacks, default_root_dir=tmp_path)
+    trainer = quiet_trainer(callbacks=callbacks, default_root_dir=tmp_path)
 
     def chosen() -> Any:
         select = trainer._checkpoint_connector._select_ckpt_path

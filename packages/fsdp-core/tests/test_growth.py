@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from checkpoint_ranks import ThreadRuntime, on_threads
-from fsdp_core.checkpoint import Chunk, ChunkedTensor, fill_all, load, merging, save, together_each
+from damaged_folders import save_alone
+from fsdp_core.checkpoint import Chunk, ChunkedTensor, fill_all, load, merging, together_each
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.shared_place import check_shared
 from fsdp_core.errors import CheckpointError
@@ -31,14 +32,10 @@ DIGITS = 48
 class RecordingRuntime(ThreadRuntime):
     """Counts calls, and the bytes that a runtime has to send and receive for them, as pickles."""
 
-    def of(self, other: ThreadRuntime) -> RecordingRuntime:
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.calls: dict[str, int] = {}
         self.bytes: dict[str, int] = {}
-        self.__dict__.update(other.__dict__)
-        return self
-
-    def __init__(self) -> None:
-        """Everything comes from another one."""
 
     def _note(self, call: str, *objects: Any) -> None:
         self.calls[call] = self.calls.get(call, 0) + 1
@@ -82,12 +79,11 @@ def rows_of(rank: int, ranks: int) -> dict[str, Any]:
 def measured(world: int, path: Path, what: str) -> list[tuple[dict[str, int], dict[str, int]]]:
     """Calls and bytes of each rank."""
 
-    def work(runtime: ThreadRuntime) -> Any:
-        recording = RecordingRuntime().of(runtime)
-        STEPS[what](recording, path)
-        return recording.calls, recording.bytes
+    def work(runtime: RecordingRuntime) -> Any:
+        STEPS[what](runtime, path)
+        return runtime.calls, runtime.bytes
 
-    results = on_threads(world, work)
+    results = on_threads(world, work, RecordingRuntime)
     for result in results:
         if isinstance(result, BaseException):
             raise result
@@ -108,22 +104,24 @@ def meet_on_hosts(runtime: RecordingRuntime, path: Path) -> None:
     check_shared(path, runtime)
 
 
-def save_once(runtime: RecordingRuntime, path: Path) -> None:
-    model = rows_of(runtime.rank, runtime.world_size)
-    save(path, {"model": model}, runtime=runtime, strategy="test", kinds={"model": "model"})
+def save_once(runtime: RecordingRuntime, path: Path, **options: bool) -> None:
+    save_alone(path, {"model": rows_of(runtime.rank, runtime.world_size)}, runtime=runtime, **options)
 
 
-def save_again(runtime: RecordingRuntime, path: Path) -> None:
+def save_before(runtime: RecordingRuntime, path: Path) -> None:
     save_once(runtime, path)
     runtime.calls.clear()
     runtime.bytes.clear()
+
+
+def save_again(runtime: RecordingRuntime, path: Path) -> None:
+    save_before(runtime, path)
     save_once(runtime, path)
 
 
 def save_in_turn(runtime: RecordingRuntime, path: Path) -> None:
     runtime.local_rank = runtime.rank % 2
-    model = rows_of(runtime.rank, runtime.world_size)
-    save(path, {"model": model}, runtime=runtime, strategy="test", kinds={"model": "model"}, one_after_another=True)
+    save_once(runtime, path, one_after_another=True)
 
 
 def save_in_background(runtime: RecordingRuntime, path: Path) -> None:
@@ -135,15 +133,11 @@ def save_in_background(runtime: RecordingRuntime, path: Path) -> None:
 
 
 def save_scattered(runtime: RecordingRuntime, path: Path) -> None:
-    model = rows_of(runtime.rank, runtime.world_size)
-    own = path / f"rank{runtime.rank:05d}" / "run.ckpt"
-    save(own, {"model": model}, runtime=runtime, strategy="test", kinds={"model": "model"}, scattered=True)
+    save_once(runtime, path / f"rank{runtime.rank:05d}" / "run.ckpt", scattered=True)
 
 
 def load_all(runtime: RecordingRuntime, path: Path) -> None:
-    save_once(runtime, path)
-    runtime.calls.clear()
-    runtime.bytes.clear()
+    save_before(runtime, path)
     model = rows_of(runtime.rank, runtime.world_size)
     for one in model.values():
         one.chunks[0].data.zero_()
@@ -182,36 +176,32 @@ def test_ranks_other_than_the_first_send_and_receive_as_much_in_any_world(
         assert bytes_["gather_objects_to"] < first
 
 
-@pytest.mark.parametrize("world", [2, 200])
-def test_a_failure_is_told_to_all_in_few_words(world: int) -> None:
+def told_of_failures(world: int, failure: Callable[[int], str | None]) -> set[str]:
+    """What ranks raise, of which those fail that have a failure."""
+
     def work(runtime: ThreadRuntime) -> str:
         def step() -> None:
-            if runtime.rank % 2:
-                raise OSError(f"disk {runtime.rank} is gone")
+            if message := failure(runtime.rank):
+                raise OSError(message)
 
         with pytest.raises(CheckpointError) as caught:
             together_each(runtime, "writing", step)
         return str(caught.value)
 
-    told = on_threads(world, work)
-    assert len(set(told)) == 1
-    assert told[0].startswith("writing failed: OSError: disk 1 is gone.")
-    assert f"on rank 1 of {world}" in told[0]
+    return set(on_threads(world, work))
+
+
+@pytest.mark.parametrize("world", [2, 200])
+def test_a_failure_is_told_to_all_in_few_words(world: int) -> None:
+    (told,) = told_of_failures(world, lambda rank: f"disk {rank} is gone" if rank % 2 else None)
+    assert told.startswith("writing failed: OSError: disk 1 is gone.")
+    assert f"on rank 1 of {world}" in told
     if world == 200:
-        assert told[0].count("another rank: ") == 16
-        assert told[0].endswith("… and 83 other messages")
-        assert len(told[0]) < 3000
+        assert told.count("another rank: ") == 16
+        assert told.endswith("… and 83 other messages")
+        assert len(told) < 3000
 
 
 def test_the_ranks_of_one_message_are_not_all_listed() -> None:
-    def work(runtime: ThreadRuntime) -> str:
-        def step() -> None:
-            if runtime.rank:
-                raise OSError("the disk is gone")
-
-        with pytest.raises(CheckpointError) as caught:
-            together_each(runtime, "writing", step)
-        return str(caught.value)
-
-    (told,) = set(on_threads(100, work))
+    (told,) = told_of_failures(100, lambda rank: "the disk is gone" if rank else None)
     assert "63, 64 and 35 more of 100, while writing" in told

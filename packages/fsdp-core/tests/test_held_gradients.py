@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_core
+from damaged_folders import save_alone
 from fsdp_core import checkpoint
 from fsdp_core.errors import CheckpointMismatchError, ShardingError
 from fsdp_core.gradients.replicated import ReplicatedParameters
@@ -108,9 +109,7 @@ def test_backend_without_shards_goes_on(tmp_path: Path, batches: int) -> None:
     for i in range(batches):
         model(x[i]).sum().backward()
     gradients = fsdp_core.AccumulatedGradients(model)
-    checkpoint.save(
-        tmp_path / "it", {"gradients": gradients.state_dict()}, runtime=sharded.runtime, strategy="none", kinds={}
-    )
+    save_alone(tmp_path / "it", {"gradients": gradients.state_dict()}, runtime=sharded.runtime)
     model(x[batches]).sum().backward()
     other, _ = _model()
     other(torch.ones(3)).sum().backward()  # replaced

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, Timer
 
 from fsdp_core.lightning.checkpoints.deferred_copies import hooks_that_may_write
 from fsdp_core.testing.training import Lit
+from quiet_trainer import quiet_trainer
 
 
 def nothing(*args: Any) -> None: ...
@@ -55,8 +56,6 @@ def replaced(obj: Any, name: str) -> Any:
     ],
 )
 def test_hooks_of_classes_and_of_objects(module: pl.LightningModule, callbacks: Any, found: list[str]) -> None:
-    trainer = pl.Trainer(
-        accelerator="cpu", logger=False, callbacks=callbacks, enable_progress_bar=False, enable_model_summary=False
-    )
+    trainer = quiet_trainer(callbacks=callbacks)
     trainer.strategy.connect(module)
     assert hooks_that_may_write(trainer) == found

@@ -51,9 +51,7 @@ def test_a_shared_folder_is_looked_at_once_and_left_empty(tmp_path: Path) -> Non
             self.calls += 1
             return super().gather_objects(obj)
 
-    def work(given: ThreadRuntime) -> list[int]:
-        runtime = Counting.__new__(Counting)
-        runtime.__dict__.update(given.__dict__)
+    def work(runtime: Counting) -> list[int]:
         calls = []
         for _ in range(2):
             before = runtime.calls
@@ -61,7 +59,7 @@ def test_a_shared_folder_is_looked_at_once_and_left_empty(tmp_path: Path) -> Non
             calls.append(runtime.calls - before)
         return calls
 
-    assert on_threads(3, work) == [[4, 2]] * 3  # the second time, rank 0 says that it knows the place
+    assert on_threads(3, work, Counting) == [[4, 2]] * 3  # the second time, rank 0 says that it knows the place
     assert list((tmp_path / "new/folder").iterdir()) == []
 
 
@@ -91,17 +89,25 @@ def test_a_checkpoint_that_only_one_host_finds() -> None:
     assert re.match(r"rank 0 on \S+ has found /data/last.ckpt to go on from, and rank 1 on \S+ finds no", told)
 
 
-TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
-SLURM = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+def torchrun(ranks: int, on_each: int, hosts: int | None = None) -> tuple[Any, dict[str, Any]]:
+    """Rank 0's environment under torchrun, which older versions don't tell the number of hosts."""
+    told = {} if hosts is None else {"GROUP_WORLD_SIZE": hosts}
+    numbers = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": on_each}
+    return TorchElasticEnvironment, numbers | told
+
+
+def slurm(ranks: int, on_each: int, hosts: int | None = None) -> tuple[Any, dict[str, Any]]:
+    told = {} if hosts is None else {"SLURM_NNODES": hosts}
+    numbers = {"SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0}
+    return SLURMEnvironment, numbers | {"SLURM_NTASKS": ranks, "SLURM_NTASKS_PER_NODE": on_each} | told
 
 
 @pytest.mark.parametrize(
-    ("environment", "variables", "devices", "hosts", "told"),
+    ("started", "devices", "hosts", "told"),
     [
-        (TorchElasticEnvironment, {**TORCHRUN, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2, 2, None),
+        (torchrun(4, 2), 2, 2, None),
         (
-            TorchElasticEnvironment,
-            {**TORCHRUN, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"},
+            torchrun(4, 2, 2),
             2,
             1,
             "devices=2 and num_nodes=1 ask for 2 ranks, 2 on each host, and torchrun has started 4 ranks, 2 on each "
@@ -109,38 +115,26 @@ SLURM = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
             'devices=int(os.environ["LOCAL_WORLD_SIZE"]), num_nodes=int(os.environ["GROUP_WORLD_SIZE"])); or',
         ),
         (
-            TorchElasticEnvironment,
-            {**TORCHRUN, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"},
+            torchrun(2, 2, 1),
             2,
             2,
             "ask for 4 ranks, 2 on each host, and torchrun has started 2 ranks, 2 on each of 1 host.\n"
             "Write devices=2, num_nodes=1 ",
         ),
-        (  # the product is right
-            TorchElasticEnvironment,
-            {**TORCHRUN, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"},
-            2,
-            1,
-            "Write devices=1, num_nodes=2 ",
-        ),
-        (
-            SLURMEnvironment,
-            {**SLURM, "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "2"},
-            4,
-            1,
-            "SLURM has started 8 ranks, 4 on each of 2 hosts.\nWrite devices=4, num_nodes=2 ",
-        ),
-        (SLURMEnvironment, {**SLURM, "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4"}, 4, 2, None),
-        (LightningEnvironment, {"LOCAL_RANK": "1", "WORLD_SIZE": "4"}, 2, 1, None),
+        (torchrun(2, 1, 2), 2, 1, "Write devices=1, num_nodes=2 "),  # the product is right
+        (slurm(8, 4, 2), 4, 1, "SLURM has started 8 ranks, 4 on each of 2 hosts.\nWrite devices=4, num_nodes=2 "),
+        (slurm(8, 4), 4, 2, None),
+        ((LightningEnvironment, {"LOCAL_RANK": 1, "WORLD_SIZE": 4}), 2, 1, None),
     ],
 )
 def test_numbers_that_the_launcher_contradicts(
-    monkeypatch: pytest.MonkeyPatch, environment: Any, variables: dict[str, str], devices: int, hosts: int, told: Any
+    monkeypatch: pytest.MonkeyPatch, started: tuple[Any, dict[str, Any]], devices: int, hosts: int, told: str | None
 ) -> None:
+    environment, variables = started
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "SLURM_NNODES"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name, str(value))
     if told is None:
         check_launched(environment(), devices, hosts)
     else:

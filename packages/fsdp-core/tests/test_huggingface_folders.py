@@ -19,6 +19,7 @@ from fsdp_core.huggingface import load_pretrained, save_pretrained
 from fsdp_core.lightning import LoadPretrained, SavePretrained
 from fsdp_core.lightning.pretrained_folders import _is_step_in
 from fsdp_core.testing.refusals import assert_says, refusal
+from quiet_trainer import quiet_trainer
 
 
 class Pair(nn.Module):
@@ -117,16 +118,8 @@ class Lit(pl.LightningModule):
 
 
 def new_trainer(steps: int, *callbacks: pl.Callback, accumulate: int = 1) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
-        max_steps=steps,
-        accumulate_grad_batches=accumulate,
-        callbacks=list(callbacks),
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
+    options = {"max_steps": steps, "accumulate_grad_batches": accumulate, "enable_checkpointing": False}
+    return quiet_trainer(**options, callbacks=list(callbacks))
 
 
 def batches() -> DataLoader[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -11,24 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp_core.runtime import ProcessGroupRuntime
+from checkpoint_ranks import started
 from fsdp_core.testing import RankPool
 
 WHOLE = torch.arange(16.0).view(4, 4)
-
-
-def started() -> ProcessGroupRuntime:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    runtime = ProcessGroupRuntime()
-    runtime.start(
-        rank=rank,
-        local_rank=rank,
-        world_size=world_size,
-        device=torch.device("cpu"),
-        address="127.0.0.1",
-        port=int(os.environ["MASTER_PORT"]),
-    )
-    return runtime
 
 
 def computed() -> int:

@@ -16,6 +16,7 @@ from fsdp_core.testing.forking import StartMethod
 from fsdp_core.testing.one_process import Answer, OneProcessRanks, answered
 from fsdp_core.testing.rank_context import Here, here, stand_on
 from fsdp_core.testing.ranks import Failure, RankKind
+from test_ranks import answer_with, leave
 
 if TYPE_CHECKING:
     from test_conformance_kit import Site
@@ -119,14 +120,6 @@ def test_an_error_begins_with_the_cause_and_ends_the_process(rank: int) -> None:
         assert (first, where) == ("ValueError: weight differs", f"on rank {rank} of 2, in fail_on:")
         assert [line for line in rest if line.startswith("---")] == ["--- rank 0 of 2", "--- rank 1 of 2"]
         assert ranks.run(2, look)[0].pid != before
-
-
-def answer_with(value: object) -> object:
-    return lambda: value
-
-
-def leave(status: int) -> None:
-    os._exit(status)
 
 
 def test_what_becomes_of_a_process_that_answers_nothing() -> None:

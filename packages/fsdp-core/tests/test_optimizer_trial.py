@@ -137,12 +137,6 @@ class OwnBuffers(torch.optim.SGD):
         self.buffers = [torch.zeros_like(parameter) for parameter in params]
 
 
-def test_tensors_outside_of_the_state_are_refused() -> None:
-    model = Model((6, 4))
-    with pytest.raises(OptimizerMismatchError, match="keeps tensors of its parameters' shapes outside of its state"):
-        model.repoint(OwnBuffers(list(model.written)))
-
-
 def by_its_norm(parameter: Tensor, grad: Tensor) -> Tensor:
     return grad.div(grad.norm())
 
@@ -156,22 +150,33 @@ def by_its_signs(parameter: Tensor, grad: Tensor) -> Tensor:
     return grad.sign()
 
 
-class Strangers(torch.optim.Optimizer):
-    """Makes something of a gradient."""
-
-    def __init__(self, params: Any, update: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__(params, {"lr": 0.1})
-        self.update = update
+class OneByOne(torch.optim.SGD):
+    """Does something to each parameter that has a gradient, and then steps as SGD does."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parameter -= group["lr"] * self.update(parameter, parameter.grad)
+                    self.prepare(parameter, group)
+        return super().step()
+
+    def prepare(self, parameter: Any, group: dict[str, Any]) -> None:
+        raise NotImplementedError
 
 
-class Later(torch.optim.Optimizer):
+class Strangers(OneByOne):
+    """Makes something of a gradient."""
+
+    def __init__(self, params: Any, update: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(params, lr=0.1)
+        self.update = update
+
+    def prepare(self, parameter: Any, group: dict[str, Any]) -> None:
+        parameter.grad.copy_(self.update(parameter, parameter.grad))
+
+
+class Later(OneByOne):
     """Elementwise in its first step, and by the norm of what it is given from then on.
 
     Args:
@@ -181,50 +186,41 @@ class Later(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Any, *, lr: float, spikes: bool = False) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr=lr)
         self.spikes = spikes
 
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                before, now = self.state[parameter].get("norm"), parameter.grad.norm()
-                by_norm = before is not None and (now > 5 * before if self.spikes else True)
-                rate = group["lr"] / (now + 1e-3) if by_norm else group["lr"]
-                parameter.data.add_(parameter.grad * -rate)
-                self.state[parameter]["norm"] = now
+    def prepare(self, parameter: Any, group: dict[str, Any]) -> None:
+        before, now = self.state[parameter].get("norm"), parameter.grad.norm()
+        self.state[parameter]["norm"] = now
+        if before is not None and (now > 5 * before or not self.spikes):
+            parameter.grad.div_(now + 1e-3)
 
 
-@pytest.mark.parametrize("lr", [0.1, 0.0])
-@pytest.mark.parametrize("spikes", [False, True])
-def test_norms_that_are_taken_later_are_seen(spikes: bool, lr: float) -> None:
-    """Also where the learning rate begins at 0, as a warm-up's does."""
-    model = Model((6, 4))
-    with pytest.raises(OptimizerMismatchError, match="looks at more of a parameter than single elements"):
-        model.repoint(Later(model.written, lr=lr, spikes=spikes))
-
-
-class Keeps(torch.optim.SGD):
+class Keeps(OneByOne):
     """Keeps a history of gradients, whose shape is not theirs."""
 
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["history"] = torch.stack([parameter.grad, parameter.grad])
-        return super().step(closure)
+    def prepare(self, parameter: Any, group: dict[str, Any]) -> None:
+        self.state[parameter]["history"] = torch.stack([parameter.grad, parameter.grad])
 
 
-def test_state_of_another_shape_is_refused() -> None:
-    """A checkpoint would take one rank's for the whole."""
+NOT_ELEMENTWISE = "looks at more of a parameter than single elements"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "why"),
+    [
+        (OwnBuffers, {}, "keeps tensors of its parameters' shapes outside of its state"),
+        (Keeps, {"lr": 0.1}, r"'history' of shape .* a checkpoint would hold that of one rank"),
+        (Strangers, {"update": by_its_norm}, f"{NOT_ELEMENTWISE}, such as its shape"),
+        (Strangers, {"update": by_the_parameters_norm}, f"{NOT_ELEMENTWISE}, such as its shape"),
+        # Also where the learning rate begins at 0, as a warm-up's does.
+        *((Later, {"lr": lr, "spikes": spikes}, NOT_ELEMENTWISE) for lr in (0.1, 0.0) for spikes in (False, True)),
+    ],
+)
+def test_what_is_not_of_single_elements_is_refused_over_pieces(kind: Any, options: dict[str, Any], why: str) -> None:
     model = Model((6, 4))
-    with pytest.raises(OptimizerMismatchError, match=r"'history' of shape .* a checkpoint would hold that of one rank"):
-        model.repoint(Keeps(model.written, lr=0.1))
-
-
-@pytest.mark.parametrize("update", [by_its_norm, by_the_parameters_norm])
-def test_a_strangers_optimizer_is_refused_that_takes_norms(update: Callable[[Tensor, Tensor], Tensor]) -> None:
-    model = Model((6, 4))
-    with pytest.raises(OptimizerMismatchError, match="more of a parameter than single elements, such as its shape"):
-        model.repoint(Strangers(model.written, update))
+    with pytest.raises(OptimizerMismatchError, match=why):
+        model.repoint(kind(list(model.written), **options))
 
 
 def test_a_strangers_optimizer_is_taken_that_is_elementwise() -> None:
@@ -259,15 +255,12 @@ class ByTheNormOfAll(torch.optim.AdamW):
         return super().step(closure)
 
 
-class Rows(torch.optim.SGD):
+class Rows(OneByOne):
     """Scales each gradient by its largest row, of that parameter alone."""
 
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter.ndim > 1:
-                    parameter.grad.div_(parameter.grad.norm(dim=1).max())
-        return super().step(closure)
+    def prepare(self, parameter: Any, group: dict[str, Any]) -> None:
+        if parameter.ndim > 1:
+            parameter.grad.div_(parameter.grad.norm(dim=1).max())
 
 
 def test_owners_run_what_looks_at_one_parameter_alone() -> None:
@@ -280,7 +273,7 @@ def test_owners_run_what_looks_at_one_parameter_alone() -> None:
         assert not check_steps(torch.optim.AdamW(model.held, lr=0.1), model.layout, owners=True)
 
 
-class Squares(torch.optim.Optimizer):
+class Squares(OneByOne):
     """Preconditions each side of a tensor by a square matrix, as Shampoo does.
 
     Attributes:
@@ -289,40 +282,29 @@ class Squares(torch.optim.Optimizer):
 
     largest = 0
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                update = parameter.grad
-                for dim, size in enumerate(parameter.shape):
-                    Squares.largest = max(Squares.largest, size)
-                    if size > 1000:
-                        raise MemoryError("a matrix of so many rows")
-                    rows = update.movedim(dim, 0).reshape(size, -1)
-                    update = (rows @ rows.T @ rows).view(update.movedim(dim, 0).shape).movedim(0, dim)
-                parameter -= group["lr"] * update / (1e-6 + update.norm())
+    def prepare(self, parameter: Any, group: dict[str, Any]) -> None:
+        update = parameter.grad
+        for dim, size in enumerate(parameter.shape):
+            Squares.largest = max(Squares.largest, size)
+            if size > 1000:
+                raise MemoryError("a matrix of so many rows")
+            rows = update.movedim(dim, 0).reshape(size, -1)
+            update = (rows @ rows.T @ rows).view(update.movedim(dim, 0).shape).movedim(0, dim)
+        parameter.grad.copy_(update / (1e-6 + update.norm()))
 
 
 def test_a_trial_makes_no_matrix_of_all_elements() -> None:
     """Whose runs are looked at, an optimizer of square matrices would make one with thousands of rows."""
     model = Model((6, 4), (4,))
-    assert check_steps(Squares(model.held), model.layout, owners=True)
+    assert check_steps(Squares(model.held, lr=0.1), model.layout, owners=True)
     assert 100 < Squares.largest < 200
 
 
-class KeepsAQueue(torch.optim.SGD):
+class KeepsAQueue(OneByOne):
     """Keeps the last gradients where no checkpoint holds them."""
 
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter].setdefault("last", deque(maxlen=3)).append(parameter.grad.clone())
-        return super().step(closure)
+    def prepare(self, parameter: Any, group: dict[str, Any]) -> None:
+        self.state[parameter].setdefault("last", deque(maxlen=3)).append(parameter.grad.clone())
 
 
 class KeepsForNone(torch.optim.SGD):
@@ -371,45 +353,32 @@ class Ascends(torch.optim.SGD):
         return super().step()
 
 
-class DropsAtRandom(torch.optim.SGD):
+class DropsAtRandom(OneByOne):
     """Leaves a parameter as it is, now and then."""
 
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad.mul_(torch.rand(()) > 0.5)
-        return super().step(closure)
+    def prepare(self, parameter: Any, group: dict[str, Any]) -> None:
+        parameter.grad.mul_(torch.rand(()) > 0.5)
 
 
-class DecaysByTheMean(torch.optim.SGD):
+class DecaysByTheMean(OneByOne):
     """Its weight decay, which is little beside its steps, is divided by a norm, as AdamS's is."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.mul_(1 - 0.01 * group["lr"] / parameter.grad.square().mean().sqrt())
-        return super().step(closure)
+    def prepare(self, parameter: Any, group: dict[str, Any]) -> None:
+        parameter.mul_(1 - 0.01 * group["lr"] / parameter.grad.square().mean().sqrt())
 
 
-class Estimates(torch.optim.SGD):
+class Estimates(OneByOne):
     """Adds up squares of gradients in its param group, and will use the sum much later, as D-adaptation does."""
 
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                group["sum"] = group.get("sum", 0.0) + float(parameter.grad.square().sum())
-        return super().step(closure)
+    def prepare(self, parameter: Any, group: dict[str, Any]) -> None:
+        group["sum"] = group.get("sum", 0.0) + float(parameter.grad.square().sum())
 
 
-class KeepsSome(torch.optim.SGD):
+class KeepsSome(OneByOne):
     """Keeps moments of the elements that are small, of which there may be none."""
 
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["some"] = parameter.grad[parameter.abs() < 1e-30].clone()
-        return super().step(closure)
+    def prepare(self, parameter: Any, group: dict[str, Any]) -> None:
+        self.state[parameter]["some"] = parameter.grad[parameter.abs() < 1e-30].clone()
 
 
 @pytest.mark.parametrize(
@@ -418,10 +387,10 @@ class KeepsSome(torch.optim.SGD):
         (KeepsAQueue, r"saved and resumed: 'state/a parameter of \(.*\)/last': collections.deque is neither"),
         (KeepsForNone, "it keeps state of no parameter, under 'steps'"),
         (DropsAtRandom, "draws random numbers in its step, and ranks would draw others for their shards"),
-        (Estimates, "Estimates looks at more of a parameter than single elements"),
+        (Estimates, f"Estimates {NOT_ELEMENTWISE}"),
         (ByItsLoss, "scales its steps by the loss that its closure returns, and each rank has the loss of its own"),
         (Differentiates, "Differentiates differentiates gradients once more"),
-        (Ascends, "Ascends looks at more of a parameter than single elements"),
+        (Ascends, f"Ascends {NOT_ELEMENTWISE}"),
     ],
 )
 @pytest.mark.parametrize("owners", [False, True])
@@ -432,19 +401,18 @@ def test_what_would_fail_or_differ_later_is_refused(kind: Any, why: str, owners:
         check_steps(kind(model.held, lr=0.1), model.layout, owners=owners)
 
 
-def test_state_of_as_many_elements_as_there_happen_to_be() -> None:
-    """No rank could tell what it holds of it; an owner holds all."""
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (KeepsSome, r"keeps 'some' of shape \(0,\) .* would hold that of one rank"),  # as many elements as happen to be
+        (DecaysByTheMean, NOT_ELEMENTWISE),  # though the norm only scales a small part of a step
+    ],
+)
+def test_what_only_an_owner_can_run(kind: Any, why: str) -> None:
     model = Model((6, 4))
-    with pytest.raises(OptimizerMismatchError, match=r"keeps 'some' of shape \(0,\) .* would hold that of one rank"):
-        check_steps(KeepsSome(model.held, lr=0.1), model.layout)
-    assert check_steps(KeepsSome(model.held, lr=0.1), model.layout, owners=True)
-
-
-def test_a_norm_that_only_scales_a_small_part_of_a_step_is_seen() -> None:
-    model = Model((6, 4))
-    with pytest.raises(OptimizerMismatchError, match="looks at more of a parameter than single elements"):
-        check_steps(DecaysByTheMean(model.held, lr=0.1), model.layout)
-    assert check_steps(DecaysByTheMean(model.held, lr=0.1), model.layout, owners=True)
+    with pytest.raises(OptimizerMismatchError, match=why):
+        check_steps(kind(model.held, lr=0.1), model.layout)
+    assert check_steps(kind(model.held, lr=0.1), model.layout, owners=True)
 
 
 class RowsWithAMemory(Rows):
@@ -452,13 +420,11 @@ class RowsWithAMemory(Rows):
 
     keeps: Any = None
 
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter.ndim > 1:
-                    kept = self.state[parameter].setdefault("kept", type(self).keeps(parameter.grad))
-                    parameter.grad.mul_(next(iter(kept.values() if isinstance(kept, dict) else kept)))
-        return super().step(closure)
+    def prepare(self, parameter: Any, group: dict[str, Any]) -> None:
+        super().prepare(parameter, group)
+        if parameter.ndim > 1:
+            kept = self.state[parameter].setdefault("kept", type(self).keeps(parameter.grad))
+            parameter.grad.mul_(next(iter(kept.values() if isinstance(kept, dict) else kept)))
 
 
 def test_small_tensors_of_one_shape_have_names_of_their_own() -> None:

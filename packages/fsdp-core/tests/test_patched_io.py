@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fsspec
 import lightning.fabric.strategies
@@ -20,20 +20,21 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities import cloud_io
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from fsdp_core.checkpoint import Chunk, ChunkedTensor, load_state_dict, save
+from checkpoint_ranks import ThreadRuntime, on_threads
+from cli_checkpoints import in_pieces, state_by_name
+from conftest import Site
+from damaged_folders import save_alone
+from fsdp_core.checkpoint import Chunk, ChunkedTensor, load_state_dict
 from fsdp_core.errors import CheckpointExistsError, CheckpointFormatError, UnsupportedCapabilityError
 from fsdp_core.lightning.checkpoints.patched_io import install_opening
-from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.testing.refusals import assert_says, refusal
-
-if TYPE_CHECKING:
-    from conftest import Site
+from nests import assert_same
+from quiet_trainer import quiet_trainer
 
 VERSION = lightning.pytorch.__version__
 OPENERS: list[Callable[..., Any]] = [
@@ -70,27 +71,10 @@ def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     return loss.item()
 
 
-def in_chunks(tensor: Tensor) -> ChunkedTensor | Tensor:
+def in_rows(tensor: Tensor) -> ChunkedTensor | Tensor:
     """As two ranks hold it, one of which has written both rows of boxes."""
     tensor = tensor.detach().clone()
-    if not tensor.ndim or len(tensor) < 2:
-        return tensor
-    parts = (tensor[:1], tensor[1:])
-    chunks = tuple(
-        Chunk(offsets=(at, *[0] * (tensor.ndim - 1)), data=part) for at, part in zip((0, 1), parts, strict=True)
-    )
-    return ChunkedTensor(shape=tuple(tensor.shape), dtype=tensor.dtype, chunks=chunks)
-
-
-def by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's state as sharded strategies give it."""
-    name_of = {p: name for name, p in module.named_parameters()}
-    return {
-        "state": {name_of[p]: {k: in_chunks(v) for k, v in values.items()} for p, values in optimizer.state.items()},
-        "param_groups": [
-            {**group, "params": [name_of[p] for p in group["params"]]} for group in optimizer.param_groups
-        ],
-    }
+    return in_pieces(tensor, 0, 1) if tensor.ndim and len(tensor) > 1 else tensor
 
 
 def save_as_trainer(path: str | Path, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -102,39 +86,13 @@ def save_as_trainer(path: str | Path, module: nn.Module, optimizer: torch.optim.
         "callbacks": OrderedDict(one={"best": torch.tensor(0.5), "k": (1, None)}),
         "hyper_parameters": {"width": 3},
     }
-    state = {"model": {k: in_chunks(v) for k, v in module.state_dict().items()}, "trainer": copy.deepcopy(rest)}
-    kinds = {"model": "model"}
+    state = {"model": {k: in_rows(v) for k, v in module.state_dict().items()}, "trainer": copy.deepcopy(rest)}
     whole: dict[str, Any] = {**rest, "state_dict": dict(module.state_dict())}
     if optimizer is not None:
-        state["optimizer"], kinds["optimizer/0"] = [by_name(module, optimizer)], "optimizer"
+        state["optimizer"] = [state_by_name(optimizer, module, in_rows)]
         whole["optimizer_states"] = [optimizer.state_dict()]
-    save(
-        path,
-        state,
-        runtime=ProcessGroupRuntime(),
-        strategy="mine",
-        kinds=kinds,
-        aliases={"model/out.weight": "model/inp.weight"},
-    )
+    save_alone(path, state, aliases={"model/out.weight": "model/inp.weight"})
     return copy.deepcopy(whole)
-
-
-def assert_same(got: Any, want: Any, at: str = "") -> None:
-    """The same nest of the same types, tensors bit for bit; groups may have names beside numbers."""
-    assert type(got) is type(want), at
-    if isinstance(want, dict):
-        assert set(got) - {"param_names"} == set(want), at
-        for key in want:
-            assert_same(got[key], want[key], f"{at}/{key}")
-    elif isinstance(want, list | tuple):
-        assert len(got) == len(want), at
-        for i, (mine, theirs) in enumerate(zip(got, want, strict=True)):
-            assert_same(mine, theirs, f"{at}/{i}")
-    elif isinstance(want, Tensor):
-        assert got.dtype == want.dtype, at
-        assert torch.equal(got, want), at
-    else:
-        assert got == want, at
 
 
 @pytest.fixture
@@ -168,26 +126,15 @@ def test_a_trainers_folder_is_what_its_file_would_be(
     save_as_trainer(memory, *trained)
     (tmp_path / "last.ckpt").symlink_to("run.ckpt")
     got = opener(path, weights_only=weights_only)
-    assert_same(got, want)
+    assert_same(got, want, extra=["param_names"])
     assert got["state_dict"]["inp.weight"] is got["state_dict"]["out.weight"]
-
-
-def test_an_optimizer_that_loads_it_goes_on(tmp_path: Path, trained: Any) -> None:
-    save_as_trainer(tmp_path / "run", *trained)
-    opened = TorchCheckpointIO().load_checkpoint(tmp_path / "run")
-    module = Tied()
-    nn.init.zeros_(module.head.weight)
-    optimizer = optimizer_of(module)
-    module.load_state_dict(opened["state_dict"])
-    optimizer.load_state_dict(opened["optimizer_states"][0])
-    assert [step(module, optimizer) for _ in range(3)] == [step(*trained) for _ in range(3)]
 
 
 def test_a_folder_of_weights_alone(tmp_path: Path, trained: Any) -> None:
     want = save_as_trainer(tmp_path / "run", trained[0], None)
     got = TorchCheckpointIO().load_checkpoint(tmp_path / "run")
     assert "optimizer_states" not in got
-    assert_same(got, want)
+    assert_same(got, want, extra=["param_names"])
     assert_same(load_state_dict(tmp_path / "run"), want["state_dict"])
 
 
@@ -212,7 +159,7 @@ def test_map_location(tmp_path: Path, trained: Any, where: Any, device: str) -> 
     assert {tensor.device.type for tensor in tensors} == {device}
     assert got["callbacks"]["one"]["best"].device.type == device
     if device == "cpu":
-        assert_same(got, want)
+        assert_same(got, want, extra=["param_names"])
     else:
         assert {k: v.shape for k, v in got["state_dict"].items()} == {k: v.shape for k, v in want["state_dict"].items()}
 
@@ -220,18 +167,12 @@ def test_map_location(tmp_path: Path, trained: Any, where: Any, device: str) -> 
 def test_fabrics_folder_has_the_users_keys(tmp_path: Path, trained: Any) -> None:
     module, optimizer = trained
     state = {
-        "my/model": {k: in_chunks(v) for k, v in module.state_dict().items()},
-        "opt": by_name(module, optimizer),
+        "my/model": {k: in_rows(v) for k, v in module.state_dict().items()},
+        "opt": state_by_name(optimizer, module, in_rows),
         "trainer": {"of": "another kind"},
         "step": 5,
     }
-    save(
-        tmp_path / "run",
-        state,
-        runtime=ProcessGroupRuntime(),
-        strategy="mine",
-        kinds={"my%2Fmodel": "model", "opt": "optimizer"},
-    )
+    save_alone(tmp_path / "run", state, {"my%2Fmodel": "model", "opt": "optimizer"})
     fabric = Fabric(accelerator="cpu", devices=1)
     fresh = Tied()
     fresh_optimizer = optimizer_of(fresh)
@@ -245,28 +186,32 @@ def test_fabrics_folder_has_the_users_keys(tmp_path: Path, trained: Any) -> None
 
 
 def test_fabric_reads_a_raw_state(tmp_path: Path, trained: Any) -> None:
-    state = {k: in_chunks(v) for k, v in trained[0].state_dict().items()}
-    save(tmp_path / "raw", state, runtime=ProcessGroupRuntime(), strategy="mine", kinds={})
+    state = {k: in_rows(v) for k, v in trained[0].state_dict().items()}
+    save_alone(tmp_path / "raw", state)
     module = Tied()
     Fabric(accelerator="cpu", devices=1).load_raw(tmp_path / "raw", module)
     assert_same(dict(module.state_dict()), dict(trained[0].state_dict()))
 
 
-@pytest.mark.parametrize("opener", OPENERS)
-def test_a_damaged_folder_is_named_by_us(tmp_path: Path, trained: Any, opener: Callable[..., Any]) -> None:
-    save_as_trainer(tmp_path / "run", *trained)
-    gone = next((tmp_path / "run").rglob("model/*"))
+def damage(folder: Path) -> str:
+    gone = next(folder.rglob("model/*"))
     gone.unlink()
-    with pytest.raises(CheckpointFormatError, match=f"{gone.name} is missing"):
-        opener(tmp_path / "run")
+    return f"{gone.name} is missing"
 
 
-def test_a_newer_format_is_named_by_us(tmp_path: Path, trained: Any) -> None:
-    save_as_trainer(tmp_path / "run", *trained)
-    manifest = tmp_path / "run" / "manifest.json"
+def make_newer(folder: Path) -> str:
+    manifest = folder / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 99'))
-    with pytest.raises(CheckpointFormatError, match="99"):
-        TorchCheckpointIO().load_checkpoint(tmp_path / "run")
+    return "99"
+
+
+@pytest.mark.parametrize("opener", OPENERS)
+@pytest.mark.parametrize("spoil", [damage, make_newer])
+def test_a_folder_that_can_not_be_read_is_named_by_us(tmp_path: Path, trained: Any, spoil: Any, opener: Any) -> None:
+    save_as_trainer(tmp_path / "run", *trained)
+    message = spoil(tmp_path / "run")
+    with pytest.raises(CheckpointFormatError, match=message):
+        opener(tmp_path / "run")
 
 
 # -- everything else ---------------------------------------------------------------------------------------------------
@@ -343,7 +288,7 @@ def test_a_save_that_fails_leaves_the_folder(tmp_path: Path, trained: Any) -> No
     want = save_as_trainer(path, *trained)
     with pytest.raises(Exception, match="pickle"):
         TorchCheckpointIO().save_checkpoint({"a": lambda: None}, path)
-    assert_same(TorchCheckpointIO().load_checkpoint(path), want)
+    assert_same(TorchCheckpointIO().load_checkpoint(path), want, extra=["param_names"])
     assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
 
 
@@ -411,9 +356,7 @@ def test_the_last_checkpoint_is_a_whole_one(tmp_path: Path, trained: Any, where:
     root = str(tmp_path) if where == "a directory" else f"memory://{tmp_path.name}"
     fs, inside = fsspec.core.url_to_fs(root)
     callback = ModelCheckpoint(dirpath=root, save_last=True)
-    trainer = Trainer(
-        accelerator="cpu", devices=1, logger=False, callbacks=[callback], enable_progress_bar=False, max_steps=7
-    )
+    trainer = quiet_trainer(callbacks=[callback], max_steps=7)
     callback.setup(trainer, trainer.strategy, stage="validate")  # as a fit does, before it looks for the last one
 
     def last() -> str | None:
@@ -518,13 +461,10 @@ def test_a_script_needs_no_import_of_ours(site: Site, tmp_path: Path, trained: A
 
 
 def test_a_place_of_a_scattered_save_is_refused_and_replaced(tmp_path: Path) -> None:
-    from checkpoint_ranks import ThreadRuntime, on_threads
-
     def work(runtime: ThreadRuntime) -> None:
         chunk = Chunk(offsets=(runtime.rank,), data=torch.ones(1))
         state = {"model": {"w": ChunkedTensor(shape=(2,), dtype=torch.float32, chunks=(chunk,))}}
-        path = tmp_path / f"rank{runtime.rank}.ckpt"
-        save(path, state, runtime=runtime, strategy="test", kinds={"model": "model"}, scattered=True)
+        save_alone(tmp_path / f"rank{runtime.rank}.ckpt", state, runtime=runtime, scattered=True)
 
     assert on_threads(2, work) == [None, None]
     for rank in (0, 1):

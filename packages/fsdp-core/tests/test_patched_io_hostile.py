@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -14,19 +14,16 @@ import torch
 from torch import nn
 
 import hostile_openings
+from conftest import Site
 from damaged_folders import reseal, save_small, state_file
 from fsdp_core import load_state_dict
-from fsdp_core.checkpoint import describe, load, save
+from fsdp_core.checkpoint import describe, load
 from fsdp_core.checkpoint.importing import import_checkpoint
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 from fsdp_core.lightning.checkpoints.full.consolidation import consolidate_lightning
 from fsdp_core.lightning.checkpoints.hyper_parameters import check_hyper_parameters
 from fsdp_core.lightning.checkpoints.patched_io import install_opening
-from fsdp_core.runtime import ProcessGroupRuntime
 from hostile_openings import CLI, RAN, Data, Net
-
-if TYPE_CHECKING:
-    from conftest import Site
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +114,7 @@ def test_fabrics_keys_too(tmp_path: Path) -> None:
 def test_what_no_reader_takes_is_not_saved(tmp_path: Path) -> None:
     state = {"model": Net().state_dict(), "trainer": {"hyper_parameters": {"_instantiator": HARM}}}
     with pytest.raises(CheckpointValueError, match="'trainer/hyper_parameters/_instantiator': it names"):
-        save(tmp_path / "a", state, runtime=ProcessGroupRuntime(), strategy="test", kinds={"model": "model"})
+        save_small(tmp_path / "a", state)
     assert not (tmp_path / "a").exists()
     module = Net()
     module.hparams.update(_instantiator=HARM)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -16,8 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
+from checkpoint_ranks import started
 from fsdp_core.errors import ShardingError
-from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.optimizer_agreement import check_same_optimizers
 from fsdp_core.sharding.rank_agreement import check_same, facts_of_module, facts_of_options, facts_of_packages
@@ -48,16 +47,13 @@ DIFFERENT: dict[str, tuple[list[Mapping[str, str]], str]] = {
 
 def differ() -> dict[str, str]:
     """What is said of each of the table's ranks, of which the third is as the second."""
-    runtime = ProcessGroupRuntime()
-    rank = int(os.environ["RANK"])
-    where: dict[str, Any] = {"address": "127.0.0.1", "port": os.environ["MASTER_PORT"]}
-    runtime.start(rank=rank, local_rank=rank, world_size=3, device=torch.device("cpu"), **where)
+    runtime = started()
     said = {}
     runtime.patience = timedelta(hours=1)  # nobody waits for it
     check_same(runtime, "Tiny", {"a": "1"})
     for case, (facts, _) in DIFFERENT.items():
         with pytest.raises(ShardingError) as told:
-            check_same(runtime, "Tiny", facts[min(rank, 1)])
+            check_same(runtime, "Tiny", facts[min(runtime.rank, 1)])
         said[case] = str(told.value)
     runtime.stop()
     return said
@@ -182,16 +178,13 @@ SETTINGS = {
 
 
 def differ_in_optimizers() -> dict[str, str]:
-    runtime = ProcessGroupRuntime()
-    rank = int(os.environ["RANK"])
-    where: dict[str, Any] = {"address": "127.0.0.1", "port": os.environ["MASTER_PORT"]}
-    runtime.start(rank=rank, local_rank=rank, world_size=3, device=torch.device("cpu"), **where)
+    runtime = started()
     check_same_optimizers(runtime, settled("nothing"))  # NaN is equal to itself, and objects differ on all ranks
-    check_same_optimizers(runtime, settled("a number of numpy's" if rank else "nothing"))
+    check_same_optimizers(runtime, settled("a number of numpy's" if runtime.rank else "nothing"))
     said = {}
     for change in SETTINGS:
         with pytest.raises(ShardingError) as told:
-            check_same_optimizers(runtime, settled(change if rank == 1 else "nothing"))
+            check_same_optimizers(runtime, settled(change if runtime.rank == 1 else "nothing"))
         said[change] = str(told.value)
     runtime.stop()
     return said

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 from lightning.fabric import Fabric
 
@@ -14,16 +13,14 @@ from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.loopback.fabric import LoopbackFabricStrategy
 from fsdp_core.testing.loopback.trainer import LoopbackTrainerStrategy
 from fsdp_core.testing.training import Lit, loader
+from quiet_trainer import quiet_trainer
 
 CPU: dict[str, Any] = {"accelerator": "cpu", "devices": 1}
 
 
 def under_trainer(path: str) -> None:
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     for epochs, resumed in ((1, None), (2, path)):
-        trainer = pl.Trainer(
-            strategy=LoopbackTrainerStrategy(), max_epochs=epochs, enable_checkpointing=False, **quiet, **CPU
-        )
+        trainer = quiet_trainer(strategy=LoopbackTrainerStrategy(), max_epochs=epochs, enable_checkpointing=False)
         trainer.fit(Lit("sgd"), loader(1, 1), ckpt_path=resumed)
         trainer.save_checkpoint(path)
 

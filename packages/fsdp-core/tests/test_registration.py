@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
-if TYPE_CHECKING:
-    from conftest import Site
+from conftest import IMPLEMENTATION, Site
 
 CPU = 'summary="s", accelerators=("cpu",)'
 BOTH = 'trainer="tiny_impl:ForTrainer", fabric="tiny_impl:ForFabric"'
-IMPLEMENTATION = """
-    import lightning.fabric.strategies
-    import lightning.pytorch.strategies
-
-    class ForTrainer(lightning.pytorch.strategies.SingleDeviceStrategy):
-        pass
-
-    class ForFabric(lightning.fabric.strategies.SingleDeviceStrategy):
-        pass
-"""
 SAY = """
     from lightning.fabric import Fabric
     from lightning.pytorch import Trainer

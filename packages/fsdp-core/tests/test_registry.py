@@ -1,27 +1,12 @@
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING
-
 import pytest
 
 import fsdp_core
+from conftest import Site
 from fsdp_core.plugins import registry
 
-if TYPE_CHECKING:
-    from conftest import Site
-
 CPU = 'accelerators=("cpu",), summary="s"'
-LOOK = """
-    import json, sys
-    import fsdp_core
-    from fsdp_core.plugins import registry
-    print(json.dumps({
-        "names": list(fsdp_core.strategies()),
-        "broken": [str(plugin) for plugin in registry.broken()],
-        "error": failure(lambda: fsdp_core.resolve(sys.argv[1], sys.argv[2])) if sys.argv[1:] else None,
-    }))
-"""
 NOT_INSTALLED = (
     "Not installed: ddp_fully_sharded, fsdp_native, fsdp_native_full_shard_offload → pip install fsdp-cuda-native\n"
     "Not installed: fsdp2, fsdp2_cpu_offload → pip install fsdp-fsdp2\n"
@@ -67,53 +52,6 @@ def test_names_are_listed_described_and_resolved_without_torch(site: Site) -> No
     """)
 
 
-BROKEN = {
-    "missing dependency": ("import my_dep", "ModuleNotFoundError: No module named 'my_dep'"),
-    "wrong syntax": ("def", "SyntaxError: invalid syntax (bad_plugin_plugin.py, line 2)"),
-    "exit": ("import sys; sys.exit('no licence')", "SystemExit: no licence"),
-    "hook raises": ("@hookimpl\ndef fsdp_strategies():\n    return [1 / 0]", "ZeroDivisionError: division by zero"),
-    "no hook": (
-        "def fsdp_strategies():\n    return []",
-        "StrategyInfoError: bad_plugin_plugin implements no fsdp_strategies hook. "
-        "Define fsdp_strategies() there and decorate it with @fsdp_core.hookimpl.",
-    ),
-    "misspelt hook": (
-        "@hookimpl\ndef fsdp_strategy():\n    return []",
-        "PluginValidationError: unknown hook 'fsdp_strategy' in plugin <module 'bad_plugin_plugin' from",
-    ),
-    "no list": (
-        "@hookimpl\ndef fsdp_strategies():\n    return 5",
-        "StrategyInfoError: fsdp_strategies() returned a int; return a list of StrategyInfo.",
-    ),
-    "strings": (
-        "@hookimpl\ndef fsdp_strategies():\n    return ['fsdp9']",
-        "StrategyInfoError: fsdp_strategies() returned a str instead of a StrategyInfo.",
-    ),
-    "bad info": (
-        f"@hookimpl\ndef fsdp_strategies():\n    yield StrategyInfo(name='Bad', trainer='a:b', {CPU})",
-        "StrategyInfoError: a strategy can't be called 'Bad'. Use a lower-case letter,",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_plugin_hides_nobody_and_is_named(site: Site, case: str) -> None:
-    source, message = BROKEN[case]
-    site.plugin("bad-plugin", source, version="0.3")
-    site.provide("a-plugin", f'name="first", trainer="a:B", {CPU}')
-    site.provide("z-plugin", f'name="last", trainer="a:B", {CPU}')
-    seen = json.loads(site.python(LOOK).stdout)
-    assert seen["names"] == ["first", "last"]
-    (broken,) = seen["broken"]
-    assert broken.startswith(f"bad-plugin 0.3 failed to load: {message}")
-    # By convention the entry point has the name of the strategy.
-    first, second = error(site, "Bad_Plugin").split("\n")
-    assert first.startswith(
-        f"BrokenStrategyError: strategy 'bad_plugin' can't be used: bad-plugin 0.3 failed to load: {message}"
-    )
-    assert second == "Fix it, or type: pip install --upgrade --force-reinstall bad-plugin"
-
-
 def test_the_original_error_is_chained(site: Site) -> None:
     site.plugin("bad-plugin", "import my_dep")
     site.python("""
@@ -126,17 +64,6 @@ def test_the_original_error_is_chained(site: Site) -> None:
         else:
             raise AssertionError
     """)
-
-
-def test_two_packages_with_one_name(site: Site) -> None:
-    site.provide("one-plugin", f'name="twice", trainer="a:B", {CPU}', f'name="only_one", trainer="a:B", {CPU}')
-    site.provide("two-plugin", f'name="twice", trainer="a:B", {CPU}', version="3.0")
-    for call in ("resolve('twice', 'trainer')", "describe('TWICE')"):
-        done = site.python(f"import fsdp_core\nprint(failure(lambda: fsdp_core.{call}), list(fsdp_core.strategies()))")
-        assert done.stdout == (
-            "DuplicateStrategyError: strategy 'twice' is ambiguous: one-plugin 1.0 and two-plugin 3.0 provide it.\n"
-            "Uninstall all but one; type: pip uninstall one-plugin or pip uninstall two-plugin ['only_one']\n"
-        )
 
 
 def test_one_package_with_one_name_twice(site: Site) -> None:

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
+from checkpoint_ranks import started
 from fsdp_core import ProcessGroupRuntime, ShardingError
 from fsdp_core.testing import RankPool
 from fsdp_core.torch_private import default_store
-
-
-def started() -> ProcessGroupRuntime:
-    runtime = ProcessGroupRuntime()
-    rank, where = int(os.environ["RANK"]), {"address": "127.0.0.1", "port": os.environ["MASTER_PORT"]}
-    options: dict[str, Any] = {"world_size": 2, "device": torch.device("cpu"), **where}
-    runtime.start(rank=rank, local_rank=rank, **options)
-    return runtime
 
 
 def comes_again() -> str:

@@ -203,21 +203,14 @@ def test_ranks_with_other_values_are_told(change: str) -> None:
     layer = built(0)
     CHANGES[change](layer)
     check_same_parts(layer, Alone(0))
-    other = built(1)
-    other.weight.data.fill_(3.0)
-    digests: list[Any] = []
-    check_same_parts(other, Alone(0, others=lambda own: digests.append(own) or own))
-    told = refusal(ShardingError, lambda: check_same_parts(layer, Alone(0, others=lambda own: digests[0])))
-    assert_says(told, "ranks have built 'weight' with different values", "seed_everything(...)", "auto_wrap_policy")
-
-
-def test_a_rank_that_has_changed_it_alone_is_told() -> None:
-    layer, changed = built(0), built(1)
-    _scale(changed)
-    digests: list[Any] = []
-    check_same_parts(changed, Alone(1, others=lambda own: digests.append(own) or own))
-    told = refusal(ShardingError, lambda: check_same_parts(layer, Alone(0, others=lambda own: digests[0])))
-    assert_says(told, "ranks have built 'weight' with different values")
+    filled, scaled = built(1), built(1)
+    filled.weight.data.fill_(3.0)
+    _scale(scaled)
+    for other in (filled, *([] if change == "scaled" else [scaled])):
+        digests: list[Any] = []
+        check_same_parts(other, Alone(1, others=lambda own, digests=digests: digests.append(own) or own))
+        told = refusal(ShardingError, lambda d=digests: check_same_parts(layer, Alone(0, others=lambda own: d[0])))  # type: ignore[misc]
+        assert_says(told, "ranks have built 'weight' with different values", "seed_everything(...)", "auto_wrap_policy")
 
 
 def test_every_rank_looks_closer_if_one_differs() -> None:

@@ -65,59 +65,51 @@ def reports(*locations: Location | None) -> dict[int, Report]:
     }
 
 
-@pytest.mark.parametrize(
-    ("locations", "ended", "says", "kills"),
-    [
-        (
-            (REDUCES, REDUCES, LOADS, REDUCES),
-            (),
-            "rank 2 on b (process 102) is behind at step 2: it stands at train.py:8",
-            [],
-        ),
-        ((REDUCES, None, LOADS, REDUCES), (), "rank 1 on a (process 101) is behind: it does not answer", [1]),
-        ((REDUCES, REDUCES, REDUCES, None), (3,), "rank 3 on b (process 103) is behind: it has ended its script", []),
-        (
-            (REDUCES, replace(REDUCES, sequence=6), REDUCES, REDUCES),
-            (),
-            "rank 1 on a (process 101) is behind at step 1: it stands at train.py:3 in fit",
-            [],
-        ),
-        (
-            (REDUCES, REDUCES, REDUCES, replace(REDUCES, users="train.py:4 in log", collective="gloo:barrier")),
-            (),
-            "rank 3 on b (process 103) is behind at step 3: it stands at train.py:4 in log (there c10d.py:9 in all",
-            [],
-        ),
-        ((LOADS, LOADS, REDUCES, REDUCES), (), "rank 0 on a (process 100) is behind", []),
-        (
-            (REDUCES, replace(REDUCES, users="train.py:2 in fit"), None, None),
-            (),
-            "at different places. rank 0 on a (process 100) waits at step 0, at train.py:3 in fit (there c10d.py:9 in "
-            "all_reduce), and the last collective that it has entered is gloo:all_reduce. rank 1 on a (process 101) "
-            "waits at step 1, at train.py:2 in fit",
-            [],
-        ),
-        ((REDUCES, REDUCES, REDUCES, REDUCES), (), "all at one place. rank 0 on a (process 100), rank 1 on", []),
-    ],
-    ids=[
-        "one does not wait",
-        "one is silent",
-        "one has ended",
-        "one is a collective behind",
-        "one waits elsewhere",
-        "two",
-        "two ranks that wait, at different places",
-        "all at one place",
-    ],
-)
-def test_the_rank_that_is_behind(
-    locations: tuple[Location | None, ...], ended: tuple[int, ...], says: str, kills: list[int]
-) -> None:
-    of_two = locations[2:] == (None, None)
-    verdict = hang(MEMBERS[:2] if of_two else MEMBERS, reports(*locations), ended, 30.0)
+BEHIND = replace(REDUCES, sequence=6)
+ELSEWHERE = replace(REDUCES, users="train.py:4 in log", collective="gloo:barrier")
+BEFORE = replace(REDUCES, users="train.py:2 in fit")
+
+#: Where ranks stand, and what is said of it.
+STANDING: dict[str, tuple[tuple[Location | None, ...], str]] = {
+    "one does not wait": (
+        (REDUCES, REDUCES, LOADS, REDUCES),
+        "rank 2 on b (process 102) is behind at step 2: it stands at train.py:8",
+    ),
+    "one is silent": ((REDUCES, None, LOADS, REDUCES), "rank 1 on a (process 101) is behind: it does not answer"),
+    "one has ended": (
+        (REDUCES, REDUCES, REDUCES, None),
+        "rank 3 on b (process 103) is behind: it has ended its script",
+    ),
+    "one is a collective behind": (
+        (REDUCES, BEHIND, REDUCES, REDUCES),
+        "rank 1 on a (process 101) is behind at step 1: it stands at train.py:3 in fit",
+    ),
+    "one waits elsewhere": (
+        (REDUCES, REDUCES, REDUCES, ELSEWHERE),
+        "rank 3 on b (process 103) is behind at step 3: it stands at train.py:4 in log (there c10d.py:9 in all",
+    ),
+    "two": ((LOADS, LOADS, REDUCES, REDUCES), "rank 0 on a (process 100) is behind"),
+    "two ranks that wait, at different places": (
+        (REDUCES, BEFORE),
+        "at different places. rank 0 on a (process 100) waits at step 0, at train.py:3 in fit (there c10d.py:9 in "
+        "all_reduce), and the last collective that it has entered is gloo:all_reduce. rank 1 on a (process 101) "
+        "waits at step 1, at train.py:2 in fit",
+    ),
+    "all at one place": (
+        (REDUCES, REDUCES, REDUCES, REDUCES),
+        "all at one place. rank 0 on a (process 100), rank 1 on",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STANDING)
+def test_the_rank_that_is_behind(case: str) -> None:
+    locations, says = STANDING[case]
+    ended = (3,) if case == "one has ended" else ()
+    verdict = hang(MEMBERS[: len(locations)], reports(*locations), ended, 30.0)
     assert says in verdict.message, verdict.message
     assert "ranks have waited for each other for 30 s" in verdict.message
-    assert [one.rank for one in verdict.kill] == kills
+    assert [one.rank for one in verdict.kill] == ([1] if case == "one is silent" else [])
 
 
 def test_a_lost_host_is_told_by_its_ranks() -> None:

@@ -16,7 +16,7 @@ from fsdp_core.testing.loopback.backend import LoopbackBackend
 from fsdp_core.testing.loopback.fabric import LoopbackFabricStrategy
 from fsdp_core.testing.loopback.trainer import LoopbackTrainerStrategy
 from mutants.backends import BACKENDS
-from mutants.plugin import FAULTS
+from mutants.faults import CAUGHT
 
 
 class ForgetsRandomNumbers(LoopbackTrainerStrategy):
@@ -167,7 +167,7 @@ TRAINERS: dict[str, type[LoopbackTrainerStrategy]] = {
     "predictions_padded": PadsPredictions,
 }
 
-for _fault in FAULTS:
+for _fault in CAUGHT:
     for _front_end, _base in (
         ("trainer", TRAINERS.get(_fault, LoopbackTrainerStrategy)),
         ("fabric", FABRICS.get(_fault, LoopbackFabricStrategy)),
