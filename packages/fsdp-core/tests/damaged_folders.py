@@ -28,9 +28,9 @@ def save_alone(
     path: Path | str, state: Mapping[str, Any], kinds: Mapping[str, str] | None = None, **options: Any
 ) -> None:
     """Save in one process, or on a rank; of which kind a model and an optimizer are, their keys say."""
-    known = {part: kind for part, kind in KINDS.items() if part.split("/")[0] in state}
+    own_kinds = {part: kind for part, kind in KINDS.items() if part.split("/")[0] in state}
     options = {"runtime": ProcessGroupRuntime(), "strategy": "test", **options}
-    save(path, state, kinds=known if kinds is None else kinds, **options)
+    save(path, state, kinds=own_kinds if kinds is None else kinds, **options)
 
 
 def save_small(path: Path, state: dict[str, Any] | None = None) -> Path:

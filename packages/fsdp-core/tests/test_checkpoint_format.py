@@ -91,8 +91,8 @@ def odd_names(_: Runtime) -> dict[str, Any]:
     model = {name: torch.tensor([float(index)]) for index, name in enumerate(ODD_NAMES)}
     moments = {name: {"exp_avg": value + 50} for name, value in model.items()}
     optimizer = {"state": moments, "param_groups": [{"params": list(model)}]}
-    others = {name: value + 100 for name, value in model.items()}
-    return {"model": model, "optimizer": [optimizer], **others, "x/y": {"€": [1]}}
+    tensors = {name: value + 100 for name, value in model.items()}
+    return {"model": model, "optimizer": [optimizer], **tensors, "x/y": {"€": [1]}}
 
 
 def no_tensors(_: Runtime) -> dict[str, Any]:

@@ -80,8 +80,8 @@ def in_a_tensors_place(folder: Path, payload: Payload) -> None:
     with changed_metadata(folder) as metadata:
         blob = io.BytesIO()
         torch.save(payload, blob)
-        for place in metadata.storage_data.values():
-            place.relative_path, place.offset, place.length = "bad.distcp", 0, blob.tell()
+        for chunk in metadata.storage_data.values():
+            chunk.relative_path, chunk.offset, chunk.length = "bad.distcp", 0, blob.tell()
         (folder / "bad.distcp").write_bytes(blob.getvalue())
 
 
@@ -186,8 +186,8 @@ def test_paths_that_lead_outside(tmp_path: Path, name: str) -> None:
         (data,) = folder.glob("*.distcp")
         data.rename(outside)
         (folder / "link").symlink_to(outside)
-        for place in metadata.storage_data.values():
-            place.relative_path = name.replace("{}", str(outside))
+        for chunk in metadata.storage_data.values():
+            chunk.relative_path = name.replace("{}", str(outside))
     with pytest.raises(CheckpointFormatError, match=r"outside of itself|outside of the checkpoint"):
         import_checkpoint(folder, tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -198,15 +198,15 @@ def _fork_ranks(number: int) -> None:
     """
     waiting: list[_ForkedRank] = []
     for _ in range(number):
-        theirs, ours = multiprocessing.Pipe()
+        rank_pipe, pipe = multiprocessing.Pipe()
         pid = os.fork()
         if not pid:
-            for pipe in (ours, *(other.pipe for other in waiting)):
-                pipe.close()
-            _wait_to_be_started(theirs)
+            for end in (pipe, *(rank.pipe for rank in waiting)):
+                end.close()
+            _wait_to_be_started(rank_pipe)
             return
-        theirs.close()
-        waiting.append(_ForkedRank(pid, ours))
+        rank_pipe.close()
+        waiting.append(_ForkedRank(pid, pipe))
 
     def start(cls: Any, args: Any = (), *others: Any, **options: Any) -> Any:
         interpreter, *words = args if isinstance(args, (list, tuple)) and args else [None]
