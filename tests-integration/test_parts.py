@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from fsdp_core.testing.processes import fresh_environment
+from tools.cpu_time import tree_seconds
 from tools.selection import is_drawn
 
 ROOT = Path(__file__).parent.parent
@@ -109,6 +110,16 @@ def test_every_pair_is_drawn_with_some_seed(strategy: str) -> None:
     for number in range(8):
         item: Any = SimpleNamespace(name=f"test_further[{number}]", cls=SimpleNamespace(strategy=strategy))
         assert {is_drawn(item, seed) for seed in range(20)} == {False, True}
+
+
+def test_the_cpu_time_of_a_process_with_any_name_is_counted(tmp_path: Path) -> None:
+    script = os.fsencode(tmp_path / "caf") + b"\xc3) 1"
+    Path(os.fsdecode(script)).write_text("#!/bin/sh\nread _\n")
+    Path(os.fsdecode(script)).chmod(0o700)
+    with subprocess.Popen([script], stdin=subprocess.PIPE) as process:
+        assert tree_seconds(os.getpid()) >= sum(os.times()[:2])
+        assert tree_seconds(process.pid) < 1.0
+        process.communicate(b"\n")
 
 
 LIMITED = "import pytest, subprocess, sys, threading, time\nfrom tools import costs\n@pytest.mark.cpu_limit(0.5)\n"

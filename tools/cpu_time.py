@@ -33,7 +33,7 @@ def tree_seconds(root: int) -> float:
     seconds: dict[int, float] = {}
     for pid in running - strangers:
         with suppress(OSError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # names are any bytes
             children[int(fields[1])].append(pid)
             seconds[pid] = sum(map(int, fields[11:15])) * _TICK
     tree = [root]
