@@ -8,10 +8,12 @@ import math
 import os
 import select
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -261,6 +263,12 @@ def test_where_a_thread_stands_and_for_how_long() -> None:
     assert json.dumps(asdict(location_of(thread.ident))), "a thread that has ended has no place"
 
 
-def test_a_process_is_told_from_another_one_of_its_number() -> None:
+def test_a_process_is_told_from_another_one_of_its_number(tmp_path: Path) -> None:
     assert started(os.getpid()) == started(os.getpid()) != ""
     assert started(2**22 + 1) == ""
+    script = tmp_path / "train-my-modelé"  # the kernel keeps 15 bytes of a name, which is amid the last letter
+    script.write_text("#!/bin/sh\nread _\n")
+    script.chmod(0o700)
+    with subprocess.Popen([script], stdin=subprocess.PIPE) as process:
+        assert started(process.pid).isdigit()
+        process.communicate(b"\n")

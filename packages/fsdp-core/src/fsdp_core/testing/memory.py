@@ -50,7 +50,7 @@ def _start() -> int:
 
 
 def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(errors="replace").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 

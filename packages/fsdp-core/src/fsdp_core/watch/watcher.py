@@ -324,7 +324,8 @@ def explain(error: BaseException) -> None:
 def started(pid: int) -> str:
     """When a process was started, in the kernel's count, so that another one of its number is not taken for it."""
     with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        # as bytes: the kernel cuts a process's name after 15 of them, which may be amid a letter
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
     return ""
 
 
