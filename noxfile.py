@@ -19,7 +19,16 @@ sys.path.insert(0, str(Path(__file__).parent))  # `nox` does not look here, and 
 from tools import environments as envs
 from tools import steps
 from tools.environments import PACKAGES, PINNED_APART, ROOT, SHARING
-from tools.suites import CLAUSES_SIDE_BY_SIDE, CORE, FILES_SIDE_BY_SIDE, SMOKE, run_clauses, run_folder, run_package
+from tools.suites import (
+    CLAUSES_SIDE_BY_SIDE,
+    CORE,
+    FILES_SIDE_BY_SIDE,
+    SMOKE,
+    choose_packages,
+    run_clauses,
+    run_folder,
+    run_package,
+)
 
 nox.needs_version = ">=2024.10.9"
 nox.options.sessions = ["lint", "tests"]
@@ -55,13 +64,14 @@ def typecheck(session: nox.Session) -> None:
 @nox.session(python=False)
 def tests(session: nox.Session) -> None:
     """Run all that is fast, of every package, in ten minutes; `-- fsdp-xla -k clip` chooses, and words go to pytest."""
-    chosen = [PACKAGES[word] for word in session.posargs if word in PACKAGES] or list(PACKAGES.values())
-    words = [word for word in session.posargs if word not in PACKAGES]
+    chosen, words = choose_packages(session)
     part = "all" if words else "tests"
     run = {f"tests of {p.name}": partial(run_package, session, p, part, *words, pairs=4) for p in chosen}
     done = steps.run_steps(session, run)
-    steps.show_costs([f"{package.name}-{part}" for package in chosen])
+    ran = steps.show_costs([f"{package.name}-{part}" for package in chosen], is_whole=not words)
     steps.fail_if_one_has(session, done)
+    if not ran:
+        session.error(f"no test is called so: {' '.join(words)}")
     if len(chosen) == len(PACKAGES) and not words:
         steps.check_budget(session, done)
 

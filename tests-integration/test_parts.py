@@ -112,6 +112,26 @@ def test_every_pair_is_drawn_with_some_seed(strategy: str) -> None:
         assert {is_drawn(item, seed) for seed in range(20)} == {False, True}
 
 
+STUBBORN = """
+def test_stubborn():
+    for _ in range(10**9):
+        try:
+            sum(number for number in range(10**5))
+        except BaseException:
+            print("caught")
+"""
+
+
+@pytest.mark.parametrize("workers", [[], ["-n1", "--dist=loadfile", "--max-worker-restart=0"]], ids=["here", "worker"])
+def test_a_test_that_catches_everything_ends_with_its_process_which_says_why(
+    tmp_path: Path, workers: list[str]
+) -> None:
+    run = run_pytest(tmp_path, LIMITED + STUBBORN + "\ndef test_after(): ...\n", *workers)
+    assert run.returncode == 1
+    assert "::test_stubborn: it has used more than 0.5 CPU seconds" in run.stderr
+    assert "it can't be interrupted, so its process ends" in run.stderr
+
+
 def test_the_cpu_time_of_a_process_with_any_name_is_counted(tmp_path: Path) -> None:
     script = os.fsencode(tmp_path / "caf") + b"\xc3) 1"
     Path(os.fsdecode(script)).write_text("#!/bin/sh\nread _\n")

@@ -84,7 +84,7 @@ class Costs:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         mark = item.get_closest_marker("cpu_limit")
-        with _limited(item.nodeid, mark.args[0] if mark else TEST_LIMIT):
+        with _limited(item, mark.args[0] if mark else TEST_LIMIT):
             return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -125,7 +125,7 @@ class Costs:
             files[_file_of(test)] += seconds
         over = {file: used for file, used in files.items() if used > self._budgets.get(file, FILE_BUDGET)}
         if over:
-            terminalreporter.section("files over their budget of CPU seconds, in pyproject.toml")
+            terminalreporter.section("no failure: files over their budget of CPU seconds, in pyproject.toml")
         for file, used in sorted(over.items(), key=lambda item: -item[1]):
             terminalreporter.write_line(f"{file}: {used:.0f} s, budget {self._budgets.get(file, FILE_BUDGET):g} s")
 
@@ -135,7 +135,7 @@ def _file_of(test: str) -> str:
 
 
 @contextmanager
-def _limited(test: str, limit: float) -> Iterator[None]:
+def _limited(item: pytest.Item, limit: float) -> Iterator[None]:
     """A context in which a test fails that uses too much, or waits for nothing; if it can't fail, its process ends."""
     if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
         yield
@@ -162,7 +162,10 @@ def _limited(test: str, limit: float) -> Iterator[None]:
             if reasons:
                 signal.pthread_kill(thread, signal.SIGXCPU)
                 if not done.wait(_GRACE):
-                    sys.__stderr__.write(f"{test}: {reasons[0]}; it can't be interrupted, so its process ends\n")
+                    item.config.pluginmanager.get_plugin("capturemanager").suspend_global_capture()
+                    sys.__stderr__.write(
+                        f"\n{item.nodeid}: {reasons[0]}; it can't be interrupted, so its process ends\n"
+                    )
                     faulthandler.dump_traceback(sys.__stderr__)
                     os._exit(1)
                 return

@@ -8,6 +8,8 @@ seed says, so that every pair comes in time where the seed is the day's.
 
 from __future__ import annotations
 
+import argparse
+import os
 import random
 import zlib
 from collections.abc import Iterable
@@ -19,8 +21,8 @@ __all__ = ["Part", "is_drawn", "split"]
 
 Part = Literal["tests", "everything", "all"]
 
-#: What every run draws that does not name a seed.
-DEFAULT_SEED = 36
+#: The environment variable that names the seed, and the seed of a run that names none.
+SEED, DEFAULT_SEED = "FSDP_PAIRS_SEED", "17"
 
 #: Which third of the pairs a strategy takes. What three strategies run of one suite, they run between them.
 _THIRDS = {"fsdp2": 0, "fsdp_native": 1, "xla_fsdp": 2, "loopback": 1, "xla_fsdp_spmd": 2}
@@ -32,7 +34,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--part", choices=["tests", "everything", "all"], default="all", help="what `nox -s tests` runs, or the others"
     )
     group.addoption(
-        "--pairs-seed", type=int, default=DEFAULT_SEED, help="draws what `--part=everything` runs of many parameters"
+        "--pairs-seed",
+        type=_seed,
+        default=os.environ.get(SEED, DEFAULT_SEED),
+        help=f"draws what `--part=everything` runs of many parameters; otherwise {SEED} does",
     )
 
 
@@ -86,6 +91,12 @@ def is_drawn(item: pytest.Item, seed: int) -> bool:
     clause = item.name if strategy else item.nodeid
     third = _THIRDS.get(strategy, zlib.crc32(strategy.encode()) % 3)
     return random.Random(f"{seed} {clause}").randrange(3) == third
+
+
+def _seed(word: str) -> int:
+    if not word.isdigit():
+        raise argparse.ArgumentTypeError(f"{word!r} is no seed. Set {SEED} to a whole number, such as {SEED}=5")
+    return int(word)
 
 
 def _function(item: pytest.Item) -> str:

@@ -118,23 +118,35 @@ def fail_if_one_has(session: nox.Session, steps: list[Step]) -> None:
         session.error(f"failed: {', '.join(failed)}")
 
 
-def show_costs(names: list[str]) -> None:
+def show_costs(names: list[str], *, is_whole: bool) -> int:
     """Print how many tests have run, the dearest, and what is left to `nox -s everything`.
 
     Args:
         names: Of the runs; one that has written nothing is left out.
+        is_whole: Whether all tests of the part were run, and not some that were chosen.
+
+    Returns:
+        How many tests have run.
     """
     files = [file for file in map(costs_file, names) if file.exists()]
     costs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    dearest = sorted((test for run in costs for test in run["dearest"]), key=lambda test: -test[1])[:10]
-    print("", "The ten dearest tests, in CPU seconds:", *(f"{used:6.1f} {test}" for test, used in dearest), sep="\n")
+    tests = [test for run in costs for test in run["dearest"] if test[1] >= 0.1]
+    if dearest := sorted(tests, key=lambda test: -test[1])[:10]:
+        print(
+            "", "The ten dearest tests, in CPU seconds:", *(f"{used:6.1f} {test}" for test, used in dearest), sep="\n"
+        )
+    ran = sum(run["ran"] for run in costs)
+    if not is_whole:
+        print(f"\n{ran} tests were run: all that were chosen, with all parameters.", flush=True)
+        return ran
     print(
-        f"\n{sum(run['ran'] for run in costs)} tests were run, and {sum(run['left'] for run in costs)} of these "
+        f"\n{ran} tests were run, and {sum(run['left'] for run in costs)} of these "
         "packages are left to `nox -s everything`: of the further parameters of tests that need ranks it draws a "
         "third, and it runs what takes long, meshes, integration, launchers, other versions, types and pages. "
         f"It takes {read_settings()['everything-minutes']} minutes on two cores.",
         flush=True,
     )
+    return ran
 
 
 def check_budget(session: nox.Session, steps: list[Step]) -> None:

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import os
+from itertools import takewhile
 from pathlib import Path
 
 import nox
 
 from tools import environments as envs
 from tools import steps
-from tools.environments import PINNED_APART, SHARING, Package
+from tools.environments import PACKAGES, PINNED_APART, ROOT, SHARING, Package
 
-__all__ = ["CLAUSES_SIDE_BY_SIDE", "CORE", "FILES_SIDE_BY_SIDE", "SMOKE", "run_clauses", "run_folder", "run_package"]
+__all__ = [
+    "CLAUSES_SIDE_BY_SIDE",
+    "CORE",
+    "FILES_SIDE_BY_SIDE",
+    "SMOKE",
+    "choose_packages",
+    "run_clauses",
+    "run_folder",
+    "run_package",
+]
 
 # Multi-rank tests mostly start interpreters and wait for each other. Tests of a file may share what takes long to make.
 # Most of a backend's are clauses of one file, which share nothing, or a class's ranks, which keep what they compile.
-FILES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder")  # see tools/costs.py
-CLAUSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=worksteal")
-CLASSES_SIDE_BY_SIDE = ("--numprocesses=2", "--dist=loadscope", "--no-loadscope-reorder")
+# A worker that a test has ended is not replaced: pytest-xdist gives the same file to the new one, without end.
+TWO = ("--numprocesses=2", "--max-worker-restart=0")
+FILES_SIDE_BY_SIDE = (*TWO, "--dist=loadfile", "--no-loadscope-reorder")  # see tools/costs.py
+CLAUSES_SIDE_BY_SIDE = (*TWO, "--dist=worksteal")
+CLASSES_SIDE_BY_SIDE = (*TWO, "--dist=loadscope", "--no-loadscope-reorder")
 MANY_SIDE_BY_SIDE = ("--numprocesses=3", *FILES_SIDE_BY_SIDE[1:])  # where most tests wait for another process
 
 #: What other versions run of the conformance suite: numbers, checkpoints and what private names are used for.
@@ -30,6 +42,35 @@ CORE = (
 SMOKE = "it_is_listed or (trainer_equals_plain and 2-sgd) or (saved_on_n_loaded_on_m and 2-sharded-momentum)"
 
 
+def choose_packages(session: nox.Session) -> tuple[list[Package], list[str]]:
+    """The packages that the words after ``--`` name, or that hold the files that they name, and the other words.
+
+    Args:
+        session: The session, which fails if the words begin with something else.
+
+    Returns:
+        The packages, all if none is named; and the words for pytest.
+    """
+    words = [word for word in session.posargs if word not in PACKAGES]
+    for word in takewhile(lambda word: not word.startswith("-"), session.posargs):
+        if word not in PACKAGES and not _file_of(word).exists():
+            session.error(
+                f"{word!r} is no package and no file here. The packages are {', '.join(PACKAGES)}; "
+                "to choose tests by their names, type -k before words of them"
+            )
+    named = [package for name, package in PACKAGES.items() if name in session.posargs]
+    holding = [package for package in PACKAGES.values() if any(_is_of(package, word) for word in words)]
+    return named or holding or list(PACKAGES.values()), words
+
+
+def _file_of(word: str) -> Path:
+    return Path(word.split("::")[0])
+
+
+def _is_of(package: Package, word: str) -> bool:
+    return _file_of(word).exists() and _file_of(word).resolve().is_relative_to(ROOT / package.path)
+
+
 def run_folder(session: nox.Session, python: str, name: str, *words: str) -> None:
     """Run the tests that the words name, or only those that the words after ``--`` name by path.
 
@@ -39,7 +80,7 @@ def run_folder(session: nox.Session, python: str, name: str, *words: str) -> Non
         name: Of the run, as :func:`tools.steps.show_costs` takes it.
         *words: Arguments of pytest.
     """
-    names_tests = any(Path(word.split("::")[0]).exists() for word in session.posargs)
+    names_tests = any(_file_of(word).exists() for word in session.posargs)
     steps.run_pytest(session, python, name, *(() if names_tests else words), *session.posargs)
 
 
@@ -76,6 +117,8 @@ def run_package(session: nox.Session, package: Package, part: str, *words: str, 
         folder = envs.make_folder_apart(session, f"{package.name}-apart", *package.requires_apart)
         environment["FSDP_TESTS_APART"] = folder
     parts = (f"--part={part}", f"--pairs-seed={environment['FSDP_PAIRS_SEED']}")
-    arguments = (*side_by_side, "--doctest-modules", *parts, package.path, *words)
+    tests = [word for word in words if _is_of(package, word)] or [str(package.path)]
+    options = [word for word in words if not any(_is_of(each, word) for each in PACKAGES.values())]
+    arguments = (*side_by_side, "--doctest-modules", *parts, *options, *tests)
     codes = [0, 5] if words else [0]  # 5: -k has chosen another package's
     steps.run_pytest(session, python, f"{package.name}-{part}", *arguments, env=environment, success_codes=codes)
