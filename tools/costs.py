@@ -136,7 +136,10 @@ def _file_of(test: str) -> str:
 
 @contextmanager
 def _limited(item: pytest.Item, limit: float) -> Iterator[None]:
-    """A context in which a test fails that uses too much, or waits for nothing; if it can't fail, its process ends."""
+    """A context in which a test fails that uses too much, or waits for nothing; if it can't fail, its process ends.
+
+    One that holds Python's lock, in a call that does not return, is not ended: the thread that looks needs it too.
+    """
     if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -155,7 +158,8 @@ def _limited(item: pytest.Item, limit: float) -> Iterator[None]:
                 before, changed = used, now
             if used - first > limit:
                 reasons.append(
-                    f"it has used more than {limit:g} CPU seconds: make it cheaper, or mark it cpu_limit(...)"
+                    f"it has used more than {limit:g} CPU seconds, or a process has that an earlier test has left: "
+                    "make it cheaper, or mark it cpu_limit(...)"
                 )
             elif now - changed > WAITING_LIMIT:
                 reasons.append(f"it has waited for {WAITING_LIMIT:g} s, and its processes have done nothing")

@@ -15,6 +15,10 @@ _TICK = 1 / os.sysconf("SC_CLK_TCK")
 #: By root, processes that are not of its tree and will not be: to read of each takes most of the time.
 _STRANGERS: dict[int, set[int]] = defaultdict(set)
 
+#: By root, when they were looked at last, and after how many seconds they are again.
+_SINCE: dict[int, float] = defaultdict(float)
+_RENEWED = 30.0
+
 #: CPU seconds of :func:`_work` on the machine that the budgets in pyproject.toml are of.
 _REFERENCE = 0.165
 
@@ -28,6 +32,9 @@ def tree_seconds(root: int) -> float:
     if not Path("/proc/self/stat").exists():
         return sum(os.times()[:4])
     strangers = _STRANGERS[root]
+    if time.monotonic() - _SINCE[root] > _RENEWED:  # a number may have been given to a process of the tree since
+        strangers.clear()
+        _SINCE[root] = time.monotonic()
     running = {int(name) for name in os.listdir("/proc") if name.isdigit()}
     children: dict[int, list[int]] = defaultdict(list)
     seconds: dict[int, float] = {}

@@ -74,7 +74,7 @@ def run_pytest(session: nox.Session, python: str, name: str, *words: str, **opti
     finally:
         if file.exists():
             used: float = json.loads(file.read_text(encoding="utf-8"))["cpu"]
-            _UNKNOWN.append(used - (_cpu_of_children() - before))
+            _UNKNOWN.append(max(0.0, used - (_cpu_of_children() - before)))
 
 
 def costs_file(name: str) -> Path:

@@ -94,7 +94,12 @@ def check_options(made: type, arguments: tuple[Any, ...], options: Mapping[str, 
             rest = {name: value for name, value in options.items() if name not in refused}
             told += _refused_besides(made, arguments, rest)
         raise UnsupportedCapabilityError("\n".join(told))
-    unknown = [name for name in options if name not in taken and (closed or name in BY_THE_PACKAGE)]
+    # jsonargparse reads constructors, finds what packages pass there, and gives it its default
+    unknown = [
+        name
+        for name, value in options.items()
+        if name not in taken and (closed or name in BY_THE_PACKAGE) and not (name in BY_THE_PACKAGE and value is None)
+    ]
     if unknown:
         near = {"backend": "Did you mean 'process_group_backend'?"} if "process_group_backend" in taken else {}
         refuse_unknown_options(info.name, made, dict.fromkeys(unknown), near)
