@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import device_mesh
 
 # Which groups there are, and how many torch has named; no public name counts those that were destroyed since.
@@ -52,6 +53,7 @@ __all__ = [
     "has_hooks_before_steps",
     "hooks_on",
     "in_backward",
+    "is_accumulated",
     "is_default_group",
     "is_exhausted",
     "is_first_slice",
@@ -231,6 +233,19 @@ def users_of_storage(tensor: Tensor) -> int:
 def in_backward() -> bool:
     """Whether autograd is running a backward pass on this thread. There is no public way to check."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def is_accumulated(parameter: Tensor) -> bool:
+    """Whether the backward pass that runs on this thread adds to a leaf's gradient. There is no public way to check.
+
+    ``torch.autograd.grad`` only returns gradients, and so adds to none.
+    """
+    if not (parameter.requires_grad and parameter.is_leaf):
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+    except RuntimeError:  # autograd.grad returns that of this leaf
+        return False
 
 
 def default_store() -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp_core import ShardingError
 from fsdp_core.lightning import ShardedFabricStrategy
@@ -53,6 +54,5 @@ class FSDP2Strategy(FSDP2Options, ShardedFabricStrategy):
             forward.forward = with_loss
         return forward
 
-    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        with with_parallel_loss(self.loss_parallel):
-            super().backward(tensor, module, *args, **kwargs)
+    def backward_context(self) -> AbstractContextManager[None]:
+        return with_parallel_loss(self.loss_parallel)

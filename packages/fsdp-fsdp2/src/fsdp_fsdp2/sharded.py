@@ -28,11 +28,13 @@ from fsdp_fsdp2.torch_private import (
     UnusedParameters,
     abandon_forward,
     finish_backward,
-    gathered_parameters,
     gathered_shards,
     has_run,
+    is_idle,
     is_interrupted,
+    make_root,
     refuse_copies,
+    resume_forward,
     set_unreduced_gradients,
     take_unfrozen,
     unreduced_gradients,
@@ -85,8 +87,8 @@ class FSDP2Sharded(Sharded):
         self.replicated = ReplicatedParameters(whole, module, runtime.along(*GRADIENT_AXES)) if whole else None
         self.units = [_fsdp(unit) for unit in (*units, module)]
         self.gathering = Gathering(self.units)
-        self.unused = UnusedParameters(self.units, runtime)
         self.step = StepGradients(module)
+        self.unused = UnusedParameters(self.units, runtime, self.step)
         self.assigned = AssignedData(self.units)
         self.shards = dict(module.named_parameters())
         self.interrupted = False
@@ -139,6 +141,7 @@ class FSDP2Sharded(Sharded):
         check_unplanned(parameters, self.layout(), self.runtime)
 
     def reshard(self) -> None:
+        self.unused.recorded.release()
         self.gathering.reshard()
 
     def suspend_forward(self, loss: Tensor | None = None) -> None:
@@ -147,15 +150,20 @@ class FSDP2Sharded(Sharded):
             self.unused.begin()
 
     def resume_forward(self) -> None:
-        root, step = self._fsdp, self.step
-        step.on = False
-        finish_backward(root, self.unused)
+        self.step.on = False
+        finish_backward(self._fsdp, self.unused)
         self.reshard()  # all units: one that stayed gathered after forward and got no gradient would be stale
-        root.unshard()
-        for unit in self.units:
-            for gathered, shard in gathered_parameters(unit):
-                step.follow(gathered, shard, is_part=False)
-        step.on = True
+        resume_forward(self._fsdp)
+        self.unused.show_gradients()
+
+    def is_idle(self) -> bool:
+        return is_idle(self._fsdp)
+
+    def accumulates(self) -> bool:
+        return self.unused.accumulates()
+
+    def begin_call(self) -> None:
+        make_root(self._fsdp)
 
     def watch_writes(self) -> StepWrites | None:
         names = {part: clean_name(name) for name, part in self.root.named_modules()}

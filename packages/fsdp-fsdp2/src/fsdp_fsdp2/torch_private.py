@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
+from torch.autograd.graph import increment_version
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -19,7 +20,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_core import Runtime, ShardingError
-from fsdp_core.sharding import GRADIENT_AXES, GatheredShard, UnitCalls, copy_refusal, sharded_around
+from fsdp_core.sharding import (
+    GRADIENT_AXES,
+    GatheredShard,
+    StepGradients,
+    UnitCalls,
+    copy_refusal,
+    is_accumulated,
+    sharded_around,
+)
 
 __all__ = [
     "AssignedData",
@@ -34,15 +43,19 @@ __all__ = [
     "has_hooks",
     "has_run",
     "is_cast_though_stored",
+    "is_idle",
     "is_interrupted",
+    "make_root",
     "is_loss_parallel",
     "joined_axes",
+    "make_root",
     "offloaded_parameters",
     "one_for_each_state",
     "parameters_of",
     "recomputes",
     "reduces_gradients",
     "refuse_copies",
+    "resume_forward",
     "set_unreduced_gradients",
     "side_by_side",
     "take_filled",
@@ -87,7 +100,7 @@ class Gathering:
             if group._all_gather_result is not None:
                 group.wait_for_unshard()
             if not group.is_sharded:
-                group.reshard()
+                type(group).reshard(group)  # also what RecordedGraphs keeps
 
 
 class AssignedData:
@@ -145,19 +158,26 @@ class UnusedParameters:
     autograd delivers a gradient depends on the calls in which this rank has used the parameter, so ranks that reduced
     at every visit would issue different numbers of collectives.
 
+    A backward pass may run inside a forward pass, of the root or of a unit: for an adversarial example, a penalty, or
+    with manual optimization. At its end torch makes all units idle, and reshards them. The forward passes that are
+    running then go on as they were (:func:`_go_on`). ``torch.autograd.grad`` adds to no parameter's gradient, so nothing
+    is reduced in it.
+
     torch 2.13 can fill in zeros too (``set_reduce_scatter_unused_params``), but it passes them to the optimizer, which
     then applies weight decay and momentum to parameters that no rank has used.
 
     Args:
         units: The units, the root last; in the same order on every rank.
         runtime: The ranks.
+        step: What gathered parameters show as their gradients inside a forward pass of the root.
 
     Attributes:
         due: Whether a backward pass inside the root's forward pass has begun whose end autograd has not reported.
         partly: The gradients that wait for the all-reduce across replicas.
+        recorded: The units that the graph of a backward pass needs.
     """
 
-    def __init__(self, units: Sequence[FSDPModule], runtime: Runtime) -> None:
+    def __init__(self, units: Sequence[FSDPModule], runtime: Runtime, step: StepGradients) -> None:
         self._peers = runtime.along(*GRADIENT_AXES)
         self._lacking = _Lacking(runtime, self._peers)
         self._exchanges = False
@@ -167,6 +187,8 @@ class UnusedParameters:
         self._visits: dict[Any, int] = {}
         self._waiting: set[Any] = set()
         self._ending = self._ended = self.due = False
+        self._step = step
+        self._accumulates, self._task = False, -2
         self.partly = PartlyReduced()
         self._root = list(_groups(units[-1]))
         self._groups = [group for unit in units for group in _groups(unit)]
@@ -174,11 +196,16 @@ class UnusedParameters:
             for parameter in group.fsdp_params:
                 self._index[parameter] = len(self._index)
             group.pre_forward = partial(_count_first, weakref.ref(self), weakref.ref(group))
+            group.pre_backward = partial(_note_first, weakref.ref(self), weakref.ref(group))
             group.post_backward = partial(_fill_first, weakref.ref(self), weakref.ref(group))
         self._count = len(self._index)
         self._telling: tuple[Any, Tensor] | None = None  # held until the next one: it may still be running
-        state: Any = units[-1]._get_fsdp_state()
-        state._root_post_backward_final_callback = partial(_agree_last, weakref.ref(self), weakref.ref(state))
+        for unit in units:  # torch queues that of the unit whose output a backward pass reaches first
+            state: Any = unit._get_fsdp_state()
+            state._root_post_backward_final_callback = partial(_agree_last, weakref.ref(self), weakref.ref(state))
+        self.recorded = RecordedGraphs(self._groups)
+        for group in self._groups:
+            _follow_gathered(group, state if group in self._root else None)
 
     def count(self, group: Any) -> None:
         """Record a call of a unit: a backward pass visits it once per call.
@@ -187,6 +214,7 @@ class UnusedParameters:
         """
         if group._training_state.name == "FORWARD":
             return
+        _carry_requires_grad(group)
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # otherwise it is a recomputation
             if self._ended:
                 self._calls.clear()  # not earlier: another backward pass may visit the same calls
@@ -198,6 +226,12 @@ class UnusedParameters:
         self.due = True
         self._waiting.update(self._root)
 
+    def pre_backward(self) -> None:
+        """Record that a backward pass has reached a unit."""
+        self._step.on = False
+        if torch.is_grad_enabled():  # off in a backward pass, unless it was given create_graph=True
+            self.recorded.begin()
+
     def post_backward(self, group: Any, *args: Any) -> None:
         """Reduce a unit's gradients unless the backward pass visits it again, and free its parameters.
 
@@ -205,6 +239,9 @@ class UnusedParameters:
         micro-batches accumulate in a reduce dtype of their own, and fail.
         """
         if not all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
+            return
+        if group.reduce_grads and not self.accumulates():
+            _post_backward_without_reduction(group, *args)
             return
         if group._training_state.name == "PRE_BACKWARD":
             self._visits[group] = self._visits.get(group, 0) + 1
@@ -219,21 +256,50 @@ class UnusedParameters:
             type(group).post_backward(group, *args)
             self.partly.keep(group)
         else:
-            group.reduce_grads = False
-            try:
-                type(group).post_backward(group, *args)
-            finally:
-                group.reduce_grads = True
-            group._training_state = type(group._training_state).IDLE  # the end of the backward pass handles it again
+            _post_backward_without_reduction(group, *args)
+
+    def accumulates(self) -> bool:
+        """Whether the backward pass that runs adds to gradients: ``torch.autograd.grad`` only returns some."""
+        task = torch._C._current_graph_task_id()
+        if not self._accumulates and task != self._task:
+            gathered = (p._unsharded_param for group in self._groups for p in _trainable(group))
+            self._accumulates = task == -1 or any(map(is_accumulated, gathered)) or _reaches_leaf()
+            self._task = task
+        return self._accumulates  # also if it is one inside of this one that does
 
     def finish(self, state: Any) -> None:
         """End a backward pass: reduce what is pending, and agree on what was used. All ranks must call it."""
+        accumulates, running = self.accumulates(), [] if self.due else _running(state)
+        iteration = state._state_ctx.iter_forward_root
+        kept = self._groups if self.recorded else [group for one in running for group in _groups_of(one)]
+        settings = [(group, group.reshard_after_backward) for group in kept]
         self._ending = True
         try:
+            for group, _ in settings:
+                group.reshard_after_backward = False
             _end_backward(state)
         finally:
             self._ending = False
-        self._agree()
+            for group, reshards in settings:
+                group.reshard_after_backward = reshards
+        if accumulates:
+            self._agree()
+        else:
+            self._ended = True
+            self._visits.clear()
+        self._accumulates = False
+        if running:
+            _go_on(running, iteration)
+            self.show_gradients()
+        self.recorded.end(is_last=not running)
+
+    def show_gradients(self) -> None:
+        """Let parameters that are gathered inside a forward pass of the root show the gradients of their shards."""
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):
+                    self._step.follow(parameter._unsharded_param, parameter.sharded_param, is_part=False)
+        self._step.on = True
 
     def expect(self) -> None:
         """Reduce all units at the next opportunity: they hold gradients that came from no backward pass."""
@@ -297,7 +363,8 @@ class UnusedParameters:
         self._waiting.clear()
         self._lacking.take_back()
         self.partly.forget()
-        self._filled, self.due = {}, False
+        self.recorded.release()
+        self._filled, self.due, self._accumulates = {}, False, False
 
     @contextmanager
     def all_reduced(self, root: FSDPModule) -> Iterator[None]:
@@ -326,6 +393,64 @@ class UnusedParameters:
             for shard, grad in before:
                 shard.grad = grad
             self.partly.put_back(waiting, used)
+
+
+class RecordedGraphs:
+    """Keeps units gathered for backward passes that record their own graph, as with ``create_graph=True``.
+
+    That graph holds the parameters, and reaches none of the unit's outputs when it is differentiated, where
+    ``fully_shard`` would gather: it would compute with memory that was freed. So all units stay gathered from such a
+    pass on, until the end of the next one that records nothing.
+
+    Args:
+        groups: The parameter groups of all units.
+    """
+
+    def __init__(self, groups: Sequence[Any]) -> None:
+        self._groups = groups
+        self._kept: set[Any] = set()
+        self._records = self._exists = False
+        for group in groups:
+            group.reshard = partial(_reshard_unless_kept, weakref.ref(self), weakref.ref(group))
+
+    def __bool__(self) -> bool:
+        return self._exists
+
+    def begin(self) -> None:
+        """Record that the backward pass that runs records its own graph."""
+        self._records = self._exists = True
+
+    def end(self, *, is_last: bool) -> None:
+        """End a backward pass.
+
+        Args:
+            is_last: Whether no forward pass goes on after it.
+        """
+        if is_last and not self._records:
+            self.release()
+        self._records = False
+
+    def keep(self, group: Any) -> bool:
+        """Whether a unit that torch would reshard is kept."""
+        if self._exists and group._training_state.name in ("FORWARD", "POST_BACKWARD"):
+            self._kept.add(group)
+            return True
+        return False
+
+    def release(self) -> None:
+        """Reshard what was kept. A graph that still holds it raises when it is differentiated."""
+        self._records = self._exists = False
+        kept, self._kept = self._kept, set()
+        for group in kept:
+            if not group.is_sharded:
+                increment_version([parameter._unsharded_param for parameter in group.fsdp_params])
+                group.reshard()
+
+
+def _reshard_unless_kept(recorded: weakref.ref[RecordedGraphs], of: weakref.ref[Any]) -> None:
+    group, own = of(), recorded()
+    if own is None or not own.keep(group):
+        type(group).reshard(group)
 
 
 class _Lacking:
@@ -508,6 +633,13 @@ def _count_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *a
     return type(group).pre_forward(group, *args)
 
 
+def _note_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *args: Any) -> None:
+    group, own = of(), unused()
+    if own is not None:
+        own.pre_backward()
+    type(group).pre_backward(group, *args)
+
+
 def _fill_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *args: Any) -> None:
     group, filling = of(), unused()
     if group is not None and filling is not None:
@@ -522,6 +654,122 @@ def _agree_last(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any]) -> 
         agreeing.finish(state)
     elif state is not None:
         _end_backward(state)
+
+
+def _post_backward_without_reduction(group: Any, *args: Any) -> None:
+    reduces, group.reduce_grads = group.reduce_grads, False
+    try:
+        type(group).post_backward(group, *args)
+    finally:
+        group.reduce_grads = reduces
+    group._training_state = type(group._training_state).IDLE  # the end of the backward pass handles it again
+
+
+def _reaches_leaf() -> bool:
+    """Whether the backward pass that runs adds to the gradient of a leaf that the running node leads to."""
+    node: Any = torch._C._current_autograd_node()
+    while node is not None and not hasattr(node, "variable"):
+        node = next((after for after, _ in node.next_functions if after is not None), None)
+    return node is not None and is_accumulated(node.variable)
+
+
+def _running(state: Any) -> list[Any]:
+    """The states of the modules whose forward pass is running."""
+    states = state._state_ctx.all_states
+    return [one for one in states if one._training_state.name == "FORWARD" and len(one._modules) == 1]
+
+
+def _go_on(states: Sequence[Any], iteration: Any) -> None:
+    """Let forward passes go on that a backward pass inside them has ended for torch.
+
+    Args:
+        states: The states of their modules.
+        iteration: The state of the module that was called first.
+    """
+    for state in states:
+        for group in _groups_of(state):
+            group.unshard()
+            group.wait_for_unshard()
+            group._training_state = type(group._training_state).FORWARD
+        state._training_state = type(state._training_state).FORWARD
+        state._state_ctx.iter_forward_root = iteration
+
+
+def resume_forward(root: FSDPModule) -> None:
+    """Let the root's forward pass go on after a backward pass or an optimizer's step by hand."""
+    state: Any = root._get_fsdp_state()
+    _go_on([state], state)
+
+
+def make_root(root: FSDPModule) -> None:
+    """Make a module the root, as its first call would: a unit that is called before it would become one."""
+    state: Any = root._get_fsdp_state()
+    state._lazy_init()
+
+
+def is_idle(root: FSDPModule) -> bool:
+    """Whether neither a forward nor a backward pass of the root runs."""
+    state: Any = root._get_fsdp_state()
+    return bool(state._training_state.name == "IDLE")
+
+
+_SEEN = "_fsdp_fsdp2_requires_grad"
+
+
+def _follow_gathered(group: Any, root: Any | None) -> None:
+    """Follow what a step does to a unit's gathered parameters.
+
+    Args:
+        group: The unit's parameter group.
+        root: The root's state, if the unit is the root.
+    """
+    of_root = None if root is None else weakref.ref(root)
+    group._to_unsharded = partial(_note_gathered, weakref.ref(group), of_root)
+    group._to_sharded = partial(_carry_and_free, weakref.ref(group), "_to_sharded")
+    group._to_sharded_post_forward = partial(_carry_and_free, weakref.ref(group), "_to_sharded_post_forward")
+
+
+def _note_gathered(of: weakref.ref[Any], of_root: weakref.ref[Any] | None) -> None:
+    group: Any = of()
+    type(group)._to_unsharded(group)
+    if of_root is not None and _SEEN not in vars(group):
+        for parameter in group.fsdp_params:
+            gathered = parameter._unsharded_param
+            if gathered.is_floating_point() or gathered.is_complex():
+                required = gathered.requires_grad
+                gathered.requires_grad_(True)  # a hook can't be placed otherwise
+                gathered.register_post_accumulate_grad_hook(partial(_end_inside, of_root))
+                gathered.requires_grad_(required)
+    vars(group)[_SEEN] = [parameter._unsharded_param.requires_grad for parameter in group.fsdp_params]
+
+
+def _end_inside(of: weakref.ref[Any], gathered: Tensor) -> None:
+    """Let torch end a backward pass inside the root's forward pass that reaches the output of no unit."""
+    state = of()
+    if state is not None and state._training_state.name == "FORWARD":
+        state._register_root_post_backward_final_callback()
+
+
+def _carry_and_free(of: weakref.ref[Any], name: str) -> None:
+    group = of()
+    _carry_requires_grad(group)
+    getattr(type(group), name)(group)
+
+
+def _carry_requires_grad(group: Any) -> None:
+    """Copy ``requires_grad`` to shards from gathered parameters whose own was changed since they were gathered.
+
+    ``fully_shard`` copies it from the shard when it gathers, and never back: a unit that stays gathered, as the last
+    one and the root do, would forget that it was unfrozen.
+    """
+    if not group.is_unsharded:
+        return
+    seen = vars(group).get(_SEEN, ())
+    for index, (parameter, before) in enumerate(zip(group.fsdp_params, seen, strict=False)):
+        now = parameter._unsharded_param.requires_grad
+        if now != before:
+            parameter.sharded_param.requires_grad_(now)
+            seen[index] = now
 
 
 def finish_backward(root: FSDPModule, unused: UnusedParameters) -> None:
@@ -847,7 +1095,10 @@ def take_filled(unit: FSDPModule) -> None:
 
 
 def _groups(unit: FSDPModule) -> list[Any]:
-    state: Any = unit._get_fsdp_state()
+    return _groups_of(unit._get_fsdp_state())
+
+
+def _groups_of(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one group before torch 2.11
     return [group for group in groups if group is not None]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Never
 
@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.precision import Precision
-from lightning.fabric.strategies import FSDPStrategy
+from lightning.fabric.strategies import FSDPStrategy, Strategy
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -126,6 +126,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         self._gradients = GuardedGradients(lambda: self.optimizers, lambda: self.roots)
         self._signals: Signals | None = None
         self._num_nodes = 1
+        self._in_backward = False
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -204,7 +205,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         if not any(known is sharded for known in self.roots):
             self._roots.append(weakref.ref(sharded))
             self._first_forwards.append(FirstForwards(sharded))
-        return ShardedForward(sharded)
+        return ShardedForward(sharded, lambda: self._in_backward)
 
     @property
     def roots(self) -> list[Sharded]:
@@ -266,14 +267,24 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
+    @wraps(Strategy.backward)  # or Lightning refuses torch.autograd.grad, which needs none of this
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         self._check_loss()
         for forwards in self._first_forwards:
             forwards.check()
         self._gradients.off()
-        super().backward(tensor, module, *args, **kwargs)
+        self._in_backward = True
+        try:
+            with self.backward_context():
+                super().backward(tensor, module, *args, **kwargs)
+        finally:
+            self._in_backward = False
         self._backward_sync_control.after_backward(self.roots)
         self._gradients.on()
+
+    def backward_context(self) -> AbstractContextManager[None]:
+        """A context for backward passes. Override this and not ``backward``, which Lightning must take for its own."""
+        return nullcontext()
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         if self.async_saves is not None:

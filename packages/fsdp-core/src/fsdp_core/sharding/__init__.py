@@ -33,7 +33,7 @@ from fsdp_core.sharding.wrap_policy import (
     repeated_blocks,
     select_units,
 )
-from fsdp_core.torch_private import is_flattened
+from fsdp_core.torch_private import is_accumulated, is_flattened
 
 __all__ = [
     "DATA_AXES",
@@ -68,6 +68,7 @@ __all__ = [
     "copy_refusal",
     "current_split",
     "describe_policy",
+    "is_accumulated",
     "is_flattened",
     "is_part",
     "is_sharded_dtensor",

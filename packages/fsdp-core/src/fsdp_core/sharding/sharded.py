@@ -27,6 +27,7 @@ from fsdp_core.state.held_gradients import HeldGradients, held_at_parameters, re
 from fsdp_core.state.layout import Layout, bytes_held, whole_parts
 from fsdp_core.state.optimizer import load_optimizer_state, optimizer_state
 from fsdp_core.state.saved_tensor import SavedTensor
+from fsdp_core.torch_private import is_accumulated
 
 if TYPE_CHECKING:
     from fsdp_core.sharding.backend import Backend
@@ -214,6 +215,21 @@ class Sharded(ABC):
         Gathered parameters must show those gradients as ``grad``, or raise: see
         :class:`~fsdp_core.sharding.StepGradients`.
         """
+
+    def is_idle(self) -> bool:
+        """Whether neither a forward nor a backward pass of the root runs.
+
+        A call of a part in a backward pass is a forward pass of its own then, and else the recomputation of an earlier
+        one. The default takes all such calls for recomputations.
+        """
+        return False
+
+    def accumulates(self) -> bool:
+        """Whether the backward pass that runs adds to gradients of the module: ``torch.autograd.grad`` does not."""
+        return any(map(is_accumulated, self.root.parameters()))
+
+    def begin_call(self) -> None:
+        """Prepare for a call of a part outside of the root's forward pass, which may be the first of all calls."""
 
     def watch_writes(self) -> StepWrites | None:
         """Watch the writes of a run's first step to gathered parameters, which would silently be lost.

@@ -20,12 +20,14 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingSt
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._runtime_utils import (
     _post_backward_hook,
+    _pre_backward_hook,
     _post_forward,
     _post_forward_reshard,
     _pre_forward,
     _pre_forward_unshard,
     _register_pre_backward_hooks,
     _root_pre_forward,
+    _unshard,
 )
 from torch.distributed.utils import _cast_forward_inputs
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -36,9 +38,14 @@ __all__ = [
     "FlatMember",
     "Pending",
     "abandon_forward",
+    "accumulates",
+    "begin_inside",
     "cast_inputs",
+    "is_idle",
     "flat_members",
     "flattening_parts",
+    "gather_for_graph",
+    "keep_gathered",
     "follow_requires_grad",
     "forget_pending",
     "forget_views",
@@ -52,6 +59,8 @@ __all__ = [
     "reduce_unused",
     "reset",
     "reshard",
+    "restore_views",
+    "saved_views",
     "resume_forward",
     "shard_group",
     "suspend_forward",
@@ -269,6 +278,7 @@ def reshard(unit: FullyShardedDataParallel) -> None:
     handle = handle_of(unit)
     flat = handle.flat_param
     place = flat._param_infos[0]
+    handle.__dict__.pop("reshard", None)
     at_rest = (
         # without sharding, a forward pass uses other views of the same memory
         (not handle._use_orig_params or place.module._parameters.get(place.param_name) is flat._params[0])
@@ -448,10 +458,19 @@ def _reduce_nothing(unit: FullyShardedDataParallel, handle: Any, _: Any) -> None
     # the backward pass has reached the unit's output, but none of its parameters
     if handle._training_state != HandleTrainingState.BACKWARD_PRE:
         return
+    if any(map(torch._C._will_engine_execute_node, _nodes(handle.flat_param))):
+        return  # another call's part of this backward pass reaches them
     if unit._sync_gradients:
         _reduce(unit, handle)
     else:
         handle.flat_param._post_backward_called = True  # as on ranks that have used its parameters
+
+
+def _nodes(flat: Any) -> list[Any]:
+    hooks: tuple[Any, ...] = getattr(flat, "_post_backward_hook_state", ())
+    if len(hooks) != 2:
+        return []
+    return hooks[1]._nodes if isinstance(hooks[1], _LastOfNodes) else [hooks[0]]
 
 
 def _reduce(unit: FullyShardedDataParallel, handle: Any) -> None:
@@ -532,6 +551,88 @@ def suspend_forward(root: FullyShardedDataParallel, loss: Tensor | None, pending
         leave_gradients(root)
         _before_end_of_backward(root, loss)
         _post_forward(root, handle_of(root), _post_forward_reshard, root, None, loss)
+
+
+def is_idle(root: FullyShardedDataParallel) -> bool:
+    """Whether no forward or backward pass of the root runs."""
+    return root.training_state == TrainingState.IDLE
+
+
+def accumulates(root: FullyShardedDataParallel, pending: Iterable[Pending]) -> bool:
+    """Whether the backward pass that runs computes gradients of flat parameters: not if it is ``autograd.grad``."""
+    nodes = [node for unit in units_of(root) for node in _nodes(handle_of(unit).flat_param)]
+    nodes += [one.node for one in pending if one.node is not None]
+    return any(map(torch._C._will_engine_execute_node, nodes))
+
+
+def keep_gathered(root: FullyShardedDataParallel) -> None:
+    """Keep units gathered until :func:`reshard`: a graph of a backward pass needs their parameters, without a hook."""
+    for one in units_of(root):
+        _keep_gathered(handle_of(one))
+
+
+def gather_for_graph(unit: FullyShardedDataParallel) -> None:
+    """Gather a unit for a backward pass that computes no gradients of parameters."""
+    handle = handle_of(unit)
+    if handle._ran_pre_backward_hook:
+        return
+    before = handle._training_state
+    handle._training_state = HandleTrainingState.BACKWARD_PRE
+    _unshard(unit, handle, unit._unshard_stream, unit._pre_unshard_stream)
+    unit._device_handle.current_stream().wait_stream(unit._unshard_stream)
+    handle._training_state = before
+    handle._ran_pre_backward_hook = True  # FSDP1's own would prepare for gradients of parameters
+    torch.autograd.Variable._execution_engine.queue_callback(partial(_end_of_graph, unit))
+
+
+def _end_of_graph(unit: FullyShardedDataParallel) -> None:
+    handle = handle_of(unit)
+    before, handle._training_state = handle._training_state, HandleTrainingState.FORWARD
+    _post_forward_reshard(unit, handle)
+    handle._training_state = before
+    handle._ran_pre_backward_hook = False
+    handle._needs_pre_backward_unshard = True
+
+
+def _keep_gathered(handle: Any) -> None:
+    if "reshard" not in vars(handle):
+        of = weakref.ref(handle)
+        handle.reshard = lambda free: type(of()).reshard(of(), False)
+
+
+def saved_views(root: FullyShardedDataParallel) -> list[tuple[Any, list[Any]]]:
+    """What units have computed with, which FSDP1 forgets after a backward pass."""
+    flats = [handle_of(unit).flat_param for unit in units_of(root)]
+    return [(flat, list(flat._tensors)) for flat in flats if flat._tensors is not None]
+
+
+def restore_views(views: list[tuple[Any, list[Any]]]) -> None:
+    """Let a second backward pass through the same graph find them."""
+    for flat, tensors in views:
+        if flat._tensors is not None:
+            flat._tensors[:] = [old if now is None else now for now, old in zip(flat._tensors, tensors, strict=True)]
+
+
+def begin_inside(root: FullyShardedDataParallel, pending: list[Pending], end: Any) -> None:
+    """Let a backward pass that has begun inside the root's running forward pass be one of the root.
+
+    Args:
+        root: The root.
+        pending: The units that wait for a later backward pass; appended to.
+        end: Called at the end of the backward pass, after FSDP1's own end.
+    """
+    state: Any = root
+    with torch.enable_grad():  # off inside a backward pass
+        suspend_forward(root, None, pending)
+    handle = handle_of(root)
+    if handle is not None:
+        handle._ran_pre_backward_hook = False
+        handle._needs_pre_backward_unshard = True
+    waiting = [u for u in units_of(root) if handle_of(u).flat_param.requires_grad and _has_waiting(u)]
+    if state._sync_gradients and waiting:
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_reduce_unvisited, waiting))
+    _pre_backward_hook(root, root.module, handle, None)
+    torch.autograd.Variable._execution_engine.queue_callback(end)
 
 
 def _forget_unfit_hooks(flat: Any) -> None:

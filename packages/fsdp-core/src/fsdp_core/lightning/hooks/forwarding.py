@@ -8,9 +8,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.lightning.hooks.redirection import called_as_written, normal_tensors
 from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.full_tensor import gathered_modules
+from fsdp_core.torch_private import tree_flatten
 
 __all__ = ["ShardedForward", "sharded_in"]
 
@@ -24,13 +26,15 @@ class ShardedForward(nn.Module):
 
     Args:
         sharded: The sharded root.
+        is_stepping: Whether ``fabric.backward()`` is running.
     """
 
     sharded: Sharded
 
-    def __init__(self, sharded: Sharded) -> None:
+    def __init__(self, sharded: Sharded, is_stepping: Callable[[], bool]) -> None:
         super().__init__()
         self.sharded = sharded
+        self._is_stepping = is_stepping
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         root = self.sharded.root
@@ -45,7 +49,18 @@ class ShardedForward(nn.Module):
             raise
         if not torch.is_grad_enabled():
             self.sharded.reshard()
+        for tensor in tree_flatten(output)[0]:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._check_backward)
         return output
+
+    def _check_backward(self, _: Tensor) -> None:
+        if not self._is_stepping() and self.sharded.accumulates():
+            raise UnsupportedCapabilityError(
+                f"loss.backward() of {self.sharded.class_name} bypasses Fabric, which then does not know of gradients "
+                "to reduce, unscale and check.\nWrite fabric.backward(loss). torch.autograd.grad(...), which adds to no "
+                "gradient, needs nothing else."
+            )
 
     def children(self) -> Iterator[nn.Module]:
         yield self.sharded.root

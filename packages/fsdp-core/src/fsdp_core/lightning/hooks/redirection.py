@@ -308,10 +308,12 @@ def _asking(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if torch.compiler.is_compiling() or in_backward():  # backward recomputes calls of a forward pass
+    if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     root = _root_of(module)
     if root is None or root in running_forwards or module in gathered_modules:
+        return forward(*args, **kwargs)
+    if in_backward() and not _sharded(root).is_idle():  # the recomputation of a call of a forward pass
         return forward(*args, **kwargs)
     _begin(root, module)
     sharded, failed = _sharded(root), True
@@ -332,6 +334,7 @@ def _begin(root: nn.Module, module: nn.Module) -> None:
     check_not_gathered(root, f"a call of {name}, which is not gathered,")
     if _followed.get(root):
         _sharded(root).runtime.meet(f"a call of {name} outside of a step, which gathers shards of all ranks,")
+    _sharded(root).begin_call()
 
 
 def _end(root: nn.Module, *, failed: bool) -> None:
