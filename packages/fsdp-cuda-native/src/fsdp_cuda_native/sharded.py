@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from fsdp_core import Runtime, Sharded, UnsupportedCapabilityError
 from fsdp_core.sharding import (
@@ -28,6 +26,7 @@ from fsdp_core.state.full_tensor import running_forwards
 from fsdp_core.state import HeldGradients, Layout, SavedTensor, aliases, clean_name, refuse_half_gradients
 from fsdp_cuda_native.accumulated_gradients import held_by_units, restore_to_units
 from fsdp_cuda_native.torch_private import flat_parameters as torch_private
+from fsdp_cuda_native.torch_private.nested_passes import NestedPasses, is_idle
 from fsdp_cuda_native.torch_private.unit_gradients import drop_gradients
 from fsdp_cuda_native.unflattened import as_user_wrote, layout_of, local_parts, named_members
 
@@ -66,6 +65,8 @@ class NativeSharded(Sharded):
         self._steps = StepGradients(root)
         # set while a forward pass that was suspended is still running
         self._pending: list[torch_private.Pending] | None = None
+        self._is_by_hand = False
+        self._passes = NestedPasses(root, lambda: root in running_forwards, self._begin_inside)
         for unit in self._units:
             unit.register_forward_hook(partial(_follow_gathered, self))
             torch_private.watch_calls(unit)
@@ -73,14 +74,8 @@ class NativeSharded(Sharded):
         self.reshard()
         in_order = [p for p in written.parameters() if any(p is w for w in whole)]
         self._replicated = ReplicatedParameters(in_order, root, runtime) if in_order else None
-        self._by_hand = False
-        own = weakref.ref(self)
-        for unit in self._units:
-            if unit is not root:
-                unit.module.register_forward_hook(partial(_show_backward, own, weakref.ref(unit)))
-        root.module.register_forward_pre_hook(partial(_show_root, own))
         written.register_forward_hook(_leave_gradients)
-        written.register_forward_hook(partial(_forget_at_end, own))
+        written.register_forward_hook(_forget_after_backward)
         root.register_forward_hook(_forget_pending)
 
     # -- structure -------------------------------------------------------------------------------------------------
@@ -141,8 +136,11 @@ class NativeSharded(Sharded):
                 "forward_prefetch=True can't be combined with manual optimization, whose steps are taken while units "
                 "are gathered ahead.\nLeave forward_prefetch out."
             )
+        self._is_by_hand = True
+        self._suspend(loss)
+
+    def _suspend(self, loss: Tensor | None) -> None:
         self._steps.on = False
-        self._by_hand = True
         if self._pending is None:
             self._pending = []
         torch_private.suspend_forward(self.root, loss, self._pending)
@@ -154,27 +152,18 @@ class NativeSharded(Sharded):
         self._follow(self.root)
         self._steps.on = True
 
+    def _begin_inside(self) -> None:
+        """Begin a backward pass of the root inside its running forward pass, which then goes on."""
+        torch_private.begin_inside(self.root, self._suspend, self.resume_forward)
+
     def is_idle(self) -> bool:
-        return torch_private.is_idle(self.root)
+        return is_idle(self.root)
 
-    def begin_inside(self) -> None:
-        """Notice a backward pass inside the root's forward pass, before it reaches a unit or an own parameter."""
-        root = self.root
-        if root not in running_forwards or torch_private.is_idle(root) or torch_private.is_interrupted(root):
-            return
-        if any(unit.forward_prefetch for unit in self._units):
-            raise UnsupportedCapabilityError("forward_prefetch=True and a backward pass inside a step")
-        on, self._steps.on = self._steps.on, False
-        if self._pending is None:
-            self._pending = []
-        views = torch_private.saved_views(root)
-        torch_private.begin_inside(root, self._pending, partial(self._end_inside, on, views))
+    def accumulates(self) -> bool:
+        return self._passes.accumulates()
 
-    def _end_inside(self, on: bool, views: Any) -> None:
-        with torch.enable_grad():
-            self.resume_forward()
-        torch_private.restore_views(views)
-        self._steps.on = on
+    def gather_again(self) -> None:
+        self._passes.gather_again()
 
     def watch_writes(self) -> StepWrites | None:
         names = {part: clean_name(name) for name, part in self.written.named_modules()}
@@ -267,7 +256,7 @@ class NativeSharded(Sharded):
                 self._steps.follow(gathered, shard, is_part=is_part)
 
     def _forget_pending(self) -> None:
-        self._by_hand = False
+        self._is_by_hand = False
         pending, self._pending = self._pending, None
         if pending is not None:
             torch_private.forget_pending(self.root, pending)
@@ -286,62 +275,12 @@ def _leave_gradients(module: nn.Module, args: Any, output: Any) -> None:
 
 def _forget_pending(root: nn.Module, args: Any, output: Any) -> None:
     sharded = sharded_of(root)
-    if isinstance(sharded, NativeSharded) and sharded._by_hand:
+    if isinstance(sharded, NativeSharded) and sharded._is_by_hand:
         sharded._forget_pending()
 
 
-def _forget_at_end(of: Any, module: nn.Module, args: Any, output: Any) -> None:
-    sharded = of()
-    if sharded is None or sharded._pending is None or sharded._by_hand or not torch.is_grad_enabled():
-        return
-
-    def queue(_: Any) -> None:
-        if sharded._pending is not None and not torch_private.is_interrupted(sharded.root):
-            torch.autograd.Variable._execution_engine.queue_callback(sharded._forget_pending)
-
-    for tensor in tree_leaves(output):
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
-            tensor.register_hook(queue)
-
-
-def _show_backward(of: Any, of_unit: Any, module: nn.Module, args: Any, output: Any) -> None:
-    if not torch.is_grad_enabled():
-        return
-
-    def begin(_: Any) -> None:
-        sharded, unit = of(), of_unit()
-        if sharded is None or unit is None:
-            return
-        root, keep = sharded.root, torch.is_grad_enabled()  # create_graph=True: it will itself be differentiated
-        if torch_private.is_interrupted(root):
-            if keep:
-                raise UnsupportedCapabilityError(
-                    "create_graph=True in a backward pass from what a call of the model returned: FSDP1 ends it as the "
-                    "step's own, and would lose the gradients of the next one.\n"
-                    "Use strategy='fsdp2', or compute it inside a training_step()."
-                )
-            return
-        if keep:
-            torch_private.keep_gathered(root)
-        if keep or (root in running_forwards and not torch_private.accumulates(root, sharded._pending or ())):
-            torch_private.gather_for_graph(unit)
-        else:
-            sharded.begin_inside()
-
-    for tensor in tree_leaves(output):
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
-            tensor.register_hook(begin)
-
-
-def _show_root(of: Any, module: nn.Module, args: Any) -> None:
-    sharded = of()
-    handle = None if sharded is None else torch_private.handle_of(sharded.root)
-    hooks = () if handle is None else getattr(handle.flat_param, "_post_backward_hook_state", ())
-    if len(hooks) == 2 and torch.is_grad_enabled():
-
-        def begin(_: Any) -> None:
-            sharded = of()
-            if sharded is not None:
-                sharded.begin_inside()
-
-        hooks[0].register_prehook(begin)
+def _forget_after_backward(module: nn.Module, args: Any, output: Any) -> None:
+    """Let what waits for a backward pass inside the forward pass wait for that of the forward pass too."""
+    sharded = sharded_of(module)
+    if isinstance(sharded, NativeSharded) and sharded._pending is not None and not sharded._is_by_hand:
+        torch_private.at_end_of_backward(sharded.root, output, sharded._forget_pending)

@@ -228,6 +228,9 @@ class Sharded(ABC):
         """Whether the backward pass that runs adds to gradients of the module: ``torch.autograd.grad`` does not."""
         return any(map(is_accumulated, self.root.parameters()))
 
+    def gather_again(self) -> None:
+        """Gather the root's own parameters for a call inside a backward pass, a part of which may have freed them."""
+
     def begin_call(self) -> None:
         """Prepare for a call of a part outside of the root's forward pass, which may be the first of all calls."""
 

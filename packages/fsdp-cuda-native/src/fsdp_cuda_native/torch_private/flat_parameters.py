@@ -6,7 +6,7 @@ FSDP1 exposes neither its flat parameters nor the state of a forward pass throug
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,20 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import increment_version, register_multi_grad_hook
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._runtime_utils import (
     _post_backward_hook,
-    _pre_backward_hook,
     _post_forward,
     _post_forward_reshard,
+    _pre_backward_hook,
     _pre_forward,
     _pre_forward_unshard,
     _register_pre_backward_hooks,
     _root_pre_forward,
-    _unshard,
 )
 from torch.distributed.utils import _cast_forward_inputs
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -38,14 +37,11 @@ __all__ = [
     "FlatMember",
     "Pending",
     "abandon_forward",
-    "accumulates",
+    "at_end_of_backward",
     "begin_inside",
     "cast_inputs",
-    "is_idle",
     "flat_members",
     "flattening_parts",
-    "gather_for_graph",
-    "keep_gathered",
     "follow_requires_grad",
     "forget_pending",
     "forget_views",
@@ -53,14 +49,15 @@ __all__ = [
     "gathered_shard",
     "handle_of",
     "is_interrupted",
+    "keep_gathered",
     "leave_gradients",
     "no_reduction",
+    "nodes_of",
+    "reduce_at",
     "reduce_left_out",
     "reduce_unused",
     "reset",
     "reshard",
-    "restore_views",
-    "saved_views",
     "resume_forward",
     "shard_group",
     "suspend_forward",
@@ -271,14 +268,15 @@ def tied_members(unit: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, st
 
 
 def reshard(unit: FullyShardedDataParallel) -> None:
-    """Free a unit's gathered parameters, if there are any.
+    """Free a unit's gathered parameters, if there are any, also if they were kept for a graph.
 
-    After a forward pass without a backward pass the root keeps them, and would reuse them after a step.
+    That graph then raises when it is used. After a forward pass without a backward pass the root keeps them, and would reuse them after a step.
     """
     handle = handle_of(unit)
     flat = handle.flat_param
     place = flat._param_infos[0]
-    handle.__dict__.pop("reshard", None)
+    if vars(handle).pop("reshard", None) is not None:
+        increment_version(flat)
     at_rest = (
         # without sharding, a forward pass uses other views of the same memory
         (not handle._use_orig_params or place.module._parameters.get(place.param_name) is flat._params[0])
@@ -291,6 +289,19 @@ def reshard(unit: FullyShardedDataParallel) -> None:
         handle.reshard(handle.uses_sharded_strategy)
         handle.post_reshard()
         handle._prefetched = False
+
+
+def keep_gathered(units: Iterable[FullyShardedDataParallel]) -> None:
+    """Keep the parameters of units from now on, until :func:`reshard`, once they are gathered."""
+    for unit in units:
+        handle = handle_of(unit)
+        if handle is not None and "reshard" not in vars(handle):
+            handle.reshard = partial(_reshard_and_keep, weakref.ref(handle))
+
+
+def _reshard_and_keep(of: weakref.ref[Any], free_unsharded_flat_param: bool) -> None:
+    handle: Any = of()
+    type(handle).reshard(handle, False)
 
 
 def forget_views(unit: FullyShardedDataParallel) -> None:
@@ -402,7 +413,7 @@ def _reduce_after_all_calls(of: weakref.ref[FullyShardedDataParallel], module: n
     last = hooks[1]
     if not isinstance(last, _LastOfNodes):
         hooks[1].remove()
-        last = _LastOfNodes(unit)
+        last = _LastOfNodes(unit, first=hooks[1])
         last.add(hooks[0])
     last.add(node)
     flat._post_backward_hook_state = (node, last)
@@ -413,18 +424,23 @@ class _LastOfNodes:
 
     Args:
         unit: The unit, held by a weak reference.
+        first: The hook of FSDP1 that it replaces.
+
+    Attributes:
+        nodes: The nodes.
     """
 
-    def __init__(self, unit: FullyShardedDataParallel) -> None:
+    def __init__(self, unit: FullyShardedDataParallel, first: Any) -> None:
         self._unit = weakref.ref(unit)
-        self._nodes: list[Any] = []
+        self.first = first
+        self.nodes: list[Any] = []
         self._hooks: list[Any] = []
         self._reached: set[int] = set()
 
     def add(self, node: Any) -> None:
         """Add a node to wait for."""
-        self._hooks.append(node.register_hook(partial(self._reach, len(self._nodes))))
-        self._nodes.append(node)
+        self._hooks.append(node.register_hook(partial(self._reach, len(self.nodes))))
+        self.nodes.append(node)
 
     def remove(self) -> None:
         """Remove the hook."""
@@ -435,7 +451,7 @@ class _LastOfNodes:
         self._reached.add(index)
         if all(
             other in self._reached or not torch._C._will_engine_execute_node(node)
-            for other, node in enumerate(self._nodes)
+            for other, node in enumerate(self.nodes)
         ):
             self._reached.clear()
             unit = self._unit()
@@ -458,19 +474,12 @@ def _reduce_nothing(unit: FullyShardedDataParallel, handle: Any, _: Any) -> None
     # the backward pass has reached the unit's output, but none of its parameters
     if handle._training_state != HandleTrainingState.BACKWARD_PRE:
         return
-    if any(map(torch._C._will_engine_execute_node, _nodes(handle.flat_param))):
+    if any(map(torch._C._will_engine_execute_node, nodes_of(unit))):
         return  # another call's part of this backward pass reaches them
     if unit._sync_gradients:
         _reduce(unit, handle)
     else:
         handle.flat_param._post_backward_called = True  # as on ranks that have used its parameters
-
-
-def _nodes(flat: Any) -> list[Any]:
-    hooks: tuple[Any, ...] = getattr(flat, "_post_backward_hook_state", ())
-    if len(hooks) != 2:
-        return []
-    return hooks[1]._nodes if isinstance(hooks[1], _LastOfNodes) else [hooks[0]]
 
 
 def _reduce(unit: FullyShardedDataParallel, handle: Any) -> None:
@@ -500,18 +509,48 @@ def _queue_left_out(of: weakref.ref[FullyShardedDataParallel], module: nn.Module
 
 def _before_end_of_backward(root: FullyShardedDataParallel, output: Any) -> None:
     """Queue the reduction ahead of FSDP1's own end of the backward pass, whose hooks these tensors get next."""
-    state: Any = root
+
 
     def queue(_: Tensor) -> None:
-        if not state._sync_gradients or is_interrupted(root):
-            return
-        waiting = [unit for unit in units_of(root) if handle_of(unit).flat_param.requires_grad and _has_waiting(unit)]
-        if waiting:
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_reduce_unvisited, waiting))
+        if not is_interrupted(root) and _accumulates(root):
+            _queue_waiting(root)
 
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(queue)
+
+
+def reduce_at(unit: FullyShardedDataParallel, node: Any) -> None:
+    """Let a node reduce a unit's gradient that FSDP1 has forgotten, after another backward pass.
+
+    Args:
+        unit: The unit.
+        node: A node that is about to add to the gradient of its flat parameter.
+    """
+    flat = handle_of(unit).flat_param
+    if not hasattr(flat, "_post_backward_hook_state"):
+        hook = node.register_hook(partial(_post_backward_hook, unit, handle_of(unit)))
+        flat._post_backward_hook_state = node, hook
+
+
+def _queue_waiting(root: FullyShardedDataParallel) -> None:
+    state: Any = root
+    waiting = [unit for unit in units_of(root) if handle_of(unit).flat_param.requires_grad and _has_waiting(unit)]
+    if state._sync_gradients and waiting:
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_reduce_unvisited, waiting))
+
+
+def _accumulates(root: FullyShardedDataParallel) -> bool:
+    """Whether the backward pass that runs adds to gradients of flat parameters: ``torch.autograd.grad`` does not."""
+    return any(torch._C._will_engine_execute_node(node) for unit in units_of(root) for node in nodes_of(unit))
+
+
+def nodes_of(unit: FullyShardedDataParallel) -> Iterator[Any]:
+    """The autograd nodes that add to the gradient of a unit's flat parameter."""
+    handle = handle_of(unit)
+    hooks: tuple[Any, ...] = () if handle is None else getattr(handle.flat_param, "_post_backward_hook_state", ())
+    if len(hooks) == 2:
+        yield from getattr(hooks[1], "nodes", hooks[:1])
 
 
 def _has_waiting(unit: FullyShardedDataParallel) -> bool:
@@ -553,86 +592,43 @@ def suspend_forward(root: FullyShardedDataParallel, loss: Tensor | None, pending
         _post_forward(root, handle_of(root), _post_forward_reshard, root, None, loss)
 
 
-def is_idle(root: FullyShardedDataParallel) -> bool:
-    """Whether no forward or backward pass of the root runs."""
-    return root.training_state == TrainingState.IDLE
-
-
-def accumulates(root: FullyShardedDataParallel, pending: Iterable[Pending]) -> bool:
-    """Whether the backward pass that runs computes gradients of flat parameters: not if it is ``autograd.grad``."""
-    nodes = [node for unit in units_of(root) for node in _nodes(handle_of(unit).flat_param)]
-    nodes += [one.node for one in pending if one.node is not None]
-    return any(map(torch._C._will_engine_execute_node, nodes))
-
-
-def keep_gathered(root: FullyShardedDataParallel) -> None:
-    """Keep units gathered until :func:`reshard`: a graph of a backward pass needs their parameters, without a hook."""
-    for one in units_of(root):
-        _keep_gathered(handle_of(one))
-
-
-def gather_for_graph(unit: FullyShardedDataParallel) -> None:
-    """Gather a unit for a backward pass that computes no gradients of parameters."""
-    handle = handle_of(unit)
-    if handle._ran_pre_backward_hook:
-        return
-    before = handle._training_state
-    handle._training_state = HandleTrainingState.BACKWARD_PRE
-    _unshard(unit, handle, unit._unshard_stream, unit._pre_unshard_stream)
-    unit._device_handle.current_stream().wait_stream(unit._unshard_stream)
-    handle._training_state = before
-    handle._ran_pre_backward_hook = True  # FSDP1's own would prepare for gradients of parameters
-    torch.autograd.Variable._execution_engine.queue_callback(partial(_end_of_graph, unit))
-
-
-def _end_of_graph(unit: FullyShardedDataParallel) -> None:
-    handle = handle_of(unit)
-    before, handle._training_state = handle._training_state, HandleTrainingState.FORWARD
-    _post_forward_reshard(unit, handle)
-    handle._training_state = before
-    handle._ran_pre_backward_hook = False
-    handle._needs_pre_backward_unshard = True
-
-
-def _keep_gathered(handle: Any) -> None:
-    if "reshard" not in vars(handle):
-        of = weakref.ref(handle)
-        handle.reshard = lambda free: type(of()).reshard(of(), False)
-
-
-def saved_views(root: FullyShardedDataParallel) -> list[tuple[Any, list[Any]]]:
-    """What units have computed with, which FSDP1 forgets after a backward pass."""
-    flats = [handle_of(unit).flat_param for unit in units_of(root)]
-    return [(flat, list(flat._tensors)) for flat in flats if flat._tensors is not None]
-
-
-def restore_views(views: list[tuple[Any, list[Any]]]) -> None:
-    """Let a second backward pass through the same graph find them."""
-    for flat, tensors in views:
-        if flat._tensors is not None:
-            flat._tensors[:] = [old if now is None else now for now, old in zip(flat._tensors, tensors, strict=True)]
-
-
-def begin_inside(root: FullyShardedDataParallel, pending: list[Pending], end: Any) -> None:
-    """Let a backward pass that has begun inside the root's running forward pass be one of the root.
+def begin_inside(
+    root: FullyShardedDataParallel, suspend: Callable[[Tensor | None], None], resume: Callable[[], None]
+) -> None:
+    """Begin a backward pass of the root inside its running forward pass, whose output autograd does not reach.
 
     Args:
         root: The root.
-        pending: The units that wait for a later backward pass; appended to.
-        end: Called at the end of the backward pass, after FSDP1's own end.
+        suspend: Suspends the forward pass.
+        resume: Lets it go on. Called at the end of the backward pass, after FSDP1's own end.
     """
-    state: Any = root
+    queue = torch.autograd.Variable._execution_engine.queue_callback
     with torch.enable_grad():  # off inside a backward pass
-        suspend_forward(root, None, pending)
-    handle = handle_of(root)
+        suspend(None)
+    handle, state = handle_of(root), root
     if handle is not None:
         handle._ran_pre_backward_hook = False
         handle._needs_pre_backward_unshard = True
-    waiting = [u for u in units_of(root) if handle_of(u).flat_param.requires_grad and _has_waiting(u)]
-    if state._sync_gradients and waiting:
-        torch.autograd.Variable._execution_engine.queue_callback(partial(_reduce_unvisited, waiting))
-    _pre_backward_hook(root, root.module, handle, None)
-    torch.autograd.Variable._execution_engine.queue_callback(end)
+    _queue_waiting(root)
+    _pre_backward_hook(state, root.module, handle, None)
+
+    def go_on() -> None:
+        with torch.enable_grad():
+            resume()
+
+    queue(go_on)
+
+
+def at_end_of_backward(root: FullyShardedDataParallel, output: Any, call: Callable[[], None]) -> None:
+    """Call a function at the end of the backward pass of the root that begins at what it has returned."""
+
+    def queue(_: Tensor) -> None:
+        if not is_interrupted(root) and _accumulates(root):
+            torch.autograd.Variable._execution_engine.queue_callback(call)
+
+    for tensor in tree_leaves(output):
+        if torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(queue)
 
 
 def _forget_unfit_hooks(flat: Any) -> None:

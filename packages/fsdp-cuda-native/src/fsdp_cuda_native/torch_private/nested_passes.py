@@ -1,0 +1,256 @@
+"""Backward passes that FSDP1 does not expect: inside a forward pass, inside another one, or without gradients to keep.
+
+FSDP1 expects each backward pass to begin at what the root has returned, to reach the output of a unit before the unit's
+parameters, and to add to their gradients.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+from torch.distributed.fsdp._runtime_utils import _post_forward_reshard, _pre_backward_hook, _unshard
+from torch.utils._pytree import tree_leaves
+
+from fsdp_core import UnsupportedCapabilityError
+from fsdp_cuda_native.torch_private.flat_parameters import (
+    handle_of,
+    is_interrupted,
+    keep_gathered,
+    nodes_of,
+    reduce_at,
+    units_of,
+)
+
+__all__ = ["NestedPasses", "is_idle"]
+
+
+class NestedPasses:
+    """Prepares a root's units for backward passes, before FSDP1 does.
+
+    - ``torch.autograd.grad`` adds to no parameter's gradient. FSDP1 would move the gradients of the last step aside,
+      and give them back only at the end of a pass of the whole root. Here units are gathered for it, and reduce nothing.
+    - A backward pass inside the root's forward pass becomes one of the root, whose forward pass then goes on.
+    - A pass that reaches a unit, or its parameters, before the root's output becomes one of the root there.
+    - With ``create_graph=True`` a pass records its own graph, which holds parameters and calls no hook of FSDP1 when it
+      is differentiated: all units stay gathered until they are resharded explicitly.
+
+    Args:
+        root: The root.
+        is_running: Whether the root's forward pass is running.
+        begin_inside: Begins a backward pass of the root inside its running forward pass.
+    """
+
+    def __init__(
+        self, root: FullyShardedDataParallel, is_running: Callable[[], bool], begin_inside: Callable[[], None]
+    ) -> None:
+        self._root = weakref.ref(root)
+        self.units = weakref.WeakSet({root, *units_of(root)})
+        self._is_running = is_running
+        self._begin_inside = begin_inside
+        self._task, self._accumulates = -2, False
+        self._outer = self._inner = -2
+        self._tasks = weakref.WeakKeyDictionary[FullyShardedDataParallel, int]()
+        own = weakref.ref(self)
+        for unit in self.units:
+            unit.module.register_forward_hook(partial(_show_output, own, weakref.ref(unit)))
+            if handle_of(unit) is not None:
+                unit.module.register_forward_pre_hook(partial(_show_parameters, own, weakref.ref(unit)))
+
+    def accumulates(self, first: Iterable[Any] = ()) -> bool:
+        """Whether the backward pass that runs adds to gradients of flat parameters.
+
+        Args:
+            first: Nodes that may add to them, besides those of which FSDP1 knows.
+        """
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            nodes = chain(first, (node for unit in self.units for node in nodes_of(unit)))
+            self._task, self._accumulates = task, any(map(torch._C._will_engine_execute_node, nodes))
+        return self._accumulates
+
+    def begin(self, unit: FullyShardedDataParallel, nodes: Iterable[Any]) -> None:
+        """Prepare for a backward pass that has reached a unit.
+
+        Args:
+            unit: The unit.
+            nodes: The nodes that add to the gradient of its flat parameter, of the call that the pass has reached.
+
+        Raises:
+            UnsupportedCapabilityError: It adds to gradients, and records its own graph.
+        """
+        root, records = self._root(), torch.is_grad_enabled()  # off, unless it was given create_graph=True
+        if root is None:
+            return
+        if records:
+            keep_gathered(self.units)
+        if not self.accumulates(nodes):
+            _gather_for_pass(unit)
+            return
+        if records:
+            raise UnsupportedCapabilityError(
+                "loss.backward(create_graph=True) adds gradients that can be differentiated to parameters, which FSDP1 "
+                "reduces in a way that can't be.\n"
+                "Write torch.autograd.grad(loss, inputs, create_graph=True), use its result in the loss, and call "
+                "backward() on that; or use strategy='fsdp2'."
+            )
+        if not is_interrupted(root):
+            self._outer = self._task
+            if self._is_running():
+                self._begin_inside()
+            elif unit is not root:
+                _pre_backward_hook(root, root.module, handle_of(root), None)
+        elif self._task not in (self._outer, self._inner):  # what follows in the one around it needs the root again
+            self._inner = self._task
+            torch.autograd.Variable._execution_engine.queue_callback(self.gather_again)
+        handle = handle_of(unit)
+        if handle is None:
+            return
+        if handle._ran_pre_backward_hook and self._tasks.get(unit) != self._task:  # in a pass around this one
+            handle._ran_pre_backward_hook = False
+            unit.training_state = TrainingState.IDLE
+        self._tasks[unit] = self._task
+        if not handle._ran_pre_backward_hook and not _is_gathered(handle):
+            handle._needs_pre_backward_unshard = not _lacks_views(handle)
+            if not handle._needs_pre_backward_unshard:
+                _gather(unit)
+
+    def gather_again(self) -> None:
+        """Gather the root's own parameters for a call inside a backward pass, a part of which may have freed them."""
+        root = self._root()
+        handle = None if root is None else handle_of(root)
+        if root is not None and handle is not None and not _is_gathered(handle):
+            _gather(root, anew=True)
+
+    def begin_at_parameters(self, unit: FullyShardedDataParallel, node: Any) -> None:
+        """Prepare for a backward pass that is about to add to the gradient of a unit, perhaps not at its output."""
+        handle = handle_of(unit)
+        if not handle._ran_pre_backward_hook or self._tasks.get(unit) != torch._C._current_graph_task_id():
+            self.begin(unit, [node])
+            _pre_backward_hook(unit, unit.module, handle, None)
+        reduce_at(unit, node)
+
+
+
+def is_idle(root: FullyShardedDataParallel) -> bool:
+    """Whether neither a forward nor a backward pass of the root runs."""
+    return bool(root.training_state == TrainingState.IDLE)
+
+
+def _is_gathered(handle: Any) -> bool:
+    flat = handle.flat_param
+    return not handle.uses_sharded_strategy or flat.data_ptr() != flat._local_shard.data_ptr()
+
+
+def _lacks_views(handle: Any) -> bool:
+    """Whether FSDP1 has forgotten the tensors that the forward pass has computed with, after another backward pass."""
+    return handle._use_orig_params and any(tensor is None for tensor in handle.flat_param._tensors)
+
+
+def _gather(unit: FullyShardedDataParallel, *, anew: bool = False) -> None:
+    """Gather a unit for a backward pass.
+
+    Args:
+        unit: The unit.
+        anew: Whether its modules get new views of the flat parameter, instead of those of the forward pass.
+    """
+    handle, stream = handle_of(unit), unit._unshard_stream
+    before = handle._training_state
+    handle._training_state = (
+        HandleTrainingState.FORWARD if anew or _lacks_views(handle) else HandleTrainingState.BACKWARD_PRE
+    )
+    _unshard(unit, handle, stream, unit._pre_unshard_stream)
+    unit._device_handle.current_stream().wait_stream(stream)
+    handle._training_state = before
+
+
+def _gather_for_pass(unit: FullyShardedDataParallel) -> None:
+    """Gather a unit until the end of a backward pass that adds to no gradients, and let FSDP1 do nothing in it."""
+    state: Any = unit
+    handle = handle_of(unit)
+    ran = state._post_backward_callback_queued if handle is None else handle._ran_pre_backward_hook
+    gathered = handle is None or _is_gathered(handle)
+    if ran and gathered:
+        return
+    if not gathered:
+        _gather(unit)
+    if handle is None:  # a root without parameters of its own
+        state._post_backward_callback_queued = True
+    else:
+        handle._ran_pre_backward_hook = True
+    torch.autograd.Variable._execution_engine.queue_callback(partial(_end_pass, unit, ran=ran, gathered=gathered))
+
+
+def _end_pass(unit: FullyShardedDataParallel, *, ran: bool, gathered: bool) -> None:
+    state: Any = unit
+    handle = handle_of(unit)
+    if handle is None:
+        state._post_backward_callback_queued = ran
+        state.training_state = TrainingState.IDLE
+        return
+    if not gathered:
+        before, handle._training_state = handle._training_state, HandleTrainingState.FORWARD
+        _post_forward_reshard(unit, handle)
+        handle._training_state = before
+    handle._ran_pre_backward_hook = ran
+    handle._needs_pre_backward_unshard = True
+
+
+def _show_output(
+    of: weakref.ref[NestedPasses],
+    of_unit: weakref.ref[FullyShardedDataParallel],
+    module: nn.Module,
+    args: Any,
+    output: Any,
+) -> None:
+    passes, unit = of(), of_unit()
+    if passes is None or unit is None or not torch.is_grad_enabled():
+        return
+
+    def begin(_: Tensor) -> None:
+        passes, unit = of(), of_unit()
+        if passes is not None and unit is not None:
+            passes.begin(unit, nodes)
+
+    nodes = [node for one in ([unit] if handle_of(unit) is not None else passes.units) for node in nodes_of(one)]
+    for tensor in [output] if isinstance(output, Tensor) else tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(begin)
+
+
+def _show_parameters(
+    of: weakref.ref[NestedPasses], of_unit: weakref.ref[FullyShardedDataParallel], module: nn.Module, args: Any
+) -> None:
+    unit = of_unit()
+    for node in _new_nodes(unit) if unit is not None and torch.is_grad_enabled() else ():
+        node.register_prehook(partial(_begin_at_parameters, of, of_unit))
+
+
+def _begin_at_parameters(
+    of: weakref.ref[NestedPasses], of_unit: weakref.ref[FullyShardedDataParallel], gradients: Any
+) -> None:
+    passes, unit = of(), of_unit()
+    if passes is not None and unit is not None:
+        passes.begin_at_parameters(unit, torch._C._current_autograd_node())
+
+
+_SHOWN = "_fsdp_cuda_native_shown"
+
+
+def _new_nodes(unit: FullyShardedDataParallel) -> list[Any]:
+    """Those of :func:`nodes_of` that were not there at the unit's last call."""
+    nodes = list(nodes_of(unit))
+    if not nodes:
+        return []
+    hook = handle_of(unit).flat_param._post_backward_hook_state[1]
+    first = getattr(hook, "first", hook).id  # of this hook alone, unlike the node, which another may come to look like
+    before, shown = unit.__dict__.get(_SHOWN, (None, 0))
+    unit.__dict__[_SHOWN] = first, len(nodes)
+    return nodes[shown if before == first else 0 :]
