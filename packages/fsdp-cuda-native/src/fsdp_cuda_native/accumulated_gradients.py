@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -14,19 +15,19 @@ from fsdp_cuda_native.torch_private.unit_gradients import (
     drop_gradients,
     no_gradient,
     reduced_gradient,
+    saved_gradient,
     set_reduced_gradient,
     set_unreduced_gradients,
     unreduced_gradients,
 )
 from fsdp_cuda_native.unflattened import local_part, named_members
 
-__all__ = ["held_by_units", "restore_to_units"]
+__all__ = ["forget", "held_by_units", "restore_to_units"]
 
 
 def held_by_units(root: FullyShardedDataParallel, runtime: Runtime) -> HeldGradients:
     """This rank's part of the units' accumulated gradients. All ranks must call it; the root must be sharded."""
     units = list(units_of(root))
-    unreduced = {unit: unreduced_gradients(unit) for unit in units}
     shards = [reduced_gradient(unit) for unit in units]
     somewhere = [any(has) for has in zip(*runtime.gather_objects([shard is not None for shard in shards]), strict=True)]
     reduced = {
@@ -35,13 +36,36 @@ def held_by_units(root: FullyShardedDataParallel, runtime: Runtime) -> HeldGradi
         if has
     }
     held = HeldGradients()
+    held.own.update(_unreduced_by_name(root))
     for name, member in named_members(root):
-        own = unreduced[member.unit].get((member.owner, member.attribute))
-        if own is not None and member.held.requires_grad:
-            held.own[name] = own
         if member.unit in reduced and member.held.requires_grad:
             held.reduced[name] = local_part(name, member).of(reduced[member.unit])
     return held
+
+
+def forget(root: FullyShardedDataParallel, names: Collection[str]) -> None:
+    """Forget what waits for a reduction, and the reduced gradients that it would be added to.
+
+    Args:
+        root: The root.
+        names: The user's names of the parameters.
+    """
+    for name, gradient in _unreduced_by_name(root):
+        if name in names:
+            gradient.zero_()
+    for name, member in named_members(root):
+        saved = saved_gradient(member.unit)
+        for chunk in local_part(name, member).of(saved).chunks if saved is not None and name in names else ():
+            cast("Tensor", chunk.data).zero_()
+
+
+def _unreduced_by_name(root: FullyShardedDataParallel) -> Iterator[tuple[str, Tensor]]:
+    """The gradients that this rank has accumulated without reducing them, by the user's names."""
+    unreduced = {unit: unreduced_gradients(unit) for unit in units_of(root)}
+    for name, member in named_members(root):
+        own = unreduced[member.unit].get((member.owner, member.attribute))
+        if own is not None and member.held.requires_grad:
+            yield name, own
 
 
 def restore_to_units(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from fsdp_core.sharding import (
 )
 from fsdp_core.state.full_tensor import running_forwards
 from fsdp_core.state import HeldGradients, Layout, SavedTensor, aliases, clean_name, refuse_half_gradients
-from fsdp_cuda_native.accumulated_gradients import held_by_units, restore_to_units
+from fsdp_cuda_native.accumulated_gradients import forget, held_by_units, restore_to_units
 from fsdp_cuda_native.torch_private import flat_parameters as torch_private
 from fsdp_cuda_native.torch_private.nested_passes import NestedPasses, is_idle
 from fsdp_cuda_native.torch_private.unit_gradients import drop_gradients
@@ -154,7 +154,11 @@ class NativeSharded(Sharded):
 
     def _begin_inside(self) -> None:
         """Begin a backward pass of the root inside its running forward pass, which then goes on."""
-        torch_private.begin_inside(self.root, self._suspend, self.resume_forward)
+        torch_private.begin_inside(self.root, self._suspend, self._go_on)
+
+    def _go_on(self) -> None:
+        self.resume_forward()
+        self.inner_pass_ended()
 
     def is_idle(self) -> bool:
         return is_idle(self.root)
@@ -237,6 +241,9 @@ class NativeSharded(Sharded):
             if part.name not in flattened and parameter.grad is not None:  # kept whole
                 held.own[part.name] = parameter.grad
         return held
+
+    def forget_unreduced(self, names: Collection[str]) -> None:
+        forget(self.root, names)  # also within the root's forward pass
 
     def restore_gradients(
         self, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor]

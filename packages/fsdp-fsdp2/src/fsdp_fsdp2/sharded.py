@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +89,7 @@ class FSDP2Sharded(Sharded):
         self.units = [_fsdp(unit) for unit in (*units, module)]
         self.gathering = Gathering(self.units)
         self.step = StepGradients(module)
-        self.unused = UnusedParameters(self.units, runtime, self.step)
+        self.unused = UnusedParameters(self.units, runtime, self.step, WeakMethod(self.inner_pass_ended))
         self.assigned = AssignedData(self.units)
         self.shards = dict(module.named_parameters())
         self.interrupted = False

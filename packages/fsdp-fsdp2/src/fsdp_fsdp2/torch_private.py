@@ -170,6 +170,7 @@ class UnusedParameters:
         units: The units, the root last; in the same order on every rank.
         runtime: The ranks.
         step: What gathered parameters show as their gradients inside a forward pass of the root.
+        ended: Called after each backward pass inside a forward pass that has added to gradients.
 
     Attributes:
         due: Whether a backward pass inside the root's forward pass has begun whose end autograd has not reported.
@@ -177,7 +178,13 @@ class UnusedParameters:
         recorded: The units that the graph of a backward pass needs.
     """
 
-    def __init__(self, units: Sequence[FSDPModule], runtime: Runtime, step: StepGradients) -> None:
+    def __init__(
+        self,
+        units: Sequence[FSDPModule],
+        runtime: Runtime,
+        step: StepGradients,
+        ended: weakref.WeakMethod[Callable[[], None]],
+    ) -> None:
         self._peers = runtime.along(*GRADIENT_AXES)
         self._lacking = _Lacking(runtime, self._peers)
         self._exchanges = False
@@ -187,7 +194,7 @@ class UnusedParameters:
         self._visits: dict[Any, int] = {}
         self._waiting: set[Any] = set()
         self._ending = self._ended = self.due = False
-        self._step = step
+        self._step, self._inside_ended = step, ended
         self._accumulates, self._task = False, -2
         self.partly = PartlyReduced()
         self._root = list(_groups(units[-1]))
@@ -291,6 +298,8 @@ class UnusedParameters:
         if running:
             _go_on(running, iteration)
             self.show_gradients()
+            if accumulates and (call := self._inside_ended()) is not None:
+                call()
         self.recorded.end(is_last=not running)
 
     def show_gradients(self) -> None:

@@ -11,6 +11,7 @@ from datetime import timedelta
 from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Never
+from weakref import WeakMethod
 
 import lightning.pytorch as pl
 import torch
@@ -262,6 +263,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             if self.num_nodes > 1 and not self.scattered_save:
                 check_folders_of(trainer, self.runtime)
         sharded = self._shard_converted(module)
+        sharded.follow_inner_passes(WeakMethod(self._note_inner_pass))
         gather_metrics_over_data(module, self.runtime)
         shard_averages(trainer, sharded, full=self.state_dict_type == "full")
         show_written_shapes(trainer, sharded)
@@ -437,6 +439,14 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             self._unreduced.add(self.sharded)
         if self.is_stepping_by_hand:
             self.sharded.resume_forward()
+            self._gradients.on()
+
+    def _note_inner_pass(self) -> None:
+        """Note a backward pass in a step method of which Lightning does not know."""
+        self._exact_resume.on_backward(self.optimizers)
+        if self._blocking:
+            self._unreduced.add(self.sharded)
+        if self.is_stepping_by_hand:
             self._gradients.on()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +84,7 @@ class Sharded(ABC):
         self.root, self.written = root, root if written is None else written
         #: The names of parameters that represent shards; the user's optimizers and lists may hold these parameters.
         self._stands_for = WeakTensorKeyDictionary()
+        self._after_inner_pass: WeakMethod[Callable[[], None]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Return ``None``: a copy of the module is not sharded.
@@ -227,6 +228,19 @@ class Sharded(ABC):
     def accumulates(self) -> bool:
         """Whether the backward pass that runs adds to gradients of the module: ``torch.autograd.grad`` does not."""
         return any(map(is_accumulated, self.root.parameters()))
+
+    def follow_inner_passes(self, call: WeakMethod[Callable[[], None]]) -> None:
+        """Call a method after each backward pass inside the root's forward pass that has added to gradients.
+
+        Those of :meth:`suspend_forward` need not be among them.
+        """
+        self._after_inner_pass = call
+
+    def inner_pass_ended(self) -> None:
+        """Called by libraries where a backward pass inside the root's forward pass has ended, and that goes on."""
+        call = None if self._after_inner_pass is None else self._after_inner_pass()
+        if call is not None:
+            call()
 
     def gather_again(self) -> None:
         """Gather the root's own parameters for a call inside a backward pass, a part of which may have freed them."""

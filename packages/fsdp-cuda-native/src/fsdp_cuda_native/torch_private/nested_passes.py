@@ -113,11 +113,11 @@ class NestedPasses:
         handle = handle_of(unit)
         if handle is None:
             return
-        if handle._ran_pre_backward_hook and self._tasks.get(unit) != self._task:  # in a pass around this one
+        if _has_begun(handle) and self._tasks.get(unit) != self._task:  # in a pass around this one
             handle._ran_pre_backward_hook = False
             unit.training_state = TrainingState.IDLE
         self._tasks[unit] = self._task
-        if not handle._ran_pre_backward_hook and not _is_gathered(handle):
+        if not _has_begun(handle) and not _is_gathered(handle):
             handle._needs_pre_backward_unshard = not _lacks_views(handle)
             if not handle._needs_pre_backward_unshard:
                 _gather(unit)
@@ -132,7 +132,7 @@ class NestedPasses:
     def begin_at_parameters(self, unit: FullyShardedDataParallel, node: Any) -> None:
         """Prepare for a backward pass that is about to add to the gradient of a unit, perhaps not at its output."""
         handle = handle_of(unit)
-        if not handle._ran_pre_backward_hook or self._tasks.get(unit) != torch._C._current_graph_task_id():
+        if not _has_begun(handle) or self._tasks.get(unit) != torch._C._current_graph_task_id():
             self.begin(unit, [node])
             _pre_backward_hook(unit, unit.module, handle, None)
         reduce_at(unit, node)
@@ -142,6 +142,11 @@ class NestedPasses:
 def is_idle(root: FullyShardedDataParallel) -> bool:
     """Whether neither a forward nor a backward pass of the root runs."""
     return bool(root.training_state == TrainingState.IDLE)
+
+
+def _has_begun(handle: Any) -> bool:
+    """Whether FSDP1 has prepared a unit for a backward pass."""
+    return bool(getattr(handle, "_ran_pre_backward_hook", False))  # missing before the first forward pass has ended
 
 
 def _is_gathered(handle: Any) -> bool:
@@ -175,7 +180,7 @@ def _gather_for_pass(unit: FullyShardedDataParallel) -> None:
     """Gather a unit until the end of a backward pass that adds to no gradients, and let FSDP1 do nothing in it."""
     state: Any = unit
     handle = handle_of(unit)
-    ran = state._post_backward_callback_queued if handle is None else handle._ran_pre_backward_hook
+    ran = state._post_backward_callback_queued if handle is None else _has_begun(handle)
     gathered = handle is None or _is_gathered(handle)
     if ran and gathered:
         return

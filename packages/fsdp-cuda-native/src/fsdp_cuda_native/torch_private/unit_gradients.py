@@ -14,6 +14,7 @@ __all__ = [
     "drop_gradients",
     "no_gradient",
     "reduced_gradient",
+    "saved_gradient",
     "set_reduced_gradient",
     "set_unreduced_gradients",
     "unreduced_gradients",
@@ -82,11 +83,18 @@ def reduced_gradient(unit: FullyShardedDataParallel) -> Tensor | None:
     flat = handle.flat_param
     if not handle.uses_sharded_strategy:
         return None
-    if hasattr(flat, "_saved_grad_shard"):
-        return flat._saved_grad_shard  # type: ignore[no-any-return]
+    saved = saved_gradient(unit)
+    if saved is not None:
+        return saved
     if flat.grad is not None and flat.grad.shape == flat._sharded_size:
         return flat.grad  # type: ignore[no-any-return]
     return None
+
+
+def saved_gradient(unit: FullyShardedDataParallel) -> Tensor | None:
+    """A unit's reduced gradient while it waits for one that is not reduced yet."""
+    saved: Tensor | None = getattr(handle_of(unit).flat_param, "_saved_grad_shard", None)
+    return saved
 
 
 def set_reduced_gradient(unit: FullyShardedDataParallel, grad: Tensor) -> None:
