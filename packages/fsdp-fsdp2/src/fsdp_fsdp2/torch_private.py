@@ -45,7 +45,6 @@ __all__ = [
     "is_cast_though_stored",
     "is_idle",
     "is_interrupted",
-    "make_root",
     "is_loss_parallel",
     "joined_axes",
     "make_root",
@@ -160,8 +159,8 @@ class UnusedParameters:
 
     A backward pass may run inside a forward pass, of the root or of a unit: for an adversarial example, a penalty, or
     with manual optimization. At its end torch makes all units idle, and reshards them. The forward passes that are
-    running then go on as they were (:func:`_go_on`). ``torch.autograd.grad`` adds to no parameter's gradient, so nothing
-    is reduced in it.
+    running then go on as they were (:func:`_go_on`). ``torch.autograd.grad`` adds to no parameter's gradient, so
+    nothing is reduced in it.
 
     torch 2.13 can fill in zeros too (``set_reduce_scatter_unused_params``), but it passes them to the optimizer, which
     then applies weight decay and momentum to parameters that no rank has used.

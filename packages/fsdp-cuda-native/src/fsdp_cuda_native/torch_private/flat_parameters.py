@@ -270,7 +270,8 @@ def tied_members(unit: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, st
 def reshard(unit: FullyShardedDataParallel) -> None:
     """Free a unit's gathered parameters, if there are any, also if they were kept for a graph.
 
-    That graph then raises when it is used. After a forward pass without a backward pass the root keeps them, and would reuse them after a step.
+    That graph then raises when it is used. After a forward pass without a backward pass the root keeps them, and would
+    reuse them after a step.
     """
     handle = handle_of(unit)
     flat = handle.flat_param
@@ -509,7 +510,6 @@ def _queue_left_out(of: weakref.ref[FullyShardedDataParallel], module: nn.Module
 
 def _before_end_of_backward(root: FullyShardedDataParallel, output: Any) -> None:
     """Queue the reduction ahead of FSDP1's own end of the backward pass, whose hooks these tensors get next."""
-
 
     def queue(_: Tensor) -> None:
         if not is_interrupted(root) and _accumulates(root):

@@ -36,7 +36,7 @@ class NestedPasses:
     """Prepares a root's units for backward passes, before FSDP1 does.
 
     - ``torch.autograd.grad`` adds to no parameter's gradient. FSDP1 would move the gradients of the last step aside,
-      and give them back only at the end of a pass of the whole root. Here units are gathered for it, and reduce nothing.
+      and give them back only at the end of a pass of the whole root. Here units are gathered, and reduce nothing.
     - A backward pass inside the root's forward pass becomes one of the root, whose forward pass then goes on.
     - A pass that reaches a unit, or its parameters, before the root's output becomes one of the root there.
     - With ``create_graph=True`` a pass records its own graph, which holds parameters and calls no hook of FSDP1 when it
@@ -136,7 +136,6 @@ class NestedPasses:
             self.begin(unit, [node])
             _pre_backward_hook(unit, unit.module, handle, None)
         reduce_at(unit, node)
-
 
 
 def is_idle(root: FullyShardedDataParallel) -> bool:

@@ -58,8 +58,8 @@ class ShardedForward(nn.Module):
         if not self._is_stepping() and self.sharded.accumulates():
             raise UnsupportedCapabilityError(
                 f"loss.backward() of {self.sharded.class_name} bypasses Fabric, which then does not know of gradients "
-                "to reduce, unscale and check.\nWrite fabric.backward(loss). torch.autograd.grad(...), which adds to no "
-                "gradient, needs nothing else."
+                "to reduce, unscale and check.\n"
+                "Write fabric.backward(loss). torch.autograd.grad(...), which adds to no gradient, needs nothing else."
             )
 
     def children(self) -> Iterator[nn.Module]:
