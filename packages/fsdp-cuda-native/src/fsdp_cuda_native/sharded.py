@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -137,6 +138,8 @@ class NativeSharded(Sharded):
                 "are gathered ahead.\nLeave forward_prefetch out."
             )
         self._is_by_hand = True
+        if loss is not None and loss.requires_grad:
+            loss.register_hook(partial(_suspend_again, weakref.ref(self)))  # ahead of FSDP1's, which is placed next
         self._suspend(loss)
 
     def _suspend(self, loss: Tensor | None) -> None:
@@ -272,6 +275,15 @@ class NativeSharded(Sharded):
 def _follow_gathered(sharded: NativeSharded | None, unit: FullyShardedDataParallel, args: Any, output: Any) -> None:
     if sharded is not None:  # None in the hooks of a deep copy
         sharded._follow(unit)
+
+
+def _suspend_again(of: weakref.ref[NativeSharded], _: Tensor) -> None:
+    """Suspend the forward pass again where a hook of the loss has run backward passes, after which it has gone on."""
+    sharded = of()
+    if sharded is not None and not sharded.is_idle() and not torch_private.is_interrupted(sharded.root):
+        with torch.enable_grad():
+            sharded._suspend(None)
+        torch_private.expect_backward(sharded.root)
 
 
 def _leave_gradients(module: nn.Module, args: Any, output: Any) -> None:

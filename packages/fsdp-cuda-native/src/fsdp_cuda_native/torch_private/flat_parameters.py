@@ -40,6 +40,7 @@ __all__ = [
     "at_end_of_backward",
     "begin_inside",
     "cast_inputs",
+    "expect_backward",
     "flat_members",
     "flattening_parts",
     "follow_requires_grad",
@@ -605,18 +606,23 @@ def begin_inside(
     queue = torch.autograd.Variable._execution_engine.queue_callback
     with torch.enable_grad():  # off inside a backward pass
         suspend(None)
-    handle, state = handle_of(root), root
-    if handle is not None:
-        handle._ran_pre_backward_hook = False
-        handle._needs_pre_backward_unshard = True
+    expect_backward(root)
     _queue_waiting(root)
-    _pre_backward_hook(state, root.module, handle, None)
+    _pre_backward_hook(root, root.module, handle_of(root), None)
 
     def go_on() -> None:
         with torch.enable_grad():
             resume()
 
     queue(go_on)
+
+
+def expect_backward(root: FullyShardedDataParallel) -> None:
+    """Let a root whose forward pass is suspended begin a backward pass."""
+    handle = handle_of(root)
+    if handle is not None:
+        handle._ran_pre_backward_hook = False
+        handle._needs_pre_backward_unshard = True
 
 
 def at_end_of_backward(root: FullyShardedDataParallel, output: Any, call: Callable[[], None]) -> None:

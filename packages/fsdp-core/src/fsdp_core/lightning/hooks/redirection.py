@@ -311,10 +311,11 @@ def _forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: 
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     root = _root_of(module)
-    if root is None or root in running_forwards or module in gathered_modules:
+    if root is None or module in gathered_modules:
         return forward(*args, **kwargs)
-    if in_backward() and not _sharded(root).is_idle():  # such as the recomputation of a call of a forward pass
-        _sharded(root).gather_again()
+    if root in running_forwards or (in_backward() and not _sharded(root).is_idle()):
+        if in_backward():  # the recomputation of a call, or a new one
+            _sharded(root).gather_again()
         return forward(*args, **kwargs)
     _begin(root, module)
     sharded, failed = _sharded(root), True

@@ -19,6 +19,7 @@ from fsdp_core.testing.suite.modules.sharded_init import BuiltInPartsSuite
 from fsdp_core.testing.suite.modules.sharded_modules import ShardedModulesSuite
 from fsdp_core.testing.suite.modules.shards import ShardsSuite
 from fsdp_core.testing.suite.numerics.forward_backward_order import PassesSuite
+from fsdp_core.testing.suite.numerics.many_passes import ManyPassesSuite
 from fsdp_core.testing.suite.numerics.norms import NormsSuite
 from fsdp_core.testing.suite.numerics.pairs import PairsSuite
 from fsdp_core.testing.suite.numerics.parity import NumbersSuite
@@ -52,6 +53,7 @@ class StrategySuite(
     ParametersSuite,
     BranchesSuite,
     PassesSuite,
+    ManyPassesSuite,
     PrecisionSuite,
     OptimizersSuite,
     WholeMatricesSuite,
