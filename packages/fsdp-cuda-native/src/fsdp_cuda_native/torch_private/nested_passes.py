@@ -20,6 +20,7 @@ from torch.distributed.fsdp._runtime_utils import _post_forward_reshard, _pre_ba
 from torch.utils._pytree import tree_leaves
 
 from fsdp_core import UnsupportedCapabilityError
+from fsdp_core.state import gathered_modules
 from fsdp_cuda_native.torch_private.flat_parameters import (
     handle_of,
     is_interrupted,
@@ -63,6 +64,10 @@ class NestedPasses:
             unit.module.register_forward_hook(partial(_show_output, own, weakref.ref(unit)))
             if handle_of(unit) is not None:
                 unit.module.register_forward_pre_hook(partial(_show_parameters, own, weakref.ref(unit)))
+
+    def follows(self) -> bool:
+        """Whether backward passes follow from calls of units now, for which FSDP1 gathers."""
+        return torch.is_grad_enabled() and self._root() not in gathered_modules
 
     def accumulates(self, first: Iterable[Any] = ()) -> bool:
         """Whether the backward pass that runs adds to gradients of flat parameters.
@@ -215,7 +220,7 @@ def _show_output(
     output: Any,
 ) -> None:
     passes, unit = of(), of_unit()
-    if passes is None or unit is None or not torch.is_grad_enabled():
+    if passes is None or unit is None or not passes.follows():
         return
 
     def begin(_: Tensor) -> None:
@@ -232,8 +237,8 @@ def _show_output(
 def _show_parameters(
     of: weakref.ref[NestedPasses], of_unit: weakref.ref[FullyShardedDataParallel], module: nn.Module, args: Any
 ) -> None:
-    unit = of_unit()
-    for node in _new_nodes(unit) if unit is not None and torch.is_grad_enabled() else ():
+    passes, unit = of(), of_unit()
+    for node in _new_nodes(unit) if unit is not None and passes is not None and passes.follows() else ():
         node.register_prehook(partial(_begin_at_parameters, of, of_unit))
 
 
