@@ -169,6 +169,14 @@ class NativeSharded(Sharded):
     def accumulates(self) -> bool:
         return self._passes.accumulates()
 
+    @property
+    def keeps_graph(self) -> bool:  # type: ignore[override]
+        return any(torch_private.is_kept(unit) for unit in self._units)
+
+    @property
+    def has_freed_graph(self) -> bool:  # type: ignore[override]
+        return any(torch_private.was_kept(unit) for unit in self._units)
+
     def gather_again(self) -> None:
         self._passes.gather_again()
 

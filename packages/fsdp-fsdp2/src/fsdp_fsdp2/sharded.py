@@ -163,6 +163,14 @@ class FSDP2Sharded(Sharded):
     def accumulates(self) -> bool:
         return self.unused.accumulates()
 
+    @property
+    def keeps_graph(self) -> bool:  # type: ignore[override]
+        return bool(self.unused.recorded)
+
+    @property
+    def has_freed_graph(self) -> bool:  # type: ignore[override]
+        return self.unused.recorded.has_freed
+
     def begin_call(self) -> None:
         make_root(self._fsdp)
 

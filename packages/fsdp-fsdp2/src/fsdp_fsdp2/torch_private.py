@@ -412,12 +412,15 @@ class RecordedGraphs:
 
     Args:
         groups: The parameter groups of all units.
+
+    Attributes:
+        has_freed: Whether parameters were freed that such a graph may still hold.
     """
 
     def __init__(self, groups: Sequence[Any]) -> None:
         self._groups = groups
         self._kept: set[Any] = set()
-        self._records = self._exists = False
+        self._records = self._exists = self.has_freed = False
         for group in groups:
             group.reshard = partial(_reshard_unless_kept, weakref.ref(self), weakref.ref(group))
 
@@ -451,6 +454,7 @@ class RecordedGraphs:
         kept, self._kept = self._kept, set()
         for group in kept:
             if not group.is_sharded:
+                self.has_freed = True
                 increment_version([parameter._unsharded_param for parameter in group.fsdp_params])
                 group.reshard()
 

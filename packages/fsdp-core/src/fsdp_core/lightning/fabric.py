@@ -35,7 +35,7 @@ from fsdp_core.lightning.guarded_gradients import GuardedGradients
 from fsdp_core.lightning.hooks.exporting import written_of
 from fsdp_core.lightning.hooks.first_forwards import FirstForwards
 from fsdp_core.lightning.hooks.forwarding import ShardedForward, sharded_in
-from fsdp_core.lightning.hooks.redirection import normal_tensors
+from fsdp_core.lightning.hooks.redirection import explain_shards, normal_tensors
 from fsdp_core.lightning.loaders.fabric_loaders import follow_in_fabric
 from fsdp_core.lightning.loaders.split_batches import split_in_fabric
 from fsdp_core.lightning.notebooks import FabricForkedRanks
@@ -277,6 +277,9 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         try:
             with self.backward_context():
                 super().backward(tensor, module, *args, **kwargs)
+        except RuntimeError as error:
+            explain_shards(error, self.roots)
+            raise
         finally:
             self._in_backward = False
         self._backward_sync_control.after_backward(self.roots)

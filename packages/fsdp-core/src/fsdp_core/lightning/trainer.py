@@ -520,7 +520,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._let_saves_finish(exception)
         sharded = self._sharded_or_none
         if sharded is not None:
-            explain_shards(exception)
+            explain_shards(exception, [sharded])
             if self._has_stepped:
                 sharded.reset()
 

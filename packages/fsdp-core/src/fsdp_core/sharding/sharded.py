@@ -248,6 +248,17 @@ class Sharded(ABC):
     def begin_call(self) -> None:
         """Prepare for a call of a part outside of the root's forward pass, which may be the first of all calls."""
 
+    def end_call(self) -> None:
+        """Free parameters after a call outside of a step, unless the graph of a backward pass still holds them."""
+        if not self.keeps_graph:
+            self.reshard()
+
+    #: Whether parameters stay gathered because a backward pass has recorded its own graph, which holds them.
+    keeps_graph: bool = False
+
+    #: Whether parameters were freed that such a graph holds, so that it can't be differentiated any more.
+    has_freed_graph: bool = False
+
     def watch_writes(self) -> StepWrites | None:
         """Watch the writes of a run's first step to gathered parameters, which would silently be lost.
 

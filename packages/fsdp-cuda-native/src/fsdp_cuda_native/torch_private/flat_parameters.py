@@ -50,6 +50,7 @@ __all__ = [
     "gathered_shard",
     "handle_of",
     "is_interrupted",
+    "is_kept",
     "keep_gathered",
     "leave_gradients",
     "no_reduction",
@@ -64,6 +65,7 @@ __all__ = [
     "suspend_forward",
     "tied_members",
     "units_of",
+    "was_kept",
     "watch_calls",
 ]
 
@@ -277,7 +279,9 @@ def reshard(unit: FullyShardedDataParallel) -> None:
     handle = handle_of(unit)
     flat = handle.flat_param
     place = flat._param_infos[0]
-    if vars(handle).pop("reshard", None) is not None:
+    if is_kept(unit):
+        del handle.reshard
+        handle.__dict__[_WAS_KEPT] = True
         increment_version(flat)
     at_rest = (
         # without sharding, a forward pass uses other views of the same memory
@@ -297,8 +301,21 @@ def keep_gathered(units: Iterable[FullyShardedDataParallel]) -> None:
     """Keep the parameters of units from now on, until :func:`reshard`, once they are gathered."""
     for unit in units:
         handle = handle_of(unit)
-        if handle is not None and "reshard" not in vars(handle):
+        if handle is not None and not is_kept(unit):
             handle.reshard = partial(_reshard_and_keep, weakref.ref(handle))
+
+
+_WAS_KEPT = "_fsdp_cuda_native_was_kept"
+
+
+def is_kept(unit: FullyShardedDataParallel) -> bool:
+    """Whether :func:`keep_gathered` holds for a unit."""
+    return "reshard" in vars(handle_of(unit))
+
+
+def was_kept(unit: FullyShardedDataParallel) -> bool:
+    """Whether a unit was freed that :func:`keep_gathered` has kept before."""
+    return _WAS_KEPT in vars(handle_of(unit))
 
 
 def _reshard_and_keep(of: weakref.ref[Any], free_unsharded_flat_param: bool) -> None:

@@ -48,7 +48,7 @@ class ShardedForward(nn.Module):
             self.sharded.reshard()
             raise
         if not torch.is_grad_enabled():
-            self.sharded.reshard()
+            self.sharded.end_call()
         for tensor in tree_flatten(output)[0]:
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._check_backward)

@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -252,8 +252,16 @@ _OF_SHARDS = re.compile(
 )
 
 
-def explain_shards(exception: BaseException) -> None:
+#: Torch's errors when a graph needs a tensor that was written since, or whose memory was freed.
+_OF_GRAPHS = re.compile("modified by an inplace operation|modified inplace|setStorage")
+
+
+def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = ()) -> None:
     """Add a note to an error of torch that says what to write if it is about a shard.
+
+    Args:
+        exception: The error.
+        sharded: The roots that it may be about.
 
     Example:
         >>> error = RuntimeError("'weight' must be 2-D")
@@ -261,10 +269,17 @@ def explain_shards(exception: BaseException) -> None:
         >>> error.__notes__[0].splitlines()[0]
         'fsdp-core: outside of a step, parameters are shards, and this may be about one.'
     """
-    if not _OF_SHARDS.search(str(exception)):
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(exception.__traceback__)]
+    if _OF_GRAPHS.search(str(exception)) and any(one.has_freed_graph for one in sharded):
+        exception.add_note(
+            "fsdp-core: a graph that create_graph=True has recorded holds parameters, which were freed since: at the "
+            "end of the next backward pass, or by a step.\n"
+            "Add what was computed with it to the loss of that backward pass: one backward() for both."
+        )
         return
-    frames = (frame.f_code for frame, _ in traceback.walk_tb(exception.__traceback__))
-    if any(code is call_inside_forward.__code__ for code in frames):
+    if not _OF_SHARDS.search(str(exception)) or any(code.co_name == "_engine_run_backward" for code in codes[-1:]):
+        return  # in a backward pass it is about what has happened before
+    if any(code is call_inside_forward.__code__ for code in codes):
         exception.add_note(
             "fsdp-core: this may be about a layer or a parameter inside a unit, such as self.blocks[0].norm, that is "
             "used from outside of the unit: there it is a shard.\n"
@@ -344,4 +359,4 @@ def _end(root: nn.Module, *, failed: bool) -> None:
     sharded = _sharded(root)
     if failed:
         sharded.abandon_forward()
-    sharded.reshard()
+    sharded.end_call()

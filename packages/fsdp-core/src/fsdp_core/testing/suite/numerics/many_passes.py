@@ -324,7 +324,7 @@ class ManyPassesSuite(Clauses):
         ],
     )
     def test_steps_of_many_passes(self, ranks: Ranks, tmp_path: Path, front: str) -> None:
-        """Losses and weights must be those of one unsharded process, whatever a step differentiates, calls and keeps."""
+        """Losses and weights must be those of one unsharded process, whatever a step differentiates and calls."""
         how = "by hand" if front == "fabric" else front
         wanted = {what: _fit("auto", str(tmp_path), 1, how, what) for what in STEPS}
         for of_rank in ranks.run(2, _train_all, self.strategy, str(tmp_path), front):
