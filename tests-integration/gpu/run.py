@@ -94,7 +94,16 @@ def install_wheels(wheels: Path, target: Path) -> str:
         ``PYTHONPATH``, under which an interpreter finds them first.
     """
     files = [str(path) for path in sorted(wheels.glob("*.whl"))]
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-cache-dir")
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "--quiet",
+        "--no-cache-dir",
+        "--no-compile",
+    )
     try:
         subprocess.run([*pip, "--no-index", "--no-deps", "--target", str(target), *files], check=True, timeout=300)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
