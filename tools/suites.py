@@ -74,6 +74,8 @@ def _is_of(package: Package, word: str) -> bool:
 def run_folder(session: nox.Session, python: str, name: str, *words: str) -> None:
     """Run the tests that the words name, or only those that the words after ``--`` name by path.
 
+    Without words after ``--``, of what is marked ``drawn`` a part is run: see :mod:`tools.selection`.
+
     Args:
         session: The session.
         python: The interpreter.
@@ -81,7 +83,8 @@ def run_folder(session: nox.Session, python: str, name: str, *words: str) -> Non
         *words: Arguments of pytest.
     """
     names_tests = any(_file_of(word).exists() for word in session.posargs)
-    steps.run_pytest(session, python, name, *(() if names_tests else words), *session.posargs)
+    words = session.posargs if names_tests else (*words, *(session.posargs or ["--part=drawn"]))
+    steps.run_pytest(session, python, name, *words)
 
 
 def run_clauses(session: nox.Session, python: str, clauses: str, *words: str) -> None:
