@@ -145,7 +145,8 @@ def integration(session: nox.Session) -> None:
 def launchers(session: nox.Session) -> None:
     """Run the scripts of docs/many-machines.md under engines that launch them: `tests-integration/launchers/`."""
     python = envs.make_layer_of_wheels(session, "launchers", "boto3", "ipykernel", "moto[server]", "ray[train]", "s3fs")
-    run_folder(session, python, "launchers", *FILES_SIDE_BY_SIDE, "tests-integration/launchers")
+    # one after the other: they mostly wait, and each worker would import torch twice
+    run_folder(session, python, "launchers", "tests-integration/launchers")
 
 
 @nox.session(python=False)
