@@ -426,7 +426,7 @@ def main() -> None:
             reason = f"{max(left, 0):.0f} s were left, and it takes {measurement.least:.0f}"
             records.no_time(measurement.name, reason)
         else:
-            measurement.measure(min(left, measurement.most))
+            measurement.measure(min(left, measurement.most * (4 if words.tiny else 1)))  # other work may use the CPU
 
 
 if __name__ == "__main__":
