@@ -30,7 +30,6 @@ TWO = ("--numprocesses=2", "--max-worker-restart=0")
 FILES_SIDE_BY_SIDE = (*TWO, "--dist=loadfile", "--no-loadscope-reorder")  # see tools/costs.py
 CLAUSES_SIDE_BY_SIDE = (*TWO, "--dist=worksteal")
 CLASSES_SIDE_BY_SIDE = (*TWO, "--dist=loadscope", "--no-loadscope-reorder")
-MANY_SIDE_BY_SIDE = ("--numprocesses=3", *FILES_SIDE_BY_SIDE[1:])  # where most tests wait for another process
 
 #: What other versions run of the conformance suite: numbers, checkpoints and what private names are used for.
 CORE = (
@@ -115,14 +114,16 @@ def run_package(session: nox.Session, package: Package, part: str, *words: str, 
     python = envs.make_tests_environment(session, package)
     side_by_side = CLASSES_SIDE_BY_SIDE if package in PINNED_APART else CLAUSES_SIDE_BY_SIDE
     if not package.strategies:  # what it leaves to `everything` are few tests, and each worker imports torch twice
-        side_by_side = () if part == "everything" else MANY_SIDE_BY_SIDE
+        side_by_side = () if part == "everything" else FILES_SIDE_BY_SIDE
     environment = {"FSDP_PAIRS": str(pairs), "FSDP_PAIRS_SEED": os.environ.get("FSDP_PAIRS_SEED", "17")}
     if package.requires_apart:
         folder = envs.make_folder_apart(session, f"{package.name}-apart", *package.requires_apart)
         environment["FSDP_TESTS_APART"] = folder
     parts = (f"--part={part}", f"--pairs-seed={environment['FSDP_PAIRS_SEED']}")
-    tests = [word for word in words if _is_of(package, word)] or [str(package.path)]
+    # no doctest needs ranks, so none is left to `everything`
+    found_in = (f"{package.path}/tests",) if part == "everything" else ("--doctest-modules", package.path)
+    tests = [word for word in words if _is_of(package, word)]
     options = [word for word in words if not any(_is_of(each, word) for each in PACKAGES.values())]
-    arguments = (*side_by_side, "--doctest-modules", *parts, *options, *tests)
+    arguments = (*side_by_side, *parts, *options, *(("--doctest-modules", *tests) if tests else found_in))
     codes = [0, 5] if words else [0]  # 5: -k has chosen another package's
     steps.run_pytest(session, python, f"{package.name}-{part}", *arguments, env=environment, success_codes=codes)

@@ -213,7 +213,8 @@ def run_part(
         Whether it ended by itself with status 0.
     """
     records = Records(out / RECORDS, part.name)
-    command = [sys.executable, str(part.script), "--out", str(out), "--seconds", f"{limit - GRACE:.1f}", *arguments]
+    command = [sys.executable, str(HERE / "starter.py"), str(part.script)]
+    command += ["--out", str(out), "--seconds", f"{limit - GRACE:.1f}", *arguments]
     began = time.monotonic()
     print(f"{part.name}, at most {limit:.0f} s", flush=True)
     with (out / "log.txt").open("ab") as log, temporary_folders() as folders:
