@@ -407,6 +407,8 @@ def main() -> None:
     card = "" if words.rehearse else find_card(environment)
     if words.rehearse:
         environment["CUDA_VISIBLE_DEVICES"] = ""
+    if not card:  # threads that wait for each other by spinning take most of the CPU
+        environment["OMP_NUM_THREADS"] = "1"
     title = card or "A rehearsal on the CPU, in tiny sizes: nothing here is of a card."
     print(title, flush=True)
     parts = [part for part in PARTS if not words.parts or part.name in words.parts]
