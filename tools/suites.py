@@ -15,7 +15,6 @@ from tools.environments import PACKAGES, PINNED_APART, ROOT, SHARING, Package
 __all__ = [
     "CLAUSES_SIDE_BY_SIDE",
     "CORE",
-    "FILES_SIDE_BY_SIDE",
     "SMOKE",
     "choose_packages",
     "run_clauses",
@@ -71,7 +70,7 @@ def _is_of(package: Package, word: str) -> bool:
 
 
 def run_folder(session: nox.Session, python: str, name: str, *words: str) -> None:
-    """Run the tests that the words name, or only those that the words after ``--`` name by path.
+    """Run the tests that the words name, one by one, or only those that the words after ``--`` name by path.
 
     Without words after ``--``, of what is marked ``drawn`` a part is run: see :mod:`tools.selection`.
 
@@ -112,9 +111,10 @@ def run_package(session: nox.Session, package: Package, part: str, *words: str, 
         pairs: How many pairs of options the conformance suite draws.
     """
     python = envs.make_tests_environment(session, package)
-    side_by_side = CLASSES_SIDE_BY_SIDE if package in PINNED_APART else CLAUSES_SIDE_BY_SIDE
-    if not package.strategies:  # what it leaves to `everything` are few tests, and each worker imports torch twice
-        side_by_side = () if part == "everything" else FILES_SIDE_BY_SIDE
+    suite_side_by_side = CLASSES_SIDE_BY_SIDE if package in PINNED_APART else CLAUSES_SIDE_BY_SIDE
+    side_by_side = suite_side_by_side if package.strategies else FILES_SIDE_BY_SIDE
+    if part == "everything":  # ranks use the cores: a worker more costs its imports and those of its fork server
+        side_by_side = ()
     environment = {"FSDP_PAIRS": str(pairs), "FSDP_PAIRS_SEED": os.environ.get("FSDP_PAIRS_SEED", "17")}
     if package.requires_apart:
         folder = envs.make_folder_apart(session, f"{package.name}-apart", *package.requires_apart)
