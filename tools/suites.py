@@ -81,8 +81,8 @@ def run_folder(session: nox.Session, python: str, name: str, *words: str) -> Non
         *words: Arguments of pytest.
     """
     names_tests = any(_file_of(word).exists() for word in session.posargs)
-    words = session.posargs if names_tests else (*words, *(session.posargs or ["--part=drawn"]))
-    steps.run_pytest(session, python, name, *words)
+    chosen = () if names_tests else words
+    steps.run_pytest(session, python, name, *chosen, *(session.posargs or ["--part=drawn"]))
 
 
 def run_clauses(session: nox.Session, python: str, clauses: str, *words: str) -> None:
@@ -111,7 +111,7 @@ def run_package(session: nox.Session, package: Package, part: str, *words: str, 
         pairs: How many pairs of options the conformance suite draws.
     """
     python = envs.make_tests_environment(session, package)
-    suite_side_by_side = CLASSES_SIDE_BY_SIDE if package in PINNED_APART else CLAUSES_SIDE_BY_SIDE
+    suite_side_by_side: tuple[str, ...] = CLASSES_SIDE_BY_SIDE if package in PINNED_APART else CLAUSES_SIDE_BY_SIDE
     side_by_side = suite_side_by_side if package.strategies else FILES_SIDE_BY_SIDE
     if part == "everything":  # ranks use the cores: a worker more costs its imports and those of its fork server
         side_by_side = ()
