@@ -22,7 +22,6 @@ from tools.environments import PACKAGES, PINNED_APART, ROOT, SHARING
 from tools.suites import (
     CLAUSES_SIDE_BY_SIDE,
     CORE,
-    FILES_SIDE_BY_SIDE,
     SMOKE,
     choose_packages,
     run_clauses,
@@ -136,16 +135,14 @@ def integration(session: nox.Session) -> None:
         session.env[package.python_variable] = envs.make_tests_environment(session, package)
     session.env["FSDP_TESTS_APART"] = envs.make_folder_apart(session, "integration-apart", *OPTIMIZERS)
     session.env["FSDP_TESTS_TRANSFORMERS"] = envs.make_folder_apart(session, "integration-transformers", *TRANSFORMERS)
-    run_folder(
-        session, python, "integration", *FILES_SIDE_BY_SIDE, "tests-integration", "--ignore=tests-integration/launchers"
-    )
+    run_folder(session, python, "integration", "tests-integration", "--ignore=tests-integration/launchers")
 
 
 @nox.session(python=False)
 def launchers(session: nox.Session) -> None:
     """Run the scripts of docs/many-machines.md under engines that launch them: `tests-integration/launchers/`."""
     python = envs.make_layer_of_wheels(session, "launchers", "boto3", "ipykernel", "moto[server]", "ray[train]", "s3fs")
-    run_folder(session, python, "launchers", *FILES_SIDE_BY_SIDE, "tests-integration/launchers")
+    run_folder(session, python, "launchers", "tests-integration/launchers")
 
 
 @nox.session(python=False)

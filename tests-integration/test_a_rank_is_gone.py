@@ -67,6 +67,7 @@ def run(
                 process.join()
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("front", ["trainer", "fabric"])
 @pytest.mark.parametrize(("how", "who"), [("killed", 1), ("exits", 0), ("raises", 2)])
 def test_a_rank_that_ends_is_named_by_the_others(how: str, who: int, front: str, tmp_path: Path) -> None:
@@ -81,6 +82,7 @@ def test_a_rank_that_ends_is_named_by_the_others(how: str, who: int, front: str,
         assert "ckpt_path='last'" in told[others[0]]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("how", "who", "front", "says"),
     [

@@ -123,6 +123,7 @@ def assert_bit_equal(got: dict[str, Any], want: dict[str, Any]) -> None:
             assert got[name] == value, name
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("precision", WORLDS)
 def test_any_layout_to_any_other(ranks: RankPool, tmp_path: Path, precision: str) -> None:
     first = tmp_path / "first"

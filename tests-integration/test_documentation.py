@@ -63,13 +63,11 @@ Ran = Callable[[str], tuple[str, Path]]
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Runs a page's script, each once: what it wrote, and the folder that it ran in. One is started as users do."""
+    """Runs a page's script, each once: what it wrote, and the folder that it ran in."""
 
     @cache
     def run(name: str) -> tuple[str, Path]:
         folder = tmp_path_factory.mktemp("script")
-        if name == "docs/quickstart.md #1":
-            return run_script(SCRIPTS[name], folder), folder
         (folder / "script.py").write_text(SCRIPTS[name], encoding="utf-8")
         return run_forked(folder / "script.py", folder=folder), folder
 
@@ -98,9 +96,15 @@ def test_the_quickstart_goes_on_with_another_number_of_processes(ran: Ran, tmp_p
     assert "epochs: 8" in run_forked(tmp_path / "script.py", folder=tmp_path, ranks=1)
 
 
-def test_the_quickstart_runs_under_torchrun(tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    run_script(SCRIPTS["docs/quickstart.md #1"], tmp_path, *torchrun)
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    "launcher",
+    [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")],
+    ids=["as it is", "torchrun"],
+)
+def test_the_quickstart_as_users_start_it(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    told = run_script(SCRIPTS["docs/quickstart.md #1"], tmp_path, *launcher)
+    assert told.count(" is sharded over 2 ranks (gloo), in ") == 1
     assert json.loads((tmp_path / "run1.ckpt/manifest.json").read_text(encoding="utf-8"))["world_size"] == 2
 
 

@@ -80,6 +80,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("strategy", "options", "world_size", "names"),
     [
@@ -258,6 +259,7 @@ def unordered(config: bytes) -> dict[str, Any]:
     return {name: sorted(value) if isinstance(value, list) else value for name, value in read.items()}
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native"])
 def test_adapters(transformers_ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     for base, changed, loaded, tensors, refused in transformers_ranks.run(2, adapters, str(tmp_path), strategy):

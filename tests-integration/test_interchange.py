@@ -102,6 +102,7 @@ def assert_bit_equal(got: State, want: State) -> None:
             assert torch.equal(torch.as_tensor(got[1][name][key]), torch.as_tensor(value)), f"{key} of {name}"
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("way", "worlds"), list(zip(WAYS, RANKS, strict=True)), ids=str)
 def test_training_goes_on_under_another_strategy(ranks: RankPool, tmp_path: Path, way: Any, worlds: Any) -> None:
     (first, options, second, other_options), (before, after) = way, worlds
@@ -121,6 +122,7 @@ def test_training_goes_on_under_another_strategy(ranks: RankPool, tmp_path: Path
             torch.testing.assert_close(state[f"net.{name}"], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("first", "second"), [("fsdp_native", "fsdp2"), ("fsdp2", "fsdp_native")])
 def test_a_fabric_loop_goes_on_under_another_strategy(ranks: RankPool, tmp_path: Path, first: str, second: str) -> None:
     path = str(tmp_path / "saved")
@@ -153,6 +155,7 @@ def accumulate(
     return full_state(fabric.strategy)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("first", "second"), [("fsdp_native", "fsdp2"), ("fsdp2", "fsdp_native")])
 @pytest.mark.parametrize("after", [2, 3])
 def test_a_step_is_finished_under_another_strategy(

@@ -1,11 +1,12 @@
-"""LightningCLI with the configurations of docs/lightning-cli.md: parsed, made into strategies, and trained with."""
+"""LightningCLI with the configurations of docs/lightning-cli.md: parsed, made into strategies, and trained with.
+
+Those for XLA are trained with in test_xla.py.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -20,13 +21,11 @@ from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, MixedPrecis
 
 import fsdp_core
 from forked_scripts import run_forked
-from fsdp_core.testing.processes import fresh_environment
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "docs/examples/cli.py"
 PAGE = (ROOT / "docs/lightning-cli.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"```yaml\n# (\S+\.yaml)\n(.*?)```", PAGE, flags=re.DOTALL))
-ON_XLA = ["xla_fsdp.yaml", "xla_fsdp_spmd.yaml"]
 
 
 def test_the_page_has_a_file_for_each_strategy() -> None:
@@ -122,22 +121,3 @@ def test_files_train_on_two_ranks_and_a_saved_one_goes_on(tmp_path: Path) -> Non
     assert torch.load(full, weights_only=True)["epoch"] == 2
     native = fit("--config", str(tmp_path / "fsdp_native.yaml"), *logs, *more)
     assert fsdp_core.load_state_dict(native).keys() == torch.load(full, weights_only=True)["state_dict"].keys()
-
-
-@pytest.mark.parametrize("name", ON_XLA)
-def test_files_for_xla_train(tmp_path: Path, name: str) -> None:
-    python = os.environ.get("FSDP_XLA_PYTHON")
-    assert python, "FSDP_XLA_PYTHON names no interpreter with fsdp-xla; type: python -m nox -s integration"
-    (tmp_path / name).write_text(FILES[name], encoding="utf-8")
-    environment = {n: v for n, v in fresh_environment().items() if n not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
-    done = subprocess.run(
-        [python, str(SCRIPT), "fit", "--config", name, "--trainer.max_epochs=1"],
-        env={**environment, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    (checkpoint,) = (tmp_path / "lightning_logs/version_0/checkpoints").iterdir()
-    assert (checkpoint / "manifest.json").is_file()

@@ -122,6 +122,7 @@ def test_the_page_has_a_script_for_each_way() -> None:
     ]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", NEW)
 def test_new_scripts_train_as_they_stand(name: str, ran: Ran) -> None:
     losses, folder = ran(NEW[name])
@@ -130,11 +131,13 @@ def test_new_scripts_train_as_they_stand(name: str, ran: Ran) -> None:
     verify(folder / "run.ckpt")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", [DDP, MODEL_PARALLEL])
 def test_new_scripts_train_what_the_old_ones_do(name: str, ran: Ran) -> None:
     assert ran(NEW[name])[0][:2] == same(ran(shortened(OLD[name]))[0])
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("new", [NEW[FSDP], shortened(with_fsdp2(NEW[FSDP]))], ids=["fsdp_native", "fsdp2"])
 def test_new_scripts_train_what_lightnings_own_fsdp_does(new: str, ran: Ran) -> None:
     assert ran(new)[0][:2] == same(ran(shortened(old_fsdp()))[0])
@@ -158,12 +161,14 @@ class TestOldCheckpoints:
         checkpoint = ran(begun(OLD[DDP]))[1] / "run.ckpt"
         assert going_on("fsdp_native", checkpoint, ran) == same(ran(shortened(OLD[DDP]))[0][1:])
 
+    @pytest.mark.drawn
     @pytest.mark.parametrize("name", ["fsdp_native", "fsdp2"])
     def test_full_file_of_model_parallel(self, name: str, ran: Ran) -> None:
         old = with_changes(OLD[MODEL_PARALLEL], ("=1)", "=1, save_distributed_checkpoint=False)"))
         checkpoint = ran(begun(old))[1] / "run.ckpt"
         assert going_on(name, checkpoint, ran) == same(ran(shortened(OLD[MODEL_PARALLEL]))[0][1:])
 
+    @pytest.mark.drawn
     @pytest.mark.parametrize("name", ["fsdp_native", "fsdp2"])
     def test_full_file_of_fsdp(self, name: str, ran: Ran) -> None:
         # by one rank, for torch can't gather a full state dict from several on CPUs; it goes on with two
@@ -171,6 +176,7 @@ class TestOldCheckpoints:
         checkpoint = ran(begun(one))[1] / "run.ckpt"
         assert going_on(name, checkpoint, ran) == same(ran(shortened(old_fsdp()))[0][1:])
 
+    @pytest.mark.drawn
     @pytest.mark.parametrize("name", ["fsdp_native", "fsdp2"])
     @pytest.mark.parametrize("old", [old_fsdp(), OLD[MODEL_PARALLEL]], ids=["fsdp", "model_parallel"])
     def test_imported_folder(self, name: str, old: str, ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:

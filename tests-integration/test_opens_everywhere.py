@@ -174,6 +174,7 @@ def _save_amid_an_epoch(strategy: str, tmp: str) -> None:
     run.save_checkpoint(f"{tmp}/whole")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_data_that_begin_anew_are_told(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     """A plain Trainer reads no positions of ours."""
@@ -236,6 +237,7 @@ def _save_by_fabric(strategy: str, tmp: str) -> Any:
     return means(losses)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fabrics_folder_goes_on_in_plain_fabric(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     want = ranks.run(2, _save_by_fabric, strategy, str(tmp_path))[0]
@@ -289,6 +291,7 @@ def _save_trainers(strategy: str, tmp: str) -> None:
     run.save_checkpoint(f"{tmp}/trainers")
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_load_raw_under_our_strategies(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     state = Lit("sgd").state_dict()

@@ -83,9 +83,9 @@ def run_pytest(folder: Path, source: str, *words: str, name: str = "test_a.py") 
     )
 
 
-def collect(folder: Path, *words: str) -> set[str]:
-    """What would run of the clauses: ``TestLoopback::test_alone`` and so on."""
-    run = run_pytest(folder, CLAUSES, "--collect-only", "--quiet", "--quiet", *words)
+def collect(folder: Path, *words: str, source: str = CLAUSES) -> set[str]:
+    """What would run of the tests: ``TestLoopback::test_alone`` and so on."""
+    run = run_pytest(folder, source, "--collect-only", "--quiet", "--quiet", *words)
     assert run.returncode == 0, run.stdout + run.stderr
     return {line.removeprefix("test_a.py::") for line in run.stdout.splitlines() if "::" in line}
 
@@ -110,6 +110,38 @@ def test_every_pair_is_drawn_with_some_seed(strategy: str) -> None:
     for number in range(8):
         item: Any = SimpleNamespace(name=f"test_further[{number}]", cls=SimpleNamespace(strategy=strategy))
         assert {is_drawn(item, seed) for seed in range(20)} == {False, True}
+
+
+DRAWN = """
+import pytest
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("n", range(5))
+def test_of_five(n): ...
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native"])
+def test_of_two(strategy): ...
+
+@pytest.mark.drawn
+def test_of_none(): ...
+
+@pytest.mark.parametrize("n", range(2))
+def test_whole(n): ...
+"""
+
+
+def test_three_seeds_in_a_row_draw_all_sets_of_parameters_and_each_seed_some(tmp_path: Path) -> None:
+    first, second, third = (collect(tmp_path, "--part=drawn", f"--pairs-seed={n}", source=DRAWN) for n in (7, 8, 9))
+    assert first & second & third == {"test_of_none", "test_whole[0]", "test_whole[1]"}
+    of_five, of_two = (
+        [{test for test in run if test.startswith(f"test_of_{n}")} for run in (first, second, third)]
+        for n in ("five", "two")
+    )
+    assert sorted(map(len, of_five)) == [1, 2, 2]
+    assert set[str]().union(*of_five) == {f"test_of_five[{n}]" for n in range(5)}
+    assert [len(run) for run in of_two] == [1, 1, 1]
+    assert of_two[0] | of_two[1] == {"test_of_two[fsdp2]", "test_of_two[fsdp_native]"}
 
 
 STUBBORN = """

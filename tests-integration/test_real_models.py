@@ -35,6 +35,7 @@ def assert_equals_plain(transformers_ranks: RankPool, mesh: str, names: list[str
         assert_same([of_rank[name] for of_rank in got], want[name])
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("mesh", "names"), CASES, ids=[mesh for mesh, _ in CASES])
 def test_training_equals_one_process(transformers_ranks: RankPool, mesh: str, names: list[str]) -> None:
     assert_equals_plain(transformers_ranks, mesh, names)

@@ -108,6 +108,7 @@ def fit_and_validate(
     return (means(module.losses), {n.removeprefix("net."): t for n, t in state.items()}), units, classes
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("module_class", MODULES)
 @pytest.mark.parametrize("strategy", ["fsdp_native", "fsdp2", "ddp"])
 def test_units_under_trainer(ranks: RankPool, tmp_path: Path, strategy: str, module_class: type[Lit]) -> None:
@@ -120,6 +121,7 @@ def test_units_under_trainer(ranks: RankPool, tmp_path: Path, strategy: str, mod
             assert classes == ["Block"] * 3
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("module_class", MODULES)
 @pytest.mark.parametrize("strategy", ["auto", "fsdp_native"])
 def test_units_on_one_device(ranks: RankPool, tmp_path: Path, strategy: str, module_class: type[Lit]) -> None:
@@ -149,6 +151,7 @@ def under_fabric(strategy: str, world_size: int, place: str) -> tuple[Trained, l
     return (means(losses), full_state(ours)), list(units_of(sharded_by(ours).root))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("place", ["before setup", "init_module"])
 @pytest.mark.parametrize(
     ("strategy", "world_size"), [("fsdp_native", 2), ("fsdp_native", 1), ("fsdp2", 2), ("ddp", 2), ("auto", 1)]
@@ -160,6 +163,7 @@ def test_units_under_fabric(ranks: RankPool, strategy: str, world_size: int, pla
         assert sorted(units) == (["", *TWO] if strategy.startswith("fsdp") else [])
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("policy", "units"),
     [("auto", TWO), (None, TWO), ({Block}, ["blocks.0", "blocks.1", "blocks.1.down", "blocks.2"])],
@@ -489,6 +493,7 @@ def trained_chain(strategy: str, chain: type[Chain], path: str) -> tuple[Trained
     return results[0], sorted(units_of(sharded.root)), results[1]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("chain", CHAINS)
 def test_chains_train_and_go_on(ranks: RankPool, tmp_path: Path, chain: type[Chain]) -> None:
     net = chain()

@@ -1,13 +1,9 @@
-"""One folder on XLA devices and under torch's FSDP: two environments, since torch_xla needs a torch of its own.
-
-``python -m nox -s integration`` makes both, and says in ``FSDP_XLA_PYTHON`` where the one with torch_xla is.
-"""
+"""One folder on XLA devices and under torch's FSDP, and LightningCLI on XLA: two environments, see xla_scripts.py."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +13,9 @@ from click.testing import CliRunner
 from forked_scripts import run_forked
 from fsdp_core.cli import fsdp
 from fsdp_core.testing import oracle
-from fsdp_core.testing.processes import fresh_environment
+from test_lightning_cli import FILES as CLI_FILES
+from test_lightning_cli import SCRIPT as CLI_SCRIPT
+from xla_scripts import XLAScripts
 
 SCRIPT = Path(__file__).parent / "any_strategy.py"
 STEPS = 3
@@ -32,36 +30,30 @@ class Run(NamedTuple):
     def __str__(self) -> str:
         return f"{self.strategy}-{self.ranks}"
 
-    def train(self, loads: dict[Path, Path | None]) -> None:
+    def train(self, loads: dict[Path, Path | None], xla_scripts: XLAScripts) -> None:
         """Train for some steps into each folder, on from a checkpoint if there is one; see any_strategy.py."""
         folder, *_ = loads
         for each in loads:
             each.mkdir()
         places = [f"{each}={load or ''}" for each, load in loads.items()]
-        words = [self.strategy, str(self.ranks), str(STEPS), *places]
+        words = (self.strategy, str(self.ranks), str(STEPS), *places)
         if self.strategy.startswith("xla"):
-            self.start_on_xla(words, folder)
+            xla_scripts.run(SCRIPT, *words, folder=folder, devices=self.ranks)
         else:
             run_forked(SCRIPT, *words, folder=folder, ranks=self.ranks)
-
-    def start_on_xla(self, words: list[str], folder: Path) -> None:
-        environment = {n: v for n, v in fresh_environment().items() if n not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
-        environment |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(self.ranks)}
-        command = [xla_python(), str(SCRIPT), *words]
-        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, f"{self}:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-
-
-def xla_python() -> str:
-    python = os.environ.get("FSDP_XLA_PYTHON")
-    assert python, "FSDP_XLA_PYTHON names no interpreter with fsdp-xla; type: python -m nox -s integration"
-    return python
 
 
 def differences(one: Path, other: Path) -> str:
     """What ``fsdp checkpoint diff`` says of two folders; nothing if weights and optimizer are the same bit for bit."""
     done = CliRunner().invoke(fsdp, ["checkpoint", "diff", str(one), str(other)])
     return "" if done.exit_code == 0 else f"{done.output}\n{done.exception!r}"
+
+
+@pytest.fixture(scope="module")
+def xla_scripts() -> Iterator[XLAScripts]:
+    scripts = XLAScripts()
+    yield scripts
+    scripts.close()
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +71,15 @@ PAIRS = [(writer, reader) for reader, writers in WRITERS.items() for writer in w
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory, xla_scripts: XLAScripts) -> Path:
     """Where each run has saved: those that write in ``WRITER``, and what goes on from them in ``WRITER-READER``."""
     place = tmp_path_factory.mktemp("saved")
     begun: dict[Path, Path | None] = {place / str(CLASSIC): None}
     for writer in (SPMD, FSDP2):
-        writer.train({place / str(writer): None})
+        writer.train({place / str(writer): None}, xla_scripts)
     for reader, writers in {CLASSIC: WRITERS[CLASSIC], **WRITERS}.items():  # it is to have written what others read
-        reader.train(begun | {place / f"{writer}-{reader}": place / str(writer) / "trained" for writer in writers})
+        loads = {place / f"{writer}-{reader}": place / str(writer) / "trained" for writer in writers}
+        reader.train({**begun, **loads}, xla_scripts)
         begun = {}
     return place
 
@@ -103,3 +96,11 @@ def test_a_folder_moves_between_xla_and_torch(writer: Run, reader: Run, place: P
     assert losses(saved) == pytest.approx(whole[:STEPS], abs=oracle.FP32_TOLERANCE)
     assert differences(saved / "trained", gone_on / "loaded") == ""
     assert losses(gone_on) == pytest.approx(whole[STEPS:], abs=oracle.RESUME_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["xla_fsdp.yaml", "xla_fsdp_spmd.yaml"])
+def test_lightning_cli_trains_with_the_files_of_its_page(tmp_path: Path, name: str, xla_scripts: XLAScripts) -> None:
+    (tmp_path / name).write_text(CLI_FILES[name], encoding="utf-8")
+    xla_scripts.run(CLI_SCRIPT, "fit", "--config", name, "--trainer.max_epochs=1", folder=tmp_path, devices=2)
+    (checkpoint,) = (tmp_path / "lightning_logs/version_0/checkpoints").iterdir()
+    assert (checkpoint / "manifest.json").is_file()

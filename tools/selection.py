@@ -4,6 +4,9 @@ A run with ``--part=tests`` has every test that needs no ranks, and the first se
 ``--part=everything`` it has what is left, of which a third is drawn: that a clause of the conformance suite holds for
 a set of parameters and for a strategy is a pair, and each set is run with a third of the strategies. Which third, a
 seed says, so that every pair comes in time where the seed is the day's.
+
+A run with ``--part=drawn`` leaves out nothing but what is marked ``drawn``: of the sets of parameters of such a test,
+it has a third, and one at least. Three seeds in a row have all of them.
 """
 
 from __future__ import annotations
@@ -12,14 +15,15 @@ import argparse
 import os
 import random
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pytest
 
-__all__ = ["Part", "is_drawn", "split"]
+__all__ = ["Part", "draw_in_turn", "is_drawn", "split"]
 
-Part = Literal["tests", "everything", "all"]
+Part = Literal["tests", "everything", "drawn", "all"]
 
 #: The environment variable that names the seed, and the seed of a run that names none.
 SEED, DEFAULT_SEED = "FSDP_PAIRS_SEED", "17"
@@ -30,19 +34,18 @@ _THIRDS = {"fsdp2": 0, "fsdp_native": 1, "xla_fsdp": 2, "loopback": 1, "xla_fsdp
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("parts", "the parts of this project's tests")
-    group.addoption(
-        "--part", choices=["tests", "everything", "all"], default="all", help="what `nox -s tests` runs, or the others"
-    )
+    group.addoption("--part", choices=get_args(Part), default="all", help="what `nox -s tests` runs, or the others")
     group.addoption(
         "--pairs-seed",
         type=_seed,
         default=os.environ.get(SEED, DEFAULT_SEED),
-        help=f"draws what `--part=everything` runs of many parameters; otherwise {SEED} does",
+        help=f"draws what `--part=everything` and `--part=drawn` run of many parameters; otherwise {SEED} does",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "everything: a test that takes long, left to `nox -s everything`")
+    config.addinivalue_line("markers", "drawn: of its sets of parameters, `--part=drawn` runs a third")
 
 
 @pytest.hookimpl(trylast=True)
@@ -60,10 +63,12 @@ def split(items: Iterable[pytest.Item], part: Part, seed: int) -> list[pytest.It
     Args:
         items: All tests.
         part: Which of them; ``"all"`` leaves nothing out.
-        seed: Draws which sets of parameters ``"everything"`` runs with a strategy.
+        seed: Draws which sets of parameters ``"everything"`` runs with a strategy, and ``"drawn"`` of a test.
     """
     if part == "all":
         return list(items)
+    if part == "drawn":
+        return draw_in_turn(items, seed)
     seen: set[str] = set()
     selected = []
     for item in items:
@@ -78,6 +83,26 @@ def split(items: Iterable[pytest.Item], part: Part, seed: int) -> list[pytest.It
         if keeps:
             selected.append(item)
     return selected
+
+
+def draw_in_turn(items: Iterable[pytest.Item], seed: int) -> list[pytest.Item]:
+    """All tests, but of each that is marked ``drawn`` the sets of parameters whose turn it is with a seed.
+
+    Args:
+        items: All tests, those of a function in one order always.
+        seed: Whose turn it is. Functions differ in what they begin with, or one seed had the same strategy in all.
+    """
+    items = list(items)
+    functions: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("drawn") is not None:
+            functions[_function(item)].append(item)
+    left_out: set[pytest.Item] = set()
+    for function, sets in functions.items():
+        turns = min(3, len(sets))
+        turn = (seed + zlib.crc32(function.encode())) % turns
+        left_out |= set(sets) - set(sets[turn::turns])
+    return [item for item in items if item not in left_out]
 
 
 def is_drawn(item: pytest.Item, seed: int) -> bool:

@@ -15,7 +15,6 @@ from tools.environments import PACKAGES, PINNED_APART, ROOT, SHARING, Package
 __all__ = [
     "CLAUSES_SIDE_BY_SIDE",
     "CORE",
-    "FILES_SIDE_BY_SIDE",
     "SMOKE",
     "choose_packages",
     "run_clauses",
@@ -30,7 +29,6 @@ TWO = ("--numprocesses=2", "--max-worker-restart=0")
 FILES_SIDE_BY_SIDE = (*TWO, "--dist=loadfile", "--no-loadscope-reorder")  # see tools/costs.py
 CLAUSES_SIDE_BY_SIDE = (*TWO, "--dist=worksteal")
 CLASSES_SIDE_BY_SIDE = (*TWO, "--dist=loadscope", "--no-loadscope-reorder")
-MANY_SIDE_BY_SIDE = ("--numprocesses=3", *FILES_SIDE_BY_SIDE[1:])  # where most tests wait for another process
 
 #: What other versions run of the conformance suite: numbers, checkpoints and what private names are used for.
 CORE = (
@@ -72,7 +70,9 @@ def _is_of(package: Package, word: str) -> bool:
 
 
 def run_folder(session: nox.Session, python: str, name: str, *words: str) -> None:
-    """Run the tests that the words name, or only those that the words after ``--`` name by path.
+    """Run the tests that the words name, one by one, or only those that the words after ``--`` name by path.
+
+    Without words after ``--``, of what is marked ``drawn`` a part is run: see :mod:`tools.selection`.
 
     Args:
         session: The session.
@@ -81,7 +81,8 @@ def run_folder(session: nox.Session, python: str, name: str, *words: str) -> Non
         *words: Arguments of pytest.
     """
     names_tests = any(_file_of(word).exists() for word in session.posargs)
-    steps.run_pytest(session, python, name, *(() if names_tests else words), *session.posargs)
+    chosen = () if names_tests else words
+    steps.run_pytest(session, python, name, *chosen, *(session.posargs or ["--part=drawn"]))
 
 
 def run_clauses(session: nox.Session, python: str, clauses: str, *words: str) -> None:
@@ -110,15 +111,19 @@ def run_package(session: nox.Session, package: Package, part: str, *words: str, 
         pairs: How many pairs of options the conformance suite draws.
     """
     python = envs.make_tests_environment(session, package)
-    suite_side_by_side = CLASSES_SIDE_BY_SIDE if package in PINNED_APART else CLAUSES_SIDE_BY_SIDE
-    side_by_side = suite_side_by_side if package.strategies else MANY_SIDE_BY_SIDE
+    suite_side_by_side: tuple[str, ...] = CLASSES_SIDE_BY_SIDE if package in PINNED_APART else CLAUSES_SIDE_BY_SIDE
+    side_by_side = suite_side_by_side if package.strategies else FILES_SIDE_BY_SIDE
+    if part == "everything":  # ranks use the cores: a worker more costs its imports and those of its fork server
+        side_by_side = ()
     environment = {"FSDP_PAIRS": str(pairs), "FSDP_PAIRS_SEED": os.environ.get("FSDP_PAIRS_SEED", "17")}
     if package.requires_apart:
         folder = envs.make_folder_apart(session, f"{package.name}-apart", *package.requires_apart)
         environment["FSDP_TESTS_APART"] = folder
     parts = (f"--part={part}", f"--pairs-seed={environment['FSDP_PAIRS_SEED']}")
-    tests = [word for word in words if _is_of(package, word)] or [str(package.path)]
+    # no doctest needs ranks, so none is left to `everything`
+    found_in = (f"{package.path}/tests",) if part == "everything" else ("--doctest-modules", package.path)
+    tests = [word for word in words if _is_of(package, word)]
     options = [word for word in words if not any(_is_of(each, word) for each in PACKAGES.values())]
-    arguments = (*side_by_side, "--doctest-modules", *parts, *options, *tests)
+    arguments = (*side_by_side, *parts, *options, *(("--doctest-modules", *tests) if tests else found_in))
     codes = [0, 5] if words else [0]  # 5: -k has chosen another package's
     steps.run_pytest(session, python, f"{package.name}-{part}", *arguments, env=environment, success_codes=codes)

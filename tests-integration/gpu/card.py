@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from pathlib import Path
 
@@ -45,4 +46,6 @@ def arguments(part: str, description: str | None) -> tuple[argparse.Namespace, R
     words.deadline = time.monotonic() + words.seconds - since_start
     if not HAS_CARD:
         torch.set_num_threads(1)
+    gc.freeze()  # nothing that modules hold is garbage
+    gc.enable()
     return words, Records(words.out / RECORDS, part, judges=not words.tiny)

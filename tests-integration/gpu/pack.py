@@ -9,6 +9,7 @@ The machine has torch for CUDA, Lightning, transformers, pytest and their like, 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -44,9 +45,10 @@ def run_pip(*words: str) -> None:
 
 
 def build_wheels(folder: Path) -> None:
-    """Build the wheel of each of this project's packages into a folder."""
+    """Build the wheel of each of this project's packages into a folder, by what is here or is fetched for it."""
+    options = ["--no-build-isolation"] if importlib.util.find_spec("hatchling") else []
     for package in PACKAGES:
-        run_pip("wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT / "packages" / package))
+        run_pip("wheel", "--no-deps", *options, "--wheel-dir", str(folder), str(ROOT / "packages" / package))
 
 
 def download_wheels(folder: Path) -> None:

@@ -94,7 +94,16 @@ def install_wheels(wheels: Path, target: Path) -> str:
         ``PYTHONPATH``, under which an interpreter finds them first.
     """
     files = [str(path) for path in sorted(wheels.glob("*.whl"))]
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-cache-dir")
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "--quiet",
+        "--no-cache-dir",
+        "--no-compile",
+    )
     try:
         subprocess.run([*pip, "--no-index", "--no-deps", "--target", str(target), *files], check=True, timeout=300)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
@@ -204,7 +213,8 @@ def run_part(
         Whether it ended by itself with status 0.
     """
     records = Records(out / RECORDS, part.name)
-    command = [sys.executable, str(part.script), "--out", str(out), "--seconds", f"{limit - GRACE:.1f}", *arguments]
+    command = [sys.executable, str(HERE / "starter.py"), str(part.script)]
+    command += ["--out", str(out), "--seconds", f"{limit - GRACE:.1f}", *arguments]
     began = time.monotonic()
     print(f"{part.name}, at most {limit:.0f} s", flush=True)
     with (out / "log.txt").open("ab") as log, temporary_folders() as folders:
@@ -397,6 +407,8 @@ def main() -> None:
     card = "" if words.rehearse else find_card(environment)
     if words.rehearse:
         environment["CUDA_VISIBLE_DEVICES"] = ""
+    if not card:  # threads that wait for each other by spinning take most of the CPU
+        environment["OMP_NUM_THREADS"] = "1"
     title = card or "A rehearsal on the CPU, in tiny sizes: nothing here is of a card."
     print(title, flush=True)
     parts = [part for part in PARTS if not words.parts or part.name in words.parts]

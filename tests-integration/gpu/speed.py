@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
 import os
 import re
+import runpy
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +44,13 @@ class Setting:
         records: Where figures go.
         folder: Where logs and tables go.
         tiny: Whether this is a rehearsal.
+        processes: How ranks are started.
     """
 
     records: Records
     folder: Path
     tiny: bool
+    processes: Any
 
     @property
     def compiler(self) -> str:
@@ -67,12 +71,45 @@ def rank_variables() -> dict[str, str]:
     torchrun itself would import torch in one more process, and leave a rank that hangs half a minute to end.
     """
     own = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "card"}
-    quiet = {"PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"}
-    return {**own, **meeting, **quiet} | ({} if HAS_CARD else {"OMP_NUM_THREADS": "1"})
+    return own | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "card"}
 
 
-def run_alone(name: str, script: Path, words: Sequence[object], limit: float, folder: Path) -> dict[str, Any]:
+def prepare_processes() -> multiprocessing.context.BaseContext:
+    """Set the variables that a rank's Python reads when it starts, and choose how :func:`run_alone` starts ranks.
+
+    Without a card they are forked from a process that has imported what takes seconds. With one each is spawned: torch
+    opens the driver to see whether there is a card, and CUDA can't be used in what is forked after that.
+    """
+    path = os.pathsep.join([str(GPU), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ.update({"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1"})
+    if HAS_CARD:
+        return multiprocessing.get_context("spawn")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["launch_profile", "llama_steps", "peft", "torch._dynamo"])
+    return context
+
+
+def be_script(script: Path, words: Sequence[str], variables: dict[str, str], log: Path) -> None:
+    """Be a script, in a process of its own.
+
+    Args:
+        script: The file.
+        words: Its command line.
+        variables: Environment variables besides those of this process.
+        log: The file for its output.
+    """
+    with log.open("wb") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.environ.update(variables)
+    os.chdir(log.parent)
+    sys.argv[:] = [str(script), *words]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def run_alone(name: str, script: Path, words: Sequence[object], limit: float, setting: Setting) -> dict[str, Any]:
     """Run a script as the only rank, and read what it writes to ``--out``.
 
     Args:
@@ -80,45 +117,38 @@ def run_alone(name: str, script: Path, words: Sequence[object], limit: float, fo
         script: The file.
         words: Its command line.
         limit: Seconds after which it is ended.
-        folder: The folder for its log.
+        setting: How it is started, and the folder for its log.
 
     Raises:
         RuntimeError: It failed, or the time was up; with the end of its log.
     """
-    stem = folder / f"speed-{re.sub('[^A-Za-z0-9]+', '-', name)}"
+    stem = setting.folder.resolve() / f"speed-{re.sub('[^A-Za-z0-9]+', '-', name)}"
     out, log = stem.with_suffix(".json"), stem.with_suffix(".log")
     out.unlink(missing_ok=True)
-    command = [sys.executable, script, *words, "--out", out.resolve()]
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            list(map(str, command)),
-            env={**os.environ, **rank_variables()},
-            cwd=folder,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            status = process.wait(timeout=limit)
-            problem = f"{script.name} ended with status {status}" if status else ""
-        except subprocess.TimeoutExpired:
+    command = [str(word) for word in (*words, "--out", out)]
+    process = setting.processes.Process(target=be_script, args=(script, command, rank_variables(), log))
+    process.start()
+    try:
+        process.join(timeout=limit)
+        problem = f"{script.name} ended with status {process.exitcode}" if process.exitcode else ""
+        if process.exitcode is None:
             problem = f"{script.name} had not ended after {limit:.0f} s, and was ended"
-        finally:
-            end(process)
+    finally:
+        end(process)
     if problem or not out.exists():
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-25:]
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-25:] if log.exists() else []
         raise RuntimeError("\n".join([*lines, problem or f"{script.name} wrote no result"]))
     return dict(json.loads(out.read_text()))
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: BaseProcess) -> None:
     """End a process that has not ended by itself. Its helpers, such as inductor's, end with it."""
-    if process.poll() is None:
+    if process.exitcode is None:
         process.terminate()
-        try:
-            process.wait(timeout=GRACE)
-        except subprocess.TimeoutExpired:
+        process.join(timeout=GRACE)
+        if process.exitcode is None:
             process.kill()
-            process.wait()
+            process.join()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +213,7 @@ def compare(comparison: Comparison, setting: Setting, limit: float) -> None:
             left = deadline - time.monotonic()
             try:
                 own = ["--sequences", sequences, "--seconds", f"{left - RESERVE:.1f}"]
-                result = run_alone(comparison.title, GPU / "llama_steps.py", [*words, *own], left, setting.folder)
+                result = run_alone(comparison.title, GPU / "llama_steps.py", [*words, *own], left, setting)
                 break
             except RuntimeError as error:
                 is_full = "OutOfMemoryError" in str(error)
@@ -237,7 +267,7 @@ def measure_launches(strategy: str, setting: Setting, limit: float) -> None:
     name = f"launch-bound model, {strategy}"
     with setting.records.check(name) as details:
         words = ("--strategy", strategy, "--turns", 3 if setting.tiny else 50, "--seed", 0, "--small")
-        measured = run_alone(name, BENCHMARKS / "step_time.py", words, limit, setting.folder)
+        measured = run_alone(name, BENCHMARKS / "step_time.py", words, limit, setting)
         details |= {key: measured[key] for key in ("milliseconds", "ratios", "losses differ by")}
         by_hand = next(label for label in measured["milliseconds"] if label.endswith("by hand"))
         milliseconds = measured["milliseconds"][strategy] - measured["milliseconds"][by_hand]
@@ -258,7 +288,7 @@ def profile_launches(strategy: str, setting: Setting, limit: float) -> None:
         target = (setting.folder / f"speed-profile-{strategy}.txt").resolve()
         words = ("--strategy", strategy, "--table", target)
         details["table"] = f"{target.name}, which log.txt holds"
-        details["calls per step"] = run_alone(name, GPU / "launch_profile.py", words, limit, setting.folder)
+        details["calls per step"] = run_alone(name, GPU / "launch_profile.py", words, limit, setting)
 
 
 def measure_lora(is_compiled: bool, recompute: bool, setting: Setting, limit: float) -> bool:
@@ -278,7 +308,7 @@ def measure_lora(is_compiled: bool, recompute: bool, setting: Setting, limit: fl
     words += [*(["--recompute"] if recompute else []), "--seconds", f"{limit - RESERVE:.1f}"]
     words += ["--tiny", "--turns", "2"] if setting.tiny else ["--turns", "10"]
     with setting.records.check(name) as details:
-        details |= run_alone(name, GPU / "llama_steps.py", words, limit, setting.folder)
+        details |= run_alone(name, GPU / "llama_steps.py", words, limit, setting)
         rates = details["rates"]
         setting.records.figure(f"{name}, tokens/s", rates["tokens/s"], rates=rates, NeMo=NEMO)
     return "OutOfMemoryError" in details.get("error", "")
@@ -383,7 +413,8 @@ def main() -> None:
     """Run the part."""
     words, records = arguments("speed", __doc__)
     deadline = words.deadline
-    for measurement in measurements(Setting(records=records, folder=words.out, tiny=words.tiny)):
+    setting = Setting(records=records, folder=words.out, tiny=words.tiny, processes=prepare_processes())
+    for measurement in measurements(setting):
         left = deadline - time.monotonic()
         absent = [name for name in measurement.needs if importlib.util.find_spec(name) is None]
         if absent:
@@ -395,7 +426,7 @@ def main() -> None:
             reason = f"{max(left, 0):.0f} s were left, and it takes {measurement.least:.0f}"
             records.no_time(measurement.name, reason)
         else:
-            measurement.measure(min(left, measurement.most))
+            measurement.measure(min(left, measurement.most * (4 if words.tiny else 1)))  # other work may use the CPU
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from fsdp_core.checkpoint import load
 QUICKLY = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native"])
 def test_a_host_is_lost_and_comes_back(hosts: tuple[Host, Host], tmp_path: Path, strategy: str) -> None:
     """Two hosts, then one, then two: in the end each row was trained on as one process does, once."""

@@ -17,6 +17,7 @@ from fsdp_core.testing.forking import start_script
 from fsdp_core.testing.processes import fresh_environment
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native"])
 def test_signals_at_random_moments(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     """Four of the 200 that ``slow_signals.py`` sends."""
@@ -64,6 +65,7 @@ class Job:
         return [task.exitcode for task in self.tasks]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native"])
 def test_a_job_is_queued_again_and_goes_on(tmp_path: Path, free_port: int, strategy: str) -> None:
     """The example, as tasks of a job that gets SIGUSR1 on its second task, and as the job that follows it."""

@@ -126,6 +126,7 @@ def launched(strategy: str, output: Path, pause: float = 0.0) -> Job:
     return Job(start_script(script, *words, folder=EXAMPLES, output=output, environment=environment, ranks=2), output)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native"])
 def test_killed_in_training_and_in_a_save_it_goes_on_from_the_last_complete_checkpoint(
     bucket: Bucket, tmp_path: Path, strategy: str

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_core import Runtime, ShardingError
@@ -16,6 +16,9 @@ from fsdp_fsdp2.meshes import ranks_along
 from fsdp_fsdp2.user_sharding.built_parameters import has_noted, is_dtensor, noted_parameter
 
 __all__ = ["place_sharded", "refuse_changed_on_meta"]
+
+#: The modules that have a parameter, each with its name there, by the id of the parameter.
+Places = dict[int, list[tuple[nn.Module, str]]]
 
 
 def place_sharded(
@@ -36,10 +39,11 @@ def place_sharded(
     Raises:
         ShardingError: How a parameter on the meta device was initialised is not known.
     """
+    places = _find_places(root)
     for module in modules:
         empty: dict[str, Any] = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
         sharded = {name: one for name, one in empty.items() if is_dtensor(one)}
-        whole_ones = {name: _as_built(module, name, one, root) for name, one in sharded.items()}
+        whole_ones = {name: _as_built(module, name, one, root, places) for name, one in sharded.items()}
         module._parameters.update(whole_ones)
         place([module], runtime, leave=lambda _, parameter: is_dtensor(parameter))
         for name, before in empty.items():
@@ -49,7 +53,9 @@ def place_sharded(
                 device = torch.device("cpu") if id(before) in offloaded else runtime.device
                 now = _filled(before, now, device)
                 now.__dict__.update(before.__dict__)
-            _put_everywhere(root, before, now, module, name)
+            tied = [(other, own) for other, own in places[id(before)] if other is not module]
+            for owner, own in (*tied, (module, name)):
+                setattr(owner, own, now)  # LSTMs note it in a list
             del now
         there: dict[str, Any] = {name: p for name, p in module._parameters.items() if name not in empty}
         for parameter in there.values():
@@ -57,15 +63,15 @@ def place_sharded(
                 _take_first_copy(parameter, runtime)
 
 
-def _as_built(module: nn.Module, name: str, sharded: DTensor, root: nn.Module) -> nn.Parameter:
+def _as_built(module: nn.Module, name: str, sharded: DTensor, root: nn.Module, places: Places) -> nn.Parameter:
     """The parameter that was sharded, on the meta device and whole."""
-    noted = [noted_parameter(one, own) for one, own in _places(root, sharded)]
+    noted = [noted_parameter(other, own) for other, own in places[id(sharded)]]
     first = noted_parameter(module, name)
-    fqn = next(clean_name(n) for n, p in root.named_parameters() if id(p) == id(sharded))
     if first is None and not has_noted(root):
         return nn.Parameter(torch.empty(sharded.shape, dtype=sharded.dtype, device="meta"), sharded.requires_grad)
     if first is None or first.shape != sharded.shape or any(one is not first for one in noted):
         told = "was tied or replaced" if first is not None else "was made"
+        fqn = next(clean_name(n) for n, p in root.named_parameters() if id(p) == id(sharded))
         raise ShardingError(
             f"{fqn!r} is sharded and has no memory, and {told} where it was not noted how it is initialised.\n"
             "Build the model under trainer.init_module(empty_init=True) or fabric.init_module(empty_init=True), "
@@ -93,14 +99,13 @@ def _filled(sharded: DTensor, whole: nn.Parameter, device: torch.device) -> nn.P
     return nn.Parameter(filled, requires_grad=sharded.requires_grad)
 
 
-def _put_everywhere(root: nn.Module, old: Tensor, new: nn.Parameter, module: nn.Module, name: str) -> None:
-    """Register a filled parameter wherever the one without memory is: under all its names if it is tied."""
-    for one, own in (*_places(root, old), (module, name)):
-        setattr(one, own, new)  # LSTMs note it in a list
-
-
-def _places(root: nn.Module, parameter: Tensor) -> list[tuple[nn.Module, str]]:
-    return [(one, own) for one in root.modules() for own, p in one._parameters.items() if id(p) == id(parameter)]
+def _find_places(root: nn.Module) -> Places:
+    """Where each parameter of a model is. To search for one would take as long as to find all."""
+    places: Places = {}
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            places.setdefault(id(parameter), []).append((module, name))
+    return places
 
 
 def _take_first_copy(parameter: DTensor, runtime: Runtime) -> None:
