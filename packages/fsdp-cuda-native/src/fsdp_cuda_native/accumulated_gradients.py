@@ -55,8 +55,10 @@ def forget(root: FullyShardedDataParallel, names: Collection[str]) -> None:
             gradient.zero_()
     for name, member in named_members(root):
         saved = saved_gradient(member.unit)
-        for chunk in local_part(name, member).of(saved).chunks if saved is not None and name in names else ():
-            cast("Tensor", chunk.data).zero_()
+        if saved is not None and name in names:
+            part = local_part(name, member).of(saved)
+            for data in [part] if isinstance(part, Tensor) else [chunk.data for chunk in part.chunks]:
+                cast("Tensor", data).zero_()
 
 
 def _unreduced_by_name(root: FullyShardedDataParallel) -> Iterator[tuple[str, Tensor]]:

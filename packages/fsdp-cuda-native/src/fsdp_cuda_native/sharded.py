@@ -23,8 +23,15 @@ from fsdp_core.sharding import (
     is_flattened,
     sharded_of,
 )
-from fsdp_core.state import HeldGradients, Layout, SavedTensor, aliases, clean_name, refuse_half_gradients
-from fsdp_core.state.full_tensor import running_forwards
+from fsdp_core.state import (
+    HeldGradients,
+    Layout,
+    SavedTensor,
+    aliases,
+    clean_name,
+    refuse_half_gradients,
+    running_forwards,
+)
 from fsdp_cuda_native.accumulated_gradients import forget, held_by_units, restore_to_units
 from fsdp_cuda_native.torch_private import flat_parameters as torch_private
 from fsdp_cuda_native.torch_private.nested_passes import NestedPasses, is_idle

@@ -460,7 +460,8 @@ class RecordedGraphs:
 
 
 def _reshard_unless_kept(recorded: weakref.ref[RecordedGraphs], of: weakref.ref[Any]) -> None:
-    group, own = of(), recorded()
+    own = recorded()
+    group: Any = of()
     if own is None or not own.keep(group):
         type(group).reshard(group)
 
@@ -646,7 +647,8 @@ def _count_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *a
 
 
 def _note_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *args: Any) -> None:
-    group, own = of(), unused()
+    own = unused()
+    group: Any = of()
     if own is not None:
         own.pre_backward()
     type(group).pre_backward(group, *args)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Never
 
@@ -267,7 +267,6 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    @wraps(Strategy.backward)  # or Lightning refuses torch.autograd.grad, which needs none of this
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         self._check_loss()
         for forwards in self._first_forwards:
@@ -284,6 +283,9 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
             self._in_backward = False
         self._backward_sync_control.after_backward(self.roots)
         self._gradients.on()
+
+    # the mark of a wrapper: Lightning would refuse torch.autograd.grad, which needs none of this
+    backward.__wrapped__ = Strategy.backward  # type: ignore[attr-defined]
 
     def backward_context(self) -> AbstractContextManager[None]:
         """A context for backward passes. Override this and not ``backward``, which Lightning must take for its own."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
 from typing import Any, Protocol
 
 import torch
@@ -292,9 +291,11 @@ class ShardedFabricPrecision(_ShardedPrecision, FabricPrecision):
             return data  # as the module computes it, which may be in fp64
         return apply_to_collection(data, Tensor, convert_fp_tensor, dst_type=torch.get_default_dtype())
 
-    @wraps(FabricPrecision.backward)  # or Lightning refuses torch.autograd.grad, which needs none of this
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         super().backward(self._scale(tensor), model, *args, **kwargs)
+
+    # the mark of a wrapper: Lightning would refuse torch.autograd.grad, which needs none of this
+    backward.__wrapped__ = FabricPrecision.backward  # type: ignore[attr-defined]
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         if self.scaler is None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fsdp_core.state.chunks import Chunk, ChunkedTensor, TensorSource, chunked
     from fsdp_core.state.filling import KeyDifferences, fill, fill_all
     from fsdp_core.state.fqn import aliases, clean_name, named_parameters, unwrap_compiled
-    from fsdp_core.state.full_tensor import gathered_modules
+    from fsdp_core.state.full_tensor import gathered_modules, running_forwards
     from fsdp_core.state.held_gradients import (
         HeldGradients,
         held_at_parameters,
@@ -47,6 +47,7 @@ __all__ = [
     "optimizer_state",
     "refuse_half_gradients",
     "restore_at_parameters",
+    "running_forwards",
     "stand_in",
     "state_by_name",
     "unwrap_compiled",
@@ -75,6 +76,7 @@ _HOMES = {
     "named_parameters": "fsdp_core.state.fqn",
     "optimizer_state": "fsdp_core.state.optimizer",
     "refuse_half_gradients": "fsdp_core.state.held_gradients",
+    "running_forwards": "fsdp_core.state.full_tensor",
     "restore_at_parameters": "fsdp_core.state.held_gradients",
     "stand_in": "fsdp_core.state.layout",
     "state_by_name": "fsdp_core.state.optimizer",

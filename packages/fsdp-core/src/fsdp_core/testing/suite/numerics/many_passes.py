@@ -90,20 +90,26 @@ def _weighed_by_gradient(step: Step) -> Tensor:
     x = _differentiable(step.x)
     losses = (step.net(x) - step.y).square().mean(1)
     (gradient,) = torch.autograd.grad(losses.sum(), x, retain_graph=True)
-    return (losses * (1 + gradient.norm(dim=1))).mean()
+    loss: Tensor = (losses * (1 + gradient.norm(dim=1))).mean()
+    return loss
+
+
+def _distance_to_1(gradient: Tensor) -> Tensor:
+    penalty: Tensor = (gradient.norm(dim=1) - 1).square().mean()
+    return penalty
 
 
 def _penalty(step: Step) -> Tensor:
     x = _differentiable(step.x)
     output = step.net(x)
     (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-    return mse_loss(output, step.y) + (gradient.norm(dim=1) - 1).square().mean()
+    return mse_loss(output, step.y) + _distance_to_1(gradient)
 
 
 def _penalty_between(step: Step) -> Tensor:
     first, mixed = step.net(step.x), _differentiable(0.3 * step.x + 0.7 * step.x.flip(1))
     (gradient,) = torch.autograd.grad(step.net(mixed).sum(), mixed, create_graph=True)
-    return mse_loss(first, step.y) + step.loss(step.x.flip(1)) + (gradient.norm(dim=1) - 1).square().mean()
+    return mse_loss(first, step.y) + step.loss(step.x.flip(1)) + _distance_to_1(gradient)
 
 
 def _forces(step: Step) -> Tensor:
@@ -176,7 +182,7 @@ def _solved(step: Step) -> Tensor:
 def _frozen_for_a_call(step: Step) -> Tensor:
     def freeze(trains: bool) -> None:
         for block in step.blocks:
-            block.down.requires_grad_(trains)  # type: ignore[operator, union-attr]
+            block.down.requires_grad_(trains)
 
     freeze(False)
     with torch.no_grad():
@@ -269,7 +275,7 @@ class _ByHand(_Automatic):
 
 
 def _fit(strategy: str, tmp: str, world_size: int, front: str, what: str) -> Trained:
-    accumulated = {"accumulate_grad_batches": BATCHES - 1} if front == "accumulated" else {}
+    accumulated: dict[str, Any] = {"accumulate_grad_batches": BATCHES - 1} if front == "accumulated" else {}
     module = _ByHand(what, raw="raw" in front) if "by hand" in front else _Automatic(what)
     run = new_trainer(tmp, strategy, world_size, **accumulated)
     run.fit(module, loader(BATCHES, world_size))
