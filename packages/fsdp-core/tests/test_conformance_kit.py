@@ -385,9 +385,16 @@ def test_options_that_ask_for_what_is_not_declared(site: Site) -> None:
         tiny_impl=IMPLEMENTATION,
     )
     site.forked("""
-        from tiny_impl import ForFabric, ForTrainer
+        from tiny_impl import ForFabric, ForTrainer, LoopbackBackend, ShardedTrainerStrategy
         from lightning.pytorch import Trainer
         import fsdp_core
+
+        class Unlisted(ShardedTrainerStrategy):
+            def __init__(self, level):
+                self.level = level
+                super().__init__(LoopbackBackend(), strategy_name="unlisted")
+
+        assert Unlisted(level=3).level == 3  # no plugin says what it takes, so its constructor does
 
         class OfTheUser(ForTrainer):
             pass

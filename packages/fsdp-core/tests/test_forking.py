@@ -230,6 +230,23 @@ def test_no_answer_is_taken_for_that_to_another_call(kind: Any) -> None:
         signal.signal(signal.SIGALRM, before)
 
 
+def fork_and_wait(file: str) -> None:
+    """As a rank whose loader's worker hangs before it runs any Python."""
+    if not (pid := os.fork()):
+        time.sleep(600)
+    Path(file).write_text(str(pid))
+    time.sleep(600)
+
+
+@pytest.mark.skipif(not FORKS, reason="reads /proc")
+@pytest.mark.parametrize("kind", [RankPool, OneProcess])
+def test_ranks_that_do_not_answer_say_where_they_are_and_leave_no_process(kind: Any, tmp_path: Path) -> None:
+    with kind() as pool, pytest.raises(RankError, match=r"^no answer within 2 s\n") as raised:
+        pool.run(1, fork_and_wait, str(tmp_path / "pid"), timeout=2)
+    assert f'test_forking.py", line {fork_and_wait.__code__.co_firstlineno + 5} in fork_and_wait\n' in str(raised.value)
+    wait_until_ended(int((tmp_path / "pid").read_text()))
+
+
 class TakesTwo(Exception):
     """Can't be unpickled: it is made anew from what it was given, which is too little."""
 

@@ -23,7 +23,17 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["StartMethod", "allow_children", "end_process", "prepare", "start_process", "start_script"]
+__all__ = [
+    "StartMethod",
+    "allow_children",
+    "end_process",
+    "kill_process",
+    "lead_session",
+    "prepare",
+    "read_stacks",
+    "start_process",
+    "start_script",
+]
 
 #: How a rank's process is started; as in :mod:`multiprocessing`.
 StartMethod = Literal["forkserver", "spawn"]
@@ -40,6 +50,12 @@ preloads: list[str] = []
 
 #: The exit code that multiprocessing reports if the fork server, which alone knows its children's, has died.
 _UNKNOWN = 255
+
+#: Asks a process for its stacks. No library here uses it; macOS and Windows have none like it.
+_STACKS: signal.Signals | None = getattr(signal, "SIGRTMAX", None)
+
+#: Seconds until a process begins to write its stacks, and between two pieces of them.
+_BEGINS, _GOES_ON = 2.0, 0.5
 
 _PRELOADED = "fsdp_core.testing.preloaded"
 
@@ -239,6 +255,52 @@ def _wait_to_be_started(pipe: Connection) -> None:
     _begin(environment)
 
 
+def lead_session(connection: Connection) -> None:
+    """Let :func:`kill_process` end what this process will start too, and :func:`read_stacks` see what it does.
+
+    Args:
+        connection: This process's end of the pipe.
+    """
+    if hasattr(os, "setsid"):
+        os.setsid()
+    if _STACKS is not None:
+        faulthandler.register(_STACKS, file=connection.fileno())
+
+
+def read_stacks(process: BaseProcess, connection: Connection) -> str:
+    """The stacks of a process that does not answer, also of one whose thread holds Python's lock.
+
+    Nothing else can be read from the pipe afterwards.
+
+    Args:
+        process: The process, which has called :func:`lead_session`.
+        connection: The other end of its pipe.
+
+    Returns:
+        A traceback of each thread; nothing where the platform has no such signal.
+    """
+    if _STACKS is None or process.pid is None:
+        return ""
+    stacks = b""
+    with contextlib.suppress(OSError):  # it has just ended
+        os.kill(process.pid, _STACKS)
+        while connection.poll(_GOES_ON if stacks else _BEGINS) and (piece := os.read(connection.fileno(), 1 << 16)):
+            stacks += piece
+    return stacks.decode(errors="replace")
+
+
+def kill_process(process: BaseProcess) -> None:
+    """End a process at once, and what it has started if it has called :func:`lead_session`.
+
+    Args:
+        process: The process.
+    """
+    if hasattr(os, "killpg") and process.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+
+
 def end_process(process: BaseProcess, connection: Connection) -> int | None:
     """End a process: send it ``None``, and kill it if it does not exit.
 
@@ -253,7 +315,7 @@ def end_process(process: BaseProcess, connection: Connection) -> int | None:
         connection.send(None)
     process.join(timeout=2.0)
     if process.is_alive():
-        process.kill()
+        kill_process(process)
         process.join()
     elif process.exitcode == _UNKNOWN and process.pid is not None:
         with contextlib.suppress(ProcessLookupError):
@@ -310,6 +372,8 @@ def _end_with_parent() -> None:
 
 def _exit_after(parent: BaseProcess) -> None:
     parent.join()
+    if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # and what it has started
     os._exit(1)
 
 

@@ -12,8 +12,15 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from fsdp_core.testing.forking import StartMethod, end_process, start_process
-from fsdp_core.testing.ranks import Failure, RankKind, import_function, leave_out_of_collections, raise_failures
+from fsdp_core.testing.forking import StartMethod, end_process, kill_process, lead_session, start_process
+from fsdp_core.testing.ranks import (
+    Failure,
+    RankKind,
+    describe_silence,
+    import_function,
+    leave_out_of_collections,
+    raise_failures,
+)
 
 __all__ = ["Answer", "OneProcessRanks", "answered"]
 
@@ -89,12 +96,12 @@ class OneProcessRanks(ABC):
             if connection.poll(limit):
                 answers = connection.recv()
             else:
-                answers = [(False, Failure(f"no answer within {limit:g} s"))]
+                answers = [(False, describe_silence(process, connection, limit))]
         except (EOFError, OSError):
             process.join(timeout=2.0)
             answers = [(False, Failure(f"the process died with exit code {process.exitcode}"))]
         except BaseException:
-            process.kill()
+            kill_process(process)
             self._end(world_size)  # or its answer would be taken for the answer to the next call
             raise
         failures = {rank: value for rank, (ok, value) in enumerate(answers) if not ok}
@@ -134,6 +141,7 @@ class OneProcessRanks(ABC):
 
 def _work(connection: Connection, caller: str, keeps: tuple[str, ...]) -> None:
     """The main loop of the process: receive a call and answer it, until ``None`` arrives."""
+    lead_session(connection)
     while True:
         try:
             job = connection.recv()

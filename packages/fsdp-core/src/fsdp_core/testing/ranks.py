@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, ClassVar, Literal, NoReturn, Protocol, Self
 
-from fsdp_core.testing.forking import StartMethod, end_process, start_process
+from fsdp_core.testing.forking import StartMethod, end_process, kill_process, lead_session, read_stacks, start_process
 
 __all__ = [
     "Failure",
@@ -26,6 +26,7 @@ __all__ = [
     "RankKind",
     "RankPool",
     "Ranks",
+    "describe_silence",
     "import_function",
     "leave_out_of_collections",
     "raise_failures",
@@ -101,14 +102,22 @@ class Failure:
         return self.traceback or self.summary
 
 
+def describe_silence(process: BaseProcess, connection: Connection, timeout: float) -> Failure:
+    """The failure of a process that has not answered within so many seconds, with what its threads are doing."""
+    summary = f"no answer within {timeout:g} s"
+    stacks = read_stacks(process, connection)
+    return Failure(summary, f"{summary}, in these calls:\n{stacks}" if stacks else "")
+
+
 class RankPool:
     """Runs functions on several ranks at once.
 
     Each rank is a process with one torch thread and the environment variables that ``torchrun`` sets, so Lightning
     uses the ranks as they are. Processes are kept between calls; a process group that a call leaves open is destroyed,
-    and the environment variables that it set are restored. After a failure all processes are terminated, and the next
-    call starts new ones, because the state of the other ranks is unknown. If gloo fails to connect the ranks, which
-    happens occasionally on a busy machine, new ones are started for the same call.
+    and the environment variables that it set are restored. After a failure all processes are terminated, with what they
+    have started, and the next call starts new ones, because the state of the other ranks is unknown. The error has the
+    stacks of ranks that did not answer in time. If gloo fails to connect the ranks, which happens occasionally on a
+    busy machine, new ones are started for the same call.
 
     Attributes:
         start_method: ``"forkserver"``, which takes milliseconds, or ``"spawn"`` for libraries that start threads or
@@ -193,8 +202,9 @@ class RankPool:
             end = min(deadline, time.monotonic() + 5.0) if failures else deadline
             ready = wait(list(waiting), timeout=max(end - time.monotonic(), 0.0))
             if not ready:
-                why = f"no answer within {timeout:g} s" if end == deadline else _WAITED
-                failures.update(dict.fromkeys(waiting.values(), Failure(why)))
+                is_late = end == deadline
+                for rank in open_ranks:
+                    failures[rank] = describe_silence(*self._workers[rank], timeout) if is_late else Failure(_WAITED)
             for connection in ready:
                 rank = waiting[connection]
                 ok: bool
@@ -212,7 +222,7 @@ class RankPool:
     def _abandon(self) -> None:
         """Kill processes in an unknown state: one that waits for another would not respond."""
         for process, _ in self._workers:
-            process.kill()
+            kill_process(process)
         self.close()
 
     def close(self) -> None:
@@ -289,6 +299,7 @@ def _work(connection: Connection) -> None:
     """The main loop of a rank's process: receive a call and answer it, until ``None`` arrives."""
     import torch
 
+    lead_session(connection)
     torch.set_num_threads(1)
     while True:
         try:
