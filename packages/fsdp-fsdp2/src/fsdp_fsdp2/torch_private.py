@@ -881,7 +881,8 @@ def watch_calls(unit: FSDPModule) -> None:
     before, after = module._forward_pre_hooks, module._forward_hooks
     ahead, behind = [calls.enter], [calls.begin]
     if needs_argument:
-        ahead, behind = [calls.enter, _add_argument], [_remove_argument, calls.begin]
+        gather = partial(_gather_in_backward, of_state)
+        ahead, behind = [calls.enter, gather, _add_argument], [_remove_argument, calls.begin]
     enter = [module.register_forward_pre_hook(hook, with_kwargs=True).id for hook in ahead]
     begin = [module.register_forward_pre_hook(hook, with_kwargs=True).id for hook in behind]
     leave = module.register_forward_hook(calls.leave, always_call=True)
@@ -894,6 +895,17 @@ needs_argument = torch.__version__ < "2.13"
 
 #: What torch gets as the argument of such a call.
 _ARGUMENT = object()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _gather_in_backward(of: weakref.ref[Any], module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Gather a unit that is called in a backward pass which has freed it before, as torch 2.13 does."""
+    state = of()
+    if state is not None and state._training_state.name == "PRE_BACKWARD":
+        for group in _groups_of(state):
+            if not group.is_unsharded:
+                group.unshard()
+                group.wait_for_unshard()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
