@@ -13,11 +13,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_core import Runtime, Sharded, UnsupportedCapabilityError
 from fsdp_core.sharding import (
-    ComparedShards,
     ParameterOrders,
     ReplicatedParameters,
     StepGradients,
-    StepWrites,
     clip_grads_by_norm,
     is_flattened,
     sharded_of,
@@ -61,6 +59,8 @@ class NativeSharded(Sharded):
         self._layout: tuple[tuple[nn.Parameter, ...], Layout] | None = None
         self._units = tuple(torch_private.units_of(root))
         self._steps = StepGradients(root)
+        names = {part: clean_name(name) for name, part in written.named_modules()}
+        self._writes = [torch_private.GatheredWrites(unit, names, self.written_values) for unit in self._units]
         # set while a forward pass that was suspended is still running
         self._pending: list[torch_private.Pending] | None = None
         for unit in self._units:
@@ -143,9 +143,9 @@ class NativeSharded(Sharded):
         self._follow(self.root)
         self._steps.on = True
 
-    def watch_writes(self) -> StepWrites | None:
-        names = {part: clean_name(name) for name, part in self.written.named_modules()}
-        return ComparedShards({unit.module: [torch_private.gathered_shard(unit, names)] for unit in self._units})
+    def keep_writes(self) -> None:
+        for writes in self._writes:
+            writes.keep()
 
     def follow_requires_grad(self) -> None:
         if torch_private.follow_requires_grad(self.root):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,22 +14,20 @@ from torch.distributed.tensor import DTensor
 from fsdp_core import Runtime, Sharded, ShardingError
 from fsdp_core.sharding import (
     GRADIENT_AXES,
-    ComparedShards,
     ReplicatedParameters,
     StepGradients,
-    StepWrites,
     sharded_of,
 )
 from fsdp_core.state import HeldGradients, SavedTensor, clean_name, gathered_modules, refuse_half_gradients
 from fsdp_fsdp2.tensor_parallel.unplanned_gradients import check_unplanned
 from fsdp_fsdp2.torch_private import (
     AssignedData,
+    GatheredWrites,
     Gathering,
     UnusedParameters,
     abandon_forward,
     finish_backward,
     gathered_parameters,
-    gathered_shards,
     has_run,
     is_interrupted,
     refuse_copies,
@@ -89,6 +87,8 @@ class FSDP2Sharded(Sharded):
         self.step = StepGradients(module)
         self.assigned = AssignedData(self.units)
         self.shards = dict(module.named_parameters())
+        names = {parameter: clean_name(name) for name, parameter in self.shards.items()}
+        self._writes = [GatheredWrites(unit, names, self.written_values) for unit in self.units]
         self.interrupted = False
         self.context: ContextParallel | None = None
         for unit in self.units:
@@ -157,9 +157,9 @@ class FSDP2Sharded(Sharded):
                 step.follow(gathered, shard, is_part=False)
         step.on = True
 
-    def watch_writes(self) -> StepWrites | None:
-        names = {part: clean_name(name) for name, part in self.root.named_modules()}
-        return ComparedShards({cast(nn.Module, unit): gathered_shards(unit, names) for unit in self.units})
+    def keep_writes(self) -> None:
+        for writes in self._writes:
+            writes.keep()
 
     def follow_requires_grad(self) -> None:
         for name, parameter in self.root.named_parameters():

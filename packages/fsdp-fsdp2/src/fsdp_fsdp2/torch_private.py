@@ -19,18 +19,18 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_core import Runtime, ShardingError
-from fsdp_core.sharding import GRADIENT_AXES, GatheredShard, UnitCalls, copy_refusal, sharded_around
+from fsdp_core.sharding import GRADIENT_AXES, GatheredValue, UnitCalls, WrittenValues, copy_refusal, sharded_around
 
 __all__ = [
     "AssignedData",
     "BudgetedCompiler",
+    "GatheredWrites",
     "Gathering",
     "PartlyReduced",
     "UnusedParameters",
     "abandon_forward",
     "finish_backward",
     "gathered_parameters",
-    "gathered_shards",
     "has_hooks",
     "has_run",
     "is_cast_though_stored",
@@ -567,38 +567,74 @@ def gathered_parameters(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, nn.Par
     return ((p._unsharded_param, p.sharded_param) for p in _parameters(unit) if hasattr(p, "_unsharded_param"))
 
 
-def gathered_shards(unit: FSDPModule, names: Mapping[nn.Module, str]) -> Iterator[GatheredShard]:
-    """This rank's part of a unit's unsharded parameters, and their shards.
+class GatheredWrites:
+    """Keeps what users write to a unit's parameters while they are gathered: it goes to the shards when they are freed.
 
     Args:
         unit: The unit.
-        names: The FQNs of the root's modules.
+        names: What the user calls its parameters.
+        values: Gets what was written.
     """
-    for parameter in _parameters(unit):
-        place = parameter._module_info
-        yield GatheredShard(
-            name=f"{names[place.module]}.{place.param_name}".removeprefix("."),
-            shard=partial(_shard_of, parameter),
-            gathered=partial(_gathered_part, parameter),
-        )
+
+    def __init__(self, unit: FSDPModule, names: Mapping[nn.Parameter, str], values: WrittenValues) -> None:
+        self._values = values
+        self._gathered = [(p, GatheredValue(names[p.sharded_param])) for p in _parameters(unit)]
+        own = weakref.ref(self)
+        for index, (parameter, _) in enumerate(self._gathered):
+            # by weak references, or a cycle would delay the release of memory
+            parameter.to_unsharded = partial(_follow_after, own, weakref.ref(parameter), index)
+            for name in ("to_sharded", "to_sharded_post_forward"):
+                setattr(parameter, name, partial(_keep_before, own, weakref.ref(parameter), index, name))
+
+    def follow(self, index: int) -> None:
+        """Follow a parameter that was gathered for the first time. The object is the same from now on."""
+        parameter, value = self._gathered[index]
+        del parameter.to_unsharded
+        value.follow(parameter._unsharded_param)
+
+    def keep(self) -> None:
+        """Keep what was written until now."""
+        for index in range(len(self._gathered)):
+            self.keep_of(index)
+
+    def keep_of(self, index: int) -> None:
+        """Keep what was written to one parameter."""
+        parameter, value = self._gathered[index]
+        if parameter.sharded_state.name != "UNSHARDED" or not value.is_written(parameter._unsharded_param):
+            return
+        gathered = parameter._unsharded_param
+        value.taken(gathered)
+        whole = gathered._local_tensor if isinstance(gathered, DTensor) else gathered
+        value.keep(_own_part(parameter, whole), parameter.sharded_param._local_tensor, whole, self._values)
 
 
-def _shard_of(parameter: Any) -> Tensor:
-    shard: Tensor = parameter.sharded_param._local_tensor
-    return shard
+def _follow_after(of: weakref.ref[GatheredWrites], of_parameter: weakref.ref[Any], index: int) -> None:
+    writes, parameter = of(), of_parameter()
+    assert parameter is not None  # it is the caller
+    type(parameter).to_unsharded(parameter)
+    if writes is not None:
+        writes.follow(index)
 
 
-def _gathered_part(parameter: Any) -> Tensor | None:
-    if parameter.sharded_state.name != "UNSHARDED":
+def _keep_before(of: weakref.ref[GatheredWrites], of_parameter: weakref.ref[Any], index: int, name: str) -> None:
+    writes, parameter = of(), of_parameter()
+    assert parameter is not None
+    if writes is not None:
+        writes.keep_of(index)
+    getattr(type(parameter), name)(parameter)
+
+
+def _own_part(parameter: Any, whole: Tensor) -> Tensor | None:
+    """This rank's part of a gathered parameter; ``None`` for another library's class, which gathers in its own way."""
+    if hasattr(parameter._sharded_local_tensor, "fsdp_post_all_gather"):
         return None
-    gathered = parameter._unsharded_param
-    if isinstance(gathered, DTensor):  # tensor parallelism has divided it before
-        gathered = gathered._local_tensor
-    if type(gathered.data) is not Tensor:  # another library's subclass, with its own all-gather extension
-        return None
-    mesh, dim = parameter.mesh_info, parameter.fsdp_placement.dim
-    parts = torch.chunk(gathered.detach(), mesh.shard_mesh_size, dim)
-    return parts[mesh.shard_mesh_rank] if mesh.shard_mesh_rank < len(parts) else None
+    mesh, dim, shard = parameter.mesh_info, parameter.fsdp_placement.dim, parameter.sharded_param._local_tensor
+    parts = torch.chunk(whole.detach(), mesh.shard_mesh_size, dim)
+    return (
+        parts[mesh.shard_mesh_rank]
+        if mesh.shard_mesh_rank < len(parts)
+        else shard.new_empty(shard.shape, dtype=whole.dtype)
+    )
 
 
 def watch_calls(unit: FSDPModule) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.gradients.gathered_values import GatheredDTensor, GatheredParameter, GatheredTensor
 from fsdp_core.torch_private import without_torch_function
 
 __all__ = ["StepGradients", "guard", "plain", "unguard"]
@@ -119,15 +120,15 @@ class _Shown:
             self._fsdp_shows[1].grad = grad  # torch refuses what does not fit the shard
 
 
-class _ShownParameter(_Shown, nn.Parameter):
+class _ShownParameter(_Shown, GatheredParameter):
     pass
 
 
-class _ShownTensor(_Shown, Tensor):
-    __torch_function__ = nn.Parameter.__torch_function__  # what is computed with it is a plain tensor
+class _ShownTensor(_Shown, GatheredTensor):
+    pass
 
 
-class _ShownDTensor(_Shown, DTensor):
+class _ShownDTensor(_Shown, GatheredDTensor):
     pass
 
 

@@ -367,6 +367,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             self._gradients.off()
 
     def _check_writes(self, ranks: Runtime | None = None) -> None:
+        self.sharded.keep_writes()
         if self._writes is not None:
             check_writes(self._writes, ranks)
 

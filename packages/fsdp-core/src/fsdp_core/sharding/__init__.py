@@ -2,6 +2,7 @@
 
 from fsdp_core.gradients.backward import EndOfBackward
 from fsdp_core.gradients.clipping import clip_grads_by_norm, clip_grads_by_value, is_sharded_dtensor, local_tensor
+from fsdp_core.gradients.gathered_values import GatheredValue, WrittenValues
 from fsdp_core.gradients.replicated import ReplicatedParameters, stays_whole
 from fsdp_core.gradients.step_gradients import StepGradients
 from fsdp_core.gradients.step_writes import ComparedShards, GatheredShard, StepWrites
@@ -45,6 +46,7 @@ __all__ = [
     "EndOfBackward",
     "FlatMember",
     "GatheredShard",
+    "GatheredValue",
     "KeptPart",
     "Mesh",
     "MeshAxis",
@@ -60,6 +62,7 @@ __all__ = [
     "Tie",
     "UnitCalls",
     "WrapPolicy",
+    "WrittenValues",
     "by_user_names",
     "check_saved_ops",
     "checkpoint_activations",

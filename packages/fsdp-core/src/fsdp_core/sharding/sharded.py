@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.gradients.clipping import clip_grads_by_norm, clip_grads_by_value, is_sharded_dtensor
+from fsdp_core.gradients.gathered_values import WrittenValues
 from fsdp_core.gradients.step_writes import StepWrites
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.mixed_precision import ShardPrecision
@@ -71,6 +72,7 @@ class Sharded(ABC):
         names: The names of the module's parameters before it was sharded, tied ones under each of their names.
         class_name: The name of the module's class before it was sharded, for messages; libraries change it.
         strategy_name: The name of the strategy that sharded it, for messages.
+        written_values: What this rank has written to gathered parameters, where that is kept.
     """
 
     backend: Backend
@@ -81,6 +83,7 @@ class Sharded(ABC):
 
     def __init__(self, root: nn.Module, written: nn.Module | None = None) -> None:
         self.root, self.written = root, root if written is None else written
+        self.written_values = WrittenValues()
         #: The names of parameters that represent shards; the user's optimizers and lists may hold these parameters.
         self._stands_for = WeakTensorKeyDictionary()
 
@@ -224,6 +227,16 @@ class Sharded(ABC):
         Called before its forward pass. Return ``None``, as here, if writes to gathered parameters are kept.
         """
         return None
+
+    def keep_writes(self) -> None:
+        """Copy what was written to gathered parameters to their shards, and to :attr:`written_values`.
+
+        Called at the end of a step, and inside one by hand before a backward pass or an optimizer's step. A library
+        that frees what was written earlier must keep it itself before that.
+
+        Raises:
+            ShardingError: What was written can't be kept.
+        """
 
     def follow_requires_grad(self) -> None:
         """Copy ``requires_grad`` from the shards to the gathered parameters.

@@ -30,10 +30,11 @@ from torch.distributed.fsdp._runtime_utils import (
 from torch.distributed.utils import _cast_forward_inputs
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fsdp_core.sharding import GatheredShard, KeptPart, UnitCalls
+from fsdp_core.sharding import GatheredValue, KeptPart, UnitCalls, WrittenValues
 
 __all__ = [
     "FlatMember",
+    "GatheredWrites",
     "Pending",
     "abandon_forward",
     "cast_inputs",
@@ -43,7 +44,6 @@ __all__ = [
     "forget_pending",
     "forget_views",
     "gathered_parameters",
-    "gathered_shard",
     "handle_of",
     "is_interrupted",
     "leave_gradients",
@@ -211,36 +211,80 @@ def gathered_parameters(unit: FullyShardedDataParallel) -> Iterator[tuple[Tensor
             yield shown, flat._params[index], handle.uses_sharded_strategy
 
 
-def gathered_shard(unit: FullyShardedDataParallel, names: Mapping[nn.Module, str]) -> GatheredShard:
-    """This rank's part of a unit's unsharded flat parameter, and its shard.
+class GatheredWrites:
+    """Keeps what users write to a unit's parameters while they are gathered: it goes to the shard when they are freed.
 
     Args:
         unit: The unit.
-        names: The user's names of modules. The result is named after the first of the flattened parameters.
+        names: The user's names of modules.
+        values: Gets what was written.
     """
-    handle = handle_of(unit)
-    members = [
-        (f"{names[place.module]}.{place.param_name}".removeprefix("."), place.module, place.param_name)
-        for place in handle.flat_param._param_infos
-    ]
-    return GatheredShard(
-        name=members[0][0],
-        shard=lambda: handle.flat_param._local_shard,
-        gathered=partial(_gathered_part, handle),
-        assigned=partial(_assigned_member, handle, members),
-    )
+
+    def __init__(self, unit: FullyShardedDataParallel, names: Mapping[nn.Module, str], values: WrittenValues) -> None:
+        self._handle, self._values = handle_of(unit), values
+        self._gathered: list[tuple[GatheredValue, nn.Module, str]] = []
+        params = self._handle.flat_param._params
+        for index, (attribute, module, _) in enumerate(self._handle.flat_param._param_infos):
+            name = f"{names[module]}.{attribute}".removeprefix(".")
+            trained = self._handle.flat_param if params is None else params[index]
+            self._gathered.append((GatheredValue(name, partial(getattr, trained, "requires_grad")), module, attribute))
+        own, of = weakref.ref(self), weakref.ref(self._handle)
+        self._handle._use_unsharded_views = partial(_follow_after, own, of)
+        self._handle._use_sharded_flat_param = partial(_keep_before, own, of)
+
+    def switch(self, on: bool) -> None:
+        """Let FSDP1 assign to the ``.data`` of its views."""
+        for value, *_ in self._gathered:
+            value.replaces = on
+
+    def follow(self) -> None:
+        """Follow the views that modules hold now instead of parameters."""
+        for value, module, attribute in self._gathered:
+            view = module._parameters.get(attribute, module.__dict__.get(attribute))
+            if view is not None and not isinstance(view, nn.Parameter):
+                value.follow(view)
+
+    def keep(self) -> None:
+        """Keep what was written until now."""
+        shown = [
+            (value, view)
+            for value, module, attribute in self._gathered
+            if isinstance(view := module._parameters.get(attribute, module.__dict__.get(attribute)), Tensor)
+            and getattr(view, "_fsdp_value", None) is value
+        ]
+        # they share one count: where one was written to behind our back, so may have been each
+        written = [(value, view) for value, view in shown if value.is_written(view)]
+        for value, view in written:
+            value.taken(view)
+        flat = self._handle.flat_param
+        if written and (self._handle.uses_sharded_strategy or flat.dtype != flat._local_shard.dtype):
+            part = _gathered_part(self._handle)
+            for value, view in written:
+                value.keep(part, flat._local_shard, view, self._values)
+        else:
+            for value, view in written:
+                self._values.add(value.name, view)
 
 
-def _assigned_member(handle: Any, members: Iterable[tuple[str, nn.Module, str]]) -> str | None:
-    """The first of a gathered flat parameter's members that is no view of it any more."""
-    if _gathered_part(handle) is None:
-        return None
-    memory = handle.flat_param.untyped_storage().data_ptr()
-    for name, module, attribute in members:
-        view = module._parameters.get(attribute, module.__dict__.get(attribute))
-        if view is not None and view.numel() and view.untyped_storage().data_ptr() != memory:
-            return name
+def _follow_after(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any], as_params: bool) -> None:
+    writes, handle = of(), of_handle()
+    assert handle is not None  # it is the caller
+    if writes is None:
+        return type(handle)._use_unsharded_views(handle, as_params)
+    writes.switch(True)
+    type(handle)._use_unsharded_views(handle, as_params)
+    writes.switch(False)
+    if not as_params:
+        writes.follow()
     return None
+
+
+def _keep_before(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any]) -> None:
+    writes, handle = of(), of_handle()
+    assert handle is not None
+    if writes is not None:
+        writes.keep()
+    type(handle)._use_sharded_flat_param(handle)
 
 
 def _gathered_part(handle: Any) -> Tensor | None:
