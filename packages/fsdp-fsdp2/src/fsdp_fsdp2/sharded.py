@@ -88,7 +88,7 @@ class FSDP2Sharded(Sharded):
         self.assigned = AssignedData(self.units)
         self.shards = dict(module.named_parameters())
         names = {parameter: clean_name(name) for name, parameter in self.shards.items()}
-        self._writes = [GatheredWrites(unit, names, self.written_values) for unit in self.units]
+        self._writes = [GatheredWrites(unit, self._fsdp, names, self.written_values) for unit in self.units]
         self.interrupted = False
         self.context: ContextParallel | None = None
         for unit in self.units:

@@ -572,11 +572,14 @@ class GatheredWrites:
 
     Args:
         unit: The unit.
+        root: The root.
         names: What the user calls its parameters.
         values: Gets what was written.
     """
 
-    def __init__(self, unit: FSDPModule, names: Mapping[nn.Parameter, str], values: WrittenValues) -> None:
+    def __init__(
+        self, unit: FSDPModule, root: FSDPModule, names: Mapping[nn.Parameter, str], values: WrittenValues
+    ) -> None:
         self._values = values
         self._gathered = [(p, GatheredValue(names[p.sharded_param])) for p in _parameters(unit)]
         own = weakref.ref(self)
@@ -585,6 +588,26 @@ class GatheredWrites:
             parameter.to_unsharded = partial(_follow_after, own, weakref.ref(parameter), index)
             for name in ("to_sharded", "to_sharded_post_forward"):
                 setattr(parameter, name, partial(_keep_before, own, weakref.ref(parameter), index, name))
+        module = cast("nn.Module", unit)
+        self._kept = [] if unit is root else [group for group in _groups(unit) if not group._reshard_after_forward]
+        if self._kept:
+            module.register_forward_pre_hook(partial(_enter, own), prepend=True)
+            module.register_forward_hook(partial(_leave, own))
+
+    def enter(self, *indexes: int) -> None:
+        """Take parameters back for the unit, at the beginning of a forward pass, or to free them."""
+        for parameter, value in (self._gathered[index] for index in indexes) if indexes else self._gathered:
+            if hasattr(parameter, "_unsharded_param"):
+                value.enter(parameter._unsharded_param)
+
+    def leave(self) -> None:
+        """End one, after which its parameters stay gathered."""
+        for group in self._kept:
+            for parameter, value in self._gathered:
+                if parameter in group.fsdp_params and parameter.sharded_state.name == "UNSHARDED":
+                    value.leave(
+                        parameter._unsharded_param, partial(_let_go, weakref.ref(group), weakref.ref(parameter))
+                    )
 
     def follow(self, index: int) -> None:
         """Follow a parameter that was gathered for the first time. The object is the same from now on."""
@@ -603,9 +626,13 @@ class GatheredWrites:
         if parameter.sharded_state.name != "UNSHARDED" or not value.is_written(parameter._unsharded_param):
             return
         gathered = parameter._unsharded_param
+        is_counted = value.is_counted(gathered)
         value.taken(gathered)
         whole = gathered._local_tensor if isinstance(gathered, DTensor) else gathered
-        value.keep(_own_part(parameter, whole), parameter.sharded_param._local_tensor, whole, self._values)
+        shard = parameter.sharded_param._local_tensor
+        # of a part that tensor parallelism has left to this rank, ranks compare the name
+        shown = whole.new_zeros(1) if isinstance(gathered, DTensor) else whole
+        value.keep(_own_part(parameter, whole), shard, shown, self._values, is_counted=is_counted)
 
 
 def _follow_after(of: weakref.ref[GatheredWrites], of_parameter: weakref.ref[Any], index: int) -> None:
@@ -621,7 +648,28 @@ def _keep_before(of: weakref.ref[GatheredWrites], of_parameter: weakref.ref[Any]
     assert parameter is not None
     if writes is not None:
         writes.keep_of(index)
+        writes.enter(index)
     getattr(type(parameter), name)(parameter)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _enter(of: weakref.ref[GatheredWrites], *_: Any) -> None:
+    if (writes := of()) is not None:
+        writes.enter()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _leave(of: weakref.ref[GatheredWrites], *_: Any) -> None:
+    if (writes := of()) is not None and not recomputes():
+        writes.leave()
+
+
+def _let_go(of: weakref.ref[Any], of_parameter: weakref.ref[Any]) -> nn.Parameter:
+    group, parameter = of(), of_parameter()
+    assert group is not None and parameter is not None
+    group.reshard()
+    shard: nn.Parameter = parameter.sharded_param
+    return shard
 
 
 def _own_part(parameter: Any, whole: Tensor) -> Tensor | None:

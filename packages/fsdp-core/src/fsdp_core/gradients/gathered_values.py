@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,15 +13,22 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import Runtime
-from fsdp_core.torch_private import times_written, uncounted_writes
+from fsdp_core.torch_private import times_written, tree_flatten, tree_map, uncounted_writes, without_torch_function
 
 __all__ = ["GatheredDTensor", "GatheredParameter", "GatheredTensor", "GatheredValue", "WrittenValues", "differs"]
+
+#: By parameter, the sum and the norm of what was written, or why it can't be kept.
+Written = dict[str, tuple[float, float] | str]
 
 
 class WrittenValues:
     """What this rank has written to gathered parameters since ranks have last compared it.
 
     Each rank keeps its own part of what it has written, so all must write the same. They compare a sum and a norm.
+
+    Attributes:
+        are_compared: Whether ranks will compare them: what can't be kept is then refused on all ranks, and otherwise at
+            once.
 
     Example:
         >>> values = WrittenValues()
@@ -33,10 +40,22 @@ class WrittenValues:
     """
 
     def __init__(self) -> None:
+        self.are_compared = True
         self._values: dict[str, Tensor] = {}
+        self._refusals: dict[str, str] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._values)
+        return bool(self._values or self._refusals)
+
+    def refuse(self, name: str, message: str) -> None:
+        """Refuse to keep what was written to a parameter, when ranks compare what they have written.
+
+        Raises:
+            ShardingError: They will not.
+        """
+        if not self.are_compared:
+            raise ShardingError(message)
+        self._refusals[name] = message
 
     def add(self, name: str, value: Tensor) -> None:
         """Add the value of a parameter that was written to."""
@@ -44,35 +63,39 @@ class WrittenValues:
         flat = torch.view_as_real(flat) if flat.is_complex() else flat
         self._values[name] = torch.stack([flat.sum(dtype=torch.float64), flat.to(torch.float64).norm()])
 
-    def take(self) -> dict[str, tuple[float, float]]:
+    def take(self) -> Written:
         """Read the sum and the norm of each, and forget them. It waits for the device, if there are any."""
         values, self._values = self._values, {}
+        refusals, self._refusals = self._refusals, {}
         numbers = torch.stack(list(values.values())).tolist() if values else []
-        return {name: (total, norm) for name, (total, norm) in zip(values, numbers, strict=True)}
+        return {**{name: (total, norm) for name, (total, norm) in zip(values, numbers, strict=True)}, **refusals}
 
     @staticmethod
-    def digest(values: Mapping[str, tuple[float, float]]) -> int:
+    def digest(written: Written, rank: int) -> int:
         """24 bits that are the same on ranks that have written the same; 0 where nothing was written."""
-        told = " ".join(f"{name} {total:.4g} {norm:.4g}" for name, (total, norm) in values.items())
-        return zlib.crc32(told.encode()) >> 8 if told else 0
+        told = [f"{rank} {one}" if isinstance(one, str) else f"{one[0]:.4g} {one[1]:.4g}" for one in written.values()]
+        return zlib.crc32(" ".join([*written, *told]).encode()) >> 8 if written else 0
 
     @staticmethod
-    def check_same(values: Mapping[str, tuple[float, float]], ranks: Runtime, by: str) -> None:
-        """Refuse what ranks have written differently. All ranks must call it.
+    def check_same(written: Written, ranks: Runtime, by: str) -> None:
+        """Refuse what ranks have written differently, or could not keep. All ranks must call it.
 
         Args:
-            values: What :meth:`take` has returned.
+            written: What :meth:`take` has returned.
             ranks: The ranks.
             by: What has written, for the error.
 
         Raises:
-            ShardingError: A rank has written other values than rank 0, by more than rounding.
+            ShardingError: A rank has written other values than rank 0, by more than rounding; or what can't be kept.
         """
-        everyones = ranks.gather_objects(dict(values))
+        everyones: list[Written] = ranks.gather_objects(dict(written))
+        refusals = [one for other in everyones for one in other.values() if isinstance(one, str)]
+        if refusals:
+            raise ShardingError(refusals[0])
         for rank, other in enumerate(everyones):
             for name in {**everyones[0], **other}:
                 first, second = everyones[0].get(name), other.get(name)
-                if first is not None and second is not None and _is_close(first, second):
+                if isinstance(first, tuple) and isinstance(second, tuple) and _is_close(first, second):
                     continue
                 wrote = "no values" if first is None else "values"
                 raise ShardingError(
@@ -123,7 +146,7 @@ class GatheredValue:
     def __init__(self, name: str, is_trained: Callable[[], bool] = lambda: True) -> None:
         self.name, self.is_trained = name, is_trained
         self.replaces = False
-        self._is_read = False
+        self._is_read = self._has_changed = False
         self._version = 0
 
     def follow(self, tensor: Tensor) -> None:
@@ -139,39 +162,63 @@ class GatheredValue:
 
     def taken(self, tensor: Tensor) -> None:
         """What was written until now is kept."""
-        self._version, self._is_read = times_written(tensor), False
+        self._version, self._is_read, self._has_changed = times_written(tensor), False, False
 
-    def note(self) -> None:
-        """What shares its memory was given to the user."""
-        self._is_read = True
+    def leave(self, tensor: Tensor, let_go: Callable[[], Tensor]) -> None:
+        """Let a parameter that stays gathered outside of its unit be its shard, where it meets another shard.
+
+        Args:
+            tensor: The parameter.
+            let_go: Frees it, and returns the shard.
+        """
+        instance: Any = tensor
+        if not isinstance(tensor, _Kept):
+            instance.__class__ = _kept_class(type(tensor))
+        self.let_go = let_go
+
+    def enter(self, tensor: Tensor) -> None:
+        """Let it be a parameter as any, for its unit."""
+        instance: Any = tensor
+        if isinstance(tensor, _Kept):
+            instance.__class__ = type(tensor).__bases__[1]
+
+    def note(self, *, has_changed: bool = False) -> None:
+        """Its ``data`` was given to the user, or it was written to without being counted."""
+        self._is_read, self._has_changed = True, self._has_changed or has_changed
 
     def is_written(self, tensor: Tensor) -> bool:
         """Whether it was written to, or may have been."""
-        return self._is_read or times_written(tensor) != self._version
+        return self._is_read or self.is_counted(tensor)
 
-    def keep(self, part: Tensor | None, shard: Tensor, whole: Tensor, values: WrittenValues) -> None:
+    def is_counted(self, tensor: Tensor) -> bool:
+        """Whether it was written to, and not by way of its ``data`` alone."""
+        return self._has_changed or times_written(tensor) != self._version
+
+    def keep(
+        self, part: Tensor | None, shard: Tensor, whole: Tensor, values: WrittenValues, *, is_counted: bool
+    ) -> None:
         """Copy this rank's part of what was written to its shard.
 
         Args:
             part: The part, in the shape of the shard; ``None`` if there is no such part.
             shard: The shard.
             whole: What was written to.
-            values: Gets what was written.
-
-        Raises:
-            ShardingError: The parameter is gathered in another dtype, or form, than that of the shard.
+            values: Gets what was written, or why it can't be kept: the parameter is gathered in another dtype, or
+                form, than that of the shard.
+            is_counted: Whether it was written to certainly.
         """
-        may_differ = part is None or part.dtype != shard.dtype
-        if may_differ and part is not None and not differs(part, shard):
-            return
-        if part is None or may_differ:
+        if part is not None and part.dtype != shard.dtype and not is_counted and not differs(part, shard):
+            return  # its .data was read
+        if part is None or part.dtype != shard.dtype:
             how = "in a form of its own" if part is None else f"in {part.dtype}, and its shards are in {shard.dtype}"
-            raise ShardingError(
+            values.refuse(
+                self.name,
                 f"{self.name!r} was written to while it is gathered {how}: what is written would be lost, or "
                 "rounded.\nWrite in on_train_batch_end(), under Fabric after optimizer.step(), where parameters are "
                 'shards in the dtype that they are stored in. Or train with precision="32-true", where writes inside '
-                "a step are kept."
+                "a step are kept.",
             )
+            return
         with torch.no_grad():
             shard.copy_(part)
         values.add(self.name, whole)
@@ -196,13 +243,49 @@ class _Gathered:
         value = self._fsdp_value
         if value is not None and not value.replaces:
             raise ShardingError(
-                f"{value.name!r} was given other memory by an assignment to its .data, while it is gathered: the "
-                "library would go on with what it has gathered.\n"
+                f"{value.name!r} would be written to by an assignment to its .data while it is gathered, and the library "
+                "would go on with the memory that it has gathered.\n"
                 "Write parameter.data.copy_(values), or another in-place operation under torch.no_grad(). To swap the "
-                "weights of two modules, do it in a hook between steps, within fsdp_core.gathered(module, "
+                "weights of two modules, write in on_train_batch_end(), within fsdp_core.gathered(module, "
                 "modifier_rank=0)."
             )
         _DATA.__set__(self, data)
+
+
+class _Kept:
+    """A gathered parameter outside of its unit, or its ``data``: there, those of other units are shards."""
+
+    _fsdp_value: GatheredValue | None
+
+    @property
+    def data(self) -> Tensor:
+        data: Any = super().data  # type: ignore[misc]
+        data.__class__, data._fsdp_value = _kept_class(Tensor), self._fsdp_value
+        return data
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        _Gathered.data.fset(self, data)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with without_torch_function():
+            given = args, kwargs or {}
+            if any(isinstance(each, DTensor) and not isinstance(each, _Kept) for each in tree_flatten(given)[0]):
+                given = tree_map(_shard_of, given)
+            return func(*given[0], **given[1])
+
+
+def _shard_of(value: Any) -> Any:
+    if not isinstance(value, _Kept) or value._fsdp_value is None:
+        return value
+    shard = value._fsdp_value.let_go()
+    return shard if isinstance(value, nn.Parameter) else shard.data
+
+
+@functools.cache
+def _kept_class(of: type[Tensor]) -> type:
+    return type(of.__name__, (_Kept, of), {})
 
 
 class GatheredParameter(_Gathered, nn.Parameter):
@@ -237,7 +320,7 @@ def _in_place(name: str) -> Callable[..., Any]:
             return operation(self, *args, **kwargs)  # torch refuses it, as for any parameter
         with torch.no_grad(), uncounted_writes(self):
             result = operation(self, *args, **kwargs)
-        value.note()
+        value.note(has_changed=True)
         return result
 
     return method

@@ -56,7 +56,7 @@ from fsdp_core.lightning.ray_train import check_reports
 from fsdp_core.lightning.setup_checks import check_loggers
 from fsdp_core.lightning.strategy import RanksOfStrategy
 from fsdp_core.plugins.strategy_info import Capability
-from fsdp_core.runtime import Runtime
+from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.late_parameters import refuse_late
 from fsdp_core.sharding.local_pieces import refuse_again
@@ -370,6 +370,14 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self.sharded.keep_writes()
         if self._writes is not None:
             check_writes(self._writes, ranks)
+        elif ranks is not None and self._is_first_step:
+            self._compare_writes("training_step()")
+
+    def _compare_writes(self, by: str) -> None:
+        """Refuse what ranks have written differently. All ranks must call it. In a fit, they do after each batch."""
+        values = self.sharded.written_values
+        if isinstance(self.runtime, ProcessGroupRuntime) and self.runtime.total([bool(values)])[0]:
+            values.check_same(values.take(), self.runtime, by)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._eval_step("validation_step", *args, **kwargs)
@@ -386,6 +394,15 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def on_test_start(self) -> None:
         self._check_batches("test", lambda trainer: trainer.num_test_batches)
+
+    def on_validation_end(self) -> None:
+        self._compare_writes("validation_step()")
+
+    def on_test_end(self) -> None:
+        self._compare_writes("test_step()")
+
+    def on_predict_end(self) -> None:
+        self._compare_writes("predict_step()")
 
     def on_predict_start(self) -> None:
         assert self.lightning_module is not None

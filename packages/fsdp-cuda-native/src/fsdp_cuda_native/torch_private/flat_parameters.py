@@ -253,17 +253,13 @@ class GatheredWrites:
             and getattr(view, "_fsdp_value", None) is value
         ]
         # they share one count: where one was written to behind our back, so may have been each
-        written = [(value, view) for value, view in shown if value.is_written(view)]
-        for value, view in written:
-            value.taken(view)
+        written = [(value, view, value.is_counted(view)) for value, view in shown if value.is_written(view)]
         flat = self._handle.flat_param
-        if written and (self._handle.uses_sharded_strategy or flat.dtype != flat._local_shard.dtype):
-            part = _gathered_part(self._handle)
-            for value, view in written:
-                value.keep(part, flat._local_shard, view, self._values)
-        else:
-            for value, view in written:
-                self._values.add(value.name, view)
+        is_copy = self._handle.uses_sharded_strategy or flat.dtype != flat._local_shard.dtype
+        part = _gathered_part(self._handle) if written and is_copy else flat._local_shard
+        for value, view, is_counted in written:
+            value.taken(view)
+            value.keep(part, flat._local_shard, view, self._values, is_counted=is_counted)
 
 
 def _follow_after(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any], as_params: bool) -> None:
@@ -287,16 +283,14 @@ def _keep_before(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any]) -
     type(handle)._use_sharded_flat_param(handle)
 
 
-def _gathered_part(handle: Any) -> Tensor | None:
-    flat = handle.flat_param
-    whole: Tensor = flat.detach()
-    if whole.data_ptr() == flat._local_shard.data_ptr() or whole.numel() < flat._unpadded_unsharded_size.numel():
-        return None  # it is the shard itself
+def _gathered_part(handle: Any) -> Tensor:
+    """This rank's part of the unit's gathered flat parameter, in the shape of its shard."""
+    local = handle.flat_param._local_shard
     if not handle.uses_sharded_strategy:
-        return whole.view_as(flat._local_shard)
-    length = flat._local_shard.numel()
-    part = whole.view(-1)[handle.rank * length : (handle.rank + 1) * length]
-    return part if part.numel() == length else None
+        whole: Tensor = handle.flat_param.detach()
+        return whole.view_as(local)
+    padded: Tensor = handle._get_padded_unsharded_flat_param().detach()
+    return padded.view(-1)[handle.rank * local.numel() : (handle.rank + 1) * local.numel()]
 
 
 def tied_members(unit: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
