@@ -92,7 +92,7 @@ class FSDP2Sharded(Sharded):
         self.interrupted = False
         self.context: ContextParallel | None = None
         for unit in self.units:
-            watch_calls(unit)
+            watch_calls(unit, self._fsdp)
             refuse_copies(unit)
         module.register_forward_pre_hook(_check_assigned, prepend=True)
         if casts:

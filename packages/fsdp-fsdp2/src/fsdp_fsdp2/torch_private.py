@@ -505,7 +505,10 @@ def _count_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *a
     assert group is not None  # it is the caller
     if counting is not None:
         counting.count(group)
-    return type(group).pre_forward(group, *args)
+    if not torch.is_inference_mode_enabled():
+        return type(group).pre_forward(group, *args)
+    with torch.inference_mode(False), torch.no_grad():  # what is gathered now is gathered again in training
+        return type(group).pre_forward(group, *args)
 
 
 def _fill_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *args: Any) -> None:
@@ -685,10 +688,14 @@ def _own_part(parameter: Any, whole: Tensor) -> Tensor | None:
     )
 
 
-def watch_calls(unit: FSDPModule) -> None:
+def watch_calls(unit: FSDPModule, root: FSDPModule) -> None:
     """Register the hooks of a unit's calls right around those of ``fully_shard``.
 
     The user's hooks see what they would see without them.
+
+    Args:
+        unit: The unit, which may be called before the root ever is.
+        root: The root.
     """
     module = cast("nn.Module", unit)
     state: Any = unit._get_fsdp_state()
@@ -699,16 +706,26 @@ def watch_calls(unit: FSDPModule) -> None:
         if own is not None and own._training_state.name != "PRE_BACKWARD":  # otherwise, its activations are recomputed
             own._register_pre_backward_hook(tensors)
 
-    calls = UnitCalls(show)
+    calls = UnitCalls(show, module.modules())
     before, after = module._forward_pre_hooks, module._forward_hooks
-    ahead, behind = [calls.enter], [calls.begin]
+    begin_root = partial(_begin_root, weakref.ref(cast("Any", root)))
+    ahead, behind = [begin_root, calls.enter], [calls.begin]
     if needs_argument:
-        ahead, behind = [calls.enter, _add_argument], [_remove_argument, calls.begin]
+        ahead, behind = [begin_root, calls.enter, _add_argument], [_remove_argument, calls.begin]
     enter = [module.register_forward_pre_hook(hook, with_kwargs=True).id for hook in ahead]
     begin = [module.register_forward_pre_hook(hook, with_kwargs=True).id for hook in behind]
     leave = module.register_forward_hook(calls.leave, always_call=True)
     _put_around(before, enter, begin)
     _put_around(after, [], [leave.id])
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _begin_root(of: weakref.ref[Any], unit: Any, args: Any, kwargs: Any) -> None:
+    """Let torch know the root before the first call of a unit, which would become a root of its own."""
+    root = of()
+    if root is not None and not has_run(unit):
+        with torch.inference_mode(False):
+            root._get_fsdp_state()._lazy_init()
 
 
 #: Whether ``fully_shard`` fails on a GPU in a call without arguments. torch 2.13 looks whether there are any.

@@ -243,8 +243,8 @@ class _Gathered:
         value = self._fsdp_value
         if value is not None and not value.replaces:
             raise ShardingError(
-                f"{value.name!r} would be written to by an assignment to its .data while it is gathered, and the library "
-                "would go on with the memory that it has gathered.\n"
+                f"{value.name!r} would be written to by an assignment to its .data while it is gathered, and the "
+                "library would go on with the memory that it has gathered.\n"
                 "Write parameter.data.copy_(values), or another in-place operation under torch.no_grad(). To swap the "
                 "weights of two modules, write in on_train_batch_end(), within fsdp_core.gathered(module, "
                 "modifier_rank=0)."

@@ -23,6 +23,7 @@ from fsdp_core.sharding.flat import (
     unwrapped,
 )
 from fsdp_core.sharding.mixed_precision import ShardPrecision
+from fsdp_core.sharding.outside_attributes import OutsideAttributes
 from fsdp_core.sharding.sequence import SequenceSplit, current_split, use_split
 from fsdp_core.sharding.sharded import Sharded, StateTensor, copy_refusal, sharded_around, sharded_of
 from fsdp_core.sharding.unit_calls import UnitCalls
@@ -50,6 +51,7 @@ __all__ = [
     "KeptPart",
     "Mesh",
     "MeshAxis",
+    "OutsideAttributes",
     "ParameterOrders",
     "ReplicatedParameters",
     "SavedOps",

@@ -9,6 +9,7 @@ import copy
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -365,7 +366,22 @@ class State:
 
 
 #: How the blocks of a model exchange tensors with it.
-EXCHANGES = ("a list", "a dictionary", "a dictionary in a tuple", "a dataclass", "an object", "a distribution")
+EXCHANGES = (
+    "a list",
+    "a dictionary",
+    "a dictionary in a tuple",
+    "a dataclass",
+    "an object",
+    "an object that it changes",
+    "a distribution",
+    "a closure",
+    "a closure over a layer",
+    "a generator",
+    "attributes",
+)
+
+#: Those that compute when a block has returned, which may be refused.
+LATER = ("a closure over a layer", "a generator")
 
 
 class ExchangingBlock(nn.Linear):
@@ -378,6 +394,7 @@ class ExchangingBlock(nn.Linear):
     def __init__(self, how: str) -> None:
         super().__init__(FEATURES, FEATURES)
         self.how = how
+        self.scale, self.is_used = 1.0, True
 
     def forward(self, given: Any) -> Any:
         if self.how == "a list":
@@ -392,6 +409,18 @@ class ExchangingBlock(nn.Linear):
             given.blocks += 1
         elif self.how == "an object":
             return Held(self.step(given.hidden))
+        elif self.how == "an object that it changes":
+            given.hidden = self.step(given.hidden)
+        elif self.how == "a closure":
+            computed = self.step(given)
+            return lambda: computed
+        elif self.how == "a closure over a layer":
+            return lambda: self.step(given)
+        elif self.how == "a generator":
+            return (self.step(each) for each in [given])
+        elif self.how == "attributes":
+            self.penalty = self.weight.square().mean() * given.mean()
+            return (self.step(given) * self.scale + self.shift) if self.is_used else given
         else:
             return torch.distributions.Normal(self.step(given.mean), 1.0, validate_args=False)
         return None
@@ -418,9 +447,20 @@ class Exchanging(nn.Module):
             "a dictionary in a tuple": ({"hidden": x}, 1.0),
             "a dataclass": State(x),
             "an object": Held(x),
-        }.get(self.how, torch.distributions.Normal(x, 1.0, validate_args=False))
-        for block in self.blocks:
+            "an object that it changes": Held(x),
+            "a distribution": torch.distributions.Normal(x, 1.0, validate_args=False),
+        }.get(self.how, x)
+        for index, block in enumerate(self.blocks):
+            if self.how == "attributes":
+                block.scale, block.is_used = 0.5 + index, index != 1
+                if not hasattr(block, "shift"):
+                    block.register_buffer("shift", torch.zeros_like(x[0].detach()), persistent=False)
+                block.shift = block.shift + 1.0
             output = block(given)
+            if self.how.startswith("a closure"):
+                output = output()
+            elif self.how == "a generator":
+                output = next(output)
             given = given if output is None else output
         found: Tensor
         if self.how == "a list":
@@ -431,27 +471,37 @@ class Exchanging(nn.Module):
             found = given[0]["hidden"] * given[1]
         elif self.how == "a dataclass":
             found = given.hidden * given.blocks
+        elif self.how == "attributes":
+            found = given + sum(block.penalty for block in self.blocks)
+        elif isinstance(given, Tensor):
+            found = given
         else:
-            found = given.hidden if self.how == "an object" else given.mean
+            found = given.mean if self.how == "a distribution" else given.hidden
         return found
 
 
-def _exchanged(strategy: str) -> dict[str, Trained]:
-    trained: dict[str, Trained] = {}
+def _exchanged(strategy: str) -> dict[str, tuple[str, Trained]]:
+    """By how blocks exchange tensors, the error, and what was trained if there was none."""
+    outcomes: dict[str, tuple[str, Trained]] = {}
     for how in EXCHANGES:
         fabric = new_fabric(strategy)
         net = Exchanging(how)
         model, optimizer = fabric.setup(net, oracle.sgd(net))
-        losses = []
-        for batch in oracle.global_batches(3):
-            x, y = own_share(fabric, batch)
-            loss = mse_loss(model(x), y)
-            losses.append(loss.detach())
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        trained[how] = means(losses), full_state(fabric.strategy)
-    return trained
+        losses: list[Tensor] = []
+        said = refusal(ShardingError, partial(_train, fabric, model, optimizer, losses))
+        trained = ([], {}) if was_refused(said) else (means(losses), full_state(fabric.strategy))
+        outcomes[how] = said, trained
+    return outcomes
+
+
+def _train(fabric: Fabric, model: Any, optimizer: Any, losses: list[Tensor]) -> None:
+    for batch in oracle.global_batches(3):
+        x, y = own_share(fabric, batch)
+        loss = mse_loss(model(x), y)
+        losses.append(loss.detach())
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class Reusing(nn.Module):
@@ -479,18 +529,7 @@ def _reused(strategy: str, tied: bool) -> tuple[str, Trained]:
     fabric = new_fabric(strategy)
     net = Reusing(tied)
     losses: list[Tensor] = []
-
-    def train() -> None:
-        model, optimizer = fabric.setup(net, oracle.sgd(net))
-        for batch in oracle.global_batches(3):
-            x, y = own_share(fabric, batch)
-            loss = mse_loss(model(x), y)
-            losses.append(loss.detach())
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    said = refusal(ShardingError, train)
+    said = refusal(ShardingError, lambda: _train(fabric, *fabric.setup(net, oracle.sgd(net)), losses))
     return said, ([], {}) if was_refused(said) else (means(losses), full_state(fabric.strategy))
 
 
@@ -498,10 +537,14 @@ class ShardedModulesSuite(Clauses):
     """A sharded module works like a plain one, or an error says what to write instead."""
 
     def test_what_blocks_exchange(self, ranks: Ranks) -> None:
-        """Blocks may change lists and dictionaries that they are called with, and return objects of any class."""
+        """Blocks may change what they are called with, return objects of any class, and get attributes from outside."""
         want = {how: oracle.train_plain(3, oracle.sgd, net=Exchanging(how)) for how in EXCHANGES}
         for outcome in ranks.run(2, _exchanged, self.strategy):
-            for how, trained in outcome.items():
+            for how, (said, trained) in outcome.items():
+                if was_refused(said):
+                    assert how in LATER, said
+                    assert_says(said, "a unit, ExchangingBlock, returned a ", "auto_wrap_policy")
+                    continue
                 assert trained[0] == pytest.approx(want[how][0], abs=FP32_TOLERANCE), f"blocks exchange {how}"
                 assert_same([trained], want[how])
 

@@ -1,0 +1,49 @@
+"""Attributes of a module that a library has wrapped: what is set on the wrapper is the module's, as in plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["OutsideAttributes"]
+
+
+class OutsideAttributes(nn.Module):
+    """Passes on what is set, registered and deleted of a wrapper, unless it is the library's own.
+
+    Libraries pass on what is read and not found, and keep what is set: ``block.scale = 2.0`` would change nothing in
+    the block. A class of wrappers inherits from it and then from the library's class, and is given to a wrapper that is
+    complete (``wrapper.__class__ = ...``). The module must be its attribute ``module``.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_of_module(name):
+            setattr(self.module, name, value)
+            return
+        super().__setattr__(name, value)
+        if name == "training":
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_of_module(name):
+            delattr(self.module, name)
+        else:
+            super().__delattr__(name)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        self.module.register_buffer(name, tensor, persistent)  # type: ignore[operator]
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self.module.register_parameter(name, param)  # type: ignore[operator]
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        self.module.add_module(name, module)  # type: ignore[operator]
+
+    def _is_of_module(self, name: str) -> bool:
+        if name == "forward":  # the library's calls the module's
+            return True
+        bases = type(self).__mro__[type(self).__mro__.index(OutsideAttributes) + 1 :]
+        if name in self.__dict__ or name in self._modules or any(name in vars(base) for base in bases):
+            return False
+        return not name.startswith("_") or hasattr(self.module, name)  # a library sets private ones later too
