@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_core import Runtime, ShardingError
 from fsdp_core.sharding import GRADIENT_AXES, GatheredValue, UnitCalls, WrittenValues, copy_refusal, sharded_around
+from fsdp_core.state import gathered_modules
 
 __all__ = [
     "AssignedData",
@@ -593,9 +594,17 @@ class GatheredWrites:
                 setattr(parameter, name, partial(_keep_before, own, weakref.ref(parameter), index, name))
         module = cast("nn.Module", unit)
         self._kept = [] if unit is root else [group for group in _groups(unit) if not group._reshard_after_forward]
+        module.register_forward_pre_hook(partial(_enter, own), prepend=True)
         if self._kept:
-            module.register_forward_pre_hook(partial(_enter, own), prepend=True)
             module.register_forward_hook(partial(_leave, own))
+
+    def check_own(self) -> None:
+        """Refuse a call with other parameters than the unit's own."""
+        for parameter, value in self._gathered:
+            held = parameter._module_info.module._parameters.get(parameter._module_info.param_name)
+            if held is not parameter.sharded_param:
+                known = (getattr(parameter, name, None) for name in ("_unsharded_param", "_sharded_post_forward_param"))
+                value.check_own(held, *known)
 
     def enter(self, *indexes: int) -> None:
         """Take parameters back for the unit, at the beginning of a forward pass, or to free them."""
@@ -656,8 +665,9 @@ def _keep_before(of: weakref.ref[GatheredWrites], of_parameter: weakref.ref[Any]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _enter(of: weakref.ref[GatheredWrites], *_: Any) -> None:
-    if (writes := of()) is not None:
+def _enter(of: weakref.ref[GatheredWrites], module: nn.Module, args: Any) -> None:
+    if (writes := of()) is not None and module not in gathered_modules:
+        writes.check_own()
         writes.enter()
 
 

@@ -194,6 +194,25 @@ class GatheredValue:
         """Whether it was written to, and not by way of its ``data`` alone."""
         return self._has_changed or times_written(tensor) != self._version
 
+    def check_own(self, held: Tensor | None, *own: Tensor | None) -> None:
+        """Refuse what a module holds instead of its parameter, before a library gathers that.
+
+        Args:
+            held: What it holds; ``None`` if that is nothing.
+            own: What a library lets it hold.
+
+        Raises:
+            ShardingError: It holds something else.
+        """
+        if held is None or any(held is one for one in own) or getattr(held, "_fsdp_value", None) is self:
+            return
+        raise ShardingError(
+            f"{self.name!r} was replaced by another tensor for a call, as torch.func.functional_call() does. The unit "
+            "that it belongs to gathers its own parameters for a call, and would compute with these.\n"
+            "Use auto_wrap_policy=None, and call it inside training_step(): what belongs to no unit takes other weights "
+            "there. To train other values from now on, write parameter.data.copy_(values)."
+        )
+
     def keep(
         self, part: Tensor | None, shard: Tensor, whole: Tensor, values: WrittenValues, *, is_counted: bool
     ) -> None:

@@ -31,6 +31,7 @@ from torch.distributed.utils import _cast_forward_inputs
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_core.sharding import GatheredValue, KeptPart, UnitCalls, WrittenValues
+from fsdp_core.state import gathered_modules
 
 __all__ = [
     "FlatMember",
@@ -229,8 +230,17 @@ class GatheredWrites:
             trained = self._handle.flat_param if params is None else params[index]
             self._gathered.append((GatheredValue(name, partial(getattr, trained, "requires_grad")), module, attribute))
         own, of = weakref.ref(self), weakref.ref(self._handle)
+        unit.register_forward_pre_hook(partial(_check_own, own), prepend=True)
         self._handle._use_unsharded_views = partial(_follow_after, own, of)
         self._handle._use_sharded_flat_param = partial(_keep_before, own, of)
+
+    def check_own(self) -> None:
+        """Refuse a call with other parameters than the unit's own."""
+        params = self._handle.flat_param._params
+        for index, (value, module, attribute) in enumerate(self._gathered):
+            held = module._parameters.get(attribute)
+            if params is None or held is not params[index]:
+                value.check_own(held)
 
     def switch(self, on: bool) -> None:
         """Let FSDP1 assign to the ``.data`` of its views."""
@@ -243,6 +253,8 @@ class GatheredWrites:
             view = module._parameters.get(attribute, module.__dict__.get(attribute))
             if view is not None and not isinstance(view, nn.Parameter):
                 value.follow(view)
+            if attribute in module._parameters:  # FSDP1 lets the module hold it twice: functional_call() sets this one
+                module.__dict__.pop(attribute, None)
 
     def keep(self) -> None:
         """Keep what was written until now."""
@@ -260,6 +272,12 @@ class GatheredWrites:
         for value, view, is_counted in written:
             value.taken(view)
             value.keep(part, flat._local_shard, view, self._values, is_counted=is_counted)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _check_own(of: weakref.ref[GatheredWrites], unit: FullyShardedDataParallel, args: Any) -> None:
+    if (writes := of()) is not None and unit not in gathered_modules:
+        writes.check_own()
 
 
 def _follow_after(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any], as_params: bool) -> None:
