@@ -95,6 +95,9 @@ class NativeSharded(Sharded):
     def holds_part(self, parameter: Tensor) -> bool:
         return self.backend.shards and is_flattened(parameter)
 
+    def shows_piece(self, parameter: Tensor) -> bool:
+        return self.backend.use_orig_params and self.holds_part(parameter)
+
     def aliases(self) -> dict[str, str]:
         self.reshard()
         if self.backend.use_orig_params and not any(any(torch_private.tied_members(unit)) for unit in self._units):

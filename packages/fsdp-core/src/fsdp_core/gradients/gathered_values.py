@@ -209,8 +209,8 @@ class GatheredValue:
         raise ShardingError(
             f"{self.name!r} was replaced by another tensor for a call, as torch.func.functional_call() does. The unit "
             "that it belongs to gathers its own parameters for a call, and would compute with these.\n"
-            "Use auto_wrap_policy=None, and call it inside training_step(): what belongs to no unit takes other weights "
-            "there. To train other values from now on, write parameter.data.copy_(values)."
+            "Use auto_wrap_policy=None, and call it inside training_step(): what belongs to no unit takes other "
+            "weights there. To train other values from now on, write parameter.data.copy_(values)."
         )
 
     def keep(

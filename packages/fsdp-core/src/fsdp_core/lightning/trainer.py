@@ -353,6 +353,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._in_step = True
         if self._is_first_step:
             self._writes = self.sharded.watch_writes()
+        self._gradients.guard_parameters()
         try:
             output = self._step("training_step", *args, **kwargs)
             assert self.lightning_module is not None

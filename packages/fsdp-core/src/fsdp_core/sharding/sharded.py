@@ -160,6 +160,14 @@ class Sharded(ABC):
         """Whether ranks hold different parts of a parameter that an optimizer holds; true for sharded DTensors."""
         return is_sharded_dtensor(parameter)
 
+    def shows_piece(self, parameter: Tensor) -> bool:
+        """Whether a parameter in a module is this rank's piece, as a plain tensor, and its library only assigns to it.
+
+        Adapters then refuse what users compute of it that is not elementwise, in a training step and in hooks between
+        a backward pass and an optimizer's step.
+        """
+        return False
+
     def bytes_held(self) -> int:
         """The bytes of parameters on this rank; where one rank drives several devices, on the first device."""
         return bytes_held(self.layout())

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torchmetrics import SumMetric
 
-from fsdp_core.errors import ShardingError
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Trained
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.base_class import Clauses, precisions, requires
+from fsdp_core.testing.suite.base_class import Clauses, on_ranks, precisions, requires
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.suite.training.loops import losses_of
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
@@ -327,6 +327,56 @@ def _taught(strategy: str, tmp: str, by_hand: bool) -> Trained | str:
     return said if was_refused(said) else (means(module.losses), full_state(run.strategy))
 
 
+#: What steps compute of parameters that a unit may hold in pieces.
+OF_PIECES = ("other weights of a block", "other weights of the root's", "a penalty", "a norm in a hook")
+
+
+class OfPieces(Lit):
+    """Computes with parameters outside of the module that they belong to.
+
+    Args:
+        what: One of :data:`OF_PIECES`.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__("sgd")
+        self.what = what
+        self.norms: list[float] = []
+        self.others = {name: p.detach() * 2.0 for name, p in self.net.blocks[0].named_parameters()}
+        self.of_root = {name: p.detach() * 2.0 for name, p in self.net.inp.named_parameters()}
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        x = self.net.inp(batch[0])
+        if self.what == "other weights of a block":
+            loss = loss + torch.func.functional_call(self.net.blocks[0], self.others, (x,)).square().mean()
+        elif self.what == "other weights of the root's":
+            loss = loss + torch.func.functional_call(self.net.inp, self.of_root, (batch[0],)).square().mean()
+        elif self.what == "a penalty":
+            loss = loss + 0.1 * sum(parameter.square().sum() for parameter in self.parameters())
+        self.losses[-1] = loss.detach()
+        return loss
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        if self.what == "a norm in a hook":
+            total: Any = sum(parameter.detach().norm() for parameter in self.parameters())
+            self.norms.append(float(total.full_tensor() if hasattr(total, "full_tensor") else total))
+
+
+def _of_pieces(strategy: str, tmp: str) -> dict[str, Trained | str]:
+    outcomes: dict[str, Trained | str] = {}
+    for what in OF_PIECES:
+        module = OfPieces(what)
+        run = new_trainer(tmp, strategy, 2)
+        said = refusal(
+            (ShardingError, UnsupportedCapabilityError, RuntimeError), partial(run.fit, module, loader(2, 2))
+        )
+        outcomes[what] = (
+            said if was_refused(said) else ([*means(module.losses), *module.norms], full_state(run.strategy))
+        )
+    return outcomes
+
+
 def _clamped_in_forward(strategy: str, of_rank: int | None) -> tuple[str, Trained]:
     fabric = new_fabric(strategy)
     net = ClampedNet()
@@ -433,6 +483,23 @@ class ParametersSuite(Clauses):
                 assert losses == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
                 for name, tensor in plain.state_dict().items():
                     torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+
+    @on_ranks("processes")  # of threads, one that raises leaves the others waiting
+    def test_computing_with_parameters_from_elsewhere(self, ranks: Ranks, tmp_path: Path) -> None:
+        """What a step computes of parameters outside of their unit must be as in one process, or raise."""
+        for outcomes in ranks.run(2, _of_pieces, self.strategy, str(tmp_path)):
+            for what, outcome in outcomes.items():
+                if isinstance(outcome, str):
+                    if what == "other weights of a block":
+                        assert_says(outcome, "'net.blocks.0.", "functional_call()", "auto_wrap_policy=None")
+                    continue
+                plain = OfPieces(what)
+                new_trainer(tmp_path, "auto").fit(plain, loader(2, 1))
+                numbers, state = outcome
+                assert numbers == pytest.approx([*losses_of(plain), *plain.norms], abs=1e-4), what
+                for name, tensor in plain.state_dict().items():
+                    close = {"atol": FP32_TOLERANCE, "rtol": FP32_TOLERANCE}
+                    torch.testing.assert_close(state[name], tensor, **close, msg=f"{what}: {name}")
 
     @pytest.mark.parametrize("by_hand", [False, pytest.param(True, marks=requires(Capability.MANUAL_OPTIMIZATION))])
     def test_averages_and_codebooks_inside_steps(self, ranks: Ranks, tmp_path: Path, by_hand: bool) -> None:
