@@ -733,7 +733,7 @@ def watch_calls(unit: FSDPModule, root: FSDPModule) -> None:
 def _begin_root(of: weakref.ref[Any], unit: Any, args: Any, kwargs: Any) -> None:
     """Let torch know the root before the first call of a unit, which would become a root of its own."""
     root = of()
-    if root is not None and not has_run(unit):
+    if root is not None and isinstance(unit, FSDPModule) and not has_run(unit):  # in gathered() it is none
         with torch.inference_mode(False):
             root._get_fsdp_state()._lazy_init()
 

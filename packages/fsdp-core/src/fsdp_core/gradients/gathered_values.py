@@ -15,7 +15,15 @@ from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import Runtime
 from fsdp_core.torch_private import times_written, tree_flatten, tree_map, uncounted_writes, without_torch_function
 
-__all__ = ["GatheredDTensor", "GatheredParameter", "GatheredTensor", "GatheredValue", "WrittenValues", "differs"]
+__all__ = [
+    "GatheredDTensor",
+    "GatheredParameter",
+    "GatheredTensor",
+    "GatheredValue",
+    "WrittenValues",
+    "differs",
+    "other_tensor_refusal",
+]
 
 #: By parameter, the sum and the norm of what was written, or why it can't be kept.
 Written = dict[str, tuple[float, float] | str]
@@ -206,12 +214,7 @@ class GatheredValue:
         """
         if held is None or any(held is one for one in own) or getattr(held, "_fsdp_value", None) is self:
             return
-        raise ShardingError(
-            f"{self.name!r} was replaced by another tensor for a call, as torch.func.functional_call() does. The unit "
-            "that it belongs to gathers its own parameters for a call, and would compute with these.\n"
-            "Use auto_wrap_policy=None, and call it inside training_step(): what belongs to no unit takes other "
-            "weights there. To train other values from now on, write parameter.data.copy_(values)."
-        )
+        raise other_tensor_refusal(self.name)
 
     def keep(
         self, part: Tensor | None, shard: Tensor, whole: Tensor, values: WrittenValues, *, is_counted: bool
@@ -241,6 +244,20 @@ class GatheredValue:
         with torch.no_grad():
             shard.copy_(part)
         values.add(self.name, whole)
+
+
+def other_tensor_refusal(name: str) -> ShardingError:
+    """The error to raise where a module holds another tensor than its parameter, for a call.
+
+    Args:
+        name: What the user calls the parameter.
+    """
+    return ShardingError(
+        f"{name!r} was replaced by another tensor for a call, as torch.func.functional_call() does. The unit that it "
+        "belongs to gathers its own parameters for a call, and would compute with these.\n"
+        "Use auto_wrap_policy=None, and call it inside training_step(): what belongs to no unit takes other weights "
+        "there. To train other values from now on, write parameter.data.copy_(values)."
+    )
 
 
 #: What a tensor's ``data`` is without any of this.

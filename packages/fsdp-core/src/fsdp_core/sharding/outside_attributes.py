@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fsdp_core.gradients.gathered_values import other_tensor_refusal
+
 __all__ = ["OutsideAttributes"]
 
 
@@ -19,6 +21,9 @@ class OutsideAttributes(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_of_module(name):
+            is_other = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+            if is_other and name in self.module._parameters:  # type: ignore[operator]
+                raise other_tensor_refusal(name)  # plain torch refuses it too, where no functional_call() does it
             setattr(self.module, name, value)
             return
         super().__setattr__(name, value)
