@@ -533,4 +533,4 @@ def times_written(tensor: Tensor) -> int:
 
 def uncounted_writes(tensor: Tensor) -> AbstractContextManager[Any]:
     """A context in which writes to a tensor are not counted, as those of libraries that gather are not."""
-    return torch.autograd._unsafe_preserve_version_counter(tensor)
+    return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]

@@ -689,13 +689,13 @@ def _own_part(parameter: Any, whole: Tensor) -> Tensor | None:
     """This rank's part of a gathered parameter; ``None`` for another library's class, which gathers in its own way."""
     if hasattr(parameter._sharded_local_tensor, "fsdp_post_all_gather"):
         return None
-    mesh, dim, shard = parameter.mesh_info, parameter.fsdp_placement.dim, parameter.sharded_param._local_tensor
+    mesh, dim = parameter.mesh_info, parameter.fsdp_placement.dim
     parts = torch.chunk(whole.detach(), mesh.shard_mesh_size, dim)
-    return (
-        parts[mesh.shard_mesh_rank]
-        if mesh.shard_mesh_rank < len(parts)
-        else shard.new_empty(shard.shape, dtype=whole.dtype)
-    )
+    if mesh.shard_mesh_rank < len(parts):
+        part: Tensor = parts[mesh.shard_mesh_rank]
+        return part
+    shard: Tensor = parameter.sharded_param._local_tensor
+    return torch.empty_like(shard, dtype=whole.dtype)  # no elements
 
 
 def watch_calls(unit: FSDPModule, root: FSDPModule) -> None:

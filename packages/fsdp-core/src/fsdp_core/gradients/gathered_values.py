@@ -297,7 +297,8 @@ class _Kept:
     def data(self) -> Tensor:
         data: Any = super().data  # type: ignore[misc]
         data.__class__, data._fsdp_value = _kept_class(Tensor), self._fsdp_value
-        return data
+        shown: Tensor = data
+        return shown
 
     @data.setter
     def data(self, data: Tensor) -> None:

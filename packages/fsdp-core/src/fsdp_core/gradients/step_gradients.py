@@ -140,6 +140,10 @@ class _ShownDTensor(_Shown, GatheredDTensor):
     pass
 
 
+#: Of a parameter, what has a shape of its own, or is no part of it.
+_ATTRIBUTES: frozenset[Any] = frozenset([Tensor.grad.__get__, Tensor.grad.__set__, Tensor.data.__set__])  # type: ignore[attr-defined]
+
+
 class Piece(Tensor):
     """A rank's piece of a gradient: for each element by itself it is as good as any, and for a norm it is not."""
 
@@ -150,6 +154,8 @@ class Piece(Tensor):
             computed = _tensors(result)
             shapes = {piece.shape for piece in _tensors((args, kwargs)) if isinstance(piece, Piece)}
             name = getattr(func, "__name__", func)
+            if issubclass(cls, ParameterPiece) and func in _ATTRIBUTES:
+                return result
             if name in _NOT_ELEMENTWISE or any(tensor.shape not in shapes for tensor in computed):
                 of_parameter = issubclass(cls, ParameterPiece)
                 raise UnsupportedCapabilityError(
@@ -183,7 +189,8 @@ def unguard_parameters(pieces: Iterable[Tensor]) -> None:
     """Let these be parameters as any again."""
     for piece in pieces:
         if isinstance(piece, _ParameterPiece):
-            piece.__class__ = nn.Parameter
+            instance: Any = piece
+            instance.__class__ = nn.Parameter
 
 
 def guard(gradients: Iterable[Tensor | None], of: type[Piece] = Piece) -> None:

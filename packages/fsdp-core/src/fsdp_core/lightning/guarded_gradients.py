@@ -27,10 +27,17 @@ class GuardedGradients:
     Args:
         optimizers: Returns the optimizers whose parameters' gradients are guarded.
         roots: Returns the modules that they train.
+        with_parameters: Whether pieces of parameters are guarded too.
     """
 
-    def __init__(self, optimizers: Callable[[], Iterable[Optimizer]], roots: Callable[[], Sequence[Sharded]]) -> None:
-        self._optimizers, self._roots = optimizers, roots
+    def __init__(
+        self,
+        optimizers: Callable[[], Iterable[Optimizer]],
+        roots: Callable[[], Sequence[Sharded]],
+        *,
+        with_parameters: bool = False,
+    ) -> None:
+        self._optimizers, self._roots, self._with_parameters = optimizers, roots, with_parameters
         self._held: list[ref[Tensor]] = []  # what was held when the next was computed, which is rarely changed
         self._in_pieces: list[ref[Tensor]] = []
         self._shown: list[ref[Tensor]] = []
@@ -38,7 +45,8 @@ class GuardedGradients:
     def on(self) -> None:
         """Refuse them from now on: a backward pass or a step has ended."""
         guard(self._gradients())
-        self.guard_parameters()
+        if self._with_parameters:
+            self.guard_parameters()
         refuse_values_of_parts(True)
 
     def off(self) -> None:

@@ -159,7 +159,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._has_stepped = False
         self._is_first_step = False
         self._writes: StepWrites | None = None
-        self._gradients = GuardedGradients(lambda: self.optimizers, lambda: [self.sharded])
+        self._gradients = GuardedGradients(lambda: self.optimizers, lambda: [self.sharded], with_parameters=True)
         self._trainer: pl.Trainer | None = None
         self._fitting = False
         #: The checkpoint that this rank has chosen to go on from.

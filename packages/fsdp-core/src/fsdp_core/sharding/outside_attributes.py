@@ -19,10 +19,12 @@ class OutsideAttributes(nn.Module):
     complete (``wrapper.__class__ = ...``). The module must be its attribute ``module``.
     """
 
+    module: Any
+
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_of_module(name):
             is_other = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-            if is_other and name in self.module._parameters:  # type: ignore[operator]
+            if is_other and name in self.module._parameters:
                 raise other_tensor_refusal(name)  # plain torch refuses it too, where no functional_call() does it
             setattr(self.module, name, value)
             return
@@ -37,13 +39,13 @@ class OutsideAttributes(nn.Module):
             super().__delattr__(name)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        self.module.register_buffer(name, tensor, persistent)  # type: ignore[operator]
+        self.module.register_buffer(name, tensor, persistent)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        self.module.register_parameter(name, param)  # type: ignore[operator]
+        self.module.register_parameter(name, param)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        self.module.add_module(name, module)  # type: ignore[operator]
+        self.module.add_module(name, module)
 
     def _is_of_module(self, name: str) -> bool:
         if name == "forward":  # the library's calls the module's

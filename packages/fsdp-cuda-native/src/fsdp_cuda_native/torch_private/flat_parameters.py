@@ -269,6 +269,8 @@ class GatheredWrites:
         flat = self._handle.flat_param
         is_copy = self._handle.uses_sharded_strategy or flat.dtype != flat._local_shard.dtype
         part = _gathered_part(self._handle) if written and is_copy else flat._local_shard
+        if part is None:  # nothing is gathered: FSDP1 has freed what a view still stands for
+            return
         for value, view, is_counted in written:
             value.taken(view)
             value.keep(part, flat._local_shard, view, self._values, is_counted=is_counted)
@@ -283,14 +285,13 @@ def _check_own(of: weakref.ref[GatheredWrites], unit: FullyShardedDataParallel, 
 def _follow_after(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any], as_params: bool) -> None:
     writes, handle = of(), of_handle()
     assert handle is not None  # it is the caller
-    if writes is None:
-        return type(handle)._use_unsharded_views(handle, as_params)
-    writes.switch(True)
+    if writes is not None:
+        writes.switch(True)
     type(handle)._use_unsharded_views(handle, as_params)
-    writes.switch(False)
-    if not as_params:
-        writes.follow()
-    return None
+    if writes is not None:
+        writes.switch(False)
+        if not as_params:
+            writes.follow()
 
 
 def _keep_before(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any]) -> None:
@@ -301,13 +302,15 @@ def _keep_before(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any]) -
     type(handle)._use_sharded_flat_param(handle)
 
 
-def _gathered_part(handle: Any) -> Tensor:
-    """This rank's part of the unit's gathered flat parameter, in the shape of its shard."""
+def _gathered_part(handle: Any) -> Tensor | None:
+    """This rank's part of the unit's gathered flat parameter, in the shape of its shard; ``None`` if it is freed."""
     local = handle.flat_param._local_shard
     if not handle.uses_sharded_strategy:
         whole: Tensor = handle.flat_param.detach()
         return whole.view_as(local)
     padded: Tensor = handle._get_padded_unsharded_flat_param().detach()
+    if not padded.untyped_storage().size():
+        return None
     return padded.view(-1)[handle.rank * local.numel() : (handle.rank + 1) * local.numel()]
 
 

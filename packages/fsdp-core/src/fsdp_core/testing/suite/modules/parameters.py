@@ -281,6 +281,8 @@ class Teacher(Lit):
         by_hand: Whether it steps by hand.
     """
 
+    seen: Tensor
+
     def __init__(self, by_hand: bool) -> None:
         super().__init__("sgd")
         self.automatic_optimization = not by_hand
@@ -502,8 +504,8 @@ class ParametersSuite(Clauses):
                 numbers, state = outcome
                 assert numbers == pytest.approx([*losses_of(plain), *plain.norms], abs=1e-4), what
                 for name, tensor in plain.state_dict().items():
-                    close = {"atol": FP32_TOLERANCE, "rtol": FP32_TOLERANCE}
-                    torch.testing.assert_close(state[name], tensor, **close, msg=f"{what}: {name}")
+                    told = f"{what}: {name}"
+                    torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=told)
 
     @pytest.mark.parametrize("by_hand", [False, pytest.param(True, marks=requires(Capability.MANUAL_OPTIMIZATION))])
     def test_averages_and_codebooks_inside_steps(self, ranks: Ranks, tmp_path: Path, by_hand: bool) -> None:

@@ -391,6 +391,8 @@ class ExchangingBlock(nn.Linear):
         how: One of :data:`EXCHANGES`.
     """
 
+    shift: Tensor
+
     def __init__(self, how: str) -> None:
         super().__init__(FEATURES, FEATURES)
         self.how = how
@@ -419,7 +421,7 @@ class ExchangingBlock(nn.Linear):
         elif self.how == "a generator":
             return (self.step(each) for each in [given])
         elif self.how == "attributes":
-            self.penalty = self.weight.square().mean() * given.mean()
+            self.penalty = self.weight.square().mean()
             return (self.step(given) * self.scale + self.shift) if self.is_used else given
         else:
             return torch.distributions.Normal(self.step(given.mean), 1.0, validate_args=False)
@@ -437,7 +439,7 @@ class Exchanging(nn.Module):
         self.how = how
         with oracle.seeded(1):
             self.inp = nn.Linear(FEATURES, FEATURES)
-            self.blocks = nn.ModuleList(ExchangingBlock(how) for _ in range(3))
+            self.blocks: Any = nn.ModuleList(ExchangingBlock(how) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
@@ -529,7 +531,12 @@ def _reused(strategy: str, tied: bool) -> tuple[str, Trained]:
     fabric = new_fabric(strategy)
     net = Reusing(tied)
     losses: list[Tensor] = []
-    said = refusal(ShardingError, lambda: _train(fabric, *fabric.setup(net, oracle.sgd(net)), losses))
+
+    def train() -> None:
+        model, optimizer = fabric.setup(net, oracle.sgd(net))
+        _train(fabric, model, optimizer, losses)
+
+    said = refusal(ShardingError, train)
     return said, ([], {}) if was_refused(said) else (means(losses), full_state(fabric.strategy))
 
 
