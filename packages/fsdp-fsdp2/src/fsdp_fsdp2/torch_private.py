@@ -616,10 +616,11 @@ class GatheredWrites:
         """End one, after which its parameters stay gathered."""
         for group in self._kept:
             for parameter, value in self._gathered:
-                if parameter in group.fsdp_params and parameter.sharded_state.name == "UNSHARDED":
-                    value.leave(
-                        parameter._unsharded_param, partial(_let_go, weakref.ref(group), weakref.ref(parameter))
-                    )
+                if parameter not in group.fsdp_params or parameter.sharded_state.name != "UNSHARDED":
+                    continue
+                if not isinstance(parameter._unsharded_param, DTensor):  # tensor parallelism's meet others anyway
+                    let_go = partial(_let_go, weakref.ref(group), weakref.ref(parameter))
+                    value.leave(parameter._unsharded_param, let_go)
 
     def follow(self, index: int) -> None:
         """Follow a parameter that was gathered for the first time. The object is the same from now on."""

@@ -138,6 +138,8 @@ class GatheredValue:
         is_trained: Whether the user's parameter requires a gradient; for views of a flat parameter, which may differ.
 
     Attributes:
+        is_noted: Whether its ``data`` was read, or :meth:`note` was called.
+        has_changed: Whether it was written to without being counted.
         replaces: Whether a library is about to assign to ``.data``, which is refused otherwise.
 
     Example:
@@ -154,7 +156,7 @@ class GatheredValue:
     def __init__(self, name: str, is_trained: Callable[[], bool] = lambda: True) -> None:
         self.name, self.is_trained = name, is_trained
         self.replaces = False
-        self._is_read = self._has_changed = False
+        self.is_noted = self.has_changed = False
         self._version = 0
 
     def follow(self, tensor: Tensor) -> None:
@@ -170,7 +172,7 @@ class GatheredValue:
 
     def taken(self, tensor: Tensor) -> None:
         """What was written until now is kept."""
-        self._version, self._is_read, self._has_changed = times_written(tensor), False, False
+        self._version, self.is_noted, self.has_changed = times_written(tensor), False, False
 
     def leave(self, tensor: Tensor, let_go: Callable[[], Tensor]) -> None:
         """Let a parameter that stays gathered outside of its unit be its shard, where it meets another shard.
@@ -192,15 +194,15 @@ class GatheredValue:
 
     def note(self, *, has_changed: bool = False) -> None:
         """Its ``data`` was given to the user, or it was written to without being counted."""
-        self._is_read, self._has_changed = True, self._has_changed or has_changed
+        self.is_noted, self.has_changed = True, self.has_changed or has_changed
 
     def is_written(self, tensor: Tensor) -> bool:
         """Whether it was written to, or may have been."""
-        return self._is_read or self.is_counted(tensor)
+        return self.is_noted or self.is_counted(tensor)
 
     def is_counted(self, tensor: Tensor) -> bool:
         """Whether it was written to, and not by way of its ``data`` alone."""
-        return self._has_changed or times_written(tensor) != self._version
+        return self.has_changed or times_written(tensor) != self._version
 
     def check_own(self, held: Tensor | None, *own: Tensor | None) -> None:
         """Refuse what a module holds instead of its parameter, before a library gathers that.

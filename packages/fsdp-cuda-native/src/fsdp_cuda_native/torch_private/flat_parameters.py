@@ -256,24 +256,32 @@ class GatheredWrites:
             if attribute in module._parameters:  # FSDP1 lets the module hold it twice: functional_call() sets this one
                 module.__dict__.pop(attribute, None)
 
-    def keep(self) -> None:
-        """Keep what was written until now."""
+    def keep(self, *, is_counted: bool) -> None:
+        """Keep what was written until now.
+
+        Args:
+            is_counted: Whether torch's count of writes is that of the views alone. An optimizer that steps over the
+                flat parameter adds to it.
+        """
         shown = [
             (value, view)
             for value, module, attribute in self._gathered
             if isinstance(view := module._parameters.get(attribute, module.__dict__.get(attribute)), Tensor)
             and getattr(view, "_fsdp_value", None) is value
         ]
-        # they share one count: where one was written to behind our back, so may have been each
-        written = [(value, view, value.is_counted(view)) for value, view in shown if value.is_written(view)]
+        written = [
+            (value, view, value.has_changed or (is_counted and value.is_counted(view)))
+            for value, view in shown
+            if value.is_noted or (is_counted and value.is_counted(view))
+        ]
         flat = self._handle.flat_param
         is_copy = self._handle.uses_sharded_strategy or flat.dtype != flat._local_shard.dtype
         part = _gathered_part(self._handle) if written and is_copy else flat._local_shard
         if part is None:  # nothing is gathered: FSDP1 has freed what a view still stands for
             return
-        for value, view, is_counted in written:
+        for value, view, is_certain in written:
             value.taken(view)
-            value.keep(part, flat._local_shard, view, self._values, is_counted=is_counted)
+            value.keep(part, flat._local_shard, view, self._values, is_counted=is_certain)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -298,7 +306,7 @@ def _keep_before(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any]) -
     writes, handle = of(), of_handle()
     assert handle is not None
     if writes is not None:
-        writes.keep()
+        writes.keep(is_counted=handle._training_state == HandleTrainingState.FORWARD)
     type(handle)._use_sharded_flat_param(handle)
 
 
