@@ -30,7 +30,10 @@ _NOT_ELEMENTWISE = frozenset(
 )
 
 
-_OF_PARAMETERS = (
+_OF_GRADIENT = f"of a gradient would see this rank's piece of it alone.\n{_INSTEAD}"
+
+_OF_PARAMETER = (
+    "of a parameter would see this rank's piece of it alone.\n"
     "A penalty over all parameters belongs into the optimizer (weight_decay); one on the parameters of a unit is right "
     "in the unit's own forward(), and one on what belongs to no unit in training_step(). For values, write "
     "fsdp_core.full_state_dict(self) on all ranks, or with fsdp_core.gathered(self): in a hook between steps. Under a "
@@ -157,11 +160,8 @@ class Piece(Tensor):
             if issubclass(cls, ParameterPiece) and func in _ATTRIBUTES:
                 return result
             if name in _NOT_ELEMENTWISE or any(tensor.shape not in shapes for tensor in computed):
-                of_parameter = issubclass(cls, ParameterPiece)
-                raise UnsupportedCapabilityError(
-                    f"{name} of {'a parameter' if of_parameter else 'a gradient'} would see this rank's piece of it "
-                    f"alone.\n{_OF_PARAMETERS if of_parameter else _INSTEAD}"
-                )
+                told = _OF_PARAMETER if issubclass(cls, ParameterPiece) else _OF_GRADIENT
+                raise UnsupportedCapabilityError(f"{name} {told}")
             given = {id(tensor) for tensor in _tensors((args, kwargs))}
             guard(
                 (tensor for tensor in computed if id(tensor) not in given),

