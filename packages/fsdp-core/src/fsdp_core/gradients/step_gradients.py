@@ -143,8 +143,11 @@ class _ShownDTensor(_Shown, GatheredDTensor):
     pass
 
 
+#: What a parameter's ``data`` is.
+_DATA: Any = Tensor.data
+
 #: Of a parameter, what has a shape of its own, or is no part of it.
-_ATTRIBUTES: frozenset[Any] = frozenset([Tensor.grad.__get__, Tensor.grad.__set__, Tensor.data.__set__])  # type: ignore[attr-defined]
+_ATTRIBUTES: frozenset[Any] = frozenset([_GRAD.__get__, _GRAD.__set__, _DATA.__set__])
 
 
 class Piece(Tensor):

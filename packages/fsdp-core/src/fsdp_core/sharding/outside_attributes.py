@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fsdp_core.gradients.gathered_values import other_tensor_refusal
 
-__all__ = ["OutsideAttributes"]
+__all__ = ["OutsideAttributes", "users_module"]
 
 
 class OutsideAttributes(nn.Module):
@@ -24,28 +24,28 @@ class OutsideAttributes(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_of_module(name):
             is_other = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-            if is_other and name in self.module._parameters:
+            if is_other and name in users_module(self)._parameters:
                 raise other_tensor_refusal(name)  # plain torch refuses it too, where no functional_call() does it
-            setattr(self.module, name, value)
+            setattr(users_module(self), name, value)
             return
         super().__setattr__(name, value)
         if name == "training":
-            setattr(self.module, name, value)
+            setattr(users_module(self), name, value)
 
     def __delattr__(self, name: str) -> None:
         if self._is_of_module(name):
-            delattr(self.module, name)
+            delattr(users_module(self), name)
         else:
             super().__delattr__(name)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        self.module.register_buffer(name, tensor, persistent)
+        users_module(self).register_buffer(name, tensor, persistent)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        self.module.register_parameter(name, param)
+        users_module(self).register_parameter(name, param)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        self.module.add_module(name, module)
+        users_module(self).add_module(name, module)
 
     def _is_of_module(self, name: str) -> bool:
         if name == "forward":  # the library's calls the module's
@@ -53,4 +53,12 @@ class OutsideAttributes(nn.Module):
         bases = type(self).__mro__[type(self).__mro__.index(OutsideAttributes) + 1 :]
         if name in self.__dict__ or name in self._modules or any(name in vars(base) for base in bases):
             return False
-        return not name.startswith("_") or hasattr(self.module, name)  # a library sets private ones later too
+        return not name.startswith("_") or hasattr(users_module(self), name)  # a library sets private ones later too
+
+
+def users_module(wrapper: nn.Module) -> Any:
+    """The user's module in what libraries have wrapped around it, which may be several wrappers."""
+    module: Any = getattr(wrapper, "module", wrapper)
+    while type(module).__module__.startswith("torch_xla"):
+        module = module.module
+    return module

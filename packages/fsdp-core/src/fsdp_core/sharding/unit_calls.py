@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.errors import ShardingError
+from fsdp_core.sharding.outside_attributes import users_module
 from fsdp_core.torch_private import tree_flatten
 
 __all__ = ["UnitCalls"]
@@ -85,9 +86,8 @@ class UnitCalls:
 
 def _class_name(unit: nn.Module) -> str:
     """The name of the user's class: libraries put one of their own around it, or in front of it."""
-    module = getattr(unit, "module", unit)
-    of_libraries = ("torch.distributed", "torch_xla")
-    return next(cls.__name__ for cls in type(module).__mro__ if not cls.__module__.startswith(of_libraries))
+    classes = type(users_module(unit)).__mro__
+    return next(cls.__name__ for cls in classes if not cls.__module__.startswith("torch.distributed"))
 
 
 def _nothing(shown: list[Tensor]) -> None:

@@ -378,6 +378,7 @@ EXCHANGES = (
     "a closure over a layer",
     "a generator",
     "attributes",
+    "a penalty in an attribute",
 )
 
 #: Those that compute when a block has returned, which may be refused.
@@ -420,9 +421,11 @@ class ExchangingBlock(nn.Linear):
             return lambda: self.step(given)
         elif self.how == "a generator":
             return (self.step(each) for each in [given])
-        elif self.how == "attributes":
+        elif self.how == "a penalty in an attribute":
             self.penalty = self.weight.square().mean()
-            return (self.step(given) * self.scale + self.shift) if self.is_used else given
+            return self.step(given)
+        elif self.how == "attributes":
+            return self.step(given) * self.scale + (self.shift if self.is_used else 0.0)
         else:
             return torch.distributions.Normal(self.step(given.mean), 1.0, validate_args=False)
         return None
@@ -473,7 +476,7 @@ class Exchanging(nn.Module):
             found = given[0]["hidden"] * given[1]
         elif self.how == "a dataclass":
             found = given.hidden * given.blocks
-        elif self.how == "attributes":
+        elif self.how == "a penalty in an attribute":
             found = given + sum(block.penalty for block in self.blocks)
         elif isinstance(given, Tensor):
             found = given
@@ -552,6 +555,8 @@ class ShardedModulesSuite(Clauses):
                     assert how in LATER, said
                     assert_says(said, "a unit, ExchangingBlock, returned a ", "auto_wrap_policy")
                     continue
+                if how == "a penalty in an attribute" and ranks.kind == "threads":
+                    continue  # torch_xla raises
                 assert said.endswith("nothing was raised"), said
                 assert trained[0] == pytest.approx(want[how][0], abs=FP32_TOLERANCE), f"blocks exchange {how}"
                 assert_same([trained], want[how])
