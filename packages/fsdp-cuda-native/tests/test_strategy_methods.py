@@ -226,7 +226,7 @@ class CallsSteps(pl.Callback):
             "said": said,
             "left alone": before == [(p.data_ptr(), p.shape) for p in root.parameters()],
             "held": held_by(p for p in root.parameters() if p.ndim),
-            "model": (type(strategy.model) is FullyShardedDataParallel, strategy.lightning_module is module),
+            "model": (isinstance(strategy.model, FullyShardedDataParallel), strategy.lightning_module is module),
             "devices": {str(p.device) for p in root.parameters()},
             "optimizers": len(strategy.optimizers),
         }

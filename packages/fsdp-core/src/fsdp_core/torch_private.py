@@ -73,6 +73,7 @@ __all__ = [
     "times_written",
     "tree_flatten",
     "tree_map",
+    "uncounted_writes",
     "users_of_storage",
     "watch_iterators",
     "without_torch_function",
@@ -543,3 +544,8 @@ def times_written(tensor: Tensor) -> int:
     Autograd counts it to detect writes to what a backward pass needs. No public name exists.
     """
     return 0 if tensor.is_inference() else tensor._version
+
+
+def uncounted_writes(tensor: Tensor) -> AbstractContextManager[Any]:
+    """A context in which writes to a tensor are not counted, as those of libraries that gather are not."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]

@@ -74,7 +74,7 @@ CAUGHT: dict[str, tuple[str, str]] = {
     # what users do with a sharded module
     "ranks_not_compared": ("test_ranks_with_different_models", "instead of a refusal"),
     "pieces_shown": ("test_state_dicts_are_whole_or_refused", "shows net.inp.weight of (6, 6) as (18,)"),
-    "containers_copied": ("test_what_blocks_exchange", "KeyError: 'all'"),
+    "containers_copied": ("test_what_blocks_exchange", "blocks exchange a list"),
     "late_parameters_taken": ("test_late_parameters_are_refused_under_fabric", "nothing was raised"),
     # checkpoints
     "state_off_by_one": ("test_trainer_equals_plain[2-sgd]", "can't be gathered"),

@@ -38,7 +38,7 @@ from fsdp_cuda_native.options import FSDP_OPTIONS, check_options, classes_to_che
 from fsdp_cuda_native.sharded import NativeSharded
 from fsdp_cuda_native.torch_private import flat_parameters as torch_private
 from fsdp_cuda_native.unit_checks import check_not_wrapped, check_unit, unit_options
-from fsdp_cuda_native.wrappers import called_for, cast_inputs_of, renew_parameters
+from fsdp_cuda_native.wrappers import WrappedUnit, called_for, cast_inputs_of, renew_parameters
 
 __all__ = ["NativeBackend"]
 
@@ -228,7 +228,7 @@ class NativeBackend(Backend):
         with warnings.catch_warnings():
             # one rank has nothing to shard, which needs no warning
             warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
-            return FullyShardedDataParallel(
+            wrapped = FullyShardedDataParallel(
                 unit,
                 **{
                     **self._ranks_to_shard_over(),
@@ -244,3 +244,6 @@ class NativeBackend(Backend):
                     **unit_options("", unit),
                 },
             )
+        instance: Any = wrapped
+        instance.__class__ = WrappedUnit
+        return wrapped

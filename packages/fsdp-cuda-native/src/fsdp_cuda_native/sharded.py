@@ -14,11 +14,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_core import Runtime, Sharded, UnsupportedCapabilityError
 from fsdp_core.sharding import (
-    ComparedShards,
     ParameterOrders,
     ReplicatedParameters,
     StepGradients,
-    StepWrites,
     clip_grads_by_norm,
     is_flattened,
     sharded_of,
@@ -71,6 +69,8 @@ class NativeSharded(Sharded):
         self._layout: tuple[tuple[nn.Parameter, ...], Layout] | None = None
         self._units = tuple(torch_private.units_of(root))
         self._steps = StepGradients(root)
+        names = {part: clean_name(name) for name, part in written.named_modules()}
+        self._writes = [torch_private.GatheredWrites(unit, names, self.written_values) for unit in self._units]
         # set while a forward pass that was suspended is still running
         self._pending: list[torch_private.Pending] | None = None
         self._is_by_hand = False
@@ -107,6 +107,9 @@ class NativeSharded(Sharded):
 
     def holds_part(self, parameter: Tensor) -> bool:
         return self.backend.shards and is_flattened(parameter)
+
+    def shows_piece(self, parameter: Tensor) -> bool:
+        return self.backend.use_orig_params and self.holds_part(parameter)
 
     def aliases(self) -> dict[str, str]:
         self.reshard()
@@ -187,9 +190,9 @@ class NativeSharded(Sharded):
     def gather_again(self) -> None:
         self._passes.gather_again()
 
-    def watch_writes(self) -> StepWrites | None:
-        names = {part: clean_name(name) for name, part in self.written.named_modules()}
-        return ComparedShards({unit.module: [torch_private.gathered_shard(unit, names)] for unit in self._units})
+    def keep_writes(self) -> None:
+        for writes in self._writes:
+            writes.keep(is_counted=self._pending is None)
 
     def follow_requires_grad(self) -> None:
         if torch_private.follow_requires_grad(self.root):

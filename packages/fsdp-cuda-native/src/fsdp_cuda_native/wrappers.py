@@ -7,13 +7,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
-from fsdp_core.sharding import KeptPart, let_go_of
+from fsdp_core.sharding import KeptPart, OutsideAttributes, let_go_of
 from fsdp_core.state import gathered_modules
 from fsdp_cuda_native.torch_private.flat_parameters import cast_inputs
 
-__all__ = ["called_for", "cast_inputs_of", "renew_parameters"]
+__all__ = ["WrappedUnit", "called_for", "cast_inputs_of", "renew_parameters"]
+
+
+class WrappedUnit(OutsideAttributes, FullyShardedDataParallel):
+    """A unit, or the root."""
 
 
 def called_for(root: nn.Module, module: nn.Module) -> nn.Module:

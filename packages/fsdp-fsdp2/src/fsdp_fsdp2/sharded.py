@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 import torch
@@ -15,25 +15,22 @@ from torch.distributed.tensor import DTensor
 from fsdp_core import Runtime, Sharded, ShardingError
 from fsdp_core.sharding import (
     GRADIENT_AXES,
-    ComparedShards,
     ReplicatedParameters,
     StepGradients,
-    StepWrites,
     sharded_of,
 )
 from fsdp_core.state import HeldGradients, SavedTensor, clean_name, gathered_modules, refuse_half_gradients
 from fsdp_fsdp2.tensor_parallel.unplanned_gradients import check_unplanned
 from fsdp_fsdp2.torch_private import (
     AssignedData,
+    GatheredWrites,
     Gathering,
     UnusedParameters,
     abandon_forward,
     finish_backward,
-    gathered_shards,
     has_run,
     is_idle,
     is_interrupted,
-    make_root,
     refuse_copies,
     resume_forward,
     set_unreduced_gradients,
@@ -92,10 +89,12 @@ class FSDP2Sharded(Sharded):
         self.unused = UnusedParameters(self.units, runtime, self.step, WeakMethod(self.inner_pass_ended))
         self.assigned = AssignedData(self.units)
         self.shards = dict(module.named_parameters())
+        names = {parameter: clean_name(name) for name, parameter in self.shards.items()}
+        self._writes = [GatheredWrites(unit, self._fsdp, names, self.written_values) for unit in self.units]
         self.interrupted = False
         self.context: ContextParallel | None = None
         for unit in self.units:
-            watch_calls(unit)
+            watch_calls(unit, self._fsdp)
             refuse_copies(unit)
         module.register_forward_pre_hook(_check_assigned, prepend=True)
         if casts:
@@ -171,12 +170,9 @@ class FSDP2Sharded(Sharded):
     def has_freed_graph(self) -> bool:  # type: ignore[override]
         return self.unused.recorded.has_freed
 
-    def begin_call(self) -> None:
-        make_root(self._fsdp)
-
-    def watch_writes(self) -> StepWrites | None:
-        names = {part: clean_name(name) for name, part in self.root.named_modules()}
-        return ComparedShards({cast(nn.Module, unit): gathered_shards(unit, names) for unit in self.units})
+    def keep_writes(self) -> None:
+        for writes in self._writes:
+            writes.keep()
 
     def follow_requires_grad(self) -> None:
         for name, parameter in self.root.named_parameters():

@@ -22,24 +22,26 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fsdp_core import Runtime, ShardingError
 from fsdp_core.sharding import (
     GRADIENT_AXES,
-    GatheredShard,
+    GatheredValue,
     StepGradients,
     UnitCalls,
+    WrittenValues,
     copy_refusal,
+    forget_writes,
     is_accumulated,
     sharded_around,
 )
+from fsdp_core.state import gathered_modules
 
 __all__ = [
     "AssignedData",
     "BudgetedCompiler",
+    "GatheredWrites",
     "Gathering",
     "PartlyReduced",
     "UnusedParameters",
     "abandon_forward",
     "finish_backward",
-    "gathered_parameters",
-    "gathered_shards",
     "has_hooks",
     "has_run",
     "is_cast_though_stored",
@@ -47,7 +49,6 @@ __all__ = [
     "is_interrupted",
     "is_loss_parallel",
     "joined_axes",
-    "make_root",
     "offloaded_parameters",
     "one_for_each_state",
     "parameters_of",
@@ -455,8 +456,11 @@ class RecordedGraphs:
         for group in kept:
             if not group.is_sharded:
                 self.has_freed = True
-                increment_version([parameter._unsharded_param for parameter in group.fsdp_params])
                 group.reshard()
+                gathered = [parameter._unsharded_param for parameter in group.fsdp_params]
+                increment_version(gathered)
+                for each in gathered:
+                    forget_writes(each)
 
 
 def _reshard_unless_kept(recorded: weakref.ref[RecordedGraphs], of: weakref.ref[Any]) -> None:
@@ -643,7 +647,10 @@ def _count_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *a
     assert group is not None  # it is the caller
     if counting is not None:
         counting.count(group)
-    return type(group).pre_forward(group, *args)
+    if not torch.is_inference_mode_enabled():
+        return type(group).pre_forward(group, *args)
+    with torch.inference_mode(False), torch.no_grad():  # what is gathered now is gathered again in training
+        return type(group).pre_forward(group, *args)
 
 
 def _note_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *args: Any) -> None:
@@ -713,12 +720,6 @@ def resume_forward(root: FSDPModule) -> None:
     """Let the root's forward pass go on after a backward pass or an optimizer's step by hand."""
     state: Any = root._get_fsdp_state()
     _go_on([state], state)
-
-
-def make_root(root: FSDPModule) -> None:
-    """Make a module the root, as its first call would: a unit that is called before it would become one."""
-    state: Any = root._get_fsdp_state()
-    state._lazy_init()
 
 
 def is_idle(root: FSDPModule) -> bool:
@@ -824,49 +825,142 @@ def take_unfrozen(unit: FSDPModule) -> None:
             group._init_mp_dtypes()
 
 
-def gathered_parameters(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """A unit's unsharded parameters, each with its shard. These objects live as long as the unit."""
-    return ((p._unsharded_param, p.sharded_param) for p in _parameters(unit) if hasattr(p, "_unsharded_param"))
-
-
-def gathered_shards(unit: FSDPModule, names: Mapping[nn.Module, str]) -> Iterator[GatheredShard]:
-    """This rank's part of a unit's unsharded parameters, and their shards.
+class GatheredWrites:
+    """Keeps what users write to a unit's parameters while they are gathered: it goes to the shards when they are freed.
 
     Args:
         unit: The unit.
-        names: The FQNs of the root's modules.
+        root: The root.
+        names: What the user calls its parameters.
+        values: Gets what was written.
     """
-    for parameter in _parameters(unit):
-        place = parameter._module_info
-        yield GatheredShard(
-            name=f"{names[place.module]}.{place.param_name}".removeprefix("."),
-            shard=partial(_shard_of, parameter),
-            gathered=partial(_gathered_part, parameter),
-        )
+
+    def __init__(
+        self, unit: FSDPModule, root: FSDPModule, names: Mapping[nn.Parameter, str], values: WrittenValues
+    ) -> None:
+        self._values = values
+        self._gathered = [(p, GatheredValue(names[p.sharded_param])) for p in _parameters(unit)]
+        own = weakref.ref(self)
+        for index, (parameter, _) in enumerate(self._gathered):
+            # by weak references, or a cycle would delay the release of memory
+            parameter.to_unsharded = partial(_follow_after, own, weakref.ref(parameter), index)
+            for name in ("to_sharded", "to_sharded_post_forward"):
+                setattr(parameter, name, partial(_keep_before, own, weakref.ref(parameter), index, name))
+        module = cast("nn.Module", unit)
+        self._kept = [] if unit is root else [group for group in _groups(unit) if not group._reshard_after_forward]
+        module.register_forward_pre_hook(partial(_enter, own), prepend=True)
+        if self._kept:
+            module.register_forward_hook(partial(_leave, own))
+
+    def check_own(self) -> None:
+        """Refuse a call with other parameters than the unit's own."""
+        for parameter, value in self._gathered:
+            held = parameter._module_info.module._parameters.get(parameter._module_info.param_name)
+            if held is not parameter.sharded_param:
+                known = (getattr(parameter, name, None) for name in ("_unsharded_param", "_sharded_post_forward_param"))
+                value.check_own(held, *known)
+
+    def enter(self, *indexes: int) -> None:
+        """Take parameters back for the unit, at the beginning of a forward pass, or to free them."""
+        for parameter, value in (self._gathered[index] for index in indexes) if indexes else self._gathered:
+            if hasattr(parameter, "_unsharded_param"):
+                value.enter(parameter._unsharded_param)
+
+    def leave(self) -> None:
+        """End one, after which its parameters stay gathered."""
+        for group in self._kept:
+            for parameter, value in self._gathered:
+                if parameter not in group.fsdp_params or parameter.sharded_state.name != "UNSHARDED":
+                    continue
+                if not isinstance(parameter._unsharded_param, DTensor):  # tensor parallelism's meet others anyway
+                    let_go = partial(_let_go, weakref.ref(group), weakref.ref(parameter))
+                    value.leave(parameter._unsharded_param, let_go)
+
+    def follow(self, index: int) -> None:
+        """Follow a parameter that was gathered for the first time. The object is the same from now on."""
+        parameter, value = self._gathered[index]
+        del parameter.to_unsharded
+        value.follow(parameter._unsharded_param)
+
+    def keep(self) -> None:
+        """Keep what was written until now."""
+        for index in range(len(self._gathered)):
+            self.keep_of(index)
+
+    def keep_of(self, index: int) -> None:
+        """Keep what was written to one parameter."""
+        parameter, value = self._gathered[index]
+        if parameter.sharded_state.name != "UNSHARDED" or not value.is_written(parameter._unsharded_param):
+            return
+        gathered = parameter._unsharded_param
+        is_counted = value.is_counted(gathered)
+        value.taken(gathered)
+        whole = gathered._local_tensor if isinstance(gathered, DTensor) else gathered
+        shard = parameter.sharded_param._local_tensor
+        # of a part that tensor parallelism has left to this rank, ranks compare the name
+        shown = whole.new_zeros(1) if isinstance(gathered, DTensor) else whole
+        value.keep(_own_part(parameter, whole), shard, shown, self._values, is_counted=is_counted)
 
 
-def _shard_of(parameter: Any) -> Tensor:
-    shard: Tensor = parameter.sharded_param._local_tensor
+def _follow_after(of: weakref.ref[GatheredWrites], of_parameter: weakref.ref[Any], index: int) -> None:
+    writes, parameter = of(), of_parameter()
+    assert parameter is not None  # it is the caller
+    type(parameter).to_unsharded(parameter)
+    if writes is not None:
+        writes.follow(index)
+
+
+def _keep_before(of: weakref.ref[GatheredWrites], of_parameter: weakref.ref[Any], index: int, name: str) -> None:
+    writes, parameter = of(), of_parameter()
+    assert parameter is not None
+    if writes is not None:
+        writes.keep_of(index)
+        writes.enter(index)
+    getattr(type(parameter), name)(parameter)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _enter(of: weakref.ref[GatheredWrites], module: nn.Module, args: Any) -> None:
+    if (writes := of()) is not None and module not in gathered_modules:
+        writes.check_own()
+        writes.enter()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _leave(of: weakref.ref[GatheredWrites], *_: Any) -> None:
+    if (writes := of()) is not None and not recomputes():
+        writes.leave()
+
+
+def _let_go(of: weakref.ref[Any], of_parameter: weakref.ref[Any]) -> nn.Parameter:
+    group, parameter = of(), of_parameter()
+    assert group is not None and parameter is not None
+    group.reshard()
+    shard: nn.Parameter = parameter.sharded_param
     return shard
 
 
-def _gathered_part(parameter: Any) -> Tensor | None:
-    if parameter.sharded_state.name != "UNSHARDED":
-        return None
-    gathered = parameter._unsharded_param
-    if isinstance(gathered, DTensor):  # tensor parallelism has divided it before
-        gathered = gathered._local_tensor
-    if type(gathered.data) is not Tensor:  # another library's subclass, with its own all-gather extension
+def _own_part(parameter: Any, whole: Tensor) -> Tensor | None:
+    """This rank's part of a gathered parameter; ``None`` for another library's class, which gathers in its own way."""
+    if hasattr(parameter._sharded_local_tensor, "fsdp_post_all_gather"):
         return None
     mesh, dim = parameter.mesh_info, parameter.fsdp_placement.dim
-    parts = torch.chunk(gathered.detach(), mesh.shard_mesh_size, dim)
-    return parts[mesh.shard_mesh_rank] if mesh.shard_mesh_rank < len(parts) else None
+    parts = torch.chunk(whole.detach(), mesh.shard_mesh_size, dim)
+    if mesh.shard_mesh_rank < len(parts):
+        part: Tensor = parts[mesh.shard_mesh_rank]
+        return part
+    shard: Tensor = parameter.sharded_param._local_tensor
+    return torch.empty_like(shard, dtype=whole.dtype)  # no elements
 
 
-def watch_calls(unit: FSDPModule) -> None:
+def watch_calls(unit: FSDPModule, root: FSDPModule) -> None:
     """Register the hooks of a unit's calls right around those of ``fully_shard``.
 
     The user's hooks see what they would see without them.
+
+    Args:
+        unit: The unit, which may be called before the root ever is.
+        root: The root.
     """
     module = cast("nn.Module", unit)
     state: Any = unit._get_fsdp_state()
@@ -877,17 +971,27 @@ def watch_calls(unit: FSDPModule) -> None:
         if own is not None and own._training_state.name != "PRE_BACKWARD":  # otherwise, its activations are recomputed
             own._register_pre_backward_hook(tensors)
 
-    calls = UnitCalls(show)
+    calls = UnitCalls(show, module.modules())
     before, after = module._forward_pre_hooks, module._forward_hooks
-    ahead, behind = [calls.enter], [calls.begin]
+    begin_root = partial(_begin_root, weakref.ref(cast("Any", root)))
+    ahead, behind = [begin_root, calls.enter], [calls.begin]
     if needs_argument:
         gather = partial(_gather_in_backward, of_state)
-        ahead, behind = [calls.enter, gather, _add_argument], [_remove_argument, calls.begin]
+        ahead, behind = [begin_root, calls.enter, gather, _add_argument], [_remove_argument, calls.begin]
     enter = [module.register_forward_pre_hook(hook, with_kwargs=True).id for hook in ahead]
     begin = [module.register_forward_pre_hook(hook, with_kwargs=True).id for hook in behind]
     leave = module.register_forward_hook(calls.leave, always_call=True)
     _put_around(before, enter, begin)
     _put_around(after, [], [leave.id])
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _begin_root(of: weakref.ref[Any], unit: Any, args: Any, kwargs: Any) -> None:
+    """Let torch know the root before the first call of a unit, which would become a root of its own."""
+    root = of()
+    if root is not None and isinstance(unit, FSDPModule) and not has_run(unit):  # in gathered() it is none
+        with torch.inference_mode(False):
+            root._get_fsdp_state()._lazy_init()
 
 
 #: Whether ``fully_shard`` fails on a GPU in a call without arguments. torch 2.13 looks whether there are any.

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.gradients.gathered_values import GatheredDTensor, GatheredParameter, GatheredTensor
 from fsdp_core.torch_private import without_torch_function
 
-__all__ = ["StepGradients", "guard", "plain", "unguard"]
+__all__ = ["StepGradients", "guard", "guard_parameters", "plain", "unguard", "unguard_parameters"]
 
 _INSTEAD = (
     "Write self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm='norm') to clip, or under "
@@ -26,6 +27,17 @@ _INSTEAD = (
 _NOT_ELEMENTWISE = frozenset(
     {"__array__", "numpy", "tolist", "allclose", "equal", "normalize", "renorm", "softmax", "log_softmax", "softmin"}
     | {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "flip", "roll"}
+)
+
+
+_OF_GRADIENT = f"of a gradient would see this rank's piece of it alone.\n{_INSTEAD}"
+
+_OF_PARAMETER = (
+    "of a parameter would see this rank's piece of it alone.\n"
+    "A penalty over all parameters belongs into the optimizer (weight_decay); one on the parameters of a unit is right "
+    "in the unit's own forward(), and one on what belongs to no unit in training_step(). For values, write "
+    "fsdp_core.full_state_dict(self) on all ranks, or with fsdp_core.gathered(self): in a hook between steps. Under a "
+    "strategy whose sharded parameters are DTensors, torch's own functions are right on them."
 )
 
 
@@ -119,16 +131,23 @@ class _Shown:
             self._fsdp_shows[1].grad = grad  # torch refuses what does not fit the shard
 
 
-class _ShownParameter(_Shown, nn.Parameter):
+class _ShownParameter(_Shown, GatheredParameter):
     pass
 
 
-class _ShownTensor(_Shown, Tensor):
-    __torch_function__ = nn.Parameter.__torch_function__  # what is computed with it is a plain tensor
-
-
-class _ShownDTensor(_Shown, DTensor):
+class _ShownTensor(_Shown, GatheredTensor):
     pass
+
+
+class _ShownDTensor(_Shown, GatheredDTensor):
+    pass
+
+
+#: What a parameter's ``data`` is.
+_DATA: Any = Tensor.data
+
+#: Of a parameter, what has a shape of its own, or is no part of it.
+_ATTRIBUTES: frozenset[Any] = frozenset([_GRAD.__get__, _GRAD.__set__, _DATA.__set__])
 
 
 class Piece(Tensor):
@@ -141,20 +160,47 @@ class Piece(Tensor):
             computed = _tensors(result)
             shapes = {piece.shape for piece in _tensors((args, kwargs)) if isinstance(piece, Piece)}
             name = getattr(func, "__name__", func)
+            if issubclass(cls, ParameterPiece) and func in _ATTRIBUTES:
+                return result
             if name in _NOT_ELEMENTWISE or any(tensor.shape not in shapes for tensor in computed):
-                raise UnsupportedCapabilityError(
-                    f"{name} of a gradient would see this rank's piece of it alone.\n{_INSTEAD}"
-                )
+                told = _OF_PARAMETER if issubclass(cls, ParameterPiece) else _OF_GRADIENT
+                raise UnsupportedCapabilityError(f"{name} {told}")
             given = {id(tensor) for tensor in _tensors((args, kwargs))}
-            guard(tensor for tensor in computed if id(tensor) not in given)
+            guard(
+                (tensor for tensor in computed if id(tensor) not in given),
+                ParameterPiece if issubclass(cls, ParameterPiece) else Piece,
+            )
         return result
 
 
-def guard(gradients: Iterable[Tensor | None]) -> None:
-    """Refuse, from now on, what is computed of these pieces of gradients and is not elementwise."""
+class ParameterPiece(Piece):
+    """What was computed of a rank's piece of a parameter, element by element."""
+
+
+class _ParameterPiece(ParameterPiece, nn.Parameter):
+    """A rank's piece of a parameter."""
+
+
+def guard_parameters(pieces: Iterable[Tensor]) -> None:
+    """Refuse, from now on, what is computed of these pieces of parameters and is not elementwise."""
+    for piece in pieces:
+        if type(piece) is nn.Parameter:
+            piece.__class__ = _ParameterPiece
+
+
+def unguard_parameters(pieces: Iterable[Tensor]) -> None:
+    """Let these be parameters as any again."""
+    for piece in pieces:
+        if isinstance(piece, _ParameterPiece):
+            instance: Any = piece
+            instance.__class__ = nn.Parameter
+
+
+def guard(gradients: Iterable[Tensor | None], of: type[Piece] = Piece) -> None:
+    """Refuse, from now on, what is computed of these pieces and is not elementwise."""
     for gradient in gradients:
         if gradient is not None and type(gradient) is Tensor:
-            gradient.__class__ = Piece
+            gradient.__class__ = of
 
 
 def unguard(gradients: Iterable[Tensor | None]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.errors import ShardingError
+from fsdp_core.gradients.gathered_values import differs
 from fsdp_core.runtime import Runtime
 
 __all__ = ["ComparedShards", "GatheredShard", "StepWrites", "check_writes"]
@@ -149,10 +150,4 @@ class ComparedShards:
 
     def _is_written(self, one: GatheredShard) -> bool:
         gathered = one.gathered()
-        return gathered is not None and _differs(gathered.detach(), self._before[one])
-
-
-def _differs(gathered: Tensor, before: Tensor) -> bool:
-    expected = before.to(gathered.device).to(gathered.dtype)
-    a, b = (tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (gathered, expected))
-    return bool(((a != b) & ~(a.isnan() & b.isnan())).any())
+        return gathered is not None and differs(gathered.detach(), self._before[one])

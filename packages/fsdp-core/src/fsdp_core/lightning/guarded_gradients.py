@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_core.gradients.step_gradients import guard, unguard
+from fsdp_core.gradients.step_gradients import guard, guard_parameters, unguard, unguard_parameters
 from fsdp_core.lightning.hooks.exporting import refuse_values_of_parts
 from fsdp_core.sharding.sharded import Sharded
 
@@ -27,22 +27,37 @@ class GuardedGradients:
     Args:
         optimizers: Returns the optimizers whose parameters' gradients are guarded.
         roots: Returns the modules that they train.
+        with_parameters: Whether pieces of parameters are guarded too.
     """
 
-    def __init__(self, optimizers: Callable[[], Iterable[Optimizer]], roots: Callable[[], Sequence[Sharded]]) -> None:
-        self._optimizers, self._roots = optimizers, roots
+    def __init__(
+        self,
+        optimizers: Callable[[], Iterable[Optimizer]],
+        roots: Callable[[], Sequence[Sharded]],
+        *,
+        with_parameters: bool = False,
+    ) -> None:
+        self._optimizers, self._roots, self._with_parameters = optimizers, roots, with_parameters
         self._held: list[ref[Tensor]] = []  # what was held when the next was computed, which is rarely changed
         self._in_pieces: list[ref[Tensor]] = []
+        self._shown: list[ref[Tensor]] = []
 
     def on(self) -> None:
         """Refuse them from now on: a backward pass or a step has ended."""
         guard(self._gradients())
+        if self._with_parameters:
+            self.guard_parameters()
         refuse_values_of_parts(True)
 
     def off(self) -> None:
         """Allow them: the library is about to compute with gradients."""
         unguard(self._gradients())
+        unguard_parameters(self._pieces())
         refuse_values_of_parts(False)
+
+    def guard_parameters(self) -> None:
+        """Refuse those on parameters from now on: they are shards, or user code sees those of units as such."""
+        guard_parameters(self._pieces())
 
     @contextmanager
     def while_on(self) -> Iterator[None]:
@@ -64,10 +79,19 @@ class GuardedGradients:
 
     def _gradients(self) -> Iterator[Tensor | None]:
         """This rank's pieces of gradients that are plain tensors."""
+        self._find_pieces()
+        return (p.grad for piece in self._in_pieces if (p := piece()) is not None)
+
+    def _pieces(self) -> Iterator[Tensor]:
+        """This rank's pieces of parameters that only users look at."""
+        self._find_pieces()
+        return (p for piece in self._shown if (p := piece()) is not None)
+
+    def _find_pieces(self) -> None:
         held = [p for optimizer in self._optimizers() for group in optimizer.param_groups for p in group["params"]]
         if len(held) != len(self._held) or any(p is not known() for p, known in zip(held, self._held, strict=True)):
             self._held = [ref(p) for p in held]
             roots = self._roots()
             pieces = (p for p in held if not isinstance(p, DTensor) and any(root.holds_part(p) for root in roots))
             self._in_pieces = [ref(p) for p in pieces]
-        return (p.grad for piece in self._in_pieces if (p := piece()) is not None)
+            self._shown = [ref(p) for root in roots for p in root.written.parameters() if root.shows_piece(p)]

@@ -157,14 +157,18 @@ class Preemption:
         """Learn whether any rank was told to end, and check what must be the same on all ranks after each batch.
 
         Raises:
-            ShardingError: On all ranks: the epoch is over on some, or their optimizers' rates differ.
+            ShardingError: On all ranks: the epoch is over on some, or their optimizers' rates differ, or what they have
+                written to gathered parameters.
         """
         strategy, runtime = self._strategy, self._strategy.runtime
-        rates = digest_of_rates(strategy.optimizers)
+        written = strategy.sharded.written_values
+        values = written.take()
+        rates = digest_of_rates(strategy.optimizers) ^ written.digest(values, runtime.rank)
         last, total, of_squares = self._signals.agree(is_last, rates, rates**2)
         if not are_equal(total, of_squares, runtime.world_size):
             batch, epoch = trainer.fit_loop.epoch_loop.batch_idx, trainer.current_epoch
             check_same_rates(runtime, strategy.optimizers, f"after batch {batch} of epoch {epoch}")
+            written.check_same(values, runtime, f"training_step(), in batch {batch} of epoch {epoch},")
         if 0 < last < runtime.world_size:
             ended = [rank for rank, has in enumerate(runtime.gather_objects(is_last)) if has]
             raise ShardingError(

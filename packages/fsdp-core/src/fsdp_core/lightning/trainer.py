@@ -57,7 +57,7 @@ from fsdp_core.lightning.ray_train import check_reports
 from fsdp_core.lightning.setup_checks import check_loggers
 from fsdp_core.lightning.strategy import RanksOfStrategy
 from fsdp_core.plugins.strategy_info import Capability
-from fsdp_core.runtime import Runtime
+from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.late_parameters import refuse_late
 from fsdp_core.sharding.local_pieces import refuse_again
@@ -160,7 +160,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._has_stepped = False
         self._is_first_step = False
         self._writes: StepWrites | None = None
-        self._gradients = GuardedGradients(lambda: self.optimizers, lambda: [self.sharded])
+        self._gradients = GuardedGradients(lambda: self.optimizers, lambda: [self.sharded], with_parameters=True)
         self._trainer: pl.Trainer | None = None
         self._fitting = False
         #: The checkpoint that this rank has chosen to go on from.
@@ -355,6 +355,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._in_step = True
         if self._is_first_step:
             self._writes = self.sharded.watch_writes()
+        self._gradients.guard_parameters()
         try:
             output = self._step("training_step", *args, **kwargs)
             assert self.lightning_module is not None
@@ -371,8 +372,17 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             self._gradients.off()
 
     def _check_writes(self, ranks: Runtime | None = None) -> None:
+        self.sharded.keep_writes()
         if self._writes is not None:
             check_writes(self._writes, ranks)
+        elif ranks is not None and self._is_first_step:
+            self._compare_writes("training_step()")
+
+    def _compare_writes(self, by: str) -> None:
+        """Refuse what ranks have written differently. All ranks must call it. In a fit, they do after each batch."""
+        values = self.sharded.written_values
+        if isinstance(self.runtime, ProcessGroupRuntime) and self.runtime.total([bool(values)])[0]:
+            values.check_same(values.take(), self.runtime, by)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._eval_step("validation_step", *args, **kwargs)
@@ -389,6 +399,15 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def on_test_start(self) -> None:
         self._check_batches("test", lambda trainer: trainer.num_test_batches)
+
+    def on_validation_end(self) -> None:
+        self._compare_writes("validation_step()")
+
+    def on_test_end(self) -> None:
+        self._compare_writes("test_step()")
+
+    def on_predict_end(self) -> None:
+        self._compare_writes("predict_step()")
 
     def on_predict_start(self) -> None:
         assert self.lightning_module is not None

@@ -2,6 +2,7 @@
 
 from fsdp_core.gradients.backward import EndOfBackward
 from fsdp_core.gradients.clipping import clip_grads_by_norm, clip_grads_by_value, is_sharded_dtensor, local_tensor
+from fsdp_core.gradients.gathered_values import GatheredValue, WrittenValues, forget_writes
 from fsdp_core.gradients.replicated import ReplicatedParameters, stays_whole
 from fsdp_core.gradients.step_gradients import StepGradients
 from fsdp_core.gradients.step_writes import ComparedShards, GatheredShard, StepWrites
@@ -22,6 +23,7 @@ from fsdp_core.sharding.flat import (
     unwrapped,
 )
 from fsdp_core.sharding.mixed_precision import ShardPrecision
+from fsdp_core.sharding.outside_attributes import OutsideAttributes
 from fsdp_core.sharding.sequence import SequenceSplit, current_split, use_split
 from fsdp_core.sharding.sharded import Sharded, StateTensor, copy_refusal, sharded_around, sharded_of
 from fsdp_core.sharding.unit_calls import UnitCalls
@@ -45,9 +47,11 @@ __all__ = [
     "EndOfBackward",
     "FlatMember",
     "GatheredShard",
+    "GatheredValue",
     "KeptPart",
     "Mesh",
     "MeshAxis",
+    "OutsideAttributes",
     "ParameterOrders",
     "ReplicatedParameters",
     "SavedOps",
@@ -60,6 +64,7 @@ __all__ = [
     "Tie",
     "UnitCalls",
     "WrapPolicy",
+    "WrittenValues",
     "by_user_names",
     "check_saved_ops",
     "checkpoint_activations",
@@ -68,6 +73,7 @@ __all__ = [
     "copy_refusal",
     "current_split",
     "describe_policy",
+    "forget_writes",
     "is_accumulated",
     "is_flattened",
     "is_part",

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.gradients.clipping import clip_grads_by_norm, clip_grads_by_value, is_sharded_dtensor
+from fsdp_core.gradients.gathered_values import WrittenValues
 from fsdp_core.gradients.step_writes import StepWrites
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.mixed_precision import ShardPrecision
@@ -72,6 +73,7 @@ class Sharded(ABC):
         names: The names of the module's parameters before it was sharded, tied ones under each of their names.
         class_name: The name of the module's class before it was sharded, for messages; libraries change it.
         strategy_name: The name of the strategy that sharded it, for messages.
+        written_values: What this rank has written to gathered parameters, where that is kept.
     """
 
     backend: Backend
@@ -82,6 +84,7 @@ class Sharded(ABC):
 
     def __init__(self, root: nn.Module, written: nn.Module | None = None) -> None:
         self.root, self.written = root, root if written is None else written
+        self.written_values = WrittenValues()
         #: The names of parameters that represent shards; the user's optimizers and lists may hold these parameters.
         self._stands_for = WeakTensorKeyDictionary()
         self._after_inner_pass: WeakMethod[Callable[[], None]] | None = None
@@ -158,6 +161,14 @@ class Sharded(ABC):
     def holds_part(self, parameter: Tensor) -> bool:
         """Whether ranks hold different parts of a parameter that an optimizer holds; true for sharded DTensors."""
         return is_sharded_dtensor(parameter)
+
+    def shows_piece(self, parameter: Tensor) -> bool:
+        """Whether a parameter in a module is this rank's piece, as a plain tensor, and its library only assigns to it.
+
+        Adapters then refuse what users compute of it that is not elementwise, in a training step and in hooks between
+        a backward pass and an optimizer's step.
+        """
+        return False
 
     def bytes_held(self) -> int:
         """The bytes of parameters on this rank; where one rank drives several devices, on the first device."""
@@ -245,9 +256,6 @@ class Sharded(ABC):
     def gather_again(self) -> None:
         """Gather the root's own parameters for a call inside a backward pass, a part of which may have freed them."""
 
-    def begin_call(self) -> None:
-        """Prepare for a call of a part outside of the root's forward pass, which may be the first of all calls."""
-
     def end_call(self) -> None:
         """Free parameters after a call outside of a step, unless the graph of a backward pass still holds them."""
         if not self.keeps_graph:
@@ -268,6 +276,16 @@ class Sharded(ABC):
         Called before its forward pass. Return ``None``, as here, if writes to gathered parameters are kept.
         """
         return None
+
+    def keep_writes(self) -> None:
+        """Copy what was written to gathered parameters to their shards, and to :attr:`written_values`.
+
+        Called at the end of a step, and inside one by hand before a backward pass or an optimizer's step. A library
+        that frees what was written earlier must keep it itself before that.
+
+        Raises:
+            ShardingError: What was written can't be kept.
+        """
 
     def follow_requires_grad(self) -> None:
         """Copy ``requires_grad`` from the shards to the gathered parameters.

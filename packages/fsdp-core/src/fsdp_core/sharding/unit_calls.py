@@ -1,20 +1,25 @@
-"""What a unit exchanges with its caller besides tensors: lists and dictionaries that it changes, objects it returns.
+"""What a unit exchanges with its caller besides tensors: containers and objects that it changes or returns.
 
 Libraries that gather for a unit's forward pass copy the containers that the unit is called with, to cast what is in
 them or to put it into the autograd graph: what the unit then appends or sets is lost, without a word. And they find
 the tensors that it returns only in containers that they know: for others they gather nothing in the backward pass.
+What a unit returns to be computed later, as a generator, would find its parameters freed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import AsyncGeneratorType, CellType, CoroutineType, GeneratorType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fsdp_core.errors import ShardingError
+from fsdp_core.sharding.outside_attributes import users_module
 from fsdp_core.torch_private import tree_flatten
 
 __all__ = ["UnitCalls"]
@@ -29,11 +34,13 @@ class UnitCalls:
     Args:
         show: Called with the tensors that require gradients and leave the unit elsewhere than in its output, or in
             objects that the library doesn't look into. It lets the library gather before their backward pass.
+        modules: Those in whose attributes the unit may leave tensors, such as a part of the loss.
     """
 
-    def __init__(self, show: Callable[[list[Tensor]], None]) -> None:
+    def __init__(self, show: Callable[[list[Tensor]], None], modules: Iterable[nn.Module] = ()) -> None:
         self._show = show
-        self._running: list[_Call | None] = []  # the innermost last
+        self._attributes = [vars(module) for module in modules]
+        self._running: list[tuple[_Call | None, list[Tensor]]] = []  # the innermost last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitCalls:
         return UnitCalls(_nothing)  # of a copy, which is not sharded
@@ -42,28 +49,52 @@ class UnitCalls:
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the caller's arguments. A forward pre-hook with keyword arguments."""
         given = [*args, *kwargs.values()]
-        self._running.append(_Call(given) if any(map(_holds_container, given)) else None)
+        known = list(_hidden_tensors(given, 3)) if torch.is_grad_enabled() and not _are_plain(given) else []
+        self._running.append((_Call(given) if any(map(_holds_container, given)) else None, known))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take what the library passes on. A forward pre-hook with keyword arguments."""
-        if self._running and (call := self._running[-1]) is not None:
+        if self._running and (call := self._running[-1][0]) is not None:
             call.begin([*args, *kwargs.values()])
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Return to the caller. A forward hook that is called after an exception too."""
-        call = self._running.pop() if self._running else None
+        """Return to the caller. A forward hook that is called after an exception too.
+
+        Raises:
+            ShardingError: What the unit returns would compute with its parameters later.
+        """
+        call, known = self._running.pop() if self._running else (None, [])
         shown = [] if call is None else [one for one in tree_flatten(call.give_back())[0] if isinstance(one, Tensor)]
+        if not isinstance(output, Tensor) and (later := _computed_later(output)):
+            raise ShardingError(
+                f"a unit, {_class_name(module)}, returned {later}: it would compute after the unit's "
+                "parameters are freed.\nReturn what it computes; or let it belong to no unit: name other classes in "
+                "auto_wrap_policy={MyBlock}, or write auto_wrap_policy=None, for one unit."
+            )
         if torch.is_grad_enabled():
-            if not isinstance(output, Tensor):
-                shown += _hidden_tensors(output, 3)
-            if shown := [one for one in shown if one.requires_grad]:
+            given = [] if call is None and not known and _are_plain(args) else [args]
+            if not isinstance(output, Tensor) or given:
+                before = set(map(id, known))
+                shown += [one for one in _hidden_tensors([output, *given], 3) if id(one) not in before]
+            for attributes in self._attributes:
+                shown += [one for one in attributes.values() if isinstance(one, Tensor)]
+            if shown := [one for one in shown if one.requires_grad and one.grad_fn is not None]:
                 self._show(shown)
+
+
+def _class_name(unit: nn.Module) -> str:
+    """The name of the user's class: libraries put one of their own around it, or in front of it."""
+    classes = type(users_module(unit)).__mro__
+    return next(cls.__name__ for cls in classes if not cls.__module__.startswith("torch.distributed"))
 
 
 def _nothing(shown: list[Tensor]) -> None:
     pass
+
+
+_EMPTY = CellType()
 
 
 class _Copied(NamedTuple):
@@ -150,21 +181,53 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
     return list(vars(container).items())
 
 
-def _hidden_tensors(value: Any, depth: int) -> Iterator[Tensor]:
-    """The tensors in the objects of an output that are no containers, such as a distribution."""
-    if isinstance(value, Tensor | nn.Module | type | str | bytes | int | float | None) or depth < 0 or callable(value):
+def _are_plain(values: Iterable[Any]) -> bool:
+    """Whether they are what most units are called with, in which no tensors are hidden."""
+    return all(value is None or isinstance(value, Tensor | bool | int | float | str) for value in values)
+
+
+def _hidden_tensors(value: Any, depth: int, *, is_hidden: bool = False) -> Iterator[Tensor]:
+    """The tensors in objects that are no containers, such as a distribution or a closure."""
+    if isinstance(value, Tensor):
+        if is_hidden:
+            yield value
+        return
+    if isinstance(value, nn.Module | type | str | bytes | int | float | None) or depth < 0:
         return
     if _is_container(value):
         for _, one in _items(value):
-            yield from _hidden_tensors(one, depth)
+            yield from _hidden_tensors(one, depth, is_hidden=is_hidden)
         return
     slots = (name for cls in type(value).__mro__ for name in _names(getattr(cls, "__slots__", ())))
     held = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
-    for one in held:
-        if isinstance(one, Tensor):
-            yield one
-        else:
-            yield from _hidden_tensors(one, depth - 1)
+    for one in [*held, *_enclosed(value)]:
+        yield from _hidden_tensors(one, depth - 1, is_hidden=True)
+
+
+def _enclosed(function: Any) -> list[Any]:
+    """What a function brings with it."""
+    if isinstance(function, functools.partial):
+        return [function.func, *function.args, *function.keywords.values()]
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != _EMPTY]
+    defaults = getattr(function, "__defaults__", None) or ()
+    of = getattr(function, "__self__", None) if callable(function) else None
+    return [*cells, *defaults, *([] if of is None else [of])]
+
+
+def _computed_later(output: Any) -> str | None:
+    """What a unit returns, itself or in a container, to be computed with a module when it has returned."""
+    if isinstance(output, GeneratorType | CoroutineType | AsyncGeneratorType):
+        return f"a {type(output).__name__}"
+    if _is_container(output):
+        return next(filter(None, (_computed_later(one) for _, one in _items(output))), None)
+    if callable(output) and not isinstance(output, nn.Module | type):
+        pending = [output]
+        for function in pending:
+            enclosed = _enclosed(function)
+            if any(isinstance(one, nn.Module) for one in enclosed):  # a library may keep its parameters elsewhere
+                return f"a function, {getattr(output, '__name__', output)}, that uses a module of its own"
+            pending += [one for one in enclosed if callable(one) and not any(one is known for known in pending)]
+    return None
 
 
 def _names(slots: Any) -> tuple[str, ...]:

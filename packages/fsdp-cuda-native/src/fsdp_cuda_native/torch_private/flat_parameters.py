@@ -31,10 +31,12 @@ from torch.distributed.fsdp._runtime_utils import (
 from torch.distributed.utils import _cast_forward_inputs
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fsdp_core.sharding import GatheredShard, KeptPart, UnitCalls
+from fsdp_core.sharding import GatheredValue, KeptPart, UnitCalls, WrittenValues
+from fsdp_core.state import gathered_modules
 
 __all__ = [
     "FlatMember",
+    "GatheredWrites",
     "Pending",
     "abandon_forward",
     "at_end_of_backward",
@@ -47,7 +49,6 @@ __all__ = [
     "forget_pending",
     "forget_views",
     "gathered_parameters",
-    "gathered_shard",
     "handle_of",
     "is_interrupted",
     "is_kept",
@@ -220,48 +221,114 @@ def gathered_parameters(unit: FullyShardedDataParallel) -> Iterator[tuple[Tensor
             yield shown, flat._params[index], handle.uses_sharded_strategy
 
 
-def gathered_shard(unit: FullyShardedDataParallel, names: Mapping[nn.Module, str]) -> GatheredShard:
-    """This rank's part of a unit's unsharded flat parameter, and its shard.
+class GatheredWrites:
+    """Keeps what users write to a unit's parameters while they are gathered: it goes to the shard when they are freed.
 
     Args:
         unit: The unit.
-        names: The user's names of modules. The result is named after the first of the flattened parameters.
+        names: The user's names of modules.
+        values: Gets what was written.
     """
-    handle = handle_of(unit)
-    members = [
-        (f"{names[place.module]}.{place.param_name}".removeprefix("."), place.module, place.param_name)
-        for place in handle.flat_param._param_infos
-    ]
-    return GatheredShard(
-        name=members[0][0],
-        shard=lambda: handle.flat_param._local_shard,
-        gathered=partial(_gathered_part, handle),
-        assigned=partial(_assigned_member, handle, members),
-    )
+
+    def __init__(self, unit: FullyShardedDataParallel, names: Mapping[nn.Module, str], values: WrittenValues) -> None:
+        self._handle, self._values = handle_of(unit), values
+        self._gathered: list[tuple[GatheredValue, nn.Module, str]] = []
+        params = self._handle.flat_param._params
+        for index, (attribute, module, _) in enumerate(self._handle.flat_param._param_infos):
+            name = f"{names[module]}.{attribute}".removeprefix(".")
+            trained = self._handle.flat_param if params is None else params[index]
+            self._gathered.append((GatheredValue(name, partial(getattr, trained, "requires_grad")), module, attribute))
+        own, of = weakref.ref(self), weakref.ref(self._handle)
+        unit.register_forward_pre_hook(partial(_check_own, own), prepend=True)
+        self._handle._use_unsharded_views = partial(_follow_after, own, of)
+        self._handle._use_sharded_flat_param = partial(_keep_before, own, of)
+
+    def check_own(self) -> None:
+        """Refuse a call with other parameters than the unit's own."""
+        params = self._handle.flat_param._params
+        for index, (value, module, attribute) in enumerate(self._gathered):
+            held = module._parameters.get(attribute)
+            if params is None or held is not params[index]:
+                value.check_own(held)
+
+    def switch(self, on: bool) -> None:
+        """Let FSDP1 assign to the ``.data`` of its views."""
+        for value, *_ in self._gathered:
+            value.replaces = on
+
+    def follow(self) -> None:
+        """Follow the views that modules hold now instead of parameters."""
+        for value, module, attribute in self._gathered:
+            view = module._parameters.get(attribute, module.__dict__.get(attribute))
+            if view is not None and not isinstance(view, nn.Parameter):
+                value.follow(view)
+            if attribute in module._parameters:  # FSDP1 lets the module hold it twice: functional_call() sets this one
+                module.__dict__.pop(attribute, None)
+
+    def keep(self, *, is_counted: bool) -> None:
+        """Keep what was written until now.
+
+        Args:
+            is_counted: Whether torch's count of writes is that of the views alone. An optimizer that steps over the
+                flat parameter adds to it.
+        """
+        shown = [
+            (value, view)
+            for value, module, attribute in self._gathered
+            if isinstance(view := module._parameters.get(attribute, module.__dict__.get(attribute)), Tensor)
+            and getattr(view, "_fsdp_value", None) is value
+        ]
+        written = [
+            (value, view, value.has_changed or (is_counted and value.is_counted(view)))
+            for value, view in shown
+            if value.is_noted or (is_counted and value.is_counted(view))
+        ]
+        flat = self._handle.flat_param
+        is_copy = self._handle.uses_sharded_strategy or flat.dtype != flat._local_shard.dtype
+        part = _gathered_part(self._handle) if written and is_copy else flat._local_shard
+        if part is None:  # nothing is gathered: FSDP1 has freed what a view still stands for
+            return
+        for value, view, is_certain in written:
+            value.taken(view)
+            value.keep(part, flat._local_shard, view, self._values, is_counted=is_certain)
 
 
-def _assigned_member(handle: Any, members: Iterable[tuple[str, nn.Module, str]]) -> str | None:
-    """The first of a gathered flat parameter's members that is no view of it any more."""
-    if _gathered_part(handle) is None:
-        return None
-    memory = handle.flat_param.untyped_storage().data_ptr()
-    for name, module, attribute in members:
-        view = module._parameters.get(attribute, module.__dict__.get(attribute))
-        if view is not None and view.numel() and view.untyped_storage().data_ptr() != memory:
-            return name
-    return None
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _check_own(of: weakref.ref[GatheredWrites], unit: FullyShardedDataParallel, args: Any) -> None:
+    if (writes := of()) is not None and unit not in gathered_modules:
+        writes.check_own()
+
+
+def _follow_after(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any], as_params: bool) -> None:
+    writes, handle = of(), of_handle()
+    assert handle is not None  # it is the caller
+    if writes is not None:
+        writes.switch(True)
+    type(handle)._use_unsharded_views(handle, as_params)
+    if writes is not None:
+        writes.switch(False)
+        if not as_params:
+            writes.follow()
+
+
+def _keep_before(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any]) -> None:
+    writes, handle = of(), of_handle()
+    assert handle is not None
+    if writes is not None:
+        writes.keep(is_counted=handle._training_state == HandleTrainingState.FORWARD)
+    type(handle)._use_sharded_flat_param(handle)
 
 
 def _gathered_part(handle: Any) -> Tensor | None:
-    flat = handle.flat_param
-    whole: Tensor = flat.detach()
-    if whole.data_ptr() == flat._local_shard.data_ptr() or whole.numel() < flat._unpadded_unsharded_size.numel():
-        return None  # it is the shard itself
+    """This rank's part of the unit's gathered flat parameter, in the shape of its shard; ``None`` if it is freed."""
+    local = handle.flat_param._local_shard
     if not handle.uses_sharded_strategy:
-        return whole.view_as(flat._local_shard)
-    length = flat._local_shard.numel()
-    part = whole.view(-1)[handle.rank * length : (handle.rank + 1) * length]
-    return part if part.numel() == length else None
+        whole: Tensor = handle.flat_param.detach()
+        return whole.view_as(local)
+    padded: Tensor = handle._get_padded_unsharded_flat_param().detach()
+    if not padded.untyped_storage().size():
+        return None
+    return padded.view(-1)[handle.rank * local.numel() : (handle.rank + 1) * local.numel()]
 
 
 def tied_members(unit: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fsdp_core import Backend, Sharded, ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding import (
     ActivationCheckpointingPolicy,
+    OutsideAttributes,
     ShardPrecision,
     WrapPolicy,
     checkpoint_activations,
@@ -188,6 +189,8 @@ class XLABackend(Backend):
         )
         if not wrapped.sharded_params:
             wrapped.coalesce_all_gather_ops = False  # gathering an empty list crashes XLA
+        instance: Any = wrapped
+        instance.__class__ = WrappedUnit
         return wrapped
 
     def repoint(self, optimizers: Iterable[torch.optim.Optimizer], roots: Sequence[Sharded]) -> None:
@@ -201,6 +204,10 @@ class XLABackend(Backend):
         if self.sequential_save and isinstance(value, ChunkedTensor):
             return gathered_in_turn(value, self.runtime)
         return super().full_tensor(value)
+
+
+class WrappedUnit(OutsideAttributes, XlaFullyShardedDataParallel):
+    """A unit, or the root."""
 
 
 def _place(modules: list[nn.Module], runtime: XLARuntime) -> None:

@@ -54,9 +54,15 @@ class FirstForwards:
         Raises:
             ShardingError: Something was written.
         """
+        sharded, by = self._sharded(), f"a forward pass of {self._name}"
         if self._writes is not None:
-            by = f"a forward pass of {self._name}"
             check_writes(self._writes, self._ranks, by=by, instead="after optimizer.step()")
+        elif self._seen and sharded is not None and sharded.root not in gathered_modules:
+            sharded.keep_writes()
+            values = sharded.written_values
+            values.are_compared = self._ranks is not None
+            if self._ranks is not None and self._ranks.total([bool(values)])[0]:
+                values.check_same(values.take(), self._ranks, by)
 
     def stop(self) -> bool:
         """After an optimizer's step, watch no longer, if there was a forward pass. Returns whether there was."""
@@ -66,6 +72,8 @@ class FirstForwards:
             for module in [module for module, one in _watched.items() if one is self]:
                 del _watched[module]  # a compiled module may keep calling the hooks
             self._forget()
+            if (sharded := self._sharded()) is not None:
+                sharded.written_values.are_compared = False
         return self._seen
 
     def _forget(self) -> None:

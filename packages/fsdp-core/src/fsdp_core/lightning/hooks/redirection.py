@@ -351,7 +351,6 @@ def _begin(root: nn.Module, module: nn.Module) -> None:
     check_not_gathered(root, f"a call of {name}, which is not gathered,")
     if _followed.get(root):
         _sharded(root).runtime.meet(f"a call of {name} outside of a step, which gathers shards of all ranks,")
-    _sharded(root).begin_call()
 
 
 def _end(root: nn.Module, *, failed: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torchmetrics import SumMetric
 
-from fsdp_core.errors import ShardingError
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Trained
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.base_class import Clauses, precisions, requires
+from fsdp_core.testing.suite.base_class import Clauses, on_ranks, precisions, requires
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.suite.training.loops import losses_of
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
@@ -273,6 +274,115 @@ class ClampedNet(Gains):
         return super().forward(x, use_two)
 
 
+class Teacher(Lit):
+    """Has a copy that follows it, and a codebook, and writes to both inside steps, as BYOL and VQ-VAE do.
+
+    Args:
+        by_hand: Whether it steps by hand.
+    """
+
+    seen: Tensor
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__("sgd")
+        self.automatic_optimization = not by_hand
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.codes = nn.Parameter(torch.ones(3, FEATURES), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(FEATURES))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        self.follow()  # the first time, they are equal
+        with torch.no_grad():
+            taught = self.teacher(batch[0])
+        if batch_idx:
+            self.follow()
+        loss = super().training_step(batch, batch_idx) + mse_loss(self.net(batch[0]), taught)
+        with torch.no_grad():
+            self.codes[batch_idx % 3] = 0.5
+            self.codes.mul_(0.9)
+            self.seen += 1.0
+        for average, parameter in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            average.data.mul_(0.9).add_(parameter.data, alpha=0.1)
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.follow()
+        return None
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.net(batch[0])
+        self.follow(0.5)
+
+    @torch.no_grad()
+    def follow(self, share: float = 0.1) -> None:
+        for average, parameter in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            average.lerp_(parameter, share)
+
+
+def _taught(strategy: str, tmp: str, by_hand: bool) -> Trained | str:
+    module = Teacher(by_hand)
+    run = new_trainer(tmp, strategy, 2)
+    # torch_xla's own error too, whose parameters are shards also inside a step
+    said = refusal((ShardingError, RuntimeError), partial(run.fit, module, loader(3, 2), loader(1, 2)))
+    assert was_refused(said) or said.endswith("nothing was raised"), said
+    return said if was_refused(said) else (means(module.losses), full_state(run.strategy))
+
+
+#: What steps compute of parameters that a unit may hold in pieces.
+OF_PIECES = ("other weights of a block", "other weights of the root's", "a penalty", "a norm in a hook")
+
+
+class OfPieces(Lit):
+    """Computes with parameters outside of the module that they belong to.
+
+    Args:
+        what: One of :data:`OF_PIECES`.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__("sgd")
+        self.what = what
+        self.norms: list[float] = []
+        self.others = {name: p.detach() * 2.0 for name, p in self.net.blocks[0].named_parameters()}
+        self.of_root = {name: p.detach() * 2.0 for name, p in self.net.inp.named_parameters()}
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        x = self.net.inp(batch[0])
+        if self.what == "other weights of a block":
+            loss = loss + torch.func.functional_call(self.net.blocks[0], self.others, (x,)).square().mean()
+        elif self.what == "other weights of the root's":
+            loss = loss + torch.func.functional_call(self.net.inp, self.of_root, (batch[0],)).square().mean()
+        elif self.what == "a penalty":
+            loss = loss + 0.1 * sum(parameter.square().sum() for parameter in self.parameters())
+        self.losses[-1] = loss.detach()
+        return loss
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        if self.what == "a norm in a hook":
+            total: Any = sum(parameter.detach().norm() for parameter in self.parameters())
+            self.norms.append(float(total.full_tensor() if hasattr(total, "full_tensor") else total))
+
+
+def _of_pieces(strategy: str, tmp: str) -> dict[str, Trained | str]:
+    outcomes: dict[str, Trained | str] = {}
+    for what in OF_PIECES:
+        module = OfPieces(what)
+        run = new_trainer(tmp, strategy, 2)
+        fit = partial(run.fit, module, loader(2, 2))
+        # torch's own errors too: DTensors and plain tensors don't mix
+        said = refusal((ShardingError, UnsupportedCapabilityError, RuntimeError), fit)
+        if was_refused(said):
+            outcomes[what] = said
+            continue
+        assert said.endswith("nothing was raised"), said
+        outcomes[what] = [*means(module.losses), *module.norms], full_state(run.strategy)
+    return outcomes
+
+
 def _clamped_in_forward(strategy: str, of_rank: int | None) -> tuple[str, Trained]:
     fabric = new_fabric(strategy)
     net = ClampedNet()
@@ -366,19 +476,56 @@ class ParametersSuite(Clauses):
         plain = Clamped(where)
         new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
         outcomes = ranks.run(2, _clamped, self.strategy, str(tmp_path), where)
-        if where == "in a step" and isinstance(outcomes[0], str) and ranks.kind == "processes":
+        if where == "in a step" and ranks.kind == "processes":
             of_one = ranks.run(2, _clamped, self.strategy, str(tmp_path), "in a step of rank 1")
             assert of_one[0] == of_one[1], "only the rank that writes gets the error"
-            assert_says(str(of_one[0]), "written to", "on rank 1", "Write in on_train_batch_end()")
+            assert_says(str(of_one[0]), "written to", "on rank 1")
         for outcome in outcomes:
             if isinstance(outcome, str):
                 assert where.startswith("in"), outcome
-                assert_says(outcome, "written to", "Write in on_train_batch_end()", "fsdp_core.gathered")
+                assert_says(outcome, "written to", "rite in on_train_batch_end()")
             else:
                 losses, state = outcome
                 assert losses == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
                 for name, tensor in plain.state_dict().items():
                     torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+
+    @on_ranks("processes")  # of threads, one that raises leaves the others waiting
+    def test_computing_with_parameters_from_elsewhere(self, ranks: Ranks, tmp_path: Path) -> None:
+        """What a step computes of parameters outside of their unit must be as in one process, or raise."""
+        for outcomes in ranks.run(2, _of_pieces, self.strategy, str(tmp_path)):
+            for what, outcome in outcomes.items():
+                if isinstance(outcome, str):
+                    if what == "other weights of a block":
+                        assert_says(
+                            outcome, "was replaced by another tensor", "functional_call()", "auto_wrap_policy=None"
+                        )
+                    continue
+                plain = OfPieces(what)
+                new_trainer(tmp_path, "auto").fit(plain, loader(2, 1))
+                numbers, state = outcome
+                assert numbers == pytest.approx([*losses_of(plain), *plain.norms], abs=1e-4), what
+                for name, tensor in plain.state_dict().items():
+                    told = f"{what}: {name}"
+                    torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=told)
+
+    @pytest.mark.parametrize("by_hand", [False, pytest.param(True, marks=requires(Capability.MANUAL_OPTIMIZATION))])
+    def test_averages_and_codebooks_inside_steps(self, ranks: Ranks, tmp_path: Path, by_hand: bool) -> None:
+        """A teacher that follows the model, and a codebook, must be as in one process, or refused.
+
+        They are written to before, between and after forward passes, and in a validation.
+        """
+        plain = Teacher(by_hand)
+        new_trainer(tmp_path, "auto").fit(plain, loader(3, 1), loader(1, 1))
+        for outcome in ranks.run(2, _taught, self.strategy, str(tmp_path), by_hand):
+            if isinstance(outcome, str):
+                if ranks.kind == "processes":
+                    assert_says(outcome, "written to", "Write in on_train_batch_end()")
+                continue
+            losses, state = outcome
+            assert losses == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
+            for name, tensor in plain.state_dict().items():
+                torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
 
     def test_weights_that_a_forward_pass_clamps_under_fabric(self, ranks: Ranks) -> None:
         """Writes to weights in a forward pass must be kept, or refused on all ranks before an optimizer's step."""
@@ -391,7 +538,7 @@ class ParametersSuite(Clauses):
                 )
             else:
                 assert_same([trained], want)
-        if was_refused(outcomes[0][0]) and ranks.kind == "processes":
+        if ranks.kind == "processes":
             first, second = ranks.run(2, _clamped_in_forward, self.strategy, 1)
             assert first == second, "only the rank that writes gets the error"
             assert_says(first[0], "has written to", "on rank 1")

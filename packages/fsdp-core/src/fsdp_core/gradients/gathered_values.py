@@ -1,0 +1,387 @@
+"""What users write to gathered parameters, in a step or in a forward pass: it is kept, or refused."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.runtime import Runtime
+from fsdp_core.torch_private import times_written, tree_flatten, tree_map, uncounted_writes, without_torch_function
+
+__all__ = [
+    "GatheredDTensor",
+    "GatheredParameter",
+    "GatheredTensor",
+    "GatheredValue",
+    "WrittenValues",
+    "differs",
+    "forget_writes",
+    "other_tensor_refusal",
+]
+
+#: By parameter, the sum and the norm of what was written, or why it can't be kept.
+Written = dict[str, tuple[float, float] | str]
+
+
+class WrittenValues:
+    """What this rank has written to gathered parameters since ranks have last compared it.
+
+    Each rank keeps its own part of what it has written, so all must write the same. They compare a sum and a norm.
+
+    Attributes:
+        are_compared: Whether ranks will compare them: what can't be kept is then refused on all ranks, and otherwise at
+            once.
+
+    Example:
+        >>> values = WrittenValues()
+        >>> values.add("weight", torch.ones(2))
+        >>> values.take()
+        {'weight': (2.0, 1.4142135623730951)}
+        >>> values.take()
+        {}
+    """
+
+    def __init__(self) -> None:
+        self.are_compared = True
+        self._values: dict[str, Tensor] = {}
+        self._refusals: dict[str, str] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._values or self._refusals)
+
+    def refuse(self, name: str, message: str) -> None:
+        """Refuse to keep what was written to a parameter, when ranks compare what they have written.
+
+        Raises:
+            ShardingError: They will not.
+        """
+        if not self.are_compared:
+            raise ShardingError(message)
+        self._refusals[name] = message
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Add the value of a parameter that was written to."""
+        flat = value.detach().reshape(-1)
+        flat = torch.view_as_real(flat) if flat.is_complex() else flat
+        self._values[name] = torch.stack([flat.sum(dtype=torch.float64), flat.to(torch.float64).norm()])
+
+    def take(self) -> Written:
+        """Read the sum and the norm of each, and forget them. It waits for the device, if there are any."""
+        values, self._values = self._values, {}
+        refusals, self._refusals = self._refusals, {}
+        numbers = torch.stack(list(values.values())).tolist() if values else []
+        return {**{name: (total, norm) for name, (total, norm) in zip(values, numbers, strict=True)}, **refusals}
+
+    @staticmethod
+    def digest(written: Written, rank: int) -> int:
+        """24 bits that are the same on ranks that have written the same; 0 where nothing was written."""
+        told = [f"{rank} {one}" if isinstance(one, str) else f"{one[0]:.4g} {one[1]:.4g}" for one in written.values()]
+        return zlib.crc32(" ".join([*written, *told]).encode()) >> 8 if written else 0
+
+    @staticmethod
+    def check_same(written: Written, ranks: Runtime, by: str) -> None:
+        """Refuse what ranks have written differently, or could not keep. All ranks must call it.
+
+        Args:
+            written: What :meth:`take` has returned.
+            ranks: The ranks.
+            by: What has written, for the error.
+
+        Raises:
+            ShardingError: A rank has written other values than rank 0, by more than rounding; or what can't be kept.
+        """
+        everyones: list[Written] = ranks.gather_objects(dict(written))
+        refusals = [one for other in everyones for one in other.values() if isinstance(one, str)]
+        if refusals:
+            raise ShardingError(refusals[0])
+        for rank, other in enumerate(everyones):
+            for name in {**everyones[0], **other}:
+                first, second = everyones[0].get(name), other.get(name)
+                if isinstance(first, tuple) and isinstance(second, tuple) and _is_close(first, second):
+                    continue
+                wrote = "no values" if first is None else "values"
+                raise ShardingError(
+                    f"{by} has written to {name!r} on rank {rank} {'nothing' if second is None else 'other values'}, "
+                    f"and {wrote} on rank 0. Each rank keeps a part of the parameter, which would be a mixture.\n"
+                    "Write the same on every rank: average what it is computed from over the ranks before, with "
+                    "self.all_gather(value).mean(0), or torch.distributed.all_reduce; or make it a buffer, of which "
+                    "each rank has its own."
+                )
+
+
+def differs(gathered: Tensor, before: Tensor) -> bool:
+    """Whether what is gathered, maybe in another dtype, is no copy of what it was gathered from."""
+    expected = before.to(gathered.device).to(gathered.dtype)
+    a, b = (tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (gathered, expected))
+    return bool(((a != b) & ~(a.isnan() & b.isnan())).any())
+
+
+def _is_close(first: tuple[float, float], second: tuple[float, float]) -> bool:
+    scale = max(first[1], second[1])
+    return all(abs(a - b) <= 1e-5 * scale or a == b or (a != a and b != b) for a, b in zip(first, second, strict=True))
+
+
+class GatheredValue:
+    """Whether a gathered parameter was written to.
+
+    torch counts the in-place operations on a tensor, and on what shares its memory. It doesn't count those on
+    ``.data``, so who reads that counts as one who may have written.
+
+    Args:
+        name: What the user calls it.
+        is_trained: Whether the user's parameter requires a gradient; for views of a flat parameter, which may differ.
+
+    Attributes:
+        is_noted: Whether its ``data`` was read, or :meth:`note` was called.
+        has_changed: Whether it was written to without being counted.
+        replaces: Whether a library is about to assign to ``.data``, which is refused otherwise.
+
+    Example:
+        >>> value = GatheredValue("weight")
+        >>> weight = nn.Parameter(torch.ones(2))
+        >>> value.follow(weight)
+        >>> value.is_written(weight)
+        False
+        >>> _ = weight.data.mul_(2.0)
+        >>> value.is_written(weight)
+        True
+    """
+
+    def __init__(self, name: str, is_trained: Callable[[], bool] = lambda: True) -> None:
+        self.name, self.is_trained = name, is_trained
+        self.replaces = False
+        self.is_noted = self.has_changed = False
+        self._version = 0
+
+    def follow(self, tensor: Tensor) -> None:
+        """Notice writes to a tensor from now on, until it is gone."""
+        instance: Any = tensor
+        if not isinstance(tensor, _Gathered):
+            if isinstance(tensor, DTensor):
+                instance.__class__ = GatheredDTensor
+            else:
+                instance.__class__ = GatheredParameter if isinstance(tensor, nn.Parameter) else GatheredTensor
+        instance._fsdp_value = self
+        self.taken(tensor)
+
+    def taken(self, tensor: Tensor) -> None:
+        """What was written until now is kept."""
+        self._version, self.is_noted, self.has_changed = times_written(tensor), False, False
+
+    def leave(self, tensor: Tensor, let_go: Callable[[], Tensor]) -> None:
+        """Let a parameter that stays gathered outside of its unit be its shard, where it meets another shard.
+
+        Args:
+            tensor: The parameter.
+            let_go: Frees it, and returns the shard.
+        """
+        instance: Any = tensor
+        if not isinstance(tensor, _Kept):
+            instance.__class__ = _kept_class(type(tensor))
+        self.let_go = let_go
+
+    def enter(self, tensor: Tensor) -> None:
+        """Let it be a parameter as any, for its unit."""
+        instance: Any = tensor
+        if isinstance(tensor, _Kept):
+            instance.__class__ = type(tensor).__bases__[1]
+
+    def note(self, *, has_changed: bool = False) -> None:
+        """Its ``data`` was given to the user, or it was written to without being counted."""
+        self.is_noted, self.has_changed = True, self.has_changed or has_changed
+
+    def is_written(self, tensor: Tensor) -> bool:
+        """Whether it was written to, or may have been."""
+        return self.is_noted or self.is_counted(tensor)
+
+    def is_counted(self, tensor: Tensor) -> bool:
+        """Whether it was written to, and not by way of its ``data`` alone."""
+        return self.has_changed or times_written(tensor) != self._version
+
+    def check_own(self, held: Tensor | None, *own: Tensor | None) -> None:
+        """Refuse what a module holds instead of its parameter, before a library gathers that.
+
+        Args:
+            held: What it holds; ``None`` if that is nothing.
+            own: What a library lets it hold.
+
+        Raises:
+            ShardingError: It holds something else.
+        """
+        if held is None or any(held is one for one in own) or getattr(held, "_fsdp_value", None) is self:
+            return
+        raise other_tensor_refusal(self.name)
+
+    def keep(
+        self, part: Tensor | None, shard: Tensor, whole: Tensor, values: WrittenValues, *, is_counted: bool
+    ) -> None:
+        """Copy this rank's part of what was written to its shard.
+
+        Args:
+            part: The part, in the shape of the shard; ``None`` if there is no such part.
+            shard: The shard.
+            whole: What was written to.
+            values: Gets what was written, or why it can't be kept: the parameter is gathered in another dtype, or
+                form, than that of the shard.
+            is_counted: Whether it was written to certainly.
+        """
+        if part is not None and part.dtype != shard.dtype and not is_counted and not differs(part, shard):
+            return  # its .data was read
+        if part is None or part.dtype != shard.dtype:
+            how = "in a form of its own" if part is None else f"in {part.dtype}, and its shards are in {shard.dtype}"
+            values.refuse(
+                self.name,
+                f"{self.name!r} was written to while it is gathered {how}: what is written would be lost, or "
+                "rounded.\nWrite in on_train_batch_end(), under Fabric after optimizer.step(), where parameters are "
+                'shards in the dtype that they are stored in. Or train with precision="32-true", where writes inside '
+                "a step are kept.",
+            )
+            return
+        with torch.no_grad():
+            shard.copy_(part)
+        values.add(self.name, whole)
+
+
+def forget_writes(tensor: Tensor) -> None:
+    """Take what was written to a gathered parameter, by a library, for no write of the user's."""
+    value: GatheredValue | None = getattr(tensor, "_fsdp_value", None)
+    if value is not None:
+        value.taken(tensor)
+
+
+def other_tensor_refusal(name: str) -> ShardingError:
+    """The error to raise where a module holds another tensor than its parameter, for a call.
+
+    Args:
+        name: What the user calls the parameter.
+    """
+    return ShardingError(
+        f"{name!r} was replaced by another tensor for a call, as torch.func.functional_call() does. The unit that it "
+        "belongs to gathers its own parameters for a call, and would compute with these.\n"
+        "Use auto_wrap_policy=None, and call it inside training_step(): what belongs to no unit takes other weights "
+        "there. To train other values from now on, write parameter.data.copy_(values)."
+    )
+
+
+#: What a tensor's ``data`` is without any of this.
+_DATA: Any = Tensor.data
+
+
+class _Gathered:
+    _fsdp_value: GatheredValue | None = None
+
+    @property
+    def data(self) -> Tensor:
+        if self._fsdp_value is not None:
+            self._fsdp_value.note()
+        data: Tensor = _DATA.__get__(self)
+        return data
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        value = self._fsdp_value
+        if value is not None and not value.replaces:
+            raise ShardingError(
+                f"{value.name!r} would be written to by an assignment to its .data while it is gathered, and the "
+                "library would go on with the memory that it has gathered.\n"
+                "Write parameter.data.copy_(values), or another in-place operation under torch.no_grad(). To swap the "
+                "weights of two modules, write in on_train_batch_end(), within fsdp_core.gathered(module, "
+                "modifier_rank=0)."
+            )
+        _DATA.__set__(self, data)
+
+
+class _Kept:
+    """A gathered parameter outside of its unit, or its ``data``: there, those of other units are shards."""
+
+    _fsdp_value: GatheredValue | None
+
+    @property
+    def data(self) -> Tensor:
+        data: Any = super().data  # type: ignore[misc]
+        data.__class__, data._fsdp_value = _kept_class(Tensor), self._fsdp_value
+        shown: Tensor = data
+        return shown
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        _Gathered.data.fset(self, data)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with without_torch_function():
+            given = args, kwargs or {}
+            if any(isinstance(each, DTensor) and not isinstance(each, _Kept) for each in tree_flatten(given)[0]):
+                given = tree_map(_shard_of, given)
+            return func(*given[0], **given[1])
+
+
+def _shard_of(value: Any) -> Any:
+    if not isinstance(value, _Kept) or value._fsdp_value is None:
+        return value
+    shard = value._fsdp_value.let_go()
+    return shard if isinstance(value, nn.Parameter) else shard.data
+
+
+@functools.cache
+def _kept_class(of: type[Tensor]) -> type:
+    return type(of.__name__, (_Kept, of), {})
+
+
+class GatheredParameter(_Gathered, nn.Parameter):
+    """A parameter that a library has gathered."""
+
+
+class GatheredDTensor(_Gathered, DTensor):
+    """A part of a parameter, which tensor parallelism has divided, that a library has gathered."""
+
+
+class GatheredTensor(_Gathered, Tensor):
+    """A view of a gathered flat parameter, which takes in-place operations as a parameter does.
+
+    torch refuses them on one of several views that were made together, and on each view after one of them was written
+    to. They are not counted here: nothing that autograd has saved of other views was changed.
+    """
+
+    __torch_function__ = nn.Parameter.__torch_function__  # what is computed with it is a plain tensor
+
+
+#: What ends with an underscore and writes no values.
+_NOT_WRITES = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_", "retain_grad_", "names_"})
+
+
+def _in_place(name: str) -> Callable[..., Any]:
+    operation = getattr(Tensor, name)
+
+    @functools.wraps(operation)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        value = self._fsdp_value
+        if value is None or (torch.is_grad_enabled() and value.is_trained()):
+            return operation(self, *args, **kwargs)  # torch refuses it, as for any parameter
+        with torch.no_grad(), uncounted_writes(self):
+            result = operation(self, *args, **kwargs)
+        value.note(has_changed=True)
+        return result
+
+    return method
+
+
+for _name in dir(Tensor):
+    _is_operator = _name.startswith("__i") and _name not in (
+        "__init__",
+        "__init_subclass__",
+        "__int__",
+        "__invert__",
+        "__index__",
+        "__iter__",
+    )
+    _is_method = _name.endswith("_") and not _name.startswith("_")
+    if _name == "__setitem__" or _is_operator or (_is_method and _name not in _NOT_WRITES):
+        setattr(GatheredTensor, _name, _in_place(_name))

@@ -1,0 +1,64 @@
+"""Attributes of a module that a library has wrapped: what is set on the wrapper is the module's, as in plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp_core.gradients.gathered_values import other_tensor_refusal
+
+__all__ = ["OutsideAttributes", "users_module"]
+
+
+class OutsideAttributes(nn.Module):
+    """Passes on what is set, registered and deleted of a wrapper, unless it is the library's own.
+
+    Libraries pass on what is read and not found, and keep what is set: ``block.scale = 2.0`` would change nothing in
+    the block. A class of wrappers inherits from it and then from the library's class, and is given to a wrapper that is
+    complete (``wrapper.__class__ = ...``). The module must be its attribute ``module``.
+    """
+
+    module: Any
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_of_module(name):
+            is_other = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+            if is_other and name in users_module(self)._parameters:
+                raise other_tensor_refusal(name)  # plain torch refuses it too, where no functional_call() does it
+            setattr(users_module(self), name, value)
+            return
+        super().__setattr__(name, value)
+        if name == "training":
+            setattr(users_module(self), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_of_module(name):
+            delattr(users_module(self), name)
+        else:
+            super().__delattr__(name)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        users_module(self).register_buffer(name, tensor, persistent)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        users_module(self).register_parameter(name, param)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        users_module(self).add_module(name, module)
+
+    def _is_of_module(self, name: str) -> bool:
+        if name == "forward":  # the library's calls the module's
+            return True
+        bases = type(self).__mro__[type(self).__mro__.index(OutsideAttributes) + 1 :]
+        if name in self.__dict__ or name in self._modules or any(name in vars(base) for base in bases):
+            return False
+        return not name.startswith("_") or hasattr(users_module(self), name)  # a library sets private ones later too
+
+
+def users_module(wrapper: nn.Module) -> Any:
+    """The user's module in what libraries have wrapped around it, which may be several wrappers."""
+    module: Any = getattr(wrapper, "module", wrapper)
+    while type(module).__module__.startswith("torch_xla"):
+        module = module.module
+    return module
