@@ -17,10 +17,6 @@ _FLAT = (
     "FSDP1 steps the parameters of a unit as one flat parameter: what no rank has used has a gradient of zeros, on "
     "which weight decay and momentum act"
 )
-_ONE_BACKWARD = (
-    "FSDP1 frees what a forward pass has gathered at the end of the next backward pass, and a second one fails: "
-    "https://github.com/pytorch/pytorch/issues/136861, https://github.com/pytorch/pytorch/issues/106637"
-)
 
 
 class TestNative(StrategySuite):
@@ -66,8 +62,6 @@ class TestNative(StrategySuite):
         "test_ranks_use_different_parameters[a layer called twice-each step]": _FLAT,
         "test_ranks_use_different_parameters[two layers skipped on one rank-each step]": _FLAT,
         "test_ranks_use_different_parameters[a frozen layer skipped on one rank-each step]": _FLAT,
-        "test_order_of_passes[two forward passes, then two backward passes]": _ONE_BACKWARD,
-        "test_order_of_passes[two backward passes from one output]": _ONE_BACKWARD,
         "test_gradients_are_added_in_full_precision[over micro-batches]": (
             "FSDP1 adds up what it has not reduced in the dtype that it computes in; sync_each_batch=True adds in fp32"
         ),

@@ -32,6 +32,7 @@ from fsdp_core.state import (
 )
 from fsdp_cuda_native.accumulated_gradients import forget, held_by_units, restore_to_units
 from fsdp_cuda_native.torch_private import flat_parameters as torch_private
+from fsdp_cuda_native.torch_private.gradient_hooks import call_gradient_hooks
 from fsdp_cuda_native.torch_private.nested_passes import NestedPasses, is_idle
 from fsdp_cuda_native.torch_private.unit_gradients import drop_gradients
 from fsdp_cuda_native.unflattened import as_user_wrote, layout_of, local_parts, named_members
@@ -78,10 +79,11 @@ class NativeSharded(Sharded):
         for unit in self._units:
             unit.register_forward_hook(partial(_follow_gathered, self))
             torch_private.watch_calls(unit)
+            call_gradient_hooks(unit)
         torch_private.reduce_left_out(root)
         self.reshard()
         in_order = [p for p in written.parameters() if any(p is w for w in whole)]
-        self._replicated = ReplicatedParameters(in_order, root, runtime) if in_order else None
+        self._replicated = ReplicatedParameters(in_order, root, runtime, self.accumulates) if in_order else None
         written.register_forward_hook(_leave_gradients)
         written.register_forward_hook(_forget_after_backward)
         root.register_forward_hook(_forget_pending)
@@ -178,6 +180,10 @@ class NativeSharded(Sharded):
 
     def accumulates(self) -> bool:
         return self._passes.accumulates()
+
+    @property
+    def called_hooks(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("register_post_accumulate_grad_hook",) if self.backend.use_orig_params else ()
 
     @property
     def keeps_graph(self) -> bool:  # type: ignore[override]

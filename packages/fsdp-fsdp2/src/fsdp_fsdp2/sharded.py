@@ -70,6 +70,7 @@ class FSDP2Sharded(Sharded):
     """
 
     backend: FSDP2Backend
+    called_hooks = ("register_post_accumulate_grad_hook",)
 
     def __init__(
         self,
@@ -82,7 +83,8 @@ class FSDP2Sharded(Sharded):
     ) -> None:
         super().__init__(module)
         self._fsdp = _fsdp(module)
-        self.replicated = ReplicatedParameters(whole, module, runtime.along(*GRADIENT_AXES)) if whole else None
+        peers = runtime.along(*GRADIENT_AXES)
+        self.replicated = ReplicatedParameters(whole, module, peers, self.accumulates) if whole else None
         self.units = [_fsdp(unit) for unit in (*units, module)]
         self.gathering = Gathering(self.units)
         self.step = StepGradients(module)

@@ -67,7 +67,9 @@ class ZeRO1Sharded(Sharded):
         self.step = StepGradients(root)
         for whole, shard in self.shards.items():
             self.step.follow(whole, shard, is_part=False)
-        self.end = EndOfBackward(list(self.whole.values()), root, partial(_reduce, root))
+        self.end = EndOfBackward(
+            list(self.whole.values()), root, partial(_reduce, root), otherwise=partial(_wait, root)
+        )
         root.register_forward_pre_hook(_follow_whole)
         root.register_forward_hook(_follow_forward, always_call=True)
 
@@ -197,6 +199,11 @@ def _reduce(root: nn.Module) -> None:
     if isinstance(sharded := sharded_of(root), ZeRO1Sharded):
         with sharded.own_gradients():
             sharded.reduce()
+
+
+def _wait(root: nn.Module) -> None:
+    if isinstance(sharded := sharded_of(root), ZeRO1Sharded):
+        sharded.inner_pass_ended()  # perhaps inside a step, where no one else knows of it
 
 
 def _follow_forward(root: nn.Module, args: Any, output: Any) -> None:

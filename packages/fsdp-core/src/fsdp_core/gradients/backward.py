@@ -26,6 +26,9 @@ class EndOfBackward:
         parameters: Parameters of ``root``.
         root: The module whose forward passes the backward passes belong to.
         call: What to call. The gradients are at the parameters then.
+        accumulates: Whether the backward pass that runs adds to gradients of ``root``. One that does not, as
+            ``torch.autograd.grad``, does not count.
+        otherwise: What to call instead while it is not enabled.
 
     Attributes:
         enabled: Whether it is called.
@@ -39,8 +42,17 @@ class EndOfBackward:
         ...     layer(torch.ones(1, 2)).sum().backward()
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], root: nn.Module, call: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        root: nn.Module,
+        call: Callable[[], None],
+        accumulates: Callable[[], bool] = lambda: True,
+        otherwise: Callable[[], None] | None = None,
+    ) -> None:
         self.enabled = True
+        self._otherwise = otherwise
+        self._accumulates = accumulates
         self._call = call
         self._queued = False
         # Held by the root. A parameter's hook is out of the garbage collector's sight, and what it calls knows the
@@ -82,16 +94,23 @@ class EndOfBackward:
         if torch.is_grad_enabled():
             for tensor in _tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._queue)
+                    tensor.register_hook(self._queue_if_accumulating)
+
+    def _queue_if_accumulating(self, gradient: Tensor) -> None:
+        if not self._queued and self._accumulates():
+            self._queue(gradient)
 
     def _queue(self, _: Tensor) -> None:
-        if self.enabled and not self._queued:
+        if not self._queued and (self.enabled or self._otherwise is not None):
             self._queued = True
             queue_backward_callback(self._end)
 
     def _end(self) -> None:
         self._queued = False
-        self._call()
+        if self.enabled:
+            self._call()
+        elif self._otherwise is not None:
+            self._otherwise()
 
 
 def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

@@ -360,7 +360,7 @@ _NOT_WRITES = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_"
 def _in_place(name: str) -> Callable[..., Any]:
     operation = getattr(Tensor, name)
 
-    @functools.wraps(operation)
+    @functools.wraps(operation, assigned=("__module__", "__name__", "__qualname__"))  # torch's examples are no doctests
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         value = self._fsdp_value
         if value is None or (torch.is_grad_enabled() and value.is_trained()):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fsdp_core.gradients.backward import EndOfBackward
 from fsdp_core.runtime import Runtime
@@ -33,18 +37,30 @@ class ReplicatedParameters:
     """Keeps the gradients of some parameters equal on all ranks.
 
     Every backward pass ends with one all-reduce for all of them together, unless :attr:`sync` is off. Ranks may use
-    different ones of them; all must run the same backward passes.
+    different ones of them; all must run the same backward passes. Hooks that are registered by
+    ``register_post_accumulate_grad_hook`` from now on are called after it.
 
     Args:
         parameters: Parameters of ``root`` whose values are the same on every rank.
         root: The module whose forward passes the backward passes belong to.
         runtime: The world to average over.
+        accumulates: As :class:`~fsdp_core.sharding.EndOfBackward` takes it.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], root: nn.Module, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        root: nn.Module,
+        runtime: Runtime,
+        accumulates: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.parameters = tuple(parameters)
         self._runtime = runtime
-        self._end = EndOfBackward(self.parameters, root, self._average)
+        self._end = EndOfBackward(self.parameters, root, self._average, accumulates)
+        self._hooks: list[OrderedDict[int, Callable[[nn.Parameter], None]]] = [OrderedDict() for _ in self.parameters]
+        for parameter, hooks in zip(self.parameters, self._hooks, strict=True):
+            instance: Any = parameter
+            instance.register_post_accumulate_grad_hook = partial(_register, hooks)
 
     @property
     def sync(self) -> bool:
@@ -75,3 +91,14 @@ class ReplicatedParameters:
                     parameter.grad = mean
                 else:
                     parameter.grad.copy_(mean)
+        for parameter, hooks in zip(self.parameters, self._hooks, strict=True):
+            for hook in list(hooks.values()) if parameter.grad is not None else ():
+                hook(parameter)
+
+
+def _register(
+    hooks: OrderedDict[int, Callable[[nn.Parameter], None]], hook: Callable[[nn.Parameter], None]
+) -> RemovableHandle:
+    registered = RemovableHandle(hooks)
+    hooks[registered.id] = hook
+    return registered

@@ -48,6 +48,7 @@ from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.plugins.unknown_options import refuse_unknown_options
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.gradient_hooks import refuse_gradient_hooks
 from fsdp_core.sharding.host_agreement import check_same_packages, versions_of
 from fsdp_core.sharding.late_parameters import refuse_late
 from fsdp_core.sharding.local_pieces import refuse_files_of_optimizer, refuse_files_of_shards, refuse_state_dicts
@@ -200,6 +201,8 @@ class RanksOfStrategy:
             follow_calls(sharded.root, parts, meet=has_parts)
         refuse_state_dicts(sharded.root, sharded.names, layout, self.strategy_name)
         refuse_files_of_shards(sharded.root, self.strategy_name)
+        held = [(of[0].name, parameter) for parameter, of in layout.items()]
+        refuse_gradient_hooks([*held, *sharded.root.named_parameters()], sharded.called_hooks)
         if not is_sharded:
             _announce(self.log, len(units), sharded)
         return sharded

@@ -361,8 +361,6 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             assert self.lightning_module is not None
             if not self.lightning_module.automatic_optimization:
                 self.sharded.reshard()  # hooks write to shards from now on
-            elif self._blocking:
-                self._unreduced.add(self.sharded)  # by a backward pass in the step, which zero_grad() comes after
             return output
         finally:
             self._in_step = self._is_first_step = False

@@ -82,7 +82,8 @@ def check_shardable(module: nn.Module, sharded_of: Callable[[nn.Module], Any]) -
         if hooks_on(parameter):
             raise ShardingError(
                 f"parameter {fqn!r} has a gradient hook, which would never run: sharding replaces the parameter.\n"
-                "Register it after the set-up with register_post_accumulate_grad_hook, on the sharded gradient."
+                "Register it after the set-up with register_post_accumulate_grad_hook, on the sharded gradient: in "
+                "on_fit_start(), or under Fabric after fabric.setup()."
             )
     _refuse_shared_memory(module)
 

@@ -261,6 +261,9 @@ class Sharded(ABC):
         if not self.keeps_graph:
             self.reshard()
 
+    #: The methods that register hooks on a shard which the library calls with the reduced gradient, once per reduction.
+    called_hooks: tuple[str, ...] = ()
+
     #: Whether parameters stay gathered because a backward pass has recorded its own graph, which holds them.
     keeps_graph: bool = False
 

@@ -20,7 +20,7 @@ from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Trained
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.base_class import Clauses, on_ranks, precisions, requires
+from fsdp_core.testing.suite.base_class import Clauses, each_ranks, on_ranks, precisions, requires
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.suite.training.loops import losses_of
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
@@ -406,6 +406,32 @@ def _clamped_in_forward(strategy: str, of_rank: int | None) -> tuple[str, Traine
     return said, ([], {}) if was_refused(said) else (means(losses), full_state(fabric.strategy))
 
 
+def _stepping_in_backward(strategy: str) -> Trained | str:
+    """Train by an optimizer for each parameter, which steps in a hook of its gradient; or the error message."""
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    model = fabric.setup(net)
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.05) for parameter in net.parameters()}
+
+    def step(parameter: Any) -> None:
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    try:
+        for parameter in optimizers:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(step)
+    except UnsupportedCapabilityError as refused:
+        return str(refused)
+    losses = []
+    for batch in oracle.global_batches(2):
+        x, y = own_share(fabric, batch)
+        loss = mse_loss(model(x), y)
+        losses.append(loss.detach())
+        fabric.backward(loss)
+    return means(losses), full_state(fabric.strategy)
+
+
 class ParametersSuite(Clauses):
     """Losses and state equal the oracle's with special parameters, too."""
 
@@ -542,3 +568,12 @@ class ParametersSuite(Clauses):
             first, second = ranks.run(2, _clamped_in_forward, self.strategy, 1)
             assert first == second, "only the rank that writes gets the error"
             assert_says(first[0], "has written to", "on rank 1")
+
+    def test_hooks_of_gradients(self, ranks: Ranks) -> None:
+        """A hook on a shard must be called with its reduced gradient, once per reduction, or be refused."""
+        want = oracle.train_plain(2, oracle.sgd)
+        for outcome in each_ranks(ranks, ranks.run(2, _stepping_in_backward, self.strategy)):
+            if isinstance(outcome, str):
+                assert_says(outcome, "is sharded", "on_before_optimizer_step()")
+            else:
+                assert_same([outcome], want)

@@ -1,0 +1,66 @@
+"""Hooks on the user's parameters, called with gradients that FSDP1 has reduced."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from fsdp_cuda_native.torch_private.flat_parameters import handle_of
+
+__all__ = ["call_gradient_hooks"]
+
+
+def call_gradient_hooks(unit: FullyShardedDataParallel) -> None:
+    """Let ``register_post_accumulate_grad_hook`` of a unit's parameters call hooks after each reduction.
+
+    FSDP1 gives parameters their gradients itself, after its backward pass has ended, where autograd calls no hook. It
+    knows optimizers that step in the backward pass; hooks are called as one of these would be.
+
+    Args:
+        unit: The unit, whose parameters keep their identity (``use_orig_params=True``).
+    """
+    handle = handle_of(unit)
+    for parameter in handle.flat_param._params or ():
+        parameter.register_post_accumulate_grad_hook = partial(_register, weakref.ref(handle), weakref.ref(parameter))
+
+
+class _Hooks:
+    """A parameter's hooks, in the form of an optimizer.
+
+    Args:
+        parameter: The parameter, held weakly.
+    """
+
+    def __init__(self, parameter: weakref.ref[nn.Parameter]) -> None:
+        self._parameter = parameter
+        self.hooks: OrderedDict[int, Callable[[nn.Parameter], None]] = OrderedDict()
+
+    def step(self) -> None:
+        """Call the hooks."""
+        parameter = self._parameter()
+        for hook in list(self.hooks.values()) if parameter is not None else ():
+            hook(parameter)  # type: ignore[arg-type]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Leave the gradient: a hook drops it if it has used it."""
+
+
+def _register(
+    of: weakref.ref[Any], of_parameter: weakref.ref[Any], hook: Callable[[nn.Parameter], None]
+) -> RemovableHandle:
+    handle: Any = of()
+    parameter: Any = of_parameter()
+    optimizers: list[Any] = parameter.__dict__.setdefault("_in_backward_optimizers", [])
+    if not optimizers:
+        optimizers.append(_Hooks(of_parameter))
+    handle._has_optim_in_backward = True
+    registered = RemovableHandle(optimizers[0].hooks)
+    optimizers[0].hooks[registered.id] = hook
+    return registered
