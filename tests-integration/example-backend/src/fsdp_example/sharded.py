@@ -67,9 +67,8 @@ class ZeRO1Sharded(Sharded):
         self.step = StepGradients(root)
         for whole, shard in self.shards.items():
             self.step.follow(whole, shard, is_part=False)
-        self.end = EndOfBackward(
-            list(self.whole.values()), root, partial(_reduce, root), otherwise=partial(_wait, root)
-        )
+        ends = partial(_reduce, root), partial(_reduce, root, True)
+        self.end = EndOfBackward(list(self.whole.values()), root, ends[0], otherwise=ends[1])
         root.register_forward_pre_hook(_follow_whole)
         root.register_forward_hook(_follow_forward, always_call=True)
 
@@ -195,15 +194,13 @@ def _run(whole: Tensor, elements: FlatRange) -> Tensor:
 # What hooks of the module call, which a copy of it has too; a copy is not sharded.
 
 
-def _reduce(root: nn.Module) -> None:
-    if isinstance(sharded := sharded_of(root), ZeRO1Sharded):
+def _reduce(root: nn.Module, waits: bool = False) -> None:
+    sharded = sharded_of(root)
+    if isinstance(sharded, ZeRO1Sharded) and waits:
+        sharded.inner_pass_ended()  # perhaps inside a step, where no one else knows of it
+    elif isinstance(sharded, ZeRO1Sharded):
         with sharded.own_gradients():
             sharded.reduce()
-
-
-def _wait(root: nn.Module) -> None:
-    if isinstance(sharded := sharded_of(root), ZeRO1Sharded):
-        sharded.inner_pass_ended()  # perhaps inside a step, where no one else knows of it
 
 
 def _follow_forward(root: nn.Module, args: Any, output: Any) -> None:
