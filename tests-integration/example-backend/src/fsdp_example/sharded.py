@@ -58,17 +58,16 @@ class ZeRO1Sharded(Sharded):
         self.whole = dict(named_parameters(root))
         self.shards: dict[nn.Parameter, nn.Parameter] = {}
         self.parts: dict[nn.Parameter, tuple[Part, ...]] = {}
+        self.step = StepGradients(root)
         for name, whole in self.whole.items():
             size = self._size(whole)
             start = min(runtime.rank * size, whole.numel())
             elements = FlatRange(offset=0, start=start, length=min(size, whole.numel() - start))
             shard = self.shards[whole] = nn.Parameter(_run(whole, elements), requires_grad=whole.requires_grad)
             self.parts[shard] = (Part(name=name, shape=tuple(whole.shape), range=elements),)
-        self.step = StepGradients(root)
-        for whole, shard in self.shards.items():
             self.step.follow(whole, shard, is_part=False)
-        ends = partial(_reduce, root), partial(_reduce, root, True)
-        self.end = EndOfBackward(list(self.whole.values()), root, ends[0], otherwise=ends[1])
+        ended = partial(Sharded.inner_pass_ended, self)  # a pass whose gradients wait, perhaps inside a step
+        self.end = EndOfBackward(list(self.whole.values()), root, partial(_reduce, root), otherwise=ended)
         root.register_forward_pre_hook(_follow_whole)
         root.register_forward_hook(_follow_forward, always_call=True)
 
@@ -194,11 +193,8 @@ def _run(whole: Tensor, elements: FlatRange) -> Tensor:
 # What hooks of the module call, which a copy of it has too; a copy is not sharded.
 
 
-def _reduce(root: nn.Module, waits: bool = False) -> None:
-    sharded = sharded_of(root)
-    if isinstance(sharded, ZeRO1Sharded) and waits:
-        sharded.inner_pass_ended()  # perhaps inside a step, where no one else knows of it
-    elif isinstance(sharded, ZeRO1Sharded):
+def _reduce(root: nn.Module) -> None:
+    if isinstance(sharded := sharded_of(root), ZeRO1Sharded):
         with sharded.own_gradients():
             sharded.reduce()
 
