@@ -83,7 +83,7 @@ class NativeSharded(Sharded):
         torch_private.reduce_left_out(root)
         self.reshard()
         in_order = [p for p in written.parameters() if any(p is w for w in whole)]
-        self._replicated = ReplicatedParameters(in_order, root, runtime, self.accumulates) if in_order else None
+        self._replicated = ReplicatedParameters(in_order, root, runtime, self.asks_accumulates) if in_order else None
         written.register_forward_hook(_leave_gradients)
         written.register_forward_hook(_forget_after_backward)
         root.register_forward_hook(_forget_pending)

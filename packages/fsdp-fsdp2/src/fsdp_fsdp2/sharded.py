@@ -84,7 +84,7 @@ class FSDP2Sharded(Sharded):
         super().__init__(module)
         self._fsdp = _fsdp(module)
         peers = runtime.along(*GRADIENT_AXES)
-        self.replicated = ReplicatedParameters(whole, module, peers, self.accumulates) if whole else None
+        self.replicated = ReplicatedParameters(whole, module, peers, self.asks_accumulates) if whole else None
         self.units = [_fsdp(unit) for unit in (*units, module)]
         self.gathering = Gathering(self.units)
         self.step = StepGradients(module)

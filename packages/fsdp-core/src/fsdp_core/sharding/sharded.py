@@ -6,9 +6,10 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
-from weakref import WeakMethod, WeakSet
+from weakref import WeakMethod, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -239,6 +240,11 @@ class Sharded(ABC):
     def accumulates(self) -> bool:
         """Whether the backward pass that runs adds to gradients of the module: ``torch.autograd.grad`` does not."""
         return any(map(is_accumulated, self.root.parameters()))
+
+    @property
+    def asks_accumulates(self) -> Callable[[], bool]:
+        """A function that asks :meth:`accumulates`, for hooks: it keeps nothing, and a copy of a module may copy it."""
+        return partial(_accumulates, ref(self))
 
     def follow_inner_passes(self, call: WeakMethod[Callable[[], None]]) -> None:
         """Call a method after each backward pass inside the root's forward pass that has added to gradients.
@@ -501,3 +507,8 @@ def _read(value: Any) -> Any:
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if isinstance(value, StateTensor)}
+
+
+def _accumulates(of: ref[Sharded]) -> bool:
+    sharded = of()
+    return sharded is None or sharded.accumulates()
