@@ -330,11 +330,11 @@ class ManyPassesSuite(Clauses):
     @pytest.mark.parametrize(
         "front",
         [
+            "fabric",
             "automatic",
             pytest.param("accumulated", marks=requires(Capability.GRADIENT_ACCUMULATION)),
             pytest.param("by hand", marks=_by_hand),
             pytest.param("by hand, with raw backward passes", marks=_by_hand),
-            "fabric",
         ],
     )
     def test_steps_of_many_passes(self, ranks: Ranks, tmp_path: Path, front: str) -> None:
