@@ -206,7 +206,7 @@ class XLABackend(Backend):
         return super().full_tensor(value)
 
 
-class WrappedUnit(OutsideAttributes, XlaFullyShardedDataParallel):
+class WrappedUnit(OutsideAttributes, XlaFullyShardedDataParallel):  # type: ignore[misc]
     """A unit, or the root."""
 
 
