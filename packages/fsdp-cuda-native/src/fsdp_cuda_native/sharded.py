@@ -304,6 +304,8 @@ def _follow_gathered(sharded: NativeSharded | None, unit: FullyShardedDataParall
 def _suspend_again(of: weakref.ref[NativeSharded], _: Tensor) -> None:
     """Suspend the forward pass again where a hook of the loss has run backward passes, after which it has gone on."""
     sharded = of()
+    if sharded is not None:
+        sharded._passes.begin_at_loss()
     if sharded is not None and not sharded.is_idle() and not torch_private.is_interrupted(sharded.root):
         with torch.enable_grad():
             sharded._suspend(None)

@@ -597,7 +597,7 @@ def _before_end_of_backward(root: FullyShardedDataParallel, output: Any) -> None
     """Queue the reduction ahead of FSDP1's own end of the backward pass, whose hooks these tensors get next."""
 
     def queue(_: Tensor) -> None:
-        if not is_interrupted(root) and _accumulates(root):
+        if not is_interrupted(root):
             _queue_waiting(root)
 
     for tensor in tree_leaves(output):
@@ -621,7 +621,7 @@ def reduce_at(unit: FullyShardedDataParallel, node: Any) -> None:
 def _queue_waiting(root: FullyShardedDataParallel) -> None:
     state: Any = root
     waiting = [unit for unit in units_of(root) if handle_of(unit).flat_param.requires_grad and _has_waiting(unit)]
-    if state._sync_gradients and waiting:
+    if state._sync_gradients and waiting and _accumulates(root):
         torch.autograd.Variable._execution_engine.queue_callback(partial(_reduce_unvisited, waiting))
 
 

@@ -75,11 +75,19 @@ class NestedPasses:
         Args:
             first: Nodes that may add to them, besides those of which FSDP1 knows.
         """
-        task = torch._C._current_graph_task_id()
+        task, nodes = torch._C._current_graph_task_id(), first
         if task != self._task:
             nodes = chain(first, (node for unit in self.units for node in nodes_of(unit)))
-            self._task, self._accumulates = task, any(map(torch._C._will_engine_execute_node, nodes))
+            self._task, self._accumulates = task, False
+        if not self._accumulates:  # it may reach a frozen unit first, or one whose nodes FSDP1 has forgotten
+            self._accumulates = any(map(torch._C._will_engine_execute_node, nodes))
         return self._accumulates
+
+    def begin_at_loss(self) -> None:
+        """Note a backward pass that FSDP1 begins at the root's output, or at a loss in place of that."""
+        root = self._root()
+        if root is not None and not is_interrupted(root):
+            self._outer = self._tasks[root] = torch._C._current_graph_task_id()
 
     def begin(self, unit: FullyShardedDataParallel, nodes: Iterable[Any]) -> None:
         """Prepare for a backward pass that has reached a unit.
