@@ -82,8 +82,8 @@ class WrittenValues:
     @staticmethod
     def digest(written: Written, rank: int) -> int:
         """24 bits that are the same on ranks that have written the same; 0 where nothing was written."""
-        told = [f"{rank} {one}" if isinstance(one, str) else f"{one[0]:.4g} {one[1]:.4g}" for one in written.values()]
-        return zlib.crc32(" ".join([*written, *told]).encode()) >> 8 if written else 0
+        texts = [f"{rank} {one}" if isinstance(one, str) else f"{one[0]:.4g} {one[1]:.4g}" for one in written.values()]
+        return zlib.crc32(" ".join([*written, *texts]).encode()) >> 8 if written else 0
 
     @staticmethod
     def check_same(written: Written, ranks: Runtime, by: str) -> None:
@@ -307,8 +307,8 @@ class _Kept:
     def data(self) -> Tensor:
         data: Any = super().data  # type: ignore[misc]
         data.__class__, data._fsdp_value = _kept_class(Tensor), self._fsdp_value
-        shown: Tensor = data
-        return shown
+        kept_data: Tensor = data
+        return kept_data
 
     @data.setter
     def data(self, data: Tensor) -> None:
@@ -317,10 +317,10 @@ class _Kept:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with without_torch_function():
-            given = args, kwargs or {}
-            if any(isinstance(each, DTensor) and not isinstance(each, _Kept) for each in tree_flatten(given)[0]):
-                given = tree_map(_shard_of, given)
-            return func(*given[0], **given[1])
+            arguments = args, kwargs or {}
+            if any(isinstance(each, DTensor) and not isinstance(each, _Kept) for each in tree_flatten(arguments)[0]):
+                arguments = tree_map(_shard_of, arguments)
+            return func(*arguments[0], **arguments[1])
 
 
 def _shard_of(value: Any) -> Any:

@@ -201,8 +201,8 @@ class RanksOfStrategy:
             follow_calls(sharded.root, parts, meet=has_parts)
         refuse_state_dicts(sharded.root, sharded.names, layout, self.strategy_name)
         refuse_files_of_shards(sharded.root, self.strategy_name)
-        held = [(of[0].name, parameter) for parameter, of in layout.items()]
-        refuse_gradient_hooks([*held, *sharded.root.named_parameters()], sharded.called_hooks)
+        optimizer_params = [(of[0].name, parameter) for parameter, of in layout.items()]
+        refuse_gradient_hooks([*optimizer_params, *sharded.root.named_parameters()], sharded.called_hooks)
         if not is_sharded:
             _announce(self.log, len(units), sharded)
         return sharded
