@@ -95,8 +95,8 @@ class FSDP2Sharded(Sharded):
         self._writes = [GatheredWrites(unit, self._fsdp, names, self.written_values) for unit in self.units]
         self.interrupted = False
         self.context: ContextParallel | None = None
-        for unit in self.units:
-            watch_calls(unit, self._fsdp)
+        for unit, writes in zip(self.units, self._writes, strict=True):
+            watch_calls(unit, self._fsdp, writes)
             refuse_copies(unit)
         module.register_forward_pre_hook(_check_assigned, prepend=True)
         if casts:

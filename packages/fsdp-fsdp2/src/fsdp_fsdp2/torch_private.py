@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_core import Runtime, ShardingError
@@ -30,6 +30,7 @@ from fsdp_core.sharding import (
     forget_writes,
     is_accumulated,
     sharded_around,
+    times_written,
 )
 from fsdp_core.state import gathered_modules
 
@@ -658,6 +659,8 @@ def _note_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *ar
     group: Any = of()
     if own is not None:
         own.pre_backward()
+    if (enter := vars(group).get(_ENTER)) is not None:
+        enter()
     type(group).pre_backward(group, *args)
 
 
@@ -729,6 +732,7 @@ def is_idle(root: FSDPModule) -> bool:
 
 
 _SEEN = "_fsdp_fsdp2_requires_grad"
+_KEEP, _ENTER = "_fsdp_fsdp2_keep", "_fsdp_fsdp2_enter"
 
 
 def _follow_gathered(group: Any, root: Any | None) -> None:
@@ -768,6 +772,8 @@ def _end_inside(of: weakref.ref[Any], gathered: Tensor) -> None:
 def _carry_and_free(of: weakref.ref[Any], name: str) -> None:
     group = of()
     _carry_requires_grad(group)
+    if (keep := vars(group).get(_KEEP)) is not None:
+        keep()
     getattr(type(group), name)(group)
 
 
@@ -844,11 +850,14 @@ class GatheredWrites:
         for index, (parameter, _) in enumerate(self._gathered):
             # by weak references, or a cycle would delay the release of memory
             parameter.to_unsharded = partial(_follow_after, own, weakref.ref(parameter), index)
-            for name in ("to_sharded", "to_sharded_post_forward"):
-                setattr(parameter, name, partial(_keep_before, own, weakref.ref(parameter), index, name))
+        first = 0
+        for group in _groups(unit):
+            members = slice(first, first := first + len(group.fsdp_params))
+            vars(group)[_KEEP] = partial(_keep_before, own, members)
         module = cast("nn.Module", unit)
         self._kept = [] if unit is root else [group for group in _groups(unit) if not group._reshard_after_forward]
-        module.register_forward_pre_hook(partial(_enter, own), prepend=True)
+        for group in self._kept:
+            vars(group)[_ENTER] = partial(_enter_before, own)
         if self._kept:
             module.register_forward_hook(partial(_leave, own))
 
@@ -860,9 +869,9 @@ class GatheredWrites:
                 known = (getattr(parameter, name, None) for name in ("_unsharded_param", "_sharded_post_forward_param"))
                 value.check_own(held, *known)
 
-    def enter(self, *indexes: int) -> None:
-        """Take parameters back for the unit, at the beginning of a forward pass, or to free them."""
-        for parameter, value in (self._gathered[index] for index in indexes) if indexes else self._gathered:
+    def enter(self) -> None:
+        """Take parameters back for the unit, at the beginning of a pass, or to free them."""
+        for parameter, value in self._gathered if self._kept else ():
             if hasattr(parameter, "_unsharded_param"):
                 value.enter(parameter._unsharded_param)
 
@@ -870,7 +879,7 @@ class GatheredWrites:
         """End one, after which its parameters stay gathered."""
         for group in self._kept:
             for parameter, value in self._gathered:
-                if parameter not in group.fsdp_params or parameter.sharded_state.name != "UNSHARDED":
+                if parameter not in group.fsdp_params or parameter.sharded_state is not ShardedState.UNSHARDED:
                     continue
                 if not isinstance(parameter._unsharded_param, DTensor):  # tensor parallelism's meet others anyway
                     let_go = partial(_let_go, weakref.ref(group), weakref.ref(parameter))
@@ -882,18 +891,19 @@ class GatheredWrites:
         del parameter.to_unsharded
         value.follow(parameter._unsharded_param)
 
-    def keep(self) -> None:
-        """Keep what was written until now."""
-        for index in range(len(self._gathered)):
-            self.keep_of(index)
+    def keep(self, members: slice = slice(None)) -> None:
+        """Keep what was written until now.
 
-    def keep_of(self, index: int) -> None:
-        """Keep what was written to one parameter."""
-        parameter, value = self._gathered[index]
-        if parameter.sharded_state.name != "UNSHARDED" or not value.is_written(parameter._unsharded_param):
-            return
+        Args:
+            members: The parameters to look at.
+        """
+        for parameter, value in self._gathered[members]:
+            if parameter.sharded_state is ShardedState.UNSHARDED and value.is_written(parameter._unsharded_param):
+                self._keep_of(parameter, value)
+
+    def _keep_of(self, parameter: Any, value: GatheredValue) -> None:
         gathered = parameter._unsharded_param
-        is_counted = value.is_counted(gathered)
+        is_counted = value.is_counted(times_written(gathered))
         value.taken(gathered)
         whole = gathered._local_tensor if isinstance(gathered, DTensor) else gathered
         shard = parameter.sharded_param._local_tensor
@@ -910,19 +920,14 @@ def _follow_after(of: weakref.ref[GatheredWrites], of_parameter: weakref.ref[Any
         writes.follow(index)
 
 
-def _keep_before(of: weakref.ref[GatheredWrites], of_parameter: weakref.ref[Any], index: int, name: str) -> None:
-    writes, parameter = of(), of_parameter()
-    assert parameter is not None
-    if writes is not None:
-        writes.keep_of(index)
-        writes.enter(index)
-    getattr(type(parameter), name)(parameter)
+def _keep_before(of: weakref.ref[GatheredWrites], members: slice) -> None:
+    if (writes := of()) is not None:
+        writes.keep(members)
+        writes.enter()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _enter(of: weakref.ref[GatheredWrites], module: nn.Module, args: Any) -> None:
-    if (writes := of()) is not None and module not in gathered_modules:
-        writes.check_own()
+def _enter_before(of: weakref.ref[GatheredWrites]) -> None:
+    if (writes := of()) is not None:
         writes.enter()
 
 
@@ -953,7 +958,7 @@ def _own_part(parameter: Any, whole: Tensor) -> Tensor | None:
     return torch.empty_like(shard, dtype=whole.dtype)  # no elements
 
 
-def watch_calls(unit: FSDPModule, root: FSDPModule) -> None:
+def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites) -> None:
     """Register the hooks of a unit's calls right around those of ``fully_shard``.
 
     The user's hooks see what they would see without them.
@@ -961,6 +966,7 @@ def watch_calls(unit: FSDPModule, root: FSDPModule) -> None:
     Args:
         unit: The unit, which may be called before the root ever is.
         root: The root.
+        writes: What keeps writes to the unit's parameters.
     """
     module = cast("nn.Module", unit)
     state: Any = unit._get_fsdp_state()
@@ -973,11 +979,11 @@ def watch_calls(unit: FSDPModule, root: FSDPModule) -> None:
 
     calls = UnitCalls(show, module.modules())
     before, after = module._forward_pre_hooks, module._forward_hooks
-    begin_root = partial(_begin_root, weakref.ref(cast("Any", root)))
-    ahead, behind = [begin_root, calls.enter], [calls.begin]
+    first = partial(_before_call, weakref.ref(cast("Any", root)), weakref.ref(writes))
+    ahead, behind = [first, calls.enter], [calls.begin]
     if needs_argument:
         gather = partial(_gather_in_backward, of_state)
-        ahead, behind = [begin_root, calls.enter, gather, _add_argument], [_remove_argument, calls.begin]
+        ahead, behind = [first, calls.enter, gather, _add_argument], [_remove_argument, calls.begin]
     enter = [module.register_forward_pre_hook(hook, with_kwargs=True).id for hook in ahead]
     begin = [module.register_forward_pre_hook(hook, with_kwargs=True).id for hook in behind]
     leave = module.register_forward_hook(calls.leave, always_call=True)
@@ -986,9 +992,14 @@ def watch_calls(unit: FSDPModule, root: FSDPModule) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _begin_root(of: weakref.ref[Any], unit: Any, args: Any, kwargs: Any) -> None:
+def _before_call(
+    of: weakref.ref[Any], of_writes: weakref.ref[GatheredWrites], unit: Any, args: Any, kwargs: Any
+) -> None:
     """Let torch know the root before the first call of a unit, which would become a root of its own."""
-    root = of()
+    root, writes = of(), of_writes()
+    if writes is not None and unit not in gathered_modules:
+        writes.check_own()
+        writes.enter()
     if root is not None and isinstance(unit, FSDPModule) and not has_run(unit):  # in gathered() it is none
         with torch.inference_mode(False):
             root._get_fsdp_state()._lazy_init()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -141,7 +141,7 @@ class GatheredValue:
     Attributes:
         is_noted: Whether its ``data`` was read, or :meth:`note` was called.
         has_changed: Whether it was written to without being counted.
-        replaces: Whether a library is about to assign to ``.data``, which is refused otherwise.
+        are_replaced: Whether a library is about to assign to the ``.data`` of any, which is refused otherwise.
 
     Example:
         >>> value = GatheredValue("weight")
@@ -154,26 +154,35 @@ class GatheredValue:
         True
     """
 
+    are_replaced: ClassVar[bool] = False
+
     def __init__(self, name: str, is_trained: Callable[[], bool] = lambda: True) -> None:
         self.name, self.is_trained = name, is_trained
-        self.replaces = False
         self.is_noted = self.has_changed = False
-        self._version = 0
+        self._times = 0
 
-    def follow(self, tensor: Tensor) -> None:
-        """Notice writes to a tensor from now on, until it is gone."""
+    def follow(self, tensor: Tensor, times: int | None = None) -> None:
+        """Notice writes to a tensor from now on, until it is gone.
+
+        Args:
+            tensor: The tensor.
+            times: How often it was written to, if that is known: views of one tensor share it.
+        """
         instance: Any = tensor
-        if not isinstance(tensor, _Gathered):
+        if type(tensor) is Tensor:
+            instance.__class__ = GatheredTensor
+        elif not isinstance(tensor, _Gathered):
             if isinstance(tensor, DTensor):
                 instance.__class__ = GatheredDTensor
             else:
                 instance.__class__ = GatheredParameter if isinstance(tensor, nn.Parameter) else GatheredTensor
         instance._fsdp_value = self
-        self.taken(tensor)
+        self._times = times_written(tensor) if times is None else times
+        self.is_noted = self.has_changed = False
 
     def taken(self, tensor: Tensor) -> None:
         """What was written until now is kept."""
-        self._version, self.is_noted, self.has_changed = times_written(tensor), False, False
+        self._times, self.is_noted, self.has_changed = times_written(tensor), False, False
 
     def leave(self, tensor: Tensor, let_go: Callable[[], Tensor]) -> None:
         """Let a parameter that stays gathered outside of its unit be its shard, where it meets another shard.
@@ -190,7 +199,7 @@ class GatheredValue:
     def enter(self, tensor: Tensor) -> None:
         """Let it be a parameter as any, for its unit."""
         instance: Any = tensor
-        if isinstance(tensor, _Kept):
+        if type(tensor) is not GatheredParameter and isinstance(tensor, _Kept):
             instance.__class__ = type(tensor).__bases__[1]
 
     def note(self, *, has_changed: bool = False) -> None:
@@ -199,11 +208,15 @@ class GatheredValue:
 
     def is_written(self, tensor: Tensor) -> bool:
         """Whether it was written to, or may have been."""
-        return self.is_noted or self.is_counted(tensor)
+        return self.is_noted or self.has_changed or times_written(tensor) != self._times
 
-    def is_counted(self, tensor: Tensor) -> bool:
-        """Whether it was written to, and not by way of its ``data`` alone."""
-        return self.has_changed or times_written(tensor) != self._version
+    def is_counted(self, times: int) -> bool:
+        """Whether it was written to, and not by way of its ``data`` alone.
+
+        Args:
+            times: How often it was written to, or a tensor that it is a view of.
+        """
+        return self.has_changed or times != self._times
 
     def check_own(self, held: Tensor | None, *own: Tensor | None) -> None:
         """Refuse what a module holds instead of its parameter, before a library gathers that.
@@ -287,7 +300,7 @@ class _Gathered:
     @data.setter
     def data(self, data: Tensor) -> None:
         value = self._fsdp_value
-        if value is not None and not value.replaces:
+        if value is not None and not GatheredValue.are_replaced:
             raise ShardingError(
                 f"{value.name!r} would be written to by an assignment to its .data while it is gathered, and the "
                 "library would go on with the memory that it has gathered.\n"

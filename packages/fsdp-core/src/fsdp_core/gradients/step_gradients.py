@@ -191,7 +191,7 @@ def guard_parameters(pieces: Iterable[Tensor]) -> None:
 def unguard_parameters(pieces: Iterable[Tensor]) -> None:
     """Let these be parameters as any again."""
     for piece in pieces:
-        if isinstance(piece, _ParameterPiece):
+        if type(piece) is _ParameterPiece:  # isinstance() of a class of parameters takes torch several calls
             instance: Any = piece
             instance.__class__ = nn.Parameter
 
@@ -206,7 +206,7 @@ def guard(gradients: Iterable[Tensor | None], of: type[Piece] = Piece) -> None:
 def unguard(gradients: Iterable[Tensor | None]) -> None:
     """Let these be plain tensors again, for an optimizer's step or a backward pass."""
     for gradient in gradients:
-        if isinstance(gradient, Piece):
+        if type(gradient) is not Tensor and isinstance(gradient, Piece):
             instance: Any = gradient
             instance.__class__ = Tensor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from weakref import ref
@@ -44,19 +45,22 @@ class GuardedGradients:
 
     def on(self) -> None:
         """Refuse them from now on: a backward pass or a step has ended."""
+        self._find_pieces()
         guard(self._gradients())
         if self._with_parameters:
-            self.guard_parameters()
+            guard_parameters(self._pieces())
         refuse_values_of_parts(True)
 
     def off(self) -> None:
         """Allow them: the library is about to compute with gradients."""
+        self._find_pieces()
         unguard(self._gradients())
         unguard_parameters(self._pieces())
         refuse_values_of_parts(False)
 
     def guard_parameters(self) -> None:
         """Refuse those on parameters from now on: they are shards, or user code sees those of units as such."""
+        self._find_pieces()
         guard_parameters(self._pieces())
 
     @contextmanager
@@ -79,17 +83,16 @@ class GuardedGradients:
 
     def _gradients(self) -> Iterator[Tensor | None]:
         """This rank's pieces of gradients that are plain tensors."""
-        self._find_pieces()
         return (p.grad for piece in self._in_pieces if (p := piece()) is not None)
 
     def _pieces(self) -> Iterator[Tensor]:
         """This rank's pieces of parameters that only users look at."""
-        self._find_pieces()
         return (p for piece in self._shown if (p := piece()) is not None)
 
     def _find_pieces(self) -> None:
         held = [p for optimizer in self._optimizers() for group in optimizer.param_groups for p in group["params"]]
-        if len(held) != len(self._held) or any(p is not known() for p, known in zip(held, self._held, strict=True)):
+        # without a call of Python for each parameter
+        if len(held) != len(self._held) or not all(map(operator.is_, held, map(operator.call, self._held))):
             self._held = [ref(p) for p in held]
             roots = self._roots()
             pieces = (p for p in held if not isinstance(p, DTensor) and any(root.holds_part(p) for root in roots))

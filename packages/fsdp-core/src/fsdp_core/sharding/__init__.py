@@ -35,7 +35,7 @@ from fsdp_core.sharding.wrap_policy import (
     repeated_blocks,
     select_units,
 )
-from fsdp_core.torch_private import is_accumulated, is_flattened
+from fsdp_core.torch_private import is_accumulated, is_flattened, times_written
 
 __all__ = [
     "DATA_AXES",
@@ -96,6 +96,7 @@ __all__ = [
     "sharded_of",
     "stand_ins_in_place",
     "stays_whole",
+    "times_written",
     "unwrapped",
     "use_split",
     "wrap",

@@ -11,6 +11,9 @@ from fsdp_core.gradients.gathered_values import other_tensor_refusal
 __all__ = ["OutsideAttributes", "users_module"]
 
 
+_OF_BOTH = ("training", "forward")
+
+
 class OutsideAttributes(nn.Module):
     """Passes on what is set, registered and deleted of a wrapper, unless it is the library's own.
 
@@ -22,6 +25,9 @@ class OutsideAttributes(nn.Module):
     module: Any
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__ and name not in _OF_BOTH and not isinstance(value, nn.Module | Tensor):
+            self.__dict__[name] = value  # a library's state, which it sets several times a step
+            return
         if self._is_of_module(name):
             is_other = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
             if is_other and name in users_module(self)._parameters:

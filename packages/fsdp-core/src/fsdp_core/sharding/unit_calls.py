@@ -12,6 +12,7 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from types import AsyncGeneratorType, CellType, CoroutineType, GeneratorType
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ class UnitCalls:
 
     def __init__(self, show: Callable[[list[Tensor]], None], modules: Iterable[nn.Module] = ()) -> None:
         self._show = show
-        self._attributes = [vars(module) for module in modules]
+        self._attributes = [(vars(module), _first_of_user(vars(module))) for module in modules]
         self._running: list[tuple[_Call | None, list[Tensor]]] = []  # the innermost last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitCalls:
@@ -78,10 +79,20 @@ class UnitCalls:
             if not isinstance(output, Tensor) or given:
                 before = set(map(id, known))
                 shown += [one for one in _hidden_tensors([output, *given], 3) if id(one) not in before]
-            for attributes in self._attributes:
-                shown += [one for one in attributes.values() if isinstance(one, Tensor)]
+            for attributes, first in self._attributes:
+                shown += [one for one in islice(attributes.values(), first, None) if isinstance(one, Tensor)]
             if shown := [one for one in shown if one.requires_grad and one.grad_fn is not None]:
                 self._show(shown)
+
+
+#: The attributes that any module has, none of which a unit sets to a tensor.
+_OF_ANY_MODULE = list(vars(nn.Module()))
+
+
+def _first_of_user(attributes: dict[str, Any]) -> int:
+    """How many attributes of a module to skip: those of any module, which come first."""
+    count = len(_OF_ANY_MODULE)
+    return count if list(islice(attributes, count)) == _OF_ANY_MODULE else 0
 
 
 def _class_name(unit: nn.Module) -> str:

@@ -31,7 +31,7 @@ from torch.distributed.fsdp._runtime_utils import (
 from torch.distributed.utils import _cast_forward_inputs
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fsdp_core.sharding import GatheredValue, KeptPart, UnitCalls, WrittenValues
+from fsdp_core.sharding import GatheredValue, KeptPart, UnitCalls, WrittenValues, times_written
 from fsdp_core.state import gathered_modules
 
 __all__ = [
@@ -251,19 +251,19 @@ class GatheredWrites:
             if params is None or held is not params[index]:
                 value.check_own(held)
 
-    def switch(self, on: bool) -> None:
-        """Let FSDP1 assign to the ``.data`` of its views."""
-        for value, *_ in self._gathered:
-            value.replaces = on
-
     def follow(self) -> None:
         """Follow the views that modules hold now instead of parameters."""
+        times = None
         for value, module, attribute in self._gathered:
-            view = module._parameters.get(attribute, module.__dict__.get(attribute))
-            if view is not None and not isinstance(view, nn.Parameter):
-                value.follow(view)
-            if attribute in module._parameters:  # FSDP1 lets the module hold it twice: functional_call() sets this one
-                module.__dict__.pop(attribute, None)
+            view: Any
+            if attribute in module._parameters:
+                view = module._parameters[attribute]
+                module.__dict__.pop(attribute, None)  # which FSDP1 sets too: functional_call() sets the other
+            else:
+                view = module.__dict__.get(attribute)
+            if type(view) is Tensor or (view is not None and not isinstance(view, nn.Parameter)):
+                times = times_written(view) if times is None else times
+                value.follow(view, times)
 
     def keep(self, *, is_counted: bool) -> None:
         """Keep what was written until now.
@@ -272,20 +272,22 @@ class GatheredWrites:
             is_counted: Whether torch's count of writes is that of the views alone. An optimizer that steps over the
                 flat parameter adds to it.
         """
-        shown = [
-            (value, view)
-            for value, module, attribute in self._gathered
-            if isinstance(view := module._parameters.get(attribute, module.__dict__.get(attribute)), Tensor)
-            and getattr(view, "_fsdp_value", None) is value
-        ]
-        written = [
-            (value, view, value.has_changed or (is_counted and value.is_counted(view)))
-            for value, view in shown
-            if value.is_noted or (is_counted and value.is_counted(view))
-        ]
+        times = 0
+        written: list[tuple[GatheredValue, Tensor, bool]] = []
+        for value, module, attribute in self._gathered:
+            view: Any = module._parameters.get(attribute)
+            if view is None:
+                view = module.__dict__.get(attribute)
+            if isinstance(view, Tensor) and getattr(view, "_fsdp_value", None) is value:
+                times = times or times_written(view)  # of all views: they share the memory of the flat parameter
+                changed = value.has_changed or (is_counted and value.is_counted(times))
+                if changed or value.is_noted:
+                    written.append((value, view, changed))
+        if not written:
+            return
         flat = self._handle.flat_param
         is_copy = self._handle.uses_sharded_strategy or flat.dtype != flat._local_shard.dtype
-        part = _gathered_part(self._handle) if written and is_copy else flat._local_shard
+        part = _gathered_part(self._handle) if is_copy else flat._local_shard
         if part is None:  # nothing is gathered: FSDP1 has freed what a view still stands for
             return
         for value, view, is_certain in written:
@@ -302,13 +304,13 @@ def _check_own(of: weakref.ref[GatheredWrites], unit: FullyShardedDataParallel, 
 def _follow_after(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any], as_params: bool) -> None:
     writes, handle = of(), of_handle()
     assert handle is not None  # it is the caller
-    if writes is not None:
-        writes.switch(True)
-    type(handle)._use_unsharded_views(handle, as_params)
-    if writes is not None:
-        writes.switch(False)
-        if not as_params:
-            writes.follow()
+    GatheredValue.are_replaced = True
+    try:
+        type(handle)._use_unsharded_views(handle, as_params)
+    finally:
+        GatheredValue.are_replaced = False
+    if writes is not None and not as_params:
+        writes.follow()
 
 
 def _keep_before(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any]) -> None:
