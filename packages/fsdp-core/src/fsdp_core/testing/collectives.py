@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
-__all__ = ["count_collectives"]
+__all__ = ["Layer", "count_collectives", "count_in_steps", "new_layers"]
+
+WIDTH = 6
+
+
+class Layer(nn.Linear):
+    """A unit of :func:`new_layers`."""
+
+
+def new_layers() -> nn.Module:
+    """A root with parameters of its own around three units, of which it returns what the last has returned."""
+    layers = (nn.Linear(WIDTH, WIDTH), Layer(WIDTH, WIDTH), nn.Tanh(), Layer(WIDTH, WIDTH), nn.Tanh())
+    return nn.Sequential(*layers, Layer(WIDTH, WIDTH))
 
 
 def count_collectives(work: Callable[[], object], name: str) -> int:
@@ -22,3 +36,35 @@ def count_collectives(work: Callable[[], object], name: str) -> int:
     profiler: Any = profile.profiler
     names = [event.name() for event in profiler.kineto_results.events()]  # key_averages() would take far longer
     return sum("c10d::" in one and name in one for one in names)
+
+
+def count_in_steps(nets: Sequence[Callable[[Tensor], Tensor]], backward: Callable[[Tensor], Any]) -> dict[str, Any]:
+    """Count the gathers and the reductions of some steps, each after one of its kind.
+
+    Args:
+        nets: Two sharded modules of :func:`new_layers`, the second of which generates what the first judges.
+        backward: Runs a backward pass.
+
+    Returns:
+        By what the step does, the two numbers.
+    """
+    judge, generate = nets
+    x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
+
+    def plain() -> None:
+        backward(mse_loss(judge(x), x.flip(1)))
+
+    def of_input() -> None:
+        at = x.clone().requires_grad_(True)
+        torch.autograd.grad(judge(at).sum(), at)
+
+    def adversarial() -> None:
+        made = generate(x)
+        backward(judge(x).mean() - judge(made.detach()).mean())
+        backward(-judge(generate(x)).mean())
+
+    counts = {}
+    for name, step in {"plain": plain, "gradient of an input": of_input, "two networks": adversarial}.items():
+        step()
+        counts[name] = tuple(count_collectives(step, kind) for kind in ("allgather", "reduce_scatter"))
+    return counts
