@@ -35,7 +35,7 @@ from fsdp_core.sharding.wrap_policy import (
     repeated_blocks,
     select_units,
 )
-from fsdp_core.torch_private import is_accumulated, is_flattened, times_written
+from fsdp_core.torch_private import in_backward, is_accumulated, is_flattened, times_written
 
 __all__ = [
     "DATA_AXES",
@@ -74,6 +74,7 @@ __all__ = [
     "current_split",
     "describe_policy",
     "forget_writes",
+    "in_backward",
     "is_accumulated",
     "is_flattened",
     "is_part",

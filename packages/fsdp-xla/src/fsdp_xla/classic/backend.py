@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from fsdp_core import Backend, Sharded, ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding import (
     ActivationCheckpointingPolicy,
-    OutsideAttributes,
     ShardPrecision,
     WrapPolicy,
     checkpoint_activations,
     describe_policy,
+    in_backward,
     kept_as_built,
     let_go_of,
     materialize,
@@ -35,13 +35,13 @@ from fsdp_core.sharding import (
 from fsdp_core.state import ChunkedTensor
 from fsdp_xla.classic.lazy_state import gathered_in_turn
 from fsdp_xla.classic.runtime import XLARuntime
-from fsdp_xla.classic.sharded import XLASharded
+from fsdp_xla.classic.sharded import XLASharded, refused_in_backward
 from fsdp_xla.optimizer_init import FirstSteps
 from fsdp_xla.options import check_collectives, check_options
 from fsdp_xla.recomputation import recompute
 from fsdp_xla.torch_xla_private import devices as xla
 from fsdp_xla.torch_xla_private import units
-from fsdp_xla.torch_xla_private.units import XlaFullyShardedDataParallel, is_shard, parameter_of
+from fsdp_xla.torch_xla_private.units import WrappedUnit, XlaFullyShardedDataParallel, is_shard, parameter_of
 
 __all__ = ["XLABackend"]
 
@@ -146,7 +146,7 @@ class XLABackend(Backend):
         units.reduce_pending(root)
         units.watch_calls(root)
         units.follow_freezing(root)
-        root.register_forward_pre_hook(lambda root, _: units.follow_freezing(root))
+        root.register_forward_pre_hook(_before_call)
         gc.collect()
         xla.settle()
         return XLASharded(root, module, orders)
@@ -206,8 +206,10 @@ class XLABackend(Backend):
         return super().full_tensor(value)
 
 
-class WrappedUnit(OutsideAttributes, XlaFullyShardedDataParallel):  # type: ignore[misc]
-    """A unit, or the root."""
+def _before_call(root: nn.Module, args: Any) -> None:
+    units.follow_freezing(root)
+    if in_backward() and units.waits_for_backward(root):
+        raise refused_in_backward()
 
 
 def _place(modules: list[nn.Module], runtime: XLARuntime) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_core import Sharded
+from fsdp_core import Sharded, UnsupportedCapabilityError
 from fsdp_core.sharding import ParameterOrders, StepWrites, clip_grads_by_norm
 from fsdp_core.state import (
     ChunkedTensor,
@@ -34,7 +34,16 @@ from fsdp_xla.torch_xla_private.units import XlaFullyShardedDataParallel, is_sha
 if TYPE_CHECKING:
     from fsdp_xla.classic.backend import XLABackend
 
-__all__ = ["XLASharded"]
+__all__ = ["XLASharded", "refused_in_backward"]
+
+
+def refused_in_backward() -> UnsupportedCapabilityError:
+    """The error to raise for a call inside a backward pass that would free what that pass still needs."""
+    return UnsupportedCapabilityError(
+        "the model was called inside a backward pass, and an earlier call still waits for its own: torch_xla's "
+        "XlaFullyShardedDataParallel would free what that needs.\n"
+        "Call backward() on the two losses one after the other, or use strategy='xla_fsdp_spmd'."
+    )
 
 
 class XLASharded(Sharded):
@@ -95,6 +104,10 @@ class XLASharded(Sharded):
     def follow_requires_grad(self) -> None:
         self._by_hand = True
         units.follow_requires_grad(self.root)
+
+    def gather_again(self) -> None:
+        if not self.root.has_full_params:
+            raise refused_in_backward()
 
     def reset(self) -> None:
         self._by_hand = False

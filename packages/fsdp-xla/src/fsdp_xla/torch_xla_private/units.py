@@ -23,11 +23,13 @@ from torch import Tensor, nn
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 from torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel import TrainingState
 
-from fsdp_core.sharding import UnitCalls
+from fsdp_core import UnsupportedCapabilityError
+from fsdp_core.sharding import OutsideAttributes, UnitCalls, in_backward
 from fsdp_xla.torch_xla_private.devices import compiled
 
 __all__ = [
     "ShardedMember",
+    "WrappedUnit",
     "Writes",
     "XlaFullyShardedDataParallel",
     "end_step",
@@ -48,8 +50,46 @@ __all__ = [
     "tied_members",
     "units_of",
     "unreduced_gradients",
+    "waits_for_backward",
     "watch_calls",
 ]
+
+
+class WrappedUnit(OutsideAttributes, XlaFullyShardedDataParallel):  # type: ignore[misc]
+    """A unit, or the root."""
+
+    def _rebuild_full_params(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse to gather for a graph that would outlive what is gathered.
+
+        Raises:
+            UnsupportedCapabilityError: A backward pass outside of the root's forward pass has create_graph=True.
+        """
+        records = torch.is_grad_enabled() and in_backward() and self.training_state != TrainingState.FORWARD
+        root = self.__dict__[_ROOT]() if records else None
+        if root is not None and root.training_state != TrainingState.FORWARD:
+            raise UnsupportedCapabilityError(
+                "create_graph=True records a graph that holds parameters, which torch_xla's "
+                "XlaFullyShardedDataParallel frees outside of a training_step.\n"
+                "Use strategy='xla_fsdp_spmd'; or the Trainer, and call the model and torch.autograd.grad() in "
+                "training_step()."
+            )
+        super()._rebuild_full_params(*args, **kwargs)
+
+    def assert_state(self, state: TrainingState | list[TrainingState]) -> None:
+        """Refuse what torch_xla asserts to be otherwise, in words about the step.
+
+        Raises:
+            UnsupportedCapabilityError: The unit is in another state.
+        """
+        if self.training_state not in (state if isinstance(state, list) else [state]):
+            raise UnsupportedCapabilityError(
+                "a step runs a backward pass where torch_xla's XlaFullyShardedDataParallel expects none "
+                f"({self.training_state}): inside a forward pass, inside another backward pass, or through parts of "
+                "what was called.\n"
+                "Use strategy='xla_fsdp_spmd', under which a step may run any. Or, in a training_step, set "
+                "self.automatic_optimization = False, and write self.manual_backward(loss) for each backward pass that "
+                "adds to gradients."
+            )
 
 
 class ShardedMember(NamedTuple):
@@ -161,7 +201,7 @@ class Writes:
                     break
 
 
-_GATHERED = "_fsdp_xla_gathered"
+_GATHERED, _ROOT = "_fsdp_xla_gathered", "_fsdp_xla_root"
 
 
 def watch_calls(root: nn.Module) -> None:
@@ -249,8 +289,12 @@ def reduce_pending(root: Any) -> None:
         root: The root. From now on, each of its backward passes ends with this reduction.
     """
     end = root._wait_for_post_backward
+    for unit in units_of(root):
+        unit.__dict__[_ROOT] = weakref.ref(root)
 
     def reduce_and_end() -> None:
+        if _end_without_gradients(root):
+            return
         for unit in units_of(root):
             for parameter in unit.full_params:
                 if parameter.grad is not None and unit._require_backward_grad_sync:
@@ -262,6 +306,31 @@ def reduce_pending(root: Any) -> None:
         end()
 
     root._wait_for_post_backward = reduce_and_end
+
+
+def _end_without_gradients(root: Any) -> bool:
+    """End a backward pass that has added to no gradient, as ``torch.autograd.grad`` does, if it is one.
+
+    torch_xla asserts that each backward pass reaches the parameters of all units that it visits, and forgets the nodes
+    at which it reduces their gradients, which the next pass through the same graph needs.
+    """
+    units = list(units_of(root))
+    waiting = any(parameter.grad is not None for unit in units for parameter in unit.full_params)
+    if waiting or any(unit.training_state == TrainingState.BACKWARD_POST for unit in units):
+        return False
+    for unit in units:
+        if unit._pre_backward_hook_has_run and unit.reshard_after_forward:
+            unit._free_full_params(apply_opt_barrier=unit.optimization_barrier_in_backward)
+        unit.training_state, unit._pre_backward_hook_has_run = TrainingState.IDLE, False
+        unit._clear_backward_opt_barrier_lists()
+    root._post_backward_callback_queued = False
+    root._output_pre_backward_hook_registered.clear()
+    return True
+
+
+def waits_for_backward(root: Any) -> bool:
+    """Whether the root was called, and no backward pass through what it has returned has ended since."""
+    return bool(root._output_pre_backward_hook_registered)
 
 
 def _show_gathered(root: Any) -> None:
