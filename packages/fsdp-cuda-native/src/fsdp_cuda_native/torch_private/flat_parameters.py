@@ -301,6 +301,7 @@ def _check_own(of: weakref.ref[GatheredWrites], unit: FullyShardedDataParallel, 
         writes.check_own()
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _follow_after(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any], as_params: bool) -> None:
     writes, handle = of(), of_handle()
     assert handle is not None  # it is the caller
@@ -313,6 +314,7 @@ def _follow_after(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any], 
         writes.follow()
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _keep_before(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any]) -> None:
     writes, handle = of(), of_handle()
     assert handle is not None

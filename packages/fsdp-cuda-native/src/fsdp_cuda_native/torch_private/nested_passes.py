@@ -220,6 +220,7 @@ def _end_pass(unit: FullyShardedDataParallel, *, ran: bool, gathered: bool) -> N
     handle._needs_pre_backward_unshard = True
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _show_output(
     of: weakref.ref[NestedPasses],
     of_unit: weakref.ref[FullyShardedDataParallel],
@@ -242,6 +243,7 @@ def _show_output(
             tensor.register_hook(begin)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _show_parameters(
     of: weakref.ref[NestedPasses], of_unit: weakref.ref[FullyShardedDataParallel], module: nn.Module, args: Any
 ) -> None:
