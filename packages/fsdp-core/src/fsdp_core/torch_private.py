@@ -16,6 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+# No public name tells which transforms of torch.func are running, or suspends them.
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters, temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed import device_mesh
 
@@ -53,6 +57,7 @@ __all__ = [
     "has_hooks_before_steps",
     "hooks_on",
     "in_backward",
+    "in_dual_level",
     "is_accumulated",
     "is_default_group",
     "is_exhausted",
@@ -63,12 +68,14 @@ __all__ = [
     "make_scaler_sharded",
     "not_managed",
     "note_meshes",
+    "outside_transforms",
     "place_of",
     "plain_tensors_replicated",
     "process_groups",
     "queue_backward_callback",
     "refuse_unreduced_values",
     "replace_step",
+    "running_transforms",
     "skipped_initialiser",
     "times_written",
     "tree_flatten",
@@ -234,6 +241,34 @@ def users_of_storage(tensor: Tensor) -> int:
 def in_backward() -> bool:
     """Whether autograd is running a backward pass on this thread. There is no public way to check."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """A context that the transforms of ``torch.func`` don't see, such as ``grad`` and ``vmap``. No public API has it.
+
+    What a library does for itself in a call that is transformed, as placing a hook, is no part of the function.
+    """
+    if torch._C._functorch.maybe_current_level() is None:
+        yield
+        return
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
+def running_transforms() -> list[str]:
+    """The transforms of ``torch.func`` that are running, the outermost first: ``grad``, ``jvp``, ``vmap``.
+
+    ``vjp`` and ``jacrev`` run as ``grad``, ``jacfwd`` as ``jvp`` in ``vmap``.
+    """
+    if torch._C._functorch.maybe_current_level() is None:
+        return []
+    return [one.key().name.lower() for one in retrieve_all_functorch_interpreters()]
+
+
+def in_dual_level() -> bool:
+    """Whether a level of ``torch.autograd.forward_ad`` is entered. There is no public way to check."""
+    return bool(forward_ad._current_level >= 0)
 
 
 def is_accumulated(parameter: Tensor) -> bool:

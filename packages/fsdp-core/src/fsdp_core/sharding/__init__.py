@@ -26,7 +26,7 @@ from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.outside_attributes import OutsideAttributes
 from fsdp_core.sharding.sequence import SequenceSplit, current_split, use_split
 from fsdp_core.sharding.sharded import Sharded, StateTensor, copy_refusal, sharded_around, sharded_of
-from fsdp_core.sharding.unit_calls import UnitCalls
+from fsdp_core.sharding.unit_calls import RefusedTransforms, UnitCalls
 from fsdp_core.sharding.wrap_policy import (
     ActivationCheckpointingPolicy,
     WrapPolicy,
@@ -35,7 +35,7 @@ from fsdp_core.sharding.wrap_policy import (
     repeated_blocks,
     select_units,
 )
-from fsdp_core.torch_private import is_accumulated, is_flattened
+from fsdp_core.torch_private import is_accumulated, is_flattened, outside_transforms
 
 __all__ = [
     "DATA_AXES",
@@ -53,6 +53,7 @@ __all__ = [
     "MeshAxis",
     "OutsideAttributes",
     "ParameterOrders",
+    "RefusedTransforms",
     "ReplicatedParameters",
     "SavedOps",
     "SequenceSplit",
@@ -86,6 +87,7 @@ __all__ = [
     "note_initialisers",
     "offload_activations",
     "options_of",
+    "outside_transforms",
     "parameter_orders",
     "place",
     "put_in_place",

@@ -17,12 +17,65 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
-from fsdp_core.errors import ShardingError
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding.outside_attributes import users_module
-from fsdp_core.torch_private import tree_flatten
+from fsdp_core.state.full_tensor import gathered_modules
+from fsdp_core.torch_private import in_dual_level, running_transforms, tree_flatten
 
-__all__ = ["UnitCalls"]
+__all__ = ["RefusedTransforms", "UnitCalls"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RefusedTransforms:
+    """The transforms of ``torch.func`` in which a library can't gather for a unit's call, and frees nothing before.
+
+    Args:
+        transforms: Their names: ``"grad"``, also of ``vjp`` and ``jacrev``; ``"jvp"``; ``"vmap"``.
+        duals: Whether it can't gather for dual tensors of ``torch.autograd.forward_ad`` in a graph either.
+        instead: What to write, for the error.
+
+    Example:
+        >>> refused = RefusedTransforms(transforms=frozenset({"vmap"}), instead="Call it with the batch.")
+        >>> refused.check("Block", [])
+        >>> torch.func.vmap(lambda x: refused.check("Block", [x]) or x)(torch.ones(2))
+        Traceback (most recent call last):
+            ...
+        fsdp_core.errors.UnsupportedCapabilityError: a unit, Block, was called in torch.func's vmap: ...
+    """
+
+    transforms: frozenset[str]
+    duals: bool = False
+    instead: str
+
+    def check(self, unit: str, values: Iterable[Any]) -> None:
+        """Refuse a call.
+
+        Args:
+            unit: The name of its class.
+            values: Its arguments.
+
+        Raises:
+            UnsupportedCapabilityError: It is in such a transform.
+        """
+        running = running_transforms()
+        found = next((name for name in running if name in self.transforms), None)
+        if found is not None:
+            by = "torch.func's grad, vjp, jacrev or hessian" if found == "grad" else f"torch.func's {found}"
+        elif self.duals and not running and in_dual_level() and any(map(_is_dual_in_graph, tree_flatten(values)[0])):
+            by = "a dual_level() of torch.autograd.forward_ad, while gradients are recorded"
+        else:
+            return
+        raise UnsupportedCapabilityError(
+            f"a unit, {unit}, was called in {by}: its parameters can't be gathered and freed in there.\n{self.instead}"
+        )
+
+
+def _is_dual_in_graph(value: Any) -> bool:
+    if not isinstance(value, Tensor) or not value.requires_grad or not torch.is_grad_enabled():
+        return False
+    return forward_ad.unpack_dual(value).tangent is not None
 
 
 class UnitCalls:
@@ -35,10 +88,16 @@ class UnitCalls:
         show: Called with the tensors that require gradients and leave the unit elsewhere than in its output, or in
             objects that the library doesn't look into. It lets the library gather before their backward pass.
         modules: Those in whose attributes the unit may leave tensors, such as a part of the loss.
+        refused: The derivatives in which the library can't gather.
     """
 
-    def __init__(self, show: Callable[[list[Tensor]], None], modules: Iterable[nn.Module] = ()) -> None:
-        self._show = show
+    def __init__(
+        self,
+        show: Callable[[list[Tensor]], None],
+        modules: Iterable[nn.Module] = (),
+        refused: RefusedTransforms | None = None,
+    ) -> None:
+        self._show, self._refused = show, refused
         self._attributes = [vars(module) for module in modules]
         self._running: list[tuple[_Call | None, list[Tensor]]] = []  # the innermost last
 
@@ -47,8 +106,14 @@ class UnitCalls:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take the caller's arguments. A forward pre-hook with keyword arguments."""
+        """Take the caller's arguments. A forward pre-hook with keyword arguments.
+
+        Raises:
+            UnsupportedCapabilityError: A function is transformed in a way in which the library can't gather.
+        """
         given = [*args, *kwargs.values()]
+        if self._refused is not None and module not in gathered_modules:
+            self._refused.check(_class_name(module), given)
         known = list(_hidden_tensors(given, 3)) if torch.is_grad_enabled() and not _are_plain(given) else []
         self._running.append((_Call(given) if any(map(_holds_container, given)) else None, known))
 

@@ -31,7 +31,7 @@ from torch.distributed.fsdp._runtime_utils import (
 from torch.distributed.utils import _cast_forward_inputs
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fsdp_core.sharding import GatheredValue, KeptPart, UnitCalls, WrittenValues
+from fsdp_core.sharding import GatheredValue, KeptPart, RefusedTransforms, UnitCalls, WrittenValues
 from fsdp_core.state import gathered_modules
 
 __all__ = [
@@ -409,6 +409,17 @@ def forget_views(unit: FullyShardedDataParallel) -> None:
                 module.__dict__[name] = view.data
 
 
+#: FSDP1 changes the memory of the flat parameter, which these transforms have wrapped; torch ends the process then.
+_REFUSED = RefusedTransforms(
+    transforms=frozenset({"grad", "jvp", "vmap"}),
+    instead=(
+        "Write torch.autograd.grad(), or torch.autograd.functional.vjp(), jvp(), jacobian() or hessian(), with "
+        "create_graph=True if a loss is computed with it; and instead of vmap(), call it with the batch. "
+        "strategy='fsdp2' gathers in torch.func.jvp(), jacfwd() and vmap()."
+    ),
+)
+
+
 def watch_calls(unit: FullyShardedDataParallel) -> None:
     """Register the hooks of a unit's calls, around what FSDP1 does in its forward pass."""
     own = weakref.ref(unit)
@@ -418,7 +429,7 @@ def watch_calls(unit: FullyShardedDataParallel) -> None:
         if unit is not None:
             _register_pre_backward_hooks(unit, unit.module, tensors, handle_of(unit))
 
-    calls = UnitCalls(show)
+    calls = UnitCalls(show, refused=_REFUSED)
     unit.register_forward_pre_hook(calls.enter, with_kwargs=True, prepend=True)
     unit.module.register_forward_pre_hook(calls.begin, with_kwargs=True, prepend=True)
     unit.register_forward_hook(calls.leave, always_call=True)
