@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core.errors import FSDPError
@@ -80,8 +80,66 @@ def _dual(net: Net, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
+def _of_unit(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    """A gradient with respect to parameters of units, which ``autograd.grad`` would leave out without a word."""
+    loss = mse_loss(net(x), y)
+    named = cast("nn.Module", net).named_parameters()
+    parameters = [parameter for name, parameter in named if "frozen" not in name]
+    gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+    return loss + 0.1 * torch.stack([gradient.sum() for gradient in gradients if gradient is not None]).sum()
+
+
+class _WritingBlock(oracle.Block):
+    """Writes to its input, and its caller to its output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(1.1)).mul_(0.9)
+
+
+def _let_write(net: Any) -> None:
+    for block in net.blocks:
+        block.__class__ = _WritingBlock
+
+
+class _Reversible(torch.autograd.Function):
+    """Runs a block without a graph, and again in the backward pass, whose gradients it returns for its parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: nn.Module, *parameters: Tensor) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x, *parameters)
+        output: Tensor = block(x)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, *parameters = ctx.saved_tensors
+        x = x.detach().requires_grad_(True)
+        with torch.enable_grad():
+            output = ctx.block(x)
+        of_x, *of_parameters = torch.autograd.grad(output, (x, *parameters), gradient)
+        return of_x, None, *of_parameters
+
+
+class _ReversibleBlock(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = _Reversible.apply(x, self.block, *self.block.parameters())  # type: ignore[no-untyped-call]
+        return output
+
+
+def _make_reversible(net: Any) -> None:
+    net.blocks = nn.Sequential(*(_ReversibleBlock(block) for block in net.blocks))
+
+
 _INSTEAD = ("torch.autograd.functional.vjp()", "create_graph=True")
 _REVERSE = ("torch.func's grad, vjp, jacrev or hessian", *_INSTEAD)
+
+_OF_SHARD = ("torch.autograd.grad() was asked for the gradient of", "auto_wrap_policy=None", "mark_forward_method()")
+_OF_FUNCTION = ("auto_wrap_policy=None",)
 
 KINDS = {
     "torch.func.jvp": Kind(loss=_pushed_forward, words={"fsdp_native": ("torch.func's jvp", *_INSTEAD, "'fsdp2'")}),
@@ -90,6 +148,17 @@ KINDS = {
     "torch.autograd.functional": Kind(loss=_functional),
     "is_grads_batched": Kind(loss=_batched),
     "dual level": Kind(loss=_dual, words={"fsdp2": ("dual_level()", *_INSTEAD, "torch.func.jvp()")}),
+    "gradients of parameters of units": Kind(loss=_of_unit, words={"fsdp2": _OF_SHARD, "fsdp_native": _OF_SHARD}),
+    "gradients of parameters of no unit": Kind(
+        loss=_of_unit, options={"auto_wrap_policy": None}, fronts=("automatic", "by hand")
+    ),
+    "written inputs": Kind(edit=_let_write, words={"fsdp2": ("x = x.clone()", "'fsdp_native'")}),
+    "reversible blocks": Kind(
+        edit=_make_reversible,
+        options={"auto_wrap_policy": {oracle.Block}},
+        words={"fsdp2": _OF_FUNCTION, "fsdp_native": _OF_FUNCTION},
+    ),
+    "reversible blocks in no unit": Kind(edit=_make_reversible, options={"auto_wrap_policy": None}),
 }
 
 
@@ -140,6 +209,8 @@ def _train_all(strategy: str, tmp: str) -> dict[tuple[str, str], Trained | str]:
                 outcomes[name, front] = _train(strategy, tmp, 2, kind, front)
             except FSDPError as refused:
                 outcomes[name, front] = str(refused)
+            except RuntimeError as error:  # torch's own, with a note of ours
+                outcomes[name, front] = "\n".join(note for note in error.__notes__ if note.startswith("fsdp-core"))
     return outcomes
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 # No public name tells which transforms of torch.func are running, or suspends them.
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters, temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import device_mesh
 
 # Which groups there are, and how many torch has named; no public name counts those that were destroyed since.
@@ -49,6 +49,7 @@ __all__ = [
     "StridedShard",
     "TorchDispatchMode",
     "batches_yielded",
+    "check_missing_gradients",
     "default_store",
     "foreach_mul_",
     "foreach_norm",
@@ -282,6 +283,49 @@ def is_accumulated(parameter: Tensor) -> bool:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
     except RuntimeError:  # autograd.grad returns that of this leaf
         return False
+
+
+def check_missing_gradients(check: Callable[[Tensor], None]) -> None:
+    """Let ``torch.autograd.grad`` call a function with each parameter that it has no gradient of. Called once or again.
+
+    torch has no hook there: autograd, which calls those on its nodes, does nothing for a leaf that no graph holds.
+
+    Args:
+        check: Called before torch returns, or raises that the parameter was not used.
+    """
+    own: Any = getattr(torch.autograd.grad, "_fsdp_core_wraps", torch.autograd.grad)
+
+    @functools.wraps(own)
+    def grad(outputs: Any, inputs: Any, *args: Any, materialize_grads: bool = False, **options: Any) -> Any:
+        is_one = isinstance(inputs, Tensor | GradientEdge)
+        given = (inputs,) if is_one else tuple(inputs)
+        if not any(isinstance(one, nn.Parameter) for one in given):
+            return own(outputs, given, *args, materialize_grads=materialize_grads, **options)
+        if materialize_grads:
+            options["allow_unused"] = True
+        try:
+            found = own(outputs, given, *args, **options)
+        except RuntimeError as error:
+            # the second is of code that asks autograd about a leaf that is returned, as an adapter of FSDP1 does
+            if any(
+                part in str(error) for part in ("not have been used in the graph", "currently running autograd.grad()")
+            ):
+                for one in given:
+                    check(one)
+            raise
+        for one, gradient in zip(given, found, strict=True):
+            if gradient is None:
+                check(one)
+        if materialize_grads:
+            found = tuple(
+                torch.zeros_like(one) if gradient is None else gradient
+                for one, gradient in zip(given, found, strict=True)
+            )
+        return found
+
+    patched: Any = grad
+    patched._fsdp_core_wraps = own
+    torch.autograd.grad = patched
 
 
 def default_store() -> Any:
