@@ -33,13 +33,15 @@ class Kind:
         edit: Edits the net before it is sharded.
         options: The strategy's options.
         fronts: The front ends.
+        strategies: The strategies that have these options.
     """
 
     loss: Callable[[Net, Tensor, Tensor], Tensor] = lambda net, x, y: mse_loss(net(x), y)
     words: dict[str, tuple[str, ...]] = field(default_factory=dict)
     edit: Callable[[Any], None] = lambda net: None
     options: dict[str, Any] = field(default_factory=dict)
-    fronts: tuple[str, ...] = ("fabric", "automatic", "by hand")
+    fronts: tuple[str, ...] = ("fabric", "automatic")
+    strategies: tuple[str, ...] = ("fsdp2", "fsdp_native")
 
 
 def _pushed_forward(net: Net, x: Tensor, y: Tensor) -> Tensor:
@@ -135,6 +137,27 @@ def _make_reversible(net: Any) -> None:
     net.blocks = nn.Sequential(*(_ReversibleBlock(block) for block in net.blocks))
 
 
+def _penalty(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    """A penalty over what is in units, outside of them."""
+    weights = [block.up.weight for block in cast("Any", net).blocks]
+    return mse_loss(net(x), y) + 0.1 * torch.stack([weight.square().sum() for weight in weights]).sum()
+
+
+class _Spectral(nn.Module):
+    """A layer whose only parameter is complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.linspace(0.1, 0.9, 4) * (1 + 0.5j))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.factor, n=x.shape[1], dim=1)
+
+
+def _make_spectral(net: Any) -> None:
+    net.blocks = nn.Sequential(*net.blocks, _Spectral())
+
+
 _INSTEAD = ("torch.autograd.functional.vjp()", "create_graph=True")
 _REVERSE = ("torch.func's grad, vjp, jacrev or hessian", *_INSTEAD)
 
@@ -153,6 +176,17 @@ KINDS = {
         loss=_of_unit, options={"auto_wrap_policy": None}, fronts=("automatic", "by hand")
     ),
     "written inputs": Kind(edit=_let_write, words={"fsdp2": ("x = x.clone()", "'fsdp_native'")}),
+    "complex parameters": Kind(
+        edit=_make_spectral,
+        options={"auto_wrap_policy": {oracle.Block, _Spectral}},
+        words={"fsdp_native": (".factor' of _Spectral is complex", "strategy='fsdp2'", "torch.view_as_complex")},
+    ),
+    "penalty without sharding": Kind(
+        loss=_penalty,
+        options={"sharding_strategy": "NO_SHARD"},
+        words={"fsdp_native": ("was computed with", ".up.weight' outside of", "weight_decay", "auto_wrap_policy=None")},
+        strategies=("fsdp_native",),
+    ),
     "reversible blocks": Kind(
         edit=_make_reversible,
         options={"auto_wrap_policy": {oracle.Block}},
@@ -204,7 +238,7 @@ def _train(strategy: str, tmp: str, world_size: int, kind: Kind, front: str) -> 
 def _train_all(strategy: str, tmp: str) -> dict[tuple[str, str], Trained | str]:
     outcomes: dict[tuple[str, str], Trained | str] = {}
     for name, kind in KINDS.items():
-        for front in kind.fronts:
+        for front in kind.fronts if strategy in kind.strategies else ():
             try:
                 outcomes[name, front] = _train(strategy, tmp, 2, kind, front)
             except FSDPError as refused:

@@ -52,6 +52,7 @@ __all__ = [
     "handle_of",
     "is_interrupted",
     "is_kept",
+    "is_sharded",
     "keep_gathered",
     "leave_gradients",
     "no_reduction",
@@ -169,6 +170,11 @@ def units_of(root: FullyShardedDataParallel) -> Iterator[FullyShardedDataParalle
 def handle_of(unit: FullyShardedDataParallel) -> Any:
     """The handle of a unit's flat parameter; ``None`` for a unit without parameters."""
     return unit._handle
+
+
+def is_sharded(unit: FullyShardedDataParallel) -> bool:
+    """Whether ranks hold different parts of a unit's parameters."""
+    return bool(handle_of(unit).uses_sharded_strategy)
 
 
 def shard_group(root: FullyShardedDataParallel) -> Any:
