@@ -45,8 +45,10 @@ class Kind:
 
 
 def _pushed_forward(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    output, tangent = torch.func.jvp(net, (x,), (x.flip(1),))
-    return mse_loss(output, y) + tangent.square().mean()
+    func: Any = torch.func
+    output, tangent = func.jvp(net, (x,), (x.flip(1),))
+    loss: Tensor = mse_loss(output, y) + tangent.square().mean()
+    return loss
 
 
 def _mapped(net: Net, x: Tensor, y: Tensor) -> Tensor:
@@ -54,8 +56,10 @@ def _mapped(net: Net, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _pulled_back(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    output, pull = torch.func.vjp(net, x)
-    return mse_loss(output, y) + pull(torch.ones_like(output))[0].square().mean()
+    func: Any = torch.func
+    output, pull = func.vjp(net, x)
+    loss: Tensor = mse_loss(output, y) + pull(torch.ones_like(output))[0].square().mean()
+    return loss
 
 
 def _functional(net: Net, x: Tensor, y: Tensor) -> Tensor:
@@ -63,7 +67,8 @@ def _functional(net: Net, x: Tensor, y: Tensor) -> Tensor:
     functional: Any = torch.autograd.functional
     output, tangent = functional.jvp(net, x, x.flip(1), create_graph=True)
     jacobian = functional.jacobian(net, torch.linspace(-1, 1, x.shape[1])[None], create_graph=True)
-    return mse_loss(output, y) + tangent.square().mean() + jacobian.square().mean()
+    loss: Tensor = mse_loss(output, y) + tangent.square().mean() + jacobian.square().mean()
+    return loss
 
 
 def _batched(net: Net, x: Tensor, y: Tensor) -> Tensor:
@@ -143,6 +148,53 @@ def _penalty(net: Net, x: Tensor, y: Tensor) -> Tensor:
     return mse_loss(net(x), y) + 0.1 * torch.stack([weight.square().sum() for weight in weights]).sum()
 
 
+class _LeavingBlock(oracle.Block):
+    """Returns nothing: its output is an attribute."""
+
+    def forward(self, x: Tensor) -> Any:
+        self.left = super().forward(x)
+
+
+class _ReadingBlock(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block: Any = block
+
+    def forward(self, x: Tensor) -> Any:
+        self.block(x)
+        return self.block.left
+
+
+def _let_leave(net: Any) -> None:
+    for block in net.blocks:
+        block.__class__ = _LeavingBlock
+    net.blocks = nn.Sequential(*map(_ReadingBlock, net.blocks))
+
+
+class _GivingBlock(oracle.Block):
+    """Returns a part of its weight beside its output."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.up.weight.t()[0]
+
+
+class _TakingBlock(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, weight = self.block(x)
+        result: Tensor = output + weight.sum()
+        return result
+
+
+def _let_give(net: Any) -> None:
+    for block in net.blocks:
+        block.__class__ = _GivingBlock
+    net.blocks = nn.Sequential(*map(_TakingBlock, net.blocks))
+
+
 class _Spectral(nn.Module):
     """A layer whose only parameter is complex."""
 
@@ -151,7 +203,8 @@ class _Spectral(nn.Module):
         self.factor = nn.Parameter(torch.linspace(0.1, 0.9, 4) * (1 + 0.5j))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.factor, n=x.shape[1], dim=1)
+        output: Tensor = x + torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.factor, n=x.shape[1], dim=1)
+        return output
 
 
 def _make_spectral(net: Any) -> None:
@@ -175,7 +228,7 @@ KINDS = {
     "gradients of parameters of no unit": Kind(
         loss=_of_unit, options={"auto_wrap_policy": None}, fronts=("automatic", "by hand")
     ),
-    "written inputs": Kind(edit=_let_write, words={"fsdp2": ("x = x.clone()", "'fsdp_native'")}),
+    "written inputs": Kind(edit=_let_write, words={"fsdp2": ("fully_shard has made", "x = x.clone()")}),
     "complex parameters": Kind(
         edit=_make_spectral,
         options={"auto_wrap_policy": {oracle.Block, _Spectral}},
@@ -186,6 +239,12 @@ KINDS = {
         options={"sharding_strategy": "NO_SHARD"},
         words={"fsdp_native": ("was computed with", ".up.weight' outside of", "weight_decay", "auto_wrap_policy=None")},
         strategies=("fsdp_native",),
+    ),
+    "outputs in attributes": Kind(edit=_let_leave, options={"auto_wrap_policy": {_LeavingBlock}}),
+    "returned parameters": Kind(
+        edit=_let_give,
+        options={"auto_wrap_policy": {_GivingBlock}},
+        words=dict.fromkeys(("fsdp2", "fsdp_native"), ("_GivingBlock, returned one of its parameters", ".clone()")),
     ),
     "reversible blocks": Kind(
         edit=_make_reversible,
@@ -244,7 +303,9 @@ def _train_all(strategy: str, tmp: str) -> dict[tuple[str, str], Trained | str]:
             except FSDPError as refused:
                 outcomes[name, front] = str(refused)
             except RuntimeError as error:  # torch's own, with a note of ours
-                outcomes[name, front] = "\n".join(note for note in error.__notes__ if note.startswith("fsdp-core"))
+                outcomes[name, front] = "\n".join(
+                    note for note in getattr(error, "__notes__", ()) if note.startswith("fsdp-core")
+                )
     return outcomes
 
 

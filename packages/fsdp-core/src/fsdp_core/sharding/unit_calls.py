@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
+from fsdp_core.gradients.gathered_values import is_gathered
 from fsdp_core.sharding.outside_attributes import users_module
 from fsdp_core.state.full_tensor import gathered_modules
 from fsdp_core.torch_private import in_dual_level, running_transforms, tree_flatten
@@ -138,15 +140,42 @@ class UnitCalls:
                 "parameters are freed.\nReturn what it computes; or let it belong to no unit: name other classes in "
                 "auto_wrap_policy={MyBlock}, or write auto_wrap_policy=None, for one unit."
             )
+        if any(map(_is_freed, _returned(output))):
+            raise ShardingError(
+                f"a unit, {_class_name(module)}, returned one of its parameters, or a part of one, which is freed when "
+                "its forward() has ended.\nReturn a copy, self.weight.clone(), through which gradients flow too; or "
+                "let it belong to no unit: name other classes in auto_wrap_policy={MyBlock}, or write "
+                "auto_wrap_policy=None, for one unit."
+            )
         if torch.is_grad_enabled():
             given = [] if call is None and not known and _are_plain(args) else [args]
             if not isinstance(output, Tensor) or given:
                 before = set(map(id, known))
                 shown += [one for one in _hidden_tensors([output, *given], 3) if id(one) not in before]
             for attributes in self._attributes:
-                shown += [one for one in attributes.values() if isinstance(one, Tensor)]
+                shown += [one for one in attributes.values() if isinstance(one, Tensor) and not is_gathered(one)]
             if shown := [one for one in shown if one.requires_grad and one.grad_fn is not None]:
                 self._show(shown)
+
+
+def _returned(output: Any) -> Iterator[Tensor]:
+    """The tensors that a unit returns, at any depth, and in closures and objects."""
+    if isinstance(output, Tensor):
+        yield output
+        return
+    yield from (one for one in tree_flatten(output)[0] if isinstance(one, Tensor))
+    yield from _hidden_tensors(output, 3)
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    """Whether a library has freed the memory of a tensor. Subclasses may have their memory elsewhere."""
+    is_plain = type(tensor) is Tensor or (is_gathered(tensor) and not isinstance(tensor, DTensor))
+    if not is_plain or tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided:
+        return False
+    try:
+        return bool(tensor.numel()) and not tensor.untyped_storage().size()
+    except NotImplementedError:  # of torch.func
+        return False
 
 
 def _class_name(unit: nn.Module) -> str:
@@ -281,7 +310,7 @@ def _enclosed(function: Any) -> list[Any]:
 
 def _computed_later(output: Any) -> str | None:
     """What a unit returns, itself or in a container, to be computed with a module when it has returned."""
-    if isinstance(output, GeneratorType | CoroutineType | AsyncGeneratorType):
+    if isinstance(output, GeneratorType | CoroutineType | AsyncGeneratorType | map | filter):
         return f"a {type(output).__name__}"
     if _is_container(output):
         return next(filter(None, (_computed_later(one) for _, one in _items(output))), None)

@@ -435,7 +435,7 @@ def watch_calls(unit: FullyShardedDataParallel) -> None:
         if unit is not None:
             _register_pre_backward_hooks(unit, unit.module, tensors, handle_of(unit))
 
-    calls = UnitCalls(show, refused=_REFUSED)
+    calls = UnitCalls(show, unit.module.modules(), _REFUSED)
     unit.register_forward_pre_hook(calls.enter, with_kwargs=True, prepend=True)
     unit.module.register_forward_pre_hook(calls.begin, with_kwargs=True, prepend=True)
     unit.register_forward_hook(calls.leave, always_call=True)

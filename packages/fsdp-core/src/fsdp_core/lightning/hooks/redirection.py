@@ -280,8 +280,7 @@ def explain_views(exception: BaseException) -> bool:
     exception.add_note(
         "fsdp-core: what a unit is called with reaches its forward() as a view that fully_shard has made, and torch "
         "allows no in-place operation on that, nor on what the unit returns of it.\n"
-        "Write x = x.relu() instead of x.relu_(), inplace=False, or x = x.clone() before; or use "
-        "strategy='fsdp_native', under which the operation is right."
+        "Write x = x.relu() instead of x.relu_(), inplace=False, or x = x.clone() before."
     )
     return True
 
@@ -314,7 +313,7 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = ()) ->
             "fsdp-core: this was raised in the backward() of a torch.autograd.Function, as that of torchdiffeq's "
             "odeint_adjoint and of reversible blocks, and may be about parameters of a unit, which are shards there.\n"
             "Let the modules that it runs belong to no unit: name other classes in auto_wrap_policy={MyBlock}, or "
-            "write auto_wrap_policy=None, for one unit; under strategy='fsdp2', if it stores parameters at its ctx."
+            "write auto_wrap_policy=None, for one unit; and let it keep parameters by ctx.save_for_backward()."
         )
         return
     if not _OF_SHARDS.search(str(exception)) or any(code.co_name == "_engine_run_backward" for code in codes[-1:]):
