@@ -267,7 +267,7 @@ _OF_GRAPHS = re.compile("modified by an inplace operation|modified inplace|setSt
 
 
 def explain_views(exception: BaseException) -> bool:
-    """Add a note to an error of torch that says what to write if it is about a unit's inputs.
+    """Add a note to an error of torch that says what to write if it is about views that a library has made.
 
     Args:
         exception: The error.
@@ -275,6 +275,13 @@ def explain_views(exception: BaseException) -> bool:
     Returns:
         Whether it is.
     """
+    if "inplace" in str(exception) and "returns multiple views" in str(exception):
+        exception.add_note(
+            "fsdp-core: this may be about parameters that are gathered for a step: they may be views of one tensor, to "
+            "which torch's foreach functions can't write.\n"
+            "Write to one after the other, average.lerp_(parameter, 0.1); or to shards, in on_train_batch_end()."
+        )
+        return True
     if _OF_VIEWS.search(str(exception)) is None:
         return False
     exception.add_note(
