@@ -16,7 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+
+# No public name tells which transforms of torch.func are running, or suspends them.
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters, temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import device_mesh
 
 # Which groups there are, and how many torch has named; no public name counts those that were destroyed since.
@@ -45,6 +49,7 @@ __all__ = [
     "StridedShard",
     "TorchDispatchMode",
     "batches_yielded",
+    "check_missing_gradients",
     "default_store",
     "foreach_mul_",
     "foreach_norm",
@@ -53,6 +58,7 @@ __all__ = [
     "has_hooks_before_steps",
     "hooks_on",
     "in_backward",
+    "in_dual_level",
     "is_accumulated",
     "is_default_group",
     "is_exhausted",
@@ -63,12 +69,14 @@ __all__ = [
     "make_scaler_sharded",
     "not_managed",
     "note_meshes",
+    "outside_transforms",
     "place_of",
     "plain_tensors_replicated",
     "process_groups",
     "queue_backward_callback",
     "refuse_unreduced_values",
     "replace_step",
+    "running_transforms",
     "skipped_initialiser",
     "times_written",
     "tree_flatten",
@@ -236,6 +244,34 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """A context that the transforms of ``torch.func`` don't see, such as ``grad`` and ``vmap``. No public API has it.
+
+    What a library does for itself in a call that is transformed, as placing a hook, is no part of the function.
+    """
+    if torch._C._functorch.maybe_current_level() is None:
+        yield
+        return
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
+def running_transforms() -> list[str]:
+    """The transforms of ``torch.func`` that are running, the outermost first: ``grad``, ``jvp``, ``vmap``.
+
+    ``vjp`` and ``jacrev`` run as ``grad``, ``jacfwd`` as ``jvp`` in ``vmap``.
+    """
+    if torch._C._functorch.maybe_current_level() is None:
+        return []
+    return [one.key().name.lower() for one in retrieve_all_functorch_interpreters()]
+
+
+def in_dual_level() -> bool:
+    """Whether a level of ``torch.autograd.forward_ad`` is entered. There is no public way to check."""
+    return bool(forward_ad._current_level >= 0)
+
+
 def is_accumulated(parameter: Tensor) -> bool:
     """Whether the backward pass that runs on this thread adds to a leaf's gradient. There is no public way to check.
 
@@ -247,6 +283,49 @@ def is_accumulated(parameter: Tensor) -> bool:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
     except RuntimeError:  # autograd.grad returns that of this leaf
         return False
+
+
+def check_missing_gradients(check: Callable[[Tensor], None]) -> None:
+    """Let ``torch.autograd.grad`` call a function with each parameter that it has no gradient of. Called once or again.
+
+    torch has no hook there: autograd, which calls those on its nodes, does nothing for a leaf that no graph holds.
+
+    Args:
+        check: Called before torch returns, or raises that the parameter was not used.
+    """
+    own: Any = getattr(torch.autograd.grad, "_fsdp_core_wraps", torch.autograd.grad)
+
+    @functools.wraps(own)
+    def grad(outputs: Any, inputs: Any, *args: Any, materialize_grads: bool = False, **options: Any) -> Any:
+        is_one = isinstance(inputs, Tensor | GradientEdge)
+        given = (inputs,) if is_one else tuple(inputs)
+        if not any(isinstance(one, nn.Parameter) for one in given):
+            return own(outputs, given, *args, materialize_grads=materialize_grads, **options)
+        if materialize_grads:
+            options["allow_unused"] = True
+        try:
+            found = own(outputs, given, *args, **options)
+        except RuntimeError as error:
+            # the second is of code that asks autograd about a leaf that is returned, as an adapter of FSDP1 does
+            if any(
+                part in str(error) for part in ("not have been used in the graph", "currently running autograd.grad()")
+            ):
+                for one in given:
+                    check(one)
+            raise
+        for one, gradient in zip(given, found, strict=True):
+            if gradient is None:
+                check(one)
+        if materialize_grads:
+            found = tuple(
+                torch.zeros_like(one) if gradient is None else gradient
+                for one, gradient in zip(given, found, strict=True)
+            )
+        return found
+
+    patched: Any = grad
+    patched._fsdp_core_wraps = own
+    torch.autograd.grad = patched
 
 
 def default_store() -> Any:

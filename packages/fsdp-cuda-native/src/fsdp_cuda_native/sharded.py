@@ -32,7 +32,7 @@ from fsdp_core.state import (
 )
 from fsdp_cuda_native.accumulated_gradients import forget, held_by_units, restore_to_units
 from fsdp_cuda_native.torch_private import flat_parameters as torch_private
-from fsdp_cuda_native.torch_private.gradient_hooks import call_gradient_hooks
+from fsdp_cuda_native.torch_private.gradient_hooks import call_gradient_hooks, refuse_use_outside
 from fsdp_cuda_native.torch_private.nested_passes import NestedPasses, is_idle
 from fsdp_cuda_native.torch_private.unit_gradients import drop_gradients
 from fsdp_cuda_native.unflattened import as_user_wrote, layout_of, local_parts, named_members
@@ -80,6 +80,8 @@ class NativeSharded(Sharded):
             unit.register_forward_hook(partial(_follow_gathered, self))
             torch_private.watch_calls(unit)
             call_gradient_hooks(unit)
+            if not torch_private.is_sharded(unit):
+                refuse_use_outside(unit, names)
         torch_private.reduce_left_out(root)
         self.reshard()
         in_order = [p for p in written.parameters() if any(p is w for w in whole)]

@@ -60,8 +60,8 @@ def check_unit(
         use_orig_params: Whether optimizers hold the original parameters.
 
     Raises:
-        ShardingError: They are integers, or differ in dtype; or, without ``use_orig_params``, only some of them are
-            trainable.
+        ShardingError: They are integers or complex, or differ in dtype; or, without ``use_orig_params``, only some of
+            them are trainable.
     """
     out = {id(p) for p in whole}
     inside = {id(p) for m in own for p in m.parameters(recurse=False)} - out
@@ -74,6 +74,13 @@ def check_unit(
             f"{name!r} of {type(unit).__name__} is in {dtype}, and FSDP1 flattens no integers.\n"
             "Use strategy='fsdp2', which shards frozen integer parameters as they are; or keep it whole on every rank, "
             "with ignored_states=[parameter] or as a buffer."
+        )
+    if any(p.is_complex() for _, p in named):
+        name = next(clean_name(name) for name, p in root.named_parameters() if p.is_complex())
+        raise ShardingError(
+            f"{name!r} of {type(unit).__name__} is complex, and FSDP1 flattens no complex parameters.\n"
+            "Use strategy='fsdp2', with auto_wrap_policy={ItsModule}, which makes a unit of it; or keep "
+            "torch.view_as_real(values) as the parameter, and compute with torch.view_as_complex(parameter)."
         )
     by_dtype = {p.dtype: name for name, p in named}
     if len(by_dtype) > 1:

@@ -356,7 +356,10 @@ class FSDP2Backend(Backend):
         compute = policy.param_dtype
         whole = {p for m in own for p in m.parameters(recurse=False) if stays_whole(m, p, compute)}
         whole |= {p for m in own for p in m.parameters(recurse=False) if is_cast_though_stored(p, compute)}
-        _check_dtypes(unit, _own_parameters(own) - whole)
+        sharded = _own_parameters(own) - whole
+        _check_dtypes(unit, sharded)
+        if any(parameter.is_complex() for parameter in sharded):  # torch would reduce them in a real dtype, and fail
+            policy = replace(policy, param_dtype=None, reduce_dtype=None)
         fully_shard(
             unit,
             mesh=self._fsdp_mesh,

@@ -17,18 +17,21 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_core import Runtime, ShardingError
 from fsdp_core.sharding import (
     GRADIENT_AXES,
     GatheredValue,
+    RefusedTransforms,
     StepGradients,
     UnitCalls,
     WrittenValues,
     copy_refusal,
     forget_writes,
     is_accumulated,
+    outside_transforms,
     sharded_around,
     times_written,
 )
@@ -756,9 +759,10 @@ def _note_gathered(of: weakref.ref[Any], of_root: weakref.ref[Any] | None) -> No
             gathered = parameter._unsharded_param
             if gathered.is_floating_point() or gathered.is_complex():
                 required = gathered.requires_grad
-                gathered.requires_grad_(True)  # a hook can't be placed otherwise
-                gathered.register_post_accumulate_grad_hook(partial(_end_inside, of_root))
-                gathered.requires_grad_(required)
+                with outside_transforms():
+                    gathered.requires_grad_(True)  # a hook can't be placed otherwise
+                    gathered.register_post_accumulate_grad_hook(partial(_end_inside, of_root))
+                    gathered.requires_grad_(required)
     vars(group)[_SEEN] = [parameter._unsharded_param.requires_grad for parameter in group.fsdp_params]
 
 
@@ -958,6 +962,21 @@ def _own_part(parameter: Any, whole: Tensor) -> Tensor | None:
     return torch.empty_like(shard, dtype=whole.dtype)  # no elements
 
 
+#: Before torch 2.12 or so, what ends a unit's backward pass is a function that torch.func refuses altogether.
+_IN_FUNCTIONS = "setup_context" in vars(RegisterPostBackwardFunction)
+
+#: A transform in reverse runs hooks of the backward pass, which reduce gradients, with tensors of its own.
+_REFUSED = RefusedTransforms(
+    transforms=frozenset({"grad"} if _IN_FUNCTIONS else {"grad", "jvp", "vmap"}),
+    duals=True,
+    instead=(
+        "Write torch.autograd.grad(), or torch.autograd.functional.vjp(), jvp(), jacobian() or hessian(), with "
+        "create_graph=True if a loss is computed with it"
+        + ("; torch.func.jvp(), jacfwd() and vmap() are right too." if _IN_FUNCTIONS else "; and for vmap(), a batch.")
+    ),
+)
+
+
 def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites) -> None:
     """Register the hooks of a unit's calls right around those of ``fully_shard``.
 
@@ -977,7 +996,7 @@ def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites) -> N
         if own is not None and own._training_state.name != "PRE_BACKWARD":  # otherwise, its activations are recomputed
             own._register_pre_backward_hook(tensors)
 
-    calls = UnitCalls(show, module.modules())
+    calls = UnitCalls(show, module.modules(), _REFUSED)
     before, after = module._forward_pre_hooks, module._forward_hooks
     first = partial(_before_call, weakref.ref(cast("Any", root)), weakref.ref(writes))
     ahead, behind = [first, calls.enter], [calls.begin]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.gradients.step_gradients import plain
 from fsdp_core.runtime import Runtime
 from fsdp_core.torch_private import foreach_mul_, foreach_norm
@@ -62,7 +63,7 @@ def clip_grads_by_norm(
     replicated: list[Tensor] = []
     wide = torch.float32  # of what ranks send each other, also those that have no gradient
     for parameter in parameters:
-        wide = torch.promote_types(wide, parameter.dtype)
+        wide = torch.promote_types(wide, parameter.dtype.to_real())
         if parameter.grad is not None:
             over = _groups(parameter, runtime, group) if is_sharded(parameter) else ()
             (shards.setdefault(over, []) if over else replicated).append(local_tensor(parameter.grad))
@@ -89,7 +90,17 @@ def clip_grads_by_norm(
 
 
 def clip_grads_by_value(parameters: Iterable[Tensor], clip_value: float) -> None:
-    """Limit each element of the gradients to ``[-clip_value, clip_value]``, in place. Needs no communication."""
+    """Limit each element of the gradients to ``[-clip_value, clip_value]``, in place. Needs no communication.
+
+    Raises:
+        UnsupportedCapabilityError: A parameter is complex, of which no element lies in an interval.
+    """
+    parameters = list(parameters)
+    if any(parameter.is_complex() for parameter in parameters):
+        raise UnsupportedCapabilityError(
+            "gradients of complex parameters can't be clipped by value: complex numbers have no order.\n"
+            "Write gradient_clip_algorithm='norm', or max_norm= instead of clip_val= in fabric.clip_gradients()."
+        )
     for parameter in parameters:
         if parameter.grad is not None:
             local_tensor(parameter.grad).clamp_(-clip_value, clip_value)
@@ -132,6 +143,7 @@ def _power_sum(tensors: list[Tensor], norm_type: float, device: torch.device) ->
     total = torch.zeros((), device=device)
     is_nan = torch.zeros((), dtype=torch.bool, device=device)
     for grads in _by_kind(tensors).values():
+        grads = [grad.abs() if grad.is_complex() else grad for grad in grads]
         norms = torch.stack(foreach_norm(grads, norm_type)).to(device)
         if math.isinf(norm_type):
             total = _larger(total, norms.max())

@@ -23,6 +23,7 @@ __all__ = [
     "WrittenValues",
     "differs",
     "forget_writes",
+    "is_gathered",
     "other_tensor_refusal",
 ]
 
@@ -346,6 +347,11 @@ def _shard_of(value: Any) -> Any:
 @functools.cache
 def _kept_class(of: type[Tensor]) -> type:
     return type(of.__name__, (_Kept, of), {})
+
+
+def is_gathered(tensor: Tensor) -> bool:
+    """Whether a module holds a tensor that a library has gathered."""
+    return isinstance(tensor, _Gathered)
 
 
 class GatheredParameter(_Gathered, nn.Parameter):

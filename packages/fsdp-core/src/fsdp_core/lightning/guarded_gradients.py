@@ -49,13 +49,14 @@ class GuardedGradients:
         guard(self._gradients())
         if self._with_parameters:
             guard_parameters(self._pieces())
+            guard_parameters(self._held_pieces())  # flat ones too, which a library computes with in a step
         refuse_values_of_parts(True)
 
     def off(self) -> None:
         """Allow them: the library is about to compute with gradients."""
         self._find_pieces()
         unguard(self._gradients())
-        unguard_parameters(self._pieces())
+        unguard_parameters([*self._pieces(), *self._held_pieces()])
         refuse_values_of_parts(False)
 
     def guard_parameters(self) -> None:
@@ -83,7 +84,11 @@ class GuardedGradients:
 
     def _gradients(self) -> Iterator[Tensor | None]:
         """This rank's pieces of gradients that are plain tensors."""
-        return (p.grad for piece in self._in_pieces if (p := piece()) is not None)
+        return (p.grad for p in self._held_pieces())
+
+    def _held_pieces(self) -> Iterator[Tensor]:
+        """This rank's pieces of parameters that optimizers hold."""
+        return (p for piece in self._in_pieces if (p := piece()) is not None)
 
     def _pieces(self) -> Iterator[Tensor]:
         """This rank's pieces of parameters that only users look at."""

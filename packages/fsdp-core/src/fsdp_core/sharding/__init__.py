@@ -26,7 +26,7 @@ from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.outside_attributes import OutsideAttributes
 from fsdp_core.sharding.sequence import SequenceSplit, current_split, use_split
 from fsdp_core.sharding.sharded import Sharded, StateTensor, copy_refusal, sharded_around, sharded_of
-from fsdp_core.sharding.unit_calls import UnitCalls
+from fsdp_core.sharding.unit_calls import RefusedTransforms, UnitCalls
 from fsdp_core.sharding.wrap_policy import (
     ActivationCheckpointingPolicy,
     WrapPolicy,
@@ -35,7 +35,7 @@ from fsdp_core.sharding.wrap_policy import (
     repeated_blocks,
     select_units,
 )
-from fsdp_core.torch_private import in_backward, is_accumulated, is_flattened, times_written
+from fsdp_core.torch_private import in_backward, is_accumulated, is_flattened, outside_transforms, times_written
 
 __all__ = [
     "DATA_AXES",
@@ -53,6 +53,7 @@ __all__ = [
     "MeshAxis",
     "OutsideAttributes",
     "ParameterOrders",
+    "RefusedTransforms",
     "ReplicatedParameters",
     "SavedOps",
     "SequenceSplit",
@@ -87,6 +88,7 @@ __all__ = [
     "note_initialisers",
     "offload_activations",
     "options_of",
+    "outside_transforms",
     "parameter_orders",
     "place",
     "put_in_place",

@@ -18,12 +18,67 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
 
-from fsdp_core.errors import ShardingError
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
+from fsdp_core.gradients.gathered_values import is_gathered
 from fsdp_core.sharding.outside_attributes import users_module
-from fsdp_core.torch_private import tree_flatten
+from fsdp_core.state.full_tensor import gathered_modules
+from fsdp_core.torch_private import in_dual_level, running_transforms, tree_flatten
 
-__all__ = ["UnitCalls"]
+__all__ = ["RefusedTransforms", "UnitCalls"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RefusedTransforms:
+    """The transforms of ``torch.func`` in which a library can't gather for a unit's call, and frees nothing before.
+
+    Args:
+        transforms: Their names: ``"grad"``, also of ``vjp`` and ``jacrev``; ``"jvp"``; ``"vmap"``.
+        duals: Whether it can't gather for dual tensors of ``torch.autograd.forward_ad`` in a graph either.
+        instead: What to write, for the error.
+
+    Example:
+        >>> refused = RefusedTransforms(transforms=frozenset({"vmap"}), instead="Call it with the batch.")
+        >>> refused.check("Block", [])
+        >>> torch.func.vmap(lambda x: refused.check("Block", [x]) or x)(torch.ones(2))
+        Traceback (most recent call last):
+            ...
+        fsdp_core.errors.UnsupportedCapabilityError: a unit, Block, was called in torch.func's vmap: ...
+    """
+
+    transforms: frozenset[str]
+    duals: bool = False
+    instead: str
+
+    def check(self, unit: str, values: Iterable[Any]) -> None:
+        """Refuse a call.
+
+        Args:
+            unit: The name of its class.
+            values: Its arguments.
+
+        Raises:
+            UnsupportedCapabilityError: It is in such a transform.
+        """
+        running = running_transforms()
+        found = next((name for name in running if name in self.transforms), None)
+        if found is not None:
+            by = "torch.func's grad, vjp, jacrev or hessian" if found == "grad" else f"torch.func's {found}"
+        elif self.duals and not running and in_dual_level() and any(map(_is_dual_in_graph, tree_flatten(values)[0])):
+            by = "a dual_level() of torch.autograd.forward_ad, while gradients are recorded"
+        else:
+            return
+        raise UnsupportedCapabilityError(
+            f"a unit, {unit}, was called in {by}: its parameters can't be gathered and freed in there.\n{self.instead}"
+        )
+
+
+def _is_dual_in_graph(value: Any) -> bool:
+    if not isinstance(value, Tensor) or not value.requires_grad or not torch.is_grad_enabled():
+        return False
+    return forward_ad.unpack_dual(value).tangent is not None
 
 
 class UnitCalls:
@@ -36,10 +91,16 @@ class UnitCalls:
         show: Called with the tensors that require gradients and leave the unit elsewhere than in its output, or in
             objects that the library doesn't look into. It lets the library gather before their backward pass.
         modules: Those in whose attributes the unit may leave tensors, such as a part of the loss.
+        refused: The derivatives in which the library can't gather.
     """
 
-    def __init__(self, show: Callable[[list[Tensor]], None], modules: Iterable[nn.Module] = ()) -> None:
-        self._show = show
+    def __init__(
+        self,
+        show: Callable[[list[Tensor]], None],
+        modules: Iterable[nn.Module] = (),
+        refused: RefusedTransforms | None = None,
+    ) -> None:
+        self._show, self._refused = show, refused
         self._attributes = [(vars(module), _first_of_user(vars(module))) for module in modules]
         self._running: list[tuple[_Call | None, list[Tensor]]] = []  # the innermost last
 
@@ -48,8 +109,14 @@ class UnitCalls:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take the caller's arguments. A forward pre-hook with keyword arguments."""
+        """Take the caller's arguments. A forward pre-hook with keyword arguments.
+
+        Raises:
+            UnsupportedCapabilityError: A function is transformed in a way in which the library can't gather.
+        """
         given = [*args, *kwargs.values()]
+        if self._refused is not None and module not in gathered_modules:
+            self._refused.check(_class_name(module), given)
         known = list(_hidden_tensors(given, 3)) if torch.is_grad_enabled() and not _are_plain(given) else []
         self._running.append((_Call(given) if any(map(_holds_container, given)) else None, known))
 
@@ -74,13 +141,21 @@ class UnitCalls:
                 "parameters are freed.\nReturn what it computes; or let it belong to no unit: name other classes in "
                 "auto_wrap_policy={MyBlock}, or write auto_wrap_policy=None, for one unit."
             )
+        if any(map(_is_freed, _returned(output))):
+            raise ShardingError(
+                f"a unit, {_class_name(module)}, returned one of its parameters, or a part of one, which is freed when "
+                "its forward() has ended.\nReturn a copy, self.weight.clone(), through which gradients flow too; or "
+                "let it belong to no unit: name other classes in auto_wrap_policy={MyBlock}, or write "
+                "auto_wrap_policy=None, for one unit."
+            )
         if torch.is_grad_enabled():
             given = [] if call is None and not known and _are_plain(args) else [args]
             if not isinstance(output, Tensor) or given:
                 before = set(map(id, known))
                 shown += [one for one in _hidden_tensors([output, *given], 3) if id(one) not in before]
             for attributes, first in self._attributes:
-                shown += [one for one in islice(attributes.values(), first, None) if isinstance(one, Tensor)]
+                values = islice(attributes.values(), first, None)
+                shown += [one for one in values if isinstance(one, Tensor) and not is_gathered(one)]
             if shown := [one for one in shown if one.requires_grad and one.grad_fn is not None]:
                 self._show(shown)
 
@@ -93,6 +168,26 @@ def _first_of_user(attributes: dict[str, Any]) -> int:
     """How many attributes of a module to skip: those of any module, which come first."""
     count = len(_OF_ANY_MODULE)
     return count if list(islice(attributes, count)) == _OF_ANY_MODULE else 0
+
+
+def _returned(output: Any) -> Iterator[Tensor]:
+    """The tensors that a unit returns, at any depth, and in closures and objects."""
+    if isinstance(output, Tensor):
+        yield output
+        return
+    yield from (one for one in tree_flatten(output)[0] if isinstance(one, Tensor))
+    yield from _hidden_tensors(output, 3)
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    """Whether a library has freed the memory of a tensor. Subclasses may have their memory elsewhere."""
+    is_plain = type(tensor) is Tensor or (is_gathered(tensor) and not isinstance(tensor, DTensor))
+    if not is_plain or tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided:
+        return False
+    try:
+        return bool(tensor.numel()) and not tensor.untyped_storage().size()
+    except NotImplementedError:  # of torch.func
+        return False
 
 
 def _class_name(unit: nn.Module) -> str:
@@ -227,7 +322,7 @@ def _enclosed(function: Any) -> list[Any]:
 
 def _computed_later(output: Any) -> str | None:
     """What a unit returns, itself or in a container, to be computed with a module when it has returned."""
-    if isinstance(output, GeneratorType | CoroutineType | AsyncGeneratorType):
+    if isinstance(output, GeneratorType | CoroutineType | AsyncGeneratorType | map | filter):
         return f"a {type(output).__name__}"
     if _is_container(output):
         return next(filter(None, (_computed_later(one) for _, one in _items(output))), None)

@@ -31,7 +31,14 @@ from torch.distributed.fsdp._runtime_utils import (
 from torch.distributed.utils import _cast_forward_inputs
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fsdp_core.sharding import GatheredValue, KeptPart, UnitCalls, WrittenValues, times_written
+from fsdp_core.sharding import (
+    GatheredValue,
+    KeptPart,
+    RefusedTransforms,
+    UnitCalls,
+    WrittenValues,
+    times_written,
+)
 from fsdp_core.state import gathered_modules
 
 __all__ = [
@@ -52,6 +59,7 @@ __all__ = [
     "handle_of",
     "is_interrupted",
     "is_kept",
+    "is_sharded",
     "keep_gathered",
     "leave_gradients",
     "no_reduction",
@@ -169,6 +177,11 @@ def units_of(root: FullyShardedDataParallel) -> Iterator[FullyShardedDataParalle
 def handle_of(unit: FullyShardedDataParallel) -> Any:
     """The handle of a unit's flat parameter; ``None`` for a unit without parameters."""
     return unit._handle
+
+
+def is_sharded(unit: FullyShardedDataParallel) -> bool:
+    """Whether ranks hold different parts of a unit's parameters."""
+    return bool(handle_of(unit).uses_sharded_strategy)
 
 
 def shard_group(root: FullyShardedDataParallel) -> Any:
@@ -413,6 +426,17 @@ def forget_views(unit: FullyShardedDataParallel) -> None:
                 module.__dict__[name] = view.data
 
 
+#: FSDP1 changes the memory of the flat parameter, which these transforms have wrapped; torch ends the process then.
+_REFUSED = RefusedTransforms(
+    transforms=frozenset({"grad", "jvp", "vmap"}),
+    instead=(
+        "Write torch.autograd.grad(), or torch.autograd.functional.vjp(), jvp(), jacobian() or hessian(), with "
+        "create_graph=True if a loss is computed with it; and instead of vmap(), call it with the batch. "
+        "strategy='fsdp2' gathers in torch.func.jvp(), jacfwd() and vmap()."
+    ),
+)
+
+
 def watch_calls(unit: FullyShardedDataParallel) -> None:
     """Register the hooks of a unit's calls, around what FSDP1 does in its forward pass."""
     own = weakref.ref(unit)
@@ -422,7 +446,7 @@ def watch_calls(unit: FullyShardedDataParallel) -> None:
         if unit is not None:
             _register_pre_backward_hooks(unit, unit.module, tensors, handle_of(unit))
 
-    calls = UnitCalls(show)
+    calls = UnitCalls(show, unit.module.modules(), _REFUSED)
     unit.register_forward_pre_hook(calls.enter, with_kwargs=True, prepend=True)
     unit.module.register_forward_pre_hook(calls.begin, with_kwargs=True, prepend=True)
     unit.register_forward_hook(calls.leave, always_call=True)

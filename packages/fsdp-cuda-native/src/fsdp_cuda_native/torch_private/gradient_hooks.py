@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from fsdp_core import UnsupportedCapabilityError
 from fsdp_cuda_native.torch_private.flat_parameters import handle_of
 
-__all__ = ["call_gradient_hooks"]
+__all__ = ["call_gradient_hooks", "refuse_use_outside"]
 
 
 def call_gradient_hooks(unit: FullyShardedDataParallel) -> None:
@@ -29,6 +30,35 @@ def call_gradient_hooks(unit: FullyShardedDataParallel) -> None:
     handle = handle_of(unit)
     for parameter in handle.flat_param._params or ():
         parameter.register_post_accumulate_grad_hook = partial(_register, weakref.ref(handle), weakref.ref(parameter))
+
+
+def refuse_use_outside(unit: FullyShardedDataParallel, names: Mapping[nn.Module, str]) -> None:
+    """Refuse gradients of a unit's parameters that come from computing with them outside of its forward pass.
+
+    A unit that is not sharded computes with views of its flat parameter, whose gradient is reduced. Autograd would add
+    other gradients to the parameters, which FSDP1 replaces by what it has reduced, or leaves unreduced.
+
+    Args:
+        unit: The unit, which is not sharded.
+        names: The user's names of modules.
+    """
+    flat = handle_of(unit).flat_param
+    for parameter, (attribute, module, _) in zip(flat._params or (), flat._param_infos, strict=False):
+        required = parameter.requires_grad
+        parameter.requires_grad_(True)  # a hook can't be placed otherwise, and it may be unfrozen later
+        refuse: Any = partial(_refuse, f"{names[module]}.{attribute}".removeprefix("."))
+        Tensor.register_hook(parameter, refuse)  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(required)
+
+
+def _refuse(name: str, gradient: Tensor) -> NoReturn:
+    raise UnsupportedCapabilityError(
+        f"a loss was computed with {name!r} outside of the forward() of the unit that it belongs to: under NO_SHARD, "
+        "FSDP1 reduces only what a unit computes with, and would drop or not reduce this gradient.\n"
+        "A penalty over all parameters belongs into the optimizer (weight_decay), and one on the parameters of a unit "
+        "into the unit's own forward(). Or use auto_wrap_policy=None, with which it is right in training_step(); or "
+        "strategy='ddp'."
+    )
 
 
 class _Hooks:

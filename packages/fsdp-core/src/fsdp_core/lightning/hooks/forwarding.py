@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.lightning.hooks.redirection import called_as_written, normal_tensors
+from fsdp_core.lightning.hooks.redirection import called_as_written, explain_views, normal_tensors
 from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.full_tensor import gathered_modules
 from fsdp_core.torch_private import tree_flatten
@@ -43,7 +43,8 @@ class ShardedForward(nn.Module):
         try:
             with called_as_written(root), normal_tensors():
                 output = root(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
+            explain_views(error)
             self.sharded.abandon_forward()
             self.sharded.reshard()
             raise

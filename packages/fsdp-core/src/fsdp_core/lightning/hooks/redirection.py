@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 
 from fsdp_core.lightning.precision_plugins import compute_context
 from fsdp_core.sharding.sharded import Sharded, sharded_of
@@ -28,6 +29,7 @@ __all__ = [
     "call_targets",
     "called_as_written",
     "explain_shards",
+    "explain_views",
     "follow_calls",
     "is_inside_forward",
     "normal_tensors",
@@ -252,8 +254,42 @@ _OF_SHARDS = re.compile(
 )
 
 
+#: Torch's errors when a function's backward pass differentiates with respect to a unit's parameters.
+_OF_FUNCTIONS = re.compile("mixed torch.Tensor and DTensor|setStorage|not have been used in the graph")
+
+
+#: Torch's errors when what a unit is called with is written to in place.
+_OF_VIEWS = re.compile("RegisterPostBackwardFunction.* inplace|inplace.* created inside a custom Function", re.DOTALL)
+
+
 #: Torch's errors when a graph needs a tensor that was written since, or whose memory was freed.
 _OF_GRAPHS = re.compile("modified by an inplace operation|modified inplace|setStorage")
+
+
+def explain_views(exception: BaseException) -> bool:
+    """Add a note to an error of torch that says what to write if it is about views that a library has made.
+
+    Args:
+        exception: The error.
+
+    Returns:
+        Whether it is.
+    """
+    if "inplace" in str(exception) and "returns multiple views" in str(exception):
+        exception.add_note(
+            "fsdp-core: this may be about parameters that are gathered for a step: they may be views of one tensor, to "
+            "which torch's foreach functions can't write.\n"
+            "Write to one after the other, average.lerp_(parameter, 0.1); or to shards, in on_train_batch_end()."
+        )
+        return True
+    if _OF_VIEWS.search(str(exception)) is None:
+        return False
+    exception.add_note(
+        "fsdp-core: what a unit is called with reaches its forward() as a view that fully_shard has made, and torch "
+        "allows no in-place operation on that, nor on what the unit returns of it.\n"
+        "Write x = x.relu() instead of x.relu_(), inplace=False, or x = x.clone() before."
+    )
+    return True
 
 
 def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = ()) -> None:
@@ -275,6 +311,16 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = ()) ->
             "fsdp-core: a graph that create_graph=True has recorded holds parameters, which were freed since: at the "
             "end of the next backward pass, or by a step.\n"
             "Add what was computed with it to the loss of that backward pass: one backward() for both."
+        )
+        return
+    if explain_views(exception):
+        return
+    if _OF_FUNCTIONS.search(str(exception)) and any(code is BackwardCFunction.apply.__code__ for code in codes):
+        exception.add_note(
+            "fsdp-core: this was raised in the backward() of a torch.autograd.Function, as that of torchdiffeq's "
+            "odeint_adjoint and of reversible blocks, and may be about parameters of a unit, which are shards there.\n"
+            "Let the modules that it runs belong to no unit: name other classes in auto_wrap_policy={MyBlock}, or "
+            "write auto_wrap_policy=None, for one unit; and let it keep parameters by ctx.save_for_backward()."
         )
         return
     if not _OF_SHARDS.search(str(exception)) or any(code.co_name == "_engine_run_backward" for code in codes[-1:]):

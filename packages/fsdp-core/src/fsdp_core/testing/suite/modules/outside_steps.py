@@ -245,7 +245,7 @@ def _misuse(strategy: str) -> tuple[dict[str, str], bool]:
     return told, all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def _within_inference_mode(strategy: str, tmp: str) -> tuple[float, list[float], Trained]:
+def _within_inference_mode(strategy: str, tmp: str) -> tuple[float, list[float], Trained, Trained]:
     """A test's loss in inference mode, the losses of training after it, and the state after training under Fabric."""
     path = str(Path(tmp) / "checkpoint")
     run = new_trainer(tmp, strategy, 2)
@@ -268,7 +268,20 @@ def _within_inference_mode(strategy: str, tmp: str) -> tuple[float, list[float],
             net(x)
     for batch in oracle.global_batches(2):
         _step(fabric, model, optimizer, batch)
-    return tested, means(module.losses), ([], full_state(fabric.strategy))
+    return tested, means(module.losses), ([], full_state(fabric.strategy)), _first_called_in_inference_mode(strategy, x)
+
+
+def _first_called_in_inference_mode(strategy: str, x: Tensor) -> Trained:
+    """The state after training what was set up as usual, and called in inference mode before anything else."""
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    with torch.inference_mode():
+        net.blocks[0](x)
+        net(x)
+    for batch in oracle.global_batches(2):
+        _step(fabric, model, optimizer, batch)
+    return [], full_state(fabric.strategy)
 
 
 class OutsideStepsSuite(Clauses):
@@ -366,14 +379,14 @@ class OutsideStepsSuite(Clauses):
 
     @on_ranks("processes")
     def test_inference_mode(self, ranks: Ranks, tmp_path: Path) -> None:
-        """What is sharded, gathered or loaded in inference mode must be trainable afterwards."""
+        """What is sharded, gathered, loaded or first called in inference mode must be trainable afterwards."""
         net = oracle.new_net()
         oracle.train_plain(1, oracle.momentum, net=net)
         x, y = oracle.global_batches(1)[0]
         tested = float(mse_loss(net(x), y).detach())
         losses, _ = oracle.train_plain(2, oracle.momentum, net=net)
         _, state = oracle.train_plain(2, oracle.momentum)
-        for got_tested, got_losses, got in ranks.run(2, _within_inference_mode, self.strategy, str(tmp_path)):
+        for got_tested, got_losses, *got in ranks.run(2, _within_inference_mode, self.strategy, str(tmp_path)):
             assert got_tested == pytest.approx(tested, abs=FP32_TOLERANCE)
             assert got_losses == pytest.approx(losses, abs=FP32_TOLERANCE)
-            assert_same([got], ([], state))
+            assert_same(got, ([], state))
