@@ -34,7 +34,7 @@ from fsdp_cuda_native.accumulated_gradients import forget, held_by_units, restor
 from fsdp_cuda_native.torch_private import flat_parameters as torch_private
 from fsdp_cuda_native.torch_private.gradient_hooks import call_gradient_hooks
 from fsdp_cuda_native.torch_private.nested_passes import NestedPasses, is_idle
-from fsdp_cuda_native.torch_private.unit_gradients import drop_gradients
+from fsdp_cuda_native.torch_private.unit_gradients import drop_gradients, keep_gradients_of_frozen
 from fsdp_cuda_native.unflattened import as_user_wrote, layout_of, local_parts, named_members
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class NativeSharded(Sharded):
             unit.register_forward_hook(partial(_follow_gathered, self))
             torch_private.watch_calls(unit)
             call_gradient_hooks(unit)
+            keep_gradients_of_frozen(unit)
         torch_private.reduce_left_out(root)
         self.reshard()
         in_order = [p for p in written.parameters() if any(p is w for w in whole)]
