@@ -25,6 +25,7 @@ from torch.distributed.fsdp._runtime_utils import (
     _pre_backward_hook,
     _pre_forward,
     _pre_forward_unshard,
+    _register_post_backward_hook,
     _register_pre_backward_hooks,
     _root_pre_forward,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "leave_gradients",
     "no_reduction",
     "nodes_of",
+    "reduce_after_last",
     "reduce_at",
     "reduce_left_out",
     "reduce_unused",
@@ -488,9 +490,20 @@ def _reduce_after_all_calls(of: weakref.ref[FullyShardedDataParallel], module: n
     unit = of()
     if unit is None or not torch.is_grad_enabled():
         return
+    if not unit.__dict__.get(_FIRST_CALL, True):
+        reduce_after_last(unit)
+
+
+def reduce_after_last(unit: FullyShardedDataParallel) -> None:
+    """Let the node that adds to the gradient of a unit's flat parameter now reduce it, if it is the last of its nodes.
+
+    Args:
+        unit: The unit, which is gathered.
+    """
     flat = handle_of(unit).flat_param
+    _register_post_backward_hook(unit, handle_of(unit))
     hooks: tuple[Any, ...] = getattr(flat, "_post_backward_hook_state", ())
-    if len(hooks) != 2 or not flat.requires_grad or unit.__dict__.get(_FIRST_CALL, True):
+    if len(hooks) != 2 or not flat.requires_grad:
         return
     grad_fn: Any = flat.expand_as(flat).grad_fn
     node = grad_fn.next_functions[0][0]

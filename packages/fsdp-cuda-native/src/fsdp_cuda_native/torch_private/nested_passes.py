@@ -26,6 +26,7 @@ from fsdp_cuda_native.torch_private.flat_parameters import (
     is_interrupted,
     keep_gathered,
     nodes_of,
+    reduce_after_last,
     reduce_at,
     units_of,
 )
@@ -139,8 +140,13 @@ class NestedPasses:
         """Gather the root's own parameters for a call inside a backward pass, a part of which may have freed them."""
         root = self._root()
         handle = None if root is None else handle_of(root)
-        if root is not None and handle is not None and not _is_gathered(handle):
+        if root is None or handle is None:
+            return
+        if not _is_gathered(handle):
             _gather(root, anew=True)
+        if self.follows():  # under mixed precision, parameters that were gathered anew have another node
+            reduce_after_last(root)
+            _show_parameters(weakref.ref(self), self._root, root.module, ())
 
     def begin_at_parameters(self, unit: FullyShardedDataParallel, node: Any) -> None:
         """Prepare for a backward pass that is about to add to the gradient of a unit, perhaps not at its output."""
