@@ -58,6 +58,7 @@ __all__ = [
     "is_exhausted",
     "is_first_slice",
     "is_flattened",
+    "is_recomputing",
     "iterates_as_torch",
     "last_collective",
     "make_scaler_sharded",
@@ -234,6 +235,16 @@ def users_of_storage(tensor: Tensor) -> int:
 def in_backward() -> bool:
     """Whether autograd is running a backward pass on this thread. There is no public way to check."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def is_recomputing() -> bool:
+    """Whether activation checkpointing has called this, to compute activations again. There is no public way to check."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint" and frame.f_code.co_name != "checkpoint":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_accumulated(parameter: Tensor) -> bool:

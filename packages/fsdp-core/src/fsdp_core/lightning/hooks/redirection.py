@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from fsdp_core.lightning.precision_plugins import compute_context
 from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.fqn import clean_name
 from fsdp_core.state.full_tensor import check_not_gathered, gathered_modules, running_forwards
-from fsdp_core.torch_private import in_backward
+from fsdp_core.torch_private import in_backward, is_recomputing
 
 __all__ = [
     "CallTargets",
@@ -41,6 +41,9 @@ _followed: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 #: By module with a running call outside of a step: the exception that was being handled when the call began.
 _watched: WeakKeyDictionary[nn.Module, tuple[BaseException | None]] = WeakKeyDictionary()
+
+#: Roots of which a part is called anew in a backward pass, after their forward pass.
+_called_again: WeakSet[nn.Module] = WeakSet()
 
 #: Where a module's own ``forward``, which is not a method of its class, is kept while it has ours.
 _FORWARD = "_fsdp_core_forward"
@@ -331,6 +334,8 @@ def _forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: 
     if root in running_forwards or (in_backward() and not _sharded(root).is_idle()):
         if in_backward():  # the recomputation of a call, or a new one
             _sharded(root).gather_again()
+            if root not in running_forwards and root not in _called_again and not is_recomputing():
+                return _call_again(root, forward, args, kwargs)
         return forward(*args, **kwargs)
     _begin(root, module)
     sharded, failed = _sharded(root), True
@@ -342,6 +347,17 @@ def _forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: 
     finally:
         _end(root, failed=failed)
     return output
+
+
+def _call_again(root: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Make a new call in the backward pass that follows a step, in the dtype in which units compute."""
+    sharded = _sharded(root)
+    _called_again.add(root)
+    try:
+        with compute_context(sharded.precision, sharded.runtime.device.type):
+            return forward(*args, **kwargs)
+    finally:
+        _called_again.discard(root)
 
 
 def _begin(root: nn.Module, module: nn.Module) -> None:
