@@ -65,6 +65,7 @@ __all__ = [
     "reshard",
     "resume_forward",
     "shard_group",
+    "shows_parameters",
     "suspend_forward",
     "tied_members",
     "units_of",
@@ -347,14 +348,13 @@ def reshard(unit: FullyShardedDataParallel) -> None:
     """
     handle = handle_of(unit)
     flat = handle.flat_param
-    place = flat._param_infos[0]
     if is_kept(unit):
         del handle.reshard
         handle.__dict__[_WAS_KEPT] = True
         increment_version(flat)
     at_rest = (
         # without sharding, a forward pass uses other views of the same memory
-        (not handle._use_orig_params or place.module._parameters.get(place.param_name) is flat._params[0])
+        (not handle._use_orig_params or shows_parameters(unit))
         and not handle._skipped_use_sharded_views
         and flat.data_ptr() == flat._local_shard.data_ptr()
         and (not handle.uses_sharded_strategy or handle.needs_unshard())
@@ -364,6 +364,14 @@ def reshard(unit: FullyShardedDataParallel) -> None:
         handle.reshard(handle.uses_sharded_strategy)
         handle.post_reshard()
         handle._prefetched = False
+
+
+def shows_parameters(unit: FullyShardedDataParallel) -> bool:
+    """Whether a unit's modules hold the optimizer's parameters, and not views of the gathered flat parameter."""
+    handle = handle_of(unit)
+    flat = handle.flat_param
+    module, name = flat._param_infos[0].module, flat._param_infos[0].param_name
+    return bool(handle._use_orig_params and module._parameters.get(name) is flat._params[0])
 
 
 def keep_gathered(units: Iterable[FullyShardedDataParallel]) -> None:

@@ -28,6 +28,7 @@ from fsdp_cuda_native.torch_private.flat_parameters import (
     nodes_of,
     reduce_after_last,
     reduce_at,
+    shows_parameters,
     units_of,
 )
 
@@ -142,7 +143,7 @@ class NestedPasses:
         handle = None if root is None else handle_of(root)
         if root is None or handle is None:
             return
-        if not _is_gathered(handle):
+        if not _is_gathered(handle) or shows_parameters(root):
             _gather(root, anew=True)
         if self.follows():  # under mixed precision, parameters that were gathered anew have another node
             reduce_after_last(root)
