@@ -730,6 +730,9 @@ def is_idle(root: FSDPModule) -> bool:
 
 _SEEN = "_fsdp_fsdp2_requires_grad"
 
+#: By state of a unit, the parameters that its modules hold instead of shards.
+_HELD = {"UNSHARDED": "_unsharded_param", "SHARDED_POST_FORWARD": "_sharded_post_forward_param"}
+
 
 def _follow_gathered(group: Any, root: Any | None) -> None:
     """Follow what a step does to a unit's gathered parameters.
@@ -746,6 +749,7 @@ def _follow_gathered(group: Any, root: Any | None) -> None:
 
 def _note_gathered(of: weakref.ref[Any], of_root: weakref.ref[Any] | None) -> None:
     group: Any = of()
+    _carry_requires_grad(group)
     type(group)._to_unsharded(group)
     if of_root is not None and _SEEN not in vars(group):
         for parameter in group.fsdp_params:
@@ -775,13 +779,14 @@ def _carry_requires_grad(group: Any) -> None:
     """Copy ``requires_grad`` to shards from gathered parameters whose own was changed since they were gathered.
 
     ``fully_shard`` copies it from the shard when it gathers, and never back: a unit that stays gathered, as the last
-    one and the root do, would forget that it was unfrozen.
+    one and the root do, or sharded over fewer ranks, would forget that it was unfrozen.
     """
-    if not group.is_unsharded:
+    held = _HELD.get(group._sharded_state.name)
+    if held is None:
         return
     seen = vars(group).get(_SEEN, ())
     for index, (parameter, before) in enumerate(zip(group.fsdp_params, seen, strict=False)):
-        now = parameter._unsharded_param.requires_grad
+        now = getattr(parameter, held).requires_grad
         if now != before:
             parameter.sharded_param.requires_grad_(now)
             seen[index] = now
