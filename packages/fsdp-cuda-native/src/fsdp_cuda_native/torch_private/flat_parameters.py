@@ -54,6 +54,7 @@ __all__ = [
     "is_interrupted",
     "is_kept",
     "keep_gathered",
+    "lacks_views",
     "leave_gradients",
     "no_reduction",
     "nodes_of",
@@ -307,11 +308,20 @@ def _follow_after(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any], 
     assert handle is not None  # it is the caller
     if writes is not None:
         writes.switch(True)
+    before = handle._training_state
+    if before == HandleTrainingState.BACKWARD_PRE and lacks_views(handle):  # when it gathers this unit ahead
+        handle._training_state = HandleTrainingState.FORWARD
     type(handle)._use_unsharded_views(handle, as_params)
+    handle._training_state = before
     if writes is not None:
         writes.switch(False)
         if not as_params:
             writes.follow()
+
+
+def lacks_views(handle: Any) -> bool:
+    """Whether FSDP1 has forgotten the tensors that the forward pass has computed with, after another backward pass."""
+    return handle._use_orig_params and any(tensor is None for tensor in handle.flat_param._tensors)
 
 
 def _keep_before(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any]) -> None:

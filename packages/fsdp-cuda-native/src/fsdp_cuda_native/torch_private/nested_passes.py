@@ -25,6 +25,7 @@ from fsdp_cuda_native.torch_private.flat_parameters import (
     handle_of,
     is_interrupted,
     keep_gathered,
+    lacks_views,
     nodes_of,
     reduce_after_last,
     reduce_at,
@@ -133,7 +134,7 @@ class NestedPasses:
             unit.training_state = TrainingState.IDLE
         self._tasks[unit] = self._task
         if not _has_begun(handle) and not _is_gathered(handle):
-            handle._needs_pre_backward_unshard = not _lacks_views(handle)
+            handle._needs_pre_backward_unshard = not lacks_views(handle)
             if not handle._needs_pre_backward_unshard:
                 _gather(unit)
 
@@ -173,11 +174,6 @@ def _is_gathered(handle: Any) -> bool:
     return not handle.uses_sharded_strategy or flat.data_ptr() != flat._local_shard.data_ptr()
 
 
-def _lacks_views(handle: Any) -> bool:
-    """Whether FSDP1 has forgotten the tensors that the forward pass has computed with, after another backward pass."""
-    return handle._use_orig_params and any(tensor is None for tensor in handle.flat_param._tensors)
-
-
 def _gather(unit: FullyShardedDataParallel, *, anew: bool = False) -> None:
     """Gather a unit for a backward pass.
 
@@ -188,7 +184,7 @@ def _gather(unit: FullyShardedDataParallel, *, anew: bool = False) -> None:
     handle, stream = handle_of(unit), unit._unshard_stream
     before = handle._training_state
     handle._training_state = (
-        HandleTrainingState.FORWARD if anew or _lacks_views(handle) else HandleTrainingState.BACKWARD_PRE
+        HandleTrainingState.FORWARD if anew or lacks_views(handle) else HandleTrainingState.BACKWARD_PRE
     )
     _unshard(unit, handle, stream, unit._pre_unshard_stream)
     unit._device_handle.current_stream().wait_stream(stream)
@@ -209,16 +205,19 @@ def _gather_for_pass(unit: FullyShardedDataParallel) -> None:
         state._post_backward_callback_queued = True
     else:
         handle._ran_pre_backward_hook = True
-    torch.autograd.Variable._execution_engine.queue_callback(partial(_end_pass, unit, ran=ran, gathered=gathered))
+    states = unit.training_state, None if handle is None else handle._training_state  # a frozen unit leaves others
+    end = partial(_end_pass, unit, states, ran=ran, gathered=gathered)
+    torch.autograd.Variable._execution_engine.queue_callback(end)
 
 
-def _end_pass(unit: FullyShardedDataParallel, *, ran: bool, gathered: bool) -> None:
+def _end_pass(unit: FullyShardedDataParallel, states: tuple[Any, Any], *, ran: bool, gathered: bool) -> None:
     state: Any = unit
     handle = handle_of(unit)
     if handle is None:
         state._post_backward_callback_queued = ran
         state.training_state = TrainingState.IDLE
         return
+    state.training_state, handle._training_state = states
     if not gathered:
         before, handle._training_state = handle._training_state, HandleTrainingState.FORWARD
         _post_forward_reshard(unit, handle)
