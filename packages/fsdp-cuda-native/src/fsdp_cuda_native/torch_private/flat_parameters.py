@@ -360,6 +360,8 @@ def reshard(unit: FullyShardedDataParallel) -> None:
     flat = handle.flat_param
     if is_kept(unit):
         del handle.reshard
+        for hook in handle.__dict__.pop(_CALLS):
+            hook.remove()
         handle.__dict__[_WAS_KEPT] = True
         increment_version(flat)
     at_rest = (
@@ -384,13 +386,25 @@ def shows_parameters(unit: FullyShardedDataParallel) -> bool:
     return bool(handle._use_orig_params and module._parameters.get(name) is flat._params[0])
 
 
-def keep_gathered(units: Iterable[FullyShardedDataParallel]) -> None:
-    """Keep the parameters of units from now on, until :func:`reshard`, once they are gathered."""
+def keep_gathered(units: Iterable[FullyShardedDataParallel], before_call: Callable[..., None]) -> None:
+    """Keep the parameters of units from now on, until :func:`reshard`, once they are gathered.
+
+    Args:
+        units: The units.
+        before_call: Called with a weak reference to a unit before each call of a module that has parameters of it: a
+            backward pass may compute activations again.
+    """
     for unit in units:
         handle = handle_of(unit)
         if handle is not None and not is_kept(unit):
             handle.reshard = partial(_reshard_and_keep, weakref.ref(handle))
+            flat = handle.flat_param
+            modules = dict.fromkeys(info.module for info in (*flat._param_infos, *flat._shared_param_infos))
+            hook = partial(before_call, weakref.ref(unit))
+            handle.__dict__[_CALLS] = [module.register_forward_pre_hook(hook) for module in modules]
 
+
+_CALLS = "_fsdp_cuda_native_calls"
 
 _WAS_KEPT = "_fsdp_cuda_native_was_kept"
 

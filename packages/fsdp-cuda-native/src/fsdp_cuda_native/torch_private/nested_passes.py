@@ -106,7 +106,7 @@ class NestedPasses:
         if root is None:
             return
         if records:
-            keep_gathered(self.units)
+            keep_gathered(self.units, _show_views)
         if not self.accumulates(nodes):
             _gather_for_pass(unit)
             return
@@ -189,6 +189,14 @@ def _gather(unit: FullyShardedDataParallel, *, anew: bool = False) -> None:
     _unshard(unit, handle, stream, unit._pre_unshard_stream)
     unit._device_handle.current_stream().wait_stream(stream)
     handle._training_state = before
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _show_views(of: weakref.ref[FullyShardedDataParallel], module: nn.Module, args: Any) -> None:
+    """Let a module compute with gathered parameters in a backward pass, where activation checkpointing calls it."""
+    unit = of()
+    if unit is not None and torch._C._current_graph_task_id() != -1 and shows_parameters(unit):
+        _gather(unit, anew=True)
 
 
 def _gather_for_pass(unit: FullyShardedDataParallel) -> None:
