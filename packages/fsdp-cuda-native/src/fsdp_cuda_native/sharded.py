@@ -222,7 +222,7 @@ class NativeSharded(Sharded):
             # a unit that the last backward pass did not visit still shows its unsharded views, which torch would
             # take for parameters that the user has assigned
             for unit in self._units:
-                torch_private.reshard(unit)
+                torch_private.reshard(unit, keeps=True)
 
     def clip_norm(
         self,

@@ -350,15 +350,19 @@ def tied_members(unit: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, st
         yield info.module, info.param_name, info.prim_module, info.prim_param_name
 
 
-def reshard(unit: FullyShardedDataParallel) -> None:
+def reshard(unit: FullyShardedDataParallel, *, keeps: bool = False) -> None:
     """Free a unit's gathered parameters, if there are any, also if they were kept for a graph.
 
     That graph then raises when it is used. After a forward pass without a backward pass the root keeps them, and would
     reuse them after a step.
+
+    Args:
+        unit: The unit.
+        keeps: Whether parameters that are kept for a graph stay.
     """
     handle = handle_of(unit)
     flat = handle.flat_param
-    if is_kept(unit):
+    if is_kept(unit) and not keeps:
         del handle.reshard
         for hook in handle.__dict__.pop(_CALLS):
             hook.remove()
