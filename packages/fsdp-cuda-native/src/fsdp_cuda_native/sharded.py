@@ -33,7 +33,7 @@ from fsdp_core.state import (
 from fsdp_cuda_native.accumulated_gradients import forget, held_by_units, restore_to_units
 from fsdp_cuda_native.torch_private import flat_parameters as torch_private
 from fsdp_cuda_native.torch_private.gradient_hooks import call_gradient_hooks
-from fsdp_cuda_native.torch_private.nested_passes import NestedPasses, is_idle
+from fsdp_cuda_native.torch_private.nested_passes import NestedPasses
 from fsdp_cuda_native.torch_private.unit_gradients import drop_gradients, keep_gradients_of_frozen
 from fsdp_cuda_native.unflattened import as_user_wrote, layout_of, local_parts, named_members
 
@@ -177,7 +177,7 @@ class NativeSharded(Sharded):
         self.inner_pass_ended()
 
     def is_idle(self) -> bool:
-        return is_idle(self.root)
+        return self._passes.is_idle()
 
     def accumulates(self) -> bool:
         return self._passes.accumulates()

@@ -33,7 +33,7 @@ from fsdp_cuda_native.torch_private.flat_parameters import (
     units_of,
 )
 
-__all__ = ["NestedPasses", "is_idle"]
+__all__ = ["NestedPasses"]
 
 
 class NestedPasses:
@@ -61,6 +61,7 @@ class NestedPasses:
         self._begin_inside = begin_inside
         self._task, self._accumulates = -2, False
         self._outer = self._inner = -2
+        self._without_gradients: set[int] = set()
         self._tasks = weakref.WeakKeyDictionary[FullyShardedDataParallel, int]()
         own = weakref.ref(self)
         for unit in self.units:
@@ -86,6 +87,12 @@ class NestedPasses:
             self._accumulates = any(map(torch._C._will_engine_execute_node, nodes))
         return self._accumulates
 
+    def is_idle(self) -> bool:
+        """Whether neither a forward nor a backward pass of the root runs."""
+        root: Any = self._root()
+        idle = root.training_state == TrainingState.IDLE
+        return bool(idle and torch._C._current_graph_task_id() not in self._without_gradients)
+
     def begin_at_loss(self) -> None:
         """Note a backward pass that FSDP1 begins at the root's output, or at a loss in place of that."""
         root = self._root()
@@ -108,6 +115,10 @@ class NestedPasses:
         if records:
             keep_gathered(self.units, _show_views)
         if not self.accumulates(nodes):
+            if self._task not in self._without_gradients:
+                self._without_gradients.add(self._task)
+                end = partial(self._without_gradients.discard, self._task)
+                torch.autograd.Variable._execution_engine.queue_callback(end)
             _gather_for_pass(unit)
             return
         if records:
@@ -157,11 +168,6 @@ class NestedPasses:
             self.begin(unit, [node])
             _pre_backward_hook(unit, unit.module, handle, None)
         reduce_at(unit, node)
-
-
-def is_idle(root: FullyShardedDataParallel) -> bool:
-    """Whether neither a forward nor a backward pass of the root runs."""
-    return bool(root.training_state == TrainingState.IDLE)
 
 
 def _has_begun(handle: Any) -> bool:
