@@ -259,6 +259,22 @@ _OF_SHARDS = re.compile(
 _OF_GRAPHS = re.compile("modified by an inplace operation|modified inplace|setStorage")
 
 
+#: What to write where torch raises an error of one of its own limits in a step, by a part of the error's message.
+_WAYS_OUT = {
+    "only change requires_grad flags of leaf variables": (
+        "fsdp-core: this may be about a parameter that is frozen or unfrozen in a step while it is gathered, as a part "
+        "of one tensor: one of no unit, or of a unit that is gathered ahead.\n"
+        "Freeze it before the step; or let it belong to a unit, by auto_wrap_policy, without forward_prefetch; or use "
+        "strategy='fsdp2'."
+    ),
+    "backward once on any region computed under selective": (
+        "fsdp-core: activation_checkpointing_saves keeps results for one backward pass, and this is another one through "
+        "the same call, as retain_graph=True and create_graph=True need it.\n"
+        "Leave activation_checkpointing_saves out: then any number of backward passes compute all results again."
+    ),
+}
+
+
 def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = ()) -> None:
     """Add a note to an error of torch that says what to write if it is about a shard.
 
@@ -272,6 +288,10 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = ()) ->
         >>> error.__notes__[0].splitlines()[0]
         'fsdp-core: outside of a step, parameters are shards, and this may be about one.'
     """
+    for part, note in _WAYS_OUT.items():
+        if part in str(exception):
+            exception.add_note(note)
+            return
     codes = [frame.f_code for frame, _ in traceback.walk_tb(exception.__traceback__)]
     if _OF_GRAPHS.search(str(exception)) and any(one.has_freed_graph for one in sharded):
         exception.add_note(
