@@ -238,7 +238,7 @@ def in_backward() -> bool:
 
 
 def is_recomputing() -> bool:
-    """Whether activation checkpointing has called this, to compute activations again. There is no public way to check."""
+    """Whether activation checkpointing has called this to compute again. There is no public way to check."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_engine_run_backward":
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint" and frame.f_code.co_name != "checkpoint":

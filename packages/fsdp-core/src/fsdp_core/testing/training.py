@@ -130,16 +130,11 @@ def new_trainer(
 
 
 def new_fabric(
-    strategy: str,
-    world_size: int = 2,
-    options: Mapping[str, Any] | None = None,
-    precision: Any = None,
-    plugins: Any = None,
+    strategy: str, world_size: int = 2, options: Mapping[str, Any] | None = None, precision: Any = None
 ) -> Fabric:
     """A Fabric, launched. Its device and its arguments are those of :func:`new_trainer`."""
     chosen = strategy_argument(strategy, "fabric", options)
-    arguments = {"precision": precision, "plugins": plugins, **_devices(world_size)}
-    fabric = Fabric(accelerator=_accelerator(), strategy=chosen, **arguments)
+    fabric = Fabric(accelerator=_accelerator(), strategy=chosen, precision=precision, **_devices(world_size))
     fabric.launch()
     return fabric
 

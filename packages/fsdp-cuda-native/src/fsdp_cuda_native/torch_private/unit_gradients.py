@@ -58,12 +58,11 @@ class _ShownGradients:
         """Show gradients, as FSDP1 does when nothing waits for a reduction."""
         handle: Any = self._handle()
         params = handle.flat_param._params
-        kept = {
-            index: parameter.grad
-            for index, (parameter, shown) in enumerate(zip(params, self._shown, strict=True))
-            if not parameter.requires_grad and parameter.grad is not None and shown is not None
-            if shown() is parameter.grad
-        }
+        kept: dict[int, Tensor] = {}
+        for index, (parameter, shown) in enumerate(zip(params, self._shown, strict=True)):
+            held = parameter.grad
+            if held is not None and not parameter.requires_grad and shown is not None and shown() is held:
+                kept[index] = held
         type(handle)._use_sharded_grad_views(handle)
         self._note(params)
         for index, gradient in kept.items():

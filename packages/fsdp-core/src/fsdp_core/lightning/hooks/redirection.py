@@ -268,8 +268,8 @@ _WAYS_OUT = {
         "strategy='fsdp2'."
     ),
     "backward once on any region computed under selective": (
-        "fsdp-core: activation_checkpointing_saves keeps results for one backward pass, and this is another one through "
-        "the same call, as retain_graph=True and create_graph=True need it.\n"
+        "fsdp-core: activation_checkpointing_saves keeps results for one backward pass, and this is another one "
+        "through the same call, as retain_graph=True and create_graph=True need it.\n"
         "Leave activation_checkpointing_saves out: then any number of backward passes compute all results again."
     ),
 }

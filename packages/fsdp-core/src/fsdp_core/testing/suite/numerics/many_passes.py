@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.base_class import Clauses, needs_of, requires
 from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.pairs import SEED
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, strategy_argument
 
 __all__ = ["SETTINGS", "STEPS", "ManyPassesSuite", "Setting"]
 
@@ -371,8 +372,14 @@ def _fit(strategy: str, tmp: str, front: str, what: str, setting: Setting, batch
 
 
 def _fabric(strategy: str, what: str, setting: Setting, batches: int = BATCHES) -> Trained:
-    precision = setting.precision_of(FabricMixedPrecision)
-    fabric = new_fabric(strategy, setting.ranks, setting.options or None, **precision)
+    options = setting.options or None
+    if setting.precision == "16-mixed":
+        chosen = strategy_argument(strategy, "fabric", options)
+        plugins = setting.precision_of(FabricMixedPrecision)
+        fabric = Fabric(accelerator="cpu", devices=setting.ranks, strategy=chosen, **plugins)
+        fabric.launch()
+    else:
+        fabric = new_fabric(strategy, setting.ranks, options, setting.precision)
     net = oracle.new_net()
     _prepare(net, what)
     model, optimizer = fabric.setup(net, oracle.momentum(net))
