@@ -60,8 +60,10 @@ class _ShownGradients:
         params = handle.flat_param._params
         kept: dict[int, Tensor] = {}
         for index, (parameter, shown) in enumerate(zip(params, self._shown, strict=True)):
-            held = parameter.grad
-            if held is not None and not parameter.requires_grad and shown is not None and shown() is held:
+            held: Tensor | None = parameter.grad
+            if held is None or parameter.requires_grad or shown is None:
+                continue
+            if shown() is held:
                 kept[index] = held
         type(handle)._use_sharded_grad_views(handle)
         self._note(params)

@@ -264,8 +264,7 @@ _WAYS_OUT = {
     "only change requires_grad flags of leaf variables": (
         "fsdp-core: this may be about a parameter that is frozen or unfrozen in a step while it is gathered, as a part "
         "of one tensor: one of no unit, or of a unit that is gathered ahead.\n"
-        "Freeze it before the step; or let it belong to a unit, by auto_wrap_policy, without forward_prefetch; or use "
-        "strategy='fsdp2'."
+        "Freeze it before the step; or let it belong to a unit, by auto_wrap_policy, that is not gathered ahead."
     ),
     "backward once on any region computed under selective": (
         "fsdp-core: activation_checkpointing_saves keeps results for one backward pass, and this is another one "
