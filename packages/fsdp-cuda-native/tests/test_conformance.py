@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fsdp_core import Capability
+from fsdp_core.testing import oracle
 from fsdp_core.testing.meshes import LINES, DeclaredMesh
 from fsdp_core.testing.pairs.dimensions import of_option
 from fsdp_core.testing.suite import PresetSuite, StrategySuite
@@ -33,6 +34,15 @@ class TestNative(StrategySuite):
         of_option("use_orig_params", False),
         of_option("backward_prefetch", "BACKWARD_POST"),
     )
+    own_step_options: ClassVar = {
+        "replicate 2 x shard 2": meshes["replicate 2 x shard 2"],
+        "NO_SHARD": DeclaredMesh(ranks=2, options={"sharding_strategy": "NO_SHARD"}),
+        "use_orig_params=False": DeclaredMesh(
+            ranks=2, options={"use_orig_params": False, "auto_wrap_policy": oracle.is_layer}
+        ),
+    }
+    # a block's parameters are a part of one tensor while the root is gathered
+    refused_steps: ClassVar = {"the root alone": ("parameters frozen for a call",)}
     own_rules: ClassVar = (
         {"mesh": "replicate 2 x shard 2", "sharding_strategy": ("SHARD_GRAD_OP", "NO_SHARD")},
         # one flat parameter can't be frozen in part, nor be in two param groups or optimizers

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch.distributed.fsdp import FSDPModule
 
 from declared_meshes import MESHES
+from fsdp_core.testing.meshes import DeclaredMesh
 from fsdp_core.testing.suite import PresetSuite, StrategySuite
 
 
 class TestFSDP2(StrategySuite):
     strategy = "fsdp2"
     meshes = MESHES
+    own_step_options: ClassVar = {
+        "replicate 2 x shard 2": MESHES["replicate 2 x shard 2"],
+        "resharded over 2 of 4 ranks": DeclaredMesh(ranks=4, options={"reshard_after_forward": 2}),
+    }
     refused_with = None if hasattr(FSDPModule, "reset_iter_state") else "or upgrade to torch"  # before torch 2.13
 
 

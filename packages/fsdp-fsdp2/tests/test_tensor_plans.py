@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 import fsdp_core
-from fsdp_core.errors import ShardingError
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.refusals import assert_says, refusal
@@ -31,6 +31,10 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down, self.norm = nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.down(torch.tanh(self.up(self.norm(x))))
+        return output
 
 
 class Model(nn.Module):
@@ -116,6 +120,21 @@ class WithoutLayers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.only = nn.Linear(2, 2)
+
+
+def penalized() -> str:
+    layer = Layer()
+    options = {"tensor_parallel_size": 2, "tp_plan": {"up": ColwiseParallel(), "down": RowwiseParallel()}}
+    fabric = new_fabric("fsdp2", options=options)
+    model, _ = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    x = torch.ones(2, 4, requires_grad=True)
+    torch.autograd.grad(model(x).sum(), x)
+    return refusal(UnsupportedCapabilityError, lambda: torch.autograd.grad(model(x).sum(), x, create_graph=True))
+
+
+def test_second_derivatives_of_divided_layers_are_refused(ranks: RankPool) -> None:
+    for told in ranks.run(2, penalized):
+        assert_says(told, "create_graph=True", "tp_plan", "Leave tensor_parallel_size and tp_plan out")
 
 
 def test_a_plan_of_units_that_names_nothing_is_none() -> None:

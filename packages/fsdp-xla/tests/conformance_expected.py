@@ -38,6 +38,9 @@ CLASSIC = {
         )
         for front in ("automatic", "accumulated", "by hand", "by hand, with raw backward passes", "fabric")
     },
+    "test_steps_of_many_passes_with_options": (
+        "XlaFullyShardedDataParallel expects one backward pass for each of the root's forward passes, after it"
+    ),
     "test_running_statistics": _BIASED,
     **{
         f"{clause}[{precision}]": _FP32_SHARDS

@@ -64,6 +64,7 @@ __all__ = [
     "is_exhausted",
     "is_first_slice",
     "is_flattened",
+    "is_recomputing",
     "iterates_as_torch",
     "last_collective",
     "make_scaler_sharded",
@@ -270,6 +271,16 @@ def running_transforms() -> list[str]:
 def in_dual_level() -> bool:
     """Whether a level of ``torch.autograd.forward_ad`` is entered. There is no public way to check."""
     return bool(forward_ad._current_level >= 0)
+
+
+def is_recomputing() -> bool:
+    """Whether activation checkpointing has called this to compute again. There is no public way to check."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint" and frame.f_code.co_name != "checkpoint":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_accumulated(parameter: Tensor) -> bool:

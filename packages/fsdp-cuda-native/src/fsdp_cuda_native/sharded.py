@@ -33,8 +33,8 @@ from fsdp_core.state import (
 from fsdp_cuda_native.accumulated_gradients import forget, held_by_units, restore_to_units
 from fsdp_cuda_native.torch_private import flat_parameters as torch_private
 from fsdp_cuda_native.torch_private.gradient_hooks import call_gradient_hooks, refuse_use_outside
-from fsdp_cuda_native.torch_private.nested_passes import NestedPasses, is_idle
-from fsdp_cuda_native.torch_private.unit_gradients import drop_gradients
+from fsdp_cuda_native.torch_private.nested_passes import NestedPasses
+from fsdp_cuda_native.torch_private.unit_gradients import drop_gradients, keep_gradients_of_frozen
 from fsdp_cuda_native.unflattened import as_user_wrote, layout_of, local_parts, named_members
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class NativeSharded(Sharded):
             call_gradient_hooks(unit)
             if not torch_private.is_sharded(unit):
                 refuse_use_outside(unit, names)
+            keep_gradients_of_frozen(unit)
         torch_private.reduce_left_out(root)
         self.reshard()
         in_order = [p for p in written.parameters() if any(p is w for w in whole)]
@@ -178,7 +179,7 @@ class NativeSharded(Sharded):
         self.inner_pass_ended()
 
     def is_idle(self) -> bool:
-        return is_idle(self.root)
+        return self._passes.is_idle()
 
     def accumulates(self) -> bool:
         return self._passes.accumulates()
@@ -223,7 +224,7 @@ class NativeSharded(Sharded):
             # a unit that the last backward pass did not visit still shows its unsharded views, which torch would
             # take for parameters that the user has assigned
             for unit in self._units:
-                torch_private.reshard(unit)
+                torch_private.reshard(unit, keeps=True)
 
     def clip_norm(
         self,

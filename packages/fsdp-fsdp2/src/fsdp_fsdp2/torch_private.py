@@ -214,7 +214,7 @@ class UnusedParameters:
         for unit in units:  # torch queues that of the unit whose output a backward pass reaches first
             state: Any = unit._get_fsdp_state()
             state._root_post_backward_final_callback = partial(_agree_last, weakref.ref(self), weakref.ref(state))
-        self.recorded = RecordedGraphs(self._groups)
+        self.recorded = RecordedGraphs(self._groups, weakref.ref(units[-1]._get_fsdp_state()))
         for group in self._groups:
             _follow_gathered(group, state if group in self._root else None)
 
@@ -249,6 +249,7 @@ class UnusedParameters:
         A unit that no forward pass has called yet has nothing to do, but torch would look for its gradients while
         micro-batches accumulate in a reduce dtype of their own, and fail.
         """
+        self._step.on = False  # the pass may have reached the output of no unit
         if not all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
             return
         if group.reduce_grads and not self.accumulates():
@@ -280,6 +281,7 @@ class UnusedParameters:
 
     def finish(self, state: Any) -> None:
         """End a backward pass: reduce what is pending, and agree on what was used. All ranks must call it."""
+        self._step.on = False
         accumulates, running = self.accumulates(), _running(state)
         iteration = state._state_ctx.iter_forward_root
         kept = self._groups if self.recorded else [group for one in running for group in _groups_of(one)]
@@ -413,17 +415,20 @@ class RecordedGraphs:
 
     That graph holds the parameters, and reaches none of the unit's outputs when it is differentiated, where
     ``fully_shard`` would gather: it would compute with memory that was freed. So all units stay gathered from such a
-    pass on, until the end of the next one that records nothing.
+    pass on, until the end of the next one that records nothing. The end of one that reaches no output either is queued
+    by hooks of the parameters.
 
     Args:
         groups: The parameter groups of all units.
+        of_root: The root's state.
 
     Attributes:
         has_freed: Whether parameters were freed that such a graph may still hold.
     """
 
-    def __init__(self, groups: Sequence[Any]) -> None:
-        self._groups = groups
+    def __init__(self, groups: Sequence[Any], of_root: weakref.ref[Any]) -> None:
+        self._groups, self._of_root = groups, of_root
+        self._hooks: dict[Any, Any] = {}
         self._kept: set[Any] = set()
         self._records = self._exists = self.has_freed = False
         for group in groups:
@@ -435,6 +440,11 @@ class RecordedGraphs:
     def begin(self) -> None:
         """Record that the backward pass that runs records its own graph."""
         self._records = self._exists = True
+        for parameter in (p for group in self._groups for p in _trainable(group)):
+            if parameter in self._hooks or not parameter._unsharded_param.requires_grad:
+                continue
+            end = partial(_end_anyway, self._of_root)
+            self._hooks[parameter] = parameter._unsharded_param.register_post_accumulate_grad_hook(end)
 
     def end(self, *, is_last: bool) -> None:
         """End a backward pass.
@@ -456,6 +466,9 @@ class RecordedGraphs:
     def release(self) -> None:
         """Reshard what was kept. A graph that still holds it raises when it is differentiated."""
         self._records = self._exists = False
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
         kept, self._kept = self._kept, set()
         for group in kept:
             if not group.is_sharded:
@@ -737,6 +750,9 @@ def is_idle(root: FSDPModule) -> bool:
 _SEEN = "_fsdp_fsdp2_requires_grad"
 _KEEP, _ENTER = "_fsdp_fsdp2_keep", "_fsdp_fsdp2_enter"
 
+#: By state of a unit, the parameters that its modules hold instead of shards.
+_HELD = {"UNSHARDED": "_unsharded_param", "SHARDED_POST_FORWARD": "_sharded_post_forward_param"}
+
 
 def _follow_gathered(group: Any, root: Any | None) -> None:
     """Follow what a step does to a unit's gathered parameters.
@@ -753,6 +769,7 @@ def _follow_gathered(group: Any, root: Any | None) -> None:
 
 def _note_gathered(of: weakref.ref[Any], of_root: weakref.ref[Any] | None) -> None:
     group: Any = of()
+    _carry_requires_grad(group)
     type(group)._to_unsharded(group)
     if of_root is not None and _SEEN not in vars(group):
         for parameter in group.fsdp_params:
@@ -773,6 +790,12 @@ def _end_inside(of: weakref.ref[Any], gathered: Tensor) -> None:
         state._register_root_post_backward_final_callback()
 
 
+def _end_anyway(of: weakref.ref[Any], gathered: Tensor) -> None:
+    """Let torch end a backward pass that reaches parameters and may reach no output."""
+    if (state := of()) is not None:
+        state._register_root_post_backward_final_callback()
+
+
 def _carry_and_free(of: weakref.ref[Any], name: str) -> None:
     group = of()
     _carry_requires_grad(group)
@@ -785,13 +808,14 @@ def _carry_requires_grad(group: Any) -> None:
     """Copy ``requires_grad`` to shards from gathered parameters whose own was changed since they were gathered.
 
     ``fully_shard`` copies it from the shard when it gathers, and never back: a unit that stays gathered, as the last
-    one and the root do, would forget that it was unfrozen.
+    one and the root do, or sharded over fewer ranks, would forget that it was unfrozen.
     """
-    if not group.is_unsharded:
+    held = _HELD.get(group._sharded_state.name)
+    if held is None:
         return
     seen = vars(group).get(_SEEN, ())
     for index, (parameter, before) in enumerate(zip(group.fsdp_params, seen, strict=False)):
-        now = parameter._unsharded_param.requires_grad
+        now = getattr(parameter, held).requires_grad
         if now != before:
             parameter.sharded_param.requires_grad_(now)
             seen[index] = now

@@ -63,6 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fsdp_requires(*needs): the capabilities and options that a clause needs")
     config.addinivalue_line("markers", "fsdp_ranks(*kinds): the kinds of ranks that a clause applies to")
+    config.addinivalue_line("markers", "everything: a clause that takes long, for runs that choose")
     config.addinivalue_line("markers", "fsdp_scripts: a clause that starts scripts as users do")
     config.addinivalue_line("markers", "fsdp_undeclared(capability): a clause for strategies that lack a capability")
     files: list[Path] = config.getoption("--fsdp-report")

@@ -25,6 +25,7 @@ from torch.distributed.fsdp._runtime_utils import (
     _pre_backward_hook,
     _pre_forward,
     _pre_forward_unshard,
+    _register_post_backward_hook,
     _register_pre_backward_hooks,
     _root_pre_forward,
 )
@@ -61,9 +62,11 @@ __all__ = [
     "is_kept",
     "is_sharded",
     "keep_gathered",
+    "lacks_views",
     "leave_gradients",
     "no_reduction",
     "nodes_of",
+    "reduce_after_last",
     "reduce_at",
     "reduce_left_out",
     "reduce_unused",
@@ -71,6 +74,7 @@ __all__ = [
     "reshard",
     "resume_forward",
     "shard_group",
+    "shows_parameters",
     "suspend_forward",
     "tied_members",
     "units_of",
@@ -318,13 +322,21 @@ def _check_own(of: weakref.ref[GatheredWrites], unit: FullyShardedDataParallel, 
 def _follow_after(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any], as_params: bool) -> None:
     writes, handle = of(), of_handle()
     assert handle is not None  # it is the caller
-    GatheredValue.are_replaced = True
+    before, GatheredValue.are_replaced = handle._training_state, True
+    if before == HandleTrainingState.BACKWARD_PRE and lacks_views(handle):  # when it gathers this unit ahead
+        handle._training_state = HandleTrainingState.FORWARD
     try:
         type(handle)._use_unsharded_views(handle, as_params)
     finally:
         GatheredValue.are_replaced = False
+    handle._training_state = before
     if writes is not None and not as_params:
         writes.follow()
+
+
+def lacks_views(handle: Any) -> bool:
+    """Whether FSDP1 has forgotten the tensors that the forward pass has computed with, after another backward pass."""
+    return handle._use_orig_params and any(tensor is None for tensor in handle.flat_param._tensors)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -354,22 +366,27 @@ def tied_members(unit: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, st
         yield info.module, info.param_name, info.prim_module, info.prim_param_name
 
 
-def reshard(unit: FullyShardedDataParallel) -> None:
+def reshard(unit: FullyShardedDataParallel, *, keeps: bool = False) -> None:
     """Free a unit's gathered parameters, if there are any, also if they were kept for a graph.
 
     That graph then raises when it is used. After a forward pass without a backward pass the root keeps them, and would
     reuse them after a step.
+
+    Args:
+        unit: The unit.
+        keeps: Whether parameters that are kept for a graph stay.
     """
     handle = handle_of(unit)
     flat = handle.flat_param
-    place = flat._param_infos[0]
-    if is_kept(unit):
+    if is_kept(unit) and not keeps:
         del handle.reshard
+        for hook in handle.__dict__.pop(_CALLS):
+            hook.remove()
         handle.__dict__[_WAS_KEPT] = True
         increment_version(flat)
     at_rest = (
         # without sharding, a forward pass uses other views of the same memory
-        (not handle._use_orig_params or place.module._parameters.get(place.param_name) is flat._params[0])
+        (not handle._use_orig_params or shows_parameters(unit))
         and not handle._skipped_use_sharded_views
         and flat.data_ptr() == flat._local_shard.data_ptr()
         and (not handle.uses_sharded_strategy or handle.needs_unshard())
@@ -381,13 +398,33 @@ def reshard(unit: FullyShardedDataParallel) -> None:
         handle._prefetched = False
 
 
-def keep_gathered(units: Iterable[FullyShardedDataParallel]) -> None:
-    """Keep the parameters of units from now on, until :func:`reshard`, once they are gathered."""
+def shows_parameters(unit: FullyShardedDataParallel) -> bool:
+    """Whether a unit's modules hold the optimizer's parameters, and not views of the gathered flat parameter."""
+    handle = handle_of(unit)
+    flat = handle.flat_param
+    module, name = flat._param_infos[0].module, flat._param_infos[0].param_name
+    return bool(handle._use_orig_params and module._parameters.get(name) is flat._params[0])
+
+
+def keep_gathered(units: Iterable[FullyShardedDataParallel], before_call: Callable[..., None]) -> None:
+    """Keep the parameters of units from now on, until :func:`reshard`, once they are gathered.
+
+    Args:
+        units: The units.
+        before_call: Called with a weak reference to a unit before each call of a module that has parameters of it: a
+            backward pass may compute activations again.
+    """
     for unit in units:
         handle = handle_of(unit)
         if handle is not None and not is_kept(unit):
             handle.reshard = partial(_reshard_and_keep, weakref.ref(handle))
+            flat = handle.flat_param
+            modules = dict.fromkeys(info.module for info in (*flat._param_infos, *flat._shared_param_infos))
+            hook = partial(before_call, weakref.ref(unit))
+            handle.__dict__[_CALLS] = [module.register_forward_pre_hook(hook) for module in modules]
 
+
+_CALLS = "_fsdp_cuda_native_calls"
 
 _WAS_KEPT = "_fsdp_cuda_native_was_kept"
 
@@ -516,9 +553,20 @@ def _reduce_after_all_calls(of: weakref.ref[FullyShardedDataParallel], module: n
     unit = of()
     if unit is None or not torch.is_grad_enabled():
         return
+    if not unit.__dict__.get(_FIRST_CALL, True):
+        reduce_after_last(unit)
+
+
+def reduce_after_last(unit: FullyShardedDataParallel) -> None:
+    """Let the node that adds to the gradient of a unit's flat parameter now reduce it, if it is the last of its nodes.
+
+    Args:
+        unit: The unit, which is gathered.
+    """
     flat = handle_of(unit).flat_param
+    _register_post_backward_hook(unit, handle_of(unit))
     hooks: tuple[Any, ...] = getattr(flat, "_post_backward_hook_state", ())
-    if len(hooks) != 2 or not flat.requires_grad or unit.__dict__.get(_FIRST_CALL, True):
+    if len(hooks) != 2 or not flat.requires_grad:
         return
     grad_fn: Any = flat.expand_as(flat).grad_fn
     node = grad_fn.next_functions[0][0]

@@ -25,12 +25,15 @@ from fsdp_cuda_native.torch_private.flat_parameters import (
     handle_of,
     is_interrupted,
     keep_gathered,
+    lacks_views,
     nodes_of,
+    reduce_after_last,
     reduce_at,
+    shows_parameters,
     units_of,
 )
 
-__all__ = ["NestedPasses", "is_idle"]
+__all__ = ["NestedPasses"]
 
 
 class NestedPasses:
@@ -58,6 +61,7 @@ class NestedPasses:
         self._begin_inside = begin_inside
         self._task, self._accumulates = -2, False
         self._outer = self._inner = -2
+        self._without_gradients: set[int] = set()
         self._tasks = weakref.WeakKeyDictionary[FullyShardedDataParallel, int]()
         own = weakref.ref(self)
         for unit in self.units:
@@ -83,6 +87,12 @@ class NestedPasses:
             self._accumulates = any(map(torch._C._will_engine_execute_node, nodes))
         return self._accumulates
 
+    def is_idle(self) -> bool:
+        """Whether neither a forward nor a backward pass of the root runs."""
+        root: Any = self._root()
+        idle = root.training_state == TrainingState.IDLE
+        return bool(idle and torch._C._current_graph_task_id() not in self._without_gradients)
+
     def begin_at_loss(self) -> None:
         """Note a backward pass that FSDP1 begins at the root's output, or at a loss in place of that."""
         root = self._root()
@@ -103,8 +113,12 @@ class NestedPasses:
         if root is None:
             return
         if records:
-            keep_gathered(self.units)
+            keep_gathered(self.units, _show_views)
         if not self.accumulates(nodes):
+            if self._task not in self._without_gradients:
+                self._without_gradients.add(self._task)
+                end = partial(self._without_gradients.discard, self._task)
+                torch.autograd.Variable._execution_engine.queue_callback(end)
             _gather_for_pass(unit)
             return
         if records:
@@ -131,7 +145,7 @@ class NestedPasses:
             unit.training_state = TrainingState.IDLE
         self._tasks[unit] = self._task
         if not _has_begun(handle) and not _is_gathered(handle):
-            handle._needs_pre_backward_unshard = not _lacks_views(handle)
+            handle._needs_pre_backward_unshard = not lacks_views(handle)
             if not handle._needs_pre_backward_unshard:
                 _gather(unit)
 
@@ -139,8 +153,13 @@ class NestedPasses:
         """Gather the root's own parameters for a call inside a backward pass, a part of which may have freed them."""
         root = self._root()
         handle = None if root is None else handle_of(root)
-        if root is not None and handle is not None and not _is_gathered(handle):
+        if root is None or handle is None:
+            return
+        if not _is_gathered(handle) or shows_parameters(root):
             _gather(root, anew=True)
+        if self.follows():  # under mixed precision, parameters that were gathered anew have another node
+            reduce_after_last(root)
+            _show_parameters(weakref.ref(self), self._root, root.module, ())
 
     def begin_at_parameters(self, unit: FullyShardedDataParallel, node: Any) -> None:
         """Prepare for a backward pass that is about to add to the gradient of a unit, perhaps not at its output."""
@@ -149,11 +168,6 @@ class NestedPasses:
             self.begin(unit, [node])
             _pre_backward_hook(unit, unit.module, handle, None)
         reduce_at(unit, node)
-
-
-def is_idle(root: FullyShardedDataParallel) -> bool:
-    """Whether neither a forward nor a backward pass of the root runs."""
-    return bool(root.training_state == TrainingState.IDLE)
 
 
 def _has_begun(handle: Any) -> bool:
@@ -166,11 +180,6 @@ def _is_gathered(handle: Any) -> bool:
     return not handle.uses_sharded_strategy or flat.data_ptr() != flat._local_shard.data_ptr()
 
 
-def _lacks_views(handle: Any) -> bool:
-    """Whether FSDP1 has forgotten the tensors that the forward pass has computed with, after another backward pass."""
-    return handle._use_orig_params and any(tensor is None for tensor in handle.flat_param._tensors)
-
-
 def _gather(unit: FullyShardedDataParallel, *, anew: bool = False) -> None:
     """Gather a unit for a backward pass.
 
@@ -181,11 +190,19 @@ def _gather(unit: FullyShardedDataParallel, *, anew: bool = False) -> None:
     handle, stream = handle_of(unit), unit._unshard_stream
     before = handle._training_state
     handle._training_state = (
-        HandleTrainingState.FORWARD if anew or _lacks_views(handle) else HandleTrainingState.BACKWARD_PRE
+        HandleTrainingState.FORWARD if anew or lacks_views(handle) else HandleTrainingState.BACKWARD_PRE
     )
     _unshard(unit, handle, stream, unit._pre_unshard_stream)
     unit._device_handle.current_stream().wait_stream(stream)
     handle._training_state = before
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _show_views(of: weakref.ref[FullyShardedDataParallel], module: nn.Module, args: Any) -> None:
+    """Let a module compute with gathered parameters in a backward pass, where activation checkpointing calls it."""
+    unit = of()
+    if unit is not None and torch._C._current_graph_task_id() != -1 and shows_parameters(unit):
+        _gather(unit, anew=True)
 
 
 def _gather_for_pass(unit: FullyShardedDataParallel) -> None:
@@ -202,16 +219,19 @@ def _gather_for_pass(unit: FullyShardedDataParallel) -> None:
         state._post_backward_callback_queued = True
     else:
         handle._ran_pre_backward_hook = True
-    torch.autograd.Variable._execution_engine.queue_callback(partial(_end_pass, unit, ran=ran, gathered=gathered))
+    states = unit.training_state, None if handle is None else handle._training_state  # a frozen unit leaves others
+    end = partial(_end_pass, unit, states, ran=ran, gathered=gathered)
+    torch.autograd.Variable._execution_engine.queue_callback(end)
 
 
-def _end_pass(unit: FullyShardedDataParallel, *, ran: bool, gathered: bool) -> None:
+def _end_pass(unit: FullyShardedDataParallel, states: tuple[Any, Any], *, ran: bool, gathered: bool) -> None:
     state: Any = unit
     handle = handle_of(unit)
     if handle is None:
         state._post_backward_callback_queued = ran
         state.training_state = TrainingState.IDLE
         return
+    state.training_state, handle._training_state = states
     if not gathered:
         before, handle._training_state = handle._training_state, HandleTrainingState.FORWARD
         _post_forward_reshard(unit, handle)

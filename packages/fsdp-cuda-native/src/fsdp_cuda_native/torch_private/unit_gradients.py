@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from fsdp_cuda_native.torch_private.flat_parameters import handle_of
 
 __all__ = [
     "drop_gradients",
+    "keep_gradients_of_frozen",
     "no_gradient",
     "reduced_gradient",
     "saved_gradient",
@@ -19,6 +22,66 @@ __all__ = [
     "set_unreduced_gradients",
     "unreduced_gradients",
 ]
+
+
+def keep_gradients_of_frozen(unit: FullyShardedDataParallel) -> None:
+    """Let parameters that are frozen keep the gradients that they have, as in plain torch.
+
+    FSDP1 drops them at the end of the next forward pass, and sets them to zero in the flat parameter's gradient: what
+    was accumulated would be lost if parameters are frozen for a call. They are copied, because FSDP1 also adds
+    gradients of frozen parameters to the flat parameter's; it takes the copies back when it gathers.
+
+    Args:
+        unit: The unit.
+    """
+    handle = handle_of(unit)
+    if handle._use_orig_params:
+        shown = _ShownGradients(handle)
+        handle._use_sharded_grad_views = shown.show
+        if not handle.uses_sharded_strategy:
+            handle._use_unsharded_grad_views = shown.show_unreduced
+
+
+class _ShownGradients:
+    """The gradients that a unit's parameters show, and those that they keep while they are frozen.
+
+    Args:
+        handle: The handle of the unit's flat parameter.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = weakref.ref(handle)
+        self._shown: list[weakref.ref[Tensor] | None] = [None] * len(handle.flat_param._params)
+        self._copied: set[int] = set()
+
+    def show(self) -> None:
+        """Show gradients, as FSDP1 does when nothing waits for a reduction."""
+        handle: Any = self._handle()
+        params = handle.flat_param._params
+        kept: dict[int, Tensor] = {}
+        for index, (parameter, shown) in enumerate(zip(params, self._shown, strict=True)):
+            held: Tensor | None = parameter.grad
+            if held is None or parameter.requires_grad or shown is None:
+                continue
+            if shown() is held:
+                kept[index] = held
+        type(handle)._use_sharded_grad_views(handle)
+        self._note(params)
+        for index, gradient in kept.items():
+            if index not in self._copied:
+                gradient = gradient.clone()
+            params[index].grad = gradient
+            self._shown[index] = weakref.ref(gradient)
+        self._copied = set(kept)
+
+    def show_unreduced(self) -> None:
+        """Show gradients before they are reduced, which is where reduced ones are, without sharding."""
+        handle: Any = self._handle()
+        type(handle)._use_unsharded_grad_views(handle)
+        self._note(handle.flat_param._params)
+
+    def _note(self, params: Sequence[nn.Parameter]) -> None:
+        self._shown = [weakref.ref(p.grad) if p.requires_grad and p.grad is not None else None for p in params]
 
 
 def unreduced_gradients(unit: FullyShardedDataParallel) -> dict[tuple[nn.Module, str], Tensor]:

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -207,8 +208,24 @@ def tensor_parallelize(
                 f"tp_plan gives {name!r} the style {type(style).__name__}, which torch can't apply to a "
                 f"{type(module).__name__}: {error}\nGive it another style, or leave it out of the plan."
             ) from error
+        module.register_forward_hook(_refuse_recorded)
         for own, parameter in module.named_parameters():
             parameter.requires_grad_(own not in frozen)  # SequenceParallel makes new ones, all of them trained
+
+
+def _refuse_recorded(module: nn.Module, args: object, output: object) -> None:
+    """Let a backward pass with ``create_graph=True`` that reaches what a divided layer returns be refused."""
+    if isinstance(output, Tensor) and output.requires_grad and not torch.compiler.is_compiling():
+        output.register_hook(_refuse_graph)
+
+
+def _refuse_graph(_: Tensor) -> None:
+    if torch.is_grad_enabled():  # off in a backward pass, unless it was given create_graph=True
+        raise UnsupportedCapabilityError(
+            "create_graph=True goes through a layer that tp_plan divides, and torch's conversions between ranks' parts "
+            "and whole tensors can be differentiated once: second derivatives would lack parts, without a word.\n"
+            "Leave tensor_parallel_size and tp_plan out, and shard over all ranks."
+        )
 
 
 def _refuse_uneven(name: str, dims: Iterable[int], size: int, module: nn.Module, args: object, output: object) -> None:

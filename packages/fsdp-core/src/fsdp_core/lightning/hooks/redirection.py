@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from fsdp_core.lightning.precision_plugins import compute_context
 from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.fqn import clean_name
 from fsdp_core.state.full_tensor import check_not_gathered, gathered_modules, running_forwards
-from fsdp_core.torch_private import in_backward
+from fsdp_core.torch_private import in_backward, is_recomputing
 
 __all__ = [
     "CallTargets",
@@ -43,6 +43,9 @@ _followed: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 #: By module with a running call outside of a step: the exception that was being handled when the call began.
 _watched: WeakKeyDictionary[nn.Module, tuple[BaseException | None]] = WeakKeyDictionary()
+
+#: Roots of which a part is called anew in a backward pass, after their forward pass.
+_called_again: WeakSet[nn.Module] = WeakSet()
 
 #: Where a module's own ``forward``, which is not a method of its class, is kept while it has ours.
 _FORWARD = "_fsdp_core_forward"
@@ -266,6 +269,21 @@ _OF_VIEWS = re.compile("RegisterPostBackwardFunction.* inplace|inplace.* created
 _OF_GRAPHS = re.compile("modified by an inplace operation|modified inplace|setStorage")
 
 
+#: What to write where torch raises an error of one of its own limits in a step, by a part of the error's message.
+_WAYS_OUT = {
+    "only change requires_grad flags of leaf variables": (
+        "fsdp-core: this may be about a parameter that is frozen or unfrozen in a step while it is gathered, as a part "
+        "of one tensor: one of no unit, or of a unit that is gathered ahead.\n"
+        "Freeze it before the step; or let it belong to a unit, by auto_wrap_policy, that is not gathered ahead."
+    ),
+    "backward once on any region computed under selective": (
+        "fsdp-core: activation_checkpointing_saves keeps results for one backward pass, and this is another one "
+        "through the same call, as retain_graph=True and create_graph=True need it.\n"
+        "Leave activation_checkpointing_saves out: then any number of backward passes compute all results again."
+    ),
+}
+
+
 def explain_views(exception: BaseException) -> bool:
     """Add a note to an error of torch that says what to write if it is about views that a library has made.
 
@@ -305,6 +323,10 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = ()) ->
         >>> error.__notes__[0].splitlines()[0]
         'fsdp-core: outside of a step, parameters are shards, and this may be about one.'
     """
+    for part, note in _WAYS_OUT.items():
+        if part in str(exception):
+            exception.add_note(note)
+            return
     codes = [frame.f_code for frame, _ in traceback.walk_tb(exception.__traceback__)]
     if _OF_GRAPHS.search(str(exception)) and any(one.has_freed_graph for one in sharded):
         exception.add_note(
@@ -377,6 +399,8 @@ def _forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: 
     if root in running_forwards or (in_backward() and not _sharded(root).is_idle()):
         if in_backward():  # the recomputation of a call, or a new one
             _sharded(root).gather_again()
+            if root not in running_forwards and root not in _called_again and not is_recomputing():
+                return _call_again(root, forward, args, kwargs)
         return forward(*args, **kwargs)
     _begin(root, module)
     sharded, failed = _sharded(root), True
@@ -388,6 +412,17 @@ def _forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: 
     finally:
         _end(root, failed=failed)
     return output
+
+
+def _call_again(root: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Make a new call in the backward pass that follows a step, in the dtype in which units compute."""
+    sharded = _sharded(root)
+    _called_again.add(root)
+    try:
+        with compute_context(sharded.precision, sharded.runtime.device.type):
+            return forward(*args, **kwargs)
+    finally:
+        _called_again.discard(root)
 
 
 def _begin(root: nn.Module, module: nn.Module) -> None:

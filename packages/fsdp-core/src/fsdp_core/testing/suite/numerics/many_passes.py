@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+import random
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core.errors import FSDPError
+from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.meshes import DeclaredMesh
 from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.base_class import Clauses, requires
+from fsdp_core.testing.suite.base_class import Clauses, needs_of, requires
 from fsdp_core.testing.suite.modules.parameters import own_share
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+from fsdp_core.testing.suite.numerics.pairs import SEED
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, strategy_argument
 
-__all__ = ["STEPS", "ManyPassesSuite"]
+__all__ = ["SETTINGS", "STEPS", "ManyPassesSuite", "Setting"]
 
 
 @dataclass(kw_only=True)
@@ -233,6 +241,77 @@ STEPS: dict[str, Callable[[Step], Tensor]] = {
 
 BATCHES = 3
 
+#: What gradients are clipped to.
+_CLIP: Mapping[str, float] = {"norm": 0.3, "value": 0.02}
+
+#: Half precision: how far the weights' whole move may be from that in fp32, as a part of it. Measured: below 0.03. A
+#: gradient that is lost or counted twice is a third or more.
+_PART_OF_MOVE = 0.05
+
+#: A loss scale with which no gradient of the net overflows, so that no step is skipped.
+_SCALE = 2.0**8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How a step is trained, besides what it does.
+
+    Attributes:
+        options: The strategy's options.
+        ranks: The number of ranks.
+        accumulate: The number of micro-batches of an optimizer's step.
+        clip: What is clipped, if anything.
+        precision: Lightning's name of the precision.
+        needs: The capabilities that it needs, besides those of the options.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 2
+    accumulate: int = 1
+    clip: Literal["norm", "value"] | None = None
+    precision: Literal["bf16-mixed", "16-mixed"] | None = None
+    needs: tuple[Capability, ...] = ()
+
+    def unsharded(self) -> Setting:
+        """The setting of one process in fp32."""
+        return Setting(ranks=1, accumulate=self.accumulate, clip=self.clip)
+
+    def precision_of(self, plugin: Any) -> dict[str, Any]:
+        """The front end's arguments for the precision.
+
+        Args:
+            plugin: The front end's plugin for mixed precision.
+        """
+        if self.precision == "16-mixed":
+            return {"plugins": plugin("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=_SCALE))}
+        return {"precision": self.precision}
+
+
+_ACCUMULATES, _MIXED = Capability.GRADIENT_ACCUMULATION, Capability.MIXED_PRECISION
+
+#: Settings that differ from the default, by a name.
+SETTINGS: Mapping[str, Setting] = {
+    "accumulated and clipped by norm": Setting(
+        accumulate=2, clip="norm", needs=(_ACCUMULATES, Capability.CLIP_BY_NORM)
+    ),
+    "clipped by value": Setting(clip="value", needs=(Capability.CLIP_BY_VALUE,)),
+    "bf16-mixed": Setting(precision="bf16-mixed", needs=(_MIXED,)),
+    "16-mixed": Setting(precision="16-mixed", needs=(_MIXED, Capability.GRADIENT_SCALING)),
+    "reshard_after_forward=False": Setting(options={"reshard_after_forward": False}),
+    "cpu_offload": Setting(options={"cpu_offload": True}),
+    "activation checkpointing": Setting(options={"activation_checkpointing_policy": {oracle.Block}}),
+    "activation checkpointing, bf16-mixed, accumulated": Setting(
+        options={"activation_checkpointing_policy": {oracle.Block}},
+        precision="bf16-mixed",
+        accumulate=2,
+        needs=(_ACCUMULATES, _MIXED),
+    ),
+    "sync_each_batch": Setting(options={"sync_each_batch": True}, accumulate=2, needs=(_ACCUMULATES,)),
+    "the root alone": Setting(options={"auto_wrap_policy": None}),
+    "layers": Setting(options={"auto_wrap_policy": oracle.is_layer}),
+    "its own": Setting(),
+}
+
 
 def _prepare(net: oracle.Net, what: str) -> None:
     """Take the layer norms out of a net that is differentiated three times: torch's third derivative is not exact."""
@@ -259,73 +338,124 @@ class _Automatic(Lit):
 
 
 class _ByHand(_Automatic):
-    def __init__(self, what: str, *, raw: bool) -> None:
+    def __init__(self, what: str, setting: Setting, *, raw: bool) -> None:
         super().__init__(what)
         self.automatic_optimization = False
-        self.raw = raw
+        self.setting, self.raw = setting, raw
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
         backward = Tensor.backward if self.raw else self.manual_backward
-        optimizer.zero_grad()
+        accumulate, clip = self.setting.accumulate, self.setting.clip
+        if batch_idx % accumulate == 0:
+            optimizer.zero_grad()
         loss = STEPS[self.what](self._step_of(batch, backward, optimizer.zero_grad))
         self.losses.append(loss.detach())
-        backward(loss)
-        optimizer.step()
+        backward(loss / accumulate)
+        if (batch_idx + 1) % accumulate == 0:
+            if clip is not None:
+                self.clip_gradients(optimizer, gradient_clip_val=_CLIP[clip], gradient_clip_algorithm=clip)
+            optimizer.step()
 
 
-def _fit(strategy: str, tmp: str, world_size: int, front: str, what: str) -> Trained:
-    accumulated: dict[str, Any] = {"accumulate_grad_batches": BATCHES - 1} if front == "accumulated" else {}
-    module = _ByHand(what, raw="raw" in front) if "by hand" in front else _Automatic(what)
-    run = new_trainer(tmp, strategy, world_size, **accumulated)
-    run.fit(module, loader(BATCHES, world_size))
-    state = module.state_dict() if world_size == 1 else full_state(run.strategy)
+def _fit(strategy: str, tmp: str, front: str, what: str, setting: Setting, batches: int = BATCHES) -> Trained:
+    arguments: dict[str, Any] = setting.precision_of(MixedPrecision)
+    module = _ByHand(what, setting, raw="raw" in front) if "by hand" in front else _Automatic(what)
+    if module.automatic_optimization:
+        arguments["accumulate_grad_batches"] = setting.accumulate
+        if setting.clip is not None:
+            arguments |= {"gradient_clip_val": _CLIP[setting.clip], "gradient_clip_algorithm": setting.clip}
+    run = new_trainer(tmp, strategy, setting.ranks, setting.options or None, **arguments)
+    run.fit(module, loader(batches, setting.ranks))
+    state = module.state_dict() if setting.ranks == 1 else full_state(run.strategy)
     return means(module.losses), {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
-def _fabric(strategy: str, what: str) -> Trained:
-    fabric = new_fabric(strategy)
+def _fabric(strategy: str, what: str, setting: Setting, batches: int = BATCHES) -> Trained:
+    options = setting.options or None
+    if setting.precision == "16-mixed":
+        chosen = strategy_argument(strategy, "fabric", options)
+        plugins = setting.precision_of(FabricMixedPrecision)
+        fabric = Fabric(accelerator="cpu", devices=setting.ranks, strategy=chosen, **plugins)
+        fabric.launch()
+    else:
+        fabric = new_fabric(strategy, setting.ranks, options, setting.precision)
     net = oracle.new_net()
     _prepare(net, what)
     model, optimizer = fabric.setup(net, oracle.momentum(net))
     losses = []
-    for batch in oracle.global_batches(BATCHES):
+    for index, batch in enumerate(oracle.global_batches(batches)):
         x, y = own_share(fabric, batch)
-        optimizer.zero_grad()
-        loss = STEPS[what](
-            Step(net=model, blocks=net.blocks, x=x, y=y, backward=fabric.backward, forget=optimizer.zero_grad)
-        )
-        losses.append(loss.detach())
-        fabric.backward(loss)
-        optimizer.step()
+        is_last = (index + 1) % setting.accumulate == 0
+        if index % setting.accumulate == 0:
+            optimizer.zero_grad()
+        with fabric.no_backward_sync(model, enabled=not is_last):
+            loss = STEPS[what](
+                Step(net=model, blocks=net.blocks, x=x, y=y, backward=fabric.backward, forget=optimizer.zero_grad)
+            )
+            losses.append(loss.detach())
+            fabric.backward(loss / setting.accumulate)
+        if is_last and setting.clip == "norm":
+            fabric.clip_gradients(model, optimizer, max_norm=_CLIP["norm"])
+        elif is_last and setting.clip == "value":
+            fabric.clip_gradients(model, optimizer, clip_val=_CLIP["value"])
+        if is_last:
+            optimizer.step()
     return means(losses), {f"net.{name}": tensor for name, tensor in full_state(fabric.strategy).items()}
 
 
-def _train_all(strategy: str, tmp: str, front: str) -> dict[str, Trained | str]:
+def _train_all(strategy: str, tmp: str, front: str, setting: Setting, batches: int) -> dict[str, Trained | str]:
     """What all kinds of steps come to: losses and weights, or the message of a refusal."""
     outcomes: dict[str, Trained | str] = {}
     for what in STEPS:
         try:
-            outcomes[what] = _fabric(strategy, what) if front == "fabric" else _fit(strategy, tmp, 2, front, what)
+            if front == "fabric":
+                outcomes[what] = _fabric(strategy, what, setting, batches)
+            else:
+                outcomes[what] = _fit(strategy, tmp, front, what, setting, batches)
         except FSDPError as refused:
             outcomes[what] = str(refused)
+        except RuntimeError as error:  # torch's own, to which we have added what to write
+            if not getattr(error, "__notes__", ()):
+                raise
+            outcomes[what] = "\n".join([str(error), *error.__notes__])
     return outcomes
 
 
-def _differences(got: Trained | str, want: Trained) -> str | None:
+def _differences(got: Trained | str, want: Trained, precision: str | None = None) -> str | None:
     if isinstance(got, str):
         return f"refused: {got}"
     losses = max(abs(a - b) for a, b in zip(got[0], want[0], strict=True))
     weights = max(float((got[1][name].cpu() - tensor).abs().max()) for name, tensor in want[1].items())
-    worst = max(losses, weights)
-    return None if worst <= FP32_TOLERANCE else f"losses differ by {losses:.1e}, weights by {weights:.1e}"
+    if precision is None:
+        is_right = max(losses, weights) <= FP32_TOLERANCE
+    else:
+        before = {f"net.{name}": tensor for name, tensor in oracle.new_net().state_dict().items()}
+        error = sum(float((got[1][name].cpu().float() - tensor).square().sum()) for name, tensor in want[1].items())
+        moved = sum(float((before[name] - tensor).square().sum()) for name, tensor in want[1].items())
+        is_right = error <= _PART_OF_MOVE**2 * moved
+    return None if is_right else f"losses differ by {losses:.1e}, weights by {weights:.1e}"
 
 
 _by_hand = requires(Capability.MANUAL_OPTIMIZATION)
 
 
+def _parameter_set(name: str, setting: Setting) -> Any:
+    needs = [*needs_of(setting.options), *setting.needs]
+    return pytest.param(name, marks=[requires(*needs)] if needs else [], id=name)
+
+
 class ManyPassesSuite(Clauses):
-    """A step may do what a step of plain torch may."""
+    """A step may do what a step of plain torch may.
+
+    Attributes:
+        own_step_options: Options of this strategy alone, of which a run of the suite trains one with all kinds of
+            steps, by a name.
+        refused_steps: Kinds of steps that may be refused, or raise an error of torch with a note, by setting.
+    """
+
+    own_step_options: ClassVar[Mapping[str, DeclaredMesh]] = {}
+    refused_steps: ClassVar[Mapping[str, Collection[str]]] = {}
 
     @pytest.mark.parametrize(
         "front",
@@ -339,8 +469,40 @@ class ManyPassesSuite(Clauses):
     )
     def test_steps_of_many_passes(self, ranks: Ranks, tmp_path: Path, front: str) -> None:
         """Losses and weights must be those of one unsharded process, whatever a step differentiates and calls."""
-        how = "by hand" if front == "fabric" else front
-        wanted = {what: _fit("auto", str(tmp_path), 1, how, what) for what in STEPS}
-        for of_rank in ranks.run(2, _train_all, self.strategy, str(tmp_path), front):
-            wrong = {what: said for what, one in of_rank.items() if (said := _differences(one, wanted[what]))}
-            assert wrong == {}, f"steps that are wrong: {wrong}"
+        setting = Setting(accumulate=BATCHES - 1 if front == "accumulated" else 1)
+        self._assert_right(ranks, tmp_path, front, setting, BATCHES)
+
+    @pytest.mark.everything
+    @pytest.mark.parametrize("name", [_parameter_set(name, setting) for name, setting in SETTINGS.items()])
+    def test_steps_of_many_passes_with_options(self, ranks: Ranks, tmp_path: Path, name: str) -> None:
+        """So must they with options, under one front end that is drawn."""
+        draw = random.Random(f"{os.environ.get(SEED, '17')} {name}")
+        fronts = ["fabric", "automatic"]
+        if Capability.MANUAL_OPTIMIZATION in registry.strategies()[self.strategy].capabilities:
+            fronts.append("by hand")
+        front, setting = draw.choice(fronts), SETTINGS[name]
+        if name == "its own":
+            if not self.own_step_options:
+                pytest.skip("the strategy's tests name no options of its own")
+            name = draw.choice(sorted(self.own_step_options))
+            mesh = self.own_step_options[name]
+            setting = Setting(ranks=mesh.ranks, options=mesh.options_for("" if front == "fabric" else "net."))
+        elif "reshard_after_forward" in setting.options:
+            setting = Setting(options=self.asks.get(Capability.RESHARD_AFTER_FORWARD, setting.options))
+        self._assert_right(ranks, tmp_path, front, setting, max(BATCHES, 2 * setting.accumulate), name)
+
+    def _assert_right(
+        self, ranks: Ranks, tmp_path: Path, front: str, setting: Setting, batches: int, name: str = ""
+    ) -> None:
+        how, plain = "by hand" if front == "fabric" else front, setting.unsharded()
+        wanted = {what: _fit("auto", str(tmp_path), how, what, plain, batches) for what in STEPS}
+        refused = self.refused_steps.get(name, ())
+        trained = ranks.run(setting.ranks, _train_all, self.strategy, str(tmp_path), front, setting, batches)
+        for of_rank in trained:
+            wrong = {
+                what: said
+                for what, one in of_rank.items()
+                if not (isinstance(one, str) and what in refused)
+                and (said := _differences(one, wanted[what], setting.precision))
+            }
+            assert wrong == {}, f"steps that are wrong, under {front}, {name or 'by default'}: {wrong}"
