@@ -17,7 +17,7 @@ __all__ = ["Front", "Program", "compose", "differentiable", "train_inside"]
 Front = Literal["automatic", "by hand", "fabric"]
 
 #: Parts of the net that are called by themselves: all take and return a row of features for each row.
-PARTS = ("net.blocks[0]", "net.blocks[1]", "net.blocks[2]", "net.inp", "net.out", "net.frozen", "net.teacher")
+PARTS = ("net.blocks[0]", "net.blocks[1]", "net.blocks[2]", "net.inp", "net.out", "net.frozen", "net.teachers[1]")
 
 #: Parameters with respect to which a step differentiates, to which it writes, and that have hooks, with their part.
 PARAMETERS = {
@@ -117,7 +117,7 @@ class _Composer:
     lines: list[str] = field(default_factory=list)
     rows: dict[str, _Value] = field(default_factory=lambda: {"x": _Value()})
     losses: dict[str, _Value] = field(default_factory=dict)
-    frozen: set[str] = field(default_factory=lambda: {"net.frozen", "net.teacher"})
+    frozen: set[str] = field(default_factory=lambda: {"net.frozen", "net.teachers[1]"})
     freed: set[int] = field(default_factory=set)
     parts: list[str] = field(default_factory=list)
     handles: list[str] = field(default_factory=list)
@@ -129,6 +129,11 @@ class _Composer:
         """A tensor of rows, which can still be differentiated; the later ones more often."""
         usable = [name for name, value in self.rows.items() if self.is_careless or not value.calls & self.freed]
         return self.rng.choice(usable[-3:] + usable)
+
+    def trained_row(self) -> str:
+        """A tensor of rows that a loss should depend on."""
+        usable = [name for name, value in self.rows.items() if value.sources and not value.calls & self.freed]
+        return self.rng.choice(usable) if usable and self.rng.random() < 0.85 else self.row()
 
     def loss(self) -> str | None:
         usable = [
@@ -174,7 +179,7 @@ class _Composer:
         self.rows[name] = self._computed(name, value)
 
     def add_loss(self) -> None:
-        a, b, name = self.row(), self.row(), self.name("l")
+        a, b, name = self.trained_row(), self.row(), self.name("l")
         form = self.rng.choice(["mse_loss({a}, y)", "mse_loss({a}, y)", "({a} * {b}).mean()", "{a}.square().mean()"])
         self.lines.append(f"{name} = {form.format(a=a, b=b)}")
         self.losses[name] = self._computed(name, self.rows[a] | self.rows[b] if "{b}" in form else self.rows[a])
@@ -262,28 +267,24 @@ class _Composer:
 
     def add_write(self) -> None:
         kind = self.rng.random()
+        parameter = self.rng.choice(sorted(PARAMETERS))
         if kind < 0.2:
-            self.lines.append("net.scale.mul_(1.1)")
-            self._write("net.scale")
+            line, part = "net.scale.mul_(1.1)", "net.inp"
         elif kind < 0.4:
-            self.lines.append(
-                "with torch.no_grad(): "
-                "[t.lerp_(p, 0.1) for t, p in zip(net.teacher.parameters(), net.blocks[0].parameters())]"
-            )
-            self._write("net.teacher")
+            of = self.rng.randrange(2)
+            parameters = f"zip(net.teachers[{of}].parameters(), net.blocks[{of}].parameters())"
+            line, part = f"with torch.no_grad(): [t.lerp_(p, 0.1) for t, p in {parameters}]", f"net.teachers[{of}]"
         elif kind < 0.7:
-            self.lines.append(f"{self.rng.choice(sorted(PARAMETERS))}.data.mul_(0.9)")
+            line, part = f"{parameter}.data.mul_(0.9)", PARAMETERS[parameter]
         else:
-            parameter = self.rng.choice(sorted(PARAMETERS))
-            self.lines.append(f"with torch.no_grad(): {parameter}.mul_(0.9)")
-            self._write(PARAMETERS[parameter])
-
-    def _write(self, part: str) -> None:
-        """Take no graph that holds a part's parameters as they were before a write that torch counts."""
-        touched = {part, "net", "net.out"} if part == "net.inp" else {part, "net"}
-        if part == "net.teacher":
-            touched.discard("net")
-        self.freed |= {number for number, called in enumerate(self.parts, 1) if called in touched}
+            line, part = f"with torch.no_grad(): {parameter}.mul_(0.9)", PARAMETERS[parameter]
+        # What a graph holds is written to: torch refuses to differentiate it, or computes with values of two times.
+        touched = {part, "net.out"} if part == "net.inp" else {part}
+        touched |= set() if part.startswith("net.teachers") else {"net"}
+        is_held = any(called in touched for called in self.parts)
+        if not (is_held and ".data" in line and self.is_careless):
+            self.lines.append(line)
+            self.freed |= {number for number, called in enumerate(self.parts, 1) if called in touched}
 
     def finish(self) -> None:
         """Add up the loss of the step, from one or more that can be differentiated."""

@@ -19,11 +19,11 @@ Outcome = oracle.Trained | str
 
 
 def new_net(program: Program) -> oracle.Net:
-    """The suite's net, with a frozen teacher that it does not call."""
+    """The suite's net, with frozen teachers of two of its blocks, which it does not call."""
     net = oracle.new_net()
     for block in net.blocks if not program.has_norms else ():
         block.norm = nn.Identity()
-    net.teacher = copy.deepcopy(net.blocks[0]).requires_grad_(False)
+    net.teachers = copy.deepcopy(net.blocks[:2]).requires_grad_(False)
     return net
 
 
