@@ -753,7 +753,7 @@ def _note_gathered(of: weakref.ref[Any], of_root: weakref.ref[Any] | None) -> No
             if gathered.is_floating_point() or gathered.is_complex():
                 required = gathered.requires_grad
                 gathered.requires_grad_(True)  # a hook can't be placed otherwise
-                gathered.register_post_accumulate_grad_hook(partial(_end_inside, of_root))
+                Tensor.register_post_accumulate_grad_hook(gathered, partial(_end_inside, of_root))
                 gathered.requires_grad_(required)
     vars(group)[_SEEN] = [parameter._unsharded_param.requires_grad for parameter in group.fsdp_params]
 
@@ -840,6 +840,8 @@ class GatheredWrites:
     ) -> None:
         self._values = values
         self._gathered = [(p, GatheredValue(names[p.sharded_param])) for p in _parameters(unit)]
+        for parameter, value in self._gathered:
+            value.shard = partial(_shard_of, weakref.ref(parameter))
         own = weakref.ref(self)
         for index, (parameter, _) in enumerate(self._gathered):
             # by weak references, or a cycle would delay the release of memory
@@ -930,6 +932,12 @@ def _enter(of: weakref.ref[GatheredWrites], module: nn.Module, args: Any) -> Non
 def _leave(of: weakref.ref[GatheredWrites], *_: Any) -> None:
     if (writes := of()) is not None and not recomputes():
         writes.leave()
+
+
+def _shard_of(of: weakref.ref[Any]) -> nn.Parameter:
+    parameter: Any = of()
+    shard: nn.Parameter = parameter.sharded_param
+    return shard
 
 
 def _let_go(of: weakref.ref[Any], of_parameter: weakref.ref[Any]) -> nn.Parameter:

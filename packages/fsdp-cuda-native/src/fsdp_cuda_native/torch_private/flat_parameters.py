@@ -31,6 +31,7 @@ from torch.distributed.fsdp._runtime_utils import (
 from torch.distributed.utils import _cast_forward_inputs
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.sharding import GatheredValue, KeptPart, UnitCalls, WrittenValues
 from fsdp_core.state import gathered_modules
 
@@ -45,6 +46,7 @@ __all__ = [
     "expect_backward",
     "flat_members",
     "flattening_parts",
+    "follow_frozen",
     "follow_requires_grad",
     "forget_pending",
     "forget_views",
@@ -237,7 +239,11 @@ class GatheredWrites:
         for index, (attribute, module, _) in enumerate(self._handle.flat_param._param_infos):
             name = f"{names[module]}.{attribute}".removeprefix(".")
             trained = self._handle.flat_param if params is None else params[index]
-            self._gathered.append((GatheredValue(name, partial(getattr, trained, "requires_grad")), module, attribute))
+            value = GatheredValue(name, partial(getattr, trained, "requires_grad"))
+            if params is not None:
+                value.shard = partial(_same, params[index])
+                value.train = partial(_train, weakref.ref(self), index)
+            self._gathered.append((value, module, attribute))
         own, of = weakref.ref(self), weakref.ref(self._handle)
         unit.register_forward_pre_hook(partial(_check_own, own), prepend=True)
         self._handle._use_unsharded_views = partial(_follow_after, own, of)
@@ -256,10 +262,52 @@ class GatheredWrites:
         for value, *_ in self._gathered:
             value.replaces = on
 
+    def train(self, index: int, trains: bool) -> None:
+        """Freeze a parameter that is gathered, or let it be trained, from the next operation on.
+
+        Raises:
+            UnsupportedCapabilityError: All parameters of the unit were frozen when it was gathered, for which FSDP1
+                follows no gradient.
+        """
+        flat = self._handle.flat_param
+        value, module, attribute = self._gathered[index]
+        if trains and not flat.requires_grad:
+            raise UnsupportedCapabilityError(
+                f"{value.name!r} was unfrozen while it is gathered, with no other parameter of its unit trained: FSDP1 "
+                "follows no gradient of it then.\n"
+                "Unfreeze it before training_step(), such as in on_train_batch_start(); or use strategy='fsdp2'."
+            )
+        flat._params[index].requires_grad_(trains)
+        if trains != module._parameters[attribute].requires_grad:
+            with torch.enable_grad():
+                views = list(self._handle._get_unflat_views())
+            self._hold(index, views[index] if trains else views[index].detach())
+
+    def _hold(self, index: int, view: Tensor) -> None:
+        """Let modules hold another view of a gathered parameter."""
+        value, module, attribute = self._gathered[index]
+        before = module._parameters.get(attribute)
+        flat = self._handle.flat_param
+        flat._tensors[index] = view
+        ties = ((one.module, one.param_name, one.prim_module, one.prim_param_name) for one in flat._shared_param_infos)
+        tied = [(place, name) for place, name, *prime in ties if prime == [module, attribute]]
+        for place, name in [(module, attribute), *tied]:
+            place._parameters[name] = view
+            place.__dict__.pop(name, None)
+        is_counted = before is not None and getattr(before, "_fsdp_value", None) is value and value.is_written(before)
+        value.follow(view)
+        if is_counted:
+            value.note(has_changed=True)
+
     def follow(self) -> None:
-        """Follow the views that modules hold now instead of parameters."""
-        for value, module, attribute in self._gathered:
+        """Follow the views that modules hold now instead of parameters. What is frozen is in no graph."""
+        flat = self._handle.flat_param
+        is_forward = flat._params is not None and self._handle._training_state == HandleTrainingState.FORWARD
+        for index, (value, module, attribute) in enumerate(self._gathered):
             view = module._parameters.get(attribute, module.__dict__.get(attribute))
+            if is_forward and isinstance(view, Tensor) and view.requires_grad and not value.is_trained():
+                self._hold(index, view.detach())
+                continue
             if view is not None and not isinstance(view, nn.Parameter):
                 value.follow(view)
             if attribute in module._parameters:  # FSDP1 lets the module hold it twice: functional_call() sets this one
@@ -291,6 +339,15 @@ class GatheredWrites:
         for value, view, is_certain in written:
             value.taken(view)
             value.keep(part, flat._local_shard, view, self._values, is_counted=is_certain)
+
+
+def _same(parameter: nn.Parameter) -> nn.Parameter:
+    return parameter
+
+
+def _train(of: weakref.ref[GatheredWrites], index: int, trains: bool) -> None:
+    if (writes := of()) is not None:
+        writes.train(index, trains)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -719,6 +776,16 @@ def at_end_of_backward(root: FullyShardedDataParallel, output: Any, call: Callab
     for tensor in tree_leaves(output):
         if torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(queue)
+
+
+def follow_frozen(unit: FullyShardedDataParallel) -> None:
+    """Let a backward pass add to no gradient of a unit that was frozen since its forward pass, as in plain torch."""
+    handle = handle_of(unit)
+    params = None if handle is None else handle.flat_param._params
+    if params is not None:
+        handle.flat_param.requires_grad = any(parameter.requires_grad for parameter in params)
+        if hasattr(handle.flat_param, "_post_backward_hook_state"):
+            _forget_unfit_hooks(handle.flat_param)
 
 
 def _forget_unfit_hooks(flat: Any) -> None:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.state import gathered_modules
 from fsdp_cuda_native.torch_private.flat_parameters import (
+    follow_frozen,
     handle_of,
     is_interrupted,
     keep_gathered,
@@ -77,6 +78,8 @@ class NestedPasses:
         """
         task, nodes = torch._C._current_graph_task_id(), first
         if task != self._task:
+            for unit in self.units:
+                follow_frozen(unit)
             nodes = chain(first, (node for unit in self.units for node in nodes_of(unit)))
             self._task, self._accumulates = task, False
         if not self._accumulates:  # it may reach a frozen unit first, or one whose nodes FSDP1 has forgotten
@@ -145,6 +148,8 @@ class NestedPasses:
     def begin_at_parameters(self, unit: FullyShardedDataParallel, node: Any) -> None:
         """Prepare for a backward pass that is about to add to the gradient of a unit, perhaps not at its output."""
         handle = handle_of(unit)
+        if not handle.flat_param.requires_grad:  # frozen since the call: the node adds nothing
+            return
         if not _has_begun(handle) or self._tasks.get(unit) != torch._C._current_graph_task_id():
             self.begin(unit, [node])
             _pre_backward_hook(unit, unit.module, handle, None)
