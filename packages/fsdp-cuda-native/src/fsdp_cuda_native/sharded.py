@@ -81,6 +81,8 @@ class NativeSharded(Sharded):
             torch_private.watch_calls(unit)
             call_gradient_hooks(unit)
         torch_private.reduce_left_out(root)
+        if root in self._units:
+            root.register_forward_pre_hook(partial(_gather_anew, weakref.ref(self)), prepend=True)
         self.reshard()
         in_order = [p for p in written.parameters() if any(p is w for w in whole)]
         self._replicated = ReplicatedParameters(in_order, root, runtime, self.asks_accumulates) if in_order else None
@@ -299,6 +301,16 @@ class NativeSharded(Sharded):
 def _follow_gathered(sharded: NativeSharded | None, unit: FullyShardedDataParallel, args: Any, output: Any) -> None:
     if sharded is not None:  # None in the hooks of a deep copy
         sharded._follow(unit)
+
+
+def _gather_anew(of: weakref.ref[NativeSharded], root: FullyShardedDataParallel, args: Any) -> None:
+    """Free what the root has kept of a forward pass whose backward pass is to come, at the begin of another one.
+
+    Under Fabric parameters are shards between the two, and what is written to them would not be seen.
+    """
+    sharded = of()
+    if sharded is not None and sharded.is_idle():
+        torch_private.free_before_call(root)
 
 
 def _suspend_again(of: weakref.ref[NativeSharded], _: Tensor) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ __all__ = [
     "follow_frozen",
     "follow_requires_grad",
     "forget_pending",
+    "free_before_call",
     "forget_views",
     "gathered_parameters",
     "handle_of",
@@ -241,7 +242,7 @@ class GatheredWrites:
             trained = self._handle.flat_param if params is None else params[index]
             value = GatheredValue(name, partial(getattr, trained, "requires_grad"))
             if params is not None:
-                value.shard = partial(_same, params[index])
+                value.shard = partial(_refuse_hook, name)
                 value.train = partial(_train, weakref.ref(self), index)
             self._gathered.append((value, module, attribute))
         own, of = weakref.ref(self), weakref.ref(self._handle)
@@ -341,8 +342,13 @@ class GatheredWrites:
             value.keep(part, flat._local_shard, view, self._values, is_counted=is_certain)
 
 
-def _same(parameter: nn.Parameter) -> nn.Parameter:
-    return parameter
+def _refuse_hook(name: str) -> NoReturn:
+    raise UnsupportedCapabilityError(
+        f"a hook on the gradient of {name!r} while it is gathered: FSDP1 reduces it to the shard without a call of the "
+        "hook.\n"
+        "Write parameter.register_post_accumulate_grad_hook(hook) before training: in on_fit_start(), under Fabric "
+        "after fabric.setup(); or use strategy='fsdp2'."
+    )
 
 
 def _train(of: weakref.ref[GatheredWrites], index: int, trains: bool) -> None:
@@ -419,6 +425,12 @@ def reshard(unit: FullyShardedDataParallel) -> None:
         handle.reshard(handle.uses_sharded_strategy)
         handle.post_reshard()
         handle._prefetched = False
+
+
+def free_before_call(root: FullyShardedDataParallel) -> None:
+    """Free what an idle root has kept of its last call, unless a backward pass is running or a graph needs it."""
+    if torch._C._current_graph_task_id() == -1 and not is_kept(root):
+        reshard(root)
 
 
 def keep_gathered(units: Iterable[FullyShardedDataParallel]) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp._runtime_utils import _post_forward_reshard, _pre_ba
 from torch.utils._pytree import tree_leaves
 
 from fsdp_core import UnsupportedCapabilityError
+from fsdp_core.sharding import is_accumulated
 from fsdp_core.state import gathered_modules
 from fsdp_cuda_native.torch_private.flat_parameters import (
     follow_frozen,
@@ -82,6 +83,8 @@ class NestedPasses:
                 follow_frozen(unit)
             nodes = chain(first, (node for unit in self.units for node in nodes_of(unit)))
             self._task, self._accumulates = task, False
+            if any(map(_is_forgotten, self.units)):  # by the end of a pass in a hook of this one's loss
+                self._accumulates = any(is_accumulated(handle_of(unit).flat_param) for unit in filter(_is_forgotten, self.units))
         if not self._accumulates:  # it may reach a frozen unit first, or one whose nodes FSDP1 has forgotten
             self._accumulates = any(map(torch._C._will_engine_execute_node, nodes))
         return self._accumulates
@@ -122,6 +125,8 @@ class NestedPasses:
             if self._is_running():
                 self._begin_inside()
             elif unit is not root:
+                if handle_of(root) is not None:  # it may have been taken for one that adds to no gradient
+                    handle_of(root)._ran_pre_backward_hook = False
                 _pre_backward_hook(root, root.module, handle_of(root), None)
         elif self._task not in (self._outer, self._inner):  # what follows in the one around it needs the root again
             self._inner = self._task
@@ -159,6 +164,12 @@ class NestedPasses:
 def is_idle(root: FullyShardedDataParallel) -> bool:
     """Whether neither a forward nor a backward pass of the root runs."""
     return bool(root.training_state == TrainingState.IDLE)
+
+
+def _is_forgotten(unit: FullyShardedDataParallel) -> bool:
+    """Whether FSDP1 knows of no node that adds to the gradient of a unit that is trained."""
+    handle = handle_of(unit)
+    return handle is not None and handle.flat_param.requires_grad and not any(nodes_of(unit))
 
 
 def _has_begun(handle: Any) -> bool:

@@ -257,8 +257,9 @@ class _Composer:
             if loss is not None:
                 part = self.rng.choice(["net", "net", "net.blocks[1]"])
                 self.lines.append(f"{loss}.register_hook(lambda g: train_inside({part}, x, g))")
-        else:
-            handle, parameter = self.name("hook"), self.rng.choice(sorted(set(PARAMETERS) - {"net.frozen.weight"}))
+        elif not self.frozen >= set(PARAMETERS.values()):
+            handle = self.name("hook")
+            parameter = self.rng.choice([p for p, of in sorted(PARAMETERS.items()) if of not in self.frozen])
             if self.rng.random() < 0.5:
                 self.lines.append(f"{handle} = {parameter}.register_hook(lambda g: 0.5 * g)")
             else:
