@@ -56,6 +56,7 @@ __all__ = [
     "is_interrupted",
     "is_kept",
     "keep_gathered",
+    "lacks_views",
     "leave_gradients",
     "no_reduction",
     "nodes_of",
@@ -367,11 +368,20 @@ def _follow_after(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any], 
     assert handle is not None  # it is the caller
     if writes is not None:
         writes.switch(True)
+    before = handle._training_state
+    if before == HandleTrainingState.BACKWARD_PRE and lacks_views(handle):  # gathered ahead for another pass
+        handle._training_state = HandleTrainingState.FORWARD
     type(handle)._use_unsharded_views(handle, as_params)
+    handle._training_state = before
     if writes is not None:
         writes.switch(False)
         if not as_params:
             writes.follow()
+
+
+def lacks_views(handle: Any) -> bool:
+    """Whether FSDP1 has forgotten the tensors that the forward pass has computed with, after another backward pass."""
+    return handle._use_orig_params and any(tensor is None for tensor in handle.flat_param._tensors)
 
 
 def _keep_before(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any]) -> None:
@@ -687,6 +697,16 @@ def reduce_at(unit: FullyShardedDataParallel, node: Any) -> None:
         flat._post_backward_hook_state = node, hook
 
 
+def _reduce_once(unit: FullyShardedDataParallel, node: Any, *gradients: Any) -> None:
+    """Reduce a unit's gradient at a node, unless a hook of FSDP1 does that.
+
+    Of two, the second has nothing to reduce, except where FSDP1 has given parameters their gradients for hooks.
+    """
+    handle = handle_of(unit)
+    if not (handle._has_optim_in_backward and any(known is node for known in nodes_of(unit))):
+        _post_backward_hook(unit, handle, *gradients)
+
+
 def _queue_waiting(root: FullyShardedDataParallel) -> None:
     state: Any = root
     waiting = [unit for unit in units_of(root) if handle_of(unit).flat_param.requires_grad and _has_waiting(unit)]
@@ -834,7 +854,7 @@ def resume_forward(root: FullyShardedDataParallel, pending: list[Pending]) -> No
         if one.unit is not root:
             handle_of(one.unit)._needs_pre_backward_unshard = True
         if one.node is not None and one.hook is None:
-            one.hook = one.node.register_hook(partial(_post_backward_hook, one.unit, handle_of(one.unit)))
+            one.hook = one.node.register_hook(partial(_reduce_once, one.unit, one.node))
 
 
 def leave_gradients(root: FullyShardedDataParallel) -> None:

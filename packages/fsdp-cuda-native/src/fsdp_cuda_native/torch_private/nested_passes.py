@@ -27,6 +27,7 @@ from fsdp_cuda_native.torch_private.flat_parameters import (
     handle_of,
     is_interrupted,
     keep_gathered,
+    lacks_views,
     nodes_of,
     reduce_at,
     units_of,
@@ -114,12 +115,7 @@ class NestedPasses:
             _gather_for_pass(unit)
             return
         if records:
-            raise UnsupportedCapabilityError(
-                "loss.backward(create_graph=True) adds gradients that can be differentiated to parameters, which FSDP1 "
-                "reduces in a way that can't be.\n"
-                "Write torch.autograd.grad(loss, inputs, create_graph=True), use its result in the loss, and call "
-                "backward() on that; or use strategy='fsdp2'."
-            )
+            raise _recorded_refusal()
         if not is_interrupted(root):
             self._outer = self._task
             if self._is_running():
@@ -139,9 +135,11 @@ class NestedPasses:
             unit.training_state = TrainingState.IDLE
         self._tasks[unit] = self._task
         if not _has_begun(handle) and not _is_gathered(handle):
-            handle._needs_pre_backward_unshard = not _lacks_views(handle)
+            handle._needs_pre_backward_unshard = not lacks_views(handle)
             if not handle._needs_pre_backward_unshard:
                 _gather(unit)
+        elif not _is_gathered(handle):  # freed where FSDP1 expects no further call of a frozen unit
+            _gather(unit)
 
     def gather_again(self) -> None:
         """Gather the root's own parameters for a call inside a backward pass, a part of which may have freed them."""
@@ -155,10 +153,21 @@ class NestedPasses:
         handle = handle_of(unit)
         if not handle.flat_param.requires_grad:  # frozen since the call: the node adds nothing
             return
+        if torch.is_grad_enabled():
+            raise _recorded_refusal()
         if not _has_begun(handle) or self._tasks.get(unit) != torch._C._current_graph_task_id():
             self.begin(unit, [node])
             _pre_backward_hook(unit, unit.module, handle, None)
         reduce_at(unit, node)
+
+
+def _recorded_refusal() -> UnsupportedCapabilityError:
+    return UnsupportedCapabilityError(
+        "loss.backward(create_graph=True) adds gradients that can be differentiated to parameters, which FSDP1 "
+        "reduces in a way that can't be.\n"
+        "Write torch.autograd.grad(loss, inputs, create_graph=True), use its result in the loss, and call "
+        "backward() on that; or use strategy='fsdp2'."
+    )
 
 
 def is_idle(root: FullyShardedDataParallel) -> bool:
@@ -182,11 +191,6 @@ def _is_gathered(handle: Any) -> bool:
     return not handle.uses_sharded_strategy or flat.data_ptr() != flat._local_shard.data_ptr()
 
 
-def _lacks_views(handle: Any) -> bool:
-    """Whether FSDP1 has forgotten the tensors that the forward pass has computed with, after another backward pass."""
-    return handle._use_orig_params and any(tensor is None for tensor in handle.flat_param._tensors)
-
-
 def _gather(unit: FullyShardedDataParallel, *, anew: bool = False) -> None:
     """Gather a unit for a backward pass.
 
@@ -197,7 +201,7 @@ def _gather(unit: FullyShardedDataParallel, *, anew: bool = False) -> None:
     handle, stream = handle_of(unit), unit._unshard_stream
     before = handle._training_state
     handle._training_state = (
-        HandleTrainingState.FORWARD if anew or _lacks_views(handle) else HandleTrainingState.BACKWARD_PRE
+        HandleTrainingState.FORWARD if anew or lacks_views(handle) else HandleTrainingState.BACKWARD_PRE
     )
     _unshard(unit, handle, stream, unit._pre_unshard_stream)
     unit._device_handle.current_stream().wait_stream(stream)
