@@ -75,6 +75,7 @@ class NativeSharded(Sharded):
         # set while a forward pass that was suspended is still running
         self._pending: list[torch_private.Pending] | None = None
         self._is_by_hand = False
+        self._forget_loss: Callable[[], None] | None = None
         self._passes = NestedPasses(root, lambda: root in running_forwards, self._begin_inside)
         for unit in self._units:
             unit.register_forward_hook(partial(_follow_gathered, self))
@@ -152,8 +153,11 @@ class NativeSharded(Sharded):
                 "are gathered ahead.\nLeave forward_prefetch out."
             )
         self._is_by_hand = True
-        if loss is not None and loss.requires_grad:
-            loss.register_hook(partial(_suspend_again, weakref.ref(self)))  # ahead of FSDP1's, which is placed next
+        if loss is None or not loss.requires_grad:
+            self._suspend(loss)
+            return
+        self._forget_loss = torch_private.watch_hooks(loss)
+        loss.register_hook(partial(_suspend_again, weakref.ref(self)))  # ahead of FSDP1's, which is placed next
         self._suspend(loss)
 
     def _suspend(self, loss: Tensor | None) -> None:
@@ -163,6 +167,12 @@ class NativeSharded(Sharded):
         torch_private.suspend_forward(self.root, loss, self._pending)
 
     def resume_forward(self) -> None:
+        forget, self._forget_loss = self._forget_loss, None
+        if forget is not None:
+            forget()
+        self._resume()
+
+    def _resume(self) -> None:
         if self._pending is None:
             self._pending = []
         torch_private.resume_forward(self.root, self._pending)
@@ -174,7 +184,7 @@ class NativeSharded(Sharded):
         torch_private.begin_inside(self.root, self._suspend, self._go_on)
 
     def _go_on(self) -> None:
-        self.resume_forward()
+        self._resume()
         self.inner_pass_ended()
 
     def is_idle(self) -> bool:

@@ -276,6 +276,7 @@ class UnusedParameters:
 
     def finish(self, state: Any) -> None:
         """End a backward pass: reduce what is pending, and agree on what was used. All ranks must call it."""
+        self._step.on = False  # a pass in a hook of this one's loss may have ended, and this one have reached no unit
         accumulates, running = self.accumulates(), _running(state)
         iteration = state._state_ctx.iter_forward_root
         kept = self._groups if self.recorded else [group for one in running for group in _groups_of(one)]
@@ -753,7 +754,8 @@ def _note_gathered(of: weakref.ref[Any], of_root: weakref.ref[Any] | None) -> No
             if gathered.is_floating_point() or gathered.is_complex():
                 required = gathered.requires_grad
                 gathered.requires_grad_(True)  # a hook can't be placed otherwise
-                Tensor.register_post_accumulate_grad_hook(gathered, partial(_end_inside, of_root))
+                register: Any = Tensor.register_post_accumulate_grad_hook  # the gathered one's own is that of the shard
+                register(gathered, partial(_end_inside, of_root))
                 gathered.requires_grad_(required)
     vars(group)[_SEEN] = [parameter._unsharded_param.requires_grad for parameter in group.fsdp_params]
 

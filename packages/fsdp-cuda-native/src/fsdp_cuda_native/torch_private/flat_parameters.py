@@ -49,8 +49,8 @@ __all__ = [
     "follow_frozen",
     "follow_requires_grad",
     "forget_pending",
-    "free_before_call",
     "forget_views",
+    "free_before_call",
     "gathered_parameters",
     "handle_of",
     "is_interrupted",
@@ -72,6 +72,7 @@ __all__ = [
     "units_of",
     "was_kept",
     "watch_calls",
+    "watch_hooks",
 ]
 
 
@@ -280,7 +281,8 @@ class GatheredWrites:
                 "Unfreeze it before training_step(), such as in on_train_batch_start(); or use strategy='fsdp2'."
             )
         flat._params[index].requires_grad_(trains)
-        if trains != module._parameters[attribute].requires_grad:
+        held = module._parameters[attribute]
+        if held is not None and trains != held.requires_grad:
             with torch.enable_grad():
                 views = list(self._handle._get_unflat_views())
             self._hold(index, views[index] if trains else views[index].detach())
@@ -824,6 +826,24 @@ def _forget_unfit_hooks(flat: Any) -> None:
     """Forget the hooks of a flat parameter that was frozen or unfrozen since its forward pass."""
     if len(getattr(flat, "_post_backward_hook_state", ())) != 1 + flat.requires_grad:
         _forget_hooks(flat)
+
+
+def watch_hooks(loss: Tensor) -> Callable[[], None]:
+    """Note the hooks of a tensor.
+
+    Returns:
+        A function that removes those that were added since. FSDP1 begins a backward pass of the root in its hooks of
+        the root's output, also in a later pass through it, whose graph may have been retained.
+    """
+    before, of = set(loss._backward_hooks or ()), weakref.ref(loss)
+
+    def forget() -> None:
+        tensor = of()
+        hooks = {} if tensor is None else tensor._backward_hooks or {}
+        for key in set(hooks) - before:
+            del hooks[key]
+
+    return forget
 
 
 def _forget_hooks(flat: Any) -> None:

@@ -84,8 +84,8 @@ class NestedPasses:
                 follow_frozen(unit)
             nodes = chain(first, (node for unit in self.units for node in nodes_of(unit)))
             self._task, self._accumulates = task, False
-            if any(map(_is_forgotten, self.units)):  # by the end of a pass in a hook of this one's loss
-                self._accumulates = any(is_accumulated(handle_of(unit).flat_param) for unit in filter(_is_forgotten, self.units))
+            forgotten = filter(_is_forgotten, self.units)  # by the end of a pass in a hook of this one's loss
+            self._accumulates = any(is_accumulated(handle_of(unit).flat_param) for unit in forgotten)
         if not self._accumulates:  # it may reach a frozen unit first, or one whose nodes FSDP1 has forgotten
             self._accumulates = any(map(torch._C._will_engine_execute_node, nodes))
         return self._accumulates

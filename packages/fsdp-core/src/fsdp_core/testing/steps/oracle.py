@@ -1,4 +1,4 @@
-"""Trains by a program without any of our code: a copy of the net for each rank's share, whose gradients are averaged."""
+"""Trains by a program without any of our code: a copy of the net for each rank's share, with averaged gradients."""
 
 from __future__ import annotations
 

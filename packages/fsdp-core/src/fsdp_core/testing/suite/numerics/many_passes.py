@@ -237,6 +237,16 @@ def _backward_kept(step: Step) -> Tensor:
     return step.loss(step.x.flip(1))
 
 
+def _two_passes_through_a_loss(step: Step) -> Tensor:
+    """The first pass leaves nothing at the loss by which the second one would be taken for one of the net."""
+    x = _differentiable(step.x)
+    another = x.mean()
+    loss = step.loss(step.x)
+    step.backward(another)
+    torch.autograd.grad(another, x)
+    return loss
+
+
 #: What steps do, by a name.
 STEPS: dict[str, Callable[[Step], Tensor]] = {
     "adversarial example": _adversarial,
@@ -259,6 +269,7 @@ STEPS: dict[str, Callable[[Step], Tensor]] = {
     "product of two calls": _product_of_two,
     "backward pass that is forgotten": _backward_forgotten,
     "backward pass before the step's": _backward_kept,
+    "two passes through a loss of inputs": _two_passes_through_a_loss,
 }
 
 BATCHES = 3

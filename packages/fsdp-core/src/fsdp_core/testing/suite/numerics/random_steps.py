@@ -63,9 +63,7 @@ class RandomStepsSuite(Clauses):
         assert not failed, f"{len(failed)} of {len(programs)} steps:\n\n" + "\n".join(failed)
 
 
-def _train(
-    ranks: Ranks, strategy: str, tmp_path: Path, front: Front, programs: Sequence[Program]
-) -> list[str | None]:
+def _train(ranks: Ranks, strategy: str, tmp_path: Path, front: Front, programs: Sequence[Program]) -> list[str | None]:
     """What is wrong with each program; ``None`` where nothing is."""
     limit = _SECONDS_PER_PROGRAM * len(programs)
     try:
