@@ -215,6 +215,9 @@ class NativeSharded(Sharded):
     def follow_requires_grad(self) -> None:
         if torch_private.follow_requires_grad(self.root):
             self.resume_forward()
+        for unit, writes in zip(self._units, self._writes, strict=True):
+            if unit is self.root:
+                writes.follow_trained()
 
     def reset(self) -> None:
         for unit in self._units:

@@ -281,11 +281,18 @@ class GatheredWrites:
                 "Unfreeze it before training_step(), such as in on_train_batch_start(); or use strategy='fsdp2'."
             )
         flat._params[index].requires_grad_(trains)
-        held = module._parameters[attribute]
-        if held is not None and trains != held.requires_grad:
-            with torch.enable_grad():
-                views = list(self._handle._get_unflat_views())
-            self._hold(index, views[index] if trains else views[index].detach())
+        self.follow_trained()
+
+    def follow_trained(self) -> None:
+        """Let what modules hold require a gradient where the parameters do, which may have been frozen or unfrozen."""
+        for index, (value, module, attribute) in enumerate(self._gathered):
+            held = module._parameters.get(attribute)
+            if getattr(held, "_fsdp_value", None) is not value or held is None:
+                continue
+            if held.requires_grad != value.is_trained():
+                with torch.enable_grad():
+                    view = list(self._handle._get_unflat_views())[index]
+                self._hold(index, view if value.is_trained() else view.detach())
 
     def _hold(self, index: int, view: Tensor) -> None:
         """Let modules hold another view of a gathered parameter."""
@@ -922,8 +929,7 @@ def follow_requires_grad(root: FullyShardedDataParallel) -> bool:
     if handle_of(root) is None:
         return False
     flat = handle_of(root).flat_param
-    place = flat._param_infos[0]
-    gathered: bool = getattr(place.module, place.param_name).requires_grad
+    gathered = any(getattr(place.module, place.param_name).requires_grad for place in flat._param_infos)
     return gathered != bool(flat.requires_grad)
 
 
