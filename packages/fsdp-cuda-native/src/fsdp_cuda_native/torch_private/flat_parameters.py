@@ -273,7 +273,7 @@ class GatheredWrites:
                 follows no gradient.
         """
         flat = self._handle.flat_param
-        value, module, attribute = self._gathered[index]
+        value, _module, _attribute = self._gathered[index]
         if trains and not flat.requires_grad:
             raise UnsupportedCapabilityError(
                 f"{value.name!r} was unfrozen while it is gathered, with no other parameter of its unit trained: FSDP1 "
