@@ -27,6 +27,7 @@ from tools.suites import (
     run_clauses,
     run_folder,
     run_package,
+    run_random_steps,
 )
 
 nox.needs_version = ">=2024.10.9"
@@ -106,6 +107,12 @@ def conformance(session: nox.Session) -> None:
             words = (*CLAUSES_SIDE_BY_SIDE, *files, *session.posargs)
             run[package.name] = partial(session.run, python, "-m", "pytest", *words, success_codes=[0, 5])
     steps.fail_if_one_has(session, steps.run_steps(session, run))
+
+
+@nox.session(python=False, name="steps")
+def steps_at_random(session: nox.Session) -> None:
+    """Compose 300 steps at random, under `fsdp2` and `fsdp_native`; `-- fsdp2 --seed 5 --count 30` chooses."""
+    run_random_steps(session)
 
 
 @nox.session(python=False)

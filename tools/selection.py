@@ -35,6 +35,7 @@ _THIRDS = {"fsdp2": 0, "fsdp_native": 1, "xla_fsdp": 2, "loopback": 1, "xla_fsdp
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("parts", "the parts of this project's tests")
     group.addoption("--part", choices=get_args(Part), default="all", help="what `nox -s tests` runs, or the others")
+    group.addoption("--strategies", default="", help="runs the classes of these strategies alone, joined by commas")
     group.addoption(
         "--pairs-seed",
         type=_seed,
@@ -51,6 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     selected = split(items, config.getoption("--part"), config.getoption("--pairs-seed"))
+    if strategies := config.getoption("--strategies"):
+        selected = [item for item in selected if _strategy(item) in strategies.split(",")]
     dropped = set(items) - set(selected)
     if dropped:
         items[:] = selected
@@ -112,10 +115,14 @@ def is_drawn(item: pytest.Item, seed: int) -> bool:
         item: The test.
         seed: What the third depends on, besides the clause and its parameters.
     """
-    strategy = str(getattr(getattr(item, "cls", None), "strategy", ""))
+    strategy = _strategy(item)
     clause = item.name if strategy else item.nodeid
     third = _THIRDS.get(strategy, zlib.crc32(strategy.encode()) % 3)
     return random.Random(f"{seed} {clause}").randrange(3) == third
+
+
+def _strategy(item: pytest.Item) -> str:
+    return str(getattr(getattr(item, "cls", None), "strategy", ""))
 
 
 def _seed(word: str) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -20,6 +22,7 @@ __all__ = [
     "run_clauses",
     "run_folder",
     "run_package",
+    "run_random_steps",
 ]
 
 # Multi-rank tests mostly start interpreters and wait for each other. Tests of a file may share what takes long to make.
@@ -127,3 +130,29 @@ def run_package(session: nox.Session, package: Package, part: str, *words: str, 
     arguments = (*side_by_side, *parts, *options, *(("--doctest-modules", *tests) if tests else found_in))
     codes = [0, 5] if words else [0]  # 5: -k has chosen another package's
     steps.run_pytest(session, python, f"{package.name}-{part}", *arguments, env=environment, success_codes=codes)
+
+
+def run_random_steps(session: nox.Session) -> None:
+    """Run the clause of steps that are composed at random, of each strategy that the words after ``--`` name.
+
+    ``--seed`` is multiplied by a thousand, so that two days, or two numbers, have no step in common; ``--count`` is of
+    all front ends together.
+    """
+    names = [name for package in PACKAGES.values() for name in package.strategies]
+    parser = argparse.ArgumentParser(prog="nox -s steps --", description="Strategies, and how many steps of a seed.")
+    parser.add_argument("strategies", nargs="*", default=["fsdp2", "fsdp_native"], metavar="strategy")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=300)
+    chosen = parser.parse_args(session.posargs)
+    if unknown := set(chosen.strategies) - set(names):
+        session.error(f"{', '.join(sorted(unknown))} is no strategy here; these are: {', '.join(names)}")
+    settings = {"FSDP_STEPS": str(-(-chosen.count // 3)), "FSDP_STEPS_SEED": str(1000 * chosen.seed)}
+    run = {}
+    for package in PACKAGES.values():
+        if named := [name for name in chosen.strategies if name in package.strategies]:
+            python = envs.make_tests_environment(session, package)
+            files = [f"{package.path}/tests/test_conformance.py"]
+            files += map(str, sorted(ROOT.glob(f"{package.path}/tests/slow_conformance_*.py")))
+            words = ("-m", "pytest", "-k", "test_random_steps", f"--strategies={','.join(named)}", *files)
+            run[package.name] = partial(session.run, python, *words, env=settings)
+    steps.fail_if_one_has(session, steps.run_steps(session, run))

@@ -75,6 +75,7 @@ class NativeSharded(Sharded):
         # set while a forward pass that was suspended is still running
         self._pending: list[torch_private.Pending] | None = None
         self._is_by_hand = False
+        self._forget_loss: Callable[[], None] | None = None
         self._passes = NestedPasses(root, lambda: root in running_forwards, self._begin_inside)
         for unit in self._units:
             unit.register_forward_hook(partial(_follow_gathered, self))
@@ -84,6 +85,8 @@ class NativeSharded(Sharded):
                 refuse_use_outside(unit, names)
             keep_gradients_of_frozen(unit)
         torch_private.reduce_left_out(root)
+        if root in self._units:
+            root.register_forward_pre_hook(partial(_gather_anew, weakref.ref(self)), prepend=True)
         self.reshard()
         in_order = [p for p in written.parameters() if any(p is w for w in whole)]
         self._replicated = ReplicatedParameters(in_order, root, runtime, self.asks_accumulates) if in_order else None
@@ -153,8 +156,11 @@ class NativeSharded(Sharded):
                 "are gathered ahead.\nLeave forward_prefetch out."
             )
         self._is_by_hand = True
-        if loss is not None and loss.requires_grad:
-            loss.register_hook(partial(_suspend_again, weakref.ref(self)))  # ahead of FSDP1's, which is placed next
+        if loss is None or not loss.requires_grad:
+            self._suspend(loss)
+            return
+        self._forget_loss = torch_private.watch_hooks(loss)
+        loss.register_hook(partial(_suspend_again, weakref.ref(self)))  # ahead of FSDP1's, which is placed next
         self._suspend(loss)
 
     def _suspend(self, loss: Tensor | None) -> None:
@@ -164,6 +170,12 @@ class NativeSharded(Sharded):
         torch_private.suspend_forward(self.root, loss, self._pending)
 
     def resume_forward(self) -> None:
+        forget, self._forget_loss = self._forget_loss, None
+        if forget is not None:
+            forget()
+        self._resume()
+
+    def _resume(self) -> None:
         if self._pending is None:
             self._pending = []
         torch_private.resume_forward(self.root, self._pending)
@@ -175,7 +187,7 @@ class NativeSharded(Sharded):
         torch_private.begin_inside(self.root, self._suspend, self._go_on)
 
     def _go_on(self) -> None:
-        self.resume_forward()
+        self._resume()
         self.inner_pass_ended()
 
     def is_idle(self) -> bool:
@@ -206,6 +218,9 @@ class NativeSharded(Sharded):
     def follow_requires_grad(self) -> None:
         if torch_private.follow_requires_grad(self.root):
             self.resume_forward()
+        for unit, writes in zip(self._units, self._writes, strict=True):
+            if unit is self.root:
+                writes.follow_trained()
 
     def reset(self) -> None:
         for unit in self._units:
@@ -302,6 +317,16 @@ class NativeSharded(Sharded):
 def _follow_gathered(sharded: NativeSharded | None, unit: FullyShardedDataParallel, args: Any, output: Any) -> None:
     if sharded is not None:  # None in the hooks of a deep copy
         sharded._follow(unit)
+
+
+def _gather_anew(of: weakref.ref[NativeSharded], root: FullyShardedDataParallel, args: Any) -> None:
+    """Free what the root has kept of a forward pass whose backward pass is to come, at the begin of another one.
+
+    Under Fabric parameters are shards between the two, and what is written to them would not be seen.
+    """
+    sharded = of()
+    if sharded is not None and sharded.is_idle():
+        torch_private.free_before_call(root)
 
 
 def _suspend_again(of: weakref.ref[NativeSharded], _: Tensor) -> None:

@@ -281,7 +281,7 @@ class UnusedParameters:
 
     def finish(self, state: Any) -> None:
         """End a backward pass: reduce what is pending, and agree on what was used. All ranks must call it."""
-        self._step.on = False
+        self._step.on = False  # a pass in a hook of this one's loss may have ended, and this one have reached no unit
         accumulates, running = self.accumulates(), _running(state)
         iteration = state._state_ctx.iter_forward_root
         kept = self._groups if self.recorded else [group for one in running for group in _groups_of(one)]
@@ -778,7 +778,8 @@ def _note_gathered(of: weakref.ref[Any], of_root: weakref.ref[Any] | None) -> No
                 required = gathered.requires_grad
                 with outside_transforms():
                     gathered.requires_grad_(True)  # a hook can't be placed otherwise
-                    gathered.register_post_accumulate_grad_hook(partial(_end_inside, of_root))
+                    register: Any = Tensor.register_post_accumulate_grad_hook  # the gathered one's own is of the shard
+                    register(gathered, partial(_end_inside, of_root))
                     gathered.requires_grad_(required)
     vars(group)[_SEEN] = [parameter._unsharded_param.requires_grad for parameter in group.fsdp_params]
 
@@ -874,6 +875,8 @@ class GatheredWrites:
     ) -> None:
         self._values = values
         self._gathered = [(p, GatheredValue(names[p.sharded_param])) for p in _parameters(unit)]
+        for parameter, value in self._gathered:
+            value.shard = partial(_shard_of, weakref.ref(parameter))
         own = weakref.ref(self)
         for index, (parameter, _) in enumerate(self._gathered):
             # by weak references, or a cycle would delay the release of memory
@@ -963,6 +966,12 @@ def _enter_before(of: weakref.ref[GatheredWrites]) -> None:
 def _leave(of: weakref.ref[GatheredWrites], *_: Any) -> None:
     if (writes := of()) is not None and not recomputes():
         writes.leave()
+
+
+def _shard_of(of: weakref.ref[Any]) -> nn.Parameter:
+    parameter: Any = of()
+    shard: nn.Parameter = parameter.sharded_param
+    return shard
 
 
 def _let_go(of: weakref.ref[Any], of_parameter: weakref.ref[Any]) -> nn.Parameter:

@@ -143,6 +143,8 @@ class GatheredValue:
         is_noted: Whether its ``data`` was read, or :meth:`note` was called.
         has_changed: Whether it was written to without being counted.
         are_replaced: Whether a library is about to assign to the ``.data`` of any, which is refused otherwise.
+        shard: Returns the optimizer's parameter, with which hooks are registered.
+        train: Freezes what is gathered, or lets it be trained from now on, if that is no parameter by itself.
 
     Example:
         >>> value = GatheredValue("weight")
@@ -159,6 +161,8 @@ class GatheredValue:
 
     def __init__(self, name: str, is_trained: Callable[[], bool] = lambda: True) -> None:
         self.name, self.is_trained = name, is_trained
+        self.shard: Callable[[], nn.Parameter] | None = None
+        self.train: Callable[[bool], None] | None = None
         self.is_noted = self.has_changed = False
         self._times = 0
 
@@ -284,8 +288,9 @@ def other_tensor_refusal(name: str) -> ShardingError:
     )
 
 
-#: What a tensor's ``data`` is without any of this.
+#: What a tensor's ``data`` and ``requires_grad`` are without any of this.
 _DATA: Any = Tensor.data
+_REQUIRES_GRAD: Any = Tensor.requires_grad
 
 
 class _Gathered:
@@ -310,6 +315,24 @@ class _Gathered:
                 "modifier_rank=0)."
             )
         _DATA.__set__(self, data)
+
+
+def _hooked_at_shard(name: str) -> Callable[..., Any]:
+    """A method that registers a hook with the shard, where hooks see reduced gradients, or are refused."""
+    method = getattr(Tensor, name)
+
+    @functools.wraps(method, assigned=("__module__", "__name__", "__qualname__"))
+    def register(self: Any, hook: Callable[..., Any]) -> Any:
+        value: GatheredValue | None = self._fsdp_value
+        if value is None or value.shard is None:
+            return method(self, hook)
+        return getattr(value.shard(), name)(hook)
+
+    return register
+
+
+for _name in ("register_hook", "register_post_accumulate_grad_hook"):
+    setattr(_Gathered, _name, _hooked_at_shard(_name))
 
 
 class _Kept:
@@ -370,6 +393,22 @@ class GatheredTensor(_Gathered, Tensor):
     """
 
     __torch_function__ = nn.Parameter.__torch_function__  # what is computed with it is a plain tensor
+
+    @property
+    def requires_grad(self) -> bool:
+        return _REQUIRES_GRAD.__get__(self)  # type: ignore[no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, trains: bool) -> None:
+        if self._fsdp_value is None or self._fsdp_value.train is None:
+            _REQUIRES_GRAD.__set__(self, trains)
+        else:
+            self._fsdp_value.train(trains)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Freeze the parameter, or let it be trained: torch refuses this on a view."""
+        self.requires_grad = requires_grad
+        return self
 
 
 #: What ends with an underscore and writes no values.

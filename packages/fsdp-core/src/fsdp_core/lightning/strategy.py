@@ -56,6 +56,7 @@ from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.optimizer_agreement import check_same_optimizers
 from fsdp_core.sharding.rank_agreement import check_same, facts_of_module, facts_of_options, facts_of_packages
 from fsdp_core.sharding.sharded import Sharded, sharded_of
+from fsdp_core.state.fqn import clean_name
 from fsdp_core.state.full_tensor import check_not_gathered
 from fsdp_core.state.layout import bytes_of_wholes
 from fsdp_core.watch import watch
@@ -201,8 +202,9 @@ class RanksOfStrategy:
             follow_calls(sharded.root, parts, meet=has_parts)
         refuse_state_dicts(sharded.root, sharded.names, layout, self.strategy_name)
         refuse_files_of_shards(sharded.root, self.strategy_name)
+        held = [(clean_name(name), parameter) for name, parameter in sharded.root.named_parameters()]
         optimizer_params = [(of[0].name, parameter) for parameter, of in layout.items()]
-        refuse_gradient_hooks([*optimizer_params, *sharded.root.named_parameters()], sharded.called_hooks)
+        refuse_gradient_hooks([*held, *optimizer_params], sharded.called_hooks)
         if not is_sharded:
             _announce(self.log, len(units), sharded)
         return sharded

@@ -1,4 +1,8 @@
-"""Hooks on gradients of parameters that are shards: called with the reduced gradient, or refused when registered."""
+"""Gradients of parameters that are shards: what autograd does not know of is refused.
+
+Hooks are called with the reduced gradient, or refused when they are registered. ``torch.autograd.grad`` with respect to
+a shard is refused where the graph does not hold it.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,14 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.torch_private import refuse_unreached_inputs
 
 __all__ = ["refuse_gradient_hooks"]
+
+_NAME = "_fsdp_core_shard_of"
 
 _METHODS = ("register_hook", "register_post_accumulate_grad_hook")
 
@@ -32,10 +39,27 @@ def refuse_gradient_hooks(parameters: Iterable[tuple[str, nn.Parameter]], called
         fsdp_core.errors.UnsupportedCapabilityError: register_hook() of 'weight', which is sharded: ...
     """
     for name, parameter in parameters:
+        instance: Any = parameter
+        setattr(instance, _NAME, name)
         for method in _METHODS:
             if method not in called:
-                instance: Any = parameter
                 setattr(instance, method, partial(_refuse, method, name, tuple(called)))
+    refuse_unreached_inputs(_unreached)
+
+
+def _unreached(given: Tensor) -> Exception | None:
+    """What to raise where ``torch.autograd.grad`` finds no way from its outputs to a parameter."""
+    gathered: Any = getattr(given, "_fsdp_value", None)
+    name = getattr(given, _NAME, None) if gathered is None else gathered.name
+    if name is None:
+        return None
+    return UnsupportedCapabilityError(
+        f"torch.autograd.grad() with respect to {name!r}, which is sharded: outputs depend on what was gathered for "
+        "the call that has computed them, and autograd knows no way to what the module holds now.\n"
+        "Run backward(), under Fabric fabric.backward(loss), and read the reduced gradient in parameter.grad; or "
+        "differentiate with respect to inputs and activations. Inside training_step(), parameters that belong to no "
+        "unit (all of them with auto_wrap_policy=None) can be differentiated until the next backward() in the step."
+    )
 
 
 def _refuse(method: str, name: str, called: tuple[str, ...], hook: Callable[..., Any]) -> NoReturn:

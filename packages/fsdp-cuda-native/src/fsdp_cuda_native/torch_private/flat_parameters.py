@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from torch.distributed.fsdp._runtime_utils import (
 from torch.distributed.utils import _cast_forward_inputs
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.sharding import (
     GatheredValue,
     KeptPart,
@@ -53,9 +54,11 @@ __all__ = [
     "expect_backward",
     "flat_members",
     "flattening_parts",
+    "follow_frozen",
     "follow_requires_grad",
     "forget_pending",
     "forget_views",
+    "free_before_call",
     "gathered_parameters",
     "handle_of",
     "is_interrupted",
@@ -80,6 +83,7 @@ __all__ = [
     "units_of",
     "was_kept",
     "watch_calls",
+    "watch_hooks",
 ]
 
 
@@ -254,7 +258,11 @@ class GatheredWrites:
         for index, (attribute, module, _) in enumerate(self._handle.flat_param._param_infos):
             name = f"{names[module]}.{attribute}".removeprefix(".")
             trained = self._handle.flat_param if params is None else params[index]
-            self._gathered.append((GatheredValue(name, partial(getattr, trained, "requires_grad")), module, attribute))
+            value = GatheredValue(name, partial(getattr, trained, "requires_grad"))
+            if params is not None:
+                value.shard = partial(_refuse_hook, name)
+                value.train = partial(_train, weakref.ref(self), index)
+            self._gathered.append((value, module, attribute))
         own, of = weakref.ref(self), weakref.ref(self._handle)
         unit.register_forward_pre_hook(partial(_check_own, own), prepend=True)
         self._handle._use_unsharded_views = partial(_follow_after, own, of)
@@ -268,17 +276,66 @@ class GatheredWrites:
             if params is None or held is not params[index]:
                 value.check_own(held)
 
+    def train(self, index: int, trains: bool) -> None:
+        """Freeze a parameter that is gathered, or let it be trained, from the next operation on.
+
+        Raises:
+            UnsupportedCapabilityError: All parameters of the unit were frozen when it was gathered, for which FSDP1
+                follows no gradient.
+        """
+        flat = self._handle.flat_param
+        value, _module, _attribute = self._gathered[index]
+        if trains and not flat.requires_grad:
+            raise UnsupportedCapabilityError(
+                f"{value.name!r} was unfrozen while it is gathered, with no other parameter of its unit trained: FSDP1 "
+                "follows no gradient of it then.\n"
+                "Unfreeze it before training_step(), such as in on_train_batch_start(); or use strategy='fsdp2'."
+            )
+        flat._params[index].requires_grad_(trains)
+        self.follow_trained()
+
+    def follow_trained(self) -> None:
+        """Let what modules hold require a gradient where the parameters do, which may have been frozen or unfrozen."""
+        for index, (value, module, attribute) in enumerate(self._gathered):
+            held = module._parameters.get(attribute)
+            if getattr(held, "_fsdp_value", None) is not value or held is None:
+                continue
+            if held.requires_grad != value.is_trained():
+                with torch.enable_grad():
+                    view = list(self._handle._get_unflat_views())[index]
+                self._hold(index, view if value.is_trained() else view.detach())
+
+    def _hold(self, index: int, view: Tensor) -> None:
+        """Let modules hold another view of a gathered parameter."""
+        value, module, attribute = self._gathered[index]
+        before = module._parameters.get(attribute)
+        flat = self._handle.flat_param
+        flat._tensors[index] = view
+        ties = ((one.module, one.param_name, one.prim_module, one.prim_param_name) for one in flat._shared_param_infos)
+        tied = [(place, name) for place, name, *prime in ties if prime == [module, attribute]]
+        for place, name in [(module, attribute), *tied]:
+            place._parameters[name] = view
+            place.__dict__.pop(name, None)
+        is_counted = before is not None and getattr(before, "_fsdp_value", None) is value and value.is_written(before)
+        value.follow(view)
+        if is_counted:
+            value.note(has_changed=True)
+
     def follow(self) -> None:
-        """Follow the views that modules hold now instead of parameters."""
+        """Follow the views that modules hold now instead of parameters. What is frozen is in no graph."""
+        flat = self._handle.flat_param
+        is_forward = flat._params is not None and self._handle._training_state == HandleTrainingState.FORWARD
         times = None
-        for value, module, attribute in self._gathered:
+        for index, (value, module, attribute) in enumerate(self._gathered):
             view: Any
             if attribute in module._parameters:
                 view = module._parameters[attribute]
                 module.__dict__.pop(attribute, None)  # which FSDP1 sets too: functional_call() sets the other
             else:
                 view = module.__dict__.get(attribute)
-            if type(view) is Tensor or (view is not None and not isinstance(view, nn.Parameter)):
+            if is_forward and isinstance(view, Tensor) and view.requires_grad and not value.is_trained():
+                self._hold(index, view.detach())
+            elif type(view) is Tensor or (view is not None and not isinstance(view, nn.Parameter)):
                 times = times_written(view) if times is None else times
                 value.follow(view, times)
 
@@ -310,6 +367,20 @@ class GatheredWrites:
         for value, view, is_certain in written:
             value.taken(view)
             value.keep(part, flat._local_shard, view, self._values, is_counted=is_certain)
+
+
+def _refuse_hook(name: str) -> NoReturn:
+    raise UnsupportedCapabilityError(
+        f"a hook on the gradient of {name!r} while it is gathered: FSDP1 reduces it to the shard without a call of the "
+        "hook.\n"
+        "Write parameter.register_post_accumulate_grad_hook(hook) before training: in on_fit_start(), under Fabric "
+        "after fabric.setup(); or use strategy='fsdp2'."
+    )
+
+
+def _train(of: weakref.ref[GatheredWrites], index: int, trains: bool) -> None:
+    if (writes := of()) is not None:
+        writes.train(index, trains)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -404,6 +475,12 @@ def shows_parameters(unit: FullyShardedDataParallel) -> bool:
     flat = handle.flat_param
     module, name = flat._param_infos[0].module, flat._param_infos[0].param_name
     return bool(handle._use_orig_params and module._parameters.get(name) is flat._params[0])
+
+
+def free_before_call(root: FullyShardedDataParallel) -> None:
+    """Free what an idle root has kept of its last call, unless a backward pass is running or a graph needs it."""
+    if torch._C._current_graph_task_id() == -1 and not is_kept(root):
+        reshard(root)
 
 
 def keep_gathered(units: Iterable[FullyShardedDataParallel], before_call: Callable[..., None]) -> None:
@@ -694,6 +771,16 @@ def reduce_at(unit: FullyShardedDataParallel, node: Any) -> None:
         flat._post_backward_hook_state = node, hook
 
 
+def _reduce_once(unit: FullyShardedDataParallel, node: Any, *gradients: Any) -> None:
+    """Reduce a unit's gradient at a node, unless a hook of FSDP1 does that.
+
+    Of two, the second has nothing to reduce, except where FSDP1 has given parameters their gradients for hooks.
+    """
+    handle = handle_of(unit)
+    if not (handle._has_optim_in_backward and any(known is node for known in nodes_of(unit))):
+        _post_backward_hook(unit, handle, *gradients)
+
+
 def _queue_waiting(root: FullyShardedDataParallel) -> None:
     state: Any = root
     waiting = [unit for unit in units_of(root) if handle_of(unit).flat_param.requires_grad and _has_waiting(unit)]
@@ -797,10 +884,38 @@ def at_end_of_backward(root: FullyShardedDataParallel, output: Any, call: Callab
             tensor.register_hook(queue)
 
 
+def follow_frozen(unit: FullyShardedDataParallel) -> None:
+    """Let a backward pass add to no gradient of a unit that was frozen since its forward pass, as in plain torch."""
+    handle = handle_of(unit)
+    params = None if handle is None else handle.flat_param._params
+    if params is not None:
+        handle.flat_param.requires_grad = any(parameter.requires_grad for parameter in params)
+        if hasattr(handle.flat_param, "_post_backward_hook_state"):
+            _forget_unfit_hooks(handle.flat_param)
+
+
 def _forget_unfit_hooks(flat: Any) -> None:
     """Forget the hooks of a flat parameter that was frozen or unfrozen since its forward pass."""
     if len(getattr(flat, "_post_backward_hook_state", ())) != 1 + flat.requires_grad:
         _forget_hooks(flat)
+
+
+def watch_hooks(loss: Tensor) -> Callable[[], None]:
+    """Note the hooks of a tensor.
+
+    Returns:
+        A function that removes those that were added since. FSDP1 begins a backward pass of the root in its hooks of
+        the root's output, also in a later pass through it, whose graph may have been retained.
+    """
+    before, of = set(loss._backward_hooks or ()), weakref.ref(loss)
+
+    def forget() -> None:
+        tensor = of()
+        hooks = {} if tensor is None else tensor._backward_hooks or {}
+        for key in set(hooks) - before:
+            del hooks[key]
+
+    return forget
 
 
 def _forget_hooks(flat: Any) -> None:
@@ -831,7 +946,7 @@ def resume_forward(root: FullyShardedDataParallel, pending: list[Pending]) -> No
         if one.unit is not root:
             handle_of(one.unit)._needs_pre_backward_unshard = True
         if one.node is not None and one.hook is None:
-            one.hook = one.node.register_hook(partial(_post_backward_hook, one.unit, handle_of(one.unit)))
+            one.hook = one.node.register_hook(partial(_reduce_once, one.unit, one.node))
 
 
 def leave_gradients(root: FullyShardedDataParallel) -> None:
@@ -879,8 +994,7 @@ def follow_requires_grad(root: FullyShardedDataParallel) -> bool:
     if handle_of(root) is None:
         return False
     flat = handle_of(root).flat_param
-    place = flat._param_infos[0]
-    gathered: bool = getattr(place.module, place.param_name).requires_grad
+    gathered = any(getattr(place.module, place.param_name).requires_grad for place in flat._param_infos)
     return gathered != bool(flat.requires_grad)
 
 

@@ -87,6 +87,8 @@ def _register(
 ) -> RemovableHandle:
     handle: Any = of()
     parameter: Any = of_parameter()
+    if not parameter.requires_grad:
+        raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")  # as torch does
     optimizers: list[Any] = parameter.__dict__.setdefault("_in_backward_optimizers", [])
     if not optimizers:
         optimizers.append(_Hooks(of_parameter))

@@ -20,8 +20,10 @@ from torch.distributed.fsdp._runtime_utils import _post_forward_reshard, _pre_ba
 from torch.utils._pytree import tree_leaves
 
 from fsdp_core import UnsupportedCapabilityError
+from fsdp_core.sharding import is_accumulated
 from fsdp_core.state import gathered_modules
 from fsdp_cuda_native.torch_private.flat_parameters import (
+    follow_frozen,
     handle_of,
     is_interrupted,
     keep_gathered,
@@ -81,8 +83,12 @@ class NestedPasses:
         """
         task, nodes = torch._C._current_graph_task_id(), first
         if task != self._task:
+            for unit in self.units:
+                follow_frozen(unit)
             nodes = chain(first, (node for unit in self.units for node in nodes_of(unit)))
             self._task, self._accumulates = task, False
+            forgotten = filter(_is_forgotten, self.units)  # by the end of a pass in a hook of this one's loss
+            self._accumulates = any(is_accumulated(handle_of(unit).flat_param) for unit in forgotten)
         if not self._accumulates:  # it may reach a frozen unit first, or one whose nodes FSDP1 has forgotten
             self._accumulates = any(map(torch._C._will_engine_execute_node, nodes))
         return self._accumulates
@@ -122,17 +128,14 @@ class NestedPasses:
             _gather_for_pass(unit)
             return
         if records:
-            raise UnsupportedCapabilityError(
-                "loss.backward(create_graph=True) adds gradients that can be differentiated to parameters, which FSDP1 "
-                "reduces in a way that can't be.\n"
-                "Write torch.autograd.grad(loss, inputs, create_graph=True), use its result in the loss, and call "
-                "backward() on that; or use strategy='fsdp2'."
-            )
+            raise _recorded_refusal()
         if not is_interrupted(root):
             self._outer = self._task
             if self._is_running():
                 self._begin_inside()
             elif unit is not root:
+                if handle_of(root) is not None:  # it may have been taken for one that adds to no gradient
+                    handle_of(root)._ran_pre_backward_hook = False
                 _pre_backward_hook(root, root.module, handle_of(root), None)
         elif self._task not in (self._outer, self._inner):  # what follows in the one around it needs the root again
             self._inner = self._task
@@ -148,6 +151,8 @@ class NestedPasses:
             handle._needs_pre_backward_unshard = not lacks_views(handle)
             if not handle._needs_pre_backward_unshard:
                 _gather(unit)
+        elif not _is_gathered(handle):  # freed where FSDP1 expects no further call of a frozen unit
+            _gather(unit)
 
     def gather_again(self) -> None:
         """Gather the root's own parameters for a call inside a backward pass, a part of which may have freed them."""
@@ -164,10 +169,29 @@ class NestedPasses:
     def begin_at_parameters(self, unit: FullyShardedDataParallel, node: Any) -> None:
         """Prepare for a backward pass that is about to add to the gradient of a unit, perhaps not at its output."""
         handle = handle_of(unit)
+        if not handle.flat_param.requires_grad:  # frozen since the call: the node adds nothing
+            return
+        if torch.is_grad_enabled():
+            raise _recorded_refusal()
         if not _has_begun(handle) or self._tasks.get(unit) != torch._C._current_graph_task_id():
             self.begin(unit, [node])
             _pre_backward_hook(unit, unit.module, handle, None)
         reduce_at(unit, node)
+
+
+def _recorded_refusal() -> UnsupportedCapabilityError:
+    return UnsupportedCapabilityError(
+        "loss.backward(create_graph=True) adds gradients that can be differentiated to parameters, which FSDP1 "
+        "reduces in a way that can't be.\n"
+        "Write torch.autograd.grad(loss, inputs, create_graph=True), use its result in the loss, and call "
+        "backward() on that; or use strategy='fsdp2'."
+    )
+
+
+def _is_forgotten(unit: FullyShardedDataParallel) -> bool:
+    """Whether FSDP1 knows of no node that adds to the gradient of a unit that is trained."""
+    handle = handle_of(unit)
+    return handle is not None and handle.flat_param.requires_grad and not any(nodes_of(unit))
 
 
 def _has_begun(handle: Any) -> bool:

@@ -199,6 +199,33 @@ def _frozen_for_a_call(step: Step) -> Tensor:
     return mse_loss(step.net(step.x), reference.flip(1)) + step.loss(step.x)
 
 
+def _frozen_before_the_backward_pass(step: Step) -> Tensor:
+    """A gradient is not added to what was frozen since the forward pass."""
+    step.blocks[1].requires_grad_(True)
+    loss = step.loss(step.x)
+    step.blocks[1].requires_grad_(False)
+    return loss
+
+
+def _unfrozen_before_the_backward_pass(step: Step) -> Tensor:
+    """What was frozen in the forward pass has no gradient, as a discriminator in the generator's turn."""
+    step.blocks[1].down.requires_grad_(False)
+    loss = step.loss(step.x)
+    step.blocks[1].down.requires_grad_(True)
+    return loss + 0.5 * step.input_gradient(_differentiable(step.x)).square().mean()
+
+
+def _hook_through_the_same_block(step: Step) -> Tensor:
+    loss: Tensor = step.blocks[2](step.x).square().mean()
+
+    def train(scale: Tensor) -> None:
+        with torch.enable_grad():
+            (step.net(step.x).square().mean() * scale).backward()
+
+    loss.register_hook(train)
+    return loss
+
+
 def _product_of_two(step: Step) -> Tensor:
     return (step.net(step.x) * step.net(step.x.flip(1))).mean()
 
@@ -218,6 +245,16 @@ def _backward_kept(step: Step) -> Tensor:
     return step.loss(step.x.flip(1))
 
 
+def _two_passes_through_a_loss(step: Step) -> Tensor:
+    """The first pass leaves nothing at the loss by which the second one would be taken for one of the net."""
+    x = _differentiable(step.x)
+    another = x.mean()
+    loss = step.loss(step.x)
+    step.backward(another)
+    torch.autograd.grad(another, x)
+    return loss
+
+
 #: What steps do, by a name.
 STEPS: dict[str, Callable[[Step], Tensor]] = {
     "adversarial example": _adversarial,
@@ -234,9 +271,13 @@ STEPS: dict[str, Callable[[Step], Tensor]] = {
     "cached loss beside another": _cached_and_another,
     "function that runs the net in its backward pass": _solved,
     "parameters frozen for a call": _frozen_for_a_call,
+    "parameters frozen before the backward pass": _frozen_before_the_backward_pass,
+    "parameters unfrozen before the backward pass": _unfrozen_before_the_backward_pass,
+    "hook that runs the net, of a loss of a block alone": _hook_through_the_same_block,
     "product of two calls": _product_of_two,
     "backward pass that is forgotten": _backward_forgotten,
     "backward pass before the step's": _backward_kept,
+    "two passes through a loss of inputs": _two_passes_through_a_loss,
 }
 
 BATCHES = 3
