@@ -214,7 +214,12 @@ def _make_spectral(net: Any) -> None:
 _INSTEAD = ("torch.autograd.functional.vjp()", "create_graph=True")
 _REVERSE = ("torch.func's grad, vjp, jacrev or hessian", *_INSTEAD)
 
-_OF_SHARD = ("torch.autograd.grad() was asked for the gradient of", "auto_wrap_policy=None", "mark_forward_method()")
+_OF_SHARD = (
+    "torch.autograd.grad() with respect to",
+    "which is sharded",
+    "auto_wrap_policy=None",
+    "mark_forward_method()",
+)
 _OF_FUNCTION = ("auto_wrap_policy=None",)
 
 KINDS = {

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import FrameType, MethodType
@@ -75,7 +75,6 @@ __all__ = [
     "plain_tensors_replicated",
     "process_groups",
     "queue_backward_callback",
-    "refuse_unreached_inputs",
     "refuse_unreduced_values",
     "replace_step",
     "running_transforms",
@@ -311,7 +310,7 @@ def check_missing_gradients(check: Callable[[Tensor], None]) -> None:
     def grad(outputs: Any, inputs: Any, *args: Any, materialize_grads: bool = False, **options: Any) -> Any:
         is_one = isinstance(inputs, Tensor | GradientEdge)
         given = (inputs,) if is_one else tuple(inputs)
-        if not any(isinstance(one, nn.Parameter) for one in given):
+        if torch.compiler.is_compiling() or all(type(one) is Tensor for one in given):  # not parameters, nor gathered
             return own(outputs, given, *args, materialize_grads=materialize_grads, **options)
         if materialize_grads:
             options["allow_unused"] = True
@@ -627,49 +626,6 @@ def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> 
     if own is None:  # a function that the user has put there, without the optimizer among its arguments
         return (lambda _, *args, **options: there(*args, **options)), False
     return (own.__wrapped__ if is_hooked else own), is_hooked
-
-
-def refuse_unreached_inputs(refusal: Callable[[Tensor], Exception | None]) -> None:
-    """Let ``torch.autograd.grad`` raise what a function says of an input that its graph does not hold.
-
-    torch would say that it may be unused, and how to get ``None`` for it. There is no hook for this: where nothing else
-    is differentiated, autograd runs no node.
-
-    Args:
-        refusal: Makes the error, for an input; ``None`` for any other tensor. It replaces a function given before.
-    """
-    global _unreached
-    _unreached = refusal
-    if torch.autograd.grad is not _grad:
-        torch.autograd.grad = _grad
-
-
-_unreached: Callable[[Tensor], Exception | None] = lambda _: None  # noqa: E731
-_torch_grad = torch.autograd.grad
-
-
-@functools.wraps(_torch_grad)
-def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
-        return _torch_grad(outputs, inputs, *args, **kwargs)
-    given = [inputs] if isinstance(inputs, Tensor) or not isinstance(inputs, Sequence) else inputs
-    try:
-        gradients = _torch_grad(outputs, inputs, *args, **kwargs)
-    except RuntimeError as error:
-        if "to not have been used in the graph" not in str(error):
-            raise
-        refused = next((found for one in given if (found := _refused(one)) is not None), None)
-        if refused is None:
-            raise
-        raise refused from error
-    for one, gradient in zip(given, gradients, strict=False):
-        if gradient is None and (refused := _refused(one)) is not None:
-            raise refused
-    return gradients
-
-
-def _refused(given: Any) -> Exception | None:
-    return _unreached(given) if isinstance(given, Tensor) else None
 
 
 def times_written(tensor: Tensor) -> int:

@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.torch_private import refuse_unreached_inputs
+from fsdp_core.torch_private import check_missing_gradients, is_flattened
 
 __all__ = ["refuse_gradient_hooks"]
 
@@ -40,26 +41,34 @@ def refuse_gradient_hooks(parameters: Iterable[tuple[str, nn.Parameter]], called
     """
     for name, parameter in parameters:
         instance: Any = parameter
-        setattr(instance, _NAME, name)
+        if isinstance(parameter, DTensor) or is_flattened(parameter):
+            setattr(instance, _NAME, name)
         for method in _METHODS:
             if method not in called:
                 setattr(instance, method, partial(_refuse, method, name, tuple(called)))
-    refuse_unreached_inputs(_unreached)
+    check_missing_gradients(_check_reached)
 
 
-def _unreached(given: Tensor) -> Exception | None:
-    """What to raise where ``torch.autograd.grad`` finds no way from its outputs to a parameter."""
-    gathered: Any = getattr(given, "_fsdp_value", None)
-    name = getattr(given, _NAME, None) if gathered is None else gathered.name
-    if name is None:
-        return None
-    return UnsupportedCapabilityError(
-        f"torch.autograd.grad() with respect to {name!r}, which is sharded: outputs depend on what was gathered for "
-        "the call that has computed them, and autograd knows no way to what the module holds now.\n"
-        "Run backward(), under Fabric fabric.backward(loss), and read the reduced gradient in parameter.grad; or "
-        "differentiate with respect to inputs and activations. Inside training_step(), parameters that belong to no "
-        "unit (all of them with auto_wrap_policy=None) can be differentiated until the next backward() in the step."
-    )
+def _check_reached(parameter: Tensor) -> None:
+    """Refuse to differentiate with respect to a parameter to which the graph of the outputs does not lead.
+
+    Args:
+        parameter: What ``torch.autograd.grad`` has no gradient of.
+
+    Raises:
+        UnsupportedCapabilityError: It is a shard, or was gathered.
+    """
+    gathered: Any = getattr(parameter, "_fsdp_value", None)
+    name = getattr(parameter, _NAME, None) if gathered is None else gathered.name
+    if name is not None:
+        raise UnsupportedCapabilityError(
+            f"torch.autograd.grad() with respect to {name!r}, which is sharded: outputs depend on what was gathered "
+            "for the call that has computed them, and autograd knows no way to what the module holds now.\n"
+            "Run backward(), under Fabric fabric.backward(loss), and read the reduced gradient in parameter.grad; or "
+            "differentiate with respect to inputs and activations. Inside training_step(), under Fabric inside a "
+            "method that model.mark_forward_method() names, parameters that belong to no unit (all of them with "
+            "auto_wrap_policy=None) can be differentiated until the next backward() in the step."
+        )
 
 
 def _refuse(method: str, name: str, called: tuple[str, ...], hook: Callable[..., Any]) -> NoReturn:

@@ -13,12 +13,11 @@ from weakref import WeakMethod, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
+from fsdp_core.errors import ShardingError
 from fsdp_core.gradients.clipping import clip_grads_by_norm, clip_grads_by_value, is_sharded_dtensor
-from fsdp_core.gradients.gathered_values import WrittenValues, is_gathered
+from fsdp_core.gradients.gathered_values import WrittenValues
 from fsdp_core.gradients.step_writes import StepWrites
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.mixed_precision import ShardPrecision
@@ -30,7 +29,7 @@ from fsdp_core.state.held_gradients import HeldGradients, held_at_parameters, re
 from fsdp_core.state.layout import Layout, bytes_held, whole_parts
 from fsdp_core.state.optimizer import load_optimizer_state, optimizer_state
 from fsdp_core.state.saved_tensor import SavedTensor
-from fsdp_core.torch_private import check_missing_gradients, is_accumulated, is_flattened
+from fsdp_core.torch_private import is_accumulated
 
 if TYPE_CHECKING:
     from fsdp_core.sharding.backend import Backend
@@ -46,8 +45,6 @@ _KEY = "_fsdp_core_sharded"
 #: All roots, and the lock that protects the set where ranks are threads.
 _all: WeakSet[Sharded] = WeakSet()
 _looking = threading.Lock()
-#: The names of parameters that are gathered for forward passes, in which their modules hold others.
-_shards = WeakTensorKeyDictionary()
 
 
 class Sharded(ABC):
@@ -496,32 +493,8 @@ def sharded_around(module: nn.Module) -> tuple[Sharded, str] | None:
     return sharded, f"{name}." if name else ""
 
 
-def _refuse_shard(parameter: Tensor) -> None:
-    """Refuse to differentiate with respect to a shard that the graph does not hold.
-
-    Args:
-        parameter: A parameter without a gradient in a call of ``torch.autograd.grad``.
-
-    Raises:
-        UnsupportedCapabilityError: It is the shard of a parameter that is gathered for the forward pass of its unit.
-    """
-    name = None if is_gathered(parameter) else _shards.get(parameter)
-    if name is not None:
-        raise UnsupportedCapabilityError(
-            f"torch.autograd.grad() was asked for the gradient of {name!r}, which is a shard here: what computes with "
-            "it has gathered it for a forward(), and the gradient would be None.\n"
-            "Use auto_wrap_policy=None, and call it inside training_step(), or, under Fabric, inside of a method that "
-            "model.mark_forward_method() names: what belongs to no unit is gathered there. Or let a backward pass add "
-            "to the gradients, and read parameter.grad."
-        )
-
-
 def keep(sharded: Sharded) -> None:
     """Attach a :class:`Sharded` to its root and to the user's module."""
-    check_missing_gradients(_refuse_shard)
-    for name, parameter in sharded.root.named_parameters():
-        if isinstance(parameter, DTensor) or is_flattened(parameter):
-            _shards[parameter] = clean_name(name)
     with _looking:
         _all.add(sharded)
     for module in sharded._modules():
