@@ -269,6 +269,8 @@ class UnusedParameters:
         """Whether the backward pass that runs adds to gradients: ``torch.autograd.grad`` only returns some."""
         task = torch._C._current_graph_task_id()
         if not self._accumulates and task != self._task:
+            for group in self._groups:
+                _update_requires_grad(group)
             gathered = (p._unsharded_param for group in self._groups for p in _trainable(group))
             self._accumulates = task == -1 or any(map(is_accumulated, gathered)) or _reaches_leaf()
             self._task = task
@@ -785,6 +787,17 @@ def _carry_requires_grad(group: Any) -> None:
         if now != before:
             parameter.sharded_param.requires_grad_(now)
             seen[index] = now
+
+
+def _update_requires_grad(group: Any) -> None:
+    """Let the gathered parameters of a unit and its shards agree on ``requires_grad``, whatever was changed last.
+
+    A parameter that was frozen for a call and is unfrozen has a frozen gathered parameter until it is gathered again.
+    """
+    _carry_requires_grad(group)
+    for parameter in () if group.is_unsharded else _trainable(group):
+        if not parameter._unsharded_param.requires_grad:
+            parameter._unsharded_param.requires_grad_(True)
 
 
 def finish_backward(root: FSDPModule, unused: UnusedParameters) -> None:
