@@ -158,6 +158,9 @@ class FSDP2Sharded(Sharded):
         resume_forward(self._fsdp)
         self.unused.show_gradients()
 
+    def show_gradients(self) -> None:
+        self.unused.show_gradients()
+
     def is_idle(self) -> bool:
         return is_idle(self._fsdp)
 

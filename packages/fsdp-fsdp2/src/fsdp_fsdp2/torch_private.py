@@ -278,6 +278,7 @@ class UnusedParameters:
 
     def finish(self, state: Any) -> None:
         """End a backward pass: reduce what is pending, and agree on what was used. All ranks must call it."""
+        self._step.on = False  # a pass that reaches no unit's output has called nothing before
         accumulates, running = self.accumulates(), _running(state)
         iteration = state._state_ctx.iter_forward_root
         kept = self._groups if self.recorded else [group for one in running for group in _groups_of(one)]

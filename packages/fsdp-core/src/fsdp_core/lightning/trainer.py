@@ -423,6 +423,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         check_not_gathered(self.model, f"a {name}")
 
         def step() -> Any:
+            if self.is_stepping_by_hand:
+                self.sharded.show_gradients()
             output = getattr(self.lightning_module, name)(*args, **kwargs)
             self._check_writes(self.runtime)
             return output

@@ -296,6 +296,13 @@ class Sharded(ABC):
             ShardingError: What was written can't be kept.
         """
 
+    def show_gradients(self) -> None:
+        """Let gathered parameters show the gradients of shards from the beginning of a step, as after a backward pass.
+
+        Called inside a forward pass of the root, at the beginning of a step of manual optimization: gradients of
+        earlier steps are there, which ``module.zero_grad()`` is to forget.
+        """
+
     def follow_requires_grad(self) -> None:
         """Copy ``requires_grad`` from the shards to the gathered parameters.
 
