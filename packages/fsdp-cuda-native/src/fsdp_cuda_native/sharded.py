@@ -207,6 +207,8 @@ class NativeSharded(Sharded):
     def follow_requires_grad(self) -> None:
         if torch_private.follow_requires_grad(self.root):
             self.resume_forward()
+        for writes in self._writes:
+            writes.freeze()
 
     def reset(self) -> None:
         for unit in self._units:

@@ -137,6 +137,8 @@ class GatheredValue:
     Args:
         name: What the user calls it.
         is_trained: Whether the user's parameter requires a gradient; for views of a flat parameter, which may differ.
+        train: Freezes or unfreezes the user's parameter, and what is gathered of it, where a view can't be; otherwise
+            torch does.
 
     Attributes:
         is_noted: Whether its ``data`` was read, or :meth:`note` was called.
@@ -154,8 +156,10 @@ class GatheredValue:
         True
     """
 
-    def __init__(self, name: str, is_trained: Callable[[], bool] = lambda: True) -> None:
-        self.name, self.is_trained = name, is_trained
+    def __init__(
+        self, name: str, is_trained: Callable[[], bool] = lambda: True, train: Callable[[bool], None] | None = None
+    ) -> None:
+        self.name, self.is_trained, self.train = name, is_trained, train
         self.replaces = False
         self.is_noted = self.has_changed = False
         self._version = 0
@@ -170,6 +174,23 @@ class GatheredValue:
                 instance.__class__ = GatheredParameter if isinstance(tensor, nn.Parameter) else GatheredTensor
         instance._fsdp_value = self
         self.taken(tensor)
+
+    def frozen(self, view: Tensor) -> Tensor:
+        """What stands for a gathered view while the user's parameter is frozen: the same memory, without a gradient."""
+        frozen = self.replaced(view, view.detach())
+        vars(frozen)["_fsdp_trained"] = view
+        return frozen
+
+    def replaced(self, view: Tensor, new: Tensor) -> Tensor:
+        """Let another view of the same memory be followed as this one is."""
+        instance: Any = new
+        instance.__class__ = type(view)
+        vars(new).update((name, of) for name, of in vars(view).items() if name != "_fsdp_trained")
+        return new
+
+    def unfrozen(self, view: Tensor) -> Tensor:
+        """The view for which one stands that :meth:`frozen` has returned; any other is returned as it is."""
+        return _as_tensor(vars(view).get("_fsdp_trained", view))
 
     def taken(self, tensor: Tensor) -> None:
         """What was written until now is kept."""
@@ -270,8 +291,14 @@ def other_tensor_refusal(name: str) -> ShardingError:
     )
 
 
-#: What a tensor's ``data`` is without any of this.
+def _as_tensor(value: Any) -> Tensor:
+    tensor: Tensor = value
+    return tensor
+
+
+#: What a tensor's ``data`` and ``requires_grad`` are without any of this.
 _DATA: Any = Tensor.data
+_REQUIRES_GRAD: Any = Tensor.requires_grad
 
 
 class _Gathered:
@@ -351,6 +378,24 @@ class GatheredTensor(_Gathered, Tensor):
     """
 
     __torch_function__ = nn.Parameter.__torch_function__  # what is computed with it is a plain tensor
+
+    @property
+    def requires_grad(self) -> bool:
+        """That of the user's parameter. torch refuses to change a view's."""
+        value = getattr(self, "_fsdp_value", None)
+        required: bool = _REQUIRES_GRAD.__get__(self)
+        return required if value is None or value.train is None else value.is_trained()
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        self.requires_grad_(requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        value = getattr(self, "_fsdp_value", None)
+        if value is None or value.train is None:
+            return Tensor.requires_grad_(self, requires_grad)
+        value.train(requires_grad)
+        return self
 
 
 #: What ends with an underscore and writes no values.

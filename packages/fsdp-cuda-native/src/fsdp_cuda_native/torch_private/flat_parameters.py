@@ -25,6 +25,7 @@ from torch.distributed.fsdp._runtime_utils import (
     _pre_backward_hook,
     _pre_forward,
     _pre_forward_unshard,
+    _register_post_backward_hook,
     _register_pre_backward_hooks,
     _root_pre_forward,
 )
@@ -231,14 +232,16 @@ class GatheredWrites:
     """
 
     def __init__(self, unit: FullyShardedDataParallel, names: Mapping[nn.Module, str], values: WrittenValues) -> None:
-        self._handle, self._values = handle_of(unit), values
+        self._handle, self._values, self._unit = handle_of(unit), values, weakref.ref(unit)
         self._gathered: list[tuple[GatheredValue, nn.Module, str]] = []
+        own, of = weakref.ref(self), weakref.ref(self._handle)
         params = self._handle.flat_param._params
         for index, (attribute, module, _) in enumerate(self._handle.flat_param._param_infos):
             name = f"{names[module]}.{attribute}".removeprefix(".")
             trained = self._handle.flat_param if params is None else params[index]
-            self._gathered.append((GatheredValue(name, partial(getattr, trained, "requires_grad")), module, attribute))
-        own, of = weakref.ref(self), weakref.ref(self._handle)
+            train = None if params is None else partial(_train, own, index)
+            value = GatheredValue(name, partial(getattr, trained, "requires_grad"), train)
+            self._gathered.append((value, module, attribute))
         unit.register_forward_pre_hook(partial(_check_own, own), prepend=True)
         self._handle._use_unsharded_views = partial(_follow_after, own, of)
         self._handle._use_sharded_flat_param = partial(_keep_before, own, of)
@@ -250,6 +253,67 @@ class GatheredWrites:
             held = module._parameters.get(attribute)
             if params is None or held is not params[index]:
                 value.check_own(held)
+
+    def follow_requires_grad(self) -> None:
+        """Let a unit that is about to be called have a gradient if a parameter was unfrozen since FSDP1 has looked.
+
+        It looks when the root is called. A unit that is frozen since needs none, unless an earlier call waits for it.
+        """
+        flat = self._handle.flat_param
+        if flat._params is not None and self._handle.needs_unshard():
+            trained = any(parameter.requires_grad for parameter in flat._params)
+            if trained or len(getattr(flat, "_post_backward_hook_state", ())) != 2:
+                flat.requires_grad = trained
+        _forget_unfit_hooks(flat)  # also those of a frozen unit that FSDP1's last end of a backward pass has not seen
+
+    def freeze(self) -> None:
+        """Let modules compute with what needs no gradient in place of views of parameters that are frozen."""
+        for index in range(len(self._gathered) if self._handle.flat_param._params is not None else 0):
+            self._freeze(index)
+
+    def _freeze(self, index: int) -> None:
+        value, module, attribute = self._gathered[index]
+        held: Any = module._parameters.get(attribute, module.__dict__.get(attribute))
+        if getattr(held, "_fsdp_value", None) is not value:
+            return
+        view, trained = value.unfrozen(held), value.is_trained()
+        if trained == (held is view):
+            return
+        self._show(index, view if trained or not needs_gradient(view) else value.frozen(view))
+
+    def _show(self, index: int, shown: Tensor) -> None:
+        """Let modules hold another view. Their own loops over parameters may be running: no name is removed."""
+        _, module, attribute = self._gathered[index]
+        ties = self._handle.flat_param._shared_param_infos
+        places = [(i.module, i.param_name) for i in ties if (i.prim_module, i.prim_param_name) == (module, attribute)]
+        for owner, name in [(module, attribute), *places]:
+            if name in owner._parameters:
+                owner._parameters[name] = shown
+            else:
+                owner.__dict__[name] = shown
+
+    def train(self, index: int, is_trained: bool) -> None:
+        """Freeze or unfreeze a parameter whose view the user holds."""
+        flat = self._handle.flat_param
+        flat._params[index].requires_grad_(is_trained)
+        if is_trained and not flat.requires_grad and not self._handle.needs_unshard():
+            self._view_again()
+        self._freeze(index)
+
+    def _view_again(self) -> None:
+        """Let a unit that was gathered while all of its parameters were frozen have a gradient from now on."""
+        handle, flat = self._handle, self._handle.flat_param
+        flat.requires_grad = True
+        _forget_unfit_hooks(flat)
+        with torch.enable_grad():
+            views = list(handle._get_unflat_views())
+        _register_post_backward_hook(self._unit(), handle)
+        for index, (value, module, attribute) in enumerate(self._gathered):
+            held: Any = module._parameters.get(attribute, module.__dict__.get(attribute))
+            if getattr(held, "_fsdp_value", None) is value:
+                flat._tensors[index] = value.replaced(held, views[index])
+                self._show(index, flat._tensors[index])
+                self._freeze(index)
 
     def switch(self, on: bool) -> None:
         """Let FSDP1 assign to the ``.data`` of its views."""
@@ -264,6 +328,7 @@ class GatheredWrites:
                 value.follow(view)
             if attribute in module._parameters:  # FSDP1 lets the module hold it twice: functional_call() sets this one
                 module.__dict__.pop(attribute, None)
+        self.freeze()
 
     def keep(self, *, is_counted: bool) -> None:
         """Keep what was written until now.
@@ -297,6 +362,19 @@ class GatheredWrites:
 def _check_own(of: weakref.ref[GatheredWrites], unit: FullyShardedDataParallel, args: Any) -> None:
     if (writes := of()) is not None and unit not in gathered_modules:
         writes.check_own()
+        writes.follow_requires_grad()
+
+
+def _train(of: weakref.ref[GatheredWrites], index: int, is_trained: bool) -> None:
+    writes = of()
+    if writes is not None:
+        writes.train(index, is_trained)
+
+
+def needs_gradient(tensor: Any) -> bool:
+    """Whether autograd follows what is computed of a view, whatever it shows as ``requires_grad``."""
+    required: bool = Tensor.requires_grad.__get__(tensor)  # type: ignore[attr-defined]
+    return required
 
 
 def _follow_after(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any], as_params: bool) -> None:
@@ -599,6 +677,7 @@ def _before_end_of_backward(root: FullyShardedDataParallel, output: Any) -> None
     def queue(_: Tensor) -> None:
         if not is_interrupted(root):
             _queue_waiting(root)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_forget_all_unfit_hooks, root))
 
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -727,6 +806,11 @@ def _forget_unfit_hooks(flat: Any) -> None:
         _forget_hooks(flat)
 
 
+def _forget_all_unfit_hooks(root: FullyShardedDataParallel) -> None:
+    for unit in units_of(root):
+        _forget_unfit_hooks(handle_of(unit).flat_param)
+
+
 def _forget_hooks(flat: Any) -> None:
     if hasattr(flat, "_post_backward_hook_state"):
         flat._post_backward_hook_state[-1].remove()
@@ -797,6 +881,7 @@ def follow_requires_grad(root: FullyShardedDataParallel) -> bool:
     Returns:
         Whether the root must be gathered again, because its gathered parameters follow the flat one only then.
     """
+    had_gradient = handle_of(root) is not None and handle_of(root).flat_param.requires_grad
     for unit in units_of(root):
         handle_of(unit)._reset_flat_param_grad_info_if_needed()
         _forget_unfit_hooks(handle_of(unit).flat_param)
@@ -804,8 +889,10 @@ def follow_requires_grad(root: FullyShardedDataParallel) -> bool:
         return False
     flat = handle_of(root).flat_param
     place = flat._param_infos[0]
-    gathered: bool = getattr(place.module, place.param_name).requires_grad
-    return gathered != bool(flat.requires_grad)
+    held = getattr(place.module, place.param_name)
+    # torch may let a view of a tensor that is unfrozen require a gradient, for which FSDP1 has no hook
+    views_do = had_gradient and needs_gradient(vars(held).get("_fsdp_trained", held))
+    return views_do != bool(flat.requires_grad)
 
 
 def abandon_forward(root: FullyShardedDataParallel) -> None:
