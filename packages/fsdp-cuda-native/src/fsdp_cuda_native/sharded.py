@@ -202,6 +202,8 @@ class NativeSharded(Sharded):
 
     def keep_writes(self) -> None:
         for writes in self._writes:
+            if writes.is_of(self.root):
+                writes.check_own()  # other units do when they are called
             writes.keep(is_counted=self._pending is None)
 
     def follow_requires_grad(self) -> None:

@@ -177,6 +177,8 @@ class FSDP2Sharded(Sharded):
 
     def keep_writes(self) -> None:
         for writes in self._writes:
+            if writes.is_of_root:
+                writes.check_own()  # other units do when they are called
             writes.keep()
 
     def follow_requires_grad(self) -> None:

@@ -847,6 +847,9 @@ class GatheredWrites:
         root: The root.
         names: What the user calls its parameters.
         values: Gets what was written.
+
+    Attributes:
+        is_of_root: Whether the unit is the root.
     """
 
     def __init__(
@@ -861,6 +864,7 @@ class GatheredWrites:
             for name in ("to_sharded", "to_sharded_post_forward"):
                 setattr(parameter, name, partial(_keep_before, own, weakref.ref(parameter), index, name))
         module = cast("nn.Module", unit)
+        self.is_of_root = unit is root
         self._kept = [] if unit is root else [group for group in _groups(unit) if not group._reshard_after_forward]
         module.register_forward_pre_hook(partial(_enter, own), prepend=True)
         if self._kept:

@@ -284,8 +284,9 @@ def other_tensor_refusal(name: str) -> ShardingError:
         name: What the user calls the parameter.
     """
     return ShardingError(
-        f"{name!r} was replaced by another tensor for a call, as torch.func.functional_call() does. The unit that it "
-        "belongs to gathers its own parameters for a call, and would compute with these.\n"
+        f"{name!r} was replaced by another tensor for a call, as torch.func.functional_call() does, or by an "
+        "assignment of a parameter in a step. The unit that it belongs to gathers its own parameters, would compute "
+        "with these, and would train these.\n"
         "Use auto_wrap_policy=None, and call it inside training_step(): what belongs to no unit takes other weights "
         "there. To train other values from now on, write parameter.data.copy_(values)."
     )

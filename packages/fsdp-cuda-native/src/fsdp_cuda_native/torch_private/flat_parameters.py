@@ -246,6 +246,10 @@ class GatheredWrites:
         self._handle._use_unsharded_views = partial(_follow_after, own, of)
         self._handle._use_sharded_flat_param = partial(_keep_before, own, of)
 
+    def is_of(self, unit: FullyShardedDataParallel) -> bool:
+        """Whether these are of a unit."""
+        return self._unit() is unit
+
     def check_own(self) -> None:
         """Refuse a call with other parameters than the unit's own."""
         params = self._handle.flat_param._params
