@@ -53,6 +53,7 @@ __all__ = [
     "has_hooks_before_steps",
     "hooks_on",
     "in_backward",
+    "in_functorch",
     "is_accumulated",
     "is_default_group",
     "is_exhausted",
@@ -234,6 +235,11 @@ def users_of_storage(tensor: Tensor) -> int:
 def in_backward() -> bool:
     """Whether autograd is running a backward pass on this thread. There is no public way to check."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def in_functorch() -> bool:
+    """Whether a transform of ``torch.func`` is running on this thread. There is no public way to check."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_accumulated(parameter: Tensor) -> bool:

@@ -26,6 +26,7 @@ from fsdp_core.sharding import (
     StepGradients,
     UnitCalls,
     WrittenValues,
+    check_not_transformed,
     copy_refusal,
     forget_writes,
     is_accumulated,
@@ -940,6 +941,7 @@ def _keep_before(of: weakref.ref[GatheredWrites], of_parameter: weakref.ref[Any]
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _enter(of: weakref.ref[GatheredWrites], module: nn.Module, args: Any) -> None:
     if (writes := of()) is not None and module not in gathered_modules:
+        check_not_transformed(module)
         writes.check_own()
         writes.enter()
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_core.errors import ShardingError
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.runtime import Runtime
-from fsdp_core.torch_private import times_written, tree_flatten, tree_map, uncounted_writes, without_torch_function
+from fsdp_core.torch_private import in_functorch, times_written, tree_flatten, tree_map, uncounted_writes, without_torch_function
 
 __all__ = [
     "GatheredDTensor",
@@ -21,6 +21,7 @@ __all__ = [
     "GatheredTensor",
     "GatheredValue",
     "WrittenValues",
+    "check_not_transformed",
     "differs",
     "forget_writes",
     "other_tensor_refusal",
@@ -275,6 +276,26 @@ def forget_writes(tensor: Tensor) -> None:
     value: GatheredValue | None = getattr(tensor, "_fsdp_value", None)
     if value is not None:
         value.taken(tensor)
+
+
+def check_not_transformed(unit: nn.Module) -> None:
+    """Refuse a call of a unit by a function that ``torch.func`` transforms.
+
+    Args:
+        unit: The unit.
+
+    Raises:
+        UnsupportedCapabilityError: A transform is running.
+    """
+    if in_functorch():
+        raise UnsupportedCapabilityError(
+            f"a {type(unit).__name__} is called inside a transform of torch.func, such as grad, vmap or jvp. It is a "
+            "unit, whose parameters are gathered and freed by hooks, which a transform does not call as autograd "
+            "does.\n"
+            "Write torch.autograd.grad(..., create_graph=True), or torch.autograd.functional; or auto_wrap_policy=None "
+            "and call torch.func inside training_step(), under Fabric in the forward() of the module that is set up: "
+            "there all parameters are gathered."
+        )
 
 
 def other_tensor_refusal(name: str) -> ShardingError:

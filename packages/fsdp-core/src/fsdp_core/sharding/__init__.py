@@ -2,7 +2,7 @@
 
 from fsdp_core.gradients.backward import EndOfBackward
 from fsdp_core.gradients.clipping import clip_grads_by_norm, clip_grads_by_value, is_sharded_dtensor, local_tensor
-from fsdp_core.gradients.gathered_values import GatheredValue, WrittenValues, forget_writes
+from fsdp_core.gradients.gathered_values import GatheredValue, WrittenValues, check_not_transformed, forget_writes
 from fsdp_core.gradients.replicated import ReplicatedParameters, stays_whole
 from fsdp_core.gradients.step_gradients import StepGradients
 from fsdp_core.gradients.step_writes import ComparedShards, GatheredShard, StepWrites
@@ -70,6 +70,7 @@ __all__ = [
     "checkpoint_activations",
     "clip_grads_by_norm",
     "clip_grads_by_value",
+    "check_not_transformed",
     "copy_refusal",
     "current_split",
     "describe_policy",

@@ -32,7 +32,7 @@ from torch.distributed.fsdp._runtime_utils import (
 from torch.distributed.utils import _cast_forward_inputs
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fsdp_core.sharding import GatheredValue, KeptPart, UnitCalls, WrittenValues
+from fsdp_core.sharding import GatheredValue, KeptPart, UnitCalls, WrittenValues, check_not_transformed
 from fsdp_core.state import gathered_modules
 
 __all__ = [
@@ -365,6 +365,7 @@ class GatheredWrites:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check_own(of: weakref.ref[GatheredWrites], unit: FullyShardedDataParallel, args: Any) -> None:
     if (writes := of()) is not None and unit not in gathered_modules:
+        check_not_transformed(unit.module)
         writes.check_own()
         writes.follow_requires_grad()
 

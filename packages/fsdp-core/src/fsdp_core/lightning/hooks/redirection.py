@@ -252,6 +252,9 @@ _OF_SHARDS = re.compile(
 )
 
 
+#: Torch's error when a tensor is differentiated with respect to what it was not computed from.
+_OF_PARAMETERS = re.compile("appears to not have been used in the graph")
+
 #: Torch's errors when a graph needs a tensor that was written since, or whose memory was freed.
 _OF_GRAPHS = re.compile("modified by an inplace operation|modified inplace|setStorage")
 
@@ -275,6 +278,15 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = ()) ->
             "fsdp-core: a graph that create_graph=True has recorded holds parameters, which were freed since: at the "
             "end of the next backward pass, or by a step.\n"
             "Add what was computed with it to the loss of that backward pass: one backward() for both."
+        )
+        return
+    if _OF_PARAMETERS.search(str(exception)) and sharded:
+        exception.add_note(
+            "fsdp-core: this may be about a parameter of a unit, which is a shard outside of the unit's calls: nothing "
+            "was computed with that.\n"
+            "Write auto_wrap_policy=None and differentiate inside training_step(), under Fabric in the forward() of "
+            "the module that is set up: there all parameters are gathered. Or differentiate with respect to what a "
+            "unit returns."
         )
         return
     if not _OF_SHARDS.search(str(exception)) or any(code.co_name == "_engine_run_backward" for code in codes[-1:]):
