@@ -71,6 +71,7 @@ class FSDP2Sharded(Sharded):
 
     backend: FSDP2Backend
     called_hooks = ("register_post_accumulate_grad_hook",)
+    trains_in_evaluation = True
 
     def __init__(
         self,

@@ -270,6 +270,10 @@ class Sharded(ABC):
     #: The methods that register hooks on a shard which the library calls with the reduced gradient, once per reduction.
     called_hooks: tuple[str, ...] = ()
 
+    #: Whether a backward pass inside a forward pass that began under ``no_grad()`` gives the root's parameters their
+    #: gradients: whether an optimizer may step in ``validation_step``.
+    trains_in_evaluation: bool = False
+
     #: Whether parameters stay gathered because a backward pass has recorded its own graph, which holds them.
     keeps_graph: bool = False
 
