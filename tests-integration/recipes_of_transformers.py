@@ -131,7 +131,7 @@ class hf_ckpt_grad(Lit):
         o.step()
 
 
-class peft_adalora_like(dpo_peft):
+class merged_adapters(dpo_peft):
     """Merge and unmerge of adapters in the step, as some samplers do."""
 
     def training_step(self, b, i):

@@ -13,7 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.runtime import Runtime
-from fsdp_core.torch_private import in_functorch, times_written, tree_flatten, tree_map, uncounted_writes, without_torch_function
+from fsdp_core.torch_private import (
+    in_functorch,
+    times_written,
+    tree_flatten,
+    tree_map,
+    uncounted_writes,
+    without_torch_function,
+)
 
 __all__ = [
     "GatheredDTensor",

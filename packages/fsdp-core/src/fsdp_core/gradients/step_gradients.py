@@ -138,8 +138,9 @@ class _Shown:
         if grad is None or self._fsdp_shows is None or not self._fsdp_shows[0].on:
             _GRAD.__set__(self, grad)
         if self._fsdp_shows is not None and self._fsdp_shows[0].on:
-            shard = self._fsdp_shows[1]
-            if grad is not None and type(grad) is not type(shard.grad) and isinstance(shard, DTensor) | self._fsdp_shows[2]:
+            _, shard, is_part = self._fsdp_shows
+            is_sharded = is_part or isinstance(shard, DTensor)
+            if grad is not None and is_sharded and type(grad) is not type(shard.grad):
                 raise UnsupportedCapabilityError(_ASSIGNED)
             shard.grad = grad  # torch refuses what does not fit the shard
 

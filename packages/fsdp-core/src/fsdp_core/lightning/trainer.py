@@ -752,7 +752,7 @@ def _before_step_inside(of: ref[ShardedTrainerStrategy], optimizer: Optimizer, a
         raise UnsupportedCapabilityError(
             f"{type(optimizer).__name__}.step(closure) was called inside a step method, past the strategy: the closure "
             "would compute with the weights from before the step.\n"
-            "Write self.optimizers().step(closure), with self.automatic_optimization = False; or step without a closure."
+            "Write self.optimizers().step(closure), with self.automatic_optimization = False; or leave the closure out."
         )
     strategy.check_steps_here(optimizer)
     strategy.end_part_of_step()

@@ -288,6 +288,9 @@ class GatheredWrites:
     def _show(self, index: int, shown: Tensor) -> None:
         """Let modules hold another view. Their own loops over parameters may be running: no name is removed."""
         _, module, attribute = self._gathered[index]
+        saved = self._handle.flat_param._tensors
+        if saved[index] is not None:  # a unit that stays gathered refuses what modules hold instead of it
+            saved[index] = shown
         ties = self._handle.flat_param._shared_param_infos
         places = [(i.module, i.param_name) for i in ties if (i.prim_module, i.prim_param_name) == (module, attribute)]
         for owner, name in [(module, attribute), *places]:
@@ -311,7 +314,8 @@ class GatheredWrites:
         _forget_unfit_hooks(flat)
         with torch.enable_grad():
             views = list(handle._get_unflat_views())
-        _register_post_backward_hook(self._unit(), handle)
+        unit: Any = self._unit()
+        _register_post_backward_hook(unit, handle)
         for index, (value, module, attribute) in enumerate(self._gathered):
             held: Any = module._parameters.get(attribute, module.__dict__.get(attribute))
             if getattr(held, "_fsdp_value", None) is value:
