@@ -543,8 +543,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             raise UnsupportedCapabilityError(
                 f"{type(optimizer).__name__}.step() was called in a step method that does not train, where "
                 f"{self.strategy_name!r} has no gradients of parameters that belong to no unit.\n"
-                "Use strategy='fsdp2', which has them; or adapt at test time under Fabric, or in training_step() of a "
-                "fit of its own."
+                "Use a strategy whose sharded parameters are DTensors, which has them; or adapt at test time under "
+                "Fabric, or in training_step() of a fit of its own."
             )
 
     def end_part_of_step(self) -> None:
