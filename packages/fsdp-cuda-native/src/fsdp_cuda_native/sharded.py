@@ -182,6 +182,10 @@ class NativeSharded(Sharded):
         self._follow(self.root)
         self._steps.on = True
 
+    def show_gradients(self) -> None:
+        self._steps.on = True
+        self._follow(self.root)
+
     def _begin_inside(self) -> None:
         """Begin a backward pass of the root inside its running forward pass, which then goes on."""
         torch_private.begin_inside(self.root, self._suspend, self._go_on)
@@ -213,14 +217,15 @@ class NativeSharded(Sharded):
 
     def keep_writes(self) -> None:
         for writes in self._writes:
+            if writes.is_of(self.root):
+                writes.check_own()  # other units do when they are called
             writes.keep(is_counted=self._pending is None)
 
     def follow_requires_grad(self) -> None:
         if torch_private.follow_requires_grad(self.root):
             self.resume_forward()
-        for unit, writes in zip(self._units, self._writes, strict=True):
-            if unit is self.root:
-                writes.follow_trained()
+        for writes in self._writes:
+            writes.freeze()
 
     def reset(self) -> None:
         for unit in self._units:
@@ -303,7 +308,7 @@ class NativeSharded(Sharded):
 
     def _follow(self, unit: FullyShardedDataParallel) -> None:
         """Let parameters that a unit has gathered inside a manual step show the gradients of their shards."""
-        if self._pending is not None and unit in self._units:
+        if (self._pending is not None or self._steps.on) and unit in self._units:
             for gathered, shard, is_part in torch_private.gathered_parameters(unit):
                 self._steps.follow(gathered, shard, is_part=is_part)
 

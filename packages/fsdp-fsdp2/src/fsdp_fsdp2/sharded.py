@@ -71,6 +71,7 @@ class FSDP2Sharded(Sharded):
 
     backend: FSDP2Backend
     called_hooks = ("register_post_accumulate_grad_hook",)
+    trains_in_evaluation = True
 
     def __init__(
         self,
@@ -158,6 +159,9 @@ class FSDP2Sharded(Sharded):
         resume_forward(self._fsdp)
         self.unused.show_gradients()
 
+    def show_gradients(self) -> None:
+        self.unused.show_gradients()
+
     def is_idle(self) -> bool:
         return is_idle(self._fsdp)
 
@@ -174,6 +178,8 @@ class FSDP2Sharded(Sharded):
 
     def keep_writes(self) -> None:
         for writes in self._writes:
+            if writes.is_of_root:
+                writes.check_own()  # other units do when they are called
             writes.keep()
 
     def follow_requires_grad(self) -> None:

@@ -274,6 +274,8 @@ class UnusedParameters:
         """Whether the backward pass that runs adds to gradients: ``torch.autograd.grad`` only returns some."""
         task = torch._C._current_graph_task_id()
         if not self._accumulates and task != self._task:
+            for group in self._groups:
+                _update_requires_grad(group)
             gathered = (p._unsharded_param for group in self._groups for p in _trainable(group))
             self._accumulates = task == -1 or any(map(is_accumulated, gathered)) or _reaches_leaf()
             self._task = task
@@ -822,6 +824,17 @@ def _carry_requires_grad(group: Any) -> None:
             seen[index] = now
 
 
+def _update_requires_grad(group: Any) -> None:
+    """Let the gathered parameters of a unit and its shards agree on ``requires_grad``, whatever was changed last.
+
+    A parameter that was frozen for a call and is unfrozen has a frozen gathered parameter until it is gathered again.
+    """
+    _carry_requires_grad(group)
+    for parameter in () if group.is_unsharded else _trainable(group):
+        if not parameter._unsharded_param.requires_grad:
+            parameter._unsharded_param.requires_grad_(True)
+
+
 def finish_backward(root: FSDPModule, unused: UnusedParameters) -> None:
     """Do what ``fully_shard`` does at the end of a backward pass: reduce what is left, and reshard.
 
@@ -868,6 +881,9 @@ class GatheredWrites:
         root: The root.
         names: What the user calls its parameters.
         values: Gets what was written.
+
+    Attributes:
+        is_of_root: Whether the unit is the root.
     """
 
     def __init__(
@@ -886,6 +902,7 @@ class GatheredWrites:
             members = slice(first, first := first + len(group.fsdp_params))
             vars(group)[_KEEP] = partial(_keep_before, own, members)
         module = cast("nn.Module", unit)
+        self.is_of_root = unit is root
         self._kept = [] if unit is root else [group for group in _groups(unit) if not group._reshard_after_forward]
         for group in self._kept:
             vars(group)[_ENTER] = partial(_enter_before, own)

@@ -13,7 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import Runtime
-from fsdp_core.torch_private import times_written, tree_flatten, tree_map, uncounted_writes, without_torch_function
+from fsdp_core.torch_private import (
+    times_written,
+    tree_flatten,
+    tree_map,
+    uncounted_writes,
+    without_torch_function,
+)
 
 __all__ = [
     "GatheredDTensor",
@@ -138,13 +144,14 @@ class GatheredValue:
     Args:
         name: What the user calls it.
         is_trained: Whether the user's parameter requires a gradient; for views of a flat parameter, which may differ.
+        train: Freezes or unfreezes the user's parameter, and what is gathered of it, where a view can't be; otherwise
+            torch does.
 
     Attributes:
         is_noted: Whether its ``data`` was read, or :meth:`note` was called.
         has_changed: Whether it was written to without being counted.
         are_replaced: Whether a library is about to assign to the ``.data`` of any, which is refused otherwise.
         shard: Returns the optimizer's parameter, with which hooks are registered.
-        train: Freezes what is gathered, or lets it be trained from now on, if that is no parameter by itself.
 
     Example:
         >>> value = GatheredValue("weight")
@@ -159,10 +166,11 @@ class GatheredValue:
 
     are_replaced: ClassVar[bool] = False
 
-    def __init__(self, name: str, is_trained: Callable[[], bool] = lambda: True) -> None:
-        self.name, self.is_trained = name, is_trained
+    def __init__(
+        self, name: str, is_trained: Callable[[], bool] = lambda: True, train: Callable[[bool], None] | None = None
+    ) -> None:
+        self.name, self.is_trained, self.train = name, is_trained, train
         self.shard: Callable[[], nn.Parameter] | None = None
-        self.train: Callable[[bool], None] | None = None
         self.is_noted = self.has_changed = False
         self._times = 0
 
@@ -184,6 +192,23 @@ class GatheredValue:
         instance._fsdp_value = self
         self._times = times_written(tensor) if times is None else times
         self.is_noted = self.has_changed = False
+
+    def frozen(self, view: Tensor) -> Tensor:
+        """What stands for a gathered view while the user's parameter is frozen: the same memory, without a gradient."""
+        frozen = self.replaced(view, view.detach())
+        vars(frozen)["_fsdp_trained"] = view
+        return frozen
+
+    def replaced(self, view: Tensor, new: Tensor) -> Tensor:
+        """Let another view of the same memory be followed as this one is."""
+        instance: Any = new
+        instance.__class__ = type(view)
+        vars(new).update((name, of) for name, of in vars(view).items() if name != "_fsdp_trained")
+        return new
+
+    def unfrozen(self, view: Tensor) -> Tensor:
+        """The view for which one stands that :meth:`frozen` has returned; any other is returned as it is."""
+        return _as_tensor(vars(view).get("_fsdp_trained", view))
 
     def taken(self, tensor: Tensor) -> None:
         """What was written until now is kept."""
@@ -281,11 +306,17 @@ def other_tensor_refusal(name: str) -> ShardingError:
         name: What the user calls the parameter.
     """
     return ShardingError(
-        f"{name!r} was replaced by another tensor for a call, as torch.func.functional_call() does. The unit that it "
-        "belongs to gathers its own parameters for a call, and would compute with these.\n"
+        f"{name!r} was replaced by another tensor for a call, as torch.func.functional_call() does, or by an "
+        "assignment of a parameter in a step. The unit that it belongs to gathers its own parameters, would compute "
+        "with these, and would train these.\n"
         "Use auto_wrap_policy=None, and call it inside training_step(): what belongs to no unit takes other weights "
         "there. To train other values from now on, write parameter.data.copy_(values)."
     )
+
+
+def _as_tensor(value: Any) -> Tensor:
+    tensor: Tensor = value
+    return tensor
 
 
 #: What a tensor's ``data`` and ``requires_grad`` are without any of this.
@@ -396,18 +427,20 @@ class GatheredTensor(_Gathered, Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        return _REQUIRES_GRAD.__get__(self)  # type: ignore[no-any-return]
+        """That of the user's parameter. torch refuses to change a view's."""
+        value = getattr(self, "_fsdp_value", None)
+        required: bool = _REQUIRES_GRAD.__get__(self)
+        return required if value is None or value.train is None else value.is_trained()
 
     @requires_grad.setter
-    def requires_grad(self, trains: bool) -> None:
-        if self._fsdp_value is None or self._fsdp_value.train is None:
-            _REQUIRES_GRAD.__set__(self, trains)
-        else:
-            self._fsdp_value.train(trains)
+    def requires_grad(self, requires_grad: bool) -> None:
+        self.requires_grad_(requires_grad)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Freeze the parameter, or let it be trained: torch refuses this on a view."""
-        self.requires_grad = requires_grad
+        value = getattr(self, "_fsdp_value", None)
+        if value is None or value.train is None:
+            return Tensor.requires_grad_(self, requires_grad)
+        value.train(requires_grad)
         return self
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.gradients.gathered_values import GatheredDTensor, GatheredParameter, GatheredTensor
 from fsdp_core.torch_private import without_torch_function
 
-__all__ = ["StepGradients", "guard", "guard_parameters", "plain", "unguard", "unguard_parameters"]
+__all__ = ["StepGradients", "forget_shown", "guard", "guard_parameters", "plain", "unguard", "unguard_parameters"]
 
 _INSTEAD = (
     "Write self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm='norm') to clip, or under "
@@ -39,6 +40,15 @@ _OF_PARAMETER = (
     "in the unit's own forward(), and one on what belongs to no unit in training_step(). For values, write "
     "fsdp_core.full_state_dict(self) on all ranks, or with fsdp_core.gathered(self): in a hook between steps. Under a "
     "strategy whose sharded parameters are DTensors, torch's own functions are right on them."
+)
+
+
+_ASSIGNED = (
+    "a gradient was assigned to a parameter that is gathered inside training_step. Its gradient is with its shards, "
+    "of which each rank has a piece, and is the average over the ranks; what was assigned is this rank's alone.\n"
+    "Write self.manual_backward((parameter * gradient.detach()).sum()), of the sum over all parameters, which adds the "
+    "average of these gradients; optimizer.zero_grad() before forgets what is there. Or write self.manual_backward() "
+    "of a loss that has this gradient."
 )
 
 
@@ -129,7 +139,35 @@ class _Shown:
         if grad is None or self._fsdp_shows is None or not self._fsdp_shows[0].on:
             _GRAD.__set__(self, grad)
         if self._fsdp_shows is not None and self._fsdp_shows[0].on:
-            self._fsdp_shows[1].grad = grad  # torch refuses what does not fit the shard
+            _, shard, is_part = self._fsdp_shows
+            is_sharded = is_part or isinstance(shard, DTensor)
+            if grad is not None and is_sharded and type(grad) is not type(shard.grad):
+                raise UnsupportedCapabilityError(_ASSIGNED)
+            shard.grad = grad  # torch refuses what does not fit the shard
+
+
+def forget_shown(parameter: Tensor, set_to_none: bool) -> bool:
+    """Forget the gradient that a gathered parameter shows, as ``module.zero_grad()`` does.
+
+    Args:
+        parameter: A parameter.
+        set_to_none: Whether it has none then, or zeros.
+
+    Returns:
+        Whether it shows that of its shard. Otherwise nothing is done.
+    """
+    shows = parameter._fsdp_shows if isinstance(parameter, _Shown) else None
+    if shows is None or not shows[0].on:
+        return False
+    if parameter.is_leaf:
+        _GRAD.__set__(parameter, None)
+    gradient = shows[1].grad
+    if set_to_none or gradient is None:
+        shows[1].grad = None
+    else:
+        with without_torch_function() if isinstance(gradient, Piece) else nullcontext():
+            gradient.detach_().zero_()
+    return True
 
 
 class _ShownParameter(_Shown, GatheredParameter):

@@ -9,6 +9,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdp_core.gradients.step_gradients import forget_shown
+
 __all__ = ["on_zero_grad"]
 
 _of_optimizers: WeakKeyDictionary[Optimizer, Callable[[], None]] = WeakKeyDictionary()
@@ -48,7 +50,15 @@ def _optimizer_zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
 
 @wraps(_modules_own)
 def _module_zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-    _modules_own(self, set_to_none)
+    shown = {parameter for parameter in self.parameters() if forget_shown(parameter, set_to_none)}
+    if not shown:
+        _modules_own(self, set_to_none)
+    for parameter in self.parameters() if shown else ():
+        if parameter not in shown and parameter.grad is not None:
+            if set_to_none:
+                parameter.grad = None
+            else:
+                parameter.grad.detach_().zero_()
     for module in self.modules():
         then = _of_modules.get(module)
         if then is not None:

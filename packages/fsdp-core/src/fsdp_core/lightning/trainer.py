@@ -8,10 +8,10 @@ import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Never
-from weakref import WeakMethod
+from weakref import WeakMethod, WeakSet, ref
 
 import lightning.pytorch as pl
 import torch
@@ -29,7 +29,7 @@ from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.collective import together_each
 from fsdp_core.checkpoint.storage.joined import Paths, paths_of
 from fsdp_core.checkpoint.storage.recognition import holds_ours
-from fsdp_core.errors import ShardingError
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.gradients.step_writes import StepWrites, check_writes
 from fsdp_core.lightning.capabilities import check_loop, check_precision
 from fsdp_core.lightning.checkpoints.deferred_copies import copied_after
@@ -156,7 +156,9 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._repeated_predictions = RepeatedPredictions(strategy_name, self.runtime, self.predict_step)
         #: Saved state of param groups that the optimizers do not hold yet.
         self.late_param_groups = LateParamGroups()
-        self._in_step = self._blocking = False
+        self._in_step = self._in_eval_step = self._blocking = False
+        self._is_inside = self._steps_optimizer = False
+        self._followed_steps: WeakSet[Optimizer] = WeakSet()
         self._has_stepped = False
         self._is_first_step = False
         self._writes: StepWrites | None = None
@@ -356,6 +358,9 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         if self._is_first_step:
             self._writes = self.sharded.watch_writes()
         self._gradients.guard_parameters()
+        if self.is_stepping_by_hand:
+            for optimizer in self.optimizers:
+                self._follow_steps(optimizer)
         try:
             output = self._step("training_step", *args, **kwargs)
             assert self.lightning_module is not None
@@ -423,17 +428,37 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         check_not_gathered(self.model, f"a {name}")
 
         def step() -> Any:
+            if self.is_stepping_by_hand and not self._in_eval_step:
+                self.sharded.show_gradients()
             output = getattr(self.lightning_module, name)(*args, **kwargs)
             self._check_writes(self.runtime)
             return output
 
-        with self.precision_plugin.forward_context():
-            return call_inside_forward(self.model, self.lightning_module, step)
+        self._is_inside = True
+        try:
+            with self.precision_plugin.forward_context():
+                return call_inside_forward(self.model, self.lightning_module, step)
+        finally:
+            self._is_inside = False
 
     def _eval_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        output = self._step(name, *args, **kwargs)
+        self._in_eval_step = True
+        for optimizer in self.optimizers:
+            self._follow_steps(optimizer)
+        try:
+            output = self._step(name, *args, **kwargs)
+        finally:
+            self._in_eval_step = False
+            self._gradients.off()
         self.sharded.reshard()
         return output
+
+    def _follow_steps(self, optimizer: Optimizer) -> None:
+        """Let a step method go on with the weights that an optimizer has stepped to without a call of the strategy."""
+        if optimizer not in self._followed_steps:
+            self._followed_steps.add(optimizer)
+            optimizer.register_step_pre_hook(partial(_before_step_inside, ref(self)))
+            optimizer.register_step_post_hook(partial(_after_step_inside, ref(self)))
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -489,16 +514,50 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             sharded.suspend_forward()
             return result
 
+        self.check_steps_here(optimizer)
         self._check_writes()
+        self._steps_optimizer = True
         try:
             return super().optimizer_step(optimizer, closure_inside_forward, model, **kwargs)
         finally:
+            self._steps_optimizer = False
             self._unreduced.clear()
             self._exact_resume.on_step(optimizer)
             sharded.resume_forward()
             if self._writes is not None:
                 self._writes.renew()
             self._gradients.on()
+
+    @property
+    def is_stepped_past(self) -> bool:
+        """Whether an optimizer's step that runs is inside a step method, and was not called by way of the strategy."""
+        return self._is_inside and self.is_stepping_by_hand and not self._steps_optimizer
+
+    def check_steps_here(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer's step in ``validation_step`` and the like where gradients of the root would be lost.
+
+        Raises:
+            UnsupportedCapabilityError: They would.
+        """
+        if self._in_eval_step and not self.sharded.trains_in_evaluation:
+            raise UnsupportedCapabilityError(
+                f"{type(optimizer).__name__}.step() was called in a step method that does not train, where "
+                f"{self.strategy_name!r} has no gradients of parameters that belong to no unit.\n"
+                "Use a strategy whose sharded parameters are DTensors, which has them; or adapt at test time under "
+                "Fabric, or in training_step() of a fit of its own."
+            )
+
+    def end_part_of_step(self) -> None:
+        """End a part of a step method before an optimizer steps over the shards."""
+        self._gradients.off()
+        self._check_writes()
+
+    def begin_part_of_step(self) -> None:
+        """Let a step method go on with what an optimizer has stepped to."""
+        self.sharded.resume_forward()
+        if self._writes is not None:
+            self._writes.renew()
+        self._gradients.on()
 
     def check_gradients(self, optimizer: Optimizer) -> None:
         """Raise if ``error_if_nonfinite`` was given and a gradient is not finite, unless a gradient scaler decides."""
@@ -511,9 +570,9 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     @property
     def is_stepping_by_hand(self) -> bool:
-        """Whether the training step itself is running a backward pass or an optimizer step (manual optimization)."""
+        """Whether a step method itself is running a backward pass or an optimizer step, as in manual optimization."""
         assert self.lightning_module is not None
-        return self._in_step and not self.lightning_module.automatic_optimization
+        return self._in_eval_step or (self._in_step and not self.lightning_module.automatic_optimization)
 
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
@@ -683,6 +742,26 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         finally:
             if self._checkpoint_io is not None:
                 self._checkpoint_io.teardown()
+
+
+def _before_step_inside(of: ref[ShardedTrainerStrategy], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    strategy = of()
+    if strategy is None or not strategy.is_stepped_past:
+        return
+    if len(args) > 1 or kwargs.get("closure") is not None:
+        raise UnsupportedCapabilityError(
+            f"{type(optimizer).__name__}.step(closure) was called inside a step method, past the strategy: the closure "
+            "would compute with the weights from before the step.\n"
+            "Write self.optimizers().step(closure), with self.automatic_optimization = False; or leave the closure out."
+        )
+    strategy.check_steps_here(optimizer)
+    strategy.end_part_of_step()
+
+
+def _after_step_inside(of: ref[ShardedTrainerStrategy], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    strategy = of()
+    if strategy is not None and strategy.is_stepped_past:
+        strategy.begin_part_of_step()
 
 
 def _watch_toggling(module: pl.LightningModule) -> None:

@@ -270,6 +270,10 @@ class Sharded(ABC):
     #: The methods that register hooks on a shard which the library calls with the reduced gradient, once per reduction.
     called_hooks: tuple[str, ...] = ()
 
+    #: Whether a backward pass inside a forward pass that began under ``no_grad()`` gives the root's parameters their
+    #: gradients: whether an optimizer may step in ``validation_step``.
+    trains_in_evaluation: bool = False
+
     #: Whether parameters stay gathered because a backward pass has recorded its own graph, which holds them.
     keeps_graph: bool = False
 
@@ -294,6 +298,13 @@ class Sharded(ABC):
 
         Raises:
             ShardingError: What was written can't be kept.
+        """
+
+    def show_gradients(self) -> None:
+        """Let gathered parameters show the gradients of shards from the beginning of a step, as after a backward pass.
+
+        Called inside a forward pass of the root, at the beginning of a step of manual optimization: gradients of
+        earlier steps are there, which ``module.zero_grad()`` is to forget.
         """
 
     def follow_requires_grad(self) -> None:

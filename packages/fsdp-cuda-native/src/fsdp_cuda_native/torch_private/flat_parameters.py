@@ -252,21 +252,25 @@ class GatheredWrites:
     """
 
     def __init__(self, unit: FullyShardedDataParallel, names: Mapping[nn.Module, str], values: WrittenValues) -> None:
-        self._handle, self._values = handle_of(unit), values
+        self._handle, self._values, self._unit = handle_of(unit), values, weakref.ref(unit)
         self._gathered: list[tuple[GatheredValue, nn.Module, str]] = []
+        own, of = weakref.ref(self), weakref.ref(self._handle)
         params = self._handle.flat_param._params
         for index, (attribute, module, _) in enumerate(self._handle.flat_param._param_infos):
             name = f"{names[module]}.{attribute}".removeprefix(".")
             trained = self._handle.flat_param if params is None else params[index]
-            value = GatheredValue(name, partial(getattr, trained, "requires_grad"))
+            train = None if params is None else partial(_train, own, index)
+            value = GatheredValue(name, partial(getattr, trained, "requires_grad"), train)
             if params is not None:
                 value.shard = partial(_refuse_hook, name)
-                value.train = partial(_train, weakref.ref(self), index)
             self._gathered.append((value, module, attribute))
-        own, of = weakref.ref(self), weakref.ref(self._handle)
         unit.register_forward_pre_hook(partial(_check_own, own), prepend=True)
         self._handle._use_unsharded_views = partial(_follow_after, own, of)
         self._handle._use_sharded_flat_param = partial(_keep_before, own, of)
+
+    def is_of(self, unit: FullyShardedDataParallel) -> bool:
+        """Whether these are of a unit."""
+        return self._unit() is unit
 
     def check_own(self) -> None:
         """Refuse a call with other parameters than the unit's own."""
@@ -276,68 +280,86 @@ class GatheredWrites:
             if params is None or held is not params[index]:
                 value.check_own(held)
 
-    def train(self, index: int, trains: bool) -> None:
-        """Freeze a parameter that is gathered, or let it be trained, from the next operation on.
+    def follow_requires_grad(self) -> None:
+        """Let a unit that is about to be called have a gradient if a parameter was unfrozen since FSDP1 has looked.
 
-        Raises:
-            UnsupportedCapabilityError: All parameters of the unit were frozen when it was gathered, for which FSDP1
-                follows no gradient.
+        It looks when the root is called. A unit that is frozen since needs none, unless an earlier call waits for it.
         """
         flat = self._handle.flat_param
-        value, _module, _attribute = self._gathered[index]
-        if trains and not flat.requires_grad:
-            raise UnsupportedCapabilityError(
-                f"{value.name!r} was unfrozen while it is gathered, with no other parameter of its unit trained: FSDP1 "
-                "follows no gradient of it then.\n"
-                "Unfreeze it before training_step(), such as in on_train_batch_start(); or use strategy='fsdp2'."
-            )
-        flat._params[index].requires_grad_(trains)
-        self.follow_trained()
+        if flat._params is not None and self._handle.needs_unshard():
+            trained = any(parameter.requires_grad for parameter in flat._params)
+            if trained or len(getattr(flat, "_post_backward_hook_state", ())) != 2:
+                flat.requires_grad = trained
+        _forget_unfit_hooks(flat)  # also those of a frozen unit that FSDP1's last end of a backward pass has not seen
 
-    def follow_trained(self) -> None:
-        """Let what modules hold require a gradient where the parameters do, which may have been frozen or unfrozen."""
-        for index, (value, module, attribute) in enumerate(self._gathered):
-            held = module._parameters.get(attribute)
-            if getattr(held, "_fsdp_value", None) is not value or held is None:
-                continue
-            if held.requires_grad != value.is_trained():
-                with torch.enable_grad():
-                    view = list(self._handle._get_unflat_views())[index]
-                self._hold(index, view if value.is_trained() else view.detach())
+    def freeze(self) -> None:
+        """Let modules compute with what needs no gradient in place of views of parameters that are frozen."""
+        for index in range(len(self._gathered) if self._handle.flat_param._params is not None else 0):
+            self._freeze(index)
 
-    def _hold(self, index: int, view: Tensor) -> None:
-        """Let modules hold another view of a gathered parameter."""
+    def _freeze(self, index: int) -> None:
         value, module, attribute = self._gathered[index]
-        before = module._parameters.get(attribute)
+        held: Any = module._parameters.get(attribute, module.__dict__.get(attribute))
+        if getattr(held, "_fsdp_value", None) is not value:
+            return
+        view, trained = value.unfrozen(held), value.is_trained()
+        if trained == (held is view):
+            return
+        self._show(index, view if trained or not needs_gradient(view) else value.frozen(view))
+
+    def _show(self, index: int, shown: Tensor) -> None:
+        """Let modules hold another view. Their own loops over parameters may be running: no name is removed."""
+        _, module, attribute = self._gathered[index]
+        saved = self._handle.flat_param._tensors
+        if saved[index] is not None:  # a unit that stays gathered refuses what modules hold instead of it
+            saved[index] = shown
+        ties = self._handle.flat_param._shared_param_infos
+        places = [(i.module, i.param_name) for i in ties if (i.prim_module, i.prim_param_name) == (module, attribute)]
+        for owner, name in [(module, attribute), *places]:
+            if name in owner._parameters:
+                owner._parameters[name] = shown
+            else:
+                owner.__dict__[name] = shown
+
+    def train(self, index: int, is_trained: bool) -> None:
+        """Freeze or unfreeze a parameter whose view the user holds."""
         flat = self._handle.flat_param
-        flat._tensors[index] = view
-        ties = ((one.module, one.param_name, one.prim_module, one.prim_param_name) for one in flat._shared_param_infos)
-        tied = [(place, name) for place, name, *prime in ties if prime == [module, attribute]]
-        for place, name in [(module, attribute), *tied]:
-            place._parameters[name] = view
-            place.__dict__.pop(name, None)
-        is_counted = before is not None and getattr(before, "_fsdp_value", None) is value and value.is_written(before)
-        value.follow(view)
-        if is_counted:
-            value.note(has_changed=True)
+        flat._params[index].requires_grad_(is_trained)
+        if is_trained and not flat.requires_grad and not self._handle.needs_unshard():
+            self._view_again()
+        self._freeze(index)
+
+    def _view_again(self) -> None:
+        """Let a unit that was gathered while all of its parameters were frozen have a gradient from now on."""
+        handle, flat = self._handle, self._handle.flat_param
+        flat.requires_grad = True
+        _forget_unfit_hooks(flat)
+        with torch.enable_grad():
+            views = list(handle._get_unflat_views())
+        unit: Any = self._unit()
+        _register_post_backward_hook(unit, handle)
+        for index, (value, module, attribute) in enumerate(self._gathered):
+            held: Any = module._parameters.get(attribute, module.__dict__.get(attribute))
+            if getattr(held, "_fsdp_value", None) is value:
+                flat._tensors[index] = value.replaced(held, views[index])
+                self._show(index, flat._tensors[index])
+                self._freeze(index)
 
     def follow(self) -> None:
         """Follow the views that modules hold now instead of parameters. What is frozen is in no graph."""
-        flat = self._handle.flat_param
-        is_forward = flat._params is not None and self._handle._training_state == HandleTrainingState.FORWARD
-        times = None
-        for index, (value, module, attribute) in enumerate(self._gathered):
+        times, params = None, self._handle.flat_param._params
+        for value, module, attribute in self._gathered:
             view: Any
             if attribute in module._parameters:
                 view = module._parameters[attribute]
                 module.__dict__.pop(attribute, None)  # which FSDP1 sets too: functional_call() sets the other
             else:
                 view = module.__dict__.get(attribute)
-            if is_forward and isinstance(view, Tensor) and view.requires_grad and not value.is_trained():
-                self._hold(index, view.detach())
-            elif type(view) is Tensor or (view is not None and not isinstance(view, nn.Parameter)):
+            if type(view) is Tensor or (view is not None and not isinstance(view, nn.Parameter)):
                 times = times_written(view) if times is None else times
                 value.follow(view, times)
+        if params is not None and not all(parameter.requires_grad for parameter in params):
+            self.freeze()
 
     def keep(self, *, is_counted: bool) -> None:
         """Keep what was written until now.
@@ -387,6 +409,13 @@ def _train(of: weakref.ref[GatheredWrites], index: int, trains: bool) -> None:
 def _check_own(of: weakref.ref[GatheredWrites], unit: FullyShardedDataParallel, args: Any) -> None:
     if (writes := of()) is not None and unit not in gathered_modules:
         writes.check_own()
+        writes.follow_requires_grad()
+
+
+def needs_gradient(tensor: Any) -> bool:
+    """Whether autograd follows what is computed of a view, whatever it shows as ``requires_grad``."""
+    required: bool = Tensor.requires_grad.__get__(tensor)  # type: ignore[attr-defined]
+    return required
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -752,6 +781,7 @@ def _before_end_of_backward(root: FullyShardedDataParallel, output: Any) -> None
     def queue(_: Tensor) -> None:
         if not is_interrupted(root):
             _queue_waiting(root)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_forget_all_unfit_hooks, root))
 
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -918,6 +948,11 @@ def watch_hooks(loss: Tensor) -> Callable[[], None]:
     return forget
 
 
+def _forget_all_unfit_hooks(root: FullyShardedDataParallel) -> None:
+    for unit in units_of(root):
+        _forget_unfit_hooks(handle_of(unit).flat_param)
+
+
 def _forget_hooks(flat: Any) -> None:
     if hasattr(flat, "_post_backward_hook_state"):
         flat._post_backward_hook_state[-1].remove()
@@ -988,14 +1023,17 @@ def follow_requires_grad(root: FullyShardedDataParallel) -> bool:
     Returns:
         Whether the root must be gathered again, because its gathered parameters follow the flat one only then.
     """
+    had_gradient = handle_of(root) is not None and handle_of(root).flat_param.requires_grad
     for unit in units_of(root):
         handle_of(unit)._reset_flat_param_grad_info_if_needed()
         _forget_unfit_hooks(handle_of(unit).flat_param)
     if handle_of(root) is None:
         return False
     flat = handle_of(root).flat_param
-    gathered = any(getattr(place.module, place.param_name).requires_grad for place in flat._param_infos)
-    return gathered != bool(flat.requires_grad)
+    held = [getattr(place.module, place.param_name) for place in flat._param_infos]
+    # torch may let a view of a tensor that is unfrozen require a gradient, for which FSDP1 has no hook
+    views_do = had_gradient and any(needs_gradient(vars(one).get("_fsdp_trained", one)) for one in held)
+    return views_do != bool(flat.requires_grad)
 
 
 def abandon_forward(root: FullyShardedDataParallel) -> None:
