@@ -160,6 +160,11 @@ class NestedPasses:
         handle = None if root is None else handle_of(root)
         if root is None or handle is None:
             return
+        if not handle.uses_sharded_strategy and shows_parameters(root) and not self._is_running():
+            raise UnsupportedCapabilityError(
+                "sharding_strategy='NO_SHARD' can't call the model in the backward pass after a step, in which FSDP1 "
+                "would not reduce its gradients.\nWrite sharding_strategy='SHARD_GRAD_OP'."
+            )
         if not _is_gathered(handle) or shows_parameters(root):
             _gather(root, anew=True)
         if self.follows():  # under mixed precision, parameters that were gathered anew have another node
