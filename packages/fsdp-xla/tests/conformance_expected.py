@@ -32,12 +32,10 @@ CLASSIC = {
     },
     "test_order_of_passes[two forward passes, then two backward passes]": _ONE_BACKWARD,
     "test_order_of_passes[two backward passes from one output]": _ONE_BACKWARD,
-    **{
-        f"test_steps_of_many_passes[{front}]": (
-            "XlaFullyShardedDataParallel expects one backward pass for each of the root's forward passes, after it"
-        )
-        for front in ("automatic", "accumulated", "by hand", "by hand, with raw backward passes", "fabric")
-    },
+    "test_steps_of_many_passes[fabric]": (
+        "a graph of create_graph=True is refused outside of a training_step, and what ranks have recorded before an "
+        "error may differ, so that the next step of the process waits for ever"
+    ),
     "test_steps_of_many_passes_with_options": (
         "XlaFullyShardedDataParallel expects one backward pass for each of the root's forward passes, after it"
     ),

@@ -8,6 +8,7 @@ import pytest
 
 from conformance_expected import CLASSIC
 from fsdp_core.testing.suite import StrategySuite
+from fsdp_core.testing.suite.numerics.many_passes import STEPS
 from fsdp_xla.testing import ThreadRanks
 
 
@@ -17,9 +18,18 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
 
 
+CACHED = ("cached loss", "cached loss beside another")
+BACKWARD = ("backward pass that is forgotten", "backward pass before the step's")
+
+
 class TestXLA(StrategySuite):
     strategy = "xla_fsdp"
     rank_pool = ThreadRanks
     expected_failures = CLASSIC
     drawn_pairs = 6  # each compiles programs of its own
+    refused_steps: ClassVar = {
+        **dict.fromkeys(("automatic", "accumulated"), (*CACHED, *BACKWARD)),
+        "by hand": CACHED,
+        "by hand, with raw backward passes": STEPS,
+    }
     not_in_pairs: ClassVar = {"precision=double": "XlaFullyShardedDataParallel keeps its shards in fp32; it is refused"}

@@ -76,6 +76,7 @@ class NativeSharded(Sharded):
         self._pending: list[torch_private.Pending] | None = None
         self._is_by_hand = False
         self._forget_loss: Callable[[], None] | None = None
+        self._times_written = 0
         self._passes = NestedPasses(root, lambda: root in running_forwards, self._begin_inside)
         for unit in self._units:
             unit.register_forward_hook(partial(_follow_gathered, self))
@@ -325,13 +326,15 @@ def _follow_gathered(sharded: NativeSharded | None, unit: FullyShardedDataParall
 
 
 def _gather_anew(of: weakref.ref[NativeSharded], root: FullyShardedDataParallel, args: Any) -> None:
-    """Free what the root has kept of a forward pass whose backward pass is to come, at the begin of another one.
+    """Free what the root has kept of a forward pass whose backward pass is to come, if shards were written to since.
 
-    Under Fabric parameters are shards between the two, and what is written to them would not be seen.
+    Under Fabric parameters are shards between two forward passes, and what is written to them would not be seen.
     """
     sharded = of()
     if sharded is not None and sharded.is_idle():
-        torch_private.free_before_call(root)
+        before, sharded._times_written = sharded._times_written, torch_private.times_shards_written(root)
+        if sharded._times_written != before:
+            torch_private.free_before_call(root)
 
 
 def _suspend_again(of: weakref.ref[NativeSharded], _: Tensor) -> None:

@@ -80,6 +80,7 @@ __all__ = [
     "shows_parameters",
     "suspend_forward",
     "tied_members",
+    "times_shards_written",
     "units_of",
     "was_kept",
     "watch_calls",
@@ -506,6 +507,12 @@ def shows_parameters(unit: FullyShardedDataParallel) -> bool:
     return bool(handle._use_orig_params and module._parameters.get(name) is flat._params[0])
 
 
+def times_shards_written(unit: FullyShardedDataParallel) -> int:
+    """How often what the optimizer holds of a unit was written to, but for writes through ``.data``."""
+    flat = handle_of(unit).flat_param
+    return sum(map(times_written, flat._params or [flat]))
+
+
 def free_before_call(root: FullyShardedDataParallel) -> None:
     """Free what an idle root has kept of its last call, unless a backward pass is running or a graph needs it."""
     if torch._C._current_graph_task_id() == -1 and not is_kept(root):
@@ -658,6 +665,8 @@ def _reduce_after_all_calls(of: weakref.ref[FullyShardedDataParallel], module: n
     """
     unit = of()
     if unit is None or not torch.is_grad_enabled():
+        return
+    if handle_of(unit)._training_state == HandleTrainingState.IDLE:  # called within gathered(), by itself
         return
     if not unit.__dict__.get(_FIRST_CALL, True):
         reduce_after_last(unit)

@@ -280,6 +280,9 @@ STEPS: dict[str, Callable[[Step], Tensor]] = {
     "two passes through a loss of inputs": _two_passes_through_a_loss,
 }
 
+#: What torch's checkpoint refuses: the recomputation saves other tensors than the forward pass has.
+_RECOMPUTED_OTHERWISE = {"parameters frozen before the backward pass", "parameters unfrozen before the backward pass"}
+
 BATCHES = 3
 
 #: What gradients are clipped to.
@@ -312,6 +315,11 @@ class Setting:
     clip: Literal["norm", "value"] | None = None
     precision: Literal["bf16-mixed", "16-mixed"] | None = None
     needs: tuple[Capability, ...] = ()
+
+    def kinds(self) -> list[str]:
+        """The kinds of steps that torch can train so."""
+        recomputes = self.options.get("activation_checkpointing_policy") is not None
+        return [what for what in STEPS if not (recomputes and what in _RECOMPUTED_OTHERWISE)]
 
     def unsharded(self) -> Setting:
         """The setting of one process in fp32."""
@@ -448,7 +456,7 @@ def _fabric(strategy: str, what: str, setting: Setting, batches: int = BATCHES) 
 def _train_all(strategy: str, tmp: str, front: str, setting: Setting, batches: int) -> dict[str, Trained | str]:
     """What all kinds of steps come to: losses and weights, or the message of a refusal."""
     outcomes: dict[str, Trained | str] = {}
-    for what in STEPS:
+    for what in setting.kinds():
         try:
             if front == "fabric":
                 outcomes[what] = _fabric(strategy, what, setting, batches)
@@ -492,7 +500,8 @@ class ManyPassesSuite(Clauses):
     Attributes:
         own_step_options: Options of this strategy alone, of which a run of the suite trains one with all kinds of
             steps, by a name.
-        refused_steps: Kinds of steps that may be refused, or raise an error of torch with a note, by setting.
+        refused_steps: Kinds of steps that may be refused, or raise an error of torch with a note, by setting or front
+            end.
     """
 
     own_step_options: ClassVar[Mapping[str, DeclaredMesh]] = {}
@@ -536,8 +545,8 @@ class ManyPassesSuite(Clauses):
         self, ranks: Ranks, tmp_path: Path, front: str, setting: Setting, batches: int, name: str = ""
     ) -> None:
         how, plain = "by hand" if front == "fabric" else front, setting.unsharded()
-        wanted = {what: _fit("auto", str(tmp_path), how, what, plain, batches) for what in STEPS}
-        refused = self.refused_steps.get(name, ())
+        wanted = {what: _fit("auto", str(tmp_path), how, what, plain, batches) for what in setting.kinds()}
+        refused = {*self.refused_steps.get(name, ()), *self.refused_steps.get(front, ())}
         trained = ranks.run(setting.ranks, _train_all, self.strategy, str(tmp_path), front, setting, batches)
         for of_rank in trained:
             wrong = {
