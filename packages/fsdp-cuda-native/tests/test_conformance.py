@@ -41,9 +41,7 @@ class TestNative(StrategySuite):
             ranks=2, options={"use_orig_params": False, "auto_wrap_policy": oracle.is_layer}
         ),
     }
-    # a block's parameters are a part of one tensor while the root is gathered
     refused_steps: ClassVar = {
-        "the root alone": ("parameters frozen for a call",),
         # FSDP1 would not reduce what a call in the backward pass after a step computes
         "NO_SHARD": ("cached loss beside another", "function that runs the net in its backward pass"),
     }

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from weakref import ref
 
 from torch import Tensor
+from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -49,7 +50,7 @@ class GuardedGradients:
         guard(self._gradients())
         if self._with_parameters:
             guard_parameters(self._pieces())
-            guard_parameters(self._held_pieces())  # flat ones too, which a library computes with in a step
+            guard_parameters(piece for piece in self._held_pieces() if type(piece) is FlatParameter)
         refuse_values_of_parts(True)
 
     def off(self) -> None:

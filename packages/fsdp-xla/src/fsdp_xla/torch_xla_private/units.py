@@ -75,6 +75,20 @@ class WrappedUnit(OutsideAttributes, XlaFullyShardedDataParallel):  # type: igno
             )
         super()._rebuild_full_params(*args, **kwargs)
 
+    def _post_backward_hook(self, param: Any, *unused: Any) -> None:
+        """Refuse to reduce what was frozen since the forward pass, and has its gradient already.
+
+        Raises:
+            UnsupportedCapabilityError: The parameter is frozen.
+        """
+        if not (param.requires_grad and param._sharded_param.requires_grad):
+            raise UnsupportedCapabilityError(
+                "a parameter was frozen between a forward pass and its backward pass, and torch_xla's "
+                "XlaFullyShardedDataParallel would train it.\n"
+                "Freeze it before the forward pass, or after the backward pass; or use strategy='xla_fsdp_spmd'."
+            )
+        super()._post_backward_hook(param, *unused)
+
     def assert_state(self, state: TrainingState | list[TrainingState]) -> None:
         """Refuse what torch_xla asserts to be otherwise, in words about the step.
 
@@ -215,6 +229,8 @@ def watch_calls(root: nn.Module) -> None:
                 known._register_pre_backward_hooks(tensors)
 
         calls = UnitCalls(show)
+        if unit is not root:  # parameters may be frozen or unfrozen in a step
+            unit.register_forward_pre_hook(lambda unit, _: follow_freezing(unit), prepend=True)
         unit.register_forward_pre_hook(calls.enter, with_kwargs=True, prepend=True)
         unit.module.register_forward_pre_hook(calls.begin, with_kwargs=True, prepend=True)
         unit.register_forward_hook(calls.leave, always_call=True)

@@ -226,6 +226,13 @@ def _hook_through_the_same_block(step: Step) -> Tensor:
     return loss
 
 
+def _frozen_after_a_backward_pass(step: Step) -> Tensor:
+    """The gradients that it has stay, and the step is made with them."""
+    step.backward(step.loss(step.x))
+    step.blocks[2].requires_grad_(False)
+    return step.loss(step.x.flip(1))
+
+
 def _product_of_two(step: Step) -> Tensor:
     return (step.net(step.x) * step.net(step.x.flip(1))).mean()
 
@@ -273,6 +280,7 @@ STEPS: dict[str, Callable[[Step], Tensor]] = {
     "parameters frozen for a call": _frozen_for_a_call,
     "parameters frozen before the backward pass": _frozen_before_the_backward_pass,
     "parameters unfrozen before the backward pass": _unfrozen_before_the_backward_pass,
+    "parameters frozen after a backward pass": _frozen_after_a_backward_pass,
     "hook that runs the net, of a loss of a block alone": _hook_through_the_same_block,
     "product of two calls": _product_of_two,
     "backward pass that is forgotten": _backward_forgotten,
