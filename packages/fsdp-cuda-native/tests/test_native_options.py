@@ -641,3 +641,30 @@ def test_param_init_fn(ranks: RankPool) -> None:
     for losses, was_empty in ranks.run(2, built_empty):
         assert was_empty
         assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
+
+
+class LooksAtNorms(Lit):
+    """Reads norms of what optimizers hold, in a hook between steps, and of a micro-batch whose step is to come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[str] = []
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        parameter = optimizer.param_groups[0]["params"][0]
+        self.told.append(refusal(UnsupportedCapabilityError, lambda: parameter.norm()))
+        self.told.append(refusal(UnsupportedCapabilityError, lambda: parameter.grad.norm()))
+
+
+def norms_of_flat_parameters(tmp: str) -> list[str]:
+    module = LooksAtNorms()
+    options = {"use_orig_params": False, "auto_wrap_policy": {Block, nn.Linear}}
+    new_trainer(tmp, "fsdp_native", 2, options, accumulate_grad_batches=2).fit(module, loader(4, 2))
+    return module.told
+
+
+def test_norms_of_flat_parameters_in_a_hook(ranks: RankPool, tmp_path: Path) -> None:
+    for told in ranks.run(2, norms_of_flat_parameters, str(tmp_path)):
+        assert len(told) == 4
+        for message in told:
+            assert_says(message, "would see this rank's piece of it alone")

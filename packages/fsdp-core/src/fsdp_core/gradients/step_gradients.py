@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import UnsupportedCapabilityError
@@ -220,18 +219,11 @@ class _ParameterPiece(ParameterPiece, nn.Parameter):
     """A rank's piece of a parameter."""
 
 
-class _FlatPiece(ParameterPiece, FlatParameter):  # type: ignore[metaclass]
-    """A rank's piece of several parameters."""
-
-
 def guard_parameters(pieces: Iterable[Tensor]) -> None:
     """Refuse, from now on, what is computed of these pieces of parameters and is not elementwise."""
     for piece in pieces:
         if type(piece) is nn.Parameter:
             piece.__class__ = _ParameterPiece
-        elif type(piece) is FlatParameter:
-            instance: Any = piece
-            instance.__class__ = _FlatPiece
 
 
 def unguard_parameters(pieces: Iterable[Tensor]) -> None:
@@ -240,8 +232,6 @@ def unguard_parameters(pieces: Iterable[Tensor]) -> None:
         instance: Any = piece
         if type(piece) is _ParameterPiece:  # isinstance() of a class of parameters takes torch several calls
             instance.__class__ = nn.Parameter
-        elif type(piece) is _FlatPiece:
-            instance.__class__ = FlatParameter
 
 
 def guard(gradients: Iterable[Tensor | None], of: type[Piece] = Piece) -> None:

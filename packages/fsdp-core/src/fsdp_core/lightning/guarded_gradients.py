@@ -30,6 +30,7 @@ class GuardedGradients:
         optimizers: Returns the optimizers whose parameters' gradients are guarded.
         roots: Returns the modules that they train.
         with_parameters: Whether pieces of parameters are guarded too.
+        gathers: Whether a library may gather from flat parameters while this is on, as inside a step by hand.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class GuardedGradients:
         roots: Callable[[], Sequence[Sharded]],
         *,
         with_parameters: bool = False,
+        gathers: Callable[[], bool] = lambda: False,
     ) -> None:
         self._optimizers, self._roots, self._with_parameters = optimizers, roots, with_parameters
+        self._gathers = gathers
         self._held: list[ref[Tensor]] = []  # what was held when the next was computed, which is rarely changed
         self._in_pieces: list[ref[Tensor]] = []
         self._shown: list[ref[Tensor]] = []
@@ -50,19 +53,21 @@ class GuardedGradients:
         guard(self._gradients())
         if self._with_parameters:
             guard_parameters(self._pieces())
-            guard_parameters(piece for piece in self._held_pieces() if type(piece) is FlatParameter)
+            if not self._gathers():
+                guard_parameters(self._held_flat())
         refuse_values_of_parts(True)
 
     def off(self) -> None:
         """Allow them: the library is about to compute with gradients."""
         self._find_pieces()
         unguard(self._gradients())
-        unguard_parameters([*self._pieces(), *self._held_pieces()])
+        unguard_parameters([*self._pieces(), *self._held_flat()])
         refuse_values_of_parts(False)
 
     def guard_parameters(self) -> None:
         """Refuse those on parameters from now on: they are shards, or user code sees those of units as such."""
         self._find_pieces()
+        unguard_parameters(self._held_flat())  # a library is about to gather from them
         guard_parameters(self._pieces())
 
     @contextmanager
@@ -90,6 +95,10 @@ class GuardedGradients:
     def _held_pieces(self) -> Iterator[Tensor]:
         """This rank's pieces of parameters that optimizers hold."""
         return (p for piece in self._in_pieces if (p := piece()) is not None)
+
+    def _held_flat(self) -> Iterator[Tensor]:
+        """Those that a library has flattened, which hooks see."""
+        return (piece for piece in self._held_pieces() if isinstance(piece, FlatParameter))
 
     def _pieces(self) -> Iterator[Tensor]:
         """This rank's pieces of parameters that only users look at."""

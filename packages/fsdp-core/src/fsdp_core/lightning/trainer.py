@@ -162,7 +162,12 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._has_stepped = False
         self._is_first_step = False
         self._writes: StepWrites | None = None
-        self._gradients = GuardedGradients(lambda: self.optimizers, lambda: [self.sharded], with_parameters=True)
+        self._gradients = GuardedGradients(
+            lambda: self.optimizers,
+            lambda: [self.sharded],
+            with_parameters=True,
+            gathers=lambda: self.is_stepping_by_hand,
+        )
         self._trainer: pl.Trainer | None = None
         self._fitting = False
         #: The checkpoint that this rank has chosen to go on from.
