@@ -446,7 +446,7 @@ class RecordedGraphs:
             if parameter in self._hooks or not parameter._unsharded_param.requires_grad:
                 continue
             end = partial(_end_anyway, self._of_root)
-            self._hooks[parameter] = parameter._unsharded_param.register_post_accumulate_grad_hook(end)
+            self._hooks[parameter] = _register_with_gathered(parameter._unsharded_param, end)
 
     def end(self, *, is_last: bool) -> None:
         """End a backward pass.
@@ -780,10 +780,15 @@ def _note_gathered(of: weakref.ref[Any], of_root: weakref.ref[Any] | None) -> No
                 required = gathered.requires_grad
                 with outside_transforms():
                     gathered.requires_grad_(True)  # a hook can't be placed otherwise
-                    register: Any = Tensor.register_post_accumulate_grad_hook  # the gathered one's own is of the shard
-                    register(gathered, partial(_end_inside, of_root))
+                    _register_with_gathered(gathered, partial(_end_inside, of_root))
                     gathered.requires_grad_(required)
     vars(group)[_SEEN] = [parameter._unsharded_param.requires_grad for parameter in group.fsdp_params]
+
+
+def _register_with_gathered(gathered: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """Register a hook of what is gathered: the method of the tensor itself registers the user's with its shard."""
+    register: Any = Tensor.register_post_accumulate_grad_hook
+    return register(gathered, hook)
 
 
 def _end_inside(of: weakref.ref[Any], gathered: Tensor) -> None:
