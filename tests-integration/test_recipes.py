@@ -56,7 +56,6 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "recipes tent": {"under Fabric": ("fsdp_native",)},
     "recipes tent_manual": {"under Fabric": ("fsdp_native",)},
     "recipes vqvae_parameters": {"parameter.data.copy_(values)": STRATEGIES},
-    "recipes checkpointed_penalty": {"expected to be in states": ("fsdp_native",)},
     "recipes_of_transformers merged_adapters": {
         "parameter.data.copy_(values)": ("fsdp2",),
         "fsdp_core.gathered(self)": ("fsdp_native",),

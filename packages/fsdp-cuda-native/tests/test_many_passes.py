@@ -1,14 +1,22 @@
-"""Steps of several passes gather and reduce as torch does by hand."""
+"""Steps of several passes gather and reduce as torch does by hand, and each part that they need is missed."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.collectives import Layer, count_in_steps, new_layers
+from fsdp_core.testing.oracle import Trained
+from fsdp_core.testing.suite.numerics.many_passes import difference, train_plainly, train_without
 from fsdp_core.testing.training import new_fabric
+from fsdp_cuda_native.sharded import NativeSharded
+from fsdp_cuda_native.torch_private import flat_parameters, nested_passes, unit_gradients
 
 
 def counted() -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
@@ -33,3 +41,75 @@ def test_steps_of_many_passes_communicate_as_by_hand(ranks: RankPool) -> None:
         for name in ("plain", "two networks"):
             assert counts[name] == by_hand[name], name
             assert min(counts[name]) > 0, name
+
+
+def shown_by_fsdp1(shown: Any) -> None:
+    handle = shown._handle()
+    type(handle)._use_sharded_grad_views(handle)
+
+
+#: What steps of many passes need: where it is, what stands in for it, a front end, and a kind of step that misses it.
+NEEDED: dict[str, tuple[Any, str, Any, str, str]] = {
+    "passes of parts": (
+        nested_passes.NestedPasses,
+        "begin",
+        lambda passes, unit, nodes: None,
+        "fabric",
+        "loss weighed by its gradient",
+    ),
+    "passes without gradients": (
+        nested_passes,
+        "_gather_for_pass",
+        lambda unit: None,
+        "automatic",
+        "adversarial example",
+    ),
+    "passes that begin at parameters": (
+        nested_passes.NestedPasses,
+        "begin_at_parameters",
+        lambda passes, unit, node: None,
+        "fabric",
+        "cached loss beside another",
+    ),
+    "new calls in a backward pass": (
+        nested_passes.NestedPasses,
+        "gather_again",
+        lambda passes: None,
+        "by hand",
+        "cached loss",
+    ),
+    "passes inside a forward pass": (
+        NativeSharded,
+        "_begin_inside",
+        lambda sharded: None,
+        "automatic",
+        "backward pass that is forgotten",
+    ),
+    "gradients of frozen parameters": (
+        unit_gradients._ShownGradients,
+        "show",
+        shown_by_fsdp1,
+        "fabric",
+        "parameters frozen after a backward pass",
+    ),
+    "views of frozen parameters": (
+        flat_parameters.GatheredWrites,
+        "freeze",
+        lambda writes: None,
+        "fabric",
+        "parameters unfrozen before the backward pass",
+    ),
+}
+
+
+def without(name: str, tmp: str) -> Trained | str:
+    target, attribute, instead, front, what = NEEDED[name]
+    return train_without(target, attribute, instead, "fsdp_native", tmp, front, what)
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_what_steps_of_many_passes_need(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    *_, front, what = NEEDED[name]
+    want = train_plainly(str(tmp_path), front, what)
+    for got in ranks.run(2, without, name, str(tmp_path)):
+        assert difference(got, want) is not None, "the clause of steps of many passes would not see that it is missing"

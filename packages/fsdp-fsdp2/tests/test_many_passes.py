@@ -1,14 +1,22 @@
-"""Steps of several passes gather and reduce as torch does by hand."""
+"""Steps of several passes gather and reduce as torch does by hand, and each part that they need is missed."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.collectives import Layer, count_in_steps, new_layers
+from fsdp_core.testing.oracle import Trained
+from fsdp_core.testing.suite.numerics.many_passes import difference, train_plainly, train_without
 from fsdp_core.testing.training import new_fabric
+from fsdp_fsdp2 import torch_private
+from fsdp_fsdp2.sharded import FSDP2Sharded
 
 
 def counted() -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
@@ -34,3 +42,42 @@ def test_steps_of_many_passes_communicate_as_by_hand(ranks: RankPool) -> None:
             (gathers, reductions), (gathers_by_hand, reductions_by_hand) = counts[name], by_hand[name]
             assert reductions == reductions_by_hand > 0, name
             assert 0 < gathers <= gathers_by_hand, name  # the last unit stays gathered for its backward pass
+
+
+def ends_for_torch_alone(unused: Any, of: Any) -> None:
+    torch_private._end_backward(of())
+
+
+#: What steps of many passes need: where it is, what stands in for it, a front end, and a kind of step that misses it.
+NEEDED: dict[str, tuple[Any, str, Any, str, str]] = {
+    "forward passes go on": (torch_private, "_running", lambda state: [], "automatic", "adversarial example"),
+    "frozen and unfrozen shards": (
+        torch_private,
+        "_carry_requires_grad",
+        lambda group: None,
+        "automatic",
+        "parameters frozen for a call",
+    ),
+    "ends of all units": (torch_private, "_agree_last", ends_for_torch_alone, "fabric", "product of two calls"),
+    "new calls in a backward pass": (FSDP2Sharded, "is_idle", lambda sharded: False, "automatic", "cached loss"),
+    "passes without gradients": (
+        torch_private.UnusedParameters,
+        "accumulates",
+        lambda unused: True,
+        "fabric",
+        "adversarial example",
+    ),
+}
+
+
+def without(name: str, tmp: str) -> Trained | str:
+    target, attribute, instead, front, what = NEEDED[name]
+    return train_without(target, attribute, instead, "fsdp2", tmp, front, what)
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_what_steps_of_many_passes_need(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    *_, front, what = NEEDED[name]
+    want = train_plainly(str(tmp_path), front, what)
+    for got in ranks.run(2, without, name, str(tmp_path)):
+        assert difference(got, want) is not None, "the clause of steps of many passes would not see that it is missing"

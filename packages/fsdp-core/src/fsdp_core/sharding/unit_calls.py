@@ -71,7 +71,8 @@ class RefusedTransforms:
         else:
             return
         raise UnsupportedCapabilityError(
-            f"a unit, {unit}, was called in {by}: its parameters can't be gathered and freed in there.\n{self.instead}"
+            f"a unit, {unit}, was called in {by}: its parameters can't be gathered and freed in there.\n{self.instead} "
+            "Or use auto_wrap_policy=None, for one unit, and call torch.func inside training_step()."
         )
 
 

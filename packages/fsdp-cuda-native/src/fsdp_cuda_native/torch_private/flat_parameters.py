@@ -306,7 +306,10 @@ class GatheredWrites:
         view, trained = value.unfrozen(held), value.is_trained()
         if trained == (held is view):
             return
-        self._show(index, view if trained or not needs_gradient(view) else value.frozen(view))
+        if not trained and needs_gradient(view):
+            self._show(index, value.frozen(view))
+        else:
+            self._show(index, view if held is view else value.replaced(held, view))
 
     def _show(self, index: int, shown: Tensor) -> None:
         """Let modules hold another view. Their own loops over parameters may be running: no name is removed."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -477,6 +478,42 @@ def _train_all(strategy: str, tmp: str, front: str, setting: Setting, batches: i
                 raise
             outcomes[what] = "\n".join([str(error), *error.__notes__])
     return outcomes
+
+
+def train_without(
+    target: Any, name: str, instead: Any, strategy: str, tmp: str, front: str, what: str
+) -> Trained | str:
+    """Train a kind of step without a part of the library, to see that the clause finds it missing.
+
+    Args:
+        target: The module or the class whose attribute is replaced.
+        name: The name of the attribute.
+        instead: What it is replaced by.
+        strategy: The name of the strategy.
+        tmp: A folder.
+        front: The front end.
+        what: The kind of step.
+
+    Returns:
+        Losses and weights, or the error.
+    """
+    with mock.patch.object(target, name, instead):
+        try:
+            return (
+                _fabric(strategy, what, Setting()) if front == "fabric" else _fit(strategy, tmp, front, what, Setting())
+            )
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def train_plainly(tmp: str, front: str, what: str) -> Trained:
+    """Train a kind of step in one unsharded process."""
+    return _fit("auto", tmp, "by hand" if front == "fabric" else front, what, Setting().unsharded())
+
+
+def difference(got: Trained | str, want: Trained) -> str | None:
+    """In what a training differs from that in one unsharded process; ``None`` if it does not."""
+    return _differences(got, want)
 
 
 def _differences(got: Trained | str, want: Trained, precision: str | None = None) -> str | None:
