@@ -326,9 +326,13 @@ class Setting:
     needs: tuple[Capability, ...] = ()
 
     def kinds(self) -> list[str]:
-        """The kinds of steps that torch can train so."""
-        recomputes = self.options.get("activation_checkpointing_policy") is not None
-        return [what for what in STEPS if not (recomputes and what in _RECOMPUTED_OTHERWISE)]
+        """The kinds of steps that torch can train so, but for what docs/what-a-step-may-do.md says is not right yet."""
+        left_out: set[str] = set()
+        if self.options.get("activation_checkpointing_policy") is not None:
+            left_out |= _RECOMPUTED_OTHERWISE
+        if self.accumulate > 1:
+            left_out.add("parameters frozen after a backward pass")  # whose gradients wait for a reduction then
+        return [what for what in STEPS if what not in left_out]
 
     def unsharded(self) -> Setting:
         """The setting of one process in fp32."""
