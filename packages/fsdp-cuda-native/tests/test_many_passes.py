@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.functional import mse_loss
 
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.collectives import Layer, count_in_steps, new_layers
-from fsdp_core.testing.oracle import Trained
+from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained
+from fsdp_core.testing.state import full_state
+from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.many_passes import difference, train_plainly, train_without
 from fsdp_core.testing.training import new_fabric
 from fsdp_cuda_native.sharded import NativeSharded
@@ -113,3 +116,34 @@ def test_what_steps_of_many_passes_need(ranks: RankPool, tmp_path: Path, name: s
     want = train_plainly(str(tmp_path), front, what)
     for got in ranks.run(2, without, name, str(tmp_path)):
         assert difference(got, want) is not None, "the clause of steps of many passes would not see that it is missing"
+
+
+def frozen_while_waiting() -> dict[str, torch.Tensor]:
+    fabric = new_fabric("fsdp_native", 2)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    for index, batch in enumerate(oracle.global_batches(2)):
+        x, y = own_share(fabric, batch)
+        with fabric.no_backward_sync(model, enabled=index == 0):
+            fabric.backward(mse_loss(model(x), y))
+            net.blocks[2].requires_grad_(False)
+            fabric.backward(mse_loss(model(x), y))
+    optimizer.step()
+    return full_state(fabric.strategy)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="torch raises about sizes: docs/what-a-step-may-do.md",
+)
+def test_a_block_that_is_frozen_while_its_gradients_wait(ranks: RankPool) -> None:
+    net = oracle.new_net()
+    optimizer = oracle.sgd(net)
+    for x, y in oracle.global_batches(2):
+        mse_loss(net(x), y).backward()
+        net.blocks[2].requires_grad_(False)
+        mse_loss(net(x), y).backward()
+    optimizer.step()
+    for state in ranks.run(2, frozen_while_waiting):
+        for name, tensor in net.state_dict().items():
+            torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
