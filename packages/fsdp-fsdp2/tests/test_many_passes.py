@@ -100,10 +100,6 @@ def frozen_while_waiting() -> dict[str, torch.Tensor]:
     return full_state(fabric.strategy)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="frozen gradients that wait are dropped: docs/what-a-step-may-do.md",
-)
 def test_a_block_that_is_frozen_while_its_gradients_wait(ranks: RankPool) -> None:
     net = oracle.new_net()
     optimizer = oracle.sgd(net)

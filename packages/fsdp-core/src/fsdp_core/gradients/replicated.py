@@ -55,6 +55,7 @@ class ReplicatedParameters:
         accumulates: Callable[[], bool] = lambda: True,
     ) -> None:
         self.parameters = tuple(parameters)
+        self._trained = {p for p in self.parameters if p.requires_grad}  # since the last average, the same on all ranks
         self._runtime = runtime
         self._end = EndOfBackward(self.parameters, root, self._average, accumulates)
         self._hooks: list[OrderedDict[int, Callable[[nn.Parameter], None]]] = [OrderedDict() for _ in self.parameters]
@@ -72,7 +73,9 @@ class ReplicatedParameters:
         self._end.enabled = sync
 
     def _average(self) -> None:
-        trainable = [p for p in self.parameters if p.requires_grad]
+        # also those that were frozen while their gradients waited for this
+        trainable = [p for p in self.parameters if p.requires_grad or p in self._trained]
+        self._trained = {p for p in trainable if p.requires_grad}
         if not trainable:
             return
         # fp32 holds the sum of half-precision gradients without overflow; wider dtypes keep their own
