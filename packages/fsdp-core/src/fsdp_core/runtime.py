@@ -508,7 +508,7 @@ class ProcessGroupRuntime(Runtime):
         return gathered
 
     def total(self, numbers: Sequence[int]) -> list[int]:
-        if self._alone:
+        if self.world_size == 1 or self._alone:
             return list(numbers)
         sums = torch.tensor(list(numbers), dtype=torch.int64, device="cpu" if self._on_host else self.device)
         dist.all_reduce(sums, dist.ReduceOp.SUM, group=self._group)

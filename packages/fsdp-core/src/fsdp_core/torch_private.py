@@ -11,11 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import FrameType, MethodType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+# Whether torch.compile looks at what this thread calls, and how it is told to leave a function alone.
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.eval_frame import skip_code
 
 # No public name tells which transforms of torch.func are running, or suspends them.
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters, temporarily_clear_interpreter_stack
@@ -70,6 +74,7 @@ __all__ = [
     "make_scaler_sharded",
     "not_managed",
     "note_meshes",
+    "outside_of_compilation",
     "outside_transforms",
     "place_of",
     "plain_tensors_replicated",
@@ -87,6 +92,9 @@ __all__ = [
     "watch_iterators",
     "without_torch_function",
 ]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: What an optimizer's step calls to compute the loss again.
 Closure = Callable[..., Any]
@@ -266,6 +274,37 @@ def running_transforms() -> list[str]:
     if torch._C._functorch.maybe_current_level() is None:
         return []
     return [one.key().name.lower() for one in retrieve_all_functorch_interpreters()]
+
+
+def outside_of_compilation(function: Callable[P, R]) -> Callable[P, R]:
+    """Let ``torch.compile`` compile neither a function nor what it calls, as :func:`torch.compiler.disable` does.
+
+    That sets the compiler's state four times in each call, which takes as long as a small kernel's launch. Here it
+    does so where something is being compiled, and otherwise there is nothing to set.
+
+    Args:
+        function: The function, such as a hook of a unit's forward pass.
+
+    Example:
+        >>> @outside_of_compilation
+        ... def double(x):
+        ...     return 2 * x
+        >>> double(3)
+        6
+    """
+    disabled: Any = torch.compiler.disable(function)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if get_eval_frame_callback() is None:
+            return function(*args, **kwargs)
+        result: R = disabled(*args, **kwargs)
+        return result
+
+    skip_code(call.__code__)
+    functools.update_wrapper(call, function)
+    vars(call).update({name: value for name, value in vars(disabled).items() if name.startswith("_torchdynamo_")})
+    vars(call)["_torchdynamo_wrapper_id"] = id(call)
+    return call
 
 
 def in_dual_level() -> bool:
@@ -633,7 +672,10 @@ def times_written(tensor: Tensor) -> int:
 
     Autograd counts it to detect writes to what a backward pass needs. No public name exists.
     """
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # of an inference tensor
+        return 0
 
 
 def uncounted_writes(tensor: Tensor) -> AbstractContextManager[Any]:

@@ -17,6 +17,7 @@ from fsdp_core.sharding import (
     GRADIENT_AXES,
     ReplicatedParameters,
     StepGradients,
+    outside_of_compilation,
     sharded_of,
 )
 from fsdp_core.state import HeldGradients, SavedTensor, clean_name, gathered_modules, refuse_half_gradients
@@ -239,7 +240,7 @@ class FSDP2Sharded(Sharded):
         self.unused.expect()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_compilation
 def _check_assigned(root: nn.Module, args: Any) -> None:
     sharded = sharded_of(root)  # a copy of a root has none
     if isinstance(sharded, FSDP2Sharded) and root not in gathered_modules:

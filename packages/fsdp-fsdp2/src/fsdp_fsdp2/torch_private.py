@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -31,6 +33,7 @@ from fsdp_core.sharding import (
     copy_refusal,
     forget_writes,
     is_accumulated,
+    outside_of_compilation,
     outside_transforms,
     sharded_around,
     times_written,
@@ -223,7 +226,7 @@ class UnusedParameters:
 
         Modules that a user has sharded together are called one by one, which is one call for torch.
         """
-        if group._training_state.name == "FORWARD":
+        if group._training_state is TrainingState.FORWARD:
             return
         _carry_requires_grad(group)
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # otherwise it is a recomputation
@@ -255,7 +258,7 @@ class UnusedParameters:
         if group.reduce_grads and not self.accumulates():
             _post_backward_without_reduction(group, *args)
             return
-        if group._training_state.name == "PRE_BACKWARD":
+        if group._training_state is TrainingState.PRE_BACKWARD:
             self._visits[group] = self._visits.get(group, 0) + 1
             self._waiting.add(group)
         waits = group in self._waiting or self.partly.waits(group) or any(_has_gradient(p) for p in group.fsdp_params)
@@ -324,6 +327,8 @@ class UnusedParameters:
 
     def _fill(self, group: Any) -> None:
         """Give zero gradients to the parameters that this rank has not used."""
+        if not self._filled and group.all_reduce_grads and _has_new_gradients(group):
+            return
         trainable = _trainable(group)
         without = [p for p in trainable if not _has_gradient(p)]
         for parameter in trainable if self._filled else ():
@@ -460,7 +465,7 @@ class RecordedGraphs:
 
     def keep(self, group: Any) -> bool:
         """Whether a unit that torch would reshard is kept."""
-        if self._exists and group._training_state.name in ("FORWARD", "POST_BACKWARD"):
+        if self._exists and group._training_state in (TrainingState.FORWARD, TrainingState.POST_BACKWARD):
             self._kept.add(group)
             return True
         return False
@@ -569,8 +574,8 @@ class PartlyReduced:
         Raises:
             ShardingError: Parameters of the unit were frozen or unfrozen since the last micro-batch.
         """
-        changed = set(_trainable(group)).symmetric_difference(self._members.get(group, _trainable(group)))
-        if changed:
+        members = self._members.get(group)
+        if members is not None and (changed := set(_trainable(group)).symmetric_difference(members)):
             name = min(parameter._param_fqn or parameter._module_info.param_name for parameter in changed)
             raise ShardingError(
                 f"{name!r} was frozen or unfrozen between two micro-batches of one optimizer step, whose gradients "
@@ -654,6 +659,11 @@ class BudgetedCompiler:
     def __call__(self, graph: Any, inputs: Any) -> Any:
         with functorch_config.patch(activation_memory_budget=self._share):
             return self._compile(graph, inputs)
+
+
+def _has_new_gradients(group: Any) -> bool:
+    """Whether each parameter of a unit has a gradient of this backward pass, and none waits from an earlier one."""
+    return all(p._unsharded_param.grad is not None and p.unsharded_accumulated_grad is None for p in group.fsdp_params)
 
 
 def _has_gradient(parameter: Any) -> bool:
@@ -752,8 +762,11 @@ def is_idle(root: FSDPModule) -> bool:
 _SEEN = "_fsdp_fsdp2_requires_grad"
 _KEEP, _ENTER = "_fsdp_fsdp2_keep", "_fsdp_fsdp2_enter"
 
-#: By state of a unit, the parameters that its modules hold instead of shards.
-_HELD = {"UNSHARDED": "_unsharded_param", "SHARDED_POST_FORWARD": "_sharded_post_forward_param"}
+#: By state of a unit, whether the parameters require gradients that its modules hold instead of shards.
+_HELD = (
+    (ShardedState.UNSHARDED, operator.attrgetter("_unsharded_param.requires_grad")),
+    (ShardedState.SHARDED_POST_FORWARD, operator.attrgetter("_sharded_post_forward_param.requires_grad")),
+)
 
 
 def _follow_gathered(group: Any, root: Any | None) -> None:
@@ -782,7 +795,7 @@ def _note_gathered(of: weakref.ref[Any], of_root: weakref.ref[Any] | None) -> No
                     gathered.requires_grad_(True)  # a hook can't be placed otherwise
                     _register_with_gathered(gathered, partial(_end_inside, of_root))
                     gathered.requires_grad_(required)
-    vars(group)[_SEEN] = [parameter._unsharded_param.requires_grad for parameter in group.fsdp_params]
+    vars(group)[_SEEN] = list(map(_HELD[0][1], group.fsdp_params))
 
 
 def _register_with_gathered(gathered: Tensor, hook: Callable[[Tensor], None]) -> Any:
@@ -818,15 +831,16 @@ def _carry_requires_grad(group: Any) -> None:
     ``fully_shard`` copies it from the shard when it gathers, and never back: a unit that stays gathered, as the last
     one and the root do, or sharded over fewer ranks, would forget that it was unfrozen.
     """
-    held = _HELD.get(group._sharded_state.name)
-    if held is None:
+    seen, state = vars(group).get(_SEEN), group._sharded_state
+    if not seen or state is ShardedState.SHARDED:
         return
-    seen = vars(group).get(_SEEN, ())
-    for index, (parameter, before) in enumerate(zip(group.fsdp_params, seen, strict=False)):
-        now = getattr(parameter, held).requires_grad
-        if now != before:
-            parameter.sharded_param.requires_grad_(now)
-            seen[index] = now
+    now = list(map(next(requires_grad for held, requires_grad in _HELD if held is state), group.fsdp_params))
+    if now == seen:
+        return
+    for parameter, before, required in zip(group.fsdp_params, seen, now, strict=True):
+        if required != before:
+            parameter.sharded_param.requires_grad_(required)
+    vars(group)[_SEEN] = now
 
 
 def _update_requires_grad(group: Any) -> None:
@@ -835,7 +849,9 @@ def _update_requires_grad(group: Any) -> None:
     A parameter that was frozen for a call and is unfrozen has a frozen gathered parameter until it is gathered again.
     """
     _carry_requires_grad(group)
-    for parameter in () if group.is_unsharded else _trainable(group):
+    if group.is_unsharded:
+        return
+    for parameter in _trainable(group):
         if not parameter._unsharded_param.requires_grad:
             parameter._unsharded_param.requires_grad_(True)
 
@@ -896,6 +912,8 @@ class GatheredWrites:
     ) -> None:
         self._values = values
         self._gathered = [(p, GatheredValue(names[p.sharded_param])) for p in _parameters(unit)]
+        self._parameters = [parameter for parameter, _ in self._gathered]
+        self._places = [parameter._module_info for parameter in self._parameters]
         for parameter, value in self._gathered:
             value.shard = partial(_shard_of, weakref.ref(parameter))
         own = weakref.ref(self)
@@ -916,11 +934,13 @@ class GatheredWrites:
 
     def check_own(self) -> None:
         """Refuse a call with other parameters than the unit's own."""
-        for parameter, value in self._gathered:
-            held = parameter._module_info.module._parameters.get(parameter._module_info.param_name)
-            if held is not parameter.sharded_param:
+        held = [place.module._parameters.get(place.param_name) for place in self._places]
+        if all(map(operator.is_, held, map(_SHARD, self._parameters))):
+            return
+        for (parameter, value), other in zip(self._gathered, held, strict=True):
+            if other is not parameter.sharded_param:
                 known = (getattr(parameter, name, None) for name in ("_unsharded_param", "_sharded_post_forward_param"))
-                value.check_own(held, *known)
+                value.check_own(other, *known)
 
     def enter(self) -> None:
         """Take parameters back for the unit, at the beginning of a pass, or to free them."""
@@ -965,6 +985,9 @@ class GatheredWrites:
         value.keep(_own_part(parameter, whole), shard, shown, self._values, is_counted=is_counted)
 
 
+_SHARD = operator.attrgetter("sharded_param")
+
+
 def _follow_after(of: weakref.ref[GatheredWrites], of_parameter: weakref.ref[Any], index: int) -> None:
     writes, parameter = of(), of_parameter()
     assert parameter is not None  # it is the caller
@@ -984,7 +1007,7 @@ def _enter_before(of: weakref.ref[GatheredWrites]) -> None:
         writes.enter()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_compilation
 def _leave(of: weakref.ref[GatheredWrites], *_: Any) -> None:
     if (writes := of()) is not None and not recomputes():
         writes.leave()
@@ -1052,23 +1075,43 @@ def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites) -> N
             own._register_pre_backward_hook(tensors)
 
     calls = UnitCalls(show, module.modules(), _REFUSED)
+    ahead = partial(_before_unit, weakref.ref(cast("Any", root)), weakref.ref(writes), of_state, calls)
     before, after = module._forward_pre_hooks, module._forward_hooks
-    first = partial(_before_call, weakref.ref(cast("Any", root)), weakref.ref(writes))
-    ahead, behind = [first, calls.enter], [calls.begin]
-    if needs_argument:
-        gather = partial(_gather_in_backward, of_state)
-        ahead, behind = [first, calls.enter, gather, _add_argument], [_remove_argument, calls.begin]
-    enter = [module.register_forward_pre_hook(hook, with_kwargs=True).id for hook in ahead]
-    begin = [module.register_forward_pre_hook(hook, with_kwargs=True).id for hook in behind]
+    enter = module.register_forward_pre_hook(ahead, with_kwargs=True).id
+    begin = module.register_forward_pre_hook(partial(_begin_unit, calls), with_kwargs=True).id
     leave = module.register_forward_hook(calls.leave, always_call=True)
-    _put_around(before, enter, begin)
+    _put_around(before, [enter], [begin])
     _put_around(after, [], [leave.id])
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _before_call(
-    of: weakref.ref[Any], of_writes: weakref.ref[GatheredWrites], unit: Any, args: Any, kwargs: Any
-) -> None:
+@outside_of_compilation
+def _before_unit(
+    of_root: weakref.ref[Any],
+    of_writes: weakref.ref[GatheredWrites],
+    of_state: weakref.ref[Any],
+    calls: UnitCalls,
+    unit: nn.Module,
+    args: Any,
+    kwargs: Any,
+) -> tuple[Any, Any] | None:
+    """What runs before the hook of ``fully_shard``."""
+    _before_call(of_root, of_writes, unit)
+    calls.enter(unit, args, kwargs)
+    if not needs_argument:
+        return None
+    _gather_in_backward(of_state)
+    return _add_argument(args, kwargs)
+
+
+@outside_of_compilation
+def _begin_unit(calls: UnitCalls, unit: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """What runs after it."""
+    replaced = _remove_argument(args, kwargs) if needs_argument else None
+    calls.begin(unit, *(replaced or (args, kwargs)))
+    return replaced
+
+
+def _before_call(of: weakref.ref[Any], of_writes: weakref.ref[GatheredWrites], unit: Any) -> None:
     """Let torch know the root before the first call of a unit, which would become a root of its own."""
     root, writes = of(), of_writes()
     if writes is not None and unit not in gathered_modules:
@@ -1086,8 +1129,7 @@ needs_argument = torch.__version__ < "2.13"
 _ARGUMENT = object()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _gather_in_backward(of: weakref.ref[Any], module: nn.Module, args: Any, kwargs: Any) -> None:
+def _gather_in_backward(of: weakref.ref[Any]) -> None:
     """Gather a unit that is called in a backward pass which has freed it before, as torch 2.13 does."""
     state = of()
     if state is not None and state._training_state.name == "PRE_BACKWARD":
@@ -1097,8 +1139,7 @@ def _gather_in_backward(of: weakref.ref[Any], module: nn.Module, args: Any, kwar
                 group.wait_for_unshard()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _add_argument(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def _add_argument(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Let torch's hook have an argument in a call without any, as that of the root in which a step runs.
 
     On a GPU, the hook moves the arguments to the device, and fails before torch 2.13 if there are none (IndexError).
@@ -1106,8 +1147,7 @@ def _add_argument(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] 
     return None if args or kwargs else ((_ARGUMENT,), {})
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _remove_argument(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def _remove_argument(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Take back what :func:`_add_argument` has added."""
     return ((), {}) if len(args) == 1 and args[0] is _ARGUMENT and not kwargs else None
 

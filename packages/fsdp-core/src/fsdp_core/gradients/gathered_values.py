@@ -238,7 +238,12 @@ class GatheredValue:
 
     def is_written(self, tensor: Tensor) -> bool:
         """Whether it was written to, or may have been."""
-        return self.is_noted or self.has_changed or times_written(tensor) != self._times
+        if self.is_noted:  # what has changed is noted too
+            return True
+        try:
+            return tensor._version != self._times
+        except RuntimeError:  # of an inference tensor
+            return self._times != 0
 
     def is_counted(self, times: int) -> bool:
         """Whether it was written to, and not by way of its ``data`` alone.

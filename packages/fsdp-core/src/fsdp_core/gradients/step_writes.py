@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.gradients.gathered_values import differs
 from fsdp_core.runtime import Runtime
+from fsdp_core.torch_private import outside_of_compilation
 
 __all__ = ["ComparedShards", "GatheredShard", "StepWrites", "check_writes"]
 
@@ -142,7 +142,7 @@ class ComparedShards:
         for hook in self._hooks:
             hook.remove()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_of_compilation
     def _compare(self, module: nn.Module, *_: Any) -> None:
         if self._found is None:
             found = (one.assigned() or (one.name if self._is_written(one) else None) for one in self._shards[module])

@@ -19,7 +19,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -99,10 +98,9 @@ class Signals:
         Returns:
             The sums of the others over all ranks.
         """
-        requeue, device = self.requeue_signal(), self._strategy.runtime.device
-        was_told = self.told is not None
-        flags = torch.tensor([was_told, was_told and self.told == requeue, *others], dtype=torch.int64, device=device)
-        told, that_requeue, *sums = map(int, self._strategy.runtime.all_reduce(flags, "sum").tolist())
+        requeue, was_told = self.requeue_signal(), self.told is not None
+        flags = [int(was_told), int(was_told and self.told == requeue), *others]
+        told, that_requeue, *sums = self._strategy.runtime.total(flags)
         if told:
             self.agreed = requeue if that_requeue and requeue is not None else signal.SIGTERM
         return sums

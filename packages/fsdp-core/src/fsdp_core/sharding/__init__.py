@@ -35,7 +35,14 @@ from fsdp_core.sharding.wrap_policy import (
     repeated_blocks,
     select_units,
 )
-from fsdp_core.torch_private import in_backward, is_accumulated, is_flattened, outside_transforms, times_written
+from fsdp_core.torch_private import (
+    in_backward,
+    is_accumulated,
+    is_flattened,
+    outside_of_compilation,
+    outside_transforms,
+    times_written,
+)
 
 __all__ = [
     "DATA_AXES",
@@ -88,6 +95,7 @@ __all__ = [
     "note_initialisers",
     "offload_activations",
     "options_of",
+    "outside_of_compilation",
     "outside_transforms",
     "parameter_orders",
     "place",

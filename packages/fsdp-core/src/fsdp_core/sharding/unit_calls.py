@@ -25,7 +25,7 @@ from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.gradients.gathered_values import is_gathered
 from fsdp_core.sharding.outside_attributes import users_module
 from fsdp_core.state.full_tensor import gathered_modules
-from fsdp_core.torch_private import in_dual_level, running_transforms, tree_flatten
+from fsdp_core.torch_private import in_dual_level, outside_of_compilation, running_transforms, tree_flatten
 
 __all__ = ["RefusedTransforms", "UnitCalls"]
 
@@ -41,22 +41,22 @@ class RefusedTransforms:
 
     Example:
         >>> refused = RefusedTransforms(transforms=frozenset({"vmap"}), instead="Call it with the batch.")
-        >>> refused.check("Block", [])
-        >>> torch.func.vmap(lambda x: refused.check("Block", [x]) or x)(torch.ones(2))
+        >>> refused.check(nn.Identity(), [])
+        >>> torch.func.vmap(lambda x: refused.check(nn.Identity(), [x]) or x)(torch.ones(2))
         Traceback (most recent call last):
             ...
-        fsdp_core.errors.UnsupportedCapabilityError: a unit, Block, was called in torch.func's vmap: ...
+        fsdp_core.errors.UnsupportedCapabilityError: a unit, Identity, was called in torch.func's vmap: ...
     """
 
     transforms: frozenset[str]
     duals: bool = False
     instead: str
 
-    def check(self, unit: str, values: Iterable[Any]) -> None:
+    def check(self, unit: nn.Module, values: Iterable[Any]) -> None:
         """Refuse a call.
 
         Args:
-            unit: The name of its class.
+            unit: The unit.
             values: Its arguments.
 
         Raises:
@@ -71,8 +71,8 @@ class RefusedTransforms:
         else:
             return
         raise UnsupportedCapabilityError(
-            f"a unit, {unit}, was called in {by}: its parameters can't be gathered and freed in there.\n{self.instead} "
-            "Or use auto_wrap_policy=None, for one unit, and call torch.func inside training_step()."
+            f"a unit, {_class_name(unit)}, was called in {by}: its parameters can't be gathered and freed in there.\n"
+            f"{self.instead} Or use auto_wrap_policy=None, for one unit, and call torch.func inside training_step()."
         )
 
 
@@ -102,13 +102,14 @@ class UnitCalls:
         refused: RefusedTransforms | None = None,
     ) -> None:
         self._show, self._refused = show, refused
-        self._attributes = [(vars(module), _first_of_user(vars(module))) for module in modules]
+        self._attributes = [(vars(module).values, _first_of_user(vars(module))) for module in modules]
+        self._without_tensors: set[type] = {type(None), bool, int, float, str}  # the types of attributes
         self._running: list[tuple[_Call | None, list[Tensor]]] = []  # the innermost last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitCalls:
         return UnitCalls(_nothing)  # of a copy, which is not sharded
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_of_compilation
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the caller's arguments. A forward pre-hook with keyword arguments.
 
@@ -117,17 +118,20 @@ class UnitCalls:
         """
         given = [*args, *kwargs.values()]
         if self._refused is not None and module not in gathered_modules:
-            self._refused.check(_class_name(module), given)
-        known = list(_hidden_tensors(given, 3)) if torch.is_grad_enabled() and not _are_plain(given) else []
+            self._refused.check(module, given)
+        if _are_plain(given):
+            self._running.append((None, []))
+            return
+        known = list(_hidden_tensors(given, 3)) if torch.is_grad_enabled() else []
         self._running.append((_Call(given) if any(map(_holds_container, given)) else None, known))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_of_compilation
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take what the library passes on. A forward pre-hook with keyword arguments."""
         if self._running and (call := self._running[-1][0]) is not None:
             call.begin([*args, *kwargs.values()])
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_of_compilation
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Return to the caller. A forward hook that is called after an exception too.
 
@@ -142,7 +146,7 @@ class UnitCalls:
                 "parameters are freed.\nReturn what it computes; or let it belong to no unit: name other classes in "
                 "auto_wrap_policy={MyBlock}, or write auto_wrap_policy=None, for one unit."
             )
-        if any(map(_is_freed, _returned(output))):
+        if _is_freed(output) if isinstance(output, Tensor) else any(map(_is_freed, _returned(output))):
             raise ShardingError(
                 f"a unit, {_class_name(module)}, returned one of its parameters, or a part of one, which is freed when "
                 "its forward() has ended.\nReturn a copy, self.weight.clone(), through which gradients flow too; or "
@@ -154,11 +158,21 @@ class UnitCalls:
             if not isinstance(output, Tensor) or given:
                 before = set(map(id, known))
                 shown += [one for one in _hidden_tensors([output, *given], 3) if id(one) not in before]
-            for attributes, first in self._attributes:
-                values = islice(attributes.values(), first, None)
-                shown += [one for one in values if isinstance(one, Tensor) and not is_gathered(one)]
+            for values, first in self._attributes:  # by their types alone, without a call of Python for each
+                if not self._without_tensors.issuperset(map(type, islice(values(), first, None))):
+                    shown += self._tensors_among(islice(values(), first, None))
             if shown := [one for one in shown if one.requires_grad and one.grad_fn is not None]:
                 self._show(shown)
+
+    def _tensors_among(self, attributes: Iterable[Any]) -> list[Tensor]:
+        """The tensors among a module's attributes that are no parameters; others' types need not be looked at again."""
+        tensors = []
+        for value in attributes:
+            if not isinstance(value, Tensor):
+                self._without_tensors.add(type(value))
+            elif not is_gathered(value):
+                tensors.append(value)
+        return tensors
 
 
 #: The attributes that any module has, none of which a unit sets to a tensor.
@@ -172,16 +186,15 @@ def _first_of_user(attributes: dict[str, Any]) -> int:
 
 
 def _returned(output: Any) -> Iterator[Tensor]:
-    """The tensors that a unit returns, at any depth, and in closures and objects."""
-    if isinstance(output, Tensor):
-        yield output
-        return
+    """The tensors that a unit returns in containers, at any depth, and in closures and objects."""
     yield from (one for one in tree_flatten(output)[0] if isinstance(one, Tensor))
     yield from _hidden_tensors(output, 3)
 
 
 def _is_freed(tensor: Tensor) -> bool:
     """Whether a library has freed the memory of a tensor. Subclasses may have their memory elsewhere."""
+    if tensor.grad_fn is not None and not tensor._is_view():
+        return False  # it was computed
     is_plain = type(tensor) is Tensor or (is_gathered(tensor) and not isinstance(tensor, DTensor))
     if not is_plain or tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided:
         return False
@@ -202,6 +215,9 @@ def _nothing(shown: list[Tensor]) -> None:
 
 
 _EMPTY = CellType()
+
+#: The types of most arguments. They are compared by themselves first, since a tensor's class makes isinstance() slow.
+_PLAIN: frozenset[type] = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
 
 
 class _Copied(NamedTuple):
@@ -289,8 +305,14 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
 
 
 def _are_plain(values: Iterable[Any]) -> bool:
-    """Whether they are what most units are called with, in which no tensors are hidden."""
-    return all(value is None or isinstance(value, Tensor | bool | int | float | str) for value in values)
+    """Whether they are what most units are called with, in which nothing is hidden that a unit can change or return."""
+    for value in values:
+        kind = type(value)
+        if kind in _PLAIN or (kind is tuple and _PLAIN.issuperset(map(type, value))):
+            continue
+        if not isinstance(value, Tensor | bool | int | float | str):
+            return False
+    return True
 
 
 def _hidden_tensors(value: Any, depth: int, *, is_hidden: bool = False) -> Iterator[Tensor]:

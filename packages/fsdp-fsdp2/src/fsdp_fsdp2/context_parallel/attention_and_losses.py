@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from fsdp_core import ShardingError, UnsupportedCapabilityError, gather_sequence
-from fsdp_core.sharding import SequenceSplit, current_split, sharded_of, use_split
+from fsdp_core.sharding import SequenceSplit, current_split, outside_of_compilation, sharded_of, use_split
 from fsdp_core.state import gathered_modules
 from fsdp_fsdp2.context_parallel.first_pass import FirstPass, not_split
 from fsdp_fsdp2.context_parallel.transformers_models import check_transformers, follow_transformers
@@ -130,7 +130,7 @@ class ContextParallel:
         else:
             self.leave(root, failed=True)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_of_compilation
     def attend(
         self,
         query: Tensor,

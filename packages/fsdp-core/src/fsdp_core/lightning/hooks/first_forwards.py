@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_core.gradients.step_writes import StepWrites, check_writes
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.full_tensor import gathered_modules
-from fsdp_core.torch_private import in_backward
+from fsdp_core.torch_private import in_backward, outside_of_compilation
 
 __all__ = ["FirstForwards"]
 
@@ -86,14 +86,14 @@ class FirstForwards:
 _watched: WeakKeyDictionary[nn.Module, FirstForwards] = WeakKeyDictionary()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_compilation
 def _begin(root: nn.Module, args: Any) -> None:
     watch = _watched.get(root)
     if watch is not None and torch.is_grad_enabled() and not in_backward():
         watch.begin()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_compilation
 def _end(written: nn.Module, args: Any, output: Any) -> None:
     watch = _watched.get(written)
     if watch is not None and not in_backward():

@@ -21,7 +21,7 @@ from fsdp_core.lightning.precision_plugins import compute_context
 from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.fqn import clean_name
 from fsdp_core.state.full_tensor import check_not_gathered, gathered_modules, running_forwards
-from fsdp_core.torch_private import in_backward, is_recomputing
+from fsdp_core.torch_private import in_backward, is_recomputing, outside_of_compilation
 
 __all__ = [
     "CallTargets",
@@ -201,7 +201,7 @@ def _watch(module: nn.Module) -> None:
     module.register_forward_hook(_leave_watched, always_call=True)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_compilation
 def _enter_watched(module: nn.Module, args: Any) -> None:
     root = _root_of(module)
     if root is None or in_backward():
@@ -216,7 +216,7 @@ def _enter_watched(module: nn.Module, args: Any) -> None:
         _sharded(root).mend_interrupted()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_compilation
 def _leave_watched(module: nn.Module, args: Any, output: Any) -> None:
     root = _root_of(module)
     if root is None or in_backward():
