@@ -67,11 +67,11 @@ PARTS = tuple(
     for name, seconds in (
         ("facts", 55),
         ("one_card", 75),
-        ("several_ranks", 100),
+        ("several_ranks", 95),
         ("checkpoints", 60),
         ("memory", 60),
-        ("saves", 45),
-        ("speed", 165),
+        ("saves", 55),
+        ("speed", 150),
     )
 )
 

@@ -151,7 +151,7 @@ def exchanging_backends(strategy: str) -> dict[str, Any]:
     net = oracle.new_net()
     model, optimizer = fabric.setup(net, oracle.momentum(net))
     (x, y), *_ = oracle.global_batches(1)
-    found = {}
+    found: dict[str, Any] = {}
     with profile(activities=[ProfilerActivity.CPU]) as step:
         fabric.backward(torch.nn.functional.mse_loss(model(fabric.to_device(x)), fabric.to_device(y)))
     with profile(activities=[ProfilerActivity.CPU]) as clip:
@@ -160,7 +160,7 @@ def exchanging_backends(strategy: str) -> dict[str, Any]:
         calls = {event.key: event.count for event in profiled.key_averages()}
         found[purpose] = {name: calls[name] for name in sorted(calls) if name.startswith(("nccl:", "gloo:"))}
     trained = {name: parameter for name, parameter in net.named_parameters() if parameter.requires_grad}
-    kinds = {"sharded": [], "whole": []}
+    kinds: dict[str, list[torch.nn.Parameter]] = {"sharded": [], "whole": []}
     for name, parameter in trained.items():
         kinds["whole" if name.endswith("gain") else "sharded"].append(parameter)
     for kind, parameters in kinds.items():
