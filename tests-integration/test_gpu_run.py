@@ -6,6 +6,7 @@ import doctest
 import importlib
 import importlib.util
 import json
+import os
 import re
 import signal
 import subprocess
@@ -72,12 +73,17 @@ def write_part(folder: Path, name: str, body: str) -> Path:
     return script
 
 
-def test_a_part_that_fails_or_hangs_does_not_stop_the_next(run: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_a_part_that_fails_or_hangs_does_not_stop_the_others(
+    run: ModuleType, tmp_path: Path, side_by_side: bool
+) -> None:
     parts = [
         run.Part(name=name, script=write_part(tmp_path, name, body), seconds=1.0 if name == "hanging" else 0.5)
         for name, body in PARTS.items()
     ]
-    assert not run.run_parts(parts, tmp_path, minutes=0.1)
+    turns = run.in_turn(parts, side_by_side=side_by_side)
+    assert len(turns) == (1 if side_by_side else len(parts))
+    assert not run.run_parts(turns, tmp_path, minutes=0.1)
 
     records = run.read_records(tmp_path / run.RECORDS)
     outcomes = {(record["part"], record["check"]): record["outcome"] for record in records if "check" in record}
@@ -120,7 +126,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next(run: ModuleType, tmp_
 
 def test_parts_that_no_time_is_left_for_are_said_to_have_failed(run: ModuleType, tmp_path: Path) -> None:
     part = run.Part(name="right", script=write_part(tmp_path, "right", PARTS["right"]), seconds=1.0)
-    assert not run.run_parts([part], tmp_path, minutes=0.0)
+    assert not run.run_parts([[part]], tmp_path, minutes=0.0)
     (record,) = run.read_records(tmp_path / run.RECORDS)
     assert record["outcome"] == "failed"
     assert record["reason"] == "no time was left to begin it: give the run more --minutes"
@@ -169,6 +175,8 @@ def test_lines_that_a_kill_cut_off(run: ModuleType, tmp_path: Path) -> None:
     [
         (["--minutes", "nan"], "nan is no number of minutes; write such as 8"),
         (["--minutes", "-1"], "-1 is no number of minutes"),
+        (["--speed", "eagerly"], "invalid choice: 'eagerly'"),
+        (["--clauses-from", "test_nothing"], "invalid choice: 'test_nothing'"),
         (["--wheels", "nowhere"], "nowhere has no wheels. Run pack.py, or add --installed"),
     ],
 )
@@ -200,7 +208,9 @@ def test_packages_that_are_nowhere_are_missed_before_anything_runs(run: ModuleTy
 def test_a_part_sees_no_launcher_and_its_asserts_count(
     run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"RANK": "1", "SLURM_NTASKS": "4", "PYTEST_ADDOPTS": "-x", "PYTHONOPTIMIZE": "1"}.items():
+    foreign = {"RANK": "1", "SLURM_NTASKS": "4", "PYTEST_ADDOPTS": "-x", "PYTHONOPTIMIZE": "1"}
+    foreign["OMPI_COMM_WORLD_RANK"] = "1"
+    for name, value in {**foreign, "OMPI_MCA_plm": "isolated"}.items():  # the last one is the machine's
         monkeypatch.setenv(name, value)
     body = """
         import os, tempfile
@@ -212,10 +222,36 @@ def test_a_part_sees_no_launcher_and_its_asserts_count(
         """
     part = run.Part(name="part", script=write_part(tmp_path, "part", body), seconds=1.0)
     (tmp_path / "out").mkdir()
-    assert run.run_part(part, tmp_path / "out", 30.0)
+    assert run.run_together([part], tmp_path / "out", 30.0)
     seen, folder, _ = run.read_records(tmp_path / "out" / run.RECORDS)
-    assert not {"RANK", "SLURM_NTASKS", "PYTEST_ADDOPTS", "PYTHONOPTIMIZE"} & set(seen["names"])
+    assert not set(foreign) & set(seen["names"])
+    assert "OMPI_MCA_plm" in seen["names"]
     assert not Path(folder["folder"]).exists()
+
+
+def test_parts_that_time_something_run_alone(run: ModuleType) -> None:
+    together, *alone = run.in_turn(run.PARTS, side_by_side=True)
+    assert [part.name for part in together] == ["facts", "one_card", "several_ranks", "checkpoints", "memory"]
+    assert [[part.name for part in parts] for parts in alone] == [["saves"], ["speed"]]
+    assert all(part.script.is_file() for part in run.PARTS)
+
+
+def test_no_process_asks_mpi_for_ranks(run: ModuleType, tmp_path: Path) -> None:
+    """Where mpi4py is installed, and MPI ends a process that initialises it."""
+    for folder in ("installed/mpi4py", "installed/mpi4py-4.0.0.dist-info", "first"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "installed/mpi4py/__init__.py").touch()
+    (tmp_path / "installed/mpi4py/MPI.py").write_text("import os\nos._exit(3)\n")
+    (tmp_path / "installed/mpi4py-4.0.0.dist-info/METADATA").write_text("Name: mpi4py\nVersion: 4.0.0\n")
+    (tmp_path / "first/mpi4py.py").write_text(run.NO_MPI)
+    code = "from lightning.fabric.plugins.environments import MPIEnvironment as E; print(E.detect())"
+    found = {}
+    for folders in (["installed"], ["first", "installed"]):
+        path = os.pathsep.join(str(tmp_path / folder) for folder in folders)
+        environment = {**os.environ, "PYTHONPATH": path}
+        process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        found[len(folders)] = process.returncode, process.stdout.strip()
+    assert found == {1: (3, ""), 2: (0, "False")}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -68,11 +68,13 @@ class TestSPMD(Suite):
 """
 
 
-def run_pytest(folder: Path, source: str, *words: str, name: str = "test_a.py") -> subprocess.CompletedProcess[str]:
+def run_pytest(
+    folder: Path, source: str, *words: str, name: str = "test_a.py", **variables: str
+) -> subprocess.CompletedProcess[str]:
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / name).write_text(dedent(source))
     words = ("-v", "-p", "no:cacheprovider", f"--rootdir={folder}", *words, str(folder))
-    environment = {**fresh_environment(), "PYTHONPATH": str(ROOT)}
+    environment = {**fresh_environment(), "PYTHONPATH": str(ROOT), **variables}
     return subprocess.run(
         [sys.executable, "-m", "pytest", *words],
         cwd=folder,
@@ -212,6 +214,12 @@ def test_a_test_is_ended_that_uses_too_much_or_waits_for_nothing(
     assert run.returncode == 1
     assert message in run.stdout
     assert "1 failed" in run.stdout
+
+
+def test_cpu_seconds_are_not_limited_on_another_device(tmp_path: Path) -> None:
+    spins = f"{LIMITED}def test_spins():\n    while time.process_time() < 1.5: ...\n"
+    run = run_pytest(tmp_path, spins, FSDP_TESTS_ACCELERATOR="cuda")
+    assert run.returncode == 0, run.stdout
 
 
 def test_a_test_that_sleeps_longer_than_its_limit_passes(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import signal
 import sys
@@ -29,6 +30,9 @@ __all__ = ["Costs", "file_budgets"]
 
 #: CPU seconds that a test may use, without a mark ``cpu_limit``; and those that a file may, which is not in the table.
 TEST_LIMIT, FILE_BUDGET = 60.0, 10.0
+
+#: Ranks on another device than the CPU use a core each while they wait for each other: no test is limited by that.
+ON_DEVICE = os.environ.get("FSDP_TESTS_ACCELERATOR", "cpu") != "cpu"
 
 #: A test whose processes have used less than ``_IDLE`` CPU seconds in so many seconds waits for nothing.
 WAITING_LIMIT, _IDLE = 300.0, 1.0
@@ -84,7 +88,7 @@ class Costs:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         mark = item.get_closest_marker("cpu_limit")
-        with _limited(item, mark.args[0] if mark else TEST_LIMIT):
+        with _limited(item, math.inf if ON_DEVICE else mark.args[0] if mark else TEST_LIMIT):
             return (yield)
 
     @pytest.hookimpl(wrapper=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import random
+import time
 from dataclasses import asdict
 from functools import partial
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
@@ -61,10 +62,13 @@ def by_contender(loops: list[Turn], times: list[list[float]]) -> dict[str, list[
     return {name: [geometric_mean(turn) for turn in zip(*both, strict=True)] for name, both in twins.items()}
 
 
-def measure(trains: dict[str, Train], size: Size, turns: int, seed: int) -> dict[str, Any]:
+def measure(
+    trains: dict[str, Train], size: Size, turns: int, seed: int, *, beside_itself: bool = True, deadline: float = inf
+) -> dict[str, Any]:
     """Let the contenders take turns, in one process per rank.
 
-    The loop by hand is two of them: the ratio of a thing to itself shows what the method can tell apart.
+    The loop by hand is two of them, unless it is to be one: the ratio of a thing to itself shows what the method can
+    tell apart.
 
     Args:
         trains: The contenders by name: one of this project's strategies, Lightning's own if it is compared, and the
@@ -72,13 +76,16 @@ def measure(trains: dict[str, Train], size: Size, turns: int, seed: int) -> dict
         size: What to train.
         turns: How many steps of each are timed.
         seed: Decides in which order they are built.
+        beside_itself: Whether the loop by hand is two of the contenders.
+        deadline: As :func:`turns.take_turns` takes it, for one rank alone.
     """
     mine, *lightnings, loop = trains
     again = f"{loop}, again"
-    trains[again] = trains[loop]
+    if beside_itself:
+        trains[again] = trains[loop]
     order = random.Random(seed).sample(list(trains), len(trains))
     loops = [Turn(name, partial(trains[name], size)) for name in mirrored(order)]
-    take_turns(loops, turns=turns)
+    take_turns(loops, turns=turns, deadline=deadline)
 
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, [(loop.seconds, loop.cpu_seconds) for loop in loops])
@@ -87,15 +94,18 @@ def measure(trains: dict[str, Train], size: Size, turns: int, seed: int) -> dict
     cpu_seconds = [[sum(of) for of in zip(*(rank[i][1] for rank in by_rank), strict=True)] for i in range(len(loops))]
     losses = torch.stack([torch.stack(loop.losses) for loop in loops])
     apart = float((losses.amax(0) - losses.amin(0)).max())
-    if apart > 1e-4:
-        raise RuntimeError(f"the contenders don't train the same: their losses differ by {apart:.1e}")
     wall, cpu = by_contender(loops, seconds), by_contender(loops, cpu_seconds)
-    pairs = [(mine, loop), *((mine, one) for one in lightnings), (again, loop)]
+    milliseconds = {name: 1000 * median(times) for name, times in wall.items()}
+    if apart > 1e-4:
+        raise RuntimeError(
+            f"the contenders don't train the same: their losses differ by {apart:.1e}; milliseconds: {milliseconds}"
+        )
+    pairs = [(mine, loop), *((mine, one) for one in lightnings), *([(again, loop)] if beside_itself else [])]
     return {
         "size": asdict(size),
-        "turns": turns,
+        "turns": len(loops[0].seconds),
         "losses differ by": apart,
-        "milliseconds": {name: 1000 * median(times) for name, times in wall.items()},
+        "milliseconds": milliseconds,
         "ratios": {f"{a} ÷ {b}": compare(wall, a, b) for a, b in pairs},
         "ratios of processor time": {f"{a} ÷ {b}": compare(cpu, a, b) for a, b in pairs},
         "seconds": [{"contender": loop.name, "steps": times} for loop, times in zip(loops, seconds, strict=True)],
@@ -137,10 +147,15 @@ def main() -> None:
     parser.add_argument("--turns", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--small", action="store_true", help="next to nothing to compute: what a step costs anyway")
+    parser.add_argument("--once", action="store_true", help="do not compare the loop by hand with itself")
+    parser.add_argument("--seconds", type=float, default=inf, help="no turn begins after that, but for three; one rank")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    deadline = time.monotonic() + args.seconds
     trains = contenders(args.strategy) if args.way is None else contenders_of(WAYS[args.way])
-    be_a_rank(lambda: measure(trains, SMALL if args.small else Size(), args.turns, args.seed), args.out)
+    size = SMALL if args.small else Size()
+    timed = partial(measure, trains, size, args.turns, args.seed, beside_itself=not args.once, deadline=deadline)
+    be_a_rank(timed, args.out)
 
 
 if __name__ == "__main__":

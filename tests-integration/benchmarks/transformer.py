@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from device import ACCELERATOR, own_device
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -66,8 +67,11 @@ class Transformer(nn.Module):
 
 
 def transformer(size: Size) -> Transformer:
-    """Build the model with the same weights on every call and every rank."""
-    with torch.random.fork_rng(devices=[]):
+    """Build the model with the same weights on every call and every rank, on this rank's device.
+
+    On a CPU, a model of 4 GB takes seconds to initialise, which a card would wait for.
+    """
+    with torch.random.fork_rng(devices=[own_device()] if ACCELERATOR == "cuda" else []), own_device():
         torch.manual_seed(0)
         return Transformer(size)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -26,12 +27,15 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def arguments(part: str, description: str | None) -> tuple[argparse.Namespace, Records]:
+def arguments(
+    part: str, description: str | None, add: Callable[[argparse.ArgumentParser], object] = lambda parser: None
+) -> tuple[argparse.Namespace, Records]:
     """Read the command line of a part: ``--out``, ``--tiny`` and ``--seconds``.
 
     Args:
         part: The part's name.
         description: The text of ``--help``.
+        add: Adds what only this part takes.
 
     Returns:
         The arguments, with ``deadline`` on the clock of :func:`time.monotonic`, and the records in the folder
@@ -41,6 +45,7 @@ def arguments(part: str, description: str | None) -> tuple[argparse.Namespace, R
     parser.add_argument("--out", type=Path, required=True, help="the folder for records and logs")
     parser.add_argument("--tiny", action="store_true", help="sizes for a rehearsal on a CPU")
     parser.add_argument("--seconds", type=float, default=120.0, help="what is not begun by then is left out, and said")
+    add(parser)
     words = parser.parse_args()
     since_start = time.time() - psutil.Process().create_time()  # imports have taken of the time, too
     words.deadline = time.monotonic() + words.seconds - since_start

@@ -1,15 +1,12 @@
-"""Part 4: checkpoints that move between the card and ranks on the CPU, exact resume on the card, and what saves cost.
+"""Part 4: checkpoints that move between the card and ranks on the CPU, and exact resume on the card.
 
-What one rank saves on the card, two ranks load on the CPU, and back: weights and moments stay equal bit for bit. Saves
-of 4 GB are timed beside torch's own by ``checkpoint_time.py`` of the benchmarks.
+What one rank saves on the card, two ranks load on the CPU, and back: weights and moments stay equal bit for bit.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
-import psutil
 import torch
 import torch.distributed as dist
 from card import ACCELERATOR, HAS_CARD, arguments
@@ -28,10 +24,6 @@ from records import Records
 from torch import Tensor
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from checkpoint_time import DCP_STALL, FOUR_GIGABYTES, SMALL, held, save_and_load
-from device import PROCESS_GROUP
 
 import fsdp_core
 from fsdp_core.testing import RankPool, oracle
@@ -51,10 +43,6 @@ WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("bf16-mixed", {}),
     ("32-true", {"state_dict_type": "full"}),
 )
-#: Bytes that the folder of large checkpoints must have free: four of 4 GB, and the one that a save replaces.
-FREE_BYTES = 24 * 2**30
-#: Seconds that what is timed needs on a card, for the strategy that comes first.
-TIMING_SECONDS = 40.0
 
 
 class State(NamedTuple):
@@ -337,8 +325,8 @@ def forget_training() -> None:
     gc.collect()
 
 
-def check_correctness(records: Records, folder: Path, deadline: float) -> None:
-    """Run all checks that are about bits, not seconds.
+def check_all(records: Records, folder: Path, deadline: float) -> None:
+    """Run all checks.
 
     Args:
         records: Where they are recorded.
@@ -368,97 +356,11 @@ def check_correctness(records: Records, folder: Path, deadline: float) -> None:
                 forget_training()
 
 
-def roomy_folder(out: Path) -> Path:
-    """Where large checkpoints are saved: in memory if there is room, where no disk hides what a save costs itself.
-
-    run.py names a folder there, which it removes even if this process is killed.
-    """
-    memory = Path(os.environ.get("FSDP_GPU_MEMORY_FOLDER", "/dev/shm"))
-    roomy = memory.is_dir() and shutil.disk_usage(memory).free > FREE_BYTES
-    # what is in this folder counts as memory, and ranks copy the state twice more
-    return memory if roomy and psutil.virtual_memory().available > 2 * FREE_BYTES else out
-
-
-def measure_costs(strategy: str, records: Records, out: Path, deadline: float, *, tiny: bool) -> None:
-    """Time saves and loads beside torch's own, and how long a save holds a Trainer.
-
-    Args:
-        strategy: The strategy's name.
-        records: Where figures are recorded.
-        out: The folder of the run.
-        deadline: When measuring must have ended, on the clock of :func:`time.monotonic`.
-        tiny: Whether checkpoints have a few megabytes.
-    """
-    size = SMALL if tiny else FOUR_GIGABYTES
-    timings: dict[str, Callable[[Path], dict[str, Any]]] = {
-        "how long saves hold a Trainer": lambda folder: held(strategy, size, folder, 1),
-        "saves and loads beside torch's own": lambda folder: save_and_load(
-            strategy, size, folder, 1 if tiny else 2, dcp_stall=True, deadline=deadline
-        ),
-    }
-    for timing, measure in timings.items():
-        name = f"{strategy}: {timing}, timed"
-        if deadline - time.monotonic() < (2 if tiny else 15):  # what it takes at least
-            records.no_time(name)
-            continue
-        with records.check(name) as details:
-            with tempfile.TemporaryDirectory(prefix="timed-", dir=roomy_folder(out)) as folder:
-                result = measure(Path(folder))
-            details |= {"folder": folder, "seconds by what was done": result["seconds"]}
-            details["turns, 0 if only the first time was timed"] = result.get("turns", 1)
-            record_figures(strategy, result, records, folder)
-        if "error" in details:
-            forget_training()
-            start_group()
-        gc.collect()
-        if HAS_CARD:
-            torch.cuda.empty_cache()
-
-
-def record_figures(strategy: str, result: dict[str, Any], records: Records, folder: str) -> None:
-    """Record the figures of one run of ``checkpoint_time.py`` that have a bar, or none yet.
-
-    Args:
-        strategy: The strategy's name.
-        result: What it has written.
-        records: Where figures are recorded.
-        folder: Where checkpoints were saved.
-    """
-    figures = {
-        "training held by an async save ÷ save": ("training thread held by an async save of 4 GB ÷ a save", 0.05),
-        "save ÷ save by torch DCP": ("save ÷ DCP's", 0.8),
-        "load ÷ load by torch DCP": ("load ÷ DCP's", 0.8),
-        f"stall of an async save ÷ {DCP_STALL}": ("stall of an async save ÷ stall of DCP's async save", None),
-    }
-    for pair, (name, bar) in figures.items():
-        if pair in result["ratios"]:
-            ratio = result["ratios"][pair]
-            medians = {key: result["medians"][key] for key in pair.split(" ÷ ")}
-            at_most = {} if bar is None else {"at_most": bar}
-            details = {"from": ratio["from"], "to": ratio["to"], "medians": medians, "folder": folder}
-            records.figure(f"{name}, {strategy}", ratio["ratio"], **at_most, **details)
-
-
-def start_group() -> None:
-    """Let this process be the only rank, as the benchmarks expect, unless it is one already.
-
-    A rank in a process of its own would take as long to start as a save of 4 GB takes several times.
-    """
-    os.environ.setdefault("LOCAL_RANK", "0")  # by which a benchmark finds its device
-    if not dist.is_initialized():
-        dist.init_process_group(PROCESS_GROUP, store=dist.HashStore(), rank=0, world_size=1)
-
-
 def main() -> None:
     """Run the part."""
     words, records = arguments("checkpoints", __doc__)
-    deadline = words.deadline
     with tempfile.TemporaryDirectory(prefix="fsdp-checkpoints-") as folder:
-        check_correctness(records, Path(folder), deadline - min(0.5 * words.seconds, TIMING_SECONDS))
-    forget_training()
-    start_group()
-    for strategy in STRATEGIES:
-        measure_costs(strategy, records, words.out, deadline, tiny=words.tiny)
+        check_all(records, Path(folder), words.deadline)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Part 6: the peak of a fit's memory beside the sum on paper, and what fits leave behind.
+"""Part 5: the peak of a fit's memory beside the sum on paper, and what fits leave behind.
 
 On paper, the peak of a rank alone is where the forward pass has ended and the backward pass has not begun:
 

@@ -89,7 +89,7 @@ def modes() -> dict[str, Mode]:
         ),
         "float8": Mode(way=Way(precision="bf16-mixed", float8=True), options={"float8": True}, strategies=("fsdp2",)),
         "compile": Mode(
-            way=Way(compiled=True), options=compiled, strategies=("fsdp2",), seconds=15.0 if HAS_CARD else 0.0
+            way=Way(compiled=True), options=compiled, strategies=("fsdp2",), seconds=25.0 if HAS_CARD else 0.0
         ),
     }
 

@@ -3,8 +3,9 @@
     python tests-integration/gpu/run.py --minutes 8 --out build/gpu-run        # on a machine with a card
     python tests-integration/gpu/run.py --minutes 5 --out build/gpu-run        # elsewhere: a rehearsal, in tiny sizes
 
-Parts run one after the other, most valuable first. Each has a time limit, and what an early one leaves over is shared
-by those after it; one that fails or runs over does not stop the next. Where ``pack.py`` has left wheels in
+On a card, the parts that time nothing run side by side, then the others one after another; in a rehearsal all do. Each
+has a time limit, and what an early one leaves over is shared by those after it; one that fails or runs over does not
+stop the next. Where ``pack.py`` has left wheels in
 ``build/gpu``, they are installed into a temporary folder first, without an index.
 
 ``--out``, a new or empty folder, then has ``records.jsonl``, a line for each check and figure, written as they come;
@@ -27,12 +28,13 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+from choices import MEASUREMENTS, clause_names
 from records import RECORDS, Records, read_records
 
 HERE = Path(__file__).parent
@@ -50,29 +52,44 @@ class Part:
         name: Its name in records.
         script: The file.
         seconds: How long it takes on a card, by which the time of the run is shared.
+        is_timed: Whether it measures time, and needs the machine for itself.
     """
 
     name: str
     script: Path
     seconds: float
+    is_timed: bool = False
 
 
+#: On one H100 with 16 slow cores, where a process imports torch and Lightning in 6 to 10 seconds.
 PARTS = tuple(
-    Part(name=name, script=HERE / f"{name}.py", seconds=seconds)
+    Part(name=name, script=HERE / f"{name}.py", seconds=seconds, is_timed=name in ("saves", "speed"))
     for name, seconds in (
-        ("facts", 20),
-        ("one_card", 60),
-        ("several_ranks", 150),
+        ("facts", 55),
+        ("one_card", 75),
+        ("several_ranks", 95),
         ("checkpoints", 60),
-        ("speed", 160),
-        ("memory", 45),
+        ("memory", 60),
+        ("saves", 55),
+        ("speed", 150),
     )
 )
 
 
 #: What launchers and shells may have set, and no part may see: each part is a job of its own, and checks by asserts.
-FOREIGN = ("RANK", "WORLD_SIZE", "NODE_RANK", "PYTHONOPTIMIZE", "PYTHONSAFEPATH")
-FOREIGN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "PMI_", "OMPI_", "PYTEST_")
+#: Settings of MPI, OMPI_MCA_*, are a machine's.
+FOREIGN = (
+    *("RANK", "WORLD_SIZE", "NODE_RANK", "PYTHONOPTIMIZE", "PYTHONSAFEPATH"),
+    *("OMPI_UNIVERSE_SIZE", "PMIX_RANK", "PMIX_NAMESPACE"),
+)
+FOREIGN_PREFIXES = (
+    *("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM_", "PYTEST_"),
+    *("PMI_", "PMIX_SERVER_", "OMPI_COMM_WORLD_", "OMPI_APP_CTX_"),
+)
+
+#: A module mpi4py that is found first. Lightning would ask MPI for ranks where there is one, which starts MPI, and ends
+#: the process if that can't start.
+NO_MPI = 'raise ImportError("no process of this run is started by MPI")\n'
 
 
 def clean_environment() -> dict[str, str]:
@@ -83,15 +100,12 @@ def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in foreign}
 
 
-def install_wheels(wheels: Path, target: Path) -> str:
+def install_wheels(wheels: Path, target: Path) -> None:
     """Install the packed wheels into a folder, without an index and without what they need.
 
     Args:
         wheels: The folder that :mod:`pack` has filled.
         target: An empty folder.
-
-    Returns:
-        ``PYTHONPATH``, under which an interpreter finds them first.
     """
     files = [str(path) for path in sorted(wheels.glob("*.whl"))]
     pip = (
@@ -108,7 +122,6 @@ def install_wheels(wheels: Path, target: Path) -> str:
         subprocess.run([*pip, "--no-index", "--no-deps", "--target", str(target), *files], check=True, timeout=300)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         sys.exit(f"pip can't install the wheels in {wheels} ({error}).\nPack them again, or add --installed.")
-    return os.pathsep.join([str(target), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def check_packages(wheels: Path | None, environment: dict[str, str]) -> None:
@@ -143,39 +156,44 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER, of Linux
 
 
-def end_processes(first: subprocess.Popen[bytes], before: set[psutil.Process]) -> None:
-    """End a process and all that it has started: ranks may lead sessions of their own, and outlive their parents.
+def end_processes(firsts: Sequence[subprocess.Popen[bytes]], before: set[psutil.Process]) -> None:
+    """End processes and all that they have started: ranks may lead sessions of their own, and outlive their parents.
 
     Args:
-        first: What is told to end, and given time for it.
+        firsts: What is told to end, and given time for it.
         before: The children that this process had before, which are left alone.
     """
     family = set()
-    with contextlib.suppress(psutil.NoSuchProcess):
-        family = set(psutil.Process(first.pid).children(recursive=True))
-    if first.poll() is None:
-        first.terminate()
+    for first in firsts:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family |= set(psutil.Process(first.pid).children(recursive=True))
+        if first.poll() is None:
+            first.terminate()
+    deadline = time.monotonic() + GRACE
+    for first in firsts:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            first.wait(timeout=GRACE)
+            first.wait(timeout=max(0.0, deadline - time.monotonic()))
     family |= set(psutil.Process().children(recursive=True)) - before  # orphans that were adopted
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(family, timeout=GRACE)  # a driver that hangs keeps some for ever
-    first.poll()
+    for first in firsts:
+        first.poll()
 
 
-def gather_logs(part: Part, out: Path) -> None:
-    """Append the files that a part has written for itself to ``log.txt``: few files are easier to bring home.
+def gather_logs(parts: Sequence[Part], out: Path) -> None:
+    """Append the files that parts have written for themselves to ``log.txt``: few files are easier to bring home.
 
     Args:
-        part: The part, by whose name its files begin.
+        parts: The parts, by whose names their files begin.
         out: The folder of the run.
     """
     with (out / "log.txt").open("ab") as log:
-        for path in sorted(path for path in out.glob(f"{part.name}-*") if path.is_file()):
-            log.write(f"\n--- {path.name}\n".encode() + path.read_bytes())
-            path.unlink()
+        for part in parts:
+            for path in sorted(path for path in out.glob(f"{part.name}-*") if path.is_file()):
+                log.write(f"\n--- {path.name}\n".encode() + path.read_bytes())
+                path.unlink()
     for path in out.iterdir():  # checkpoints of a part that was killed
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -197,81 +215,129 @@ def temporary_folders() -> Iterator[dict[str, str]]:
         yield variables
 
 
-def run_part(
-    part: Part, out: Path, limit: float, arguments: Sequence[str] = (), variables: dict[str, str] | None = None
+def run_together(
+    parts: Sequence[Part],
+    out: Path,
+    limit: float,
+    arguments: Mapping[str, Sequence[str]] | None = None,
+    variables: dict[str, str] | None = None,
 ) -> bool:
-    """Run one part within a time limit, and record how it ended.
+    """Run parts side by side within a time limit, and record how each ended.
+
+    Args:
+        parts: The parts.
+        out: The folder of the run.
+        limit: Seconds after which they are ended.
+        arguments: Further words of their command lines, by name; ``""`` has those of all.
+        variables: All of their environment variables; by default those of this process, without a launcher's.
+
+    Returns:
+        Whether all ended by themselves with status 0, and have checked something.
+    """
+    arguments = arguments or {}
+    print(f"{', '.join(part.name for part in parts)}, at most {limit:.0f} s", flush=True)
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    seconds: dict[str, float] = {}
+    before = set(psutil.Process().children(recursive=True))
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        logs = {}
+        for part in parts:
+            # one alone is read as it comes; several would mix
+            path = out / ("log.txt" if len(parts) == 1 else f"{part.name}-.txt")
+            logs[part.name] = stack.enter_context(path.open("ab"))
+            logs[part.name].write(f"\n=== {part.name}, at most {limit:.0f} s\n".encode())
+            logs[part.name].flush()
+        folders = {part.name: stack.enter_context(temporary_folders()) for part in parts}
+        try:
+            for part in parts:
+                command = [sys.executable, str(HERE / "starter.py"), str(part.script), "--out", str(out)]
+                command += ["--seconds", f"{limit - GRACE:.1f}", *arguments.get("", ()), *arguments.get(part.name, ())]
+                environment = {**(variables or clean_environment()), **folders[part.name], "PYTHONUNBUFFERED": "1"}
+                processes[part.name] = subprocess.Popen(
+                    command, stdout=logs[part.name], stderr=subprocess.STDOUT, env=environment
+                )
+            while len(seconds) < len(parts) and time.monotonic() - began < limit:
+                for name, process in processes.items():
+                    if name not in seconds and process.poll() is not None:
+                        seconds[name] = time.monotonic() - began
+                time.sleep(0.05)
+            statuses = {name: processes[name].returncode for name in seconds}
+        finally:
+            end_processes(list(processes.values()), before)
+    gather_logs(parts, out)
+    outcomes = []
+    for part in parts:
+        reason = f"it had not ended after {limit:.0f} s, and was killed; what it had found by then is recorded"
+        if part.name in statuses:
+            status = statuses[part.name]
+            reason = f"it ended with status {status}: see log.txt" if status else ""
+        outcomes.append(record_end(part, out, reason, seconds.get(part.name, time.monotonic() - began)))
+    return all(outcome == "passed" for outcome in outcomes)
+
+
+def record_end(part: Part, out: Path, reason: str, seconds: float) -> str:
+    """Record how a part ended, and return its outcome.
 
     Args:
         part: The part.
         out: The folder of the run.
-        limit: Seconds after which it is ended.
-        arguments: Further words of its command line.
-        variables: All of its environment variables; by default those of this process, without a launcher's.
-
-    Returns:
-        Whether it ended by itself with status 0.
+        reason: Why it has not ended well; empty if it has.
+        seconds: How long it took.
     """
-    records = Records(out / RECORDS, part.name)
-    command = [sys.executable, str(HERE / "starter.py"), str(part.script)]
-    command += ["--out", str(out), "--seconds", f"{limit - GRACE:.1f}", *arguments]
-    began = time.monotonic()
-    print(f"{part.name}, at most {limit:.0f} s", flush=True)
-    with (out / "log.txt").open("ab") as log, temporary_folders() as folders:
-        log.write(f"\n=== {part.name}, at most {limit:.0f} s\n".encode())
-        log.flush()
-        environment = {**(variables or clean_environment()), **folders, "PYTHONUNBUFFERED": "1"}
-        before = set(psutil.Process().children(recursive=True))
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-        try:
-            status = process.wait(timeout=limit)
-            reason = f"it ended with status {status}: see log.txt" if status else ""
-        except subprocess.TimeoutExpired:
-            reason = f"it had not ended after {limit:.0f} s, and was killed; what it had found by then is recorded"
-        finally:
-            end_processes(process, before)
-    gather_logs(part, out)
     checks = [record for record in read_records(out / RECORDS) if record["part"] == part.name and "check" in record]
     outcomes = {record["outcome"] for record in checks}
     outcome = "failed" if reason else "passed"
     if not reason and "passed" not in outcomes:
         outcome, reason = ("no time" if outcomes == {"no time"} else "failed"), "none of its checks has passed"
-    details = {"seconds": time.monotonic() - began} | ({"reason": reason} if reason else {})
-    records.outcome("the part ends", outcome, **details)
-    return outcome == "passed"
+    details = {"seconds": seconds} | ({"reason": reason} if reason else {})
+    Records(out / RECORDS, part.name).outcome("the part ends", outcome, **details)
+    return outcome
 
 
-def run_parts(
-    parts: Sequence[Part],
-    out: Path,
-    minutes: float,
-    arguments: Sequence[str] = (),
-    variables: dict[str, str] | None = None,
-) -> bool:
-    """Run parts one after the other, and share among those that are left the time that is left.
+def in_turn(parts: Sequence[Part], *, side_by_side: bool) -> list[list[Part]]:
+    """Parts in the order in which they run, those together that run side by side.
 
     Args:
         parts: The parts, most valuable first.
+        side_by_side: Whether those that time nothing do.
+    """
+    together = [part for part in parts if side_by_side and not part.is_timed]
+    return [*filter(None, [together]), *([part] for part in parts if part not in together)]
+
+
+def run_parts(
+    turns: Sequence[Sequence[Part]],
+    out: Path,
+    minutes: float,
+    arguments: Mapping[str, Sequence[str]] | None = None,
+    variables: dict[str, str] | None = None,
+) -> bool:
+    """Run parts one turn after the other, and share among those that are left the time that is left.
+
+    Args:
+        turns: The parts, those together that run side by side.
         out: The folder of the run.
         minutes: The time of all.
-        arguments: Further words of each part's command line.
-        variables: All of its environment variables; by default those of this process, without a launcher's.
+        arguments: As :func:`run_together` takes it.
+        variables: As :func:`run_together` takes it.
 
     Returns:
         Whether all ended well.
     """
     end = time.monotonic() + 60 * minutes
+    shares = [max(part.seconds for part in parts) for parts in turns]
     ended_well = []
-    for index, part in enumerate(parts):
-        share = part.seconds / sum(other.seconds for other in parts[index:])
-        limit = share * (end - time.monotonic())
+    for index, parts in enumerate(turns):
+        limit = shares[index] / sum(shares[index:]) * (end - time.monotonic())
         if limit <= GRACE:
-            Records(out / RECORDS, part.name).outcome(
-                "the part ends", "failed", reason="no time was left to begin it: give the run more --minutes"
-            )
+            for part in parts:
+                Records(out / RECORDS, part.name).outcome(
+                    "the part ends", "failed", reason="no time was left to begin it: give the run more --minutes"
+                )
             ended_well.append(False)
             continue
-        ended_well.append(run_part(part, out, limit, arguments, variables))
+        ended_well.append(run_together(parts, out, limit, arguments, variables))
     return all(ended_well)
 
 
@@ -391,6 +457,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=minutes_of, default=8.0, help="the time of all parts (default: 8)")
     parser.add_argument("--out", type=Path, required=True, help="a new or empty folder for what is found")
     parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], help="by default: all")
+    parser.add_argument("--speed", nargs="+", choices=MEASUREMENTS, help="what speed measures, in this order")
+    parser.add_argument(
+        "--clauses-from", metavar="CLAUSE", choices=clause_names(), help="the clause that several_ranks begins with"
+    )
     parser.add_argument("--wheels", type=Path, help="what pack.py has packed (default: build/gpu, if it is there)")
     parser.add_argument("--installed", action="store_true", help="use the packages that are installed, and no wheels")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU, also where there is a card")
@@ -412,16 +482,23 @@ def main() -> None:
     title = card or "A rehearsal on the CPU, in tiny sizes: nothing here is of a card."
     print(title, flush=True)
     parts = [part for part in PARTS if not words.parts or part.name in words.parts]
+    arguments = {
+        "": [] if card else ["--tiny"],
+        "speed": ["--measure", *words.speed] if words.speed else [],
+        "several_ranks": ["--from", words.clauses_from] if words.clauses_from else [],
+    }
     records = Records(out / RECORDS, "run")
     try:
         with tempfile.TemporaryDirectory(prefix="fsdp-gpu-wheels-") as site:
             if wheels is not None:
-                environment["PYTHONPATH"] = install_wheels(wheels, Path(site))
+                install_wheels(wheels, Path(site))
+            (Path(site) / "mpi4py.py").write_text(NO_MPI, encoding="utf-8")
+            environment["PYTHONPATH"] = os.pathsep.join([site, *filter(None, [os.environ.get("PYTHONPATH")])])
             names = [path.name for path in sorted(wheels.glob("*.whl"))] if wheels else "those that are installed"
             check_packages(wheels, environment)
             records.outcome("device and packages", "passed", device=title, packages=names)
             minutes_left = words.minutes - (time.monotonic() - began) / 60
-            run_parts(parts, out, minutes_left, [] if card else ["--tiny"], environment)
+            run_parts(in_turn(parts, side_by_side=bool(card)), out, minutes_left, arguments, environment)
         records.outcome("the run ends", "passed")
     except BaseException as error:
         ended = {record["part"] for record in read_records(out / RECORDS) if record.get("check") == "the part ends"}

@@ -15,12 +15,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from card import ACCELERATOR, HAS_CARD, arguments
+from card import ACCELERATOR, DEVICE, HAS_CARD, arguments
+from choices import ADAPTERS, CLAUSES, MESHES, clause_names
 from clause_records import AT_MOST, FILE, GROUP, TESTS
 from records import RECORDS, Records, read_records
 
@@ -31,78 +33,22 @@ ROOT = Path(__file__).parents[2]
 RANKS = 4
 STRATEGIES = ("fsdp2", "fsdp_native")
 
-#: Clauses of the conformance suite, most valuable first. All models of the suite have 0-dim and tied parameters.
-CLAUSES = (
-    "test_trainer_equals_plain[2-adamw_groups]",
-    "test_fabric_equals_plain[2-sgd]",
-    "test_clipping_by_norm_equals_plain[2]",
-    "test_accumulation_equals_plain[2]",
-    "test_saved_on_n_loaded_on_m[2-sharded-momentum]",
-    "test_dtypes_under_trainer[bf16-mixed]",
-    "test_dtypes_under_trainer[16-mixed]",
-    "test_overflow_in_one_shard_skips_the_step_everywhere",
-    "test_resume_is_exact[between two steps]",
-    "test_what_is_changed_after_the_call_is_not_saved[sharded]",
-    "test_manual_optimization[2]",
-    "test_optimizer_of_whole_matrices_and_its_resume",
-    "test_options_leave_numbers_alone[cpu_offload=True]",
-    "test_an_exception_leaves_reduction_on[trainer]",
-    "test_a_new_trainer_goes_on_after_an_exception",
-    "test_trainer_equals_plain[4-momentum]",
-    "test_whole_parameters_stay_equal[unfrozen later]",
-    "test_clipping_by_value_equals_plain[2]",
-    "test_each_optimizer_is_clipped_by_itself[2.0]",
-    "test_resume_is_exact_under_fabric[sharded]",
-    "test_resume_is_exact[between the micro-batches of a step]",
-    "test_what_is_changed_after_the_call_is_not_saved[full]",
-    "test_saved_on_n_loaded_on_m[2-full-sgd]",
-    "test_same_layout_goes_on_bit_for_bit",
-    "test_full_state_dict",
-    "test_gathered",
-    "test_calls_outside_of_steps[without gradients]",
-    "test_dtypes_under_fabric[bf16-true]",
-    "test_dtypes_under_fabric[16-mixed]",
-    "test_scaler_state_is_restored",
-    "test_infinite_norm_sees_nan_of_another_rank",
-    "test_activation_checkpointing_repeats_dropout",
-    "test_batch_norm[bf16-mixed]",
-    "test_meta_init[bf16-true]",
-    "test_tied_parameters_are_trained_as_one",
-    "test_predictions_of_uneven_numbers[loaders with a length]",
-    "test_fabric_equals_plain[3-adamw_groups]",
-    "test_on_another_number_of_ranks[2 to 1]",
-    "test_stages_in_any_order[blocks]",
-    "test_nothing_is_left_behind[trainer]",
-)
-
-#: Clauses of core's adapters, which every strategy runs alike.
-ADAPTERS = (
-    "test_callbacks_keep_what_they_keep_in_a_synchronous_run[True]",
-    "test_a_rate_that_one_rank_changes[hook]",
-)
-
-#: Tests of meshes: tensor parallelism, replicas, context parallelism.
-MESHES = (
-    "test_parallel_axes.py::test_trainer_equals_plain[tensor 2]",
-    "test_context_parallel.py::test_trainer_in_every_stage[context 2]",
-    "test_parallel_axes.py::test_trainer_equals_plain[replicate 2 x shard 2]",
-    "test_parallel_axes.py::test_trainer_equals_plain[shard 2 x tensor 2]",
-    "test_context_parallel.py::test_bf16_mixed",
-    "test_parallel_axes.py::test_checkpoints_move_between_meshes[replicate 2 x shard 2-tensor 2]",
-    "test_parallel_axes.py::test_accumulation_under_fabric_equals_plain[replicate 2 x shard 2]",
-)
-
 #: How many tests of each group a rehearsal on the CPU runs, one after another: `nox -s everything` runs them there.
 REHEARSED = 2
 
 
-def test_groups() -> dict[str, list[str]]:
-    """The tests as pytest's node ids, by group."""
+def test_groups(first: str) -> dict[str, list[str]]:
+    """The tests as pytest's node ids, by group.
+
+    Args:
+        first: The clause that the strategies' groups begin with.
+    """
+    clauses = CLAUSES[next(i for i, clause in enumerate(CLAUSES) if clause.startswith(first)) :]
     packages = {"fsdp2": "fsdp-fsdp2::TestFSDP2", "fsdp_native": "fsdp-cuda-native::TestNative"}
     groups = {"meshes": [f"packages/fsdp-fsdp2/tests/{test}" for test in MESHES]}
     for strategy, home in packages.items():
         package, suite = home.split("::")
-        groups[strategy] = [f"packages/{package}/tests/test_conformance.py::{suite}::{clause}" for clause in CLAUSES]
+        groups[strategy] = [f"packages/{package}/tests/test_conformance.py::{suite}::{clause}" for clause in clauses]
     adapters = "packages/fsdp-fsdp2/tests/test_adapters.py::TestAdaptersOverFSDP2"
     groups["fsdp2"] += [f"{adapters}::{clause}" for clause in ADAPTERS]
     return groups
@@ -150,31 +96,41 @@ def recorded_tests(group: str, out: Path) -> list[dict[str, Any]]:
     return [line for line in read_records(out / RECORDS) if str(line.get("check")).startswith(f"{group}: ")]
 
 
-def run_groups(groups: dict[str, list[str]], at_most: int, out: Path, records: Records, deadline: float) -> None:
-    """Run groups of tests side by side until all have ended or the time is up.
+def finish_sessions(
+    sessions: dict[str, subprocess.Popen[bytes]], tests: dict[str, int], out: Path, records: Records, deadline: float
+) -> None:
+    """Wait until all sessions have ended or the time is up.
 
     Args:
-        groups: The tests by group.
-        at_most: How many of each group run.
+        sessions: The sessions by group.
+        tests: How many tests each runs.
         out: The folder of the run.
         records: Where it is said which session did not end, or did not run all.
         deadline: When they must have ended, on the clock of :func:`time.monotonic`.
     """
-    sessions = {group: start_session(group, tests, at_most, out) for group, tests in groups.items()}
+    while time.monotonic() < deadline and any(session.poll() is None for session in sessions.values()):
+        time.sleep(0.1)
+    late = [group for group, session in sessions.items() if session.poll() is None]  # before one is ended
+    for group in late:
+        end_session(sessions[group])
     for group, session in sessions.items():
-        chosen = min(at_most, len(groups[group]))
-        try:
-            session.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            end_session(session)
+        chosen = tests[group]
+        if group in late:
             ended = len(recorded_tests(group, out))
             records.no_time(f"{group}: the session ends", f"the time was up; {ended} of {chosen} tests had ended")
             continue
         with records.check(f"{group}: the session ends") as details:
-            details |= {"status": session.returncode, "tests": len(recorded_tests(group, out))}
-            assert details["tests"] >= chosen, f"{details['tests']} of its {chosen} tests are recorded"
+            status, recorded = session.returncode, len(recorded_tests(group, out))
+            details |= {"status": status, "tests": recorded}
+            what = f"its process has ended with status {status} in the test that comes next"
+            assert recorded >= chosen, f"{recorded} of its {chosen} tests are recorded: {what}"
             # 1: a test has failed, which is recorded by itself
-            assert details["status"] in (0, 1), f"pytest ended with status {details['status']} and ran nothing"
+            assert status in (0, 1), f"pytest ended with status {status} and ran nothing"
+
+
+def where(tensors: Iterable[torch.Tensor]) -> list[str]:
+    """The types of the devices that tensors are on."""
+    return sorted({tensor.device.type for tensor in tensors})
 
 
 def exchanging_backends(strategy: str) -> dict[str, Any]:
@@ -184,7 +140,9 @@ def exchanging_backends(strategy: str) -> dict[str, Any]:
         strategy: The strategy's name.
 
     Returns:
-        The names of the collectives by what they were called for, such as ``nccl:_reduce_scatter_base``.
+        The names of the collectives by what they were called for, such as ``nccl:_reduce_scatter_base``, and the types
+        of the devices on which sharded parameters and those that stay whole, which are of dimension 0, have their
+        values, gradients and moments.
     """
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile
@@ -193,51 +151,76 @@ def exchanging_backends(strategy: str) -> dict[str, Any]:
     net = oracle.new_net()
     model, optimizer = fabric.setup(net, oracle.momentum(net))
     (x, y), *_ = oracle.global_batches(1)
-    collectives = {}
+    found: dict[str, Any] = {}
     with profile(activities=[ProfilerActivity.CPU]) as step:
         fabric.backward(torch.nn.functional.mse_loss(model(fabric.to_device(x)), fabric.to_device(y)))
     with profile(activities=[ProfilerActivity.CPU]) as clip:
         fabric.clip_gradients(model, optimizer, max_norm=0.1)
     for purpose, profiled in (("step", step), ("clip", clip)):
-        names = {event.key for event in profiled.key_averages()}
-        collectives[purpose] = sorted(name for name in names if name.startswith(("nccl:", "gloo:")))
+        calls = {event.key: event.count for event in profiled.key_averages()}
+        found[purpose] = {name: calls[name] for name in sorted(calls) if name.startswith(("nccl:", "gloo:"))}
+    trained = {name: parameter for name, parameter in net.named_parameters() if parameter.requires_grad}
+    kinds: dict[str, list[torch.nn.Parameter]] = {"sharded": [], "whole": []}
+    for name, parameter in trained.items():
+        kinds["whole" if name.endswith("gain") else "sharded"].append(parameter)
+    for kind, parameters in kinds.items():
+        found[f"{kind} parameters"] = where(parameters)
+        found[f"gradients of {kind} parameters"] = where(p.grad for p in parameters if p.grad is not None)
     optimizer.step()
+    state = optimizer.state
+    for kind, parameters in kinds.items():
+        moments = [value for p in parameters for value in state.get(p, {}).values()]
+        found[f"moments of {kind} parameters"] = where(value for value in moments if isinstance(value, torch.Tensor))
     side = fabric.strategy.runtime.side_channel()  # type: ignore[attr-defined]
-    collectives["side channel"] = [dist.get_backend(side.process_group)]
-    collectives["main group"] = [dist.get_backend_config()]
-    collectives["shards"] = sorted({parameter.device.type for parameter in net.parameters()})
+    found["side channel"] = dist.get_backend(side.process_group)
+    found["main group"] = dist.get_backend_config()
     side.stop()
-    return collectives
+    return found
 
 
-def check_backends(records: Records) -> None:
-    """Check that NCCL moves what is on the card, and gloo what is in host memory, and that neither does the other's."""
-    for strategy in STRATEGIES:
-        with records.check(f"{strategy}: NCCL for the card, gloo for the host") as details:
-            with RankPool() as pool:
-                first, *_ = pool.run(2, exchanging_backends, strategy)
-            details |= first
-            device_backend = "nccl" if HAS_CARD else "gloo"
-            assert first["shards"] == ["cpu"], "with cpu_offload=True, shards are in host memory"
-            assert any(name.startswith(f"{device_backend}:") for name in first["step"]), "no collective in the step"
-            assert any(name.startswith("gloo:") for name in first["clip"]), "the norm of offloaded gradients is gloo's"
-            assert not any(name.startswith("nccl:") for name in first["clip"]), "offloaded gradients went to the card"
-            assert first["side channel"] == ["gloo"], "saves in the background talk over gloo"
+def check_backends(records: Records, deadline: float) -> None:
+    """Check that shards are in host memory and all that is exchanged in a step on the card, and that saves use gloo.
+
+    Units are gathered and gradients reduced by NCCL, for they are computed with on the card; so is the one number that
+    each rank adds to the norm, whose squares were summed in host memory.
+
+    Args:
+        records: Where it is recorded.
+        deadline: When ranks that have not answered are ended, on the clock of :func:`time.monotonic`.
+    """
+    backend = "nccl" if HAS_CARD else "gloo"
+    with RankPool() as pool:
+        for strategy in STRATEGIES:
+            with records.check(f"{strategy}: NCCL for the card, gloo for the host") as details:
+                found, *_ = pool.run(2, exchanging_backends, strategy, timeout=max(1.0, deadline - time.monotonic()))
+                details |= found
+                for what in ("sharded", "gradients of sharded", "moments of sharded"):
+                    on = found[f"{what} parameters"]
+                    assert on == ["cpu"], f"with cpu_offload=True, {what} parameters are on {on}"
+                assert found["whole parameters"] == [DEVICE.type], "parameters that stay whole are where they compute"
+                assert any(name.startswith(f"{backend}:") for name in found["step"]), "no collective in the step"
+                assert list(found["clip"]) == [f"{backend}:all_reduce"], f"clipping exchanged {found['clip']}"
+                assert found["side channel"] == "gloo", "saves in the background talk over gloo"
 
 
 def main() -> None:
     """Run the part."""
-    words, records = arguments("several_ranks", __doc__)
+    words, records = arguments(
+        "several_ranks",
+        __doc__,
+        lambda parser: parser.add_argument("--from", dest="first", choices=clause_names(), default=clause_names()[0]),
+    )
     deadline = words.deadline
     os.environ.update(rank_variables())
     records.outcome("devices", "passed", cards=torch.cuda.device_count(), **rank_variables())
-    groups = test_groups()
+    groups = test_groups(words.first)
     at_most = REHEARSED if words.tiny else max(map(len, groups.values()))
-    run_groups(groups, at_most, words.out, records, deadline - words.seconds / 6)
-    if time.monotonic() < deadline:
-        check_backends(records)
-    else:
-        records.no_time("NCCL for the card, gloo for the host")
+    sessions = {group: start_session(group, tests, at_most, words.out) for group, tests in groups.items()}
+    try:
+        check_backends(records, deadline)  # meanwhile: sessions begin with imports that take as long
+    finally:
+        numbers = {group: min(at_most, len(tests)) for group, tests in groups.items()}
+        finish_sessions(sessions, numbers, words.out, records, deadline)
 
 
 if __name__ == "__main__":

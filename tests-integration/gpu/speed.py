@@ -1,4 +1,4 @@
-"""Part 5: time per step beside loops by hand, Lightning's strategies and plain torch, and LoRA of a large model.
+"""Part 7: time per step beside loops by hand, Lightning's strategies and plain torch, and LoRA of a large model.
 
 Each measurement runs in a process of its own, within a time limit of its own, the most valuable first; what fails or
 finds no time does not stop the others. What a process prints is in ``speed-*.log``.
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from card import HAS_CARD, arguments
+from choices import MEASUREMENTS
 from records import Records
 
 GPU = Path(__file__).parent
@@ -185,9 +186,9 @@ COMPARISONS = {
     "compiled": Comparison(strategy="fsdp2", beside=("by hand",), is_compiled=True, sequences=4),
     "native": Comparison(strategy="fsdp_native", beside=("by hand", "FSDPStrategy")),
     "resolution": Comparison(strategy="fsdp2", beside=("by hand", "by hand, again")),
-    "native, compiled": Comparison(strategy="fsdp_native", beside=("by hand",), is_compiled=True, sequences=4),
+    "native-compiled": Comparison(strategy="fsdp_native", beside=("by hand",), is_compiled=True, sequences=4),
     "plain": Comparison(strategy="fsdp2", beside=("plain torch",)),
-    "compiled, Lightning's": Comparison(
+    "compiled-lightning": Comparison(
         strategy="fsdp2", beside=("ModelParallelStrategy",), is_compiled=True, sequences=4
     ),
 }
@@ -266,9 +267,11 @@ def measure_launches(strategy: str, setting: Setting, limit: float) -> None:
     """
     name = f"launch-bound model, {strategy}"
     with setting.records.check(name) as details:
-        words = ("--strategy", strategy, "--turns", 3 if setting.tiny else 50, "--seed", 0, "--small")
-        measured = run_alone(name, BENCHMARKS / "step_time.py", words, limit, setting)
-        details |= {key: measured[key] for key in ("milliseconds", "ratios", "losses differ by")}
+        turns = 3 if setting.tiny else 50
+        words = ("--strategy", strategy, "--turns", turns, "--seed", 0, "--small", "--once")
+        seconds = ("--seconds", f"{limit - RESERVE:.1f}")
+        measured = run_alone(name, BENCHMARKS / "step_time.py", (*words, *seconds), limit, setting)
+        details |= {key: measured[key] for key in ("milliseconds", "ratios", "losses differ by", "turns")}
         by_hand = next(label for label in measured["milliseconds"] if label.endswith("by hand"))
         milliseconds = measured["milliseconds"][strategy] - measured["milliseconds"][by_hand]
         title = f"fixed cost per step above by hand, launch-bound model, {strategy} (ms)"
@@ -342,8 +345,8 @@ class Measurement:
     is_rehearsed: bool = False
 
 
-def measurements(setting: Setting) -> list[Measurement]:
-    """All measurements, most valuable first.
+def measurements(setting: Setting) -> dict[str, Measurement]:
+    """All measurements by the names in :data:`choices.MEASUREMENTS`.
 
     Args:
         setting: Where and how.
@@ -363,8 +366,8 @@ def measurements(setting: Setting) -> list[Measurement]:
     def launches(strategy: str, is_rehearsed: bool = False) -> Measurement:
         return Measurement(
             name=f"launch-bound model, {strategy}",
-            least=15,
-            most=35,
+            least=22,
+            most=45,
             measure=lambda limit: measure_launches(strategy, setting, limit),
             is_rehearsed=is_rehearsed,
         )
@@ -372,20 +375,20 @@ def measurements(setting: Setting) -> list[Measurement]:
     def profile(strategy: str, is_rehearsed: bool = False) -> Measurement:
         return Measurement(
             name=f"profile of a launch-bound step, {strategy}",
-            least=12,
-            most=25,
+            least=18,
+            most=45,
             measure=lambda limit: profile_launches(strategy, setting, limit),
             is_rehearsed=is_rehearsed,
         )
 
     needs = ("transformers", "peft")
-    return [
-        comparison("eager", 20, 50, is_rehearsed=True),
-        comparison("compiled", 35, 75, is_rehearsed=True),
-        launches("fsdp2", is_rehearsed=True),
-        comparison("native", 20, 45, is_rehearsed=True),
-        comparison("resolution", 20, 40),
-        Measurement(
+    return {
+        "eager": comparison("eager", 25, 50, is_rehearsed=True),
+        "compiled": comparison("compiled", 40, 75, is_rehearsed=True),
+        "launches": launches("fsdp2", is_rehearsed=True),
+        "native": comparison("native", 25, 45, is_rehearsed=True),
+        "resolution": comparison("resolution", 25, 45, is_rehearsed=True),
+        "lora": Measurement(
             name="LoRA of Llama 3 8B",
             least=25,
             most=60,
@@ -393,34 +396,40 @@ def measurements(setting: Setting) -> list[Measurement]:
             needs=needs,
             is_rehearsed=True,
         ),
-        profile("fsdp2", is_rehearsed=True),
-        launches("fsdp_native"),
-        comparison("native, compiled", 35, 75),
-        comparison("plain", 20, 40),
-        profile("fsdp_native"),
-        Measurement(
+        "profile": profile("fsdp2", is_rehearsed=True),
+        "native-launches": launches("fsdp_native"),
+        "native-compiled": comparison("native-compiled", 40, 75),
+        "plain": comparison("plain", 20, 40),
+        "native-profile": profile("fsdp_native"),
+        "lora-compiled": Measurement(
             name="LoRA of Llama 3 8B, compiled",
             least=50,
             most=90,
             measure=lambda limit: measure_lora(True, False, setting, limit),
             needs=needs,
         ),
-        comparison("compiled, Lightning's", 35, 75),
-    ]
+        "compiled-lightning": comparison("compiled-lightning", 40, 75),
+    }
 
 
 def main() -> None:
     """Run the part."""
-    words, records = arguments("speed", __doc__)
+    words, records = arguments(
+        "speed",
+        __doc__,
+        lambda parser: parser.add_argument("--measure", nargs="+", choices=MEASUREMENTS, default=MEASUREMENTS),
+    )
     deadline = words.deadline
     setting = Setting(records=records, folder=words.out, tiny=words.tiny, processes=prepare_processes())
-    for measurement in measurements(setting):
+    known = measurements(setting)
+    is_chosen = words.measure != MEASUREMENTS
+    for measurement in (known[name] for name in words.measure):
         left = deadline - time.monotonic()
         absent = [name for name in measurement.needs if importlib.util.find_spec(name) is None]
         if absent:
             reason = f"{' and '.join(absent)} can't be imported. Type: pip install {' '.join(absent)}"
             records.outcome(measurement.name, "left out", reason=reason)
-        elif words.tiny and not measurement.is_rehearsed:
+        elif words.tiny and not measurement.is_rehearsed and not is_chosen:
             records.outcome(measurement.name, "left out", reason="a rehearsal makes one measurement of each sort")
         elif left < (8 if words.tiny else measurement.least):
             reason = f"{max(left, 0):.0f} s were left, and it takes {measurement.least:.0f}"

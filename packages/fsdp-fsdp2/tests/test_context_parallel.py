@@ -65,15 +65,16 @@ class Transformer(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, ids: Tensor, kind: str = "causal", document: Tensor | None = None) -> Any:
-        positions = fsdp_core.sequence_positions(ids.shape[1])
+        positions = fsdp_core.sequence_positions(ids.shape[1], ids.device)
         mask: Tensor | None = None
         if kind == "padded":  # of bools, for all queries
             mask = fsdp_core.gather_sequence(ids != 0)[:, None, None, :]
         elif kind == "packed":  # of floats, causal and by document
             assert document is not None
             keys = fsdp_core.gather_sequence(document)
-            sees = (document[:, :, None] == keys[:, None, :]) & (positions[:, None] >= torch.arange(keys.shape[1]))
-            mask = torch.zeros(sees.shape).masked_fill(~sees, float("-inf"))[:, None]
+            all_positions = torch.arange(keys.shape[1], device=ids.device)
+            sees = (document[:, :, None] == keys[:, None, :]) & (positions[:, None] >= all_positions)
+            mask = torch.zeros(sees.shape, device=ids.device).masked_fill(~sees, float("-inf"))[:, None]
         x = self.tokens(ids) + self.table(positions)
         for block in self.blocks:
             x = block(x, mask, kind == "causal")
@@ -528,7 +529,7 @@ def half_on(precision: str) -> Any:
     fabric = new_fabric("fsdp2", 2, {"context_parallel_size": 2}, precision)
     net = new_net()
     model, optimizer = fabric.setup(net, oracle.sgd(net))
-    batch = fabric.strategy.split_batch(batches(1)[0])  # type: ignore[attr-defined]
+    batch = fabric.strategy.split_batch(fabric.to_device(batches(1)[0]))  # type: ignore[attr-defined]
     loss = loss_of(model(batch["ids"], "padded"), batch["labels"])
     fabric.backward(loss)
     optimizer.step()

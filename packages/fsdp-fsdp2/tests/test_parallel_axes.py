@@ -136,7 +136,7 @@ def norms_on(mesh: str) -> list[float]:
     fabric = new_fabric("fsdp2", MESHES[mesh][1], options_of(mesh))
     net = oracle.new_net(width=WIDTH)
     model, optimizer = fabric.setup(net, oracle.sgd(net))
-    x, y = oracle.global_batches(1)[0]
+    x, y = fabric.to_device(oracle.global_batches(1)[0])
     fabric.backward(nn.functional.mse_loss(model(x), y))
     return [float(fabric.clip_gradients(model, optimizer, max_norm=1e9, norm_type=order)) for order in ORDERS]
 
@@ -174,7 +174,7 @@ def trained(mesh: str | None) -> tuple[Any, Any, Any]:
     fabric = new_fabric("fsdp2", MESHES[mesh][1] if mesh else 2, options_of(mesh) if mesh else None)
     net = oracle.new_net(width=WIDTH)
     model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
-    x, y = oracle.global_batches(1)[0]
+    x, y = fabric.to_device(oracle.global_batches(1)[0])
     fabric.backward(nn.functional.mse_loss(model(x), y))
     optimizer.step()
     return fabric, model, optimizer
@@ -526,7 +526,7 @@ def unplanned_norm(mesh: str, planned: bool) -> tuple[str, str, str]:
     net = NormedHeads()
     fabric = new_fabric("fsdp2", MESHES[mesh][1], {**MESHES[mesh][0], "tp_plan": own})
     model, optimizer = fabric.setup(net, oracle.sgd(net))
-    x, y = oracle.global_batches(1)[0]
+    x, y = fabric.to_device(oracle.global_batches(1)[0])
     fabric.backward(nn.functional.mse_loss(model(x), y))
     told = refusal(ShardingError, optimizer.step)
 
