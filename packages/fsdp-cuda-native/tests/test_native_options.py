@@ -45,7 +45,7 @@ from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.suite.numerics.precision import seen_by_a_block
 from fsdp_core.testing.suite.refusals.bad_options import BOTH, unfit_options
 from fsdp_core.testing.suite.training.loops import losses_of
-from fsdp_core.testing.training import Lit, fabric_fit, fit, loader, means, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, fabric_fit, fit, full_state, loader, means, new_fabric, new_trainer
 from fsdp_cuda_native import DDPFullyShardedStrategy
 from fsdp_cuda_native.plugin import why_not_here
 from fsdp_cuda_native.unit_checks import check_not_wrapped, unit_options
@@ -505,6 +505,23 @@ def test_option_that_leaves_numbers_alone(
     got = ranks.run(2, fit, strategy, str(tmp_path), 2, 3, "momentum", options)
     if strategy == "ddp_fully_sharded":
         got += ranks.run(2, fabric_fit, strategy, 2, 3, "momentum", options)
+    assert_same(got, train_plain(3, oracle.momentum))
+
+
+def fit_compiled(tmp: str, options: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
+    """Fit with blocks that are compiled by what traces the backward pass too."""
+    module = Lit("momentum")
+    for block in module.net.blocks:
+        block.compile(backend="aot_eager")
+    run = new_trainer(tmp, "fsdp_native", 2, options)
+    run.fit(module, loader(3, 2))
+    state = full_state(run.strategy)
+    return means(module.losses), {name.removeprefix("net."): v for name, v in state.items()}
+
+
+def test_units_that_the_user_compiles(ranks: RankPool, tmp_path: Path) -> None:
+    """A graph takes what is gathered for it, whose class torch's check of a graph's first call must know."""
+    got = ranks.run(2, fit_compiled, str(tmp_path), {"auto_wrap_policy": {Block}})
     assert_same(got, train_plain(3, oracle.momentum))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 # Whether torch.compile looks at what this thread calls, and how it is told to leave a function alone.
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import skip_code
+from torch._functorch._aot_autograd import runtime_wrappers
 
 # No public name tells which transforms of torch.func are running, or suspends them.
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters, temporarily_clear_interpreter_stack
@@ -71,6 +72,7 @@ __all__ = [
     "is_recomputing",
     "iterates_as_torch",
     "last_collective",
+    "let_compiled_graphs_take",
     "make_scaler_sharded",
     "not_managed",
     "note_meshes",
@@ -305,6 +307,20 @@ def outside_of_compilation(function: Callable[P, R]) -> Callable[P, R]:
     vars(call).update({name: value for name, value in vars(disabled).items() if name.startswith("_torchdynamo_")})
     vars(call)["_torchdynamo_wrapper_id"] = id(call)
     return call
+
+
+def let_compiled_graphs_take(kind: type[Tensor]) -> None:
+    """Let the graphs of ``torch.compile`` take a class of tensors that compute as plain ones do.
+
+    From torch 2.11 on, the first call of a graph checks what custom operators return, and fails for arguments whose
+    class that check does not know ("Multiple dispatch failed"). There is no public way to name one.
+
+    Args:
+        kind: The class.
+    """
+    known = getattr(runtime_wrappers, "HANDLED_TYPES", None)
+    if known is not None and kind not in known:
+        runtime_wrappers.HANDLED_TYPES = (*known, kind)  # type: ignore[attr-defined]
 
 
 def in_dual_level() -> bool:

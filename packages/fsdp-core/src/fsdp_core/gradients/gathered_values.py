@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import Runtime
 from fsdp_core.torch_private import (
+    let_compiled_graphs_take,
     times_written,
     tree_flatten,
     tree_map,
@@ -481,3 +482,5 @@ for _name in dir(Tensor):
     _is_method = _name.endswith("_") and not _name.startswith("_")
     if _name == "__setitem__" or _is_operator or (_is_method and _name not in _NOT_WRITES):
         setattr(GatheredTensor, _name, _in_place(_name))
+
+let_compiled_graphs_take(GatheredTensor)

@@ -173,7 +173,7 @@ def _net(asked: Asked) -> Any:
     net = new_net(asked.configuration)
     if asked.configuration.get("compile") == "blocks":
         for block in net.blocks:
-            block.compile(backend="eager")
+            block.compile(backend="aot_eager")
     return net
 
 
