@@ -43,7 +43,7 @@ from fsdp_core.sharding import (
     times_written,
 )
 from fsdp_core.state import gathered_modules
-from fsdp_cuda_native.torch_private.module_attributes import set_directly
+from fsdp_cuda_native.torch_private.handles import speed_up
 
 __all__ = [
     "FlatMember",
@@ -277,7 +277,7 @@ class GatheredWrites:
         unit.register_forward_pre_hook(partial(_check_own, own), prepend=True)
         self._handle._use_unsharded_views = partial(_follow_after, own, of)
         self._handle._use_sharded_flat_param = partial(_keep_before, own, of)
-        set_directly(self._handle)
+        speed_up(self._handle)
 
     def is_of(self, unit: FullyShardedDataParallel) -> bool:
         """Whether these are of a unit."""
@@ -891,7 +891,9 @@ def _reduce_once(unit: FullyShardedDataParallel, node: Any, *gradients: Any) -> 
 
 def _queue_waiting(root: FullyShardedDataParallel) -> None:
     state: Any = root
-    waiting = [unit for unit in units_in_passes(root) if _has_waiting(unit) and handle_of(unit).flat_param.requires_grad]
+    waiting = [
+        unit for unit in units_in_passes(root) if _has_waiting(unit) and handle_of(unit).flat_param.requires_grad
+    ]
     if state._sync_gradients and waiting and _accumulates(root):
         torch.autograd.Variable._execution_engine.queue_callback(partial(_reduce_unvisited, waiting))
 
@@ -901,12 +903,13 @@ def _accumulates(root: FullyShardedDataParallel) -> bool:
     return any(torch._C._will_engine_execute_node(node) for unit in units_in_passes(root) for node in nodes_of(unit))
 
 
-def nodes_of(unit: FullyShardedDataParallel) -> Iterator[Any]:
+def nodes_of(unit: FullyShardedDataParallel) -> Sequence[Any]:
     """The autograd nodes that add to the gradient of a unit's flat parameter."""
     handle = handle_of(unit)
     hooks: tuple[Any, ...] = () if handle is None else getattr(handle.flat_param, "_post_backward_hook_state", ())
-    if len(hooks) == 2:
-        yield from getattr(hooks[1], "nodes", hooks[:1])
+    if len(hooks) != 2:
+        return ()
+    return tuple(hooks[1].nodes) if isinstance(hooks[1], _LastOfNodes) else hooks[:1]
 
 
 def _has_waiting(unit: FullyShardedDataParallel) -> bool:
