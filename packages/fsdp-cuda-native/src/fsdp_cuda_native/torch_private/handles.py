@@ -7,13 +7,19 @@ With many small parameters that takes as long as everything else that a unit's c
   ``FSDP_USE_UNSAFE_SETATTR=1``, also bypasses modules that override these methods, and leaves a second reference to the
   parameter.
 - Before it gathers, FSDP1 looks whether a parameter or a gradient was replaced by one with other memory.
+- When it frees a unit, it makes views of the shard and lets parameters be these; and when it gathers one for a backward
+  pass, it makes views of what is gathered, for those of the forward pass. Both have the same memory as before, almost
+  always.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.distributed.fsdp._flat_param import FlatParamHandle, _safe_setattr_tensor_or_param
 from torch.nn.modules.module import _global_parameter_registration_hooks
 
@@ -51,23 +57,80 @@ class _Handle(FlatParamHandle):
         ):
             return False
         flat: Any = self.flat_param
-        start, size, gradient = flat.data_ptr(), flat.element_size(), flat.grad
-        if gradient is not None:
-            gradient_start, gradient_size = gradient.data_ptr(), gradient.element_size()
-        for parameter, (in_shard, offset, *_), (name, module, _) in zip(
-            flat._params, flat._shard_param_infos, flat._param_infos, strict=True
+        for parameter, (name, module, _) in zip(flat._params, flat._param_infos, strict=True):
+            if module._parameters.get(name) is not parameter:
+                return False
+        offsets = [info.offset_in_shard for info in flat._shard_param_infos if info.in_shard]
+        params = flat._params
+        if len(offsets) != len(params):
+            params = [p for p, info in zip(params, flat._shard_param_infos, strict=True) if info.in_shard]
+        gradients = [gradient for p in params if (gradient := p.grad) is not None]
+        if not _are_parts(params, flat, offsets):
+            return False
+        return not gradients if flat.grad is None else _are_parts(gradients, flat.grad, offsets)
+
+    def _use_sharded_views(self) -> None:
+        flat: Any = self.flat_param
+        if not self._are_plain() or self._skipped_use_sharded_views or not self._are_views_of_shard():
+            super()._use_sharded_views()
+            return
+        for parameter, (name, module, _) in zip(flat._params, flat._param_infos, strict=True):
+            self._setattr_param(module, name, parameter)
+        if self.uses_sharded_strategy and self._training_state == HandleTrainingState.BACKWARD_POST:
+            flat._tensors[:] = [None] * len(flat._tensors)
+
+    def _are_plain(self) -> bool:
+        """Whether parameters are no DTensors, keep their identity, and none is tied to another."""
+        return self._use_orig_params and self._fsdp_extension is None and not self.flat_param._shared_param_infos
+
+    def _are_views_of_shard(self) -> bool:
+        """Whether parameters are those views already that FSDP1 would let them be."""
+        flat: Any = self.flat_param
+        infos, params = flat._shard_param_infos, flat._params
+        if self.uses_sharded_strategy:
+            shapes = [(info.numel_in_shard if info.in_shard else 0,) for info in infos]
+            strides: list[tuple[int, ...]] = [(1,)] * len(shapes)
+            own = [parameter for parameter, info in zip(params, infos, strict=True) if info.in_shard]
+        else:
+            shapes, strides, own = flat._shapes, flat._strides, params
+        return (
+            list(map(_DTYPE, params)) == [flat.dtype] * len(params)
+            and list(map(_SHAPE, params)) == list(shapes)
+            and list(map(Tensor.stride, params)) == list(strides)
+            and _are_parts(own, flat, [info.offset_in_shard for info in infos if info.in_shard])
+        )
+
+    def _use_unsharded_views(self, as_params: bool) -> None:
+        flat: Any = self.flat_param
+        tensors = flat._tensors
+        if (
+            as_params
+            or self._training_state != HandleTrainingState.BACKWARD_PRE
+            or not self._are_plain()
+            or any(tensor is None for tensor in tensors)
+            or any(tensor.dtype != flat.dtype for tensor in tensors)
+            or not _are_parts(tensors, flat, self._offsets())
         ):
-            if not in_shard:
-                continue
-            if module._parameters.get(name) is not parameter or parameter.data_ptr() != start + offset * size:
-                return False
-            held = parameter.grad
-            if gradient is None or held is None:
-                if gradient is not held:
-                    return False
-            elif held.data_ptr() != gradient_start + offset * gradient_size:
-                return False
-        return True
+            super()._use_unsharded_views(as_params)
+            return
+        for tensor, (name, module, _) in zip(tensors, flat._param_infos, strict=True):
+            self._setattr_tensor(module, name, tensor)
+
+    def _offsets(self) -> list[int]:
+        """Where parameters begin in what is gathered."""
+        flat: Any = self.flat_param
+        ends = accumulate(flat._numels_with_padding)
+        parts = zip(ends, flat._numels_with_padding, flat._is_padding_mask, strict=True)
+        return [end - numel for end, numel, is_padding in parts if not is_padding]
+
+
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
+
+
+def _are_parts(tensors: list[Tensor], of: Tensor, offsets: list[int]) -> bool:
+    """Whether tensors begin at offsets of a flat one, in elements."""
+    start, size = of.data_ptr(), of.element_size()
+    return list(map(Tensor.data_ptr, tensors)) == [start + offset * size for offset in offsets]
 
 
 def _set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
