@@ -40,6 +40,7 @@ from fsdp_core.sharding import (
     RefusedTransforms,
     UnitCalls,
     WrittenValues,
+    outside_of_compilation,
     times_written,
 )
 from fsdp_core.state import gathered_modules
@@ -448,7 +449,7 @@ def _train(of: weakref.ref[GatheredWrites], index: int, trains: bool) -> None:
         writes.train(index, trains)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_compilation
 def _check_own(of: weakref.ref[GatheredWrites], unit: FullyShardedDataParallel, args: Any) -> None:
     if (writes := of()) is not None and unit not in gathered_modules:
         writes.check_own()
@@ -461,7 +462,7 @@ def needs_gradient(tensor: Any) -> bool:
     return required
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_compilation
 def _follow_after(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any], as_params: bool) -> None:
     writes, handle = of(), of_handle()
     assert handle is not None  # it is the caller
@@ -482,7 +483,7 @@ def lacks_views(handle: Any) -> bool:
     return handle._use_orig_params and any(tensor is None for tensor in handle.flat_param._tensors)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_compilation
 def _keep_before(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any]) -> None:
     writes, handle = of(), of_handle()
     assert handle is not None

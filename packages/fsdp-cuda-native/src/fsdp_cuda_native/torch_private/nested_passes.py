@@ -20,7 +20,7 @@ from torch.distributed.fsdp._runtime_utils import _post_forward_reshard, _pre_ba
 from torch.utils._pytree import tree_leaves
 
 from fsdp_core import UnsupportedCapabilityError
-from fsdp_core.sharding import is_accumulated
+from fsdp_core.sharding import is_accumulated, outside_of_compilation
 from fsdp_core.state import gathered_modules
 from fsdp_cuda_native.torch_private.flat_parameters import (
     follow_frozen,
@@ -226,7 +226,7 @@ def _gather(unit: FullyShardedDataParallel, *, anew: bool = False) -> None:
     handle._training_state = before
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_compilation
 def _show_views(of: weakref.ref[FullyShardedDataParallel], module: nn.Module, args: Any) -> None:
     """Let a module compute with gathered parameters in a backward pass, where activation checkpointing calls it."""
     unit = of()
@@ -269,7 +269,7 @@ def _end_pass(unit: FullyShardedDataParallel, states: tuple[Any, Any], *, ran: b
     handle._needs_pre_backward_unshard = True
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_compilation
 def _show_output(
     of: weakref.ref[NestedPasses],
     of_unit: weakref.ref[FullyShardedDataParallel],
@@ -293,7 +293,7 @@ def _show_output(
             tensor.register_hook(begin)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_compilation
 def _show_parameters(
     of: weakref.ref[NestedPasses], of_unit: weakref.ref[FullyShardedDataParallel], module: nn.Module, args: Any
 ) -> None:
