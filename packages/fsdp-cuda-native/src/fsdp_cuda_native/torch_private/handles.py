@@ -23,6 +23,8 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.distributed.fsdp._flat_param import FlatParamHandle, _safe_setattr_tensor_or_param
 from torch.nn.modules.module import _global_parameter_registration_hooks
 
+from fsdp_core.sharding import outside_of_compilation
+
 __all__ = ["speed_up"]
 
 _SETATTR, _DELATTR, _REGISTER = nn.Module.__setattr__, nn.Module.__delattr__, nn.Module.register_parameter
@@ -42,6 +44,9 @@ def speed_up(handle: Any) -> None:
 
 
 class _Handle(FlatParamHandle):
+    # torch.compile leaves out the file of torch's handles, and not this one
+
+    @outside_of_compilation
     def _writeback_orig_params(self) -> bool:
         return False if self._is_in_place() else super()._writeback_orig_params()
 
@@ -69,6 +74,7 @@ class _Handle(FlatParamHandle):
             return False
         return not gradients if flat.grad is None else _are_parts(gradients, flat.grad, offsets)
 
+    @outside_of_compilation
     def _use_sharded_views(self) -> None:
         flat: Any = self.flat_param
         if not self._are_plain() or self._skipped_use_sharded_views or not self._are_views_of_shard():
@@ -100,6 +106,7 @@ class _Handle(FlatParamHandle):
             and _are_parts(own, flat, [info.offset_in_shard for info in infos if info.in_shard])
         )
 
+    @outside_of_compilation
     def _use_unsharded_views(self, as_params: bool) -> None:
         flat: Any = self.flat_param
         tensors = flat._tensors
