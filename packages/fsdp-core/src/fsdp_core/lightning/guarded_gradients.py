@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from weakref import ref
 
 from torch import Tensor
@@ -105,8 +106,9 @@ class GuardedGradients:
         return (p for piece in self._shown if (p := piece()) is not None)
 
     def _find_pieces(self) -> None:
-        held = [p for optimizer in self._optimizers() for group in optimizer.param_groups for p in group["params"]]
-        # without a call of Python for each parameter
+        # without a step of Python for each parameter
+        groups = [group["params"] for optimizer in self._optimizers() for group in optimizer.param_groups]
+        held = list(chain.from_iterable(groups))
         if len(held) != len(self._held) or not all(map(operator.is_, held, map(operator.call, self._held))):
             self._held = [ref(p) for p in held]
             roots = self._roots()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+import operator
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, Literal, Self, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -251,7 +253,7 @@ class RanksOfStrategy:
     def _follow_added_parameters(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
         """Re-point or refuse parameters that an optimizer was given since the last check, before it is stepped."""
         now, known = _parameters_of(optimizer), _held.get(optimizer, [])
-        if len(now) != len(known) or any(one is not other() for one, other in zip(now, known, strict=True)):
+        if len(now) != len(known) or not all(map(operator.is_, now, map(operator.call, known))):
             name = type(optimizer).__name__
             self.runtime.meet(f"a change of the parameters of {name}, of which all ranks hold parts,")
             self._repoint([optimizer], roots)
@@ -587,7 +589,7 @@ def _held_in_parts(optimizer: Optimizer, roots: Sequence[Sharded]) -> Callable[[
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 def _absolute(paths: str | list[str]) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -39,9 +40,11 @@ from fsdp_core.sharding import (
     RefusedTransforms,
     UnitCalls,
     WrittenValues,
+    outside_of_compilation,
     times_written,
 )
 from fsdp_core.state import gathered_modules
+from fsdp_cuda_native.torch_private.handles import speed_up
 
 __all__ = [
     "FlatMember",
@@ -81,6 +84,7 @@ __all__ = [
     "suspend_forward",
     "tied_members",
     "times_shards_written",
+    "units_in_passes",
     "units_of",
     "was_kept",
     "watch_calls",
@@ -183,6 +187,12 @@ def units_of(root: FullyShardedDataParallel) -> Iterator[FullyShardedDataParalle
     return (unit for unit in units if handle_of(unit) is not None)
 
 
+def units_in_passes(root: FullyShardedDataParallel) -> list[FullyShardedDataParallel]:
+    """Those of a root that has been initialised, as FSDP1 has found them then: its passes end for these."""
+    state: Any = root
+    return [unit for unit in state._all_fsdp_states if unit._handle is not None]
+
+
 def handle_of(unit: FullyShardedDataParallel) -> Any:
     """The handle of a unit's flat parameter; ``None`` for a unit without parameters."""
     return unit._handle
@@ -268,6 +278,7 @@ class GatheredWrites:
         unit.register_forward_pre_hook(partial(_check_own, own), prepend=True)
         self._handle._use_unsharded_views = partial(_follow_after, own, of)
         self._handle._use_sharded_flat_param = partial(_keep_before, own, of)
+        speed_up(self._handle)
 
     def is_of(self, unit: FullyShardedDataParallel) -> bool:
         """Whether these are of a unit."""
@@ -288,7 +299,7 @@ class GatheredWrites:
         """
         flat = self._handle.flat_param
         if flat._params is not None and self._handle.needs_unshard():
-            trained = any(parameter.requires_grad for parameter in flat._params)
+            trained = any(map(_is_trained, flat._params))
             if trained or len(getattr(flat, "_post_backward_hook_state", ())) != 2:
                 flat.requires_grad = trained
         _forget_unfit_hooks(flat)  # also those of a frozen unit that FSDP1's last end of a backward pass has not seen
@@ -353,16 +364,22 @@ class GatheredWrites:
         """Follow the views that modules hold now instead of parameters. What is frozen is in no graph."""
         times, params = None, self._handle.flat_param._params
         for value, module, attribute in self._gathered:
+            attributes = module.__dict__
+            parameters: Any = attributes["_parameters"]
             view: Any
-            if attribute in module._parameters:
-                view = module._parameters[attribute]
-                module.__dict__.pop(attribute, None)  # which FSDP1 sets too: functional_call() sets the other
+            if attribute in parameters:
+                view = parameters[attribute]
+                attributes.pop(attribute, None)  # which FSDP1 sets too: functional_call() sets the other
             else:
-                view = module.__dict__.get(attribute)
-            if type(view) is Tensor or (view is not None and not isinstance(view, nn.Parameter)):
+                view = attributes.get(attribute)
+            if (
+                type(view) is Tensor
+                or getattr(view, "_fsdp_value", None) is value  # isinstance() of parameters takes torch several calls
+                or (view is not None and not isinstance(view, nn.Parameter))
+            ):
                 times = times_written(view) if times is None else times
                 value.follow(view, times)
-        if params is not None and not all(parameter.requires_grad for parameter in params):
+        if params is not None and not all(map(_is_trained, params)):
             self.freeze()
 
     def keep(self, *, is_counted: bool) -> None:
@@ -372,6 +389,8 @@ class GatheredWrites:
             is_counted: Whether torch's count of writes is that of the views alone. An optimizer that steps over the
                 flat parameter adds to it.
         """
+        if not self._may_be_written(is_counted=is_counted):
+            return
         times = 0
         written: list[tuple[GatheredValue, Tensor, bool]] = []
         for value, module, attribute in self._gathered:
@@ -394,6 +413,27 @@ class GatheredWrites:
             value.taken(view)
             value.keep(part, flat._local_shard, view, self._values, is_counted=is_certain)
 
+    def _may_be_written(self, *, is_counted: bool) -> bool:
+        """Whether :meth:`keep` has anything to look for: in most passes nobody writes."""
+        times = None
+        for value, module, attribute in self._gathered:
+            if value.is_noted or value.has_changed:
+                return True
+            if is_counted:
+                if times is None:  # that of all views
+                    attributes = module.__dict__
+                    view: Any = attributes["_parameters"].get(attribute)
+                    view = attributes.get(attribute) if view is None else view
+                    if getattr(view, "_fsdp_value", None) is not value:
+                        continue
+                    times = times_written(view)
+                if value.is_counted(times):
+                    return True
+        return False
+
+
+_is_trained = attrgetter("requires_grad")
+
 
 def _refuse_hook(name: str) -> NoReturn:
     raise UnsupportedCapabilityError(
@@ -409,7 +449,7 @@ def _train(of: weakref.ref[GatheredWrites], index: int, trains: bool) -> None:
         writes.train(index, trains)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_compilation
 def _check_own(of: weakref.ref[GatheredWrites], unit: FullyShardedDataParallel, args: Any) -> None:
     if (writes := of()) is not None and unit not in gathered_modules:
         writes.check_own()
@@ -422,7 +462,7 @@ def needs_gradient(tensor: Any) -> bool:
     return required
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_compilation
 def _follow_after(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any], as_params: bool) -> None:
     writes, handle = of(), of_handle()
     assert handle is not None  # it is the caller
@@ -443,7 +483,7 @@ def lacks_views(handle: Any) -> bool:
     return handle._use_orig_params and any(tensor is None for tensor in handle.flat_param._tensors)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_compilation
 def _keep_before(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any]) -> None:
     writes, handle = of(), of_handle()
     assert handle is not None
@@ -629,6 +669,19 @@ def _view_inputs(unit: FullyShardedDataParallel, args: Any, kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return None
     inputs: list[Tensor] = []
+    unit.__dict__[_INPUTS] = inputs
+    if all(map(_needs_no_view, args)) and all(map(_needs_no_view, kwargs.values())):
+        return None
+    return (
+        tuple([_viewed(each, inputs) for each in args]),
+        {name: _viewed(each, inputs) for name, each in kwargs.items()} if kwargs else kwargs,
+    )
+
+
+def _viewed(value: Any, inputs: list[Tensor]) -> Any:
+    """What a unit is called with instead of a value: views of tensors that require gradients, which are noted."""
+    if _needs_no_view(value):
+        return value
 
     def view(each: Tensor) -> Tensor:
         if not each.requires_grad:
@@ -636,22 +689,36 @@ def _view_inputs(unit: FullyShardedDataParallel, args: Any, kwargs: Any) -> Any:
         inputs.append(each.view_as(each))
         return inputs[-1]
 
-    unit.__dict__[_INPUTS] = inputs
-    return (tuple(map(view, args)), kwargs) if _plain(args, kwargs) else tree_map_only(Tensor, view, (args, kwargs))
+    return view(value) if isinstance(value, Tensor) else tree_map_only(Tensor, view, value)
+
+
+#: What most modules are called with besides tensors.
+_PLAIN = frozenset({type(None), bool, int, float, str})
+
+
+def _needs_no_view(value: Any) -> bool:
+    """Whether it is no container, or one of the simplest, in which no tensor requires a gradient."""
+    if isinstance(value, Tensor):
+        return not value.requires_grad
+    return type(value) in _PLAIN or (type(value) is tuple and all(map(_needs_no_view, value)))
 
 
 def _view_returned_inputs(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     if not torch.is_grad_enabled():
         return None
-    given = args if _plain(args, kwargs) else tree_leaves((args, kwargs))
     returned = [output] if type(output) is Tensor else tree_leaves(output)
-    same = {id(one) for one in returned if isinstance(one, Tensor) and one.requires_grad and _is_among(one, given)}
+    candidates = [one for one in returned if isinstance(one, Tensor) and one.requires_grad]
+    if not candidates:
+        return None
+    values = [*args, *kwargs.values()]
+    given = values if all(map(_is_leaf, values)) else tree_leaves(values)
+    same = {id(one) for one in candidates if _is_among(one, given)}
     return tree_map_only(Tensor, lambda one: one.view_as(one) if id(one) in same else one, output) if same else None
 
 
-def _plain(args: Any, kwargs: Any) -> bool:
-    """Whether a call has nothing but tensors as positional arguments, as most have."""
-    return not kwargs and all(type(each) is Tensor for each in args)
+def _is_leaf(value: Any) -> bool:
+    """Whether no other tensor that requires a gradient is in it."""
+    return isinstance(value, Tensor) or _needs_no_view(value)
 
 
 def _is_among(tensor: Tensor, values: Iterable[Any]) -> bool:
@@ -825,22 +892,25 @@ def _reduce_once(unit: FullyShardedDataParallel, node: Any, *gradients: Any) -> 
 
 def _queue_waiting(root: FullyShardedDataParallel) -> None:
     state: Any = root
-    waiting = [unit for unit in units_of(root) if handle_of(unit).flat_param.requires_grad and _has_waiting(unit)]
+    waiting = [
+        unit for unit in units_in_passes(root) if _has_waiting(unit) and handle_of(unit).flat_param.requires_grad
+    ]
     if state._sync_gradients and waiting and _accumulates(root):
         torch.autograd.Variable._execution_engine.queue_callback(partial(_reduce_unvisited, waiting))
 
 
 def _accumulates(root: FullyShardedDataParallel) -> bool:
     """Whether the backward pass that runs adds to gradients of flat parameters: ``torch.autograd.grad`` does not."""
-    return any(torch._C._will_engine_execute_node(node) for unit in units_of(root) for node in nodes_of(unit))
+    return any(torch._C._will_engine_execute_node(node) for unit in units_in_passes(root) for node in nodes_of(unit))
 
 
-def nodes_of(unit: FullyShardedDataParallel) -> Iterator[Any]:
+def nodes_of(unit: FullyShardedDataParallel) -> Sequence[Any]:
     """The autograd nodes that add to the gradient of a unit's flat parameter."""
     handle = handle_of(unit)
     hooks: tuple[Any, ...] = () if handle is None else getattr(handle.flat_param, "_post_backward_hook_state", ())
-    if len(hooks) == 2:
-        yield from getattr(hooks[1], "nodes", hooks[:1])
+    if len(hooks) != 2:
+        return ()
+    return tuple(hooks[1].nodes) if isinstance(hooks[1], _LastOfNodes) else hooks[:1]
 
 
 def _has_waiting(unit: FullyShardedDataParallel) -> bool:
@@ -961,7 +1031,7 @@ def watch_hooks(loss: Tensor) -> Callable[[], None]:
 
 
 def _forget_all_unfit_hooks(root: FullyShardedDataParallel) -> None:
-    for unit in units_of(root):
+    for unit in units_in_passes(root):
         _forget_unfit_hooks(handle_of(unit).flat_param)
 
 

@@ -7,7 +7,7 @@ parameters, and to add to their gradients.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -20,7 +20,7 @@ from torch.distributed.fsdp._runtime_utils import _post_forward_reshard, _pre_ba
 from torch.utils._pytree import tree_leaves
 
 from fsdp_core import UnsupportedCapabilityError
-from fsdp_core.sharding import is_accumulated
+from fsdp_core.sharding import is_accumulated, outside_of_compilation
 from fsdp_core.state import gathered_modules
 from fsdp_cuda_native.torch_private.flat_parameters import (
     follow_frozen,
@@ -196,7 +196,7 @@ def _recorded_refusal() -> UnsupportedCapabilityError:
 def _is_forgotten(unit: FullyShardedDataParallel) -> bool:
     """Whether FSDP1 knows of no node that adds to the gradient of a unit that is trained."""
     handle = handle_of(unit)
-    return handle is not None and handle.flat_param.requires_grad and not any(nodes_of(unit))
+    return handle is not None and handle.flat_param.requires_grad and not nodes_of(unit)
 
 
 def _has_begun(handle: Any) -> bool:
@@ -226,7 +226,7 @@ def _gather(unit: FullyShardedDataParallel, *, anew: bool = False) -> None:
     handle._training_state = before
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_compilation
 def _show_views(of: weakref.ref[FullyShardedDataParallel], module: nn.Module, args: Any) -> None:
     """Let a module compute with gathered parameters in a backward pass, where activation checkpointing calls it."""
     unit = of()
@@ -269,7 +269,7 @@ def _end_pass(unit: FullyShardedDataParallel, states: tuple[Any, Any], *, ran: b
     handle._needs_pre_backward_unshard = True
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_compilation
 def _show_output(
     of: weakref.ref[NestedPasses],
     of_unit: weakref.ref[FullyShardedDataParallel],
@@ -286,13 +286,14 @@ def _show_output(
         if passes is not None and unit is not None:
             passes.begin(unit, nodes)
 
-    nodes = [node for one in ([unit] if handle_of(unit) is not None else passes.units) for node in nodes_of(one)]
+    # a root without parameters of its own stands for all units
+    nodes = nodes_of(unit) if handle_of(unit) is not None else [node for one in passes.units for node in nodes_of(one)]
     for tensor in [output] if isinstance(output, Tensor) else tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(begin)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@outside_of_compilation
 def _show_parameters(
     of: weakref.ref[NestedPasses], of_unit: weakref.ref[FullyShardedDataParallel], module: nn.Module, args: Any
 ) -> None:
@@ -312,11 +313,11 @@ def _begin_at_parameters(
 _SHOWN = "_fsdp_cuda_native_shown"
 
 
-def _new_nodes(unit: FullyShardedDataParallel) -> list[Any]:
+def _new_nodes(unit: FullyShardedDataParallel) -> Sequence[Any]:
     """Those of :func:`nodes_of` that were not there at the unit's last call."""
-    nodes = list(nodes_of(unit))
+    nodes = nodes_of(unit)
     if not nodes:
-        return []
+        return ()
     hook = handle_of(unit).flat_param._post_backward_hook_state[1]
     first = getattr(hook, "first", hook).id  # of this hook alone, unlike the node, which another may come to look like
     before, shown = unit.__dict__.get(_SHOWN, (None, 0))

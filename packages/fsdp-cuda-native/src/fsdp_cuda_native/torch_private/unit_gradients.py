@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -59,12 +60,13 @@ class _ShownGradients:
         handle: Any = self._handle()
         params = handle.flat_param._params
         kept: dict[int, Tensor] = {}
-        for index, (parameter, shown) in enumerate(zip(params, self._shown, strict=True)):
-            held: Tensor | None = parameter.grad
-            if held is None or parameter.requires_grad or shown is None:
-                continue
-            if shown() is held:
-                kept[index] = held
+        if not all(map(_is_trained, params)):
+            for index, (parameter, shown) in enumerate(zip(params, self._shown, strict=True)):
+                held: Tensor | None = parameter.grad
+                if held is None or parameter.requires_grad or shown is None:
+                    continue
+                if shown() is held:
+                    kept[index] = held
         type(handle)._use_sharded_grad_views(handle)
         self._note(params)
         for index, gradient in kept.items():
@@ -81,7 +83,12 @@ class _ShownGradients:
         self._note(handle.flat_param._params)
 
     def _note(self, params: Sequence[nn.Parameter]) -> None:
-        self._shown = [weakref.ref(p.grad) if p.requires_grad and p.grad is not None else None for p in params]
+        self._shown = [
+            weakref.ref(gradient) if (gradient := p.grad) is not None and p.requires_grad else None for p in params
+        ]
+
+
+_is_trained = attrgetter("requires_grad")
 
 
 def unreduced_gradients(unit: FullyShardedDataParallel) -> dict[tuple[nn.Module, str], Tensor]:

@@ -1,0 +1,173 @@
+"""What FSDP1's handles of flat parameters do for each parameter several times a step, in less time.
+
+With many small parameters that takes as long as everything else that a unit's call needs:
+
+- FSDP1 sets views in modules while a unit is gathered, and parameters when it is freed, through ``delattr()`` and
+  ``setattr()``, which look for the name in several dictionaries and check the value. torch's own way around it,
+  ``FSDP_USE_UNSAFE_SETATTR=1``, also bypasses modules that override these methods, and leaves a second reference to the
+  parameter.
+- Before it gathers, FSDP1 looks whether a parameter or a gradient was replaced by one with other memory.
+- When it frees a unit, it makes views of the shard and lets parameters be these; and when it gathers one for a backward
+  pass, it makes views of what is gathered, for those of the forward pass. Both have the same memory as before, almost
+  always.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp._common_utils import HandleTrainingState
+from torch.distributed.fsdp._flat_param import FlatParamHandle, _safe_setattr_tensor_or_param
+from torch.nn.modules.module import _global_parameter_registration_hooks
+
+from fsdp_core.sharding import outside_of_compilation
+
+__all__ = ["speed_up"]
+
+_SETATTR, _DELATTR, _REGISTER = nn.Module.__setattr__, nn.Module.__delattr__, nn.Module.register_parameter
+
+
+def speed_up(handle: Any) -> None:
+    """Let a handle do this in less time, and otherwise what torch's does.
+
+    Args:
+        handle: The handle of a flat parameter. One that was told to use torch's unsafe way goes on with that.
+    """
+    handle.__class__ = _Handle
+    if handle._setattr_tensor is _safe_setattr_tensor_or_param:
+        handle._setattr_tensor = _set_tensor
+    if handle._setattr_param is _safe_setattr_tensor_or_param:
+        handle._setattr_param = _set_parameter
+
+
+class _Handle(FlatParamHandle):
+    # torch.compile leaves out the file of torch's handles, and not this one
+
+    @outside_of_compilation
+    def _writeback_orig_params(self) -> bool:
+        return False if self._is_in_place() else super()._writeback_orig_params()
+
+    def _is_in_place(self) -> bool:
+        """Whether parameters and gradients certainly are where FSDP1 has put them.
+
+        Whatever is unusual is left to FSDP1, and what it makes of it.
+        """
+        if (
+            self._skipped_use_sharded_views
+            or self._fsdp_extension is not None  # parameters may be DTensors
+            or (self._offload_params and not self.uses_sharded_strategy)  # gradients are in two places
+        ):
+            return False
+        flat: Any = self.flat_param
+        for parameter, (name, module, _) in zip(flat._params, flat._param_infos, strict=True):
+            if module._parameters.get(name) is not parameter:
+                return False
+        offsets = [info.offset_in_shard for info in flat._shard_param_infos if info.in_shard]
+        params = flat._params
+        if len(offsets) != len(params):
+            params = [p for p, info in zip(params, flat._shard_param_infos, strict=True) if info.in_shard]
+        gradients = [gradient for p in params if (gradient := p.grad) is not None]
+        if not _are_parts(params, flat, offsets):
+            return False
+        return not gradients if flat.grad is None else _are_parts(gradients, flat.grad, offsets)
+
+    @outside_of_compilation
+    def _use_sharded_views(self) -> None:
+        flat: Any = self.flat_param
+        if not self._are_plain() or self._skipped_use_sharded_views or not self._are_views_of_shard():
+            super()._use_sharded_views()
+            return
+        for parameter, (name, module, _) in zip(flat._params, flat._param_infos, strict=True):
+            self._setattr_param(module, name, parameter)
+        if self.uses_sharded_strategy and self._training_state == HandleTrainingState.BACKWARD_POST:
+            flat._tensors[:] = [None] * len(flat._tensors)
+
+    def _are_plain(self) -> bool:
+        """Whether parameters are no DTensors, keep their identity, and none is tied to another."""
+        return self._use_orig_params and self._fsdp_extension is None and not self.flat_param._shared_param_infos
+
+    def _are_views_of_shard(self) -> bool:
+        """Whether parameters are those views already that FSDP1 would let them be."""
+        flat: Any = self.flat_param
+        infos, params = flat._shard_param_infos, flat._params
+        if self.uses_sharded_strategy:
+            shapes = [(info.numel_in_shard if info.in_shard else 0,) for info in infos]
+            strides: list[tuple[int, ...]] = [(1,)] * len(shapes)
+            own = [parameter for parameter, info in zip(params, infos, strict=True) if info.in_shard]
+        else:
+            shapes, strides, own = flat._shapes, flat._strides, params
+        return (
+            list(map(_DTYPE, params)) == [flat.dtype] * len(params)
+            and list(map(_SHAPE, params)) == list(shapes)
+            and list(map(Tensor.stride, params)) == list(strides)
+            and _are_parts(own, flat, [info.offset_in_shard for info in infos if info.in_shard])
+        )
+
+    @outside_of_compilation
+    def _use_unsharded_views(self, as_params: bool) -> None:
+        flat: Any = self.flat_param
+        tensors = flat._tensors
+        if (
+            as_params
+            or self._training_state != HandleTrainingState.BACKWARD_PRE
+            or not self._are_plain()
+            or any(tensor is None for tensor in tensors)
+            or any(tensor.dtype != flat.dtype for tensor in tensors)
+            or not _are_parts(tensors, flat, self._offsets())
+        ):
+            super()._use_unsharded_views(as_params)
+            return
+        for tensor, (name, module, _) in zip(tensors, flat._param_infos, strict=True):
+            self._setattr_tensor(module, name, tensor)
+
+    def _offsets(self) -> list[int]:
+        """Where parameters begin in what is gathered."""
+        flat: Any = self.flat_param
+        ends = accumulate(flat._numels_with_padding)
+        parts = zip(ends, flat._numels_with_padding, flat._is_padding_mask, strict=True)
+        return [end - numel for end, numel, is_padding in parts if not is_padding]
+
+
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
+
+
+def _are_parts(tensors: list[Tensor], of: Tensor, offsets: list[int]) -> bool:
+    """Whether tensors begin at offsets of a flat one, in elements."""
+    start, size = of.data_ptr(), of.element_size()
+    return list(map(Tensor.data_ptr, tensors)) == [start + offset * size for offset in offsets]
+
+
+def _set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+    cls, attributes = type(module), module.__dict__
+    parameters: dict[str, Any] = attributes["_parameters"]
+    is_parameter = name in parameters
+    if cls.__setattr__ is _SETATTR and cls.__delattr__ is _DELATTR and (is_parameter or name in attributes):
+        if is_parameter:
+            del parameters[name]
+        object.__setattr__(module, name, tensor)
+    else:
+        _safe_setattr_tensor_or_param(module, name, tensor)
+
+
+def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    cls, attributes = type(module), module.__dict__
+    parameters: dict[str, Any] = attributes["_parameters"]
+    if (
+        cls.__setattr__ is not _SETATTR
+        or cls.__delattr__ is not _DELATTR
+        or cls.register_parameter is not _REGISTER
+        or _global_parameter_registration_hooks
+    ):
+        _safe_setattr_tensor_or_param(module, name, parameter)
+    elif name in parameters:
+        attributes.pop(name, None)
+        del parameters[name]  # torch too puts it behind the module's others
+        parameters[name] = parameter
+    elif name in attributes:
+        del attributes[name]
+        parameters[name] = parameter
+    else:
+        _safe_setattr_tensor_or_param(module, name, parameter)
