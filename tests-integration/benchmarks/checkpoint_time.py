@@ -211,10 +211,14 @@ def save_and_load(
 
 
 class Held:
-    """Seconds for which the saves of one Trainer hold its training thread."""
+    """Seconds for which the saves of one Trainer hold its training thread, if none is still running when one begins.
+
+    A save waits for the one before, whose memory it uses: between steps of milliseconds that would be all it does.
+    """
 
     def __init__(self, strategy: Any) -> None:
         self.seconds: list[float] = []
+        self._wait = strategy.wait_for_saves
         strategy.save_checkpoint = self._timed(strategy.save_checkpoint, begins=True)
         if strategy.async_saves is not None:
             strategy.async_saves.finish_copying = self._timed(strategy.async_saves.finish_copying, begins=False)
@@ -222,6 +226,7 @@ class Held:
     def _timed(self, call: Callable[..., Any], *, begins: bool) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:
             if begins:
+                self._wait()
                 dist.barrier()  # the ranks' own differences are none of the save's
             began = time.perf_counter()
             result = call(*args, **options)
