@@ -777,9 +777,28 @@ def _follow_gathered(group: Any, root: Any | None) -> None:
         root: The root's state, if the unit is the root.
     """
     of_root = None if root is None else weakref.ref(root)
+    for parameter in group.fsdp_params:
+        _set_at_once(parameter)
     group._to_unsharded = partial(_note_gathered, weakref.ref(group), of_root)
     group._to_sharded = partial(_carry_and_free, weakref.ref(group), "_to_sharded")
     group._to_sharded_post_forward = partial(_carry_and_free, weakref.ref(group), "_to_sharded_post_forward")
+
+
+def _set_at_once(parameter: Any) -> None:
+    """Let a module's parameter be replaced without a look at the module's class each time, twice in each pass.
+
+    torch looks whether the class sets attributes in a way of its own, which is settled when the module is sharded.
+    """
+    place = parameter._module_info
+    kind: Any = type(place.module)
+    if place.shared_modules or kind.__setattr__ is not nn.Module.__setattr__:
+        return
+    module, name = place.module, place.param_name
+
+    def set_parameter(value: nn.Parameter) -> None:
+        module._parameters[name] = value
+
+    parameter._setattr_on_modules = set_parameter
 
 
 def _note_gathered(of: weakref.ref[Any], of_root: weakref.ref[Any] | None) -> None:
@@ -920,10 +939,11 @@ class GatheredWrites:
         for index, (parameter, _) in enumerate(self._gathered):
             # by weak references, or a cycle would delay the release of memory
             parameter.to_unsharded = partial(_follow_after, own, weakref.ref(parameter), index)
-        first = 0
-        for group in _groups(unit):
-            members = slice(first, first := first + len(group.fsdp_params))
-            vars(group)[_KEEP] = partial(_keep_before, own, members)
+        self._by_group: list[tuple[list[Any], list[GatheredValue]]] = []
+        values_of = dict(self._gathered)
+        for index, group in enumerate(_groups(unit)):
+            self._by_group.append((list(group.fsdp_params), [values_of[p] for p in group.fsdp_params]))
+            vars(group)[_KEEP] = partial(_keep_before, own, index)
         module = cast("nn.Module", unit)
         self.is_of_root = unit is root
         self._kept = [] if unit is root else [group for group in _groups(unit) if not group._reshard_after_forward]
@@ -964,15 +984,20 @@ class GatheredWrites:
         del parameter.to_unsharded
         value.follow(parameter._unsharded_param)
 
-    def keep(self, members: slice = slice(None)) -> None:
+    def keep(self, group: int | None = None) -> None:
         """Keep what was written until now.
 
         Args:
-            members: The parameters to look at.
+            group: The index of the only group of parameters to look at.
         """
-        for parameter, value in self._gathered[members]:
-            if parameter.sharded_state is ShardedState.UNSHARDED and value.is_written(parameter._unsharded_param):
-                self._keep_of(parameter, value)
+        for parameters, values in self._by_group[slice(None) if group is None else slice(group, group + 1)]:
+            if not parameters or parameters[0].sharded_state is not ShardedState.UNSHARDED:
+                continue  # all of a group are in one state
+            if _is_unwritten(parameters, values):
+                continue
+            for parameter, value in zip(parameters, values, strict=True):
+                if value.is_written(parameter._unsharded_param):
+                    self._keep_of(parameter, value)
 
     def _keep_of(self, parameter: Any, value: GatheredValue) -> None:
         gathered = parameter._unsharded_param
@@ -986,6 +1011,17 @@ class GatheredWrites:
 
 
 _SHARD = operator.attrgetter("sharded_param")
+_VERSION = operator.attrgetter("_unsharded_param._version")
+_TIMES, _IS_NOTED = operator.attrgetter("times"), operator.attrgetter("is_noted")
+
+
+def _is_unwritten(parameters: list[Any], values: list[GatheredValue]) -> bool:
+    """Whether none of a group's gathered parameters can have been written to, without a call of Python for each."""
+    try:
+        counted = list(map(_VERSION, parameters))
+    except RuntimeError:  # of inference tensors
+        return False
+    return counted == list(map(_TIMES, values)) and not any(map(_IS_NOTED, values))
 
 
 def _follow_after(of: weakref.ref[GatheredWrites], of_parameter: weakref.ref[Any], index: int) -> None:
@@ -996,9 +1032,9 @@ def _follow_after(of: weakref.ref[GatheredWrites], of_parameter: weakref.ref[Any
         writes.follow(index)
 
 
-def _keep_before(of: weakref.ref[GatheredWrites], members: slice) -> None:
+def _keep_before(of: weakref.ref[GatheredWrites], group: int) -> None:
     if (writes := of()) is not None:
-        writes.keep(members)
+        writes.keep(group)
         writes.enter()
 
 

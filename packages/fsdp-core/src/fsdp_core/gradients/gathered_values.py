@@ -151,6 +151,7 @@ class GatheredValue:
     Attributes:
         is_noted: Whether its ``data`` was read, or :meth:`note` was called.
         has_changed: Whether it was written to without being counted.
+        times: How often it had been written to, by torch's count, when that was kept last.
         are_replaced: Whether a library is about to assign to the ``.data`` of any, which is refused otherwise.
         shard: Returns the optimizer's parameter, with which hooks are registered.
 
@@ -173,7 +174,7 @@ class GatheredValue:
         self.name, self.is_trained, self.train = name, is_trained, train
         self.shard: Callable[[], nn.Parameter] | None = None
         self.is_noted = self.has_changed = False
-        self._times = 0
+        self.times = 0
 
     def follow(self, tensor: Tensor, times: int | None = None) -> None:
         """Notice writes to a tensor from now on, until it is gone.
@@ -191,7 +192,7 @@ class GatheredValue:
             else:
                 instance.__class__ = GatheredParameter if isinstance(tensor, nn.Parameter) else GatheredTensor
         instance._fsdp_value = self
-        self._times = times_written(tensor) if times is None else times
+        self.times = times_written(tensor) if times is None else times
         self.is_noted = self.has_changed = False
 
     def frozen(self, view: Tensor) -> Tensor:
@@ -213,7 +214,7 @@ class GatheredValue:
 
     def taken(self, tensor: Tensor) -> None:
         """What was written until now is kept."""
-        self._times, self.is_noted, self.has_changed = times_written(tensor), False, False
+        self.times, self.is_noted, self.has_changed = times_written(tensor), False, False
 
     def leave(self, tensor: Tensor, let_go: Callable[[], Tensor]) -> None:
         """Let a parameter that stays gathered outside of its unit be its shard, where it meets another shard.
@@ -242,9 +243,9 @@ class GatheredValue:
         if self.is_noted:  # what has changed is noted too
             return True
         try:
-            return tensor._version != self._times
+            return tensor._version != self.times
         except RuntimeError:  # of an inference tensor
-            return self._times != 0
+            return self.times != 0
 
     def is_counted(self, times: int) -> bool:
         """Whether it was written to, and not by way of its ``data`` alone.
@@ -252,7 +253,7 @@ class GatheredValue:
         Args:
             times: How often it was written to, or a tensor that it is a view of.
         """
-        return self.has_changed or times != self._times
+        return self.has_changed or times != self.times
 
     def check_own(self, held: Tensor | None, *own: Tensor | None) -> None:
         """Refuse what a module holds instead of its parameter, before a library gathers that.
