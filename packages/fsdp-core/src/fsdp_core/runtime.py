@@ -329,8 +329,8 @@ class Runtime(ABC):
 class ProcessGroupRuntime(Runtime):
     """One process per rank, in torch's default process group: NCCL on CUDA, gloo on CPU.
 
-    On CUDA the group is ``cpu:gloo,cuda:nccl``, because parameters offloaded to the CPU are clipped there, which NCCL
-    alone can't reduce.
+    On CUDA the group is ``cpu:gloo,cuda:nccl``, because ranks agree on small things in host memory, after each batch
+    for instance: over NCCL the host would wait for the device.
 
     Args:
         backend: The process-group backend, as in :func:`torch.distributed.init_process_group`; ``None`` to choose it
