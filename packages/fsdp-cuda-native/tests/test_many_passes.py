@@ -102,6 +102,13 @@ NEEDED: dict[str, tuple[Any, str, Any, str, str]] = {
         "fabric",
         "parameters unfrozen before the backward pass",
     ),
+    "shards that the user writes": (
+        NativeSharded,
+        "follow_written_shards",
+        lambda sharded: None,
+        "automatic",
+        "optimizer's parameters written between two calls",
+    ),
 }
 
 

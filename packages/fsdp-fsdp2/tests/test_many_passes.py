@@ -70,6 +70,13 @@ NEEDED: dict[str, tuple[Any, str, Any, str, str]] = {
         "fabric",
         "adversarial example",
     ),
+    "shards that the user writes": (
+        FSDP2Sharded,
+        "follow_written_shards",
+        lambda sharded: None,
+        "automatic",
+        "optimizer's parameters written between two calls",
+    ),
 }
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from fsdp_core import Runtime, Sharded, UnsupportedCapabilityError
 from fsdp_core.sharding import (
@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from fsdp_cuda_native.backend import NativeBackend
 
 __all__ = ["NativeSharded"]
+
+
+#: What leaves units gathered between their forward and their backward pass.
+_STAY_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 class NativeSharded(Sharded):
@@ -77,6 +81,7 @@ class NativeSharded(Sharded):
         self._is_by_hand = False
         self._forget_loss: Callable[[], None] | None = None
         self._times_written = 0
+        self._root_unit = [unit for unit in self._units if unit is root]
         self._passes = NestedPasses(root, lambda: root in running_forwards, self._begin_inside)
         for unit in self._units:
             unit.register_forward_hook(partial(_follow_gathered, self))
@@ -180,6 +185,7 @@ class NativeSharded(Sharded):
         if self._pending is None:
             self._pending = []
         torch_private.resume_forward(self.root, self._pending)
+        self._times_written = self._times_shards_written()
         self._follow(self.root)
         self._steps.on = True
 
@@ -194,6 +200,15 @@ class NativeSharded(Sharded):
     def _go_on(self) -> None:
         self._resume()
         self.inner_pass_ended()
+
+    def follow_written_shards(self) -> None:
+        if self._times_shards_written() != self._times_written:
+            self.resume_forward()
+
+    def _times_shards_written(self) -> int:
+        """How often shards were written to of the units that stay gathered between two calls in a step."""
+        stay = self._units if self.backend.sharding_strategy in _STAY_GATHERED else self._root_unit
+        return sum(map(torch_private.times_shards_written, stay))
 
     def is_idle(self) -> bool:
         return self._passes.is_idle()
@@ -332,7 +347,7 @@ def _gather_anew(of: weakref.ref[NativeSharded], root: FullyShardedDataParallel,
     """
     sharded = of()
     if sharded is not None and sharded.is_idle():
-        before, sharded._times_written = sharded._times_written, torch_private.times_shards_written(root)
+        before, sharded._times_written = sharded._times_written, sharded._times_shards_written()
         if sharded._times_written != before:
             torch_private.free_before_call(root)
 

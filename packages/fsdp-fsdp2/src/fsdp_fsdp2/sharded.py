@@ -29,6 +29,7 @@ from fsdp_fsdp2.torch_private import (
     UnusedParameters,
     abandon_forward,
     finish_backward,
+    free_written,
     has_run,
     is_idle,
     is_interrupted,
@@ -98,7 +99,7 @@ class FSDP2Sharded(Sharded):
         self.interrupted = False
         self.context: ContextParallel | None = None
         for unit, writes in zip(self.units, self._writes, strict=True):
-            watch_calls(unit, self._fsdp, writes)
+            watch_calls(unit, self._fsdp, writes, self.unused.recorded)
             refuse_copies(unit)
         module.register_forward_pre_hook(_check_assigned, prepend=True)
         if casts:
@@ -159,6 +160,11 @@ class FSDP2Sharded(Sharded):
         self.reshard()  # all units: one that stayed gathered after forward and got no gradient would be stale
         resume_forward(self._fsdp)
         self.unused.show_gradients()
+
+    def follow_written_shards(self) -> None:
+        if free_written(self._fsdp, self.unused.recorded):
+            resume_forward(self._fsdp)
+            self.unused.show_gradients()
 
     def show_gradients(self) -> None:
         self.unused.show_gradients()

@@ -49,6 +49,7 @@ __all__ = [
     "UnusedParameters",
     "abandon_forward",
     "finish_backward",
+    "free_written",
     "has_hooks",
     "has_run",
     "is_cast_though_stored",
@@ -759,7 +760,7 @@ def is_idle(root: FSDPModule) -> bool:
     return bool(state._training_state.name == "IDLE")
 
 
-_SEEN = "_fsdp_fsdp2_requires_grad"
+_SEEN, _WRITTEN = "_fsdp_fsdp2_requires_grad", "_fsdp_fsdp2_times_written"
 _KEEP, _ENTER = "_fsdp_fsdp2_keep", "_fsdp_fsdp2_enter"
 
 #: By state of a unit, whether the parameters require gradients that its modules hold instead of shards.
@@ -815,6 +816,46 @@ def _note_gathered(of: weakref.ref[Any], of_root: weakref.ref[Any] | None) -> No
                     _register_with_gathered(gathered, partial(_end_inside, of_root))
                     gathered.requires_grad_(required)
     vars(group)[_SEEN] = list(map(_HELD[0][1], group.fsdp_params))
+    if of_root is not None or not group._reshard_after_forward:
+        vars(group)[_WRITTEN] = _times_written(group)
+
+
+_WRAPPED, _LOCAL = map(operator.attrgetter, ("sharded_param._version", "sharded_param._local_tensor._version"))
+
+
+def _times_written(group: Any) -> list[int]:
+    """How often each shard of a unit was written to: by operations on the DTensor, and on what it holds."""
+    try:
+        return list(map(operator.add, map(_WRAPPED, group.fsdp_params), map(_LOCAL, group.fsdp_params)))
+    except RuntimeError:  # of inference tensors, whose writes nobody counts
+        return []
+
+
+def free_written(unit: FSDPModule, recorded: RecordedGraphs) -> bool:
+    """Free a gathered unit whose shards were written to since it was gathered.
+
+    A graph that needs what was gathered raises when it is differentiated, as it does in plain torch.
+
+    Args:
+        unit: The unit.
+        recorded: What keeps units gathered for a graph.
+
+    Returns:
+        Whether one was freed.
+    """
+    freed = False
+    for group in _groups(unit):
+        before, now = vars(group).get(_WRITTEN), _times_written(group)
+        if not group.is_unsharded or before is None or now == before:
+            continue
+        recorded.release()
+        group._to_sharded()  # reshard() does nothing in a forward pass of a unit that stays gathered after it
+        for parameter, one, other in zip(group.fsdp_params, before, now, strict=True):
+            if one != other:
+                increment_version(parameter._unsharded_param)
+                forget_writes(parameter._unsharded_param)
+        freed = True
+    return freed
 
 
 def _register_with_gathered(gathered: Tensor, hook: Callable[[Tensor], None]) -> Any:
@@ -924,6 +965,7 @@ class GatheredWrites:
 
     Attributes:
         is_of_root: Whether the unit is the root.
+        stays_gathered: Whether it is another that stays gathered between its forward and its backward pass.
     """
 
     def __init__(
@@ -939,13 +981,14 @@ class GatheredWrites:
         for index, (parameter, _) in enumerate(self._gathered):
             # by weak references, or a cycle would delay the release of memory
             parameter.to_unsharded = partial(_follow_after, own, weakref.ref(parameter), index)
-        self._by_group: list[tuple[list[Any], list[GatheredValue]]] = []
+        self._by_group: list[tuple[Any, list[Any], list[GatheredValue]]] = []
         values_of = dict(self._gathered)
         for index, group in enumerate(_groups(unit)):
-            self._by_group.append((list(group.fsdp_params), [values_of[p] for p in group.fsdp_params]))
+            self._by_group.append((group, list(group.fsdp_params), [values_of[p] for p in group.fsdp_params]))
             vars(group)[_KEEP] = partial(_keep_before, own, index)
         module = cast("nn.Module", unit)
         self.is_of_root = unit is root
+        self.stays_gathered = not self.is_of_root and any(not group._reshard_after_forward for group in _groups(unit))
         self._kept = [] if unit is root else [group for group in _groups(unit) if not group._reshard_after_forward]
         for group in self._kept:
             vars(group)[_ENTER] = partial(_enter_before, own)
@@ -990,7 +1033,7 @@ class GatheredWrites:
         Args:
             group: The index of the only group of parameters to look at.
         """
-        for parameters, values in self._by_group[slice(None) if group is None else slice(group, group + 1)]:
+        for own, parameters, values in self._by_group[slice(None) if group is None else slice(group, group + 1)]:
             if not parameters or parameters[0].sharded_state is not ShardedState.UNSHARDED:
                 continue  # all of a group are in one state
             if _is_unwritten(parameters, values):
@@ -998,6 +1041,8 @@ class GatheredWrites:
             for parameter, value in zip(parameters, values, strict=True):
                 if value.is_written(parameter._unsharded_param):
                     self._keep_of(parameter, value)
+            if _WRITTEN in vars(own):
+                vars(own)[_WRITTEN] = _times_written(own)  # by what is gathered, which need not be gathered again
 
     def _keep_of(self, parameter: Any, value: GatheredValue) -> None:
         gathered = parameter._unsharded_param
@@ -1091,7 +1136,7 @@ _REFUSED = RefusedTransforms(
 )
 
 
-def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites) -> None:
+def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites, recorded: RecordedGraphs) -> None:
     """Register the hooks of a unit's calls right around those of ``fully_shard``.
 
     The user's hooks see what they would see without them.
@@ -1100,6 +1145,7 @@ def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites) -> N
         unit: The unit, which may be called before the root ever is.
         root: The root.
         writes: What keeps writes to the unit's parameters.
+        recorded: What keeps units gathered for a graph.
     """
     module = cast("nn.Module", unit)
     state: Any = unit._get_fsdp_state()
@@ -1111,7 +1157,8 @@ def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites) -> N
             own._register_pre_backward_hook(tensors)
 
     calls = UnitCalls(show, module.modules(), _REFUSED)
-    ahead = partial(_before_unit, weakref.ref(cast("Any", root)), weakref.ref(writes), of_state, calls)
+    of_root, of_recorded = weakref.ref(cast("Any", root)), weakref.ref(recorded)
+    ahead = partial(_before_unit, of_root, weakref.ref(writes), of_recorded, of_state, calls)
     before, after = module._forward_pre_hooks, module._forward_hooks
     enter = module.register_forward_pre_hook(ahead, with_kwargs=True).id
     begin = module.register_forward_pre_hook(partial(_begin_unit, calls), with_kwargs=True).id
@@ -1124,6 +1171,7 @@ def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites) -> N
 def _before_unit(
     of_root: weakref.ref[Any],
     of_writes: weakref.ref[GatheredWrites],
+    of_recorded: weakref.ref[RecordedGraphs],
     of_state: weakref.ref[Any],
     calls: UnitCalls,
     unit: nn.Module,
@@ -1131,7 +1179,7 @@ def _before_unit(
     kwargs: Any,
 ) -> tuple[Any, Any] | None:
     """What runs before the hook of ``fully_shard``."""
-    _before_call(of_root, of_writes, unit)
+    _before_call(of_root, of_writes, of_recorded, unit)
     calls.enter(unit, args, kwargs)
     if not needs_argument:
         return None
@@ -1147,12 +1195,16 @@ def _begin_unit(calls: UnitCalls, unit: nn.Module, args: Any, kwargs: Any) -> tu
     return replaced
 
 
-def _before_call(of: weakref.ref[Any], of_writes: weakref.ref[GatheredWrites], unit: Any) -> None:
+def _before_call(
+    of: weakref.ref[Any], of_writes: weakref.ref[GatheredWrites], of_recorded: weakref.ref[RecordedGraphs], unit: Any
+) -> None:
     """Let torch know the root before the first call of a unit, which would become a root of its own."""
     root, writes = of(), of_writes()
     if writes is not None and unit not in gathered_modules:
         writes.check_own()
         writes.enter()
+        if writes.stays_gathered and (recorded := of_recorded()) is not None and not recomputes():
+            free_written(unit, recorded)
     if root is not None and isinstance(unit, FSDPModule) and not has_run(unit):  # in gathered() it is none
         with torch.inference_mode(False):
             root._get_fsdp_state()._lazy_init()

@@ -345,6 +345,8 @@ class _Gathered:
     def data(self, data: Tensor) -> None:
         value = self._fsdp_value
         if value is not None and not GatheredValue.are_replaced:
+            if _is_same(data, _DATA.__get__(self)):
+                return  # as module.to() assigns where nothing changes
             raise ShardingError(
                 f"{value.name!r} would be written to by an assignment to its .data while it is gathered, and the "
                 "library would go on with the memory that it has gathered.\n"
@@ -353,6 +355,17 @@ class _Gathered:
                 "modifier_rank=0)."
             )
         _DATA.__set__(self, data)
+
+
+def _is_same(data: Tensor, held: Tensor) -> bool:
+    """Whether two tensors are one memory that is read in one way."""
+    return (
+        data.device == held.device
+        and data.dtype == held.dtype
+        and data.shape == held.shape
+        and data.stride() == held.stride()
+        and data.data_ptr() == held.data_ptr()
+    )
 
 
 def _hooked_at_shard(name: str) -> Callable[..., Any]:

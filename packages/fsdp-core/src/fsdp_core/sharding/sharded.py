@@ -229,6 +229,13 @@ class Sharded(ABC):
         :class:`~fsdp_core.sharding.StepGradients`.
         """
 
+    def follow_written_shards(self) -> None:
+        """Let the root's forward pass in progress compute with what was written to shards since it has gathered them.
+
+        Called before each call of a part inside a step, mostly with nothing to do. Users write there to what an
+        optimizer holds: SAM's second weights, decay by hand, averages that are evaluated.
+        """
+
     def is_idle(self) -> bool:
         """Whether neither a forward nor a backward pass of the root runs.
 

@@ -98,6 +98,10 @@ class XLASharded(Sharded):
         self._by_hand = True
         units.resume_forward(self.root)
 
+    def follow_written_shards(self) -> None:
+        if self._by_hand:  # otherwise such writes are refused
+            units.follow_written_shards(self.root)
+
     def watch_writes(self) -> StepWrites | None:
         return units.Writes(self.root, lambda: self._by_hand)
 

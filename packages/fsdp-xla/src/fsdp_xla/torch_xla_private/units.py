@@ -35,6 +35,7 @@ __all__ = [
     "end_step",
     "follow_freezing",
     "follow_requires_grad",
+    "follow_written_shards",
     "free_gathered",
     "free_originals",
     "is_shard",
@@ -284,6 +285,13 @@ def resume_forward(root: Any) -> None:
     root._register_post_backward_hooks()
     _show_gathered(root)
     root.training_state = TrainingState.FORWARD
+
+
+def follow_written_shards(root: Any) -> None:
+    """Continue the root's forward pass with what was written to its shards since it gathered them."""
+    before = root.__dict__.get(_GATHERED, {}).get("sharded_params")
+    if root.has_full_params and before not in (None, list(map(compiled._xla_get_tensor_id, root.sharded_params))):
+        resume_forward(root)
 
 
 def _end_backward(root: Any, units: list[Any]) -> None:

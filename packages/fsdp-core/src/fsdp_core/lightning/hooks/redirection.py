@@ -401,6 +401,8 @@ def _forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: 
             _sharded(root).gather_again()
             if root not in running_forwards and root not in _called_again and not is_recomputing():
                 return _call_again(root, forward, args, kwargs)
+        else:
+            _sharded(root).follow_written_shards()
         return forward(*args, **kwargs)
     _begin(root, module)
     sharded, failed = _sharded(root), True

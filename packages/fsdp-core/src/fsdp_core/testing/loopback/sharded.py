@@ -61,6 +61,7 @@ class LoopbackSharded(Sharded):
         self.replicated = ReplicatedParameters(whole, module, runtime)
         self.end = EndOfBackward([], module, lambda: self._after_backward())
         self.step = StepGradients(module)
+        self._times_written = 0
         module.register_forward_pre_hook(_gather)
 
     # -- what it is made of ----------------------------------------------------------------------------------------
@@ -98,6 +99,7 @@ class LoopbackSharded(Sharded):
                 self.end.follow(shard.gathered)
                 shard.gathered.requires_grad_(shard.held.requires_grad)
                 shard.put(shard.gathered)
+        self._times_written = self._times_shards_written()
 
     def _after_backward(self) -> None:
         self.reduce()
@@ -130,6 +132,13 @@ class LoopbackSharded(Sharded):
 
     def suspend_forward(self, loss: Tensor | None = None) -> None:
         self.step.on = False
+
+    def follow_written_shards(self) -> None:
+        if self._times_shards_written() != self._times_written:
+            self.resume_forward()
+
+    def _times_shards_written(self) -> int:
+        return sum(shard.held._version for shard in self.shards)
 
     def resume_forward(self) -> None:
         self.reshard()

@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 from unittest import mock
@@ -44,6 +45,7 @@ class Step:
         y: Targets.
         backward: Runs a backward pass from a loss, as the front end wants it.
         forget: The optimizer's ``zero_grad()``.
+        held: Returns the parameters that the optimizer holds.
     """
 
     net: Callable[[Tensor], Tensor]
@@ -52,6 +54,7 @@ class Step:
     y: Tensor
     backward: Callable[[Tensor], Any]
     forget: Callable[[], None]
+    held: Callable[[], list[Tensor]]
 
     def loss(self, x: Tensor) -> Tensor:
         """The loss of inputs."""
@@ -263,6 +266,22 @@ def _two_passes_through_a_loss(step: Step) -> Tensor:
     return loss
 
 
+def _optimizers_parameters_written(step: Step) -> Tensor:
+    """As decay by hand does, and SAM for its second pass: the next call computes with what was written."""
+    with torch.no_grad():
+        before = step.net(step.x)
+        for parameter in step.held():
+            parameter.mul_(0.9)
+        between = step.net(step.x)
+        for parameter in step.held():
+            parameter.mul_(1.1)
+    return mse_loss(step.net(step.x), before) + mse_loss(step.net(step.x), between.flip(1)) + step.loss(step.x)
+
+
+def _held_parameters(optimizer: Any) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 #: What steps do, by a name.
 STEPS: dict[str, Callable[[Step], Tensor]] = {
     "adversarial example": _adversarial,
@@ -287,6 +306,7 @@ STEPS: dict[str, Callable[[Step], Tensor]] = {
     "backward pass that is forgotten": _backward_forgotten,
     "backward pass before the step's": _backward_kept,
     "two passes through a loss of inputs": _two_passes_through_a_loss,
+    "optimizer's parameters written between two calls": _optimizers_parameters_written,
 }
 
 #: What torch's checkpoint refuses: the recomputation saves other tensors than the forward pass has.
@@ -396,7 +416,15 @@ class _Automatic(Lit):
     def _step_of(
         self, batch: tuple[Tensor, Tensor], backward: Callable[[Tensor], Any], forget: Callable[[], None]
     ) -> Step:
-        return Step(net=self.net, blocks=self.net.blocks, x=batch[0], y=batch[1], backward=backward, forget=forget)
+        return Step(
+            net=self.net,
+            blocks=self.net.blocks,
+            x=batch[0],
+            y=batch[1],
+            backward=backward,
+            forget=forget,
+            held=partial(_held_parameters, self.optimizers()),
+        )
 
 
 class _ByHand(_Automatic):
@@ -453,7 +481,15 @@ def _fabric(strategy: str, what: str, setting: Setting, batches: int = BATCHES) 
             optimizer.zero_grad()
         with fabric.no_backward_sync(model, enabled=not is_last):
             loss = STEPS[what](
-                Step(net=model, blocks=net.blocks, x=x, y=y, backward=fabric.backward, forget=optimizer.zero_grad)
+                Step(
+                    net=model,
+                    blocks=net.blocks,
+                    x=x,
+                    y=y,
+                    backward=fabric.backward,
+                    forget=optimizer.zero_grad,
+                    held=partial(_held_parameters, optimizer),
+                )
             )
             losses.append(loss.detach())
             fabric.backward(loss / setting.accumulate)
