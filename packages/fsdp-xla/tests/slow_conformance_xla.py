@@ -19,6 +19,12 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CACHED = ("cached loss", "cached loss beside another")
+FROZEN = (
+    "parameters frozen before the backward pass",
+    "parameters unfrozen before the backward pass",
+    "parameters frozen after a backward pass",
+)
+WRITTEN = ("optimizer's parameters written between two calls",)
 BACKWARD = ("backward pass that is forgotten", "backward pass before the step's")
 
 
@@ -28,8 +34,8 @@ class TestXLA(StrategySuite):
     expected_failures = CLASSIC
     drawn_pairs = 6  # each compiles programs of its own
     refused_steps: ClassVar = {
-        **dict.fromkeys(("automatic", "accumulated"), (*CACHED, *BACKWARD)),
-        "by hand": CACHED,
+        **dict.fromkeys(("automatic", "accumulated"), (*CACHED, *BACKWARD, *FROZEN, *WRITTEN)),
+        "by hand": (*CACHED, *FROZEN, *WRITTEN),
         "by hand, with raw backward passes": STEPS,
     }
     not_in_pairs: ClassVar = {"precision=double": "XlaFullyShardedDataParallel keeps its shards in fp32; it is refused"}
