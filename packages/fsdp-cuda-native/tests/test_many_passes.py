@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -17,7 +20,7 @@ from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.many_passes import difference, train_plainly, train_without
-from fsdp_core.testing.training import new_fabric
+from fsdp_core.testing.training import loader, new_fabric, new_trainer
 from fsdp_cuda_native.sharded import NativeSharded
 from fsdp_cuda_native.torch_private import flat_parameters, nested_passes, unit_gradients
 
@@ -109,6 +112,20 @@ NEEDED: dict[str, tuple[Any, str, Any, str, str]] = {
         "automatic",
         "optimizer's parameters written between two calls",
     ),
+    "what is saved of frozen parameters": (
+        flat_parameters,
+        "finish_frozen",
+        lambda root: None,
+        "fabric",
+        "parameters frozen before a backward pass that is forgotten",
+    ),
+    "hooks of units that are unfrozen": (
+        flat_parameters.GatheredWrites,
+        "follow_requires_grad",
+        lambda writes: None,
+        "fabric",
+        "parameters frozen while an adversarial example is made",
+    ),
 }
 
 
@@ -123,6 +140,114 @@ def test_what_steps_of_many_passes_need(ranks: RankPool, tmp_path: Path, name: s
     want = train_plainly(str(tmp_path), front, what)
     for got in ranks.run(2, without, name, str(tmp_path)):
         assert difference(got, want) is not None, "the clause of steps of many passes would not see that it is missing"
+
+
+@dataclass
+class Output:
+    value: Any
+
+
+class Held:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+#: Where a block leaves what it computes, by a name: what it returns, and how its caller gets at that.
+PLACES: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "a dataclass": (Output, lambda output: output.value),
+    "an object": (Held, lambda output: output.value),
+    "an object in a dataclass": (lambda value: Output(Held(value)), lambda output: output.value.value),
+    "a closure": (lambda value: lambda: value, lambda output: output()),
+}
+
+
+class PlacingBlock(oracle.Block):
+    place = "a dataclass"
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return PLACES[self.place][0](super().forward(x))
+
+
+class PlacingNet(oracle.Net):
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+        self.blocks = nn.ModuleList(PlacingBlock() for _ in range(2))
+        for block in self.blocks:
+            block.place = place
+
+    def part(self, x: torch.Tensor, blocks: int) -> torch.Tensor:
+        for block in self.blocks[:blocks]:
+            x = PLACES[self.place][1](block(x))
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.part(self.inp(x), len(self.blocks)))
+
+
+class Penalized(pl.LightningModule):
+    """A penalty on the gradient of a block, and an adversarial example of the whole net."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        with oracle.seeded(1):
+            self.net = PlacingNet(place)
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.loss(*batch)
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_(True)
+        (penalized,) = torch.autograd.grad(self.net.part(x, 1).sum(), x, create_graph=True)
+        output = self.net(x)
+        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return mse_loss(output, y) + penalized.square().mean() + gradient.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def penalized(strategy: str, ranks: int, tmp: str, place: str) -> dict[str, torch.Tensor]:
+    module = Penalized(place)
+    options = {"auto_wrap_policy": {PlacingBlock}} if ranks > 1 else None
+    trainer = new_trainer(tmp, strategy, ranks, options)
+    trainer.fit(module, loader(3, ranks))
+    state = module.state_dict() if ranks == 1 else full_state(trainer.strategy)
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_penalties_of_blocks_that_return_objects(ranks: RankPool, tmp_path: Path, place: str) -> None:
+    want = penalized("auto", 1, str(tmp_path), place)
+    for state in ranks.run(2, penalized, "fsdp_native", 2, str(tmp_path), place):
+        for name, tensor in want.items():
+            torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+
+
+class Weighed(Penalized):
+    """Calls a net whose first and last layers are tied with other weights."""
+
+    def __init__(self) -> None:
+        super().__init__("a dataclass")
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        weights = {name: 1.1 * parameter for name, parameter in self.net.named_parameters()}
+        return mse_loss(torch.func.functional_call(self.net, weights, (x,)), y) + mse_loss(self.net(0.5 * x), y)
+
+
+def weighed(strategy: str, ranks: int, tmp: str) -> dict[str, torch.Tensor]:
+    module = Weighed()
+    trainer = new_trainer(tmp, strategy, ranks, {"auto_wrap_policy": None} if ranks > 1 else None)
+    trainer.fit(module, loader(2, ranks))
+    state = module.state_dict() if ranks == 1 else full_state(trainer.strategy)
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def test_tied_parameters_are_called_with_others_in_a_step(ranks: RankPool, tmp_path: Path) -> None:
+    want = weighed("auto", 1, str(tmp_path))
+    for state in ranks.run(2, weighed, "fsdp_native", 2, str(tmp_path)):
+        for name, tensor in want.items():
+            torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
 
 
 def frozen_while_waiting() -> dict[str, torch.Tensor]:

@@ -25,7 +25,11 @@ FROZEN = (
     "parameters frozen after a backward pass",
 )
 WRITTEN = ("optimizer's parameters written between two calls",)
-BACKWARD = ("backward pass that is forgotten", "backward pass before the step's")
+BACKWARD = (
+    "backward pass that is forgotten",
+    "backward pass before the step's",
+    "parameters frozen before a backward pass that is forgotten",
+)
 
 
 class TestXLA(StrategySuite):

@@ -85,7 +85,7 @@ class NativeSharded(Sharded):
         self._passes = NestedPasses(root, lambda: root in running_forwards, self._begin_inside)
         for unit in self._units:
             unit.register_forward_hook(partial(_follow_gathered, self))
-            torch_private.watch_calls(unit)
+            torch_private.watch_calls(unit, partial(_begin_at, weakref.ref(self._passes)))
             call_gradient_hooks(unit)
             if not torch_private.is_sharded(unit):
                 refuse_use_outside(unit, names)
@@ -350,6 +350,12 @@ def _gather_anew(of: weakref.ref[NativeSharded], root: FullyShardedDataParallel,
         before, sharded._times_written = sharded._times_written, sharded._times_shards_written()
         if sharded._times_written != before:
             torch_private.free_before_call(root)
+
+
+def _begin_at(of: weakref.ref[NestedPasses], unit: FullyShardedDataParallel, tensors: list[Tensor]) -> None:
+    passes = of()
+    if passes is not None and passes.follows():
+        passes.begin_at(unit, tensors)
 
 
 def _suspend_again(of: weakref.ref[NativeSharded], _: Tensor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -55,6 +55,7 @@ __all__ = [
     "begin_inside",
     "cast_inputs",
     "expect_backward",
+    "finish_frozen",
     "flat_members",
     "flattening_parts",
     "follow_frozen",
@@ -82,6 +83,7 @@ __all__ = [
     "shard_group",
     "shows_parameters",
     "suspend_forward",
+    "tensors_in",
     "tied_members",
     "times_shards_written",
     "units_in_passes",
@@ -297,8 +299,12 @@ class GatheredWrites:
 
         It looks when the root is called. A unit that is frozen since needs none, unless an earlier call waits for it.
         """
-        flat = self._handle.flat_param
-        if flat._params is not None and self._handle.needs_unshard():
+        flat, unit = self._handle.flat_param, self._unit()
+        if (
+            flat._params is not None
+            and unit is not None
+            and (_is_between_calls(self._handle) or shows_parameters(unit))
+        ):
             trained = any(map(_is_trained, flat._params))
             if trained or len(getattr(flat, "_post_backward_hook_state", ())) != 2:
                 flat.requires_grad = trained
@@ -340,7 +346,7 @@ class GatheredWrites:
         """Freeze or unfreeze a parameter whose view the user holds."""
         flat = self._handle.flat_param
         flat._params[index].requires_grad_(is_trained)
-        if is_trained and not flat.requires_grad and not self._handle.needs_unshard():
+        if is_trained and not flat.requires_grad and not _is_between_calls(self._handle):
             self._view_again()
         self._freeze(index)
 
@@ -379,6 +385,9 @@ class GatheredWrites:
             ):
                 times = times_written(view) if times is None else times
                 value.follow(view, times)
+        for info in self._handle.flat_param._shared_param_infos:
+            if info.param_name in info.module._parameters:
+                info.module.__dict__.pop(info.param_name, None)
         if params is not None and not all(map(_is_trained, params)):
             self.freeze()
 
@@ -630,13 +639,22 @@ _REFUSED = RefusedTransforms(
 )
 
 
-def watch_calls(unit: FullyShardedDataParallel) -> None:
-    """Register the hooks of a unit's calls, around what FSDP1 does in its forward pass."""
+def watch_calls(
+    unit: FullyShardedDataParallel, show_first: Callable[[FullyShardedDataParallel, list[Tensor]], None]
+) -> None:
+    """Register the hooks of a unit's calls, around what FSDP1 does in its forward pass.
+
+    Args:
+        unit: The unit.
+        show_first: Called with the unit and the tensors that leave it where FSDP1 looks for none, before FSDP1 is shown
+            them.
+    """
     own = weakref.ref(unit)
 
     def show(tensors: list[Tensor]) -> None:
         unit = own()
         if unit is not None:
+            show_first(unit, tensors)
             _register_pre_backward_hooks(unit, unit.module, tensors, handle_of(unit))
 
     calls = UnitCalls(show, unit.module.modules(), _REFUSED)
@@ -714,6 +732,21 @@ def _view_returned_inputs(module: nn.Module, args: Any, kwargs: Any, output: Any
     given = values if all(map(_is_leaf, values)) else tree_leaves(values)
     same = {id(one) for one in candidates if _is_among(one, given)}
     return tree_map_only(Tensor, lambda one: one.view_as(one) if id(one) in same else one, output) if same else None
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """The tensors in what a module returns, wherever FSDP1 finds them: in dataclasses and sets too."""
+    if isinstance(output, Tensor):
+        return [output]
+    tensors: list[Tensor] = []
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+        elif isinstance(leaf, set):
+            tensors += tensors_in(list(leaf))
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            tensors += tensors_in([getattr(leaf, each.name) for each in fields(leaf)])
+    return tensors
 
 
 def _is_leaf(value: Any) -> bool:
@@ -860,10 +893,10 @@ def _before_end_of_backward(root: FullyShardedDataParallel, output: Any) -> None
     def queue(_: Tensor) -> None:
         if not is_interrupted(root):
             _queue_waiting(root)
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_forget_all_unfit_hooks, root))
+            torch.autograd.Variable._execution_engine.queue_callback(partial(finish_frozen, root))
 
-    for tensor in tree_leaves(output):
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
             tensor.register_hook(queue)
 
 
@@ -991,8 +1024,8 @@ def at_end_of_backward(root: FullyShardedDataParallel, output: Any, call: Callab
         if not is_interrupted(root) and _accumulates(root):
             torch.autograd.Variable._execution_engine.queue_callback(call)
 
-    for tensor in tree_leaves(output):
-        if torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad:
+    for tensor in tensors_in(output) if torch.is_grad_enabled() else ():
+        if tensor.requires_grad:
             tensor.register_hook(queue)
 
 
@@ -1004,6 +1037,11 @@ def follow_frozen(unit: FullyShardedDataParallel) -> None:
         handle.flat_param.requires_grad = any(parameter.requires_grad for parameter in params)
         if hasattr(handle.flat_param, "_post_backward_hook_state"):
             _forget_unfit_hooks(handle.flat_param)
+
+
+def _is_between_calls(handle: Any) -> bool:
+    """Whether a unit's flat parameter is its shard: it is freed, or kept gathered for a backward pass."""
+    return bool(handle.needs_unshard() or handle._skipped_use_sharded_views)
 
 
 def _forget_unfit_hooks(flat: Any) -> None:
@@ -1030,9 +1068,30 @@ def watch_hooks(loss: Tensor) -> Callable[[], None]:
     return forget
 
 
-def _forget_all_unfit_hooks(root: FullyShardedDataParallel) -> None:
-    for unit in units_in_passes(root):
-        _forget_unfit_hooks(handle_of(unit).flat_param)
+def finish_frozen(root: FullyShardedDataParallel) -> None:
+    """Do what FSDP1's end of a backward pass leaves out for units that were frozen since their forward pass.
+
+    Args:
+        root: The root. FSDP1's own end of the backward pass is still to come.
+    """
+    flat_params = [handle_of(unit).flat_param for unit in units_in_passes(root)]
+    for flat in flat_params:
+        _forget_unfit_hooks(flat)
+    if saved := [flat for flat in flat_params if not flat.requires_grad and hasattr(flat, "_saved_grad_shard")]:
+        # when that end has freed them: a gradient has the size of its parameter
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_restore_saved_gradients, saved))
+
+
+def _restore_saved_gradients(flat_params: Iterable[Any]) -> None:
+    """Give frozen flat parameters the reduced gradients again that FSDP1 has saved for a backward pass.
+
+    FSDP1 does so for those that are trained. Otherwise ``zero_grad()`` would not clear them, and the first backward
+    pass after unfreezing would add to them.
+    """
+    for flat in flat_params:
+        if not flat.requires_grad and flat.grad is None and hasattr(flat, "_saved_grad_shard"):
+            flat.grad = flat._saved_grad_shard
+            del flat._saved_grad_shard
 
 
 def _forget_hooks(flat: Any) -> None:
@@ -1050,11 +1109,7 @@ def resume_forward(root: FullyShardedDataParallel, pending: list[Pending]) -> No
     """
     for unit in units_of(root):
         reshard(unit)  # a unit that was prefetched for a backward pass but not used would look modified
-        flat = handle_of(unit).flat_param
-        if not flat.requires_grad and hasattr(flat, "_saved_grad_shard"):
-            # saved for the backward pass, and not restored by a unit that was frozen in the meantime
-            flat.grad = flat._saved_grad_shard
-            del flat._saved_grad_shard
+        _restore_saved_gradients([handle_of(unit).flat_param])
     if handle_of(root) is not None:
         _forget_hooks(handle_of(root).flat_param)
     _root_pre_forward(root, root, (), {})

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp._runtime_utils import _post_forward_reshard, _pre_backward_hook, _unshard
-from torch.utils._pytree import tree_leaves
 
 from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.sharding import is_accumulated, outside_of_compilation
 from fsdp_core.state import gathered_modules
 from fsdp_cuda_native.torch_private.flat_parameters import (
+    finish_frozen,
     follow_frozen,
     handle_of,
     is_interrupted,
@@ -32,6 +32,7 @@ from fsdp_cuda_native.torch_private.flat_parameters import (
     reduce_after_last,
     reduce_at,
     shows_parameters,
+    tensors_in,
     units_of,
 )
 
@@ -134,6 +135,7 @@ class NestedPasses:
             if self._is_running():
                 self._begin_inside()
             elif unit is not root:
+                torch.autograd.Variable._execution_engine.queue_callback(partial(finish_frozen, root))
                 if handle_of(root) is not None:  # it may have been taken for one that adds to no gradient
                     handle_of(root)._ran_pre_backward_hook = False
                 _pre_backward_hook(root, root.module, handle_of(root), None)
@@ -170,6 +172,22 @@ class NestedPasses:
         if self.follows():  # under mixed precision, parameters that were gathered anew have another node
             reduce_after_last(root)
             _show_parameters(weakref.ref(self), self._root, root.module, ())
+
+    def begin_at(self, unit: FullyShardedDataParallel, tensors: Iterable[Tensor]) -> None:
+        """Prepare for backward passes that reach a unit at tensors which leave its call."""
+        of, of_unit = weakref.ref(self), weakref.ref(unit)
+
+        def begin(_: Tensor) -> None:
+            passes, unit = of(), of_unit()
+            if passes is not None and unit is not None:
+                passes.begin(unit, nodes)
+
+        # a root without parameters of its own stands for all units
+        has_own = handle_of(unit) is not None
+        nodes = nodes_of(unit) if has_own else [node for one in self.units for node in nodes_of(one)]
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(begin)
 
     def begin_at_parameters(self, unit: FullyShardedDataParallel, node: Any) -> None:
         """Prepare for a backward pass that is about to add to the gradient of a unit, perhaps not at its output."""
@@ -278,19 +296,8 @@ def _show_output(
     output: Any,
 ) -> None:
     passes, unit = of(), of_unit()
-    if passes is None or unit is None or not passes.follows():
-        return
-
-    def begin(_: Tensor) -> None:
-        passes, unit = of(), of_unit()
-        if passes is not None and unit is not None:
-            passes.begin(unit, nodes)
-
-    # a root without parameters of its own stands for all units
-    nodes = nodes_of(unit) if handle_of(unit) is not None else [node for one in passes.units for node in nodes_of(one)]
-    for tensor in [output] if isinstance(output, Tensor) else tree_leaves(output):
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
-            tensor.register_hook(begin)
+    if passes is not None and unit is not None and passes.follows():
+        passes.begin_at(unit, [output] if isinstance(output, Tensor) else tensors_in(output))
 
 
 @outside_of_compilation

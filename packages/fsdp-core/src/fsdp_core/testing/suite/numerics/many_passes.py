@@ -40,6 +40,7 @@ class Step:
 
     Attributes:
         net: Calls the net.
+        module: The user's module, which under Fabric is not the one that ``fabric.setup`` has returned.
         blocks: The net's blocks.
         x: Inputs.
         y: Targets.
@@ -49,6 +50,7 @@ class Step:
     """
 
     net: Callable[[Tensor], Tensor]
+    module: oracle.Net
     blocks: nn.ModuleList
     x: Tensor
     y: Tensor
@@ -203,6 +205,43 @@ def _frozen_for_a_call(step: Step) -> Tensor:
     return mse_loss(step.net(step.x), reference.flip(1)) + step.loss(step.x)
 
 
+def _frozen_for_an_attack(step: Step) -> Tensor:
+    """All parameters are frozen while inputs are looked for, and the module is called that the user has written."""
+    trained = [parameter for parameter in step.module.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    x = _differentiable(step.x)
+    (gradient,) = torch.autograd.grad((step.module(x) - step.y).square().sum(), x)
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    return mse_loss(step.module(step.x + 0.1 * gradient.sign()), step.y)
+
+
+def _frozen_in_one_of_two_calls(step: Step) -> Tensor:
+    """A block has the gradient of the call in which it is trained alone."""
+    frozen = list(step.blocks[0].parameters())
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    first = step.loss(step.x)
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    return first + step.loss(step.x.flip(1))
+
+
+def _frozen_before_a_forgotten_backward_pass(step: Step) -> Tensor:
+    """What is frozen has a gradient, which ``zero_grad()`` clears; the tied pair at the root is frozen too."""
+    step.backward(step.loss(step.x))
+    loss = step.loss(step.x.flip(1))
+    frozen = (step.module.inp, step.blocks[1])
+    for part in frozen:
+        part.requires_grad_(False)
+    step.backward(loss)
+    for part in frozen:
+        part.requires_grad_(True)
+    step.forget()
+    return step.loss(0.5 * step.x)
+
+
 def _frozen_before_the_backward_pass(step: Step) -> Tensor:
     """A gradient is not added to what was frozen since the forward pass."""
     step.blocks[1].requires_grad_(True)
@@ -298,7 +337,10 @@ STEPS: dict[str, Callable[[Step], Tensor]] = {
     "cached loss beside another": _cached_and_another,
     "function that runs the net in its backward pass": _solved,
     "parameters frozen for a call": _frozen_for_a_call,
+    "parameters frozen while an adversarial example is made": _frozen_for_an_attack,
+    "parameters frozen in one of two calls": _frozen_in_one_of_two_calls,
     "parameters frozen before the backward pass": _frozen_before_the_backward_pass,
+    "parameters frozen before a backward pass that is forgotten": _frozen_before_a_forgotten_backward_pass,
     "parameters unfrozen before the backward pass": _unfrozen_before_the_backward_pass,
     "parameters frozen after a backward pass": _frozen_after_a_backward_pass,
     "hook that runs the net, of a loss of a block alone": _hook_through_the_same_block,
@@ -310,7 +352,12 @@ STEPS: dict[str, Callable[[Step], Tensor]] = {
 }
 
 #: What torch's checkpoint refuses: the recomputation saves other tensors than the forward pass has.
-_RECOMPUTED_OTHERWISE = {"parameters frozen before the backward pass", "parameters unfrozen before the backward pass"}
+_RECOMPUTED_OTHERWISE = {
+    "parameters frozen in one of two calls",
+    "parameters frozen before the backward pass",
+    "parameters frozen before a backward pass that is forgotten",
+    "parameters unfrozen before the backward pass",
+}
 
 BATCHES = 3
 
@@ -418,6 +465,7 @@ class _Automatic(Lit):
     ) -> Step:
         return Step(
             net=self.net,
+            module=self.net,
             blocks=self.net.blocks,
             x=batch[0],
             y=batch[1],
@@ -483,6 +531,7 @@ def _fabric(strategy: str, what: str, setting: Setting, batches: int = BATCHES) 
             loss = STEPS[what](
                 Step(
                     net=model,
+                    module=net,
                     blocks=net.blocks,
                     x=x,
                     y=y,
