@@ -36,9 +36,10 @@ from fsdp_core.sharding import (
     outside_of_compilation,
     outside_transforms,
     sharded_around,
+    sharded_of,
     times_written,
 )
-from fsdp_core.state import gathered_modules
+from fsdp_core.state import gathered_modules, running_forwards
 
 __all__ = [
     "AssignedData",
@@ -53,7 +54,6 @@ __all__ = [
     "has_run",
     "is_cast_though_stored",
     "is_idle",
-    "is_interrupted",
     "is_loss_parallel",
     "joined_axes",
     "offloaded_parameters",
@@ -161,7 +161,8 @@ class UnusedParameters:
     from then on, ranks exchange on the host which parameters they have used, once per backward pass, and only a rank
     with unused ones waits for the result.
 
-    A unit that was called several times is reduced when the backward pass has visited it as many times. At which visit
+    A unit that was called several times is reduced when the backward pass has visited it as many times, and at each
+    visit after that: a function whose own backward pass runs inside of it may call the unit again. At which visit
     autograd delivers a gradient depends on the calls in which this rank has used the parameter, so ranks that reduced
     at every visit would issue different numbers of collectives.
 
@@ -214,10 +215,15 @@ class UnusedParameters:
             group.post_backward = partial(_fill_first, weakref.ref(self), weakref.ref(group))
         self._count = len(self._index)
         self._telling: tuple[Any, Tensor] | None = None  # held until the next one: it may still be running
+        self._called_again: dict[Any, weakref.ref[Any]] = {}
         for unit in units:  # torch queues that of the unit whose output a backward pass reaches first
             state: Any = unit._get_fsdp_state()
             state._root_post_backward_final_callback = partial(_agree_last, weakref.ref(self), weakref.ref(state))
-        self.recorded = RecordedGraphs(self._groups, weakref.ref(units[-1]._get_fsdp_state()))
+            if unit is not units[-1] and len(state._modules) == 1:
+                self._called_again.update((group, weakref.ref(state)) for group in _groups_of(state))
+        root_state: Any = units[-1]._get_fsdp_state()
+        self._context: Any = root_state._state_ctx  # that of all units from the first call on
+        self.recorded = RecordedGraphs(self._groups, weakref.ref(root_state))
         for group in self._groups:
             _follow_gathered(group, state if group in self._root else None)
 
@@ -234,6 +240,10 @@ class UnusedParameters:
                 self._calls.clear()  # not earlier: another backward pass may visit the same calls
                 self._ended = False
             self._calls[group] = self._calls.get(group, 0) + 1
+
+    def is_interrupted(self) -> bool:
+        """Whether a backward pass has begun and not ended. Asked outside of such passes."""
+        return bool(self._context.post_backward_final_callback_queued)
 
     def begin(self) -> None:
         """Record that a backward pass begins inside the root's forward pass, for which autograd calls no hook."""
@@ -261,6 +271,8 @@ class UnusedParameters:
         if group._training_state is TrainingState.PRE_BACKWARD:
             self._visits[group] = self._visits.get(group, 0) + 1
             self._waiting.add(group)
+            if (of := self._called_again.get(group)) is not None and (state := of()) is not None:
+                state._training_state = TrainingState.IDLE  # torch would take another call for a recomputation
         waits = group in self._waiting or self.partly.waits(group) or any(_has_gradient(p) for p in group.fsdp_params)
         if not group.reduce_grads or not waits:
             type(group).post_backward(group, *args)
@@ -272,6 +284,17 @@ class UnusedParameters:
             self.partly.keep(group)
         else:
             _post_backward_without_reduction(group, *args)
+
+    def call_in_backward(self, state: Any) -> None:
+        """Record a call of a unit in a backward pass, which may be differentiated in another one inside of that.
+
+        To torch, which takes the call for the recomputation of one that the pass has still to visit, it is no call. If
+        the pass has visited the root, or modules that are sharded together, the end of the pass reduces them again.
+        """
+        for group in _groups_of(state):
+            if state._training_state is TrainingState.PRE_BACKWARD is not group._training_state:
+                group._training_state = TrainingState.IDLE
+                self._waiting.add(group)
 
     def accumulates(self) -> bool:
         """Whether the backward pass that runs adds to gradients: ``torch.autograd.grad`` only returns some."""
@@ -383,6 +406,10 @@ class UnusedParameters:
         self._calls.clear()
         self._visits.clear()
         self._waiting.clear()
+        for parameter in (parameter for group in self._groups for parameter in group.fsdp_params):
+            if _has_gradient(parameter):
+                _set_accumulated(parameter, None)
+                parameter._unsharded_param.grad = None
         self._lacking.take_back()
         self.partly.forget()
         self.recorded.release()
@@ -1091,7 +1118,7 @@ _REFUSED = RefusedTransforms(
 )
 
 
-def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites) -> None:
+def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites, unused: UnusedParameters) -> None:
     """Register the hooks of a unit's calls right around those of ``fully_shard``.
 
     The user's hooks see what they would see without them.
@@ -1100,6 +1127,7 @@ def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites) -> N
         unit: The unit, which may be called before the root ever is.
         root: The root.
         writes: What keeps writes to the unit's parameters.
+        unused: What reduces its gradients.
     """
     module = cast("nn.Module", unit)
     state: Any = unit._get_fsdp_state()
@@ -1111,7 +1139,8 @@ def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites) -> N
             own._register_pre_backward_hook(tensors)
 
     calls = UnitCalls(show, module.modules(), _REFUSED)
-    ahead = partial(_before_unit, weakref.ref(cast("Any", root)), weakref.ref(writes), of_state, calls)
+    of_root, of_writes, of_unused = weakref.ref(cast("Any", root)), weakref.ref(writes), weakref.ref(unused)
+    ahead = partial(_before_unit, of_root, of_writes, of_unused, of_state, calls)
     before, after = module._forward_pre_hooks, module._forward_hooks
     enter = module.register_forward_pre_hook(ahead, with_kwargs=True).id
     begin = module.register_forward_pre_hook(partial(_begin_unit, calls), with_kwargs=True).id
@@ -1124,6 +1153,7 @@ def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites) -> N
 def _before_unit(
     of_root: weakref.ref[Any],
     of_writes: weakref.ref[GatheredWrites],
+    of_unused: weakref.ref[UnusedParameters],
     of_state: weakref.ref[Any],
     calls: UnitCalls,
     unit: nn.Module,
@@ -1133,10 +1163,27 @@ def _before_unit(
     """What runs before the hook of ``fully_shard``."""
     _before_call(of_root, of_writes, unit)
     calls.enter(unit, args, kwargs)
+    unused, state = of_unused(), of_state()
+    if unused is not None and state is not None:
+        if recomputes():
+            unused.call_in_backward(state)
+        elif unused.is_interrupted() and (root := of_root()) is not None and unit is not root:
+            _mend_before_call(root)
     if not needs_argument:
         return None
     _gather_in_backward(of_state)
     return _add_argument(args, kwargs)
+
+
+def _mend_before_call(root: Any) -> None:
+    """Mend what an exception in a backward pass has left, which a step has caught before it calls another unit."""
+    sharded = sharded_of(root)
+    if sharded is None or root in gathered_modules:
+        return
+    if root in running_forwards:
+        sharded.mend_inside()
+    else:
+        sharded.mend_interrupted()
 
 
 @outside_of_compilation
@@ -1276,12 +1323,6 @@ def abandon_forward(root: FSDPModule, units: Iterable[FSDPModule]) -> None:
             group._training_state = type(group._training_state).IDLE
     root_state: Any = root._get_fsdp_state()
     root_state._state_ctx.iter_forward_root = None
-
-
-def is_interrupted(root: FSDPModule) -> bool:
-    """Whether a backward pass has begun and not ended."""
-    state: Any = root._get_fsdp_state()
-    return bool(state._state_ctx.post_backward_final_callback_queued)
 
 
 def _nothing(*args: Any) -> None:
