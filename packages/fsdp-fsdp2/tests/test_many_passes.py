@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 
+from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.collectives import Layer, count_in_steps, new_layers
 from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained
@@ -118,3 +119,108 @@ def test_a_block_that_is_frozen_while_its_gradients_wait(ranks: RankPool) -> Non
     for state in ranks.run(2, frozen_while_waiting):
         for name, tensor in net.state_dict().items():
             torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+
+
+class Stepping(nn.Module):
+    """A model whose methods do whole steps, as Fabric's users write them after ``mark_forward_method``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = oracle.new_net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.net(x)
+        return output
+
+    def once(self, x: torch.Tensor, y: torch.Tensor, backward: Any, optimizer: Any) -> torch.Tensor:
+        loss = mse_loss(self.net(x), y)
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def twice(self, x: torch.Tensor, y: torch.Tensor, backward: Any, optimizer: Any) -> torch.Tensor:
+        return torch.stack([self.once(x, y, backward, optimizer) for _ in range(2)])
+
+    def with_a_closure(self, x: torch.Tensor, y: torch.Tensor, backward: Any, optimizer: Any) -> torch.Tensor:
+        def evaluate() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = mse_loss(self.net(x), y)
+            backward(loss)
+            return loss
+
+        loss: torch.Tensor = optimizer.step(evaluate)
+        return loss.detach()
+
+    def with_writes(self, x: torch.Tensor, y: torch.Tensor, backward: Any, optimizer: Any) -> torch.Tensor:
+        self.once(x, y, backward, optimizer)
+        with torch.no_grad():
+            self.net.out.weight.mul_(0.9)
+        return self.once(x, y, backward, optimizer)
+
+
+METHODS = ("once", "twice", "with_a_closure", "with_writes")
+
+
+def stepped_in_methods() -> dict[str, tuple[list[torch.Tensor], dict[str, torch.Tensor]]]:
+    outcomes = {}
+    for name in METHODS:
+        fabric = new_fabric("fsdp2", 2)
+        module = Stepping()
+        model, optimizer = fabric.setup(module, oracle.momentum(module))
+        model.mark_forward_method(name)
+        shares = [own_share(fabric, batch) for batch in oracle.global_batches(3)]
+        losses = [getattr(model, name)(x, y, fabric.backward, optimizer) for x, y in shares]
+        outcomes[name] = [fabric.all_reduce(loss) for loss in losses], full_state(fabric.strategy)
+    return outcomes
+
+
+def test_whole_steps_in_methods_that_fabric_calls(ranks: RankPool) -> None:
+    got = ranks.run(2, stepped_in_methods)
+    for name in METHODS:
+        module = Stepping()
+        optimizer = oracle.momentum(module)
+        step = getattr(module, name)
+        losses = [step(x, y, torch.Tensor.backward, optimizer) for x, y in oracle.global_batches(3)]
+        for of_rank in got:
+            torch.testing.assert_close(of_rank[name], (losses, module.state_dict()), atol=FP32_TOLERANCE, rtol=0)
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = oracle.new_net()
+
+    def named(self, x: torch.Tensor, y: torch.Tensor, backward: Any, names: tuple[str, ...]) -> None:
+        inputs = [p for name, p in self.net.named_parameters() if p.requires_grad and name.startswith(names)]
+        backward(mse_loss(self.net(x), y), inputs=inputs)
+
+
+def trained_by_name(options: Any, names: tuple[str, ...]) -> str | dict[str, torch.Tensor]:
+    fabric = new_fabric("fsdp2", 2, options)
+    module = Named()
+    model, optimizer = fabric.setup(module, oracle.sgd(module))
+    model.mark_forward_method("named")
+    x, y = own_share(fabric, oracle.global_batches(1)[0])
+    try:
+        model.named(x, y, fabric.backward, names)
+    except UnsupportedCapabilityError as refused:
+        return str(refused)
+    optimizer.step()
+    return full_state(fabric.strategy)
+
+
+@pytest.mark.parametrize("options", [None, {"auto_wrap_policy": None}])
+@pytest.mark.parametrize("names", [("inp", "out"), ("blocks.1", "out")])
+def test_backward_passes_for_named_parameters(ranks: RankPool, options: Any, names: tuple[str, ...]) -> None:
+    module = Named()
+    x, y = oracle.global_batches(1)[0]
+    module.named(x, y, torch.Tensor.backward, names)
+    oracle.sgd(module).step()
+    for got in ranks.run(2, trained_by_name, options, names):
+        if options is None and "blocks.1" in names:
+            assert isinstance(got, str)
+            assert "backward(inputs=...) with respect to 'net.blocks.1.up.weight', which is sharded" in got
+            assert "requires_grad_(False)" in got
+        else:
+            torch.testing.assert_close(got, dict(module.state_dict()), atol=FP32_TOLERANCE, rtol=0)

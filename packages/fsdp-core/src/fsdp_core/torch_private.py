@@ -7,7 +7,7 @@ import json
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import FrameType, MethodType
@@ -54,6 +54,7 @@ __all__ = [
     "StridedShard",
     "TorchDispatchMode",
     "batches_yielded",
+    "check_inputs_of_backward",
     "check_missing_gradients",
     "default_store",
     "foreach_mul_",
@@ -82,6 +83,7 @@ __all__ = [
     "plain_tensors_replicated",
     "process_groups",
     "queue_backward_callback",
+    "reaches",
     "refuse_unreduced_values",
     "replace_step",
     "running_transforms",
@@ -392,6 +394,57 @@ def check_missing_gradients(check: Callable[[Tensor], None]) -> None:
     patched: Any = grad
     patched._fsdp_core_wraps = own
     torch.autograd.grad = patched
+
+
+def check_inputs_of_backward(check: Callable[[Sequence[Tensor | GradientEdge], Sequence[Tensor]], None]) -> None:
+    """Let ``torch.autograd.backward`` call a function with the inputs that it is given. Called once or again.
+
+    ``Tensor.backward(inputs=...)`` calls it too. torch has no hook there, and says nothing of inputs that it does not
+    reach.
+
+    Args:
+        check: Called before anything is computed, with the outputs and the inputs, if there are inputs.
+    """
+    own: Any = getattr(torch.autograd.backward, "_fsdp_core_wraps", torch.autograd.backward)
+
+    @functools.wraps(own)
+    def backward(
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        if inputs is not None:
+            inputs = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
+            given = [one for one in inputs if isinstance(one, Tensor)]
+            if given and not torch.compiler.is_compiling():
+                check((tensors,) if isinstance(tensors, Tensor | GradientEdge) else tuple(tensors), given)
+        own(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+
+    patched: Any = backward
+    patched._fsdp_core_wraps = own
+    torch.autograd.backward = patched
+
+
+def reaches(outputs: Iterable[Tensor | GradientEdge], leaves: Iterable[Tensor]) -> set[int]:
+    """The ids of the leaves that the graphs of outputs lead to. There is no public way to ask.
+
+    Args:
+        outputs: Where a backward pass is to begin.
+        leaves: Leaves that require gradients.
+    """
+    nodes = {get_gradient_edge(leaf).node: id(leaf) for leaf in leaves}
+    waiting: list[Any] = [one.node if isinstance(one, GradientEdge) else one.grad_fn for one in outputs]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting.extend(after for after, _ in node.next_functions)
+    return {leaf for node, leaf in nodes.items() if node in seen}
 
 
 def default_store() -> Any:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,7 +79,7 @@ class NativeSharded(Sharded):
         self._writes = [torch_private.GatheredWrites(unit, names, self.written_values) for unit in self._units]
         # set while a forward pass that was suspended is still running
         self._pending: list[torch_private.Pending] | None = None
-        self._is_by_hand = False
+        self._is_by_hand = self._is_suspended = False
         self._forget_loss: Callable[[], None] | None = None
         self._times_written = 0
         self._root_unit = [unit for unit in self._units if unit is root]
@@ -168,6 +169,7 @@ class NativeSharded(Sharded):
         self._forget_loss = torch_private.watch_hooks(loss)
         loss.register_hook(partial(_suspend_again, weakref.ref(self)))  # ahead of FSDP1's, which is placed next
         self._suspend(loss)
+        self._is_suspended = True
 
     def _suspend(self, loss: Tensor | None) -> None:
         self._steps.on = False
@@ -182,6 +184,7 @@ class NativeSharded(Sharded):
         self._resume()
 
     def _resume(self) -> None:
+        self._is_suspended = False
         if self._pending is None:
             self._pending = []
         torch_private.resume_forward(self.root, self._pending)
@@ -247,20 +250,36 @@ class NativeSharded(Sharded):
         for unit in self._units:
             drop_gradients(unit)
         torch_private.reset(self.root)
+        if self._replicated is not None:
+            self._replicated.forget()
         self._forget_pending()
 
     def abandon_forward(self) -> None:
         torch_private.abandon_forward(self.root)
 
+    @property
+    def is_interrupted(self) -> bool:
+        replicated = self._replicated
+        if self._is_suspended or torch_private.is_interrupted(self.root):
+            return True
+        return replicated is not None and replicated.interrupted
+
     def mend_interrupted(self) -> None:
-        if torch_private.is_interrupted(self.root):
-            refuse_half_gradients(self.written, self.root.parameters())
+        if self.is_interrupted:
+            self._steps.on = False
+            gathered = (shard for unit in self._units for _, shard, _ in torch_private.gathered_parameters(unit))
+            refuse_half_gradients(self.written, chain(self.root.parameters(), gathered))
             self.reset()
         elif not self.backend.shards:
             # a unit that the last backward pass did not visit still shows its unsharded views, which torch would
             # take for parameters that the user has assigned
             for unit in self._units:
                 torch_private.reshard(unit, keeps=True)
+
+    def mend_inside(self) -> None:
+        is_by_hand = self._is_by_hand
+        super().mend_inside()
+        self._is_by_hand = is_by_hand
 
     def clip_norm(
         self,
@@ -329,7 +348,7 @@ class NativeSharded(Sharded):
                 self._steps.follow(gathered, shard, is_part=is_part)
 
     def _forget_pending(self) -> None:
-        self._is_by_hand = False
+        self._is_by_hand = self._is_suspended = False
         pending, self._pending = self._pending, None
         if pending is not None:
             torch_private.forget_pending(self.root, pending)

@@ -32,7 +32,6 @@ from fsdp_fsdp2.torch_private import (
     free_written,
     has_run,
     is_idle,
-    is_interrupted,
     refuse_copies,
     resume_forward,
     set_unreduced_gradients,
@@ -99,7 +98,7 @@ class FSDP2Sharded(Sharded):
         self.interrupted = False
         self.context: ContextParallel | None = None
         for unit, writes in zip(self.units, self._writes, strict=True):
-            watch_calls(unit, self._fsdp, writes, self.unused.recorded)
+            watch_calls(unit, self._fsdp, writes, self.unused)
             refuse_copies(unit)
         module.register_forward_pre_hook(_check_assigned, prepend=True)
         if casts:
@@ -166,6 +165,9 @@ class FSDP2Sharded(Sharded):
             resume_forward(self._fsdp)
             self.unused.show_gradients()
 
+    def stepped_inside(self) -> None:
+        self.resume_forward()
+
     def show_gradients(self) -> None:
         self.unused.show_gradients()
 
@@ -197,6 +199,8 @@ class FSDP2Sharded(Sharded):
 
     def reset(self) -> None:
         self.unused.forget()
+        if self.replicated is not None:
+            self.replicated.forget()
         if not has_run(self._fsdp):
             return
         reset = getattr(self.root, "reset_iter_state", None)
@@ -208,10 +212,15 @@ class FSDP2Sharded(Sharded):
     def abandon_forward(self) -> None:
         abandon_forward(self._fsdp, self.units)
 
+    @property
+    def is_interrupted(self) -> bool:
+        return self.unused.is_interrupted() or (self.replicated is not None and self.replicated.interrupted)
+
     def mend_interrupted(self) -> None:
-        if is_interrupted(self._fsdp):
+        if self.is_interrupted:
             refuse_half_gradients(self.root, self.shards.values(), incomplete=bool(self.unused.partly))
             self.reset()
+            self.check_not_interrupted()
 
     def accumulated_gradients(self) -> HeldGradients:
         self.reshard()  # gathered parameters show the gradients that are collected below

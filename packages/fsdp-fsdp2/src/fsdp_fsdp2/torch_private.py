@@ -36,9 +36,10 @@ from fsdp_core.sharding import (
     outside_of_compilation,
     outside_transforms,
     sharded_around,
+    sharded_of,
     times_written,
 )
-from fsdp_core.state import gathered_modules
+from fsdp_core.state import gathered_modules, running_forwards
 
 __all__ = [
     "AssignedData",
@@ -54,7 +55,6 @@ __all__ = [
     "has_run",
     "is_cast_though_stored",
     "is_idle",
-    "is_interrupted",
     "is_loss_parallel",
     "joined_axes",
     "offloaded_parameters",
@@ -162,7 +162,8 @@ class UnusedParameters:
     from then on, ranks exchange on the host which parameters they have used, once per backward pass, and only a rank
     with unused ones waits for the result.
 
-    A unit that was called several times is reduced when the backward pass has visited it as many times. At which visit
+    A unit that was called several times is reduced when the backward pass has visited it as many times, and at each
+    visit after that: a function whose own backward pass runs inside of it may call the unit again. At which visit
     autograd delivers a gradient depends on the calls in which this rank has used the parameter, so ranks that reduced
     at every visit would issue different numbers of collectives.
 
@@ -215,10 +216,15 @@ class UnusedParameters:
             group.post_backward = partial(_fill_first, weakref.ref(self), weakref.ref(group))
         self._count = len(self._index)
         self._telling: tuple[Any, Tensor] | None = None  # held until the next one: it may still be running
+        self._called_again: dict[Any, weakref.ref[Any]] = {}
         for unit in units:  # torch queues that of the unit whose output a backward pass reaches first
             state: Any = unit._get_fsdp_state()
             state._root_post_backward_final_callback = partial(_agree_last, weakref.ref(self), weakref.ref(state))
-        self.recorded = RecordedGraphs(self._groups, weakref.ref(units[-1]._get_fsdp_state()))
+            if unit is not units[-1] and len(state._modules) == 1:
+                self._called_again.update((group, weakref.ref(state)) for group in _groups_of(state))
+        root_state: Any = units[-1]._get_fsdp_state()
+        self._context: Any = root_state._state_ctx  # that of all units from the first call on
+        self.recorded = RecordedGraphs(self._groups, weakref.ref(root_state))
         for group in self._groups:
             _follow_gathered(group, state if group in self._root else None)
 
@@ -235,6 +241,10 @@ class UnusedParameters:
                 self._calls.clear()  # not earlier: another backward pass may visit the same calls
                 self._ended = False
             self._calls[group] = self._calls.get(group, 0) + 1
+
+    def is_interrupted(self) -> bool:
+        """Whether a backward pass has begun and not ended. Asked outside of such passes."""
+        return bool(self._context.post_backward_final_callback_queued)
 
     def begin(self) -> None:
         """Record that a backward pass begins inside the root's forward pass, for which autograd calls no hook."""
@@ -262,6 +272,8 @@ class UnusedParameters:
         if group._training_state is TrainingState.PRE_BACKWARD:
             self._visits[group] = self._visits.get(group, 0) + 1
             self._waiting.add(group)
+            if (of := self._called_again.get(group)) is not None and (state := of()) is not None:
+                state._training_state = TrainingState.IDLE  # torch would take another call for a recomputation
         waits = group in self._waiting or self.partly.waits(group) or any(_has_gradient(p) for p in group.fsdp_params)
         if not group.reduce_grads or not waits:
             type(group).post_backward(group, *args)
@@ -273,6 +285,17 @@ class UnusedParameters:
             self.partly.keep(group)
         else:
             _post_backward_without_reduction(group, *args)
+
+    def call_in_backward(self, state: Any) -> None:
+        """Record a call of a unit in a backward pass, which may be differentiated in another one inside of that.
+
+        To torch, which takes the call for the recomputation of one that the pass has still to visit, it is no call. If
+        the pass has visited the root, or modules that are sharded together, the end of the pass reduces them again.
+        """
+        for group in _groups_of(state):
+            if state._training_state is TrainingState.PRE_BACKWARD is not group._training_state:
+                group._training_state = TrainingState.IDLE
+                self._waiting.add(group)
 
     def accumulates(self) -> bool:
         """Whether the backward pass that runs adds to gradients: ``torch.autograd.grad`` only returns some."""
@@ -384,6 +407,10 @@ class UnusedParameters:
         self._calls.clear()
         self._visits.clear()
         self._waiting.clear()
+        for parameter in (parameter for group in self._groups for parameter in group.fsdp_params):
+            if _has_gradient(parameter):
+                _set_accumulated(parameter, None)
+                parameter._unsharded_param.grad = None
         self._lacking.take_back()
         self.partly.forget()
         self.recorded.release()
@@ -1136,7 +1163,7 @@ _REFUSED = RefusedTransforms(
 )
 
 
-def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites, recorded: RecordedGraphs) -> None:
+def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites, unused: UnusedParameters) -> None:
     """Register the hooks of a unit's calls right around those of ``fully_shard``.
 
     The user's hooks see what they would see without them.
@@ -1145,7 +1172,7 @@ def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites, reco
         unit: The unit, which may be called before the root ever is.
         root: The root.
         writes: What keeps writes to the unit's parameters.
-        recorded: What keeps units gathered for a graph.
+        unused: What reduces its gradients.
     """
     module = cast("nn.Module", unit)
     state: Any = unit._get_fsdp_state()
@@ -1157,8 +1184,8 @@ def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites, reco
             own._register_pre_backward_hook(tensors)
 
     calls = UnitCalls(show, module.modules(), _REFUSED)
-    of_root, of_recorded = weakref.ref(cast("Any", root)), weakref.ref(recorded)
-    ahead = partial(_before_unit, of_root, weakref.ref(writes), of_recorded, of_state, calls)
+    of_root, of_writes, of_unused = weakref.ref(cast("Any", root)), weakref.ref(writes), weakref.ref(unused)
+    ahead = partial(_before_unit, of_root, of_writes, of_unused, of_state, calls)
     before, after = module._forward_pre_hooks, module._forward_hooks
     enter = module.register_forward_pre_hook(ahead, with_kwargs=True).id
     begin = module.register_forward_pre_hook(partial(_begin_unit, calls), with_kwargs=True).id
@@ -1171,7 +1198,7 @@ def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites, reco
 def _before_unit(
     of_root: weakref.ref[Any],
     of_writes: weakref.ref[GatheredWrites],
-    of_recorded: weakref.ref[RecordedGraphs],
+    of_unused: weakref.ref[UnusedParameters],
     of_state: weakref.ref[Any],
     calls: UnitCalls,
     unit: nn.Module,
@@ -1179,12 +1206,29 @@ def _before_unit(
     kwargs: Any,
 ) -> tuple[Any, Any] | None:
     """What runs before the hook of ``fully_shard``."""
-    _before_call(of_root, of_writes, of_recorded, unit)
+    _before_call(of_root, of_writes, of_unused, unit)
     calls.enter(unit, args, kwargs)
+    unused, state = of_unused(), of_state()
+    if unused is not None and state is not None:
+        if recomputes():
+            unused.call_in_backward(state)
+        elif unused.is_interrupted() and (root := of_root()) is not None and unit is not root:
+            _mend_before_call(root)
     if not needs_argument:
         return None
     _gather_in_backward(of_state)
     return _add_argument(args, kwargs)
+
+
+def _mend_before_call(root: Any) -> None:
+    """Mend what an exception in a backward pass has left, which a step has caught before it calls another unit."""
+    sharded = sharded_of(root)
+    if sharded is None or root in gathered_modules:
+        return
+    if root in running_forwards:
+        sharded.mend_inside()
+    else:
+        sharded.mend_interrupted()
 
 
 @outside_of_compilation
@@ -1196,15 +1240,15 @@ def _begin_unit(calls: UnitCalls, unit: nn.Module, args: Any, kwargs: Any) -> tu
 
 
 def _before_call(
-    of: weakref.ref[Any], of_writes: weakref.ref[GatheredWrites], of_recorded: weakref.ref[RecordedGraphs], unit: Any
+    of: weakref.ref[Any], of_writes: weakref.ref[GatheredWrites], of_unused: weakref.ref[UnusedParameters], unit: Any
 ) -> None:
     """Let torch know the root before the first call of a unit, which would become a root of its own."""
     root, writes = of(), of_writes()
     if writes is not None and unit not in gathered_modules:
         writes.check_own()
         writes.enter()
-        if writes.stays_gathered and (recorded := of_recorded()) is not None and not recomputes():
-            free_written(unit, recorded)
+        if writes.stays_gathered and (unused := of_unused()) is not None and not recomputes():
+            free_written(unit, unused.recorded)
     if root is not None and isinstance(unit, FSDPModule) and not has_run(unit):  # in gathered() it is none
         with torch.inference_mode(False):
             root._get_fsdp_state()._lazy_init()
@@ -1328,12 +1372,6 @@ def abandon_forward(root: FSDPModule, units: Iterable[FSDPModule]) -> None:
             group._training_state = type(group._training_state).IDLE
     root_state: Any = root._get_fsdp_state()
     root_state._state_ctx.iter_forward_root = None
-
-
-def is_interrupted(root: FSDPModule) -> bool:
-    """Whether a backward pass has begun and not ended."""
-    state: Any = root._get_fsdp_state()
-    return bool(state._state_ctx.post_backward_final_callback_queued)
 
 
 def _nothing(*args: Any) -> None:

@@ -77,6 +77,10 @@ class EndOfBackward:
         """Whether a backward pass has begun that has not ended: before a forward pass, an exception has ended it."""
         return self._queued
 
+    def forget(self) -> None:
+        """Forget a backward pass that an exception has ended."""
+        self._queued = False
+
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """A context in which nothing is called. Leaves it enabled."""

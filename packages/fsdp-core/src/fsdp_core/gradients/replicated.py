@@ -72,6 +72,15 @@ class ReplicatedParameters:
     def sync(self, sync: bool) -> None:
         self._end.enabled = sync
 
+    @property
+    def interrupted(self) -> bool:
+        """As :attr:`fsdp_core.sharding.EndOfBackward.interrupted`."""
+        return self._end.interrupted
+
+    def forget(self) -> None:
+        """Forget a backward pass that an exception has ended. The gradients stay as they are."""
+        self._end.forget()
+
     def _average(self) -> None:
         # also those that were frozen while their gradients waited for this
         trainable = [p for p in self.parameters if p.requires_grad or p in self._trained]

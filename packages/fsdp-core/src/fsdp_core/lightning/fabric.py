@@ -35,7 +35,7 @@ from fsdp_core.lightning.guarded_gradients import GuardedGradients
 from fsdp_core.lightning.hooks.exporting import written_of
 from fsdp_core.lightning.hooks.first_forwards import FirstForwards
 from fsdp_core.lightning.hooks.forwarding import ShardedForward, sharded_in
-from fsdp_core.lightning.hooks.redirection import explain_shards, normal_tensors
+from fsdp_core.lightning.hooks.redirection import explain_shards, is_inside_forward, mend_caught, normal_tensors
 from fsdp_core.lightning.loaders.fabric_loaders import follow_in_fabric
 from fsdp_core.lightning.loaders.split_batches import split_in_fabric
 from fsdp_core.lightning.notebooks import FabricForkedRanks
@@ -272,6 +272,8 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         for forwards in self._first_forwards:
             forwards.check()
         self._gradients.off()
+        for root in self.roots:
+            mend_caught(root)
         self._in_backward = True
         try:
             with self.backward_context():
@@ -297,10 +299,15 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         self._follow_added_parameters(optimizer, self.roots)
         closure = kwargs.pop("closure", None)
         self._gradients.off()
+        for root in self.roots:
+            mend_caught(root)
+        inside = [root for root in self.roots if is_inside_forward(root.root)]  # a method that does a whole step
+        for root in inside:
+            root.keep_writes()
         if closure is None:
             self._check_gradients(optimizer)
         else:
-            kwargs["closure"] = partial(self._evaluate, closure, optimizer)
+            kwargs["closure"] = partial(self._evaluate, closure, optimizer, inside)
         output = super().optimizer_step(optimizer, **kwargs)
         self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         self._first_forwards = [forwards for forwards in self._first_forwards if not forwards.stop()]
@@ -308,12 +315,18 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         self._unreduced.clear()
         for root in self.roots:
             root.reshard()
+        for root in inside:
+            root.stepped_inside()
         self._gradients.on()
         return output
 
-    def _evaluate(self, closure: Callable[[], Any], optimizer: Any) -> Any:
+    def _evaluate(self, closure: Callable[[], Any], optimizer: Any, inside: Iterable[Sharded]) -> Any:
+        for root in inside:
+            root.stepped_inside()
         result = closure()
         self._gradients.off()
+        for root in inside:
+            root.keep_writes()
         self._check_gradients(optimizer)
         return result
 

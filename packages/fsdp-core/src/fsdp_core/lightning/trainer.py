@@ -45,7 +45,7 @@ from fsdp_core.lightning.guarded_gradients import GuardedGradients
 from fsdp_core.lightning.hooks.callbacks import check_finetuning, check_pruning, shard_averages, show_written_shapes
 from fsdp_core.lightning.hooks.exporting import refuse_values_of_parts, whole_state
 from fsdp_core.lightning.hooks.metrics import gather_metrics_over_data
-from fsdp_core.lightning.hooks.redirection import call_inside_forward, explain_shards, normal_tensors
+from fsdp_core.lightning.hooks.redirection import call_inside_forward, explain_shards, mend_caught, normal_tensors
 from fsdp_core.lightning.loaders.even_batches import RepeatedPredictions, check_same_batches
 from fsdp_core.lightning.loaders.split_batches import refuse_loader_steps
 from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
@@ -479,6 +479,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._check_loss()
         if self.is_stepping_by_hand:
             self._gradients.off()
+            mend_caught(self.sharded)
             self._check_writes()
             self.sharded.suspend_forward(closure_loss)
 
@@ -520,6 +521,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             return result
 
         self.check_steps_here(optimizer)
+        mend_caught(sharded)
         self._check_writes()
         self._steps_optimizer = True
         try:

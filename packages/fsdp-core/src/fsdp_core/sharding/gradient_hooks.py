@@ -1,20 +1,21 @@
 """Gradients of parameters that are shards: what autograd does not know of is refused.
 
 Hooks are called with the reduced gradient, or refused when they are registered. ``torch.autograd.grad`` with respect to
-a shard is refused where the graph does not hold it.
+a shard, and ``backward(inputs=...)``, are refused where the graph does not hold it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.torch_private import check_missing_gradients, is_flattened
+from fsdp_core.torch_private import check_inputs_of_backward, check_missing_gradients, is_flattened, reaches
 
 __all__ = ["refuse_gradient_hooks"]
 
@@ -47,6 +48,7 @@ def refuse_gradient_hooks(parameters: Iterable[tuple[str, nn.Parameter]], called
             if method not in called:
                 setattr(instance, method, partial(_refuse, method, name, tuple(called)))
     check_missing_gradients(_check_reached)
+    check_inputs_of_backward(_check_inputs)
 
 
 def _check_reached(parameter: Tensor) -> None:
@@ -58,17 +60,51 @@ def _check_reached(parameter: Tensor) -> None:
     Raises:
         UnsupportedCapabilityError: It is a shard, or was gathered.
     """
-    gathered: Any = getattr(parameter, "_fsdp_value", None)
-    name = getattr(parameter, _NAME, None) if gathered is None else gathered.name
+    name = _name_of(parameter)
     if name is not None:
-        raise UnsupportedCapabilityError(
-            f"torch.autograd.grad() with respect to {name!r}, which is sharded: outputs depend on what was gathered "
-            "for the call that has computed them, and autograd knows no way to what the module holds now.\n"
+        raise _unreached(
+            "torch.autograd.grad()",
+            name,
             "Run backward(), under Fabric fabric.backward(loss), and read the reduced gradient in parameter.grad; or "
             "differentiate with respect to inputs and activations. Inside training_step(), under Fabric inside a "
             "method that model.mark_forward_method() names, parameters that belong to no unit (all of them with "
-            "auto_wrap_policy=None) can be differentiated until the next backward() in the step."
+            "auto_wrap_policy=None) can be differentiated until the next backward() in the step.",
         )
+
+
+def _check_inputs(outputs: Sequence[Tensor | GradientEdge], inputs: Sequence[Tensor]) -> None:
+    """Refuse a backward pass that is to add to some gradients alone where the graph leads to no such parameter.
+
+    Raises:
+        UnsupportedCapabilityError: One of the inputs is a shard, or a view of what was gathered.
+    """
+    named = {id(one): (name, one) for one in inputs if (name := _name_of(one)) is not None}
+    if not named:
+        return
+    leaves = [one for _, one in named.values() if one.is_leaf and one.requires_grad]
+    reached = reaches(outputs, leaves)
+    for key, (name, _) in named.items():
+        if key not in reached:
+            raise _unreached(
+                "backward(inputs=...)",
+                name,
+                "Leave inputs out, and freeze before the backward pass what is to get no gradient: "
+                "parameter.requires_grad_(False).",
+            )
+
+
+def _name_of(parameter: Tensor) -> str | None:
+    """The name of a parameter that is a shard, or was gathered; ``None`` for other tensors."""
+    gathered: Any = getattr(parameter, "_fsdp_value", None)
+    name: str | None = getattr(parameter, _NAME, None) if gathered is None else gathered.name
+    return name
+
+
+def _unreached(function: str, name: str, instead: str) -> UnsupportedCapabilityError:
+    return UnsupportedCapabilityError(
+        f"{function} with respect to {name!r}, which is sharded: outputs depend on what was gathered for the call that "
+        f"has computed them, and autograd knows no way to what the module holds now.\n{instead}"
+    )
 
 
 def _refuse(method: str, name: str, called: tuple[str, ...], hook: Callable[..., Any]) -> NoReturn:

@@ -236,6 +236,13 @@ class Sharded(ABC):
         optimizer holds: SAM's second weights, decay by hand, averages that are evaluated.
         """
 
+    def stepped_inside(self) -> None:
+        """Gather the root's parameters anew after an optimizer's step under Fabric inside the root's forward pass.
+
+        A method that ``mark_forward_method`` names runs in that, and may take steps. Called after :meth:`reshard`. The
+        default is for libraries whose :meth:`reshard` frees them there too, and which gather them when they are used.
+        """
+
     def is_idle(self) -> bool:
         """Whether neither a forward nor a backward pass of the root runs.
 
@@ -331,6 +338,11 @@ class Sharded(ABC):
         """
         self.reset()
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether an exception has ended a backward pass, and nothing has mended that. Asked outside of such passes."""
+        return False
+
     def mend_interrupted(self) -> None:
         """Make the module usable again after a backward pass that was interrupted by an exception, if there was one.
 
@@ -339,6 +351,14 @@ class Sharded(ABC):
         Raises:
             ShardingError: There are gradients, which may be from a part of that backward pass.
         """
+
+    def mend_inside(self) -> None:
+        """As :meth:`mend_interrupted`, inside the root's forward pass, which goes on: a step has caught the exception.
+
+        Called if :attr:`is_interrupted`, before a part is called, a loss is differentiated or an optimizer steps.
+        """
+        self.mend_interrupted()
+        self.resume_forward()
 
     def check_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Refuse gradients that ranks should have alike, and have not.

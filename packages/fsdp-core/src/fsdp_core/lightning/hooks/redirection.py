@@ -32,6 +32,7 @@ __all__ = [
     "explain_views",
     "follow_calls",
     "is_inside_forward",
+    "mend_caught",
     "normal_tensors",
 ]
 
@@ -97,6 +98,20 @@ def call_inside_forward(root: nn.Module, module: nn.Module, call: Callable[[], A
 def is_inside_forward(module: nn.Module) -> bool:
     """Whether a forward pass is running of a root, or of the root that stands for a module."""
     return module in running_forwards
+
+
+def mend_caught(sharded: Sharded) -> None:
+    """Mend a root before a backward pass or an optimizer's step if an exception has ended the last backward pass.
+
+    Raises:
+        ShardingError: There are gradients, which may be from a part of that backward pass.
+    """
+    if not sharded.is_interrupted or in_backward():
+        return
+    if is_inside_forward(sharded.root):
+        sharded.mend_inside()
+    else:
+        sharded.mend_interrupted()
 
 
 @contextmanager
@@ -402,7 +417,10 @@ def _forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: 
             if root not in running_forwards and root not in _called_again and not is_recomputing():
                 return _call_again(root, forward, args, kwargs)
         else:
-            _sharded(root).follow_written_shards()
+            sharded = _sharded(root)
+            if sharded.is_interrupted:  # by an exception that the step has caught
+                sharded.mend_inside()
+            sharded.follow_written_shards()
         return forward(*args, **kwargs)
     _begin(root, module)
     sharded, failed = _sharded(root), True

@@ -171,10 +171,16 @@ class LoopbackSharded(Sharded):
     def abandon_forward(self) -> None:
         self.reshard()
 
+    @property
+    def is_interrupted(self) -> bool:
+        return self.end.interrupted or self.replicated.interrupted
+
     def mend_interrupted(self) -> None:
-        if self.end.interrupted:
+        if self.is_interrupted:
             refuse_half_gradients(self.root, self.layout())
             self.reset()
+            self.end.forget()
+            self.replicated.forget()
 
     # -- state -----------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from collections.abc import Callable, Collection, Mapping
@@ -193,6 +194,38 @@ def _solved(step: Step) -> Tensor:
     return mse_loss(result, step.y)
 
 
+def _solved_beside_a_later_call(step: Step) -> Tensor:
+    """The later call is differentiated first: the pass inside of its pass calls units that have been visited."""
+    return _solved(step) + step.loss(0.5 * step.x)
+
+
+def _recomputed_inside(step: Step) -> Tensor:
+    """Two calls of units that are computed again in a backward pass of their own, as by a reentrant checkpoint.
+
+    torch's has no device module for XLA.
+    """
+
+    class Recomputed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Any:
+            ctx.save_for_backward(x)
+            return step.blocks[1](step.blocks[0](x))
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            x = _differentiable(ctx.saved_tensors[0])
+            with torch.enable_grad():
+                output = step.blocks[1](step.blocks[0](x))
+            torch.autograd.backward(output, gradient)
+            return x.grad
+
+    def computed(x: Tensor) -> Tensor:
+        result: Tensor = Recomputed.apply(_differentiable(x))  # type: ignore[no-untyped-call]
+        return mse_loss(result, step.y)
+
+    return computed(step.x) + computed(0.5 * step.x) + step.loss(step.x.flip(1))
+
+
 def _frozen_for_a_call(step: Step) -> Tensor:
     def freeze(trains: bool) -> None:
         for block in step.blocks:
@@ -295,6 +328,26 @@ def _backward_kept(step: Step) -> Tensor:
     return step.loss(step.x.flip(1))
 
 
+def _caught_in_a_backward_pass(step: Step) -> Tensor:
+    """An exception ends a backward pass in the middle; the step forgets it, and runs another one, as out of memory."""
+
+    def fail(_: Tensor) -> None:
+        raise _CaughtError
+
+    output = step.net(step.x)
+    inner = step.blocks[0](step.x)
+    inner.register_hook(fail)
+    with contextlib.suppress(_CaughtError):
+        step.backward(mse_loss(output + step.blocks[1](inner), step.y))
+    del output, inner
+    step.forget()
+    return step.loss(step.x)
+
+
+class _CaughtError(Exception):
+    """What a step catches."""
+
+
 def _two_passes_through_a_loss(step: Step) -> Tensor:
     """The first pass leaves nothing at the loss by which the second one would be taken for one of the net."""
     x = _differentiable(step.x)
@@ -336,6 +389,8 @@ STEPS: dict[str, Callable[[Step], Tensor]] = {
     "cached loss": _cached,
     "cached loss beside another": _cached_and_another,
     "function that runs the net in its backward pass": _solved,
+    "function that runs the net in its backward pass, beside a later call": _solved_beside_a_later_call,
+    "units computed again in passes of their own, and called again": _recomputed_inside,
     "parameters frozen for a call": _frozen_for_a_call,
     "parameters frozen while an adversarial example is made": _frozen_for_an_attack,
     "parameters frozen in one of two calls": _frozen_in_one_of_two_calls,
@@ -349,6 +404,7 @@ STEPS: dict[str, Callable[[Step], Tensor]] = {
     "backward pass before the step's": _backward_kept,
     "two passes through a loss of inputs": _two_passes_through_a_loss,
     "optimizer's parameters written between two calls": _optimizers_parameters_written,
+    "backward pass that an exception ends, and another": _caught_in_a_backward_pass,
 }
 
 #: What torch's checkpoint refuses: the recomputation saves other tensors than the forward pass has.
