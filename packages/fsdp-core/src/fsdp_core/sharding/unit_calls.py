@@ -93,6 +93,7 @@ class UnitCalls:
             objects that the library doesn't look into. It lets the library gather before their backward pass.
         modules: Those in whose attributes the unit may leave tensors, such as a part of the loss.
         refused: The derivatives in which the library can't gather.
+        end_without_output: Called when a call has ended that has returned ``None``, or raised.
     """
 
     def __init__(
@@ -100,8 +101,9 @@ class UnitCalls:
         show: Callable[[list[Tensor]], None],
         modules: Iterable[nn.Module] = (),
         refused: RefusedTransforms | None = None,
+        end_without_output: Callable[[], None] | None = None,
     ) -> None:
-        self._show, self._refused = show, refused
+        self._show, self._refused, self._end_without_output = show, refused, end_without_output
         self._attributes = [(vars(module).values, _first_of_user(vars(module))) for module in modules]
         self._without_tensors: set[type] = {type(None), bool, int, float, str}  # the types of attributes
         self._running: list[tuple[_Call | None, list[Tensor]]] = []  # the innermost last
@@ -138,6 +140,8 @@ class UnitCalls:
         Raises:
             ShardingError: What the unit returns would compute with its parameters later.
         """
+        if output is None and self._end_without_output is not None:
+            self._end_without_output()
         call, known = self._running.pop() if self._running else (None, [])
         shown = [] if call is None else [one for one in tree_flatten(call.give_back())[0] if isinstance(one, Tensor)]
         if not isinstance(output, Tensor) and (later := _computed_later(output)):

@@ -657,10 +657,27 @@ def watch_calls(
             show_first(unit, tensors)
             _register_pre_backward_hooks(unit, unit.module, tensors, handle_of(unit))
 
-    calls = UnitCalls(show, unit.module.modules(), _REFUSED)
+    def abandon() -> None:
+        unit = own()
+        if unit is not None:
+            _abandon_call(unit)
+
+    calls = UnitCalls(show, unit.module.modules(), _REFUSED, abandon)
     unit.register_forward_pre_hook(calls.enter, with_kwargs=True, prepend=True)
     unit.module.register_forward_pre_hook(calls.begin, with_kwargs=True, prepend=True)
     unit.register_forward_hook(calls.leave, always_call=True)
+
+
+def _abandon_call(unit: FullyShardedDataParallel) -> None:
+    """End a call of a unit that an exception has left, if one has, so that a backward pass may reach an earlier call.
+
+    The end of the root's call ends those of all units.
+    """
+    handle, state = handle_of(unit), unit.training_state
+    is_running = handle is not None and handle._training_state == HandleTrainingState.FORWARD
+    if is_running and state == TrainingState.FORWARD_BACKWARD and not unit._is_root:
+        _post_forward_reshard(unit, handle)
+        unit.training_state, handle._training_state = TrainingState.IDLE, HandleTrainingState.IDLE
 
 
 def reduce_unused(unit: FullyShardedDataParallel) -> None:
