@@ -49,6 +49,7 @@ from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.sharded import Sharded, sharded_around
+from fsdp_core.torch_private import in_backward
 
 __all__ = ["ShardedFabricStrategy"]
 
@@ -293,6 +294,10 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
             raise
         finally:
             self._in_backward = False
+        for root in self.roots:
+            if root.is_called_in_backward and not in_backward():  # libraries may leave it gathered
+                root.is_called_in_backward = False
+                root.end_call()
         self._backward_sync_control.after_backward(self.roots)
         self._gradients.on()
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.torch_private import check_missing_gradients, is_flattened
+from fsdp_core.torch_private import check_missing_gradients, depends_on_other, is_flattened
 
 __all__ = ["refuse_gradient_hooks"]
 
@@ -49,18 +49,20 @@ def refuse_gradient_hooks(parameters: Iterable[tuple[str, nn.Parameter]], called
     check_missing_gradients(_check_reached)
 
 
-def _check_reached(parameter: Tensor) -> None:
+def _check_reached(parameter: Tensor, outputs: Any) -> None:
     """Refuse to differentiate with respect to a parameter to which the graph of the outputs does not lead.
 
     Args:
         parameter: What ``torch.autograd.grad`` has no gradient of.
+        outputs: What it differentiates.
 
     Raises:
-        UnsupportedCapabilityError: It is a shard, or was gathered.
+        UnsupportedCapabilityError: It is a shard, or was gathered, and the outputs may depend on what was gathered
+            for another call. What they don't depend on at all has no gradient, as in plain torch.
     """
     gathered: Any = getattr(parameter, "_fsdp_value", None)
     name = getattr(parameter, _NAME, None) if gathered is None else gathered.name
-    if name is not None:
+    if name is not None and (gathered is None or depends_on_other(outputs, parameter, _is_same(gathered))):
         raise UnsupportedCapabilityError(
             f"torch.autograd.grad() with respect to {name!r}, which is sharded: outputs depend on what was gathered "
             "for the call that has computed them, and autograd knows no way to what the module holds now.\n"
@@ -69,6 +71,11 @@ def _check_reached(parameter: Tensor) -> None:
             "method that model.mark_forward_method() names, parameters that belong to no unit (all of them with "
             "auto_wrap_policy=None) can be differentiated until the next backward() in the step."
         )
+
+
+def _is_same(gathered: Any) -> Callable[[Tensor], bool]:
+    """Whether a leaf is what was gathered of a parameter."""
+    return lambda leaf: getattr(leaf, "_fsdp_value", None) is gathered
 
 
 def _refuse(method: str, name: str, called: tuple[str, ...], hook: Callable[..., Any]) -> NoReturn:

@@ -56,7 +56,7 @@ class _Handle(FlatParamHandle):
     @outside_of_compilation
     def _reset_flat_param_grad_info_if_needed(self) -> None:
         with without_torch_function():
-            super()._reset_flat_param_grad_info_if_needed()
+            super()._reset_flat_param_grad_info_if_needed()  # type: ignore[no-untyped-call]
 
     def _is_in_place(self) -> bool:
         """Whether parameters and gradients certainly are where FSDP1 has put them.
