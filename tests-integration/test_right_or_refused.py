@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_core.errors import FSDPError
 from fsdp_core.testing import RankPool, oracle
@@ -148,6 +149,64 @@ def _penalty(net: Net, x: Tensor, y: Tensor) -> Tensor:
     return mse_loss(net(x), y) + 0.1 * torch.stack([weight.square().sum() for weight in weights]).sum()
 
 
+def _penalty_of_all(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    penalty = torch.stack([p.square().sum() for p in net.parameters()]).sum()
+    return mse_loss(net(x), y) + 0.1 * cast(Tensor, penalty)
+
+
+def _orthogonal(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    weight: Tensor = net.blocks[0].up.weight
+    return mse_loss(net(x), y) + 0.1 * (weight @ weight.T).square().sum()
+
+
+def _weighed_by_norm(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    return mse_loss(net(x), y) * (1 + net.blocks[0].up.weight.detach().square().sum().item())
+
+
+def _moved_by_hand(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    parameters = list(net.parameters())
+    before = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for p, old in zip(parameters, before, strict=True):
+            p.mul_(0.9).add_(torch.zeros_like(old))
+            p.lerp_(old, 0.5)
+    for p in parameters:
+        p.data.clamp_(-1.0, 1.0)
+    return mse_loss(net(x), y)
+
+
+def _recomputed(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    output: Any = checkpoint(net, x, use_reentrant=False)
+    return mse_loss(output, y)
+
+
+def _called_in_backward(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    output = net(x)
+
+    @torch.no_grad()
+    def scale(gradient: Tensor) -> Tensor:
+        return gradient * (1 + net(torch.ones_like(x[:2])).mean())
+
+    output.register_hook(scale)
+    return mse_loss(output, y)
+
+
+def _add_idle(net: Any) -> None:
+    net.idle = nn.Linear(2, 2)
+    net.idle.weight.data.fill_(0.5)
+    net.idle.bias.data.fill_(0.5)
+
+
+def _beside_idle(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = mse_loss(net(x), y)
+    used, idle = net.blocks[0].up.weight, net.idle.weight
+    with pytest.raises(RuntimeError, match="Set allow_unused=True"):
+        torch.autograd.grad(loss, [used, idle], retain_graph=True)
+    gradient, nothing = torch.autograd.grad(loss, [used, idle], create_graph=True, allow_unused=True)
+    assert nothing is None
+    return loss + 0 * gradient.sum()
+
+
 class _LeavingBlock(oracle.Block):
     """Returns nothing: its output is an attribute."""
 
@@ -221,6 +280,8 @@ _OF_SHARD = (
     "mark_forward_method()",
 )
 _OF_FUNCTION = ("auto_wrap_policy=None",)
+_OF_PIECE = ("would see this rank's piece of it alone", "weight_decay", "mark_forward_method()", "gathered(module)")
+_OF_DTENSOR = ("there it is a DTensor, a shard", "weight_decay", "mark_forward_method()")
 
 KINDS = {
     "torch.func.jvp": Kind(loss=_pushed_forward, words={"fsdp_native": ("torch.func's jvp", *_INSTEAD, "'fsdp2'")}),
@@ -244,6 +305,21 @@ KINDS = {
         options={"sharding_strategy": "NO_SHARD"},
         words={"fsdp_native": ("was computed with", ".up.weight' outside of", "weight_decay", "auto_wrap_policy=None")},
         strategies=("fsdp_native",),
+    ),
+    "penalty of all parameters": Kind(loss=_penalty_of_all, words={"fsdp2": _OF_DTENSOR, "fsdp_native": _OF_PIECE}),
+    "product with a weight of a unit": Kind(
+        loss=_orthogonal, words={"fsdp2": _OF_DTENSOR, "fsdp_native": _OF_PIECE}, fronts=("fabric",)
+    ),
+    "norm of a weight of a unit": Kind(
+        loss=_weighed_by_norm,
+        words={"fsdp2": ("float(value.full_tensor())",), "fsdp_native": _OF_PIECE},
+        fronts=("fabric",),
+    ),
+    "parameters moved by hand": Kind(loss=_moved_by_hand, fronts=("fabric",)),
+    "recomputed net": Kind(loss=_recomputed),
+    "call of the net in its backward pass": Kind(loss=_called_in_backward),
+    "gradients beside an idle layer": Kind(
+        edit=_add_idle, loss=_beside_idle, options={"auto_wrap_policy": None}, fronts=("automatic", "by hand")
     ),
     "outputs in attributes": Kind(edit=_let_leave, options={"auto_wrap_policy": {_LeavingBlock}}),
     "returned parameters": Kind(

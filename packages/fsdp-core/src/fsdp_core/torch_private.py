@@ -57,6 +57,7 @@ __all__ = [
     "check_inputs_of_backward",
     "check_missing_gradients",
     "default_store",
+    "depends_on_other",
     "foreach_mul_",
     "foreach_norm",
     "forget_meshes",
@@ -353,13 +354,60 @@ def is_accumulated(parameter: Tensor) -> bool:
         return False
 
 
-def check_missing_gradients(check: Callable[[Tensor], None]) -> None:
+def depends_on_other(outputs: Any, tensor: Tensor, is_same: Callable[[Tensor], bool]) -> bool:
+    """Whether outputs depend on something else that stands for a tensor: on another leaf, or another view of its leaf.
+
+    There is no public way to learn which leaf a node of a graph adds to.
+
+    Args:
+        outputs: Tensors, or edges of a graph.
+        tensor: A leaf, or a view of one.
+        is_same: Whether a leaf stands for the tensor.
+
+    Example:
+        >>> flat = torch.ones(4, requires_grad=True)
+        >>> first, second = flat.split(2)
+        >>> again, _ = flat.split(2)
+        >>> [depends_on_other(one.sum(), first, lambda leaf: False) for one in (second, again)]
+        [False, True]
+    """
+    own = set(_nodes_before([tensor])) if tensor.grad_fn is not None else set[Any]()
+    leaves = [node.variable for node in own if hasattr(node, "variable")]
+    for node in _nodes_before((outputs,) if isinstance(outputs, Tensor | GradientEdge) else outputs):
+        if node in own:
+            continue
+        for following, _ in node.next_functions:
+            leaf: Any = getattr(following, "variable", None)
+            if leaf is not None and leaf is not tensor and (is_same(leaf) or any(leaf is one for one in leaves)):
+                return True
+    return False
+
+
+def _nodes_before(outputs: Any) -> Iterator[Any]:
+    """The nodes of a graph that lead to outputs, each once."""
+    edges = (one if isinstance(one, GradientEdge) else get_gradient_edge(one) for one in outputs if _has_edge(one))
+    pending = list(dict.fromkeys(edge.node for edge in edges))
+    known = set(pending)
+    while pending:
+        node: Any = pending.pop()
+        yield node
+        following = [one for one, _ in node.next_functions if one is not None and one not in known]
+        known.update(following)
+        pending += dict.fromkeys(following)
+
+
+def _has_edge(output: Any) -> bool:
+    return isinstance(output, GradientEdge) or output.requires_grad
+
+
+def check_missing_gradients(check: Callable[[Tensor, Any], None]) -> None:
     """Let ``torch.autograd.grad`` call a function with each parameter that it has no gradient of. Called once or again.
 
     torch has no hook there: autograd, which calls those on its nodes, does nothing for a leaf that no graph holds.
 
     Args:
-        check: Called before torch returns, or raises that the parameter was not used.
+        check: Called with the parameter and the outputs before torch returns, or raises that the parameter was not
+            used.
     """
     own: Any = getattr(torch.autograd.grad, "_fsdp_core_wraps", torch.autograd.grad)
 
@@ -379,11 +427,11 @@ def check_missing_gradients(check: Callable[[Tensor], None]) -> None:
                 part in str(error) for part in ("not have been used in the graph", "currently running autograd.grad()")
             ):
                 for one in given:
-                    check(one)
+                    check(one, outputs)
             raise
         for one, gradient in zip(given, found, strict=True):
             if gradient is None:
-                check(one)
+                check(one, outputs)
         if materialize_grads:
             found = tuple(
                 torch.zeros_like(one) if gradient is None else gradient

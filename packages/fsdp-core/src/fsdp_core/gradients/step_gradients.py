@@ -24,10 +24,13 @@ _INSTEAD = (
 )
 
 
-#: What gives as many elements as it is given, or no tensor, and looks at more than one element for it.
+#: What gives as many elements as it is given, or no tensor, and looks at more than one element for it. A sum of one
+#: element, and a product with a square matrix, are among them.
 _NOT_ELEMENTWISE = frozenset(
     {"__array__", "numpy", "tolist", "allclose", "equal", "normalize", "renorm", "softmax", "log_softmax", "softmin"}
     | {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "flip", "roll"}
+    | {"sum", "nansum", "mean", "nanmean", "prod", "norm", "vector_norm", "std", "var", "amax", "amin", "logsumexp"}
+    | {"matmul", "__matmul__", "__rmatmul__", "mv", "linear"}
 )
 
 
@@ -36,9 +39,9 @@ _OF_GRADIENT = f"of a gradient would see this rank's piece of it alone.\n{_INSTE
 _OF_PARAMETER = (
     "of a parameter would see this rank's piece of it alone.\n"
     "A penalty over all parameters belongs into the optimizer (weight_decay); one on the parameters of a unit is right "
-    "in the unit's own forward(), and one on what belongs to no unit in training_step(). For values, write "
-    "fsdp_core.full_state_dict(self) on all ranks, or with fsdp_core.gathered(self): in a hook between steps. Under a "
-    "strategy whose sharded parameters are DTensors, torch's own functions are right on them."
+    "in the unit's own forward(), and one on what belongs to no unit in training_step(), under Fabric in a method that "
+    "model.mark_forward_method() names. For values, write with fsdp_core.gathered(module): on all ranks, between "
+    "steps; or let fsdp_core.full_state_dict(module) give them to rank 0."
 )
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_core.gradients.step_gradients import forget_shown
+from fsdp_core.torch_private import without_torch_function
 
 __all__ = ["on_zero_grad"]
 
@@ -42,10 +43,13 @@ _optimizers_own, _modules_own = Optimizer.zero_grad, nn.Module.zero_grad
 
 @wraps(_optimizers_own)
 def _optimizer_zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-    _optimizers_own(self, set_to_none)
     then = _of_optimizers.get(getattr(self, "_optimizer", self))  # Lightning's wrappers have the user's there
-    if then is not None:
-        then()
+    if then is None:
+        _optimizers_own(self, set_to_none)
+        return
+    with without_torch_function():  # parameters may be guarded, see step_gradients
+        _optimizers_own(self, set_to_none)
+    then()
 
 
 @wraps(_modules_own)

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from fsdp_core.checkpoint.storage.joined import Paths, paths_of
 from fsdp_core.errors import ShardingError
+from fsdp_core.gradients.step_gradients import unguard_parameters
 from fsdp_core.lightning.capabilities import check_precision
 from fsdp_core.lightning.checkpoints.fabric_checkpoints import (
     load_checkpoint,
@@ -48,6 +49,7 @@ from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.sharded import Sharded, sharded_around
+from fsdp_core.torch_private import in_backward
 
 __all__ = ["ShardedFabricStrategy"]
 
@@ -123,7 +125,12 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         self._first_forwards: list[FirstForwards] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._gradients = GuardedGradients(lambda: self.optimizers, lambda: self.roots)
+        self._gradients = GuardedGradients(
+            lambda: self.optimizers,
+            lambda: self.roots,
+            with_parameters=True,
+            gathers=lambda: True,  # nothing tells when the user calls a model next
+        )
         self._signals: Signals | None = None
         self._num_nodes = 1
         self._in_backward = False
@@ -201,10 +208,12 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         return self.backend.wrap_context()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
+        unguard_parameters(module.parameters())  # of one that is sharded already, maybe by another Fabric
         sharded = self._shard(module)
         if not any(known is sharded for known in self.roots):
             self._roots.append(weakref.ref(sharded))
             self._first_forwards.append(FirstForwards(sharded))
+        self._gradients.add(sharded)
         return ShardedForward(sharded, lambda: self._in_backward)
 
     @property
@@ -249,13 +258,15 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         forward = self.setup_module(module)
-        self._take_optimizers(optimizers, self.roots)
-        self.optimizers.update(optimizers)
+        with self._gradients.while_off():
+            self._take_optimizers(optimizers, self.roots)
+            self.optimizers.update(optimizers)
         return forward, optimizers, scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        self._take_optimizers([optimizer], self.roots)
-        self.optimizers.add(optimizer)
+        with self._gradients.while_off():
+            self._take_optimizers([optimizer], self.roots)
+            self.optimizers.add(optimizer)
         return optimizer
 
     def module_to_device(self, module: nn.Module) -> None:
@@ -278,11 +289,17 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         try:
             with self.backward_context():
                 super().backward(tensor, module, *args, **kwargs)
-        except RuntimeError as error:
-            explain_shards(error, self.roots)
+        except BaseException as error:
+            if isinstance(error, RuntimeError):
+                explain_shards(error, self.roots)
+            self._gradients.guard_parameters()
             raise
         finally:
             self._in_backward = False
+        for root in self.roots:
+            if root.is_called_in_backward and not in_backward():  # libraries may leave it gathered
+                root.is_called_in_backward = False
+                root.end_call()
         self._backward_sync_control.after_backward(self.roots)
         self._gradients.on()
 
@@ -296,9 +313,9 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         if self.async_saves is not None:
             self.async_saves.step()
+        self._gradients.off()
         self._follow_added_parameters(optimizer, self.roots)
         closure = kwargs.pop("closure", None)
-        self._gradients.off()
         for root in self.roots:
             mend_caught(root)
         inside = [root for root in self.roots if is_inside_forward(root.root)]  # a method that does a whole step
@@ -323,6 +340,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
     def _evaluate(self, closure: Callable[[], Any], optimizer: Any, inside: Iterable[Sharded]) -> Any:
         for root in inside:
             root.stepped_inside()
+        self._gradients.guard_parameters()
         result = closure()
         self._gradients.off()
         for root in inside:
@@ -449,7 +467,8 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         self.wait_for_saves()
-        return load_checkpoint(self, self.first_of(paths_of(path), "load"), state, strict, weights_only)
+        with self._gradients.while_off():
+            return load_checkpoint(self, self.first_of(paths_of(path), "load"), state, strict, weights_only)
 
     def teardown(self) -> None:
         self._gradients.off()

@@ -1,4 +1,4 @@
-"""What users compute of gradients between a backward pass and a step: right, or refused, and never of a piece."""
+"""What users compute of gradients and parameters between two steps: right, or refused, and never of a piece."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class GuardedGradients:
     def off(self) -> None:
         """Allow them: the library is about to compute with gradients."""
         self._find_pieces()
-        unguard(self._gradients())
         unguard_parameters([*self._pieces(), *self._held_flat()])
+        unguard(self._gradients())
         refuse_values_of_parts(False)
 
     def guard_parameters(self) -> None:
@@ -70,6 +70,11 @@ class GuardedGradients:
         self._find_pieces()
         unguard_parameters(self._held_flat())  # a library is about to gather from them
         guard_parameters(self._pieces())
+
+    def add(self, root: Sharded) -> None:
+        """Refuse them for another root too, from now on: it was sharded, and perhaps no optimizer trains it."""
+        self._find_shown(root)
+        self.on()
 
     @contextmanager
     def while_on(self) -> Iterator[None]:
@@ -114,4 +119,12 @@ class GuardedGradients:
             roots = self._roots()
             pieces = (p for p in held if not isinstance(p, DTensor) and any(root.holds_part(p) for root in roots))
             self._in_pieces = [ref(p) for p in pieces]
-            self._shown = [ref(p) for root in roots for p in root.written.parameters() if root.shows_piece(p)]
+            for root in roots:
+                self._find_shown(root)
+
+    def _find_shown(self, root: Sharded) -> None:
+        # also those that were found before: a root may be gathered, and its modules hold none of them then
+        known = [p for piece in self._shown if (p := piece()) is not None]
+        are_known = set(map(id, known))
+        new = (p for p in root.written.parameters() if id(p) not in are_known and root.shows_piece(p))
+        self._shown = list(map(ref, chain(known, new)))

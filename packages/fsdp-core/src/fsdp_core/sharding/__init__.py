@@ -42,6 +42,7 @@ from fsdp_core.torch_private import (
     outside_of_compilation,
     outside_transforms,
     times_written,
+    without_torch_function,
 )
 
 __all__ = [
@@ -110,5 +111,6 @@ __all__ = [
     "times_written",
     "unwrapped",
     "use_split",
+    "without_torch_function",
     "wrap",
 ]

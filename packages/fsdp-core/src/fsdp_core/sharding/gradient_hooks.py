@@ -15,7 +15,13 @@ from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.torch_private import check_inputs_of_backward, check_missing_gradients, is_flattened, reaches
+from fsdp_core.torch_private import (
+    check_inputs_of_backward,
+    check_missing_gradients,
+    depends_on_other,
+    is_flattened,
+    reaches,
+)
 
 __all__ = ["refuse_gradient_hooks"]
 
@@ -51,17 +57,19 @@ def refuse_gradient_hooks(parameters: Iterable[tuple[str, nn.Parameter]], called
     check_inputs_of_backward(_check_inputs)
 
 
-def _check_reached(parameter: Tensor) -> None:
+def _check_reached(parameter: Tensor, outputs: Any) -> None:
     """Refuse to differentiate with respect to a parameter to which the graph of the outputs does not lead.
 
     Args:
         parameter: What ``torch.autograd.grad`` has no gradient of.
+        outputs: What it differentiates.
 
     Raises:
-        UnsupportedCapabilityError: It is a shard, or was gathered.
+        UnsupportedCapabilityError: It is a shard, or was gathered, and the outputs may depend on what was gathered
+            for another call. What they don't depend on at all has no gradient, as in plain torch.
     """
-    name = _name_of(parameter)
-    if name is not None:
+    name, gathered = _name_of(parameter), getattr(parameter, "_fsdp_value", None)
+    if name is not None and (gathered is None or depends_on_other(outputs, parameter, _is_same(gathered))):
         raise _unreached(
             "torch.autograd.grad()",
             name,
@@ -105,6 +113,11 @@ def _unreached(function: str, name: str, instead: str) -> UnsupportedCapabilityE
         f"{function} with respect to {name!r}, which is sharded: outputs depend on what was gathered for the call that "
         f"has computed them, and autograd knows no way to what the module holds now.\n{instead}"
     )
+
+
+def _is_same(gathered: Any) -> Callable[[Tensor], bool]:
+    """Whether a leaf is what was gathered of a parameter."""
+    return lambda leaf: getattr(leaf, "_fsdp_value", None) is gathered
 
 
 def _refuse(method: str, name: str, called: tuple[str, ...], hook: Callable[..., Any]) -> NoReturn:

@@ -291,6 +291,9 @@ class Sharded(ABC):
     #: Whether parameters stay gathered because a backward pass has recorded its own graph, which holds them.
     keeps_graph: bool = False
 
+    #: Whether the root was called in a backward pass that may still run.
+    is_called_in_backward: bool = False
+
     #: Whether parameters were freed that such a graph holds, so that it can't be differentiated any more.
     has_freed_graph: bool = False
 

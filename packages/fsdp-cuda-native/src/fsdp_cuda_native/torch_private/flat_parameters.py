@@ -42,6 +42,7 @@ from fsdp_core.sharding import (
     WrittenValues,
     outside_of_compilation,
     times_written,
+    without_torch_function,
 )
 from fsdp_core.state import gathered_modules
 from fsdp_cuda_native.torch_private.handles import speed_up
@@ -305,7 +306,8 @@ class GatheredWrites:
             and unit is not None
             and (_is_between_calls(self._handle) or shows_parameters(unit))
         ):
-            trained = any(map(_is_trained, flat._params))
+            with without_torch_function():  # which may be guarded
+                trained = any(map(_is_trained, flat._params))
             if trained or len(getattr(flat, "_post_backward_hook_state", ())) != 2:
                 flat.requires_grad = trained
         _forget_unfit_hooks(flat)  # also those of a frozen unit that FSDP1's last end of a backward pass has not seen
@@ -388,7 +390,9 @@ class GatheredWrites:
         for info in self._handle.flat_param._shared_param_infos:
             if info.param_name in info.module._parameters:
                 info.module.__dict__.pop(info.param_name, None)
-        if params is not None and not all(map(_is_trained, params)):
+        with without_torch_function():
+            some_frozen = params is not None and not all(map(_is_trained, params))
+        if some_frozen:
             self.freeze()
 
     def keep(self, *, is_counted: bool) -> None:
@@ -562,7 +566,8 @@ def shows_parameters(unit: FullyShardedDataParallel) -> bool:
 def times_shards_written(unit: FullyShardedDataParallel) -> int:
     """How often what the optimizer holds of a unit was written to, but for writes through ``.data``."""
     flat = handle_of(unit).flat_param
-    return sum(map(times_written, flat._params or [flat]))
+    with without_torch_function():
+        return sum(map(times_written, flat._params or [flat]))
 
 
 def free_before_call(root: FullyShardedDataParallel) -> None:
@@ -1051,7 +1056,8 @@ def follow_frozen(unit: FullyShardedDataParallel) -> None:
     handle = handle_of(unit)
     params = None if handle is None else handle.flat_param._params
     if params is not None:
-        handle.flat_param.requires_grad = any(parameter.requires_grad for parameter in params)
+        with without_torch_function():
+            handle.flat_param.requires_grad = any(map(_is_trained, params))
         if hasattr(handle.flat_param, "_post_backward_hook_state"):
             _forget_unfit_hooks(handle.flat_param)
 

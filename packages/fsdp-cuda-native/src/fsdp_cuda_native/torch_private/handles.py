@@ -23,7 +23,7 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.distributed.fsdp._flat_param import FlatParamHandle, _safe_setattr_tensor_or_param
 from torch.nn.modules.module import _global_parameter_registration_hooks
 
-from fsdp_core.sharding import outside_of_compilation
+from fsdp_core.sharding import outside_of_compilation, without_torch_function
 
 __all__ = ["speed_up"]
 
@@ -46,9 +46,17 @@ def speed_up(handle: Any) -> None:
 class _Handle(FlatParamHandle):
     # torch.compile leaves out the file of torch's handles, and not this one
 
+    # parameters may be guarded, see fsdp_core's step_gradients: their attributes would go through Python
+
     @outside_of_compilation
     def _writeback_orig_params(self) -> bool:
-        return False if self._is_in_place() else super()._writeback_orig_params()
+        with without_torch_function():
+            return False if self._is_in_place() else super()._writeback_orig_params()
+
+    @outside_of_compilation
+    def _reset_flat_param_grad_info_if_needed(self) -> None:
+        with without_torch_function():
+            super()._reset_flat_param_grad_info_if_needed()  # type: ignore[no-untyped-call]
 
     def _is_in_place(self) -> bool:
         """Whether parameters and gradients certainly are where FSDP1 has put them.
@@ -77,9 +85,10 @@ class _Handle(FlatParamHandle):
     @outside_of_compilation
     def _use_sharded_views(self) -> None:
         flat: Any = self.flat_param
-        if not self._are_plain() or self._skipped_use_sharded_views or not self._are_views_of_shard():
-            super()._use_sharded_views()
-            return
+        with without_torch_function():
+            if not self._are_plain() or self._skipped_use_sharded_views or not self._are_views_of_shard():
+                super()._use_sharded_views()
+                return
         for parameter, (name, module, _) in zip(flat._params, flat._param_infos, strict=True):
             self._setattr_param(module, name, parameter)
         if self.uses_sharded_strategy and self._training_state == HandleTrainingState.BACKWARD_POST:
@@ -118,7 +127,8 @@ class _Handle(FlatParamHandle):
             or any(tensor.dtype != flat.dtype for tensor in tensors)
             or not _are_parts(tensors, flat, self._offsets())
         ):
-            super()._use_unsharded_views(as_params)
+            with without_torch_function():
+                super()._use_unsharded_views(as_params)
             return
         for tensor, (name, module, _) in zip(tensors, flat._param_infos, strict=True):
             self._setattr_tensor(module, name, tensor)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from fsdp_core.sharding import outside_of_compilation, without_torch_function
 from fsdp_cuda_native.torch_private.flat_parameters import handle_of
 
 __all__ = [
@@ -38,7 +39,7 @@ def keep_gradients_of_frozen(unit: FullyShardedDataParallel) -> None:
     handle = handle_of(unit)
     if handle._use_orig_params:
         shown = _ShownGradients(handle)
-        handle._use_sharded_grad_views = shown.show
+        handle._use_sharded_grad_views = shown.show_guarded
         if not handle.uses_sharded_strategy:
             handle._use_unsharded_grad_views = shown.show_unreduced
 
@@ -54,6 +55,12 @@ class _ShownGradients:
         self._handle = weakref.ref(handle)
         self._shown: list[weakref.ref[Tensor] | None] = [None] * len(handle.flat_param._params)
         self._copied: set[int] = set()
+
+    @outside_of_compilation
+    def show_guarded(self) -> None:
+        """:meth:`show`, also for parameters that are guarded, whose attributes would go through Python."""
+        with without_torch_function():
+            self.show()
 
     def show(self) -> None:
         """Show gradients, as FSDP1 does when nothing waits for a reduction."""

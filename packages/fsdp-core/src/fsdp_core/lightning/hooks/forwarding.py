@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.lightning.hooks.redirection import called_as_written, explain_views, normal_tensors
+from fsdp_core.lightning.hooks.redirection import called_as_written, explain_shards, normal_tensors
 from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.full_tensor import gathered_modules
-from fsdp_core.torch_private import tree_flatten
+from fsdp_core.torch_private import in_backward, tree_flatten
 
 __all__ = ["ShardedForward", "sharded_in"]
 
@@ -40,15 +40,19 @@ class ShardedForward(nn.Module):
         root = self.sharded.root
         if root in gathered_modules:
             return self.sharded.written(*args, **kwargs)
+        is_inside = in_backward()  # a hook, or a recomputation: the rest of the backward pass needs what is gathered
+        if is_inside:
+            self.sharded.is_called_in_backward = True
         try:
             with called_as_written(root), normal_tensors():
                 output = root(*args, **kwargs)
         except BaseException as error:
-            explain_views(error)
-            self.sharded.abandon_forward()
-            self.sharded.reshard()
+            explain_shards(error, [self.sharded], is_inside=True)
+            if not is_inside:
+                self.sharded.abandon_forward()
+                self.sharded.reshard()
             raise
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not is_inside:
             self.sharded.end_call()
         for tensor in tree_flatten(output)[0]:
             if isinstance(tensor, Tensor) and tensor.requires_grad:

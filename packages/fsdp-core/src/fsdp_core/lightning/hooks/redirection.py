@@ -10,10 +10,13 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
+import torch.distributed.tensor
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
@@ -272,6 +275,10 @@ _OF_SHARDS = re.compile(
 )
 
 
+#: Where DTensors compute.
+_DTENSORS = Path(torch.distributed.tensor.__file__).parent
+
+
 #: Torch's errors when a function's backward pass differentiates with respect to a unit's parameters.
 _OF_FUNCTIONS = re.compile("mixed torch.Tensor and DTensor|setStorage|not have been used in the graph")
 
@@ -325,12 +332,13 @@ def explain_views(exception: BaseException) -> bool:
     return True
 
 
-def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = ()) -> None:
+def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *, is_inside: bool = False) -> None:
     """Add a note to an error of torch that says what to write if it is about a shard.
 
     Args:
         exception: The error.
         sharded: The roots that it may be about.
+        is_inside: Whether it was raised in a root's forward pass, also one without :func:`call_inside_forward`.
 
     Example:
         >>> error = RuntimeError("'weight' must be 2-D")
@@ -360,9 +368,19 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = ()) ->
             "write auto_wrap_policy=None, for one unit; and let it keep parameters by ctx.save_for_backward()."
         )
         return
+    in_engine = any(code.co_name == "_engine_run_backward" for code in codes)
+    if in_engine and _is_of_torch(codes[-1]) and "mixed torch.Tensor and DTensor" in str(exception):
+        exception.add_note(
+            "fsdp-core: the loss was computed with a parameter, or a value of one, outside of the unit that it belongs "
+            "to: there it is a DTensor, a shard.\n"
+            "A penalty over all parameters belongs into the optimizer (weight_decay); one on the parameters of a unit "
+            "is right in the unit's own forward(), and one on what belongs to no unit in training_step(), under Fabric "
+            "in a method that model.mark_forward_method() names."
+        )
+        return
     if not _OF_SHARDS.search(str(exception)) or any(code.co_name == "_engine_run_backward" for code in codes[-1:]):
         return  # in a backward pass it is about what has happened before
-    if any(code is call_inside_forward.__code__ for code in codes):
+    if is_inside or any(code is call_inside_forward.__code__ for code in codes):
         exception.add_note(
             "fsdp-core: this may be about a layer or a parameter inside a unit, such as self.blocks[0].norm, that is "
             "used from outside of the unit: there it is a shard.\n"
@@ -375,6 +393,11 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = ()) ->
         "Call the model, or a part of it that is not a layer inside a unit, which gathers what it needs; or write, on "
         "all ranks,\n    with fsdp_core.gathered(module):\nin which it has full parameters."
     )
+
+
+def _is_of_torch(code: CodeType) -> bool:
+    """Whether torch has raised this itself, in its engine or in DTensor's operations."""
+    return code.co_name == "_engine_run_backward" or Path(code.co_filename).is_relative_to(_DTENSORS)
 
 
 def _let_forward_ask(module: nn.Module) -> None:
