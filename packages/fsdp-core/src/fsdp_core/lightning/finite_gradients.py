@@ -51,7 +51,8 @@ def refuse_nonfinite(optimizer: Optimizer, roots: Sequence[Sharded], runtime: Ru
     if all_finite((p.grad for p in held if p.grad is not None), runtime):
         return
     for root in roots:
-        root.reshard()  # a step by hand shows gathered parameters, and the optimizer holds shards
+        root.abandon_forward()  # that of a step by hand, which shows gathered parameters; the optimizer holds shards
+        root.reshard()
     optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper around the user's
     parts = {p: of_root for root in roots for p, of_root in root.layout().items()}
     in_order = [part.name for p in held for part in parts.get(p, ())]
