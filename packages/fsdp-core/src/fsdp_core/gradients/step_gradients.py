@@ -229,12 +229,20 @@ def guard_parameters(pieces: Iterable[Tensor]) -> None:
             piece.__class__ = _ParameterPiece
 
 
-def unguard_parameters(pieces: Iterable[Tensor]) -> None:
-    """Let these be parameters as any again."""
-    for piece in pieces:
+def unguard_parameters(pieces: Iterable[Tensor]) -> list[Tensor]:
+    """Let these be parameters as any again.
+
+    Args:
+        pieces: Parameters.
+
+    Returns:
+        Those that were guarded.
+    """
+    guarded: list[Tensor] = [p for p in pieces if type(p) is _ParameterPiece]  # isinstance() takes torch several calls
+    for piece in guarded:
         instance: Any = piece
-        if type(piece) is _ParameterPiece:  # isinstance() of a class of parameters takes torch several calls
-            instance.__class__ = nn.Parameter
+        instance.__class__ = nn.Parameter
+    return guarded
 
 
 def guard(gradients: Iterable[Tensor | None], of: type[Piece] = Piece) -> None:

@@ -105,6 +105,7 @@ class ComparedShards:
             modules, the one whose hooks run while it is still gathered.
 
     Example:
+        >>> import torch
         >>> module = nn.Module()
         >>> shard = torch.ones(2)
         >>> gathered = shard.clone()

@@ -4,7 +4,7 @@ from fsdp_core.gradients.backward import EndOfBackward
 from fsdp_core.gradients.clipping import clip_grads_by_norm, clip_grads_by_value, is_sharded_dtensor, local_tensor
 from fsdp_core.gradients.gathered_values import GatheredValue, WrittenValues, forget_writes
 from fsdp_core.gradients.replicated import ReplicatedParameters, stays_whole
-from fsdp_core.gradients.step_gradients import StepGradients
+from fsdp_core.gradients.step_gradients import StepGradients, guard_parameters, unguard_parameters
 from fsdp_core.gradients.step_writes import ComparedShards, GatheredShard, StepWrites
 from fsdp_core.initialization.materialize import materialize, note_initialisers, place
 from fsdp_core.initialization.sharded_init import KeptPart, is_part, kept_as_built, let_go_of
@@ -83,6 +83,7 @@ __all__ = [
     "current_split",
     "describe_policy",
     "forget_writes",
+    "guard_parameters",
     "in_backward",
     "is_accumulated",
     "is_flattened",
@@ -109,6 +110,7 @@ __all__ = [
     "stand_ins_in_place",
     "stays_whole",
     "times_written",
+    "unguard_parameters",
     "unwrapped",
     "use_split",
     "without_torch_function",

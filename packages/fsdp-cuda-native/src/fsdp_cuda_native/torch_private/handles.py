@@ -23,7 +23,7 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.distributed.fsdp._flat_param import FlatParamHandle, _safe_setattr_tensor_or_param
 from torch.nn.modules.module import _global_parameter_registration_hooks
 
-from fsdp_core.sharding import outside_of_compilation, without_torch_function
+from fsdp_core.sharding import guard_parameters, outside_of_compilation, unguard_parameters, without_torch_function
 
 __all__ = ["speed_up"]
 
@@ -85,6 +85,7 @@ class _Handle(FlatParamHandle):
     @outside_of_compilation
     def _use_sharded_views(self) -> None:
         flat: Any = self.flat_param
+        guard_parameters(self.__dict__.pop(_GUARDED, ()))
         with without_torch_function():
             if not self._are_plain() or self._skipped_use_sharded_views or not self._are_views_of_shard():
                 super()._use_sharded_views()
@@ -129,6 +130,8 @@ class _Handle(FlatParamHandle):
         ):
             with without_torch_function():
                 super()._use_unsharded_views(as_params)
+            if as_params:  # summon_full_params(): they are whole for a while
+                self.__dict__[_GUARDED] = unguard_parameters(flat._params or ())
             return
         for tensor, (name, module, _) in zip(tensors, flat._param_infos, strict=True):
             self._setattr_tensor(module, name, tensor)
@@ -141,6 +144,7 @@ class _Handle(FlatParamHandle):
         return [end - numel for end, numel, is_padding in parts if not is_padding]
 
 
+_GUARDED = "_fsdp_cuda_native_guarded"
 _DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
