@@ -58,7 +58,7 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "recipes vqvae_parameters": {"parameter.data.copy_(values)": STRATEGIES},
     "recipes_of_transformers merged_adapters": {
         "parameter.data.copy_(values)": ("fsdp2",),
-        "fsdp_core.gathered(self)": ("fsdp_native",),
+        "fsdp_core.gathered(module)": ("fsdp_native",),
     },
     "recipe_loops pcgrad": {"'NoneType'": ("fsdp_native",)},
 }

@@ -72,6 +72,7 @@ __all__ = [
     "is_first_slice",
     "is_flattened",
     "is_recomputing",
+    "is_view",
     "iterates_as_torch",
     "last_collective",
     "let_compiled_graphs_take",
@@ -324,6 +325,11 @@ def let_compiled_graphs_take(kind: type[Tensor]) -> None:
     known = getattr(runtime_wrappers, "HANDLED_TYPES", None)
     if known is not None and kind not in known:
         runtime_wrappers.HANDLED_TYPES = (*known, kind)  # type: ignore[attr-defined]
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd knows a tensor as a view of another. There is no public way to ask."""
+    return tensor._is_view()
 
 
 def in_dual_level() -> bool:

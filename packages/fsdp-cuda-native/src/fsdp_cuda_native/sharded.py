@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_core import Runtime, Sharded, UnsupportedCapabilityError
 from fsdp_core.sharding import (
@@ -42,10 +42,6 @@ if TYPE_CHECKING:
     from fsdp_cuda_native.backend import NativeBackend
 
 __all__ = ["NativeSharded"]
-
-
-#: What leaves units gathered between their forward and their backward pass.
-_STAY_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 class NativeSharded(Sharded):
@@ -210,7 +206,7 @@ class NativeSharded(Sharded):
 
     def _times_shards_written(self) -> int:
         """How often shards were written to of the units that stay gathered between two calls in a step."""
-        stay = self._units if self.backend.sharding_strategy in _STAY_GATHERED else self._root_unit
+        stay = self._units if self.backend.sharding_strategy in torch_private.STAY_GATHERED else self._root_unit
         return sum(map(torch_private.times_shards_written, stay))
 
     def is_idle(self) -> bool:

@@ -142,10 +142,15 @@ class ZeRO1Sharded(Sharded):
     def abandon_forward(self) -> None:
         """Nothing is gathered for a forward pass."""
 
+    @property
+    def is_interrupted(self) -> bool:
+        return self.end.interrupted
+
     def mend_interrupted(self) -> None:
         if self.end.interrupted:
             refuse_half_gradients(self.root, self.layout())
             self.reset()
+            self.end.forget()
 
     # -- state -----------------------------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ def _check_reached(parameter: Tensor, outputs: Any) -> None:
     name, gathered = _name_of(parameter), getattr(parameter, "_fsdp_value", None)
     if name is not None and (gathered is None or depends_on_other(outputs, parameter, _is_same(gathered))):
         raise _unreached(
-            "torch.autograd.grad()",
+            "torch.autograd.grad() with respect to",
             name,
             "Run backward(), under Fabric fabric.backward(loss), and read the reduced gradient in parameter.grad; or "
             "differentiate with respect to inputs and activations. Inside training_step(), under Fabric inside a "
@@ -94,7 +94,7 @@ def _check_inputs(outputs: Sequence[Tensor | GradientEdge], inputs: Sequence[Ten
     for key, (name, _) in named.items():
         if key not in reached:
             raise _unreached(
-                "backward(inputs=...)",
+                "backward(inputs=...) with respect to",
                 name,
                 "Leave inputs out, and freeze before the backward pass what is to get no gradient: "
                 "parameter.requires_grad_(False).",
@@ -110,7 +110,7 @@ def _name_of(parameter: Tensor) -> str | None:
 
 def _unreached(function: str, name: str, instead: str) -> UnsupportedCapabilityError:
     return UnsupportedCapabilityError(
-        f"{function} with respect to {name!r}, which is sharded: outputs depend on what was gathered for the call that "
+        f"{function} {name!r}, which is sharded: outputs depend on what was gathered for the call that "
         f"has computed them, and autograd knows no way to what the module holds now.\n{instead}"
     )
 

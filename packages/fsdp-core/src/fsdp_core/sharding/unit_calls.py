@@ -25,7 +25,7 @@ from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.gradients.gathered_values import is_gathered
 from fsdp_core.sharding.outside_attributes import users_module
 from fsdp_core.state.full_tensor import gathered_modules
-from fsdp_core.torch_private import in_dual_level, outside_of_compilation, running_transforms, tree_flatten
+from fsdp_core.torch_private import in_dual_level, is_view, outside_of_compilation, running_transforms, tree_flatten
 
 __all__ = ["RefusedTransforms", "UnitCalls"]
 
@@ -197,7 +197,7 @@ def _returned(output: Any) -> Iterator[Tensor]:
 
 def _is_freed(tensor: Tensor) -> bool:
     """Whether a library has freed the memory of a tensor. Subclasses may have their memory elsewhere."""
-    if tensor.grad_fn is not None and not tensor._is_view():
+    if tensor.grad_fn is not None and not is_view(tensor):
         return False  # it was computed
     is_plain = type(tensor) is Tensor or (is_gathered(tensor) and not isinstance(tensor, DTensor))
     if not is_plain or tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided:

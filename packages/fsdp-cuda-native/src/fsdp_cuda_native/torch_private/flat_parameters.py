@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version, register_multi_grad_hook
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._runtime_utils import (
@@ -48,6 +48,7 @@ from fsdp_core.state import gathered_modules
 from fsdp_cuda_native.torch_private.handles import speed_up
 
 __all__ = [
+    "STAY_GATHERED",
     "FlatMember",
     "GatheredWrites",
     "Pending",
@@ -93,6 +94,9 @@ __all__ = [
     "watch_calls",
     "watch_hooks",
 ]
+
+#: What leaves units gathered between their forward and their backward pass. The second has no public name.
+STAY_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 @contextmanager
