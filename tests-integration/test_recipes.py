@@ -56,10 +56,7 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "recipes tent": {"under Fabric": ("fsdp_native",)},
     "recipes tent_manual": {"under Fabric": ("fsdp_native",)},
     "recipes vqvae_parameters": {"parameter.data.copy_(values)": STRATEGIES},
-    "recipes_of_transformers merged_adapters": {
-        "parameter.data.copy_(values)": ("fsdp2",),
-        "fsdp_core.gathered(module)": ("fsdp_native",),
-    },
+    "recipes_of_transformers merged_adapters": {"fsdp_core.gathered(module)": ("fsdp_native",)},
     "recipe_loops pcgrad": {"'NoneType'": ("fsdp_native",)},
 }
 

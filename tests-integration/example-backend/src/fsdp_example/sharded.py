@@ -34,8 +34,7 @@ __all__ = ["ZeRO1Sharded"]
 class ZeRO1Sharded(Sharded):
     """A module of whole parameters, each cut into one run of elements for each rank.
 
-    A rank's run shares memory with the whole parameter. What a step of the optimizer changes in it is there at once;
-    :meth:`gather` brings the runs of the other ranks.
+    A rank's run shares memory with the whole parameter; after a step, :meth:`gather` brings the runs of the others.
 
     Args:
         root: The module, with the same values on every rank.
@@ -141,10 +140,6 @@ class ZeRO1Sharded(Sharded):
 
     def abandon_forward(self) -> None:
         """Nothing is gathered for a forward pass."""
-
-    @property
-    def is_interrupted(self) -> bool:
-        return self.end.interrupted
 
     def mend_interrupted(self) -> None:
         if self.end.interrupted:
