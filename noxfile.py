@@ -22,8 +22,10 @@ from tools.environments import PACKAGES, PINNED_APART, ROOT, SHARING
 from tools.suites import (
     CLAUSES_SIDE_BY_SIDE,
     CORE,
+    SEED,
     SMOKE,
     choose_packages,
+    rehearse_run_on_card,
     run_clauses,
     run_folder,
     run_package,
@@ -83,9 +85,8 @@ def everything(session: nox.Session) -> None:
         f"rest of {package.name}": partial(run_package, session, package, "everything", pairs=package.pairs)
         for package in PACKAGES.values()
     }
-    run |= {
-        part.name: partial(part, session) for part in (integration, launchers, versions, card, typecheck, docs, build)
-    }
+    run |= {part.name: partial(part, session) for part in (integration, launchers, versions, typecheck, docs, build)}
+    run["card"] = partial(rehearse_run_on_card, session, "--turn", SEED)
     steps.fail_if_one_has(session, steps.run_steps(session, run))
 
 
@@ -190,14 +191,7 @@ def hardware(session: nox.Session) -> None:
 @nox.session(python=False)
 def card(session: nox.Session) -> None:
     """Rehearse the run on a GPU, on the CPU: packed, Python 3.12, torch 2.11; words after `--` go to the run."""
-    pins = ROOT / "tests-integration/gpu/constraints.txt"  # what a machine with a card is expected to have
-    interpreter = envs.find_python(session, "3.12")
-    wanted = ("pip", *envs.read_pins(pins))  # the run installs by pip
-    python = envs.make_environment(session, "card", [], *wanted, pins=pins, interpreter=interpreter)
-    session.run(envs.make_third_party(session), "tests-integration/gpu/pack.py")
-    words = ("--minutes", "30", "--out", envs.name_new_folder("gpu-rehearsal"), *session.posargs)
-    without_index = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": None, "HF_HUB_OFFLINE": "1"}
-    session.run(python, "tests-integration/gpu/run.py", *words, env=without_index)
+    rehearse_run_on_card(session, *session.posargs)
 
 
 @nox.session(python=False)

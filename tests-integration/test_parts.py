@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from itertools import product
 from pathlib import Path
 from textwrap import dedent
 from types import SimpleNamespace
@@ -57,8 +58,8 @@ class Suite:
     @pytest.mark.fsdp_scripts
     def test_of_a_script(self): ...
 
-class TestLoopback(Suite):
-    strategy = "loopback"
+class TestNative(Suite):
+    strategy = "fsdp_native"
 
 class TestFSDP2(Suite):
     strategy = "fsdp2"
@@ -86,7 +87,7 @@ def run_pytest(
 
 
 def collect(folder: Path, *words: str, source: str = CLAUSES) -> set[str]:
-    """What would run of the tests: ``TestLoopback::test_alone`` and so on."""
+    """What would run of the tests: ``TestNative::test_alone`` and so on."""
     run = run_pytest(folder, source, "--collect-only", "--quiet", "--quiet", *words)
     assert run.returncode == 0, run.stdout + run.stderr
     return {line.removeprefix("test_a.py::") for line in run.stdout.splitlines() if "::" in line}
@@ -96,7 +97,7 @@ def test_parts_have_nothing_in_common_and_strategies_share_what_is_drawn(tmp_pat
     fast, rest, whole = (collect(tmp_path, f"--part={part}") for part in ("tests", "everything", "all"))
     assert not fast & rest
     assert fast | rest < whole
-    names = ("TestLoopback", "TestFSDP2", "TestSPMD")
+    names = ("TestNative", "TestFSDP2", "TestSPMD")
     for name in names:
         unparametrized = {f"{name}::test_alone", f"{name}::test_further[0]"}
         assert {test for test in fast if test.startswith(name)} == unparametrized | {
@@ -105,6 +106,14 @@ def test_parts_have_nothing_in_common_and_strategies_share_what_is_drawn(tmp_pat
         assert f"{name}::test_long" in rest
     for clause in (*(f"test_further[{n}]" for n in range(1, 8)), "test_of_a_script"):
         assert [f"{name}::{clause}" in rest for name in names].count(True) == 1, clause
+
+
+@pytest.mark.parametrize("strategies", [("fsdp2", "fsdp_native", "xla_fsdp"), ("fsdp2", "loopback")])
+def test_what_all_strategies_of_a_suite_take_is_the_whole(strategies: tuple[str, ...]) -> None:
+    for number, seed in product(range(8), (1, 17)):
+        name = f"test_further[{number}]"
+        items: list[Any] = [SimpleNamespace(name=name, cls=SimpleNamespace(strategy=each)) for each in strategies]
+        assert [is_drawn(item, seed) for item in items].count(True) == 1
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native", "xla_fsdp", "of_a_vendor"])
@@ -247,9 +256,9 @@ def test_the_dearest_are_written_and_a_file_over_its_budget_is_named(tmp_path: P
     assert "test_b.py: 0 s, budget 0 s" in run.stdout
     assert "test_a.py: " not in run.stdout
     report: dict[str, Any] = json.loads(costs.read_text())
-    assert (report["ran"], report["left"]) == (3, 0)
-    assert {test for test, _ in report["dearest"]} == {f"test_{name}.py::test_uses" for name in "abc"}
-    assert all(0.2 < used < 3 for _, used in report["dearest"])
+    assert report["left"] == 0
+    assert report["tests"].keys() == {f"test_{name}.py::test_uses" for name in "abc"}
+    assert all(0.2 < used < 3 for used in report["tests"].values())
     assert 0.8 < report["cpu"] < 20
     if not workers:
         began = [line.split("::")[0] for line in run.stdout.splitlines() if "::test_uses" in line]

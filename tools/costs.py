@@ -52,7 +52,10 @@ def file_budgets() -> dict[str, float]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("parts").addoption(
-        "--costs", metavar="FILE", type=Path, help="write how many tests ran and were left, and the dearest, as JSON"
+        "--costs",
+        metavar="FILE",
+        type=Path,
+        help="write how many tests were left, and what each that ran has cost, as JSON",
     )
 
 
@@ -116,10 +119,9 @@ class Costs:
             output["tests_left"] = self._left
             output["cpu"] = tree_seconds(os.getpid())
         elif self._output is not None:
-            dearest = sorted(self._seconds.items(), key=lambda item: -item[1])[:10]
             # workers are also this process's children, which end by and by
             used = self._of_workers + time.process_time() if self._of_workers else tree_seconds(os.getpid())
-            costs = {"ran": len(self._seconds), "left": self._left, "dearest": dearest, "cpu": used}
+            costs = {"left": self._left, "tests": self._seconds, "cpu": used}
             self._output.parent.mkdir(parents=True, exist_ok=True)
             self._output.write_text(json.dumps(costs), encoding="utf-8")
 

@@ -130,12 +130,12 @@ def show_costs(names: list[str], *, is_whole: bool) -> int:
     """
     files = [file for file in map(costs_file, names) if file.exists()]
     costs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    tests = [test for run in costs for test in run["dearest"] if test[1] >= 0.1]
+    tests = [test for run in costs for test in run["tests"].items() if test[1] >= 0.1]
     if dearest := sorted(tests, key=lambda test: -test[1])[:10]:
         print(
             "", "The ten dearest tests, in CPU seconds:", *(f"{used:6.1f} {test}" for test, used in dearest), sep="\n"
         )
-    ran = sum(run["ran"] for run in costs)
+    ran = sum(len(run["tests"]) for run in costs)
     if not is_whole:
         print(f"\n{ran} tests were run: all that were chosen, with all parameters.", flush=True)
         return ran

@@ -17,8 +17,10 @@ from tools.environments import PACKAGES, PINNED_APART, ROOT, SHARING, Package
 __all__ = [
     "CLAUSES_SIDE_BY_SIDE",
     "CORE",
+    "SEED",
     "SMOKE",
     "choose_packages",
+    "rehearse_run_on_card",
     "run_clauses",
     "run_folder",
     "run_package",
@@ -32,6 +34,9 @@ TWO = ("--numprocesses=2", "--max-worker-restart=0")
 FILES_SIDE_BY_SIDE = (*TWO, "--dist=loadfile", "--no-loadscope-reorder")  # see tools/costs.py
 CLAUSES_SIDE_BY_SIDE = (*TWO, "--dist=worksteal")
 CLASSES_SIDE_BY_SIDE = (*TWO, "--dist=loadscope", "--no-loadscope-reorder")
+
+#: Whose turn it is, where tools/selection.py and others draw.
+SEED = os.environ.get("FSDP_PAIRS_SEED", "17")
 
 #: What other versions run of the conformance suite: numbers, checkpoints and what private names are used for.
 CORE = (
@@ -118,11 +123,11 @@ def run_package(session: nox.Session, package: Package, part: str, *words: str, 
     side_by_side = suite_side_by_side if package.strategies else FILES_SIDE_BY_SIDE
     if part == "everything":  # ranks use the cores: a worker more costs its imports and those of its fork server
         side_by_side = ()
-    environment = {"FSDP_PAIRS": str(pairs), "FSDP_PAIRS_SEED": os.environ.get("FSDP_PAIRS_SEED", "17")}
+    environment = {"FSDP_PAIRS": str(pairs), "FSDP_PAIRS_SEED": SEED}
     if package.requires_apart:
         folder = envs.make_folder_apart(session, f"{package.name}-apart", *package.requires_apart)
         environment["FSDP_TESTS_APART"] = folder
-    parts = (f"--part={part}", f"--pairs-seed={environment['FSDP_PAIRS_SEED']}")
+    parts = (f"--part={part}", f"--pairs-seed={SEED}")
     # no doctest needs ranks, so none is left to `everything`
     found_in = (f"{package.path}/tests",) if part == "everything" else ("--doctest-modules", package.path)
     tests = [word for word in words if _is_of(package, word)]
@@ -130,6 +135,23 @@ def run_package(session: nox.Session, package: Package, part: str, *words: str, 
     arguments = (*side_by_side, *parts, *options, *(("--doctest-modules", *tests) if tests else found_in))
     codes = [0, 5] if words else [0]  # 5: -k has chosen another package's
     steps.run_pytest(session, python, f"{package.name}-{part}", *arguments, env=environment, success_codes=codes)
+
+
+def rehearse_run_on_card(session: nox.Session, *words: str) -> None:
+    """Run what `hardware -- cuda` does, in tiny sizes on the CPU, with what a machine with a card is expected to have.
+
+    Args:
+        session: The session.
+        *words: Arguments of the run.
+    """
+    pins = ROOT / "tests-integration/gpu/constraints.txt"
+    interpreter = envs.find_python(session, "3.12")
+    wanted = ("pip", *envs.read_pins(pins))  # the run installs by pip
+    python = envs.make_environment(session, "card", [], *wanted, pins=pins, interpreter=interpreter)
+    session.run(envs.make_third_party(session), "tests-integration/gpu/pack.py")
+    without_index = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": None, "HF_HUB_OFFLINE": "1"}
+    out = ("--out", envs.name_new_folder("gpu-rehearsal"))
+    session.run(python, "tests-integration/gpu/run.py", "--minutes", "30", *out, *words, env=without_index)
 
 
 def run_random_steps(session: nox.Session) -> None:

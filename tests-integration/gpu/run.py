@@ -457,6 +457,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=minutes_of, default=8.0, help="the time of all parts (default: 8)")
     parser.add_argument("--out", type=Path, required=True, help="a new or empty folder for what is found")
     parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], help="by default: all")
+    parser.add_argument("--turn", type=int, help="of the parts but facts, a third: three numbers in a row have all")
     parser.add_argument("--speed", nargs="+", choices=MEASUREMENTS, help="what speed measures, in this order")
     parser.add_argument(
         "--clauses-from", metavar="CLAUSE", choices=clause_names(), help="the clause that several_ranks begins with"
@@ -482,6 +483,8 @@ def main() -> None:
     title = card or "A rehearsal on the CPU, in tiny sizes: nothing here is of a card."
     print(title, flush=True)
     parts = [part for part in PARTS if not words.parts or part.name in words.parts]
+    if words.turn is not None:
+        parts = [part for part in parts if part.name == "facts" or PARTS.index(part) % 3 == words.turn % 3]
     arguments = {
         "": [] if card else ["--tiny"],
         "speed": ["--measure", *words.speed] if words.speed else [],
