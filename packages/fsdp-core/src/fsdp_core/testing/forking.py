@@ -357,7 +357,20 @@ def _begin(environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # random does so by itself after a fork
+    _schedule_as_batch()
     _end_with_parent()
+
+
+def _schedule_as_batch() -> None:
+    """Let the threads of this process, and of all that it starts, not preempt each other when they wake up.
+
+    gloo's thread, woken by a message, asks the system for it again and again while another thread of its rank sends.
+    Where there are fewer cores than threads, it often preempts that very thread. Of a small fit on two ranks, on two
+    cores, that was four tenths of the CPU seconds.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(PermissionError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _end_with_parent() -> None:
