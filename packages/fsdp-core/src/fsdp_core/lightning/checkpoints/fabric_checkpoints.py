@@ -161,7 +161,7 @@ def load_checkpoint(
         MissingKeyError: A key does not exist.
         CheckpointMismatchError: A name, shape or dtype doesn't fit.
     """
-    saved, _ = read_checkpoint(strategy.strategy_name, path, weights_only, strategy.runtime)
+    saved, _ = read_checkpoint(strategy, path, weights_only)
     if isinstance(state, dict) and "state_dict" in state and "state_dict" not in saved:
         saved = as_trainers_file(saved) or saved
     if isinstance(state, nn.Module | Optimizer):

@@ -23,7 +23,7 @@ from fsdp_core.lightning.checkpoints.shared_disk import check_folder_around
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
 
-__all__ = ["SavePlace", "SavingStrategy", "read_checkpoint", "write_file", "write_folder"]
+__all__ = ["SavePlace", "SavingStrategy", "read_checkpoint", "users_io", "write_file", "write_folder"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class SavingStrategy(Protocol):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """Writes full files."""
+        """Writes full files; what a user has given reads and removes them, too."""
         ...
 
     def refuse_storage_options(self, storage_options: Any) -> None:
@@ -149,14 +149,25 @@ def write_folder(
     save(place.path, state, strategy=strategy.strategy_name, **options)
 
 
-def read_checkpoint(strategy: str, path: Paths, weights_only: bool | None, runtime: Runtime) -> tuple[Any, bool]:
-    """Read a sharded folder or a full file, whichever is found. All ranks must call it.
+def users_io(strategy: SavingStrategy) -> CheckpointIO | None:
+    """The ``CheckpointIO`` that writes, reads and removes full files in its own way; ``None`` if torch's format does.
 
     Args:
-        strategy: The strategy's name, whose plugin declares which of the two it reads.
+        strategy: The strategy that it was given to.
+    """
+    io = strategy.checkpoint_io if strategy.state_dict_type == "full" else None
+    return None if type(io) is TorchCheckpointIO else io
+
+
+def read_checkpoint(strategy: SavingStrategy, path: Paths, weights_only: bool | None) -> tuple[Any, bool]:
+    """Read a sharded folder or a full file, whichever is found. All ranks must call it.
+
+    A file is read by the user's ``CheckpointIO`` on every rank, as by Lightning's own strategies.
+
+    Args:
+        strategy: The strategy, whose plugin declares which of the two it reads.
         path: A local path or an fsspec URL, the same on all ranks; or several, the places of a scattered save.
         weights_only: ``False`` lets a full file execute code.
-        runtime: The ranks, which divide the verification of a folder among them.
 
     Returns:
         The saved state (tensors of a folder are not read yet), and whether it is a folder.
@@ -165,14 +176,17 @@ def read_checkpoint(strategy: str, path: Paths, weights_only: bool | None, runti
         UnsupportedCapabilityError: The strategy does not declare it.
         CheckpointFormatError: Some rank finds no readable checkpoint there, or a damaged part of it.
     """
+    runtime = strategy.runtime
     # a host that lacks the path must not look for a file there while the others read a folder together
     found_here = not isinstance(path, str) or together_each(
         runtime, f"looking for {path}", lambda: checkpoints.is_folder(path)
     )
     sharded = total(runtime, [found_here])[0] > 0
-    check_checkpoint(strategy, "sharded" if sharded else "full", f"to load {path!r}")
+    check_checkpoint(strategy.strategy_name, "sharded" if sharded else "full", f"to load {path!r}")
     if sharded or not isinstance(path, str):
         return checkpoints.load(path, runtime=runtime), True
+    io = users_io(strategy)
+    read: Callable[..., Any] = read_full_file if io is None else io.load_checkpoint
     found: list[Any] = []
-    together_each(runtime, f"reading {path}", lambda: found.append(read_full_file(path, weights_only)))
+    together_each(runtime, f"reading {path}", lambda: found.append(read(path, weights_only=weights_only)))
     return found[0], False

@@ -110,7 +110,7 @@ def load_checkpoint(
         weights_only: ``False`` lets a full file execute code.
         loaders: Get the positions of the training loaders.
     """
-    saved, sharded = read_checkpoint(strategy.strategy_name, path, weights_only, strategy.runtime)
+    saved, sharded = read_checkpoint(strategy, path, weights_only)
     missing = [key for key in (("model", "trainer") if sharded else ("state_dict",)) if key not in saved]
     if missing:
         shown = shown_paths(path)

@@ -9,6 +9,7 @@ from fsdp_core.testing.suite.checkpoints.loader_positions import LoaderPositions
 from fsdp_core.testing.suite.checkpoints.resuming import ExactResumeSuite, ResumeMomentsSuite
 from fsdp_core.testing.suite.checkpoints.scattered_saves import ScatteredSavesSuite
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import CheckpointsSuite
+from fsdp_core.testing.suite.checkpoints.users_checkpoint_io import UsersCheckpointIOSuite
 from fsdp_core.testing.suite.interface.capabilities import CapabilitiesSuite
 from fsdp_core.testing.suite.interface.contract import ContractSuite
 from fsdp_core.testing.suite.interface.listing import ListingSuite
@@ -103,8 +104,15 @@ class PresetSuite(ListingSuite, ContractSuite, CapabilitiesSuite, LeftoversSuite
     """
 
 
-class AdapterSuite(LaunchingSuite, PreemptionSuite, LoaderPositionsSuite, ResumeMomentsSuite, AsyncSavesSuite):
-    """What the adapters of core do, whatever the backend: launching, signals, loaders, moments of a resume, threads.
+class AdapterSuite(
+    LaunchingSuite,
+    PreemptionSuite,
+    LoaderPositionsSuite,
+    ResumeMomentsSuite,
+    AsyncSavesSuite,
+    UsersCheckpointIOSuite,
+):
+    """What the adapters of core do, whatever the backend: launching, signals, loaders, moments of a resume, files.
 
     Core runs it over a backend for tests and over ``fsdp2``. It is worth running for a strategy that overrides what it
     inherits from the adapters, or whose ranks are neither processes on a CPU nor on GPUs.

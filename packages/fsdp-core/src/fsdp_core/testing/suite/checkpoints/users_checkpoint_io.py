@@ -1,0 +1,137 @@
+"""Full checkpoints in a format of the user's: a ``CheckpointIO`` is asked as by Lightning's own strategies."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, cast
+
+import pytest
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.oracle import FP32_TOLERANCE
+from fsdp_core.testing.state import full_state
+from fsdp_core.testing.suite.base_class import Clauses, requires
+from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
+
+__all__ = ["UsersCheckpointIOSuite"]
+
+
+class Compressed(CheckpointIO):
+    """Writes ``PATH.gz``, with negated weights; what reads or removes it in another way fails or resumes from them.
+
+    Attributes:
+        asked: What it was asked for, and the names of the files.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write it."""
+        self.asked.append(f"save {os.path.basename(path)}")
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with gzip.open(f"{path}.gz", "wb") as file:
+            torch.save(_negated(checkpoint), cast(IO[bytes], file))
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read it."""
+        self.asked.append(f"load {os.path.basename(path)}")
+        with gzip.open(f"{path}.gz", "rb") as file:
+            return _negated(torch.load(cast(IO[bytes], file), weights_only=False))
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove it."""
+        self.asked.append(f"remove {os.path.basename(path)}")
+        os.remove(f"{path}.gz")
+
+
+def _negated(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint with each weight's negative, under the key that Lightning or this module's Fabric loop has."""
+    key = "state_dict" if "state_dict" in checkpoint else "model"
+    return {**checkpoint, key: {name: -tensor for name, tensor in checkpoint[key].items()}}
+
+
+def _trained(
+    strategy: str, tmp: str, options: Mapping[str, Any] | None, wraps: bool
+) -> tuple[list[str], list[str], dict[str, Tensor]]:
+    """Under the Trainer: what was asked, which files are left, and the weights, after a fit, a resume and a validation.
+
+    Lightning's ``AsyncCheckpointIO``, if it wraps, does not order removals after writes: nothing is removed then.
+    """
+    io = Compressed()
+    folder = Path(tmp, "checkpoints")
+    weights: dict[str, Tensor] = {}
+    for epochs, path in ((2, None), (3, str(folder / "last.ckpt"))):
+        keep = ModelCheckpoint(folder, filename="{epoch}", save_last=True, save_top_k=-1 if wraps else 1)
+        plugins = [AsyncCheckpointIO(io) if wraps else io]
+        arguments: dict[str, Any] = {"plugins": plugins, "max_epochs": epochs, "enable_checkpointing": True}
+        run = new_trainer(tmp, strategy, 2, options, callbacks=[keep], **arguments)
+        module = Lit("momentum")
+        run.fit(module, loader(2, 2), ckpt_path=path, weights_only=False)
+        if path is not None:
+            run.validate(module, loader(2, 2), ckpt_path=path, weights_only=False, verbose=False)
+            of_lightning = strategy == "ddp"
+            state = module.state_dict() if of_lightning else full_state(run.strategy)
+            weights = {name: tensor.detach().clone() for name, tensor in state.items()}
+    return sorted(io.asked) if wraps else io.asked, sorted(os.listdir(folder)), weights
+
+
+def _trained_by_fabric(strategy: str, tmp: str) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
+    """What was asked, the weights when a checkpoint was saved, and after a step and loading."""
+    io = Compressed()
+    fabric = new_fabric(strategy, 2, {"state_dict_type": "full", "checkpoint_io": io})
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    states = []
+    for index, (x, y) in enumerate(fabric.setup_dataloaders(loader(2, 2))):
+        fabric.backward(mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        if index == 0:
+            fabric.save(Path(tmp, "run.ckpt"), {"model": model, "optimizer": optimizer})
+            states.append(full_state(fabric.strategy))
+    fabric.load(Path(tmp, "run.ckpt"), {"model": model, "optimizer": optimizer})
+    return io.asked, states[0], full_state(fabric.strategy)
+
+
+class UsersCheckpointIOSuite(Clauses):
+    """With ``state_dict_type="full"``, a user's ``CheckpointIO`` writes, reads and removes checkpoints."""
+
+    @requires(Capability.FULL_CHECKPOINT)
+    @pytest.mark.parametrize(
+        ("options", "wraps"),
+        [
+            pytest.param({}, False, id="alone"),
+            pytest.param({}, True, id="in Lightning's AsyncCheckpointIO"),
+            pytest.param({"async_save": True}, False, id="in the background", marks=requires("async_save")),
+        ],
+    )
+    def test_users_io_is_asked_as_under_ddp(
+        self, ranks: Ranks, tmp_path: Path, options: dict[str, Any], wraps: bool
+    ) -> None:
+        """In a fit, its resume and a validation, on the same ranks as under DDP; the weights must be the same, too."""
+        options = {"state_dict_type": "full", **options}
+        got = ranks.run(2, _trained, self.strategy, str(tmp_path / "ours"), options, wraps)
+        want = ranks.run(2, _trained, "ddp", str(tmp_path / "ddp"), None, wraps)
+        for (asked, left, weights), (wanted, wanted_left, wanted_weights) in zip(got, want, strict=True):
+            assert (asked, left) == (wanted, wanted_left)
+            assert weights.keys() == wanted_weights.keys()
+            for name, tensor in wanted_weights.items():
+                assert torch.allclose(weights[name], tensor, rtol=0, atol=FP32_TOLERANCE), name
+
+    @requires(Capability.FULL_CHECKPOINT)
+    def test_users_io_is_asked_by_fabric(self, ranks: Ranks, tmp_path: Path) -> None:
+        """By rank 0 to save, by all ranks to load; loaded weights must be those that were saved."""
+        for rank, (asked, saved, loaded) in enumerate(ranks.run(2, _trained_by_fabric, self.strategy, str(tmp_path))):
+            assert asked == ["save run.ckpt", "load run.ckpt"][rank:]
+            assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
