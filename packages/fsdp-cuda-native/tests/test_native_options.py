@@ -42,7 +42,7 @@ from fsdp_core.testing.oracle import FP32_TOLERANCE, HALF_TOLERANCE, Block, trai
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import sharded_by
 from fsdp_core.testing.suite.numerics.parity import assert_same
-from fsdp_core.testing.suite.numerics.precision import seen_by_a_block
+from fsdp_core.testing.suite.numerics.precision import assert_parts_equal, seen_by_a_block, trained_by_parts
 from fsdp_core.testing.suite.refusals.bad_options import BOTH, unfit_options
 from fsdp_core.testing.suite.training.loops import losses_of
 from fsdp_core.testing.training import Lit, fabric_fit, fit, full_state, loader, means, new_fabric, new_trainer
@@ -506,6 +506,25 @@ def test_option_that_leaves_numbers_alone(
     if strategy == "ddp_fully_sharded":
         got += ranks.run(2, fabric_fit, strategy, 2, 3, "momentum", options)
     assert_same(got, train_plain(3, oracle.momentum))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cpu_offload": True},
+        {"auto_wrap_policy": {nn.Linear}},
+        {"auto_wrap_policy": {nn.Linear}, "cpu_offload": True},
+        {"auto_wrap_policy": {nn.Linear}, "activation_checkpointing_policy": {nn.Linear}},
+        {"activation_checkpointing_policy": {nn.Linear}, "sharding_strategy": "SHARD_GRAD_OP"},
+    ],
+    ids=shown,
+)
+def test_what_a_step_calls_is_cast_as_by_the_root(ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+    """With ``mixed_precision`` alone, whose units leave their inputs as they are."""
+    chosen = {"auto_wrap_policy": None, "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16), **options}
+    for trained in ranks.run(2, trained_by_parts, "fsdp_native", str(tmp_path), chosen):
+        assert_parts_equal(trained)
 
 
 def fit_compiled(tmp: str, options: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:

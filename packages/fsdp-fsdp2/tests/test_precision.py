@@ -19,7 +19,7 @@ from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, HALF_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.suite.modules.parameters import own_share
-from fsdp_core.testing.suite.numerics.precision import seen_by_a_block
+from fsdp_core.testing.suite.numerics.precision import assert_parts_equal, seen_by_a_block, trained_by_parts
 from fsdp_core.testing.suite.training.loops import losses_of
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 
@@ -65,6 +65,13 @@ def test_explicit_policy_wins(ranks: RankPool, tmp_path: Path) -> None:
     policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)}
     for got in ranks.run(2, seen_by_a_block, "fsdp2", str(tmp_path), "bf16-mixed", policy):
         assert (got["shards"], got["weight"], got["input"]) == ({torch.float32}, torch.float16, torch.float16)
+
+
+@pytest.mark.parametrize("units", [None, {nn.Linear}])
+def test_what_a_step_calls_is_cast_as_by_the_root(ranks: RankPool, tmp_path: Path, units: Any) -> None:
+    options = {"auto_wrap_policy": units, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+    for trained in ranks.run(2, trained_by_parts, "fsdp2", str(tmp_path), options):
+        assert_parts_equal(trained)
 
 
 @pytest.mark.parametrize(("precision", "instead"), [("bf16-mixed", "16-mixed"), ("bf16-true", "16-true")])

@@ -36,13 +36,14 @@ from torch.distributed.tensor import DTensor, _redistribute
 # What fully_shard places a parameter as that tensor parallelism has sharded along the same dimension; no public name.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
+# The only way to intercept every operation and traverse its arguments; no public names exist.
+from torch.distributed.utils import _cast_forward_inputs
+
 # The base class of every batch norm, including SyncBatchNorm; no public name exists.
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 # Hooks before the steps of all optimizers; no public name tells whether there are some.
 from torch.optim.optimizer import _global_optimizer_pre_hooks
-
-# The only way to intercept every operation and traverse its arguments; no public names exist.
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader
@@ -54,6 +55,7 @@ __all__ = [
     "StridedShard",
     "TorchDispatchMode",
     "batches_yielded",
+    "cast_inputs",
     "check_inputs_of_backward",
     "check_missing_gradients",
     "default_store",
@@ -252,6 +254,18 @@ def users_of_storage(tensor: Tensor) -> int:
     """
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # without the `storage` object above
+
+
+def cast_inputs(dtype: torch.dtype, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Cast floating-point tensors at any depth of a module's arguments, as FSDP's roots do.
+
+    Args:
+        dtype: The dtype.
+        args: Arguments by position.
+        kwargs: Arguments by keyword.
+    """
+    cast: tuple[Any, Any] = _cast_forward_inputs(dtype, *args, **kwargs)
+    return cast
 
 
 def in_backward() -> bool:

@@ -21,6 +21,7 @@ from fsdp_core import Backend, UnsupportedCapabilityError
 from fsdp_core.sharding import (
     ActivationCheckpointingPolicy,
     ShardPrecision,
+    StepInputs,
     WrapPolicy,
     checkpoint_activations,
     describe_policy,
@@ -182,8 +183,16 @@ class NativeBackend(Backend):
                 put_in_place(module, unit, root)
         assert root is not None
         root.check_is_root()  # now, before anything is moved, so that shards get their final memory
-        cast_inputs_of(module, self._mixed_precision())
+        self._cast_inputs(module, [m for m in own if m is not module], root)
         return NativeSharded(root, module, orders, whole, self.runtime)
+
+    def _cast_inputs(self, module: nn.Module, own: Iterable[nn.Module], root: FullyShardedDataParallel) -> None:
+        """Cast the arguments of the user's module; with ``mixed_precision``, also of modules that a step calls."""
+        policy = self.mixed_precision
+        if policy is None:
+            cast_inputs_of(module, self._mixed_precision())
+        elif policy.param_dtype is not None and policy.cast_root_forward_inputs:
+            StepInputs(module, [*own, *FullyShardedDataParallel.fsdp_modules(root)[1:]], policy.param_dtype)
 
     # -- arguments for torch ---------------------------------------------------------------------------------------
 

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
-from fsdp_core.sharding import KeptPart, OutsideAttributes, let_go_of
+from fsdp_core.sharding import KeptPart, OutsideAttributes, cast_inputs, let_go_of
 from fsdp_core.state import gathered_modules
-from fsdp_cuda_native.torch_private.flat_parameters import cast_inputs
 
 __all__ = ["WrappedUnit", "called_for", "cast_inputs_of", "renew_parameters"]
 

@@ -26,6 +26,7 @@ from fsdp_core.sharding import (
     Mesh,
     SavedOps,
     ShardPrecision,
+    StepInputs,
     WrapPolicy,
     checkpoint_activations,
     describe_policy,
@@ -348,6 +349,9 @@ class FSDP2Backend(Backend):
         casts = self._mp_policy().param_dtype is not None or by_user
         sharded = FSDP2Sharded(module, units, kept_whole, casts=casts, runtime=self.runtime)
         sharded.context = None if self.sequence is None else ContextParallel(module)
+        policy = self.mp_policy
+        if policy is not None and policy.param_dtype is not None and policy.cast_forward_inputs:
+            StepInputs(module, [part for part in own if part is not module], policy.param_dtype)
         return sharded
 
     def _fully_shard(self, unit: nn.Module, own: Sequence[nn.Module], reshard: bool | int | None) -> None:

@@ -26,6 +26,7 @@ from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.outside_attributes import OutsideAttributes
 from fsdp_core.sharding.sequence import SequenceSplit, current_split, use_split
 from fsdp_core.sharding.sharded import Sharded, StateTensor, copy_refusal, sharded_around, sharded_of
+from fsdp_core.sharding.step_inputs import StepInputs
 from fsdp_core.sharding.unit_calls import RefusedTransforms, UnitCalls
 from fsdp_core.sharding.wrap_policy import (
     ActivationCheckpointingPolicy,
@@ -36,6 +37,7 @@ from fsdp_core.sharding.wrap_policy import (
     select_units,
 )
 from fsdp_core.torch_private import (
+    cast_inputs,
     in_backward,
     is_accumulated,
     is_flattened,
@@ -69,12 +71,14 @@ __all__ = [
     "Sharded",
     "StateTensor",
     "StepGradients",
+    "StepInputs",
     "StepWrites",
     "Tie",
     "UnitCalls",
     "WrapPolicy",
     "WrittenValues",
     "by_user_names",
+    "cast_inputs",
     "check_saved_ops",
     "checkpoint_activations",
     "clip_grads_by_norm",

@@ -30,7 +30,6 @@ from torch.distributed.fsdp._runtime_utils import (
     _register_pre_backward_hooks,
     _root_pre_forward,
 )
-from torch.distributed.utils import _cast_forward_inputs
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_core import UnsupportedCapabilityError
@@ -55,7 +54,6 @@ __all__ = [
     "abandon_forward",
     "at_end_of_backward",
     "begin_inside",
-    "cast_inputs",
     "expect_backward",
     "finish_frozen",
     "flat_members",
@@ -179,12 +177,6 @@ class Pending:
     unit: FullyShardedDataParallel
     node: Any | None
     hook: Any | None = None
-
-
-def cast_inputs(dtype: torch.dtype, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Cast floating-point tensors at any depth of a module's arguments, as FSDP1's root does."""
-    cast: tuple[Any, Any] = _cast_forward_inputs(dtype, *args, **kwargs)
-    return cast
 
 
 def units_of(root: FullyShardedDataParallel) -> Iterator[FullyShardedDataParallel]:

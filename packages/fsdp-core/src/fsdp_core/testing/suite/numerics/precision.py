@@ -61,6 +61,46 @@ def seen_by_a_block(strategy: str, tmp: str, precision: Any, options: dict[str, 
     return {"losses": means(module.losses), **module.seen}
 
 
+class CalledByParts(Lit):
+    """A net that its step calls as a whole, by its attribute, or layer by layer."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__("momentum")
+        self.how = how
+        with oracle.seeded(1):
+            self.net = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, FEATURES))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Targets stay in fp32."""
+        x, y = batch
+        layers = {"the module": [self], "its net": [self.net], "each layer": self.net}[self.how]
+        for layer in layers:
+            x = layer(x)
+        assert (x.dtype, y.dtype) == (torch.bfloat16, torch.float32)
+        loss = mse_loss(x, y)
+        self.losses.append(loss.detach())
+        return loss
+
+
+def trained_by_parts(strategy: str, tmp: str, options: dict[str, Any]) -> dict[str, tuple[list[float], dict[str, Any]]]:
+    """Losses and weights where a step calls the module, its net, or each layer, with fp32 inputs."""
+    trained = {}
+    for how in ("the module", "its net", "each layer"):
+        module = CalledByParts(how)
+        run = new_trainer(tmp, strategy, 2, options)
+        run.fit(module, loader(3, 2))
+        trained[how] = means(module.losses), full_state(run.strategy)
+    return trained
+
+
+def assert_parts_equal(trained: dict[str, tuple[list[float], dict[str, Any]]]) -> None:
+    """Whatever the step called, losses and weights must be the same to the bit."""
+    losses, weights = trained["the module"]
+    for how, (others, state) in trained.items():
+        assert others == losses, how
+        assert all(torch.equal(state[name], tensor) for name, tensor in weights.items()), how
+
+
 def _under_fabric(strategy: str, precision: Any) -> dict[str, Any]:
     fabric = new_fabric(strategy, precision=precision)
     net = oracle.new_net()
