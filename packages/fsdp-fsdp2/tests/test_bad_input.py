@@ -27,7 +27,16 @@ FSDP1: dict[str, tuple[Any, list[str]]] = {
 }
 
 #: What others' options may say, since it is what happens here.
-TAKEN: list[dict[str, Any]] = [
+TAKEN: list[
+    {  # NeMo's defaults
+        "offload_policy": None,
+        "custom_tp_plan": None,
+        "use_hf_tp_plan": True,
+        "ckpt_save_optimizer": True,
+        "ckpt_load_strict": None,
+    },
+    dict[str, Any],
+] = [
     {"sharding_strategy": "FULL_SHARD", "use_orig_params": True, "sync_module_states": True, "limit_all_gathers": True},
     {"sharding_strategy": ShardingStrategy.FULL_SHARD},
     {"data_parallel_size": "auto", "tensor_parallel_size": 1},
@@ -70,6 +79,20 @@ def test_option_of_fsdp1(front_end: FrontEnd, option: str) -> None:
 @pytest.mark.parametrize("options", TAKEN)
 def test_option_that_says_what_always_happens(front_end: FrontEnd, options: dict[str, Any]) -> None:
     fsdp_core.resolve("fsdp2", front_end)(**options)
+
+
+@BOTH
+def test_sizes_are_taken_by_position(front_end: FrontEnd) -> None:
+    """As Lightning's and NeMo's strategies have them; with a plan, the model's own, where layers are divided."""
+    strategy = fsdp_core.resolve("fsdp2", front_end)
+    backend = strategy(1, 2, use_hf_tp_plan=True).backend
+    assert (backend.sizes["data_parallel_size"], backend.sizes["tensor_parallel_size"]) == (1, 2)
+    assert backend.tp_plan == "auto"
+    assert strategy("auto", "auto", use_hf_tp_plan=True).backend.tp_plan is None
+    told = refusal(UnsupportedCapabilityError, lambda: strategy(1, 2, True))
+    assert_says(told, "1, 2, True by position", "data_parallel_size=1, tensor_parallel_size=2")
+    told = refusal(UnsupportedCapabilityError, lambda: strategy(1, data_parallel_size=2))
+    assert_says(told, "data_parallel_size is given by keyword, too", "data_parallel_size=1")
 
 
 @BOTH

@@ -13,7 +13,7 @@ from fsdp_core.sharding import ActivationCheckpointingPolicy, SavedOps, WrapPoli
 from fsdp_fsdp2.backend import FSDP2Backend
 from fsdp_fsdp2.computation.prefetch_and_reshard import ReshardPolicy
 from fsdp_fsdp2.data_sampler import DataSampler, check_data_sampler, sampled_by
-from fsdp_fsdp2.meshes import check_sized
+from fsdp_fsdp2.meshes import check_sized, sizes_by_position
 from fsdp_fsdp2.migration import ALWAYS, OTHERS_OPTIONS
 from fsdp_fsdp2.tensor_parallel.loss import check_loss_parallel
 from fsdp_fsdp2.tensor_parallel.styles import TensorParallelPlan
@@ -59,7 +59,8 @@ class FSDP2Options(StrategyOptions):
             gradients sharded at the cost of more communication. ``"within_replica"``, for several replicas:
             reduce-scattered on every micro-batch, and all-reduced across replicas once per optimizer step.
         data_parallel_size: The number of ranks that parameters, gradients and optimizer state are sharded over;
-            ``"auto"`` for those that the other sizes leave.
+            ``"auto"`` for those that the other sizes leave. This size and ``tensor_parallel_size`` may be given by
+            position: ``FSDP2Strategy(4, 2)``.
         data_parallel_replicate_size: The number of replicas of these shards, for hybrid sharding: gradients are
             reduce-scattered within a replica and all-reduced across replicas. ``"auto"``: 1.
         context_parallel_size: The number of ranks that divide each batch along its sequence. Attention by
@@ -130,6 +131,12 @@ class FSDP2Options(StrategyOptions):
         process_group_backend: str | None = None,
         **others: Any,
     ) -> None:
+        if common and isinstance(common[0], int | str):  # as the other strategies that are called so have them first
+            given = {"data_parallel_size": data_parallel_size, "tensor_parallel_size": tensor_parallel_size}
+            data_parallel_size, tensor_parallel_size = sizes_by_position(common, given)
+            common = ()
+        if tp_plan is None and others.get("use_hf_tp_plan") and tensor_parallel_size not in (1, "auto"):
+            tp_plan = "auto"
         backend = FSDP2Backend(
             auto_wrap_policy=auto_wrap_policy,
             activation_checkpointing_policy=activation_checkpointing_policy,

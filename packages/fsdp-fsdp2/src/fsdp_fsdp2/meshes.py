@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,15 @@ from fsdp_core import Runtime, UnsupportedCapabilityError
 from fsdp_core.sharding import MESH_AXES, Mesh, MeshAxis
 from fsdp_fsdp2.torch_private import joined_axes, side_by_side
 
-__all__ = ["AxesMesh", "check_sized", "check_sync", "device_mesh", "ranks_along", "sharding_mesh"]
+__all__ = [
+    "AxesMesh",
+    "check_sized",
+    "check_sync",
+    "device_mesh",
+    "ranks_along",
+    "sharding_mesh",
+    "sizes_by_position",
+]
 
 
 class AxesMesh(DeviceMesh):
@@ -80,6 +88,35 @@ def device_mesh(runtime: Runtime) -> AxesMesh:
     axes = tuple(axis for axis in MESH_AXES if sizes[axis] > 1 or axis == "data_parallel")
     ranks = torch.arange(runtime.world_size).view(*[sizes[axis] for axis in axes])
     return AxesMesh(runtime.device.type, ranks, mesh_dim_names=axes)
+
+
+def sizes_by_position(given: Sequence[Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The sizes that a strategy was given by position, as NeMo's and Lightning's ``ModelParallelStrategy`` take them.
+
+    Args:
+        given: What was given by position.
+        options: The sizes that may be, in their order, with what was given by keyword.
+
+    Returns:
+        The sizes, in that order.
+
+    Raises:
+        UnsupportedCapabilityError: More was given by position, or a size in both ways.
+
+    Example:
+        >>> sizes_by_position((2,), {"data_parallel_size": "auto", "tensor_parallel_size": 4})
+        (2, 4)
+    """
+    by_position = dict(zip(options, given, strict=False))
+    twice = [name for name in by_position if options[name] != "auto"]
+    if len(given) > len(options) or twice:
+        shown = ", ".join(map(repr, given))
+        instead = ", ".join(f"{name}={value!r}" for name, value in by_position.items())
+        why = f"{twice[0]} is given by keyword, too" if twice else f"only {' and '.join(options)} can be so given"
+        raise UnsupportedCapabilityError(
+            f"the strategy was given {shown} by position, and {why}.\nWrite keywords: {instead}, and so on."
+        )
+    return tuple({**options, **by_position}.values())
 
 
 def check_sized(size_option: str, sizes: Mapping[str, object], **options: object) -> None:

@@ -13,6 +13,12 @@ ALWAYS: Mapping[str, Collection[object]] = {
     "sync_module_states": (True,),
     "limit_all_gathers": (True,),
     "sequence_parallel": (False,),
+    # what NeMo's strategy has by default
+    "offload_policy": (None,),
+    **dict.fromkeys(("custom_tp_plan", "tp_shard_plan"), (None,)),
+    "use_hf_tp_plan": (True, False),
+    **dict.fromkeys(("ckpt_save_optimizer", "ckpt_load_optimizer"), (True,)),
+    "ckpt_load_strict": (None,),
 }
 
 OTHERS_OPTIONS: Mapping[str, str] = {
