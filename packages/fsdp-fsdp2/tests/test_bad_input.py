@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
 import fsdp_core
@@ -27,19 +28,13 @@ FSDP1: dict[str, tuple[Any, list[str]]] = {
 }
 
 #: What others' options may say, since it is what happens here.
-TAKEN: list[
-    {  # NeMo's defaults
-        "offload_policy": None,
-        "custom_tp_plan": None,
-        "use_hf_tp_plan": True,
-        "ckpt_save_optimizer": True,
-        "ckpt_load_strict": None,
-    },
-    dict[str, Any],
-] = [
+TAKEN: list[dict[str, Any]] = [
     {"sharding_strategy": "FULL_SHARD", "use_orig_params": True, "sync_module_states": True, "limit_all_gathers": True},
     {"sharding_strategy": ShardingStrategy.FULL_SHARD},
     {"data_parallel_size": "auto", "tensor_parallel_size": 1},
+    # NeMo's defaults
+    {"offload_policy": None, "custom_tp_plan": None, "use_hf_tp_plan": True, "ckpt_save_optimizer": True},
+    {"ckpt_load_optimizer": True, "ckpt_load_strict": None, "tp_shard_plan": None},
 ]
 
 MISUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -93,6 +88,28 @@ def test_sizes_are_taken_by_position(front_end: FrontEnd) -> None:
     assert_says(told, "1, 2, True by position", "data_parallel_size=1, tensor_parallel_size=2")
     told = refusal(UnsupportedCapabilityError, lambda: strategy(1, data_parallel_size=2))
     assert_says(told, "data_parallel_size is given by keyword, too", "data_parallel_size=1")
+
+
+T = TypeVar("T")
+
+
+class GenericFirst(Generic[T], nn.Linear):
+    """Python can't change the class of an instance to what ``fully_shard`` makes of it."""
+
+
+class Derived(GenericFirst[int]):
+    pass
+
+
+def refused_unit(unit: type[nn.Linear]) -> str:
+    fabric = new_fabric("fsdp2", 1, {"auto_wrap_policy": {unit}})
+    return refusal(ShardingError, lambda: fabric.setup(nn.Sequential(unit(2, 2), nn.Linear(2, 2))))
+
+
+@pytest.mark.parametrize("unit", [GenericFirst, Derived])
+def test_bases_that_can_not_be_sharded(ranks: RankPool, unit: type[nn.Linear]) -> None:
+    (told,) = ranks.run(1, refused_unit, unit)
+    assert_says(told, f"{unit.__name__} can't be sharded", "class GenericFirst(Linear, Generic)", "fsdp_native")
 
 
 @BOTH

@@ -304,7 +304,8 @@ class FSDP2Backend(Backend):
 
     def shard_module(self, module: nn.Module) -> FSDP2Sharded:
         self.prepare(module)
-        self._check(module)
+        units = self.units(module)
+        self._check(module, units)
         by_user = was_begun(module)
         if by_user:
             check_not_run(module)
@@ -314,7 +315,6 @@ class FSDP2Backend(Backend):
         given = [part for part in module.modules() if isinstance(part, FSDPModule)]
         on_host = {id(parameter) for unit in given for parameter in offloaded_parameters(unit)}
         styles = self._styles(module)
-        units = self.units(module)
         reshard = self._reshard(module, units)
         ties = _ties(module) if styles else []
         if self.parallelize_fn is None:
@@ -395,9 +395,11 @@ class FSDP2Backend(Backend):
             return {}
         return styles_of(module, self.tp_plan, size)
 
-    def _check(self, module: nn.Module) -> None:
+    def _check(self, module: nn.Module, units: Iterable[nn.Module]) -> None:
         if self.sequence is not None:
             check_splittable(module)
+        for cls in {type(unit) for unit in (*units, module) if not isinstance(unit, FSDPModule)}:
+            _check_bases(cls)
         for fqn, submodule in module.named_modules():
             if options_of(submodule):
                 raise UnsupportedCapabilityError(
@@ -422,6 +424,31 @@ _AS_ARGUMENT = {"cpu_offload": "offload_policy"}
 
 #: Options that also apply to a module whose units the user has sharded.
 _BESIDE = ("activation_checkpointing_policy", "activation_checkpointing_saves")
+
+
+def _check_bases(cls: type[nn.Module]) -> None:
+    """Refuse a class whose instances can't become those of a subclass of it and ``FSDPModule``.
+
+    Python compares how the two lay out memory, which a base without attributes changes if it comes first.
+    """
+    if _can_change(cls):
+        return
+    modules = [one for one in reversed(cls.__mro__) if issubclass(one, nn.Module)]
+    unfit = next(one for one in modules if not _can_change(one))
+    first, *others = [base.__name__ for base in unfit.__bases__]
+    raise ShardingError(
+        f"{cls.__name__} can't be sharded by fully_shard, which changes the class of a module: Python refuses that "
+        f"where {first} is the first base.\nWrite class {unfit.__name__}({', '.join([*others, first])}), modules "
+        "first; or use strategy='fsdp_native'."
+    )
+
+
+def _can_change(cls: type[nn.Module]) -> bool:
+    try:
+        object.__new__(cls).__class__ = type(cls.__name__, (FSDPModule, cls), {})
+    except TypeError:
+        return False
+    return True
 
 
 def _has_no_memory(module: nn.Module) -> bool:
