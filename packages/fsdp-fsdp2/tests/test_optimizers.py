@@ -27,12 +27,25 @@ def test_groups_by_ndim_can_be_made_of_shards(ranks: RankPool) -> None:
         assert_all_trained(got)
 
 
-def divisible_net() -> nn.Module:
+class DivisibleNet(nn.Module):
     """Without parameters that are kept whole, or that two ranks don't divide: LBFGS takes no others."""
-    with oracle.seeded(4):
-        return nn.Sequential(
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
             nn.Linear(FEATURES, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False), nn.Linear(2, FEATURES)
         )
+        self.unused = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layers(x)
+        return output
+
+
+def divisible_net() -> nn.Module:
+    with oracle.seeded(4):
+        return DivisibleNet()
 
 
 def lbfgs(net: nn.Module) -> torch.optim.Optimizer:

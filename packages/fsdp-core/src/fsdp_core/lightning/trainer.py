@@ -171,6 +171,9 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         )
         self._trainer: pl.Trainer | None = None
         self._fitting = False
+        #: What the optimizers of the next fit are to be restored from.
+        self._awaited_optimizer_states: Sequence[Mapping[str, Any]] | None = None
+        self._has_set_up_optimizers = False
         #: The checkpoint that this rank has chosen to go on from.
         self.resumes_from: str | None = None
         #: By path, whether a checkpoint exists once all pending saves are done.
@@ -278,12 +281,16 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         if fitting:
             self._exact_resume.follow(trainer)
             self.late_param_groups.clear()
+            self._has_set_up_optimizers = False
             self._reset_optimizers_and_schedulers()
             with sharded.as_written():
                 self.setup_optimizers(trainer)
                 # check here: what was added to the module in this context may be gone after it
                 refuse_late(sharded.written, sharded.names, self.optimizers, self.make_before)
             self._take_optimizers(self.optimizers, [sharded])
+            if self._awaited_optimizer_states is not None:
+                load_optimizers(self, self._awaited_optimizer_states, check_only=False)
+            self._has_set_up_optimizers, self._awaited_optimizer_states = True, None
             check_finetuning(trainer, sharded, self.strategy_name)
         if not module.automatic_optimization:
             _watch_toggling(self.lightning_module)
@@ -651,6 +658,10 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         return self.sharded.optimizer_state(plain)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the optimizers; or, before a fit has set them up, do so as soon as it has."""
+        if not self._has_set_up_optimizers:
+            self._awaited_optimizer_states = checkpoint["optimizer_states"]
+            return
         load_optimizers(self, checkpoint["optimizer_states"], check_only=False)
         assert self.lightning_module is not None
         self._training_loaders.progress_restored(self.lightning_module.trainer)

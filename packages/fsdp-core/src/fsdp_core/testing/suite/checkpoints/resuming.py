@@ -334,6 +334,36 @@ def _accumulating(how: Mapping[str, Any]) -> Any:
     return pytest.param(how, marks=requires(*needs, *([] if full else [Capability.SHARDED_CHECKPOINT])), id=str(how))
 
 
+class LoadsEarly(Lit):
+    """Restores its optimizer from a checkpoint before it has one."""
+
+    def __init__(self, path: str | None) -> None:
+        super().__init__("adamw_groups")
+        self.path = path
+        self.at_start: dict[str, Any] = {}
+
+    def configure_model(self) -> None:
+        if self.path is not None:
+            strategy = self.trainer.strategy
+            strategy.load_optimizer_state_dict(strategy.load_checkpoint(self.path))
+
+    def on_train_start(self) -> None:
+        if self.path is not None:
+            self.at_start = full_optimizer_state(self.trainer.strategy, self.trainer.optimizers[0])
+
+
+def _loaded_early(strategy: str, tmp: str, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An optimizer's state when a fit begins, and that which was saved."""
+    path, options = str(Path(tmp, "run.ckpt")), {"state_dict_type": kind}
+    run = new_trainer(tmp, strategy, 2, options)
+    run.fit(LoadsEarly(None), loader(2, 2))
+    saved = full_optimizer_state(run.strategy, run.optimizers[0])
+    run.save_checkpoint(path)
+    module = LoadsEarly(path)
+    new_trainer(tmp, strategy, 2, options).fit(module, loader(2, 2))
+    return {"model": {}, "optimizer": module.at_start}, {"model": {}, "optimizer": saved}
+
+
 class ExactResumeSuite(Clauses):
     """Losses, weights, optimizer state and random numbers after a resume are those of an uninterrupted run.
 
@@ -404,6 +434,13 @@ class ResumeMomentsSuite(Clauses):
         """Shuffling and worker seeds that a loader draws itself must be the same after a resume."""
         for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, {}, True):
             assert_same(resumed, whole)
+
+    @requires(Capability.SHARDED_CHECKPOINT)
+    @pytest.mark.parametrize("kind", ["sharded", "full"])
+    def test_optimizer_states_that_come_before_the_optimizers(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
+        """``strategy.load_optimizer_state_dict`` may be called in ``configure_model``: it waits for the optimizers."""
+        for loaded, saved in ranks.run(2, _loaded_early, self.strategy, str(tmp_path), kind):
+            assert_bit_equal(loaded, saved)
 
     @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
     def test_saving_and_validating_change_nothing(self, ranks: Ranks, tmp_path: Path) -> None:
