@@ -352,10 +352,14 @@ def in_dual_level() -> bool:
 
 
 def is_recomputing() -> bool:
-    """Whether activation checkpointing has called this to compute again. There is no public way to check."""
+    """Whether activation checkpointing has called this to compute again. There is no public way to check.
+
+    Libraries for a device have their own, in a module of the same name as torch's.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_engine_run_backward":
-        if frame.f_globals.get("__name__") == "torch.utils.checkpoint" and frame.f_code.co_name != "checkpoint":
+        name: str = frame.f_globals.get("__name__", "")
+        if name.startswith("torch") and name.endswith(".utils.checkpoint") and frame.f_code.co_name != "checkpoint":
             return True
         frame = frame.f_back
     return False

@@ -122,6 +122,8 @@ class RanksOfStrategy:
     _worker: RayWorker | None = None  # under Ray Train
     _unreduced: WeakSet[Sharded]  # roots with unreduced backward passes since the last step
 
+    _built_with: tuple[tuple[Any, ...], dict[str, Any]]  # the constructor's arguments
+
     # of Lightning's ParallelStrategy
     cluster_environment: ClusterEnvironment | None
     parallel_devices: list[torch.device] | None
@@ -141,7 +143,9 @@ class RanksOfStrategy:
     def __new__(cls, *args: Any, **options: Any) -> Self:
         # before the constructor, which may not accept the refused options at all
         check_options(cls, args, options)
-        return super().__new__(cls)
+        strategy = super().__new__(cls)
+        strategy._built_with = args, options
+        return strategy
 
     def _store_options(
         self,

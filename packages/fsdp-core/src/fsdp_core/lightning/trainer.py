@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Never
+from typing import Any, ClassVar, Literal, Never, Self
 from weakref import WeakMethod, WeakSet, ref
 
 import lightning.pytorch as pl
@@ -81,6 +82,19 @@ _SAME_IN_LOOPS = (
     "val_check_interval",
     "num_sanity_val_steps",
 )
+
+
+#: Attributes that Lightning sets after the constructor, from the arguments of the Trainer or of Fabric.
+_SET_BY_LIGHTNING = {
+    *("_accelerator", "_checkpoint_io", "_precision_plugin", "_layer_sync", "_launcher", "_lightning_module"),
+    *("_parallel_devices", "cluster_environment", "num_nodes"),
+}
+
+
+def _rebuilt(
+    cls: type[ShardedTrainerStrategy], args: tuple[Any, ...], options: dict[str, Any]
+) -> ShardedTrainerStrategy:
+    return cls(*args, **options)
 
 
 class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
@@ -187,6 +201,35 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the constructor's arguments and what Lightning has set since; what belongs to a run is made anew.
+
+        Tools that start the run elsewhere pickle a Trainer.
+
+        Raises:
+            ShardingError: A module is sharded already.
+        """
+        if self._sharded_or_none is not None:
+            raise ShardingError(
+                f"strategy={self.strategy_name!r} can't be pickled once it has sharded a module: shards, process "
+                "groups and hooks belong to this process.\n"
+                "Pickle the Trainer before the first fit(), and save the model as a checkpoint."
+            )
+        args, options = self._built_with
+        kept = {name: value for name, value in vars(self).items() if name in _SET_BY_LIGHTNING}
+        return _rebuilt, (type(self), args, options), kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        args, options = self._built_with
+        copied = type(self).__new__(type(self), *args, **options)
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
+        copied.optimizers = copied.optimizers  # Lightning's wrappers of them are made anew
+        return copied
+
     # -- where we run ----------------------------------------------------------------------------------------------
 
     @property
@@ -206,7 +249,10 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         asked = ShardPrecision.named(name)
         check_precision(self.strategy_name, asked)
         precision = self.backend.effective_precision(asked)
-        self._precision_plugin = ShardedTrainerPrecision(precision, self, scaler, self._gradients.while_on)
+        self._precision_plugin = ShardedTrainerPrecision(precision, self, scaler, self._guarding_gradients)
+
+    def _guarding_gradients(self) -> AbstractContextManager[Any]:  # a method, which is pickled by its name
+        return self._gradients.while_on()
 
     @property
     def shard_precision(self) -> ShardPrecision:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core import Sharded, UnsupportedCapabilityError
-from fsdp_core.sharding import ParameterOrders, StepWrites, clip_grads_by_norm
+from fsdp_core.sharding import ParameterOrders, StepWrites, clip_grads_by_norm, is_recomputing
 from fsdp_core.state import (
     ChunkedTensor,
     HeldGradients,
@@ -110,7 +110,8 @@ class XLASharded(Sharded):
         units.follow_requires_grad(self.root)
 
     def gather_again(self) -> None:
-        if not self.root.has_full_params:
+        # a recomputation has its parameters: torch_xla forgets that it has them when the first of them is freed
+        if not self.root.has_full_params and not is_recomputing():
             raise refused_in_backward()
 
     def reset(self) -> None:
