@@ -96,7 +96,9 @@ def compute_context(precision: ShardPrecision, device: str) -> AbstractContextMa
         device: The type of the device.
     """
     if precision.autocast:
-        return torch.autocast(device, dtype=precision.compute)
+        # without a cache of casts: one made under no_grad() would cut the graph of a later call in the same step, and
+        # one made before a write to a weight would be stale
+        return torch.autocast(device, dtype=precision.compute, cache_enabled=False)
     return nullcontext() if precision.storage is torch.float32 else DtypeContext(precision.storage)
 
 
