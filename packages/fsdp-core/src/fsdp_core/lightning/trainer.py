@@ -22,6 +22,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import FSDPStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.migration import migrate_checkpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -692,7 +693,25 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint:
             doing = "comparing the checkpoint with the model"
             together_each(self.runtime, doing, lambda: self._compare(checkpoint, strict))
+        elif strict and (other := self._other_dtypes(checkpoint["state_dict"])):
+            name, saved, here = other[0]
+            rank_zero_warn(
+                f"{self.strategy_name}: {len(other)} tensors of the checkpoint are cast as they are loaded, such as "
+                f"{name!r} from {saved} to {here}, because the run that saved it had another precision than "
+                f"{self.precision_plugin.precision!r}.",
+                stacklevel=2,
+            )
+            strict = False  # the names are the same
         self.sharded.load_model_state(checkpoint["state_dict"], strict)
+
+    def _other_dtypes(self, saved: Mapping[str, Any]) -> list[tuple[str, torch.dtype, torch.dtype]]:
+        """Tensors that have another dtype in a checkpoint, if names are the same: their names, saved dtypes and own."""
+        live = self.sharded.model_state()
+        if live.keys() != saved.keys():
+            return []  # which is told when it is loaded
+        dtypes = {name: (saved[name].dtype, one.dtype) for name, one in live.items() if hasattr(saved[name], "dtype")}
+        other = [(name, before, now) for name, (before, now) in dtypes.items() if before != now]
+        return other if all(before.is_floating_point and now.is_floating_point for _, before, now in other) else []
 
     def _compare(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Refuse a checkpoint that does not fit the model or an optimizer, before either is changed."""

@@ -364,6 +364,21 @@ def _loaded_early(strategy: str, tmp: str, kind: str) -> tuple[dict[str, Any], d
     return {"model": {}, "optimizer": module.at_start}, {"model": {}, "optimizer": saved}
 
 
+def _cast_for_a_test(strategy: str, tmp: str) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
+    """What is told where a checkpoint in fp32 is tested in bf16, its weights, and those that are tested."""
+    path = str(Path(tmp, "run.ckpt"))
+    run = new_trainer(tmp, strategy, 2)
+    run.fit(Lit(), loader(2, 2))
+    run.save_checkpoint(path)
+    saved = full_state(run.strategy)
+    run = new_trainer(tmp, strategy, 2, precision="bf16-true")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.test(Lit(), loader(2, 2), ckpt_path=path, verbose=False)
+    told = [str(one.message) for one in caught if "are cast as they are loaded" in str(one.message)]
+    return told, saved, full_state(run.strategy)
+
+
 class ExactResumeSuite(Clauses):
     """Losses, weights, optimizer state and random numbers after a resume are those of an uninterrupted run.
 
@@ -434,6 +449,16 @@ class ResumeMomentsSuite(Clauses):
         """Shuffling and worker seeds that a loader draws itself must be the same after a resume."""
         for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, {}, True):
             assert_same(resumed, whole)
+
+    @requires(Capability.SHARDED_CHECKPOINT)
+    def test_another_precision_is_cast_for_an_evaluation(self, ranks: Ranks, tmp_path: Path) -> None:
+        """And told once; a fit, which would not go on as it was, must not be resumed so."""
+        for rank, (told, saved, tested) in enumerate(ranks.run(2, _cast_for_a_test, self.strategy, str(tmp_path))):
+            assert len(told) == (rank == 0)
+            assert tested.keys() == saved.keys()
+            for name, tensor in saved.items():
+                assert torch.equal(tested[name], tensor.to(tested[name].dtype)), name
+            assert torch.bfloat16 in {tensor.dtype for tensor in tested.values()}
 
     @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("kind", ["sharded", "full"])
