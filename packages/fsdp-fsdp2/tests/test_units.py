@@ -1,4 +1,4 @@
-"""Modules that can't be units as they are, and how units are offloaded."""
+"""Modules that can't be units as they are, how units are offloaded, and what of torch's is done faster for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp.wrap import wrap as torch_wrap
 
@@ -91,3 +91,135 @@ def test_modules_sharded_together_are_reduced_when_torch_does(ranks: RankPool) -
     for ours, by_hand in ranks.run(2, reductions):
         assert ours == by_hand
         assert ours[0] == "2"
+
+
+class Pair(nn.Sequential):
+    """Two layers, which become a unit."""
+
+
+def new_pairs() -> nn.Sequential:
+    with oracle.seeded(0):
+        return nn.Sequential(*(Pair(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(3)), nn.Linear(6, 1))
+
+
+def of_fabric(fabric: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = new_pairs()
+    set_up: tuple[nn.Module, torch.optim.Optimizer] = fabric.setup(net, oracle.sgd(net))
+    return set_up
+
+
+def by_hand(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = new_pairs()
+    for pair in net[:-1]:
+        fully_shard(pair, **options)
+    fully_shard(net, **options)
+    return net, oracle.sgd(net)
+
+
+def stepped(net: Any, optimizer: Any, backward: Callable[[torch.Tensor], None], steps: int) -> list[float]:
+    """The losses of a few steps."""
+    losses = []
+    for step in range(steps):
+        loss = net(torch.full((2, 6), 0.1 * step)).float().square().mean()
+        optimizer.zero_grad()
+        backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def named_for_profilers() -> tuple[set[str], set[str], int]:
+    """What a profiler sees of a step under Fabric and of one by hand, and how often torch names something without."""
+    fabric = new_fabric("fsdp2", 2, {"auto_wrap_policy": {Pair}})
+    trained, seen = of_fabric(fabric), []
+    for (net, optimizer), backward in ((trained, fabric.backward), (by_hand(), torch.Tensor.backward)):
+        stepped(net, optimizer, backward, 2)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            stepped(net, optimizer, backward, 1)
+        seen.append({event.key for event in profiler.key_averages()})
+    named = mock.Mock(side_effect=torch.profiler.record_function)
+    with mock.patch.object(_fsdp_param_group, "record_function", named):
+        stepped(*trained, fabric.backward, 1)
+    ours, theirs = ({name for name in names if name.startswith("FSDP::")} for names in seen)
+    return ours, theirs, named.call_count
+
+
+def test_profilers_see_the_names_that_torch_gives(ranks: RankPool) -> None:
+    for ours, theirs, without in ranks.run(2, named_for_profilers):
+        assert ours == theirs
+        assert any("FSDP::post_backward_reduce" in name for name in ours)
+        assert without == 0
+
+
+#: Options of units that are sharded over one rank, and whether they are gathered by one copy of all parameters.
+COPIED = {"mixed": ({}, True), "offloaded": ({"cpu_offload": CPUOffloadPolicy(pin_memory=False)}, False)}
+
+
+def on_one_rank() -> dict[str, tuple[list[float], list[float], int]]:
+    """The losses of steps under Fabric and by hand, and how many units were gathered by one copy."""
+    found = {}
+    for case, (options, _) in COPIED.items():
+        fabric = new_fabric("fsdp2", 1, {"auto_wrap_policy": {Pair}, **options}, precision="bf16-mixed")
+        trained = of_fabric(fabric)
+        copied = mock.Mock(side_effect=torch._foreach_copy_)
+        with mock.patch.object(torch, "_foreach_copy_", copied):
+            ours = stepped(*trained, fabric.backward, 4)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        theirs = stepped(*by_hand(mp_policy=policy), torch.Tensor.backward, 4)
+        found[case] = ours, theirs, copied.call_count
+    return found
+
+
+def test_units_of_one_rank_are_gathered_by_one_copy(ranks: RankPool) -> None:
+    [found] = ranks.run(1, on_one_rank)
+    for case, (ours, theirs, copied) in found.items():
+        assert ours == theirs, case
+        assert (copied > 0) == COPIED[case][1], case
+
+
+class Tied(nn.Module):
+    """Two layers of one weight, and notes of what is set at the module by torch."""
+
+    def __init__(self, *, notes: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(NotingLinear(6, 6) if notes else nn.Linear(6, 6) for _ in range(2))
+        self.layers[1].weight = self.layers[0].weight
+        self.same: list[bool] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.layers
+        self.same.append(first.weight is second.weight and first.weight.numel() == 36)
+        out: torch.Tensor = second(first(x))
+        return out
+
+
+class NotingLinear(nn.Linear):
+    """A layer that sets attributes in a way of its own."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "weight":
+            self.times = getattr(self, "times", 0) + 1
+
+
+def tied_in_units() -> list[tuple[list[bool], bool, bool]]:
+    """By how modules set attributes: whether they hold one weight in steps, hold one after, and have set it."""
+    found = []
+    for notes in (False, True):
+        fabric = new_fabric("fsdp2", 2, {"auto_wrap_policy": {Tied}})
+        net = nn.Sequential(Tied(notes=notes), nn.Linear(6, 6))
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        of: Any = net[0]
+        before = getattr(of.layers[0], "times", 0)
+        for _ in range(3):
+            fabric.backward(model(torch.ones(2, 6)).square().mean())
+            optimizer.step()
+        first, second = of.layers
+        found.append((of.same, first.weight is second.weight, getattr(first, "times", 0) > before))
+    return found
+
+
+def test_modules_hold_what_is_gathered_and_shards(ranks: RankPool) -> None:
+    for plain, noting in ranks.run(2, tied_in_units):
+        assert plain == ([True] * 3, True, False)
+        assert noting == ([True] * 3, True, True)

@@ -35,6 +35,7 @@ from fsdp_fsdp2.torch_private import (
     refuse_copies,
     resume_forward,
     set_unreduced_gradients,
+    speed_up,
     take_unfrozen,
     unreduced_gradients,
     watch_calls,
@@ -88,6 +89,8 @@ class FSDP2Sharded(Sharded):
         peers = runtime.along(*GRADIENT_AXES)
         self.replicated = ReplicatedParameters(whole, module, peers, self.asks_accumulates) if whole else None
         self.units = [_fsdp(unit) for unit in (*units, module)]
+        for unit in self.units:
+            speed_up(unit)
         self.gathering = Gathering(self.units)
         self.step = StepGradients(module)
         self.unused = UnusedParameters(self.units, runtime, self.step, WeakMethod(self.inner_pass_ended))

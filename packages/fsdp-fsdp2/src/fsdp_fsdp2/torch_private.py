@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import repeat
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._profiler import _RecordFunctionFast
 from torch._functorch import config as functorch_config
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState, alloc_storage
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.profiler import record_function
 
 from fsdp_core import Runtime, ShardingError
 from fsdp_core.sharding import (
@@ -38,6 +46,7 @@ from fsdp_core.sharding import (
     sharded_around,
     sharded_of,
     times_written,
+    without_torch_function,
 )
 from fsdp_core.state import gathered_modules, running_forwards
 
@@ -66,6 +75,7 @@ __all__ = [
     "resume_forward",
     "set_unreduced_gradients",
     "side_by_side",
+    "speed_up",
     "take_filled",
     "take_unfrozen",
     "unreduced_gradients",
@@ -111,6 +121,10 @@ class Gathering:
                 type(group).reshard(group)  # also what RecordedGraphs keeps
 
 
+_SHARD, _LOCAL_TENSOR = map(operator.attrgetter, ("sharded_param", "sharded_param._local_tensor"))
+_STORAGE: Any = Tensor.untyped_storage
+
+
 class AssignedData:
     """Detects ``parameter.data = …``, which has no effect on a DTensor, as opposed to updates of the shard.
 
@@ -126,6 +140,7 @@ class AssignedData:
     def __init__(self, units: Iterable[FSDPModule]) -> None:
         self._parameters = [parameter for unit in units for parameter in _parameters(unit)]
         self._seen: list[tuple[Any, Any, Any]] = [(None, None, None)] * len(self._parameters)
+        self._held: list[Any] = []
         self.check()
 
     def check(self) -> None:
@@ -134,6 +149,12 @@ class AssignedData:
         Raises:
             ShardingError: A parameter's ``.data`` was assigned.
         """
+        with without_torch_function():
+            # without a step of Python for each: torch returns the same object for a storage as long as that is held
+            held = [*map(_STORAGE, map(_SHARD, self._parameters)), *map(_LOCAL_TENSOR, self._parameters)]
+        if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
+            return
+        self._held = held
         for index, parameter in enumerate(self._parameters):
             shard = parameter.sharded_param
             # the storage is kept alive, or another could reuse its address
@@ -689,9 +710,15 @@ class BudgetedCompiler:
             return self._compile(graph, inputs)
 
 
+_GRADIENT, _WAITING = map(operator.attrgetter, ("_unsharded_param.grad", "unsharded_accumulated_grad"))
+
+
 def _has_new_gradients(group: Any) -> bool:
     """Whether each parameter of a unit has a gradient of this backward pass, and none waits from an earlier one."""
-    return all(p._unsharded_param.grad is not None and p.unsharded_accumulated_grad is None for p in group.fsdp_params)
+    with without_torch_function():
+        gradients = list(map(_GRADIENT, group.fsdp_params))
+    waiting = map(_WAITING, group.fsdp_params)
+    return all(map(operator.is_not, gradients, repeat(None))) and all(map(operator.is_, waiting, repeat(None)))
 
 
 def _has_gradient(parameter: Any) -> bool:
@@ -789,12 +816,14 @@ def is_idle(root: FSDPModule) -> bool:
 
 _SEEN, _WRITTEN = "_fsdp_fsdp2_requires_grad", "_fsdp_fsdp2_times_written"
 _KEEP, _ENTER = "_fsdp_fsdp2_keep", "_fsdp_fsdp2_enter"
+_PLACES, _COPIED = "_fsdp_fsdp2_places", "_fsdp_fsdp2_copied"
 
-#: By state of a unit, whether the parameters require gradients that its modules hold instead of shards.
-_HELD = (
-    (ShardedState.UNSHARDED, operator.attrgetter("_unsharded_param.requires_grad")),
-    (ShardedState.SHARDED_POST_FORWARD, operator.attrgetter("_sharded_post_forward_param.requires_grad")),
-)
+#: Whether shards, and what modules hold instead by state of a unit, require gradients.
+_REQUIRED = operator.attrgetter("sharded_param.requires_grad")
+_HELD = {
+    ShardedState.UNSHARDED: operator.attrgetter("_unsharded_param.requires_grad"),
+    ShardedState.SHARDED_POST_FORWARD: operator.attrgetter("_sharded_post_forward_param.requires_grad"),
+}
 
 
 def _follow_gathered(group: Any, root: Any | None) -> None:
@@ -805,44 +834,158 @@ def _follow_gathered(group: Any, root: Any | None) -> None:
         root: The root's state, if the unit is the root.
     """
     of_root = None if root is None else weakref.ref(root)
-    for parameter in group.fsdp_params:
-        _set_at_once(parameter)
+    vars(group)[_PLACES] = _places(group)
     group._to_unsharded = partial(_note_gathered, weakref.ref(group), of_root)
     group._to_sharded = partial(_carry_and_free, weakref.ref(group), "_to_sharded")
+    if _is_of_one_rank(group):
+        group.wait_for_unshard = partial(_wait_for_copies, weakref.ref(group))
     group._to_sharded_post_forward = partial(_carry_and_free, weakref.ref(group), "_to_sharded_post_forward")
 
 
-def _set_at_once(parameter: Any) -> None:
-    """Let a module's parameter be replaced without a look at the module's class each time, twice in each pass.
+#: What torch's methods do for each parameter that :func:`_show_at_once` and :func:`_free_at_once` do in one loop.
+_DONE_AT_ONCE = {
+    FSDPParam.to_unsharded: {
+        *("set_requires_grad_if_needed", "sharded_param", "_unsharded_param", "_setattr_on_modules", "sharded_state"),
+        *("ShardedState", "SHARDED_POST_FORWARD", "_sharded_post_forward_param", "_sharded_post_forward_param_data"),
+        "UNSHARDED",
+    },
+    FSDPParam.to_sharded: {
+        *("_setattr_on_modules", "sharded_param", "free_unsharded_param", "ShardedState", "SHARDED", "sharded_state"),
+    },
+    FSDPParam.free_unsharded_param: {
+        *("compiled_autograd_enabled", "_unsharded_param", "untyped_storage", "resize_"),
+        *("itertools", "chain", "all_gather_outputs", "_unsharded_inner_tensors", "free_storage"),
+    },
+}
 
-    torch looks whether the class sets attributes in a way of its own, which is settled when the module is sharded.
+
+def _places(group: Any) -> list[tuple[Any, list[tuple[nn.Module, str]]]] | None:
+    """A unit's parameters, each with the modules that hold it and its names there; ``None`` if torch is to replace it.
+
+    torch looks each time whether a module's class sets attributes in a way of its own, which is settled when the module
+    is sharded.
     """
-    place = parameter._module_info
-    kind: Any = type(place.module)
-    if place.shared_modules or kind.__setattr__ is not nn.Module.__setattr__:
+    if any(not does >= set(method.__code__.co_names) for method, does in _DONE_AT_ONCE.items()):
+        return None
+    places = []
+    for parameter in group.fsdp_params:
+        of = parameter._module_info
+        held_by = [(of.module, of.param_name), *zip(of.shared_modules, of.shared_param_names, strict=True)]
+        kinds: list[Any] = [type(module) for module, _ in held_by]
+        sets_as_all = all(kind.__setattr__ is nn.Module.__setattr__ for kind in kinds)
+        if not sets_as_all or type(parameter) is not FSDPParam:
+            return None
+        places.append((parameter, held_by))
+    return places
+
+
+#: Whether autograd's graphs are being compiled, where torch frees in another way. Not from torch 2.13 or so on.
+_compiles_autograd: Callable[[], bool] = getattr(_fsdp_common, "compiled_autograd_enabled", lambda: False)
+
+
+def _is_shown_at_once(group: Any) -> bool:
+    """Whether a unit is sharded that was gathered before, and of which nothing is unusual."""
+    own = vars(group)
+    places = own[_PLACES]
+    was_gathered = places and _SEEN in own and "to_unsharded" not in vars(places[0][0])
+    return was_gathered and group._sharded_state is ShardedState.SHARDED
+
+
+def _show_at_once(group: Any) -> bool:
+    """Let modules hold the gathered parameters of a unit, in one loop. Nothing if there is more to do than that."""
+    if not _is_shown_at_once(group):
+        return False
+    own = vars(group)
+    places = own[_PLACES]
+    with without_torch_function():
+        required = list(map(_REQUIRED, group.fsdp_params))
+        if required != list(map(_HELD[ShardedState.UNSHARDED], group.fsdp_params)):
+            return False
+    for parameter, held_by in places:
+        for module, name in held_by:
+            module._parameters[name] = parameter._unsharded_param
+        parameter.sharded_state = ShardedState.UNSHARDED
+    group._sharded_state = ShardedState.UNSHARDED
+    own[_SEEN] = required
+    return True
+
+
+def _free_at_once(group: Any) -> bool:
+    """Let modules hold the shards of a unit, and free what is gathered, in one loop. Otherwise nothing."""
+    places = vars(group)[_PLACES]
+    if not places or group._sharded_state is not ShardedState.UNSHARDED or _compiles_autograd():
+        return False
+    for parameter, held_by in places:
+        for module, name in held_by:
+            module._parameters[name] = parameter.sharded_param
+        for tensor in (*parameter.all_gather_outputs, *parameter._unsharded_inner_tensors):
+            storage = tensor.untyped_storage()
+            if storage.size():
+                storage.resize_(0)
+        parameter.sharded_state = ShardedState.SHARDED
+    group._sharded_state = ShardedState.SHARDED
+    return True
+
+
+def _is_of_one_rank(group: Any) -> bool:
+    """Whether torch gathers a unit by a copy of each parameter, since it is sharded over no other rank."""
+    copies = {"all_gather_inputs", "init_all_gather_outputs", "alloc_storage", "copy_"}
+    waits = inspect.unwrap(type(group).wait_for_unshard)
+    return copies <= set(waits.__code__.co_names) and getattr(group.mesh_info, "shard_mesh_size", 1) == 1
+
+
+def _wait_for_copies(of: weakref.ref[Any]) -> None:
+    """Gather a unit that is sharded over no other rank: by one copy of all parameters, not two kernels for each."""
+    group: Any = of()
+    if group._all_gather_result is None or not _copy_at_once(group):
+        type(group).wait_for_unshard(group)
         return
-    module, name = place.module, place.param_name
+    vars(group)[_COPIED], group.fsdp_params = group.fsdp_params, []
+    try:
+        type(group).wait_for_unshard(group)  # what else it does: events, and _note_gathered()
+    finally:
+        _take_copied(group)
 
-    def set_parameter(value: nn.Parameter) -> None:
-        module._parameters[name] = value
 
-    parameter._setattr_on_modules = set_parameter
+def _copy_at_once(group: Any) -> bool:
+    """Copy the shards of a unit to what is gathered of it, in its dtype. Nothing if that is not all there is to do."""
+    if not _is_shown_at_once(group) or _compiles_autograd() or torch._C._functorch.maybe_current_level() is not None:
+        return False
+    outputs, shards = [], []
+    for parameter in group.fsdp_params:
+        is_extended = hasattr(parameter.sharded_param._local_tensor, "fsdp_pre_all_gather")
+        if is_extended or parameter.offload_to_cpu or len(parameter.all_gather_outputs) != 1:
+            return False
+        outputs.append(parameter.all_gather_outputs[0])
+        shards.append(parameter._sharded_param_data)
+    for output in outputs:
+        alloc_storage(output)
+    with torch.no_grad(), _unsafe_preserve_version_counter(tuple(outputs)):
+        torch._foreach_copy_(outputs, shards)
+    return True
+
+
+def _take_copied(group: Any) -> None:
+    if (parameters := vars(group).pop(_COPIED, None)) is not None:
+        group.fsdp_params = parameters
 
 
 def _note_gathered(of: weakref.ref[Any], of_root: weakref.ref[Any] | None) -> None:
     group: Any = of()
+    _take_copied(group)
     _carry_requires_grad(group)
-    type(group)._to_unsharded(group)
-    if of_root is not None and _SEEN not in vars(group):
-        for parameter in group.fsdp_params:
-            gathered = parameter._unsharded_param
-            if gathered.is_floating_point() or gathered.is_complex():
-                required = gathered.requires_grad
-                with outside_transforms():
-                    gathered.requires_grad_(True)  # a hook can't be placed otherwise
-                    _register_with_gathered(gathered, partial(_end_inside, of_root))
-                    gathered.requires_grad_(required)
-    vars(group)[_SEEN] = list(map(_HELD[0][1], group.fsdp_params))
+    if not _show_at_once(group):
+        type(group)._to_unsharded(group)
+        if of_root is not None and _SEEN not in vars(group):
+            for parameter in group.fsdp_params:
+                gathered = parameter._unsharded_param
+                if gathered.is_floating_point() or gathered.is_complex():
+                    required = gathered.requires_grad
+                    with outside_transforms():
+                        gathered.requires_grad_(True)  # a hook can't be placed otherwise
+                        _register_with_gathered(gathered, partial(_end_inside, of_root))
+                        gathered.requires_grad_(required)
+        vars(group)[_SEEN] = list(map(_HELD[ShardedState.UNSHARDED], group.fsdp_params))
     if of_root is not None or not group._reshard_after_forward:
         vars(group)[_WRITTEN] = _times_written(group)
 
@@ -909,7 +1052,8 @@ def _carry_and_free(of: weakref.ref[Any], name: str) -> None:
     _carry_requires_grad(group)
     if (keep := vars(group).get(_KEEP)) is not None:
         keep()
-    getattr(type(group), name)(group)
+    if name != "_to_sharded" or not _free_at_once(group):
+        getattr(type(group), name)(group)
 
 
 def _carry_requires_grad(group: Any) -> None:
@@ -921,7 +1065,8 @@ def _carry_requires_grad(group: Any) -> None:
     seen, state = vars(group).get(_SEEN), group._sharded_state
     if not seen or state is ShardedState.SHARDED:
         return
-    now = list(map(next(requires_grad for held, requires_grad in _HELD if held is state), group.fsdp_params))
+    with without_torch_function():  # a method of the parameters' class, if they are of a subclass, is not asked for
+        now = list(map(_HELD[state], group.fsdp_params))
     if now == seen:
         return
     for parameter, before, required in zip(group.fsdp_params, seen, now, strict=True):
@@ -938,6 +1083,12 @@ def _update_requires_grad(group: Any) -> None:
     _carry_requires_grad(group)
     if group.is_unsharded:
         return
+    try:
+        with without_torch_function():
+            if list(map(_REQUIRED, group.fsdp_params)) == list(map(_HELD[ShardedState.UNSHARDED], group.fsdp_params)):
+                return
+    except AttributeError:  # of one that was never gathered
+        pass
     for parameter in _trainable(group):
         if not parameter._unsharded_param.requires_grad:
             parameter._unsharded_param.requires_grad_(True)
@@ -1082,7 +1233,6 @@ class GatheredWrites:
         value.keep(_own_part(parameter, whole), shard, shown, self._values, is_counted=is_counted)
 
 
-_SHARD = operator.attrgetter("sharded_param")
 _VERSION = operator.attrgetter("_unsharded_param._version")
 _TIMES, _IS_NOTED = operator.attrgetter("times"), operator.attrgetter("is_noted")
 
@@ -1090,7 +1240,8 @@ _TIMES, _IS_NOTED = operator.attrgetter("times"), operator.attrgetter("is_noted"
 def _is_unwritten(parameters: list[Any], values: list[GatheredValue]) -> bool:
     """Whether none of a group's gathered parameters can have been written to, without a call of Python for each."""
     try:
-        counted = list(map(_VERSION, parameters))
+        with without_torch_function():
+            counted = list(map(_VERSION, parameters))
     except RuntimeError:  # of inference tensors
         return False
     return counted == list(map(_TIMES, values)) and not any(map(_IS_NOTED, values))
@@ -1161,6 +1312,92 @@ _REFUSED = RefusedTransforms(
         + ("; torch.func.jvp(), jacfwd() and vmap() are right too." if _IN_FUNCTIONS else "; and for vmap(), a batch.")
     ),
 )
+
+
+def speed_up(unit: FSDPModule) -> None:
+    """Let ``fully_shard`` do for a unit what it does, in less time: by torch's own code, without two detours.
+
+    Around a dozen times per unit and step it names for profilers what it does, by an operator that takes ten
+    microseconds whether one runs or not, which is as long as a small kernel; without a profiler, names are left out
+    here. And hooks tell ``torch.compile`` at each call to leave them out, which takes nearly as long; here they do so
+    where something is being compiled.
+
+    Args:
+        unit: The unit.
+    """
+    if not getattr(torch._dynamo.config, "skip_fsdp_hooks", True):  # the user wants them to be compiled
+        return
+    state: Any = unit._get_fsdp_state()
+    for each in (state, *_groups(unit)):
+        kind: Any = type(each)
+        each.__class__ = _faster_class(kind)
+    module = cast("nn.Module", unit)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in hooks.items():
+            if getattr(hook, "__self__", None) is state:
+                hooks[key] = getattr(state, hook.__name__)
+
+
+def _name_for_profilers(name: str) -> Any:
+    """What ``record_function`` is while a profiler runs, and otherwise a context that does next to nothing."""
+    return (record_function if torch._C._autograd._profiler_enabled() else _RecordFunctionFast)(name)
+
+
+class _Torch:
+    """torch, to functions that look for ``record_function`` in there."""
+
+    profiler = SimpleNamespace(record_function=_name_for_profilers)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+_NAMING = {"record_function": _name_for_profilers, "torch": _Torch()}
+_NAMED = "_fsdp_fsdp2_"
+
+
+@functools.cache
+def _faster_class(kind: Any) -> Any:
+    """A class with the methods of one of torch's, in which those that are slow without need are faster."""
+    if _IS_FASTER in vars(kind):
+        return kind
+    faster: dict[str, Any] = {_IS_FASTER: True, "__module__": kind.__module__}
+    for name in dir(kind):
+        method = inspect.getattr_static(kind, name)
+        function = method.__func__ if isinstance(method, staticmethod) else method
+        if isinstance(function, FunctionType) and (own := _faster(function)) is not function:
+            faster[name] = staticmethod(own) if isinstance(method, staticmethod) else own
+    return type(kind.__name__, (kind,), faster)
+
+
+_IS_FASTER = "_fsdp_fsdp2_is_faster"
+
+
+def _faster(function: FunctionType) -> FunctionType:
+    """A function of torch's by the same code, for which names cost nothing, and being left out of compilation neither.
+
+    Returns:
+        The function itself if it does neither.
+    """
+    inner = getattr(function, "__wrapped__", None)
+    cells, code = function.__closure__ or (), function.__code__
+    if isinstance(inner, FunctionType):
+        faster = _faster(inner)
+        if {"_dynamo", "disable"} <= set(code.co_names):
+            return cast("FunctionType", outside_of_compilation(faster))
+        if faster is inner:
+            return function
+        cells = tuple(CellType(faster) if cell.cell_contents is inner else cell for cell in cells)
+    elif "record_function" not in code.co_names:
+        return function
+    else:
+        # in the same module, whose functions others may replace, by names of our own
+        asked = "torch" if "profiler" in code.co_names else "record_function"
+        function.__globals__.setdefault(_NAMED + asked, _NAMING[asked])
+        code = code.replace(co_names=tuple(_NAMED + name if name == asked else name for name in code.co_names))
+    own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells or None)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return cast("FunctionType", functools.update_wrapper(own, function))
 
 
 def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites, unused: UnusedParameters) -> None:

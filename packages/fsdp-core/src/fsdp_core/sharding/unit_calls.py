@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice, repeat
 from types import AsyncGeneratorType, CellType, CoroutineType, GeneratorType
 from typing import Any, NamedTuple
 
@@ -104,7 +104,9 @@ class UnitCalls:
         end_without_output: Callable[[], None] | None = None,
     ) -> None:
         self._show, self._refused, self._end_without_output = show, refused, end_without_output
-        self._attributes = [(vars(module).values, _first_of_user(vars(module))) for module in modules]
+        attributes = list(map(vars, modules))
+        self._attributes = [of.values() for of in attributes]
+        self._firsts = list(map(_first_of_user, attributes))
         self._without_tensors: set[type] = {type(None), bool, int, float, str}  # the types of attributes
         self._running: list[tuple[_Call | None, list[Tensor]]] = []  # the innermost last
 
@@ -162,9 +164,11 @@ class UnitCalls:
             if not isinstance(output, Tensor) or given:
                 before = set(map(id, known))
                 shown += [one for one in _hidden_tensors([output, *given], 3) if id(one) not in before]
-            for values, first in self._attributes:  # by their types alone, without a call of Python for each
-                if not self._without_tensors.issuperset(map(type, islice(values(), first, None))):
-                    shown += self._tensors_among(islice(values(), first, None))
+            attributes = map(islice, self._attributes, self._firsts, repeat(None))
+            # by their types alone, without a step of Python for each module
+            if not self._without_tensors.issuperset(map(type, chain.from_iterable(attributes))):
+                for of in map(islice, self._attributes, self._firsts, repeat(None)):
+                    shown += self._tensors_among(of)
             if shown := [one for one in shown if one.requires_grad and one.grad_fn is not None]:
                 self._show(shown)
 
