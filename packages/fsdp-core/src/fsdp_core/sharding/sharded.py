@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fsdp_core.errors import ShardingError
+from fsdp_core.errors import CheckpointMismatchError, ShardingError
 from fsdp_core.gradients.clipping import clip_grads_by_norm, clip_grads_by_value, is_sharded_dtensor
 from fsdp_core.gradients.gathered_values import WrittenValues
 from fsdp_core.gradients.step_writes import StepWrites
@@ -426,19 +426,53 @@ class Sharded(ABC):
             CheckpointMismatchError: They don't match. The module is unchanged.
         """
         live = self.model_state()
-        fill_all(_tensors(live), _tensors(state), strict=strict, cast=not strict, check_only=check_only)
+        resized = self._resized_as_they_load(live, state)
+        live = {name: value for name, value in live.items() if name not in resized}
+        tensors = {name: value for name, value in _tensors(state).items() if name not in resized}
+        fill_all(_tensors(live), tensors, strict=strict, cast=not strict, check_only=check_only)
         if check_only:
             return
         written = self.written
         with self.as_written():
             # for other entries, such as extra state, state_dict() returns copies, which only the module can load
             named = written.named_parameters(remove_duplicate=False), written.named_buffers(remove_duplicate=False)
-            kept = {clean_name(name) for name, _ in chain(*named)}
+            kept = {clean_name(name) for name, _ in chain(*named)} - resized.keys()
             raw_names = {clean_name(name): name for name in type(written).state_dict(written)}
-            extra = {raw_names[n]: _read(value) for n, value in state.items() if n in live and n not in kept}
+            known = live.keys() | resized.keys()
+            extra = {raw_names[n]: _read(value) for n, value in state.items() if n in known and n not in kept}
             if extra:
-                type(written).load_state_dict(written, extra, strict=False)
+                try:
+                    type(written).load_state_dict(written, extra, strict=False)
+                except RuntimeError as error:
+                    if not resized:
+                        raise
+                    raise CheckpointMismatchError(
+                        f"{next(iter(resized))!r} has another shape in the checkpoint, and the module that loads it "
+                        f"did not resize it ({error}).\nLoad it into the model that it was saved from."
+                    ) from error
         self.adopt_model_state(live)
+
+    def _resized_as_they_load(self, live: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+        """Buffers of another shape in a checkpoint, whose modules load in a way of their own, which may resize them.
+
+        So do observers of quantization-aware training, and vocabularies that grow. They load what is saved, as a whole.
+        """
+        other = {
+            name: value
+            for name, value in _tensors(state).items()
+            if isinstance(live.get(name), Tensor) and live[name].shape != torch.Size(value.shape)
+        }
+        modules = {clean_name(name): module for name, module in self.written.named_modules()} if other else {}
+
+        def loads_itself(name: str) -> bool:
+            owner, _, attribute = name.rpartition(".")
+            module = modules.get(owner)
+            if module is None or attribute not in module._buffers:
+                return False
+            is_own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+            return is_own or bool(module._load_state_dict_pre_hooks)
+
+        return {name: value for name, value in other.items() if loads_itself(name)}
 
     def adopt_model_state(self, state: Mapping[str, Any]) -> None:
         """Copy the filled result of :meth:`model_state` back to the module. Not needed where they share memory."""

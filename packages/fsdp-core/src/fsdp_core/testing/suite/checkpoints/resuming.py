@@ -12,15 +12,17 @@ import lightning.pytorch as pl
 import numpy
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import fsdp_core
+from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import BATCH, FEATURES, RESUME_TOLERANCE
 from fsdp_core.testing.rank_context import here
+from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.base_class import KINDS, Clauses, each_ranks, needs_of, on_ranks, requires, with_options
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import assert_bit_equal
@@ -364,6 +366,50 @@ def _loaded_early(strategy: str, tmp: str, kind: str) -> tuple[dict[str, Any], d
     return {"model": {}, "optimizer": module.at_start}, {"model": {}, "optimizer": saved}
 
 
+class Growing(nn.Module):
+    """Has a buffer that grows in each step, as vocabularies do, and is resized as it is loaded."""
+
+    seen: Tensor
+
+    def __init__(self, *, resizes: bool) -> None:
+        super().__init__()
+        self.resizes = resizes
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.cat([self.seen, x.new_ones(1)])
+        return x
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        if self.resizes and f"{prefix}seen" in state_dict:
+            self.seen = torch.empty_like(state_dict[f"{prefix}seen"], device=self.seen.device)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class Grows(Lit):
+    """Counts its steps in a buffer that grows."""
+
+    def __init__(self, *, resizes: bool = True) -> None:
+        super().__init__()
+        self.growing = Growing(resizes=resizes)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        return super().training_step((self.growing(batch[0]), batch[1]), batch_idx)
+
+
+def _grown(strategy: str, tmp: str, kind: str) -> tuple[Tensor, str]:
+    """The buffer after a fit of two steps that is resumed for two, and what is said where it is not resized."""
+    path, options = str(Path(tmp, "run.ckpt")), {"state_dict_type": kind}
+    run = new_trainer(tmp, strategy, 2, options)
+    run.fit(Grows(), loader(2, 2))
+    run.save_checkpoint(path)
+    module = Grows()
+    new_trainer(tmp, strategy, 2, options, max_epochs=2).fit(module, loader(2, 2), ckpt_path=path)
+    stiff = new_trainer(tmp, strategy, 2, options, max_epochs=2)
+    told = refusal(CheckpointMismatchError, lambda: stiff.fit(Grows(resizes=False), loader(2, 2), ckpt_path=path))
+    return module.growing.seen.cpu(), told
+
+
 def _cast_for_a_test(strategy: str, tmp: str) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
     """What is told where a checkpoint in fp32 is tested in bf16, its weights, and those that are tested."""
     path = str(Path(tmp, "run.ckpt"))
@@ -449,6 +495,14 @@ class ResumeMomentsSuite(Clauses):
         """Shuffling and worker seeds that a loader draws itself must be the same after a resume."""
         for whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), moment, {}, True):
             assert_same(resumed, whole)
+
+    @requires(Capability.SHARDED_CHECKPOINT)
+    @pytest.mark.parametrize("kind", ["sharded", "full"])
+    def test_buffers_that_a_module_resizes_as_it_loads(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
+        """As observers and vocabularies do. One that does not resize them must be refused."""
+        for seen, told in ranks.run(2, _grown, self.strategy, str(tmp_path), kind):
+            assert torch.equal(seen, torch.ones(4))
+            assert_says(told, "growing.seen", "Load it into the model that it was saved from")
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_another_precision_is_cast_for_an_evaluation(self, ranks: Ranks, tmp_path: Path) -> None:
