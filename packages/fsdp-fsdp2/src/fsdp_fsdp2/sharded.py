@@ -49,6 +49,12 @@ if TYPE_CHECKING:
 __all__ = ["FSDP2Sharded"]
 
 
+def _name_as_written(cls: type[FSDPModule]) -> None:
+    """Give the class that ``fully_shard`` has made of a user's the name of that, which reprs and messages show."""
+    written = next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
+    cls.__name__, cls.__qualname__ = written.__name__, written.__qualname__
+
+
 class FSDP2Sharded(Sharded):
     """A module whose units, and then the module itself, were sharded by ``fully_shard``.
 
@@ -90,6 +96,7 @@ class FSDP2Sharded(Sharded):
         self.replicated = ReplicatedParameters(whole, module, peers, self.asks_accumulates) if whole else None
         self.units = [_fsdp(unit) for unit in (*units, module)]
         for unit in self.units:
+            _name_as_written(type(unit))
             speed_up(unit)
         self.gathering = Gathering(self.units)
         self.step = StepGradients(module)
