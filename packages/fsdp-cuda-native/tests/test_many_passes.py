@@ -19,7 +19,14 @@ from fsdp_core.testing.collectives import Layer, count_in_steps, new_layers
 from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.modules.parameters import own_share
-from fsdp_core.testing.suite.numerics.many_passes import difference, train_plainly, train_without
+from fsdp_core.testing.suite.numerics.many_passes import (
+    WRITTEN_BEFORE_BACKWARD,
+    difference,
+    train_plainly,
+    train_without,
+    write_before_backward,
+    write_before_backward_plainly,
+)
 from fsdp_core.testing.training import loader, new_fabric, new_trainer
 from fsdp_cuda_native.sharded import NativeSharded
 from fsdp_cuda_native.torch_private import flat_parameters, nested_passes, unit_gradients
@@ -315,3 +322,14 @@ def test_a_block_that_is_frozen_while_its_gradients_wait(ranks: RankPool) -> Non
     for state in ranks.run(2, frozen_while_waiting):
         for name, tensor in net.state_dict().items():
             torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+
+
+@pytest.mark.parametrize("how", WRITTEN_BEFORE_BACKWARD)
+def test_parameters_that_are_written_before_the_backward_pass(ranks: RankPool, tmp_path: Path, how: str) -> None:
+    for got in ranks.run(2, write_before_backward, "fsdp_native", str(tmp_path / "saved"), how):
+        if how == "a bias":
+            torch.testing.assert_close(got, write_before_backward_plainly(how), atol=FP32_TOLERANCE, rtol=0)
+        else:
+            assert isinstance(got, str), "computed with other values than those of the forward pass"
+            assert "'blocks.1." in got
+            assert "written to between the forward pass and this backward pass" in got

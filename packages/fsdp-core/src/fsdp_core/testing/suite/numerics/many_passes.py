@@ -32,7 +32,7 @@ from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.pairs import SEED
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, strategy_argument
 
-__all__ = ["SETTINGS", "STEPS", "ManyPassesSuite", "Setting"]
+__all__ = ["SETTINGS", "STEPS", "WRITTEN_BEFORE_BACKWARD", "ManyPassesSuite", "Setting"]
 
 
 @dataclass(kw_only=True)
@@ -649,6 +649,70 @@ def train_without(
             )
         except Exception as error:
             return f"{type(error).__name__}: {error}"
+
+
+#: What writes to parameters between a forward pass and its backward pass, in :func:`write_before_backward`.
+WRITTEN_BEFORE_BACKWARD = ("by hand", "by hand between two calls", "an optimizer's step", "a checkpoint", "a bias")
+
+
+def write_before_backward(strategy: str, folder: str, how: str) -> str | dict[str, Tensor]:
+    """Write to parameters under Fabric between a forward pass and its backward pass, as plain torch refuses it.
+
+    Args:
+        strategy: The name of the strategy.
+        folder: A folder for a checkpoint.
+        how: One of :data:`WRITTEN_BEFORE_BACKWARD`. No graph needs the values of a bias.
+
+    Returns:
+        The error with its notes, or the gradients' step where there is none.
+    """
+    fabric = new_fabric(strategy, 2)
+    net = _net_without_gains()
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    fabric.save(folder, {"model": model})
+    losses = _write_after_forward(net, optimizer, own_share(fabric, oracle.global_batches(1)[0]), how, fabric.backward)
+    if how == "a checkpoint":
+        fabric.load(folder, {"model": model})
+    try:
+        fabric.backward(losses)
+    except (FSDPError, RuntimeError) as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    optimizer.step()
+    return full_state(fabric.strategy)
+
+
+def write_before_backward_plainly(how: str) -> dict[str, Tensor]:
+    """The same in one process of plain torch, for a kind that it takes."""
+    net = _net_without_gains()
+    optimizer = oracle.sgd(net)
+    _write_after_forward(net, optimizer, oracle.global_batches(1)[0], how, Tensor.backward).backward()
+    optimizer.step()
+    return dict(net.state_dict())
+
+
+def _net_without_gains() -> oracle.Net:
+    """0-dim parameters are not sharded, and torch's error is about the first that a pass needs."""
+    net = oracle.new_net()
+    for block in net.blocks:
+        del block.gain
+        vars(block)["gain"] = 0.5
+    return net
+
+
+def _write_after_forward(
+    net: oracle.Net, optimizer: Any, batch: tuple[Tensor, Tensor], how: str, backward: Callable[[Tensor], Any]
+) -> Tensor:
+    """Two losses of blocks, between or after whose calls is written."""
+    x, y = batch
+    first = mse_loss(net.blocks[1](net.blocks[0](x)), y)
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            if how.startswith("by hand") or (how == "a bias" and name.endswith("down.bias")):
+                parameter.mul_(0.9)
+    if how == "an optimizer's step":
+        backward(mse_loss(net.blocks[1](x), y))
+        optimizer.step()
+    return first + (mse_loss(net.blocks[1](x), y) if how.endswith("calls") else 0.0)
 
 
 def train_plainly(tmp: str, front: str, what: str) -> Trained:
