@@ -17,10 +17,13 @@ from torch.nn.functional import mse_loss
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.collectives import Layer, count_in_steps, new_layers
 from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained
+from fsdp_core.testing.refusals import assert_says
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.many_passes import (
     WRITTEN_BEFORE_BACKWARD,
+    backward_without_fabric,
+    backward_without_fabric_plainly,
     difference,
     train_plainly,
     train_without,
@@ -333,3 +336,10 @@ def test_parameters_that_are_written_before_the_backward_pass(ranks: RankPool, t
             assert isinstance(got, str), "computed with other values than those of the forward pass"
             assert "'blocks.1." in got
             assert "written to between the forward pass and this backward pass" in got
+
+
+def test_a_backward_pass_without_fabric_after_an_exception(ranks: RankPool) -> None:
+    want = backward_without_fabric_plainly()
+    for weights, message in ranks.run(2, backward_without_fabric, "fsdp_native"):
+        torch.testing.assert_close(weights, want, atol=FP32_TOLERANCE, rtol=0)
+        assert_says(message, "an exception has interrupted a backward pass", "optimizer.zero_grad()")

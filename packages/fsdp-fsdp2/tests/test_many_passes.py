@@ -16,10 +16,13 @@ from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.collectives import Layer, count_in_steps, new_layers
 from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained
+from fsdp_core.testing.refusals import assert_says
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.many_passes import (
     WRITTEN_BEFORE_BACKWARD,
+    backward_without_fabric,
+    backward_without_fabric_plainly,
     difference,
     train_plainly,
     train_without,
@@ -299,3 +302,10 @@ def test_hooks_of_activations_that_run_the_whole_net(ranks: RankPool, tmp_path: 
         optimizer.step()
     for got in ranks.run(2, trained_with_hooks_of_activations, str(tmp_path) if front == "automatic" else None):
         torch.testing.assert_close(got, dict(net.state_dict()), atol=FP32_TOLERANCE, rtol=0)
+
+
+def test_a_backward_pass_without_fabric_after_an_exception(ranks: RankPool) -> None:
+    want = backward_without_fabric_plainly()
+    for weights, message in ranks.run(2, backward_without_fabric, "fsdp2"):
+        torch.testing.assert_close(weights, want, atol=FP32_TOLERANCE, rtol=0)
+        assert_says(message, "an exception has interrupted a backward pass", "optimizer.zero_grad()")

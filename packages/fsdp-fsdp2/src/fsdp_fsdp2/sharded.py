@@ -31,6 +31,7 @@ from fsdp_fsdp2.torch_private import (
     abandon_forward,
     finish_backward,
     free_written,
+    gathered_parameters,
     has_run,
     is_idle,
     refuse_copies,
@@ -186,6 +187,9 @@ class FSDP2Sharded(Sharded):
     @property
     def has_freed_graph(self) -> bool:  # type: ignore[override]
         return self.unused.recorded.has_freed
+
+    def leaves(self) -> Iterable[Tensor]:
+        return [*self.root.parameters(), *gathered_parameters(self.units)]
 
     def written_since_gathered(self, numel: int, times: int) -> list[str]:
         written = chain.from_iterable(written_since(unit, numel, times) for unit in self.units)

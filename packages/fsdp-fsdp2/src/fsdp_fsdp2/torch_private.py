@@ -51,6 +51,7 @@ __all__ = [
     "abandon_forward",
     "finish_backward",
     "free_written",
+    "gathered_parameters",
     "has_hooks",
     "has_run",
     "is_cast_though_stored",
@@ -877,6 +878,12 @@ def _follow_written(group: Any) -> None:
             if (value := getattr(each, "_fsdp_value", None)) is not None:
                 value.times += 1  # no write of the user's that the shards lack
         attributes[_OUTDATED] = written
+
+
+def gathered_parameters(units: Iterable[FSDPModule]) -> list[Tensor]:
+    """What units gather, and have gathered once, whether or not it has memory now."""
+    parameters = (parameter for unit in units for parameter in _parameters(unit))
+    return [parameter._unsharded_param for parameter in parameters if hasattr(parameter, "_unsharded_param")]
 
 
 def written_since(unit: FSDPModule, numel: int, times: int) -> Iterator[nn.Parameter]:

@@ -298,6 +298,10 @@ class Sharded(ABC):
     #: Whether parameters were freed that such a graph holds, so that it can't be differentiated any more.
     has_freed_graph: bool = False
 
+    def leaves(self) -> Iterable[Tensor]:
+        """To what autograd adds gradients. The default is for libraries which expose that as parameters."""
+        return self.root.parameters()
+
     def written_since_gathered(self, numel: int, times: int) -> list[str]:
         """The names of parameters whose shards were written to between the forward pass and the backward pass.
 

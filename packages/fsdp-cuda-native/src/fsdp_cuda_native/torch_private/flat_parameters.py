@@ -60,6 +60,7 @@ __all__ = [
     "expect_backward",
     "finish_frozen",
     "flat_members",
+    "flat_parameter_of",
     "flattening_parts",
     "follow_frozen",
     "follow_requires_grad",
@@ -206,6 +207,12 @@ def units_in_passes(root: FullyShardedDataParallel) -> list[FullyShardedDataPara
 def handle_of(unit: FullyShardedDataParallel) -> Any:
     """The handle of a unit's flat parameter; ``None`` for a unit without parameters."""
     return unit._handle
+
+
+def flat_parameter_of(unit: FullyShardedDataParallel) -> Tensor:
+    """The flat parameter of a unit that has one."""
+    flat: Tensor = handle_of(unit).flat_param
+    return flat
 
 
 def is_sharded(unit: FullyShardedDataParallel) -> bool:

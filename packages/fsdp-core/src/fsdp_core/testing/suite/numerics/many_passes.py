@@ -20,12 +20,13 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from fsdp_core.errors import FSDPError
+from fsdp_core.errors import FSDPError, ShardingError
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.meshes import DeclaredMesh
 from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained
+from fsdp_core.testing.refusals import refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.base_class import Clauses, needs_of, requires
 from fsdp_core.testing.suite.modules.parameters import own_share
@@ -713,6 +714,63 @@ def _write_after_forward(
         backward(mse_loss(net.blocks[1](x), y))
         optimizer.step()
     return first + (mse_loss(net.blocks[1](x), y) if how.endswith("calls") else 0.0)
+
+
+def backward_without_fabric(strategy: str) -> tuple[dict[str, Tensor], str]:
+    """Run ``loss.backward()`` under Fabric after an exception in a backward pass that was caught.
+
+    Args:
+        strategy: The name of the strategy.
+
+    Returns:
+        The weights after a step by hand with the gradients of that pass, before which others were forgotten; and the
+        refusal of a pass before which they were not.
+    """
+    fabric = new_fabric(strategy, 2)
+    net = oracle.new_net()
+    _, optimizer = fabric.setup(net, oracle.sgd(net))
+    batch = own_share(fabric, oracle.global_batches(1)[0])
+    _interrupted_before(net, batch, fabric.backward, optimizer).backward()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad)
+    weights = full_state(fabric.strategy)
+    loss = _interrupted_before(net, batch, fabric.backward, None)
+    message = refusal(ShardingError, loss.backward)
+    nn.Linear(2, 1)(torch.ones(1, 2)).sum().backward()  # of another model
+    return weights, message
+
+
+def backward_without_fabric_plainly() -> dict[str, Tensor]:
+    """The weights, in one process of plain torch."""
+    net = oracle.new_net()
+    loss = _interrupted_before(net, oracle.global_batches(1)[0], Tensor.backward, oracle.sgd(net))
+    loss.backward()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad)
+    return dict(net.state_dict())
+
+
+def _interrupted_before(
+    net: oracle.Net, batch: tuple[Tensor, Tensor], backward: Callable[[Tensor], Any], optimizer: Any | None
+) -> Tensor:
+    """A loss whose graph is older than a backward pass that an exception has ended."""
+
+    def fail(_: Tensor) -> None:
+        raise _CaughtError
+
+    x, y = batch
+    loss = mse_loss(net.blocks[1](x), y)
+    inner = net.blocks[0](x)
+    inner.register_hook(fail)
+    with contextlib.suppress(_CaughtError):
+        backward(mse_loss(net.blocks[2](inner), y))
+    if optimizer is not None:
+        optimizer.zero_grad()
+    return loss
 
 
 def train_plainly(tmp: str, front: str, what: str) -> Trained:
