@@ -14,10 +14,11 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.functional import mse_loss
 
+from fsdp_core import ShardingError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.collectives import Layer, count_in_steps, new_layers
 from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained
-from fsdp_core.testing.refusals import assert_says
+from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.many_passes import (
@@ -343,3 +344,21 @@ def test_a_backward_pass_without_fabric_after_an_exception(ranks: RankPool) -> N
     for weights, message in ranks.run(2, backward_without_fabric, "fsdp_native"):
         torch.testing.assert_close(weights, want, atol=FP32_TOLERANCE, rtol=0)
         assert_says(message, "an exception has interrupted a backward pass", "optimizer.zero_grad()")
+
+
+def transposed_in_a_call() -> str:
+    fabric = new_fabric("fsdp_native", 2)
+    net = oracle.new_net()
+    model, _ = fabric.setup(net, oracle.sgd(net))
+
+    def transpose(layer: nn.Linear, _: Any) -> None:
+        with torch.no_grad():
+            layer.weight.t_()
+
+    net.blocks[1].down.register_forward_pre_hook(transpose)
+    return refusal(ShardingError, lambda: model(oracle.global_batches(1)[0][0]))
+
+
+def test_a_weight_that_a_call_transposes_in_place_is_refused(ranks: RankPool) -> None:
+    for message in ranks.run(2, transposed_in_a_call):
+        assert_says(message, "t_() of 'blocks.1.down.weight' while it is gathered", "parameter.t()")
