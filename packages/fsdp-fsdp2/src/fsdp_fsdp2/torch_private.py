@@ -969,6 +969,21 @@ def _carry_requires_grad(group: Any) -> None:
     vars(group)[_SEEN] = now
 
 
+_TRAINED = operator.attrgetter("sharded_param.requires_grad")
+
+
+def _take_requires_grad(unit: FSDPModule) -> None:
+    """Let what a unit still has gathered, and what its next call computes with, be frozen as its shards are now."""
+    for group in _groups(unit):
+        if group.is_unsharded and _SEEN in vars(group):
+            _carry_requires_grad(group)
+            trained = list(map(_TRAINED, group.fsdp_params))
+            if trained != vars(group)[_SEEN]:
+                for parameter, required in zip(group.fsdp_params, trained, strict=True):
+                    parameter._unsharded_param.requires_grad_(required)
+                vars(group)[_SEEN] = trained
+
+
 def _update_requires_grad(group: Any) -> None:
     """Let the gathered parameters of a unit and its shards agree on ``requires_grad``, whatever was changed last.
 
@@ -1286,8 +1301,10 @@ def _before_call(
     if writes is not None and unit not in gathered_modules:
         writes.check_own()
         writes.enter()
-        if writes.stays_gathered and (unused := of_unused()) is not None and not recomputes():
-            free_written(unit, unused.recorded)
+        if (writes.stays_gathered or writes.is_of_root) and (unused := of_unused()) is not None and not recomputes():
+            if writes.stays_gathered:
+                free_written(unit, unused.recorded)
+            _take_requires_grad(unit)
     if root is not None and isinstance(unit, FSDPModule) and not has_run(unit):  # in gathered() it is none
         with torch.inference_mode(False):
             root._get_fsdp_state()._lazy_init()
