@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.gradients.step_gradients import guard
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
+from fsdp_core.gradients.gathered_values import RESHAPED_IN_PLACE, GatheredValue
+from fsdp_core.gradients.step_gradients import guard, guard_parameters
 
 
 def _piece() -> Tensor:
@@ -48,3 +49,21 @@ def test_what_looks_at_more_than_single_elements_is_refused(look: Callable[[Tens
 def test_what_is_elementwise_is_computed(change: Callable[[Tensor], Tensor]) -> None:
     want = change(torch.tensor([1.0, -2.0, 3.0]))
     assert change(_piece()).as_subclass(Tensor).tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("name", sorted(RESHAPED_IN_PLACE))
+@pytest.mark.parametrize("of", [nn.Parameter, torch.Tensor])
+def test_methods_that_reshape_a_gathered_parameter_in_place_are_refused(name: str, of: type[torch.Tensor]) -> None:
+    weight, value = of(torch.ones(2, 3)), GatheredValue("weight")
+    value.follow(weight)
+    with pytest.raises(ShardingError, match=rf"{name}\(\) of 'weight' while it is gathered .*\n.*parameter.t\(\)"):
+        getattr(weight, name)()
+    assert weight.shape == (2, 3)
+
+
+@pytest.mark.parametrize("name", ["t_", "squeeze_"])
+def test_such_methods_of_pieces_are_refused(name: str) -> None:
+    piece = nn.Parameter(torch.ones(3), requires_grad=False)
+    guard_parameters([piece])
+    with pytest.raises(UnsupportedCapabilityError, match=f"{name} of a parameter would see this rank's piece"):
+        getattr(piece, name)()

@@ -14,12 +14,23 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.functional import mse_loss
 
+from fsdp_core import ShardingError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.collectives import Layer, count_in_steps, new_layers
 from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained
+from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.modules.parameters import own_share
-from fsdp_core.testing.suite.numerics.many_passes import difference, train_plainly, train_without
+from fsdp_core.testing.suite.numerics.many_passes import (
+    WRITTEN_BEFORE_BACKWARD,
+    backward_without_fabric,
+    backward_without_fabric_plainly,
+    difference,
+    train_plainly,
+    train_without,
+    write_before_backward,
+    write_before_backward_plainly,
+)
 from fsdp_core.testing.training import loader, new_fabric, new_trainer
 from fsdp_cuda_native.sharded import NativeSharded
 from fsdp_cuda_native.torch_private import flat_parameters, nested_passes, unit_gradients
@@ -315,3 +326,39 @@ def test_a_block_that_is_frozen_while_its_gradients_wait(ranks: RankPool) -> Non
     for state in ranks.run(2, frozen_while_waiting):
         for name, tensor in net.state_dict().items():
             torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+
+
+@pytest.mark.parametrize("how", WRITTEN_BEFORE_BACKWARD)
+def test_parameters_that_are_written_before_the_backward_pass(ranks: RankPool, tmp_path: Path, how: str) -> None:
+    for got in ranks.run(2, write_before_backward, "fsdp_native", str(tmp_path / "saved"), how):
+        if how == "a bias":
+            torch.testing.assert_close(got, write_before_backward_plainly(how), atol=FP32_TOLERANCE, rtol=0)
+        else:
+            assert isinstance(got, str), "computed with other values than those of the forward pass"
+            assert "'blocks.1." in got
+            assert "written to between the forward pass and this backward pass" in got
+
+
+def test_a_backward_pass_without_fabric_after_an_exception(ranks: RankPool) -> None:
+    want = backward_without_fabric_plainly()
+    for weights, message in ranks.run(2, backward_without_fabric, "fsdp_native"):
+        torch.testing.assert_close(weights, want, atol=FP32_TOLERANCE, rtol=0)
+        assert_says(message, "an exception has interrupted a backward pass", "optimizer.zero_grad()")
+
+
+def transposed_in_a_call() -> str:
+    fabric = new_fabric("fsdp_native", 2)
+    net = oracle.new_net()
+    model, _ = fabric.setup(net, oracle.sgd(net))
+
+    def transpose(layer: nn.Linear, _: Any) -> None:
+        with torch.no_grad():
+            layer.weight.t_()
+
+    net.blocks[1].down.register_forward_pre_hook(transpose)
+    return refusal(ShardingError, lambda: model(oracle.global_batches(1)[0][0]))
+
+
+def test_a_weight_that_a_call_transposes_in_place_is_refused(ranks: RankPool) -> None:
+    for message in ranks.run(2, transposed_in_a_call):
+        assert_says(message, "t_() of 'blocks.1.down.weight' while it is gathered", "parameter.t()")

@@ -595,6 +595,40 @@ def _summon() -> list[dict[str, bool]]:
     return found
 
 
+def _names() -> dict[str, tuple[list[str], list[str], list[str]]]:
+    """The names of modules, parameters and buffers of a net, and of one of its units."""
+    fabric = new_fabric("fsdp_native", 2)
+    net = oracle.new_net()
+    whole = {name: parameter.shape for name, parameter in net.named_parameters()}
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    found = {"net": _names_in(net), "unit": _names_in(net.blocks[1])}
+    fabric.backward(model(oracle.global_batches(1)[0][0]).sum())
+    found["after a backward pass"] = _names_in(net)
+    optimizer.step()
+    root = sharded_by(fabric.strategy).root
+    with FullyShardedDataParallel.summon_full_params(root):
+        assert {name: parameter.shape for name, parameter in root.named_parameters()} == whole
+    states = FullyShardedDataParallel.optim_state_dict(root, getattr(optimizer, "optimizer", optimizer))["state"]
+    assert set(states) == {name for name, parameter in net.named_parameters() if parameter.requires_grad}
+    for name in whole:
+        assert net.get_parameter(name) is dict(net.named_parameters())[name]
+    return found
+
+
+def _names_in(module: nn.Module) -> tuple[list[str], list[str], list[str]]:
+    named = module.named_modules(), module.named_parameters(), module.named_buffers()
+    modules, parameters, buffers = ([name for name, _ in pairs] for pairs in named)
+    return list(dict.fromkeys(modules)), sorted(parameters), buffers
+
+
+def test_names_are_the_users_between_calls(ranks: RankPool) -> None:
+    """Averages of other libraries, and what else selects by name, find what they have found before the set-up."""
+    net = oracle.new_net()
+    want = {"net": _names_in(net), "unit": _names_in(net.blocks[1]), "after a backward pass": _names_in(net)}
+    for found in ranks.run(2, _names):
+        assert found == want
+
+
 def test_summon_full_params_of_what_fabric_returned(ranks: RankPool) -> None:
     """Of the root's own parameters too."""
     for found in ranks.run(2, _summon):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -15,10 +16,20 @@ from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.collectives import Layer, count_in_steps, new_layers
 from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained
+from fsdp_core.testing.refusals import assert_says
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.modules.parameters import own_share
-from fsdp_core.testing.suite.numerics.many_passes import difference, train_plainly, train_without
-from fsdp_core.testing.training import new_fabric
+from fsdp_core.testing.suite.numerics.many_passes import (
+    WRITTEN_BEFORE_BACKWARD,
+    backward_without_fabric,
+    backward_without_fabric_plainly,
+    difference,
+    train_plainly,
+    train_without,
+    write_before_backward,
+    write_before_backward_plainly,
+)
+from fsdp_core.testing.training import loader, new_fabric, new_trainer
 from fsdp_fsdp2 import torch_private
 from fsdp_fsdp2.sharded import FSDP2Sharded
 
@@ -224,3 +235,107 @@ def test_backward_passes_for_named_parameters(ranks: RankPool, options: Any, nam
             assert "requires_grad_(False)" in got
         else:
             torch.testing.assert_close(got, dict(module.state_dict()), atol=FP32_TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("how", WRITTEN_BEFORE_BACKWARD)
+def test_parameters_that_are_written_before_the_backward_pass(ranks: RankPool, tmp_path: Path, how: str) -> None:
+    for got in ranks.run(2, write_before_backward, "fsdp2", str(tmp_path / "saved"), how):
+        if how == "a bias":
+            torch.testing.assert_close(got, write_before_backward_plainly(how), atol=FP32_TOLERANCE, rtol=0)
+        else:
+            assert isinstance(got, str), "computed with other values than those of the forward pass"
+            assert "'blocks.1." in got
+            assert "written to between the forward pass and this backward pass" in got
+
+
+def step_with_hooks_of_activations(net: oracle.Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A loss in whose backward pass the whole net is run forward and backward in the middle of each block."""
+
+    def train(_: torch.Tensor) -> None:
+        with torch.enable_grad():
+            net(x.flip(1)).square().mean().backward()
+
+    def watch(*call: Any) -> None:
+        call[-1].register_hook(train)
+
+    hooks = [block.register_forward_hook(watch) for block in net.blocks]
+    loss = mse_loss(net(x), y)
+    for hook in hooks:
+        hook.remove()
+    return loss
+
+
+class HookingActivations(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = oracle.new_net()
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return step_with_hooks_of_activations(self.net, *batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return oracle.momentum(self)
+
+
+def trained_with_hooks_of_activations(tmp: str | None) -> dict[str, torch.Tensor]:
+    if tmp is not None:
+        trainer = new_trainer(tmp, "fsdp2", 2)
+        trainer.fit(HookingActivations(), loader(3, 2))
+        return {name.removeprefix("net."): tensor for name, tensor in full_state(trainer.strategy).items()}
+    fabric = new_fabric("fsdp2", 2)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    for batch in oracle.global_batches(3):
+        optimizer.zero_grad()
+        fabric.backward(step_with_hooks_of_activations(model.module, *own_share(fabric, batch)))
+        optimizer.step()
+    return full_state(fabric.strategy)
+
+
+@pytest.mark.parametrize("front", ["fabric", "automatic"])
+def test_hooks_of_activations_that_run_the_whole_net(ranks: RankPool, tmp_path: Path, front: str) -> None:
+    net = oracle.new_net()
+    optimizer = oracle.momentum(net)
+    for batch in oracle.global_batches(3):
+        optimizer.zero_grad()
+        step_with_hooks_of_activations(net, *batch).backward()
+        optimizer.step()
+    for got in ranks.run(2, trained_with_hooks_of_activations, str(tmp_path) if front == "automatic" else None):
+        torch.testing.assert_close(got, dict(net.state_dict()), atol=FP32_TOLERANCE, rtol=0)
+
+
+def test_a_backward_pass_without_fabric_after_an_exception(ranks: RankPool) -> None:
+    want = backward_without_fabric_plainly()
+    for weights, message in ranks.run(2, backward_without_fabric, "fsdp2"):
+        torch.testing.assert_close(weights, want, atol=FP32_TOLERANCE, rtol=0)
+        assert_says(message, "an exception has interrupted a backward pass", "optimizer.zero_grad()")
+
+
+def frozen_in_the_first_of_two_calls(net: oracle.Net, call: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    frozen = [*net.blocks[0].parameters(), net.inp.weight]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    first = mse_loss(call(x), y)
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    return first + mse_loss(call(x.flip(1)), y)
+
+
+def trained_when_frozen_in_one_call(options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    fabric = new_fabric("fsdp2", 2, options)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    x, y = own_share(fabric, oracle.global_batches(1)[0])
+    fabric.backward(frozen_in_the_first_of_two_calls(net, model, x, y))
+    optimizer.step()
+    return full_state(fabric.strategy)
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"auto_wrap_policy": None}])
+def test_parameters_unfrozen_at_their_shards_while_a_unit_stays_gathered(ranks: RankPool, options: Any) -> None:
+    net = oracle.new_net()
+    optimizer = oracle.sgd(net)
+    frozen_in_the_first_of_two_calls(net, net, *oracle.global_batches(1)[0]).backward()
+    optimizer.step()
+    for got in ranks.run(2, trained_when_frozen_in_one_call, options):
+        torch.testing.assert_close(got, dict(net.state_dict()), atol=FP32_TOLERANCE, rtol=0)

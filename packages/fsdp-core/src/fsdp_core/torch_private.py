@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -55,6 +56,7 @@ __all__ = [
     "StridedShard",
     "TorchDispatchMode",
     "batches_yielded",
+    "call_before_passes",
     "cast_inputs",
     "check_inputs_of_backward",
     "check_missing_gradients",
@@ -437,6 +439,7 @@ def check_missing_gradients(check: Callable[[Tensor, Any], None]) -> None:
 
     @functools.wraps(own)
     def grad(outputs: Any, inputs: Any, *args: Any, materialize_grads: bool = False, **options: Any) -> Any:
+        _call_before_passes(outputs)
         is_one = isinstance(inputs, Tensor | GradientEdge)
         given = (inputs,) if is_one else tuple(inputs)
         if torch.compiler.is_compiling() or all(type(one) is Tensor for one in given):  # not parameters, nor gathered
@@ -488,6 +491,7 @@ def check_inputs_of_backward(check: Callable[[Sequence[Tensor | GradientEdge], S
         grad_variables: Any = None,
         inputs: Any = None,
     ) -> None:
+        _call_before_passes(tensors)
         if inputs is not None:
             inputs = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
             given = [one for one in inputs if isinstance(one, Tensor)]
@@ -498,6 +502,26 @@ def check_inputs_of_backward(check: Callable[[Sequence[Tensor | GradientEdge], S
     patched: Any = backward
     patched._fsdp_core_wraps = own
     torch.autograd.backward = patched
+
+
+_before_passes = threading.local()
+
+
+def call_before_passes(call: weakref.WeakMethod[Callable[[Sequence[Tensor | GradientEdge]], None]]) -> None:
+    """Call a method in this thread before each backward pass that begins outside of others, while its object lives.
+
+    It is given the outputs. Done by what :func:`check_missing_gradients` and :func:`check_inputs_of_backward` have set.
+    """
+    calls = [one for one in getattr(_before_passes, "calls", ()) if one() is not None and one != call]
+    _before_passes.calls = [*calls, call]
+
+
+def _call_before_passes(outputs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for one in getattr(_before_passes, "calls", ()):
+        if not in_backward() and (call := one()) is not None:
+            call((outputs,) if isinstance(outputs, Tensor | GradientEdge) else tuple(outputs))
 
 
 def reaches(outputs: Iterable[Tensor | GradientEdge], leaves: Iterable[Tensor]) -> set[int]:

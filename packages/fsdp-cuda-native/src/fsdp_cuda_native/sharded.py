@@ -230,6 +230,9 @@ class NativeSharded(Sharded):
     def gather_again(self) -> None:
         self._passes.gather_again()
 
+    def leaves(self) -> Iterable[Tensor]:
+        return [*self.root.parameters(), *map(torch_private.flat_parameter_of, self._units)]
+
     def keep_writes(self) -> None:
         for writes in self._writes:
             if writes.is_of(self.root):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,23 @@ __all__ = ["WrappedUnit", "called_for", "cast_inputs_of", "renew_parameters"]
 
 
 class WrappedUnit(OutsideAttributes, FullyShardedDataParallel):
-    """A unit, or the root."""
+    """A unit, or the root.
+
+    Its modules, parameters and buffers have the user's names: libraries select by them, and FSDP1's are in the middle
+    of them, where it wraps. It strips them itself wherever it compares names.
+    """
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        for wrapped in self.children():
+            yield from wrapped.named_modules(memo, prefix, remove_duplicate)
 
 
 def called_for(root: nn.Module, module: nn.Module) -> nn.Module:

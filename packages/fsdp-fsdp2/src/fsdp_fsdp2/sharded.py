@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
@@ -30,6 +31,7 @@ from fsdp_fsdp2.torch_private import (
     abandon_forward,
     finish_backward,
     free_written,
+    gathered_parameters,
     has_run,
     is_idle,
     refuse_copies,
@@ -40,6 +42,7 @@ from fsdp_fsdp2.torch_private import (
     unreduced_gradients,
     watch_calls,
     without_hooks,
+    written_since,
 )
 
 if TYPE_CHECKING:
@@ -194,6 +197,14 @@ class FSDP2Sharded(Sharded):
     @property
     def has_freed_graph(self) -> bool:  # type: ignore[override]
         return self.unused.recorded.has_freed
+
+    def leaves(self) -> Iterable[Tensor]:
+        return [*self.root.parameters(), *gathered_parameters(self.units)]
+
+    def written_since_gathered(self, numel: int, times: int) -> list[str]:
+        written = chain.from_iterable(written_since(unit, numel, times) for unit in self.units)
+        ids = set(map(id, written))
+        return [clean_name(name) for name, shard in self.shards.items() if id(shard) in ids]
 
     def keep_writes(self) -> None:
         for writes in self._writes:

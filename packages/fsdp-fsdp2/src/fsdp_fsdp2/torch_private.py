@@ -60,6 +60,7 @@ __all__ = [
     "abandon_forward",
     "finish_backward",
     "free_written",
+    "gathered_parameters",
     "has_hooks",
     "has_run",
     "is_cast_though_stored",
@@ -81,6 +82,7 @@ __all__ = [
     "unreduced_gradients",
     "watch_calls",
     "without_hooks",
+    "written_since",
 ]
 
 
@@ -815,6 +817,7 @@ def is_idle(root: FSDPModule) -> bool:
 
 
 _SEEN, _WRITTEN = "_fsdp_fsdp2_requires_grad", "_fsdp_fsdp2_times_written"
+_OUTDATED = "_fsdp_fsdp2_outdated"
 _KEEP, _ENTER = "_fsdp_fsdp2_keep", "_fsdp_fsdp2_enter"
 _PLACES, _COPIED = "_fsdp_fsdp2_places", "_fsdp_fsdp2_copied"
 
@@ -986,19 +989,59 @@ def _note_gathered(of: weakref.ref[Any], of_root: weakref.ref[Any] | None) -> No
                         _register_with_gathered(gathered, partial(_end_inside, of_root))
                         gathered.requires_grad_(required)
         vars(group)[_SEEN] = list(map(_HELD[ShardedState.UNSHARDED], group.fsdp_params))
-    if of_root is not None or not group._reshard_after_forward:
-        vars(group)[_WRITTEN] = _times_written(group)
+    _follow_written(group)
 
 
-_WRAPPED, _LOCAL = map(operator.attrgetter, ("sharded_param._version", "sharded_param._local_tensor._version"))
+_TIMES_WRITTEN = operator.attrgetter("sharded_param._version", "sharded_param._local_tensor._version")
 
 
-def _times_written(group: Any) -> list[int]:
+def _times_written(group: Any) -> list[tuple[int, int]]:
     """How often each shard of a unit was written to: by operations on the DTensor, and on what it holds."""
     try:
-        return list(map(operator.add, map(_WRAPPED, group.fsdp_params), map(_LOCAL, group.fsdp_params)))
+        return list(map(_TIMES_WRITTEN, group.fsdp_params))
     except RuntimeError:  # of inference tensors, whose writes nobody counts
         return []
+
+
+def _follow_written(group: Any) -> None:
+    """Count writes to shards as writes to what is gathered of them now, after it was gathered from others before.
+
+    A graph that has saved that raises in torch, as in one process, instead of computing with other values.
+    """
+    attributes = vars(group)
+    before, now = attributes.get(_WRITTEN), _times_written(group)
+    if now == before:
+        return
+    attributes[_WRITTEN] = now
+    if before:
+        written = [p for p, one, other in zip(group.fsdp_params, before, now, strict=False) if one != other]
+        gathered = [parameter._unsharded_param for parameter in written]
+        increment_version(gathered)
+        for each in gathered:
+            if (value := getattr(each, "_fsdp_value", None)) is not None:
+                value.times += 1  # no write of the user's that the shards lack
+        attributes[_OUTDATED] = written
+
+
+def gathered_parameters(units: Iterable[FSDPModule]) -> list[Tensor]:
+    """What units gather, and have gathered once, whether or not it has memory now."""
+    parameters = (parameter for unit in units for parameter in _parameters(unit))
+    return [parameter._unsharded_param for parameter in parameters if hasattr(parameter, "_unsharded_param")]
+
+
+def written_since(unit: FSDPModule, numel: int, times: int) -> Iterator[nn.Parameter]:
+    """The shards of a unit that were written to between its last two all-gathers of different values.
+
+    Args:
+        unit: The unit.
+        numel: The number of elements of the whole parameter.
+        times: How often what is gathered was written to.
+    """
+    for group in _groups(unit):
+        for parameter in vars(group).get(_OUTDATED, ()):
+            gathered = parameter._unsharded_param
+            if gathered.numel() == numel and times_written(gathered) == times:
+                yield parameter.sharded_param
 
 
 def free_written(unit: FSDPModule, recorded: RecordedGraphs) -> bool:
@@ -1020,10 +1063,6 @@ def free_written(unit: FSDPModule, recorded: RecordedGraphs) -> bool:
             continue
         recorded.release()
         group._to_sharded()  # reshard() does nothing in a forward pass of a unit that stays gathered after it
-        for parameter, one, other in zip(group.fsdp_params, before, now, strict=True):
-            if one != other:
-                increment_version(parameter._unsharded_param)
-                forget_writes(parameter._unsharded_param)
         freed = True
     return freed
 
@@ -1073,6 +1112,18 @@ def _carry_requires_grad(group: Any) -> None:
         if required != before:
             parameter.sharded_param.requires_grad_(required)
     vars(group)[_SEEN] = now
+
+
+def _take_requires_grad(unit: FSDPModule) -> None:
+    """Let what a unit still has gathered, and what its next call computes with, be frozen as its shards are now."""
+    for group in _groups(unit):
+        if group.is_unsharded and _SEEN in vars(group):
+            _carry_requires_grad(group)
+            trained = list(map(_REQUIRED, group.fsdp_params))
+            if trained != vars(group)[_SEEN]:
+                for parameter, required in zip(group.fsdp_params, trained, strict=True):
+                    parameter._unsharded_param.requires_grad_(required)
+                vars(group)[_SEEN] = trained
 
 
 def _update_requires_grad(group: Any) -> None:
@@ -1484,8 +1535,10 @@ def _before_call(
     if writes is not None and unit not in gathered_modules:
         writes.check_own()
         writes.enter()
-        if writes.stays_gathered and (unused := of_unused()) is not None and not recomputes():
-            free_written(unit, unused.recorded)
+        if (writes.stays_gathered or writes.is_of_root) and (unused := of_unused()) is not None and not recomputes():
+            if writes.stays_gathered:
+                free_written(unit, unused.recorded)
+            _take_requires_grad(unit)
     if root is not None and isinstance(unit, FSDPModule) and not has_run(unit):  # in gathered() it is none
         with torch.inference_mode(False):
             root._get_fsdp_state()._lazy_init()

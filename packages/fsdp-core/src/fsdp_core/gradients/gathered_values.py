@@ -23,6 +23,7 @@ from fsdp_core.torch_private import (
 )
 
 __all__ = [
+    "RESHAPED_IN_PLACE",
     "GatheredDTensor",
     "GatheredParameter",
     "GatheredTensor",
@@ -386,6 +387,35 @@ for _name in ("register_hook", "register_post_accumulate_grad_hook"):
     setattr(_Gathered, _name, _hooked_at_shard(_name))
 
 
+#: In-place methods after which a tensor has another shape, other strides or other memory.
+RESHAPED_IN_PLACE = frozenset(
+    {"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_", "resize_", "resize_as_"}
+    | {"set_"}
+)
+
+
+def _refused_in_place(name: str) -> Callable[..., Any]:
+    method = getattr(Tensor, name)
+
+    @functools.wraps(method, assigned=("__module__", "__name__", "__qualname__"))
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        value: GatheredValue | None = self._fsdp_value
+        if value is None:
+            return method(self, *args, **kwargs)
+        raise ShardingError(
+            f"{name}() of {value.name!r} while it is gathered would give it another shape or other memory, and its "
+            "shards, and the backward pass, go on with its own.\n"
+            "Write what it changes where the parameter is used, such as parameter.t(); or give it other values of its "
+            "own shape, with parameter.copy_(parameter.t().clone()) under torch.no_grad()."
+        )
+
+    return refuse
+
+
+for _name in RESHAPED_IN_PLACE:
+    setattr(_Gathered, _name, _refused_in_place(_name))
+
+
 class _Kept:
     """A gathered parameter outside of its unit, or its ``data``: there, those of other units are shards."""
 
@@ -494,7 +524,7 @@ for _name in dir(Tensor):
         "__iter__",
     )
     _is_method = _name.endswith("_") and not _name.startswith("_")
-    if _name == "__setitem__" or _is_operator or (_is_method and _name not in _NOT_WRITES):
+    if _name == "__setitem__" or _is_operator or (_is_method and _name not in _NOT_WRITES | RESHAPED_IN_PLACE):
         setattr(GatheredTensor, _name, _in_place(_name))
 
 let_compiled_graphs_take(GatheredTensor)

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.gradients.gathered_values import GatheredDTensor, GatheredParameter, GatheredTensor
+from fsdp_core.gradients.gathered_values import (
+    RESHAPED_IN_PLACE,
+    GatheredDTensor,
+    GatheredParameter,
+    GatheredTensor,
+)
 from fsdp_core.torch_private import without_torch_function
 
 __all__ = ["StepGradients", "forget_shown", "guard", "guard_parameters", "plain", "unguard", "unguard_parameters"]
@@ -196,15 +201,17 @@ class Piece(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", func)
+        told = _OF_PARAMETER if issubclass(cls, ParameterPiece) else _OF_GRADIENT
+        if name in RESHAPED_IN_PLACE:
+            raise UnsupportedCapabilityError(f"{name} {told}")
         with without_torch_function():
             result = func(*args, **(kwargs or {}))
             computed = _tensors(result)
             shapes = {piece.shape for piece in _tensors((args, kwargs)) if isinstance(piece, Piece)}
-            name = getattr(func, "__name__", func)
             if issubclass(cls, ParameterPiece) and func in _ATTRIBUTES:
                 return result
             if name in _NOT_ELEMENTWISE or any(tensor.shape not in shapes for tensor in computed):
-                told = _OF_PARAMETER if issubclass(cls, ParameterPiece) else _OF_GRADIENT
                 raise UnsupportedCapabilityError(f"{name} {told}")
             given = {id(tensor) for tensor in _tensors((args, kwargs))}
             guard(

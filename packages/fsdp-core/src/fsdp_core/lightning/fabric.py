@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -18,6 +18,7 @@ from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import FSDPStrategy, Strategy
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -49,7 +50,7 @@ from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.sharded import Sharded, sharded_around
-from fsdp_core.torch_private import in_backward
+from fsdp_core.torch_private import call_before_passes, in_backward, reaches
 
 __all__ = ["ShardedFabricStrategy"]
 
@@ -213,6 +214,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         if not any(known is sharded for known in self.roots):
             self._roots.append(weakref.ref(sharded))
             self._first_forwards.append(FirstForwards(sharded))
+        call_before_passes(weakref.WeakMethod(self._before_pass))
         self._gradients.add(sharded)
         return ShardedForward(sharded, lambda: self._in_backward)
 
@@ -302,6 +304,15 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
                 root.end_call()
         self._backward_sync_control.after_backward(self.roots)
         self._gradients.on()
+
+    def _before_pass(self, outputs: Sequence[Tensor | GradientEdge]) -> None:
+        """Mend roots before a backward pass without Fabric: nothing else would before gradients are read by hand."""
+        for root in () if self._in_backward else self.roots:
+            try:
+                mend_caught(root)
+            except ShardingError:
+                if reaches(outputs, [leaf for leaf in root.leaves() if leaf.requires_grad]):
+                    raise  # another pass may belong to another model
 
     # the mark of a wrapper: Lightning would refuse torch.autograd.grad, which needs none of this
     backward.__wrapped__ = Strategy.backward  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from weakref import WeakMethod, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_core.errors import CheckpointMismatchError, ShardingError
@@ -297,6 +298,21 @@ class Sharded(ABC):
     #: Whether parameters were freed that such a graph holds, so that it can't be differentiated any more.
     has_freed_graph: bool = False
 
+    def leaves(self) -> Iterable[Tensor]:
+        """To what autograd adds gradients. The default is for libraries which expose that as parameters."""
+        return self.root.parameters()
+
+    def written_since_gathered(self, numel: int, times: int) -> list[str]:
+        """The names of parameters whose shards were written to between the forward pass and the backward pass.
+
+        Asked where torch has raised that a backward pass needs a tensor that was written to.
+
+        Args:
+            numel: The number of elements of that tensor.
+            times: How often it was written to, as torch counts it.
+        """
+        return []
+
     def watch_writes(self) -> StepWrites | None:
         """Watch the writes of a run's first step to gathered parameters, which would silently be lost.
 
@@ -432,6 +448,9 @@ class Sharded(ABC):
         fill_all(_tensors(live), tensors, strict=strict, cast=not strict, check_only=check_only)
         if check_only:
             return
+        # a file is read into memory, which torch does not count: a graph that has saved it would not raise
+        filled = [p for p, parts in self.layout().items() if any(part.name in state for part in parts)]
+        increment_version([parameter for parameter in filled if not parameter.is_inference()])
         written = self.written
         with self.as_written():
             # for other entries, such as extra state, state_dict() returns copies, which only the module can load

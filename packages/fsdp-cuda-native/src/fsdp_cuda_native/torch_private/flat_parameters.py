@@ -32,7 +32,7 @@ from torch.distributed.fsdp._runtime_utils import (
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fsdp_core import UnsupportedCapabilityError
+from fsdp_core import ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding import (
     GatheredValue,
     KeptPart,
@@ -54,9 +54,11 @@ __all__ = [
     "abandon_forward",
     "at_end_of_backward",
     "begin_inside",
+    "check_unwritten",
     "expect_backward",
     "finish_frozen",
     "flat_members",
+    "flat_parameter_of",
     "flattening_parts",
     "follow_frozen",
     "follow_requires_grad",
@@ -85,6 +87,7 @@ __all__ = [
     "suspend_forward",
     "tensors_in",
     "tied_members",
+    "times_each_written",
     "times_shards_written",
     "units_in_passes",
     "units_of",
@@ -132,6 +135,7 @@ def flattening_parts(kept: Mapping[nn.Parameter, KeptPart]) -> Iterator[None]:
 
 _FIRST_CALL = "_fsdp_first_call"
 _INPUTS = "_fsdp_cuda_native_inputs"
+_NAMES = "_fsdp_cuda_native_names"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +199,12 @@ def units_in_passes(root: FullyShardedDataParallel) -> list[FullyShardedDataPara
 def handle_of(unit: FullyShardedDataParallel) -> Any:
     """The handle of a unit's flat parameter; ``None`` for a unit without parameters."""
     return unit._handle
+
+
+def flat_parameter_of(unit: FullyShardedDataParallel) -> Tensor:
+    """The flat parameter of a unit that has one."""
+    flat: Tensor = handle_of(unit).flat_param
+    return flat
 
 
 def is_sharded(unit: FullyShardedDataParallel) -> bool:
@@ -274,6 +284,7 @@ class GatheredWrites:
             if params is not None:
                 value.shard = partial(_refuse_hook, name)
             self._gathered.append((value, module, attribute))
+        vars(self._handle)[_NAMES] = [value.name for value, *_ in self._gathered]
         unit.register_forward_pre_hook(partial(_check_own, own), prepend=True)
         self._handle._use_unsharded_views = partial(_follow_after, own, of)
         self._handle._use_sharded_flat_param = partial(_keep_before, own, of)
@@ -441,7 +452,7 @@ class GatheredWrites:
         return False
 
 
-_is_trained = attrgetter("requires_grad")
+_is_trained, _times = attrgetter("requires_grad"), attrgetter("_version")
 
 
 def _refuse_hook(name: str) -> NoReturn:
@@ -564,6 +575,73 @@ def times_shards_written(unit: FullyShardedDataParallel) -> int:
     flat = handle_of(unit).flat_param
     with without_torch_function():
         return sum(map(times_written, flat._params or [flat]))
+
+
+def times_each_written(unit: FullyShardedDataParallel) -> list[int]:
+    """As :func:`times_shards_written`, for each parameter."""
+    flat = handle_of(unit).flat_param
+    with without_torch_function():  # which may be guarded
+        return list(map(_times, flat._params or ()))
+
+
+def check_unwritten(unit: FullyShardedDataParallel, before: list[int]) -> None:
+    """Refuse a backward pass that is about to gather other values than those that its graph has saved.
+
+    Args:
+        unit: The unit, whose output the pass has reached.
+        before: How often its parameters were written to by the end of the call.
+
+    Raises:
+        ShardingError: A parameter was written to since that the graph needs, as torch raises in one process.
+    """
+    now = times_each_written(unit)
+    if now == before:
+        return
+    written = [index for index, times in enumerate(before) if times != now[index]]
+    if needed := _saved_among(unit, written):
+        names = [repr(vars(handle_of(unit))[_NAMES][index]) for index in needed]
+        were = f"{names[0]} was" if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} were"
+        raise ShardingError(
+            f"{were} written to between the forward pass and this backward pass, which computes with the values: by an "
+            "optimizer's step, a checkpoint that was loaded, or by hand. In one process torch raises that a variable "
+            "was modified by an in-place operation.\n"
+            "Run the backward pass before that, or the forward pass again after it."
+        )
+
+
+def _saved_among(unit: FullyShardedDataParallel, indices: Sequence[int]) -> list[int]:
+    """Which of a unit's parameters the graph has saved that leads to the node which is about to run.
+
+    What it has saved in another form, on the host or to compute it again, is not among them.
+    """
+    handle = handle_of(unit)
+    flat = handle.flat_param
+    gathered = handle._get_padded_unsharded_flat_param() if handle.uses_sharded_strategy else flat
+    offsets, storage = handle.offsets(), gathered.untyped_storage()._cdata
+    spans = {index: (offsets[index], offsets[index] + flat._numels[index]) for index in indices}
+    found: set[int] = set()
+    nodes: list[Any] = [torch._C._current_autograd_node()]
+    seen: set[Any] = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        for tensor in _saved_by(node):
+            if tensor.layout == torch.strided and tensor.untyped_storage()._cdata == storage:
+                start = tensor.storage_offset()
+                end = start + 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+                found.update(index for index, (first, last) in spans.items() if start < last and first < end)
+        nexts = [after for after, _ in node.next_functions if after is not None and after not in seen]
+        seen.update(nexts)
+        nodes += nexts
+    return sorted(found)
+
+
+def _saved_by(node: Any) -> Iterator[Tensor]:
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            raw = getattr(node, name)
+            for saved in raw if isinstance(raw, tuple) else (raw,):
+                if saved is not None and saved.unpack_hook is None and isinstance(saved.data, Tensor):
+                    yield saved.data
 
 
 def free_before_call(root: FullyShardedDataParallel) -> None:

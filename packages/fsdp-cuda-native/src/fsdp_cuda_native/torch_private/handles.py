@@ -126,7 +126,7 @@ class _Handle(FlatParamHandle):
             or not self._are_plain()
             or any(tensor is None for tensor in tensors)
             or any(tensor.dtype != flat.dtype for tensor in tensors)
-            or not _are_parts(tensors, flat, self._offsets())
+            or not _are_parts(tensors, flat, self.offsets())
         ):
             with without_torch_function():
                 super()._use_unsharded_views(as_params)
@@ -136,7 +136,7 @@ class _Handle(FlatParamHandle):
         for tensor, (name, module, _) in zip(tensors, flat._param_infos, strict=True):
             self._setattr_tensor(module, name, tensor)
 
-    def _offsets(self) -> list[int]:
+    def offsets(self) -> list[int]:
         """Where parameters begin in what is gathered."""
         flat: Any = self.flat_param
         ends = accumulate(flat._numels_with_padding)

@@ -22,6 +22,7 @@ from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.sharding import is_accumulated, outside_of_compilation
 from fsdp_core.state import gathered_modules
 from fsdp_cuda_native.torch_private.flat_parameters import (
+    check_unwritten,
     finish_frozen,
     follow_frozen,
     handle_of,
@@ -33,6 +34,7 @@ from fsdp_cuda_native.torch_private.flat_parameters import (
     reduce_at,
     shows_parameters,
     tensors_in,
+    times_each_written,
     units_of,
 )
 
@@ -180,10 +182,13 @@ class NestedPasses:
         def begin(_: Tensor) -> None:
             passes, unit = of(), of_unit()
             if passes is not None and unit is not None:
+                if times is not None:
+                    check_unwritten(unit, times)
                 passes.begin(unit, nodes)
 
         # a root without parameters of its own stands for all units
         has_own = handle_of(unit) is not None
+        times = times_each_written(unit) if has_own else None
         nodes = nodes_of(unit) if has_own else [node for one in self.units for node in nodes_of(one)]
         for tensor in tensors:
             if tensor.requires_grad:

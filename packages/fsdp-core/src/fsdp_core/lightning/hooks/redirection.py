@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import re
 import sys
 import traceback
@@ -290,6 +291,8 @@ _OF_VIEWS = re.compile("RegisterPostBackwardFunction.* inplace|inplace.* created
 #: Torch's errors when a graph needs a tensor that was written since, or whose memory was freed.
 _OF_GRAPHS = re.compile("modified by an inplace operation|modified inplace|setStorage")
 
+#: The shape in torch's error about a tensor that was written to since it was saved, and how often it was.
+_OF_VERSIONS = re.compile(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\].* is at version (\d+);")
 
 #: What to write where torch raises an error of one of its own limits in a step, by a part of the error's message.
 _WAYS_OUT = {
@@ -358,6 +361,14 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
             "Add what was computed with it to the loss of that backward pass: one backward() for both."
         )
         return
+    in_engine = any(code.co_name == "_engine_run_backward" for code in codes)
+    if in_engine and (names := _written_since(str(exception), sharded)):
+        exception.add_note(
+            f"fsdp-core: {_listed(names)} was written to between the forward pass and this backward "
+            "pass, which computes with its values: by an optimizer's step, a checkpoint that was loaded, or by hand.\n"
+            "Run the backward pass before that, or the forward pass again after it."
+        )
+        return
     if explain_views(exception):
         return
     if _OF_FUNCTIONS.search(str(exception)) and any(code is BackwardCFunction.apply.__code__ for code in codes):
@@ -368,7 +379,6 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
             "write auto_wrap_policy=None, for one unit; and let it keep parameters by ctx.save_for_backward()."
         )
         return
-    in_engine = any(code.co_name == "_engine_run_backward" for code in codes)
     if in_engine and _is_of_torch(codes[-1]) and "mixed torch.Tensor and DTensor" in str(exception):
         exception.add_note(
             "fsdp-core: the loss was computed with a parameter, or a value of one, outside of the unit that it belongs "
@@ -393,6 +403,20 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
         "Call the model, or a part of it that is not a layer inside a unit, which gathers what it needs; or write, on "
         "all ranks,\n    with fsdp_core.gathered(module):\nin which it has full parameters."
     )
+
+
+def _listed(names: list[str]) -> str:
+    shown = " or ".join(map(repr, names[:3]))
+    return shown if len(names) <= 3 else f"{shown} or one of {len(names) - 3} more"
+
+
+def _written_since(message: str, sharded: Iterable[Sharded]) -> list[str]:
+    """The names of parameters about which torch's error may be that what a graph has saved was written to."""
+    found = _OF_VERSIONS.search(message)
+    if found is None:
+        return []
+    numel, times = math.prod(map(int, re.findall(r"\d+", found[1]))), int(found[2])
+    return [name for one in sharded for name in one.written_since_gathered(numel, times)]
 
 
 def _is_of_torch(code: CodeType) -> bool:

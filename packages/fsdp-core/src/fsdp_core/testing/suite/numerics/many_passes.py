@@ -21,19 +21,20 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from fsdp_core.errors import FSDPError
+from fsdp_core.errors import FSDPError, ShardingError
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.meshes import DeclaredMesh
 from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained
+from fsdp_core.testing.refusals import refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.base_class import Clauses, needs_of, requires
 from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.pairs import SEED
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, strategy_argument
 
-__all__ = ["SETTINGS", "STEPS", "ManyPassesSuite", "Setting"]
+__all__ = ["SETTINGS", "STEPS", "WRITTEN_BEFORE_BACKWARD", "ManyPassesSuite", "Setting"]
 
 
 @dataclass(kw_only=True)
@@ -652,6 +653,127 @@ def train_without(
             )
         except Exception as error:
             return f"{type(error).__name__}: {error}"
+
+
+#: What writes to parameters between a forward pass and its backward pass, in :func:`write_before_backward`.
+WRITTEN_BEFORE_BACKWARD = ("by hand", "by hand between two calls", "an optimizer's step", "a checkpoint", "a bias")
+
+
+def write_before_backward(strategy: str, folder: str, how: str) -> str | dict[str, Tensor]:
+    """Write to parameters under Fabric between a forward pass and its backward pass, as plain torch refuses it.
+
+    Args:
+        strategy: The name of the strategy.
+        folder: A folder for a checkpoint.
+        how: One of :data:`WRITTEN_BEFORE_BACKWARD`. No graph needs the values of a bias.
+
+    Returns:
+        The error with its notes, or the gradients' step where there is none.
+    """
+    fabric = new_fabric(strategy, 2)
+    net = _net_without_gains()
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    fabric.save(folder, {"model": model})
+    losses = _write_after_forward(net, optimizer, own_share(fabric, oracle.global_batches(1)[0]), how, fabric.backward)
+    if how == "a checkpoint":
+        fabric.load(folder, {"model": model})
+    try:
+        fabric.backward(losses)
+    except (FSDPError, RuntimeError) as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    optimizer.step()
+    return full_state(fabric.strategy)
+
+
+def write_before_backward_plainly(how: str) -> dict[str, Tensor]:
+    """The same in one process of plain torch, for a kind that it takes."""
+    net = _net_without_gains()
+    optimizer = oracle.sgd(net)
+    _write_after_forward(net, optimizer, oracle.global_batches(1)[0], how, Tensor.backward).backward()
+    optimizer.step()
+    return dict(net.state_dict())
+
+
+def _net_without_gains() -> oracle.Net:
+    """0-dim parameters are not sharded, and torch's error is about the first that a pass needs."""
+    net = oracle.new_net()
+    for block in net.blocks:
+        del block.gain
+        vars(block)["gain"] = 0.5
+    return net
+
+
+def _write_after_forward(
+    net: oracle.Net, optimizer: Any, batch: tuple[Tensor, Tensor], how: str, backward: Callable[[Tensor], Any]
+) -> Tensor:
+    """Two losses of blocks, between or after whose calls is written."""
+    x, y = batch
+    first = mse_loss(net.blocks[1](net.blocks[0](x)), y)
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            if how.startswith("by hand") or (how == "a bias" and name.endswith("down.bias")):
+                parameter.mul_(0.9)
+    if how == "an optimizer's step":
+        backward(mse_loss(net.blocks[1](x), y))
+        optimizer.step()
+    return first + (mse_loss(net.blocks[1](x), y) if how.endswith("calls") else 0.0)
+
+
+def backward_without_fabric(strategy: str) -> tuple[dict[str, Tensor], str]:
+    """Run ``loss.backward()`` under Fabric after an exception in a backward pass that was caught.
+
+    Args:
+        strategy: The name of the strategy.
+
+    Returns:
+        The weights after a step by hand with the gradients of that pass, before which others were forgotten; and the
+        refusal of a pass before which they were not.
+    """
+    fabric = new_fabric(strategy, 2)
+    net = oracle.new_net()
+    _, optimizer = fabric.setup(net, oracle.sgd(net))
+    batch = own_share(fabric, oracle.global_batches(1)[0])
+    _interrupted_before(net, batch, fabric.backward, optimizer).backward()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad)
+    weights = full_state(fabric.strategy)
+    loss = _interrupted_before(net, batch, fabric.backward, None)
+    message = refusal(ShardingError, loss.backward)
+    nn.Linear(2, 1)(torch.ones(1, 2)).sum().backward()  # of another model
+    return weights, message
+
+
+def backward_without_fabric_plainly() -> dict[str, Tensor]:
+    """The weights, in one process of plain torch."""
+    net = oracle.new_net()
+    loss = _interrupted_before(net, oracle.global_batches(1)[0], Tensor.backward, oracle.sgd(net))
+    loss.backward()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad)
+    return dict(net.state_dict())
+
+
+def _interrupted_before(
+    net: oracle.Net, batch: tuple[Tensor, Tensor], backward: Callable[[Tensor], Any], optimizer: Any | None
+) -> Tensor:
+    """A loss whose graph is older than a backward pass that an exception has ended."""
+
+    def fail(_: Tensor) -> None:
+        raise _CaughtError
+
+    x, y = batch
+    loss = mse_loss(net.blocks[1](x), y)
+    inner = net.blocks[0](x)
+    inner.register_hook(fail)
+    with contextlib.suppress(_CaughtError):
+        backward(mse_loss(net.blocks[2](inner), y))
+    if optimizer is not None:
+        optimizer.zero_grad()
+    return loss
 
 
 def train_plainly(tmp: str, front: str, what: str) -> Trained:
