@@ -21,6 +21,7 @@ from fsdp_core.sharding import (
     sharded_of,
 )
 from fsdp_core.state import HeldGradients, SavedTensor, clean_name, gathered_modules, refuse_half_gradients
+from fsdp_fsdp2.conversions import allow_conversions
 from fsdp_fsdp2.tensor_parallel.unplanned_gradients import check_unplanned
 from fsdp_fsdp2.torch_private import (
     AssignedData,
@@ -97,6 +98,7 @@ class FSDP2Sharded(Sharded):
         self._writes = [GatheredWrites(unit, self._fsdp, names, self.written_values) for unit in self.units]
         self.interrupted = False
         self.context: ContextParallel | None = None
+        allow_conversions(module, self.units)
         for unit, writes in zip(self.units, self._writes, strict=True):
             watch_calls(unit, self._fsdp, writes, self.unused)
             refuse_copies(unit)

@@ -370,6 +370,15 @@ def _optimizers_parameters_written(step: Step) -> Tensor:
     return mse_loss(step.net(step.x), before) + mse_loss(step.net(step.x), between.flip(1)) + step.loss(step.x)
 
 
+def _converted_to_what_it_is(step: Step) -> Tensor:
+    """As libraries do that make sure of it: before the first call nothing is gathered, under Fabric."""
+    step.module.to(step.x.device)
+    loss = step.loss(step.x)
+    step.blocks[1].to(step.x.device)
+    step.module.to(step.x.device)
+    return loss + step.loss(step.x.flip(1))
+
+
 def _held_parameters(optimizer: Any) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -405,6 +414,7 @@ STEPS: dict[str, Callable[[Step], Tensor]] = {
     "two passes through a loss of inputs": _two_passes_through_a_loss,
     "optimizer's parameters written between two calls": _optimizers_parameters_written,
     "backward pass that an exception ends, and another": _caught_in_a_backward_pass,
+    "module converted to the device that it is on": _converted_to_what_it_is,
 }
 
 #: What torch's checkpoint refuses: the recomputation saves other tensors than the forward pass has.
