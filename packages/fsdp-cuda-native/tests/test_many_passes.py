@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -286,32 +287,57 @@ def test_a_call_that_raises_while_a_graph_waits(ranks: RankPool, tmp_path: Path)
             torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
 
 
-def frozen_while_waiting() -> dict[str, torch.Tensor]:
-    fabric = new_fabric("fsdp_native", 2)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
-    for index, batch in enumerate(oracle.global_batches(2)):
-        x, y = own_share(fabric, batch)
-        with fabric.no_backward_sync(model, enabled=index == 0):
-            fabric.backward(mse_loss(model(x), y))
-            net.blocks[2].requires_grad_(False)
-            fabric.backward(mse_loss(model(x), y))
-    optimizer.step()
-    return full_state(fabric.strategy)
+#: Backward passes within ``no_backward_sync``, and then one or more that reduce: of the net, and of a block alone.
+WAITING = {
+    "cleared, before a block's": (("net", "clear"), ("block",)),
+    "cleared after the context, before a block's": (("net",), ("clear", "block")),
+    "kept, before a block's": (("net",), ("block",)),
+    "cleared and again, before a block's": (("net", "clear", "block"), ("block", "block")),
+    "cleared, before the net's": (("net", "block", "clear", "net"), ("net",)),
+    "of a block, cleared": (("block", "clear"), ("net",)),
+    "frozen": (("net", "freeze", "net"), ("net", "unfreeze")),
+    "frozen, before a block's": (("net", "freeze"), ("block", "unfreeze")),
+    "frozen in part": (("net", "freeze part", "net"), ("net", "unfreeze")),
+    "frozen, cleared": (("net", "freeze", "clear"), ("net", "unfreeze", "net")),
+}
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="torch raises about sizes: docs/what-a-step-may-do.md",
-)
-def test_a_block_that_is_frozen_while_its_gradients_wait(ranks: RankPool) -> None:
+def trained_while_waiting(strategy: str, ranks: int, name: str) -> dict[str, torch.Tensor]:
+    fabric = new_fabric(strategy, ranks) if ranks > 1 else None
     net = oracle.new_net()
-    optimizer = oracle.sgd(net)
-    for x, y in oracle.global_batches(2):
-        mse_loss(net(x), y).backward()
-        net.blocks[2].requires_grad_(False)
-        mse_loss(net(x), y).backward()
-    optimizer.step()
-    for state in ranks.run(2, frozen_while_waiting):
-        for name, tensor in net.state_dict().items():
-            torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+    optimizer: Any = oracle.momentum(net)
+    model: Any = net
+    if fabric is not None:
+        model, optimizer = fabric.setup(net, optimizer)
+    batches = iter(oracle.global_batches(12))
+
+    def run(parts: tuple[str, ...]) -> None:
+        for part in parts:
+            if part == "clear":
+                optimizer.zero_grad()
+            elif "freeze" in part:
+                frozen = net.blocks[2].down if "part" in part else net.blocks[2]
+                frozen.requires_grad_("un" in part)
+            else:
+                batch = next(batches)
+                x, y = batch if fabric is None else own_share(fabric, batch)
+                loss = mse_loss(model(x), y) if part == "net" else net.blocks[0](x).square().mean()
+                loss.backward() if fabric is None else fabric.backward(loss)
+
+    for _ in range(2):
+        waiting, reducing = WAITING[name]
+        with nullcontext() if fabric is None else fabric.no_backward_sync(model):
+            run(waiting)
+        run(reducing)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = net.state_dict() if fabric is None else full_state(fabric.strategy)
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_gradients_that_wait_for_their_reduction(ranks: RankPool, name: str) -> None:
+    want = trained_while_waiting("auto", 1, name)
+    for state in ranks.run(2, trained_while_waiting, "fsdp_native", 2, name):
+        for key, tensor in want.items():
+            torch.testing.assert_close(state[key], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=key)

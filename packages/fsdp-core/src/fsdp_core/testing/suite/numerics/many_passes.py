@@ -463,8 +463,6 @@ class Setting:
         left_out: set[str] = set()
         if self.options.get("activation_checkpointing_policy") is not None:
             left_out |= _RECOMPUTED_OTHERWISE
-        if self.accumulate > 1:
-            left_out.add("parameters frozen after a backward pass")  # whose gradients wait for a reduction then
         return [what for what in STEPS if what not in left_out]
 
     def unsharded(self) -> Setting:
