@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from torch.nn.functional import mse_loss
 
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.collectives import Layer, count_in_steps, new_layers
-from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained
+from fsdp_core.testing.fabric_steps import assert_gradients_wait, assert_whole_steps
+from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.modules.parameters import own_share
-from fsdp_core.testing.suite.numerics.many_passes import difference, train_plainly, train_without
+from fsdp_core.testing.suite.numerics.many_passes import NeededPart, assert_needed
 from fsdp_core.testing.training import loader, new_fabric, new_trainer
 from fsdp_cuda_native.sharded import NativeSharded
 from fsdp_cuda_native.torch_private import flat_parameters, nested_passes, unit_gradients
@@ -55,92 +54,93 @@ def shown_by_fsdp1(shown: Any) -> None:
     type(handle)._use_sharded_grad_views(handle)
 
 
-#: What steps of many passes need: where it is, what stands in for it, a front end, and a kind of step that misses it.
-NEEDED: dict[str, tuple[Any, str, Any, str, str]] = {
-    "passes of parts": (
-        nested_passes.NestedPasses,
-        "begin",
-        lambda passes, unit, nodes: None,
-        "fabric",
-        "loss weighed by its gradient",
-    ),
-    "passes without gradients": (
-        nested_passes,
-        "_gather_for_pass",
-        lambda unit: None,
-        "automatic",
-        "adversarial example",
-    ),
-    "passes that begin at parameters": (
-        nested_passes.NestedPasses,
-        "begin_at_parameters",
-        lambda passes, unit, node: None,
-        "fabric",
-        "cached loss beside another",
-    ),
-    "new calls in a backward pass": (
-        nested_passes.NestedPasses,
-        "gather_again",
-        lambda passes: None,
-        "by hand",
-        "cached loss",
-    ),
-    "passes inside a forward pass": (
-        NativeSharded,
-        "_begin_inside",
-        lambda sharded: None,
-        "automatic",
-        "backward pass that is forgotten",
-    ),
-    "gradients of frozen parameters": (
-        unit_gradients._ShownGradients,
-        "show",
-        shown_by_fsdp1,
-        "fabric",
-        "parameters frozen after a backward pass",
-    ),
-    "views of frozen parameters": (
-        flat_parameters.GatheredWrites,
-        "freeze",
-        lambda writes: None,
-        "fabric",
-        "parameters unfrozen before the backward pass",
-    ),
-    "shards that the user writes": (
-        NativeSharded,
-        "follow_written_shards",
-        lambda sharded: None,
-        "automatic",
-        "optimizer's parameters written between two calls",
-    ),
-    "what is saved of frozen parameters": (
-        flat_parameters,
-        "finish_frozen",
-        lambda root: None,
-        "fabric",
-        "parameters frozen before a backward pass that is forgotten",
-    ),
-    "hooks of units that are unfrozen": (
-        flat_parameters.GatheredWrites,
-        "follow_requires_grad",
-        lambda writes: None,
-        "fabric",
-        "parameters frozen while an adversarial example is made",
-    ),
-}
+def needed() -> dict[str, NeededPart]:
+    """What steps of many passes need, by a name."""
+    return {
+        "passes of parts": NeededPart(
+            target=nested_passes.NestedPasses,
+            name="begin",
+            instead=lambda passes, unit, nodes: None,
+            front="fabric",
+            what="loss weighed by its gradient",
+        ),
+        "passes without gradients": NeededPart(
+            target=nested_passes,
+            name="_gather_for_pass",
+            instead=lambda unit: None,
+            front="automatic",
+            what="adversarial example",
+        ),
+        "passes that begin at parameters": NeededPart(
+            target=nested_passes.NestedPasses,
+            name="begin_at_parameters",
+            instead=lambda passes, unit, node: None,
+            front="fabric",
+            what="cached loss beside another",
+        ),
+        "new calls in a backward pass": NeededPart(
+            target=nested_passes.NestedPasses,
+            name="gather_again",
+            instead=lambda passes: None,
+            front="by hand",
+            what="cached loss",
+        ),
+        "passes inside a forward pass": NeededPart(
+            target=NativeSharded,
+            name="_begin_inside",
+            instead=lambda sharded: None,
+            front="automatic",
+            what="backward pass that is forgotten",
+        ),
+        "gradients of frozen parameters": NeededPart(
+            target=unit_gradients._ShownGradients,
+            name="show",
+            instead=shown_by_fsdp1,
+            front="fabric",
+            what="parameters frozen after a backward pass",
+        ),
+        "views of frozen parameters": NeededPart(
+            target=flat_parameters.GatheredWrites,
+            name="freeze",
+            instead=lambda writes: None,
+            front="fabric",
+            what="parameters unfrozen before the backward pass",
+        ),
+        "shards that the user writes": NeededPart(
+            target=NativeSharded,
+            name="follow_written_shards",
+            instead=lambda sharded: None,
+            front="automatic",
+            what="optimizer's parameters written between two calls",
+        ),
+        "what is saved of frozen parameters": NeededPart(
+            target=flat_parameters,
+            name="finish_frozen",
+            instead=lambda root: None,
+            front="fabric",
+            what="parameters frozen before a backward pass that is forgotten",
+        ),
+        "hooks of units that are unfrozen": NeededPart(
+            target=flat_parameters.GatheredWrites,
+            name="follow_requires_grad",
+            instead=lambda writes: None,
+            front="fabric",
+            what="parameters frozen while an adversarial example is made",
+        ),
+    }
 
 
-def without(name: str, tmp: str) -> Trained | str:
-    target, attribute, instead, front, what = NEEDED[name]
-    return train_without(target, attribute, instead, "fsdp_native", tmp, front, what)
-
-
-@pytest.mark.parametrize("name", NEEDED)
+@pytest.mark.parametrize("name", needed())
 def test_what_steps_of_many_passes_need(ranks: RankPool, tmp_path: Path, name: str) -> None:
-    *_, front, what = NEEDED[name]
-    want = train_plainly(str(tmp_path), front, what)
-    for got in ranks.run(2, without, name, str(tmp_path)):
-        assert difference(got, want) is not None, "the clause of steps of many passes would not see that it is missing"
+    assert_needed(ranks, tmp_path, "fsdp_native", needed, name)
+
+
+def test_whole_steps_in_methods_that_fabric_calls(ranks: RankPool) -> None:
+    assert_whole_steps(ranks, "fsdp_native")
+
+
+def test_gradients_that_wait_for_their_reduction(ranks: RankPool) -> None:
+    assert_gradients_wait(ranks, "fsdp_native")
 
 
 @dataclass
@@ -285,59 +285,3 @@ def test_a_call_that_raises_while_a_graph_waits(ranks: RankPool, tmp_path: Path)
     for state in ranks.run(2, interrupted, "fsdp_native", 2, str(tmp_path)):
         for name, tensor in want.items():
             torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
-
-
-#: Backward passes within ``no_backward_sync``, and then one or more that reduce: of the net, and of a block alone.
-WAITING = {
-    "cleared, before a block's": (("net", "clear"), ("block",)),
-    "cleared after the context, before a block's": (("net",), ("clear", "block")),
-    "kept, before a block's": (("net",), ("block",)),
-    "cleared and again, before a block's": (("net", "clear", "block"), ("block", "block")),
-    "cleared, before the net's": (("net", "block", "clear", "net"), ("net",)),
-    "of a block, cleared": (("block", "clear"), ("net",)),
-    "frozen": (("net", "freeze", "net"), ("net", "unfreeze")),
-    "frozen, before a block's": (("net", "freeze"), ("block", "unfreeze")),
-    "frozen in part": (("net", "freeze part", "net"), ("net", "unfreeze")),
-    "frozen, cleared": (("net", "freeze", "clear"), ("net", "unfreeze", "net")),
-}
-
-
-def trained_while_waiting(strategy: str, ranks: int, name: str) -> dict[str, torch.Tensor]:
-    fabric = new_fabric(strategy, ranks) if ranks > 1 else None
-    net = oracle.new_net()
-    optimizer: Any = oracle.momentum(net)
-    model: Any = net
-    if fabric is not None:
-        model, optimizer = fabric.setup(net, optimizer)
-    batches = iter(oracle.global_batches(12))
-
-    def run(parts: tuple[str, ...]) -> None:
-        for part in parts:
-            if part == "clear":
-                optimizer.zero_grad()
-            elif "freeze" in part:
-                frozen = net.blocks[2].down if "part" in part else net.blocks[2]
-                frozen.requires_grad_("un" in part)
-            else:
-                batch = next(batches)
-                x, y = batch if fabric is None else own_share(fabric, batch)
-                loss = mse_loss(model(x), y) if part == "net" else net.blocks[0](x).square().mean()
-                loss.backward() if fabric is None else fabric.backward(loss)
-
-    for _ in range(2):
-        waiting, reducing = WAITING[name]
-        with nullcontext() if fabric is None else fabric.no_backward_sync(model):
-            run(waiting)
-        run(reducing)
-        optimizer.step()
-        optimizer.zero_grad()
-    state = net.state_dict() if fabric is None else full_state(fabric.strategy)
-    return {name: tensor.detach().clone() for name, tensor in state.items()}
-
-
-@pytest.mark.parametrize("name", WAITING)
-def test_gradients_that_wait_for_their_reduction(ranks: RankPool, name: str) -> None:
-    want = trained_while_waiting("auto", 1, name)
-    for state in ranks.run(2, trained_while_waiting, "fsdp_native", 2, name):
-        for key, tensor in want.items():
-            torch.testing.assert_close(state[key], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=key)

@@ -14,10 +14,11 @@ from torch.nn.functional import mse_loss
 from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.collectives import Layer, count_in_steps, new_layers
-from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained
+from fsdp_core.testing.fabric_steps import assert_gradients_wait, assert_whole_steps
+from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.modules.parameters import own_share
-from fsdp_core.testing.suite.numerics.many_passes import difference, train_plainly, train_without
+from fsdp_core.testing.suite.numerics.many_passes import NeededPart, assert_needed
 from fsdp_core.testing.training import new_fabric
 from fsdp_fsdp2 import torch_private
 from fsdp_fsdp2.sharded import FSDP2Sharded
@@ -52,138 +53,61 @@ def ends_for_torch_alone(unused: Any, of: Any) -> None:
     torch_private._end_backward(of())
 
 
-#: What steps of many passes need: where it is, what stands in for it, a front end, and a kind of step that misses it.
-NEEDED: dict[str, tuple[Any, str, Any, str, str]] = {
-    "forward passes go on": (torch_private, "_running", lambda state: [], "automatic", "adversarial example"),
-    "frozen and unfrozen shards": (
-        torch_private,
-        "_carry_requires_grad",
-        lambda group: None,
-        "automatic",
-        "parameters frozen for a call",
-    ),
-    "ends of all units": (torch_private, "_agree_last", ends_for_torch_alone, "fabric", "product of two calls"),
-    "new calls in a backward pass": (FSDP2Sharded, "is_idle", lambda sharded: False, "automatic", "cached loss"),
-    "passes without gradients": (
-        torch_private.UnusedParameters,
-        "accumulates",
-        lambda unused: True,
-        "fabric",
-        "adversarial example",
-    ),
-    "shards that the user writes": (
-        FSDP2Sharded,
-        "follow_written_shards",
-        lambda sharded: None,
-        "automatic",
-        "optimizer's parameters written between two calls",
-    ),
-}
+def needed() -> dict[str, NeededPart]:
+    """What steps of many passes need, by a name."""
+    return {
+        "forward passes go on": NeededPart(
+            target=torch_private,
+            name="_running",
+            instead=lambda state: [],
+            front="automatic",
+            what="adversarial example",
+        ),
+        "frozen and unfrozen shards": NeededPart(
+            target=torch_private,
+            name="_carry_requires_grad",
+            instead=lambda group: None,
+            front="automatic",
+            what="parameters frozen for a call",
+        ),
+        "ends of all units": NeededPart(
+            target=torch_private,
+            name="_agree_last",
+            instead=ends_for_torch_alone,
+            front="fabric",
+            what="product of two calls",
+        ),
+        "new calls in a backward pass": NeededPart(
+            target=FSDP2Sharded, name="is_idle", instead=lambda sharded: False, front="automatic", what="cached loss"
+        ),
+        "passes without gradients": NeededPart(
+            target=torch_private.UnusedParameters,
+            name="accumulates",
+            instead=lambda unused: True,
+            front="fabric",
+            what="adversarial example",
+        ),
+        "shards that the user writes": NeededPart(
+            target=FSDP2Sharded,
+            name="follow_written_shards",
+            instead=lambda sharded: None,
+            front="automatic",
+            what="optimizer's parameters written between two calls",
+        ),
+    }
 
 
-def without(name: str, tmp: str) -> Trained | str:
-    target, attribute, instead, front, what = NEEDED[name]
-    return train_without(target, attribute, instead, "fsdp2", tmp, front, what)
-
-
-@pytest.mark.parametrize("name", NEEDED)
+@pytest.mark.parametrize("name", needed())
 def test_what_steps_of_many_passes_need(ranks: RankPool, tmp_path: Path, name: str) -> None:
-    *_, front, what = NEEDED[name]
-    want = train_plainly(str(tmp_path), front, what)
-    for got in ranks.run(2, without, name, str(tmp_path)):
-        assert difference(got, want) is not None, "the clause of steps of many passes would not see that it is missing"
-
-
-def frozen_while_waiting() -> dict[str, torch.Tensor]:
-    fabric = new_fabric("fsdp2", 2)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
-    for index, batch in enumerate(oracle.global_batches(2)):
-        x, y = own_share(fabric, batch)
-        with fabric.no_backward_sync(model, enabled=index == 0):
-            fabric.backward(mse_loss(model(x), y))
-            net.blocks[2].requires_grad_(False)
-            fabric.backward(mse_loss(model(x), y))
-    optimizer.step()
-    return full_state(fabric.strategy)
-
-
-def test_a_block_that_is_frozen_while_its_gradients_wait(ranks: RankPool) -> None:
-    net = oracle.new_net()
-    optimizer = oracle.sgd(net)
-    for x, y in oracle.global_batches(2):
-        mse_loss(net(x), y).backward()
-        net.blocks[2].requires_grad_(False)
-        mse_loss(net(x), y).backward()
-    optimizer.step()
-    for state in ranks.run(2, frozen_while_waiting):
-        for name, tensor in net.state_dict().items():
-            torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
-
-
-class Stepping(nn.Module):
-    """A model whose methods do whole steps, as Fabric's users write them after ``mark_forward_method``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = oracle.new_net()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.net(x)
-        return output
-
-    def once(self, x: torch.Tensor, y: torch.Tensor, backward: Any, optimizer: Any) -> torch.Tensor:
-        loss = mse_loss(self.net(x), y)
-        backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    def twice(self, x: torch.Tensor, y: torch.Tensor, backward: Any, optimizer: Any) -> torch.Tensor:
-        return torch.stack([self.once(x, y, backward, optimizer) for _ in range(2)])
-
-    def with_a_closure(self, x: torch.Tensor, y: torch.Tensor, backward: Any, optimizer: Any) -> torch.Tensor:
-        def evaluate() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = mse_loss(self.net(x), y)
-            backward(loss)
-            return loss
-
-        loss: torch.Tensor = optimizer.step(evaluate)
-        return loss.detach()
-
-    def with_writes(self, x: torch.Tensor, y: torch.Tensor, backward: Any, optimizer: Any) -> torch.Tensor:
-        self.once(x, y, backward, optimizer)
-        with torch.no_grad():
-            self.net.out.weight.mul_(0.9)
-        return self.once(x, y, backward, optimizer)
-
-
-METHODS = ("once", "twice", "with_a_closure", "with_writes")
-
-
-def stepped_in_methods() -> dict[str, tuple[list[torch.Tensor], dict[str, torch.Tensor]]]:
-    outcomes = {}
-    for name in METHODS:
-        fabric = new_fabric("fsdp2", 2)
-        module = Stepping()
-        model, optimizer = fabric.setup(module, oracle.momentum(module))
-        model.mark_forward_method(name)
-        shares = [own_share(fabric, batch) for batch in oracle.global_batches(3)]
-        losses = [getattr(model, name)(x, y, fabric.backward, optimizer) for x, y in shares]
-        outcomes[name] = [fabric.all_reduce(loss) for loss in losses], full_state(fabric.strategy)
-    return outcomes
+    assert_needed(ranks, tmp_path, "fsdp2", needed, name)
 
 
 def test_whole_steps_in_methods_that_fabric_calls(ranks: RankPool) -> None:
-    got = ranks.run(2, stepped_in_methods)
-    for name in METHODS:
-        module = Stepping()
-        optimizer = oracle.momentum(module)
-        step = getattr(module, name)
-        losses = [step(x, y, torch.Tensor.backward, optimizer) for x, y in oracle.global_batches(3)]
-        for of_rank in got:
-            torch.testing.assert_close(of_rank[name], (losses, module.state_dict()), atol=FP32_TOLERANCE, rtol=0)
+    assert_whole_steps(ranks, "fsdp2")
+
+
+def test_gradients_that_wait_for_their_reduction(ranks: RankPool) -> None:
+    assert_gradients_wait(ranks, "fsdp2")
 
 
 class Named(nn.Module):

@@ -32,7 +32,7 @@ from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.pairs import SEED
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, strategy_argument
 
-__all__ = ["SETTINGS", "STEPS", "ManyPassesSuite", "Setting"]
+__all__ = ["SETTINGS", "STEPS", "ManyPassesSuite", "NeededPart", "Setting", "assert_needed"]
 
 
 @dataclass(kw_only=True)
@@ -633,40 +633,57 @@ def _train_all(strategy: str, tmp: str, front: str, setting: Setting, batches: i
     return outcomes
 
 
-def train_without(
-    target: Any, name: str, instead: Any, strategy: str, tmp: str, front: str, what: str
-) -> Trained | str:
-    """Train a kind of step without a part of the library, to see that the clause finds it missing.
+@dataclass(frozen=True, kw_only=True)
+class NeededPart:
+    """A part of a library without which a kind of step is wrong.
 
-    Args:
-        target: The module or the class whose attribute is replaced.
+    Attributes:
+        target: The module or the class whose attribute it is.
         name: The name of the attribute.
-        instead: What it is replaced by.
-        strategy: The name of the strategy.
-        tmp: A folder.
+        instead: What stands in for it.
         front: The front end.
         what: The kind of step.
-
-    Returns:
-        Losses and weights, or the error.
     """
-    with mock.patch.object(target, name, instead):
+
+    target: Any
+    name: str
+    instead: Any
+    front: str
+    what: str
+
+
+def assert_needed(
+    ranks: Ranks, tmp_path: Path, strategy: str, parts: Callable[[], Mapping[str, NeededPart]], name: str
+) -> None:
+    """Check that the clause of steps of many passes finds a part of a library missing.
+
+    Args:
+        ranks: The ranks.
+        tmp_path: A folder.
+        strategy: The name of the strategy.
+        parts: A function of a module that returns the parts, by a name.
+        name: The name of the part.
+    """
+    part = parts()[name]
+    want = _fit("auto", str(tmp_path), "by hand" if part.front == "fabric" else part.front, part.what, _ALONE)
+    for got in ranks.run(2, _train_without, parts, name, strategy, str(tmp_path)):
+        assert _differences(got, want) is not None, (
+            "the clause of steps of many passes would not see that it is missing"
+        )
+
+
+_ALONE = Setting().unsharded()
+
+
+def _train_without(parts: Callable[[], Mapping[str, NeededPart]], name: str, strategy: str, tmp: str) -> Trained | str:
+    part = parts()[name]
+    with mock.patch.object(part.target, part.name, part.instead):
         try:
-            return (
-                _fabric(strategy, what, Setting()) if front == "fabric" else _fit(strategy, tmp, front, what, Setting())
-            )
+            if part.front == "fabric":
+                return _fabric(strategy, part.what, Setting())
+            return _fit(strategy, tmp, part.front, part.what, Setting())
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-
-
-def train_plainly(tmp: str, front: str, what: str) -> Trained:
-    """Train a kind of step in one unsharded process."""
-    return _fit("auto", tmp, "by hand" if front == "fabric" else front, what, Setting().unsharded())
-
-
-def difference(got: Trained | str, want: Trained) -> str | None:
-    """In what a training differs from that in one unsharded process; ``None`` if it does not."""
-    return _differences(got, want)
 
 
 def _differences(got: Trained | str, want: Trained, precision: str | None = None) -> str | None:
