@@ -249,39 +249,3 @@ def test_tied_parameters_are_called_with_others_in_a_step(ranks: RankPool, tmp_p
     for state in ranks.run(2, weighed, "fsdp_native", 2, str(tmp_path)):
         for name, tensor in want.items():
             torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
-
-
-class Interrupted(pl.LightningModule):
-    """A block raises in a second call, while a graph of the first one waits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = oracle.new_net()
-
-    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        x, y = batch[0].clone().requires_grad_(True), batch[1]
-        output = self.net(x)
-        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-        hook = self.net.blocks[2].up.register_forward_pre_hook(lambda module, args: 1 // 0)
-        with pytest.raises(ZeroDivisionError):
-            self.net(0.5 * x)
-        hook.remove()
-        return mse_loss(output, y) + gradient.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-def interrupted(strategy: str, ranks: int, tmp: str) -> dict[str, torch.Tensor]:
-    module = Interrupted()
-    trainer = new_trainer(tmp, strategy, ranks)
-    trainer.fit(module, loader(2, ranks))
-    state = module.state_dict() if ranks == 1 else full_state(trainer.strategy)
-    return {name: tensor.detach().clone() for name, tensor in state.items()}
-
-
-def test_a_call_that_raises_while_a_graph_waits(ranks: RankPool, tmp_path: Path) -> None:
-    want = interrupted("auto", 1, str(tmp_path))
-    for state in ranks.run(2, interrupted, "fsdp_native", 2, str(tmp_path)):
-        for name, tensor in want.items():
-            torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)

@@ -344,6 +344,22 @@ def _caught_in_a_backward_pass(step: Step) -> Tensor:
     return step.loss(step.x)
 
 
+def _caught_in_a_call(step: Step) -> Tensor:
+    """An exception ends a call in the middle, while a graph waits that holds parameters."""
+    x = _differentiable(step.x)
+    output = step.net(x)
+    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    hook = step.blocks[2].up.register_forward_pre_hook(_fail)
+    with contextlib.suppress(_CaughtError):
+        step.net(0.5 * x)
+    hook.remove()
+    return mse_loss(output, step.y) + gradient.square().mean()
+
+
+def _fail(module: nn.Module, args: Any) -> None:
+    raise _CaughtError
+
+
 class _CaughtError(Exception):
     """What a step catches."""
 
@@ -414,6 +430,7 @@ STEPS: dict[str, Callable[[Step], Tensor]] = {
     "two passes through a loss of inputs": _two_passes_through_a_loss,
     "optimizer's parameters written between two calls": _optimizers_parameters_written,
     "backward pass that an exception ends, and another": _caught_in_a_backward_pass,
+    "call that an exception ends, while a graph waits": _caught_in_a_call,
     "module converted to the device that it is on": _converted_to_what_it_is,
 }
 
