@@ -710,11 +710,18 @@ def reduce_unused(unit: FullyShardedDataParallel) -> None:
 
 def _view_inputs(unit: FullyShardedDataParallel, args: Any, kwargs: Any) -> Any:
     # a backward pass visits the first call of a forward pass last; from then on the flat parameter has a hook
-    unit.__dict__[_FIRST_CALL] = not hasattr(handle_of(unit).flat_param, "_post_backward_hook_state")
+    handle = handle_of(unit)
+    unit.__dict__[_FIRST_CALL] = not hasattr(handle.flat_param, "_post_backward_hook_state")
     if not torch.is_grad_enabled():
         return None
     inputs: list[Tensor] = []
     unit.__dict__[_INPUTS] = inputs
+    if handle._training_state == HandleTrainingState.BACKWARD_PRE:
+        # FSDP1 expects a recomputation to begin inside of the unit, with what it has cast; it may begin around the root
+        dtype = unit.mixed_precision.param_dtype
+        if dtype is not None and unit.mixed_precision.cast_forward_inputs and not handle._force_full_precision:
+            args, kwargs = cast_inputs(dtype, args, kwargs)
+            return tuple([_viewed(each, inputs) for each in args]), {n: _viewed(v, inputs) for n, v in kwargs.items()}
     if all(map(_needs_no_view, args)) and all(map(_needs_no_view, kwargs.values())):
         return None
     return (

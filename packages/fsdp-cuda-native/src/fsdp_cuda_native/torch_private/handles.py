@@ -55,6 +55,8 @@ class _Handle(FlatParamHandle):
 
     @outside_of_compilation
     def _reset_flat_param_grad_info_if_needed(self) -> None:
+        if self._training_state == HandleTrainingState.BACKWARD_PRE:
+            return  # the root is called again, by a recomputation: a part of the gradient is there already
         with without_torch_function():
             super()._reset_flat_param_grad_info_if_needed()  # type: ignore[no-untyped-call]
 

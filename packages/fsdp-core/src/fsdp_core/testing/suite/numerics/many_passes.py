@@ -19,6 +19,7 @@ from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrec
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_core.errors import FSDPError
 from fsdp_core.plugins import registry
@@ -226,6 +227,16 @@ def _recomputed_inside(step: Step) -> Tensor:
     return computed(step.x) + computed(0.5 * step.x) + step.loss(step.x.flip(1))
 
 
+def _recomputed(step: Step) -> Tensor:
+    """Calls of the whole net that its backward pass computes again, beside one that it does not."""
+
+    def loss(x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(step.net, x, use_reentrant=False)
+        return mse_loss(output, step.y)
+
+    return loss(step.x) + loss(0.5 * step.x) + step.loss(step.x.flip(1))
+
+
 def _frozen_for_a_call(step: Step) -> Tensor:
     def freeze(trains: bool) -> None:
         for block in step.blocks:
@@ -349,7 +360,7 @@ def _caught_in_a_call(step: Step) -> Tensor:
     x = _differentiable(step.x)
     output = step.net(x)
     (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-    hook = step.blocks[2].up.register_forward_pre_hook(_fail)
+    hook = step.blocks[2].register_forward_pre_hook(_fail)
     with contextlib.suppress(_CaughtError):
         step.net(0.5 * x)
     hook.remove()
@@ -416,6 +427,7 @@ STEPS: dict[str, Callable[[Step], Tensor]] = {
     "function that runs the net in its backward pass": _solved,
     "function that runs the net in its backward pass, beside a later call": _solved_beside_a_later_call,
     "units computed again in passes of their own, and called again": _recomputed_inside,
+    "net computed again, twice": _recomputed,
     "parameters frozen for a call": _frozen_for_a_call,
     "parameters frozen while an adversarial example is made": _frozen_for_an_attack,
     "parameters frozen in one of two calls": _frozen_in_one_of_two_calls,
