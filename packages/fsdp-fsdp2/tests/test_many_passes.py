@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import sys
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +24,7 @@ from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.many_passes import NeededPart, assert_needed
 from fsdp_core.testing.training import new_fabric
+from fsdp_core.watch import watcher
 from fsdp_fsdp2 import torch_private
 from fsdp_fsdp2.sharded import FSDP2Sharded
 
@@ -148,3 +153,41 @@ def test_backward_passes_for_named_parameters(ranks: RankPool, options: Any, nam
             assert "requires_grad_(False)" in got
         else:
             torch.testing.assert_close(got, dict(module.state_dict()), atol=FP32_TOLERANCE, rtol=0)
+
+
+def penalised_outside() -> str:
+    fabric = new_fabric("fsdp2", 2)
+    net = oracle.new_net()
+    model, _ = fabric.setup(net, oracle.sgd(net))
+    x, y = own_share(fabric, oracle.global_batches(1)[0])
+    try:
+        mse_loss(model(x) * net.blocks[0].norm.weight, y)
+    except RuntimeError as error:
+        printed = io.StringIO()
+        with mock.patch.object(watcher, "_watching", None), redirect_stderr(printed):
+            sys.excepthook(type(error), error, error.__traceback__)
+        return printed.getvalue()
+    return "no error"
+
+
+def test_an_error_between_calls_that_nothing_catches_says_what_to_write(ranks: RankPool) -> None:
+    for printed in ranks.run(2, penalised_outside):
+        assert "mixed torch.Tensor and DTensor" in printed
+        assert printed.count("weight_decay") == 1
+
+
+def converted() -> list[str]:
+    fabric = new_fabric("fsdp2", 2)
+    net = oracle.new_net()
+    fabric.setup(net, oracle.sgd(net))
+    refused = []
+    for convert in (net.half, net.blocks[0].double, lambda: net.to("meta")):
+        with pytest.raises(RuntimeError) as raised:
+            convert()
+        refused.append(str(raised.value.__cause__))
+    return refused
+
+
+def test_conversions_of_a_sharded_module_are_refused(ranks: RankPool) -> None:
+    for refused in ranks.run(2, converted):
+        assert all("a sharded module can't be converted to another device or dtype" in message for message in refused)
