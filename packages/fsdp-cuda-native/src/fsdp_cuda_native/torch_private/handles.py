@@ -65,7 +65,8 @@ class _Handle(FlatParamHandle):
         self._reset_flat_param_grad_info_if_needed()
         flat: Any = self.flat_param
         name, module, _ = flat._param_infos[0]
-        if self.uses_sharded_strategy and module._parameters.get(name) is flat._params[0]:
+        is_reduced = flat.grad is None or flat.grad.shape != flat._unpadded_unsharded_size
+        if self.uses_sharded_strategy and is_reduced and module._parameters.get(name) is flat._params[0]:
             self._writeback_orig_params()
         super()._deregister_orig_params()  # type: ignore[no-untyped-call]
 

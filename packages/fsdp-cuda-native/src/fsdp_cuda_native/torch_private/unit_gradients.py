@@ -59,8 +59,17 @@ class _ShownGradients:
     @outside_of_compilation
     def show_guarded(self) -> None:
         """:meth:`show`, also for parameters that are guarded, whose attributes would go through Python."""
+        handle: Any = self._handle()
+        flat = handle.flat_param
         with without_torch_function():
-            self.show()
+            if (
+                handle.uses_sharded_strategy
+                and flat.grad is not None
+                and flat.grad.shape == flat._unpadded_unsharded_size
+            ):
+                handle._use_unsharded_grad_views()  # after module.to(), while they wait for a reduction
+            else:
+                self.show()
 
     def show(self) -> None:
         """Show gradients, as FSDP1 does when nothing waits for a reduction."""
