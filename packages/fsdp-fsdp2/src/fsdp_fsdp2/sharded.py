@@ -21,7 +21,6 @@ from fsdp_core.sharding import (
     sharded_of,
 )
 from fsdp_core.state import HeldGradients, SavedTensor, clean_name, gathered_modules, refuse_half_gradients
-from fsdp_fsdp2.conversions import allow_conversions
 from fsdp_fsdp2.tensor_parallel.unplanned_gradients import check_unplanned
 from fsdp_fsdp2.torch_private import (
     AssignedData,
@@ -29,6 +28,7 @@ from fsdp_fsdp2.torch_private import (
     Gathering,
     UnusedParameters,
     abandon_forward,
+    allow_conversions,
     finish_backward,
     free_written,
     has_run,
