@@ -17,17 +17,16 @@ from torch.nn.functional import mse_loss
 from fsdp_core import ShardingError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.collectives import Layer, count_in_steps, new_layers
-from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained
+from fsdp_core.testing.fabric_steps import assert_gradients_wait, assert_whole_steps
+from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.many_passes import (
     WRITTEN_BEFORE_BACKWARD,
+    NeededPart,
+    assert_needed,
     backward_without_fabric,
     backward_without_fabric_plainly,
-    difference,
-    train_plainly,
-    train_without,
     write_before_backward,
     write_before_backward_plainly,
 )
@@ -65,92 +64,93 @@ def shown_by_fsdp1(shown: Any) -> None:
     type(handle)._use_sharded_grad_views(handle)
 
 
-#: What steps of many passes need: where it is, what stands in for it, a front end, and a kind of step that misses it.
-NEEDED: dict[str, tuple[Any, str, Any, str, str]] = {
-    "passes of parts": (
-        nested_passes.NestedPasses,
-        "begin",
-        lambda passes, unit, nodes: None,
-        "fabric",
-        "loss weighed by its gradient",
-    ),
-    "passes without gradients": (
-        nested_passes,
-        "_gather_for_pass",
-        lambda unit: None,
-        "automatic",
-        "adversarial example",
-    ),
-    "passes that begin at parameters": (
-        nested_passes.NestedPasses,
-        "begin_at_parameters",
-        lambda passes, unit, node: None,
-        "fabric",
-        "cached loss beside another",
-    ),
-    "new calls in a backward pass": (
-        nested_passes.NestedPasses,
-        "gather_again",
-        lambda passes: None,
-        "by hand",
-        "cached loss",
-    ),
-    "passes inside a forward pass": (
-        NativeSharded,
-        "_begin_inside",
-        lambda sharded: None,
-        "automatic",
-        "backward pass that is forgotten",
-    ),
-    "gradients of frozen parameters": (
-        unit_gradients._ShownGradients,
-        "show",
-        shown_by_fsdp1,
-        "fabric",
-        "parameters frozen after a backward pass",
-    ),
-    "views of frozen parameters": (
-        flat_parameters.GatheredWrites,
-        "freeze",
-        lambda writes: None,
-        "fabric",
-        "parameters unfrozen before the backward pass",
-    ),
-    "shards that the user writes": (
-        NativeSharded,
-        "follow_written_shards",
-        lambda sharded: None,
-        "automatic",
-        "optimizer's parameters written between two calls",
-    ),
-    "what is saved of frozen parameters": (
-        flat_parameters,
-        "finish_frozen",
-        lambda root: None,
-        "fabric",
-        "parameters frozen before a backward pass that is forgotten",
-    ),
-    "hooks of units that are unfrozen": (
-        flat_parameters.GatheredWrites,
-        "follow_requires_grad",
-        lambda writes: None,
-        "fabric",
-        "parameters frozen while an adversarial example is made",
-    ),
-}
+def needed() -> dict[str, NeededPart]:
+    """What steps of many passes need, by a name."""
+    return {
+        "passes of parts": NeededPart(
+            target=nested_passes.NestedPasses,
+            name="begin",
+            instead=lambda passes, unit, nodes: None,
+            front="fabric",
+            what="loss weighed by its gradient",
+        ),
+        "passes without gradients": NeededPart(
+            target=nested_passes,
+            name="_gather_for_pass",
+            instead=lambda unit: None,
+            front="automatic",
+            what="adversarial example",
+        ),
+        "passes that begin at parameters": NeededPart(
+            target=nested_passes.NestedPasses,
+            name="begin_at_parameters",
+            instead=lambda passes, unit, node: None,
+            front="fabric",
+            what="cached loss beside another",
+        ),
+        "new calls in a backward pass": NeededPart(
+            target=nested_passes.NestedPasses,
+            name="gather_again",
+            instead=lambda passes: None,
+            front="by hand",
+            what="cached loss",
+        ),
+        "passes inside a forward pass": NeededPart(
+            target=NativeSharded,
+            name="_begin_inside",
+            instead=lambda sharded: None,
+            front="automatic",
+            what="backward pass that is forgotten",
+        ),
+        "gradients of frozen parameters": NeededPart(
+            target=unit_gradients._ShownGradients,
+            name="show",
+            instead=shown_by_fsdp1,
+            front="fabric",
+            what="parameters frozen after a backward pass",
+        ),
+        "views of frozen parameters": NeededPart(
+            target=flat_parameters.GatheredWrites,
+            name="freeze",
+            instead=lambda writes: None,
+            front="fabric",
+            what="parameters unfrozen before the backward pass",
+        ),
+        "shards that the user writes": NeededPart(
+            target=NativeSharded,
+            name="follow_written_shards",
+            instead=lambda sharded: None,
+            front="automatic",
+            what="optimizer's parameters written between two calls",
+        ),
+        "what is saved of frozen parameters": NeededPart(
+            target=flat_parameters,
+            name="finish_frozen",
+            instead=lambda root: None,
+            front="fabric",
+            what="parameters frozen before a backward pass that is forgotten",
+        ),
+        "hooks of units that are unfrozen": NeededPart(
+            target=flat_parameters.GatheredWrites,
+            name="follow_requires_grad",
+            instead=lambda writes: None,
+            front="fabric",
+            what="parameters frozen while an adversarial example is made",
+        ),
+    }
 
 
-def without(name: str, tmp: str) -> Trained | str:
-    target, attribute, instead, front, what = NEEDED[name]
-    return train_without(target, attribute, instead, "fsdp_native", tmp, front, what)
-
-
-@pytest.mark.parametrize("name", NEEDED)
+@pytest.mark.parametrize("name", needed())
 def test_what_steps_of_many_passes_need(ranks: RankPool, tmp_path: Path, name: str) -> None:
-    *_, front, what = NEEDED[name]
-    want = train_plainly(str(tmp_path), front, what)
-    for got in ranks.run(2, without, name, str(tmp_path)):
-        assert difference(got, want) is not None, "the clause of steps of many passes would not see that it is missing"
+    assert_needed(ranks, tmp_path, "fsdp_native", needed, name)
+
+
+def test_whole_steps_in_methods_that_fabric_calls(ranks: RankPool) -> None:
+    assert_whole_steps(ranks, "fsdp_native")
+
+
+def test_gradients_that_wait_for_their_reduction(ranks: RankPool) -> None:
+    assert_gradients_wait(ranks, "fsdp_native")
 
 
 @dataclass
@@ -258,73 +258,6 @@ def test_tied_parameters_are_called_with_others_in_a_step(ranks: RankPool, tmp_p
     want = weighed("auto", 1, str(tmp_path))
     for state in ranks.run(2, weighed, "fsdp_native", 2, str(tmp_path)):
         for name, tensor in want.items():
-            torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
-
-
-class Interrupted(pl.LightningModule):
-    """A block raises in a second call, while a graph of the first one waits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = oracle.new_net()
-
-    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        x, y = batch[0].clone().requires_grad_(True), batch[1]
-        output = self.net(x)
-        (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
-        hook = self.net.blocks[2].up.register_forward_pre_hook(lambda module, args: 1 // 0)
-        with pytest.raises(ZeroDivisionError):
-            self.net(0.5 * x)
-        hook.remove()
-        return mse_loss(output, y) + gradient.square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-def interrupted(strategy: str, ranks: int, tmp: str) -> dict[str, torch.Tensor]:
-    module = Interrupted()
-    trainer = new_trainer(tmp, strategy, ranks)
-    trainer.fit(module, loader(2, ranks))
-    state = module.state_dict() if ranks == 1 else full_state(trainer.strategy)
-    return {name: tensor.detach().clone() for name, tensor in state.items()}
-
-
-def test_a_call_that_raises_while_a_graph_waits(ranks: RankPool, tmp_path: Path) -> None:
-    want = interrupted("auto", 1, str(tmp_path))
-    for state in ranks.run(2, interrupted, "fsdp_native", 2, str(tmp_path)):
-        for name, tensor in want.items():
-            torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
-
-
-def frozen_while_waiting() -> dict[str, torch.Tensor]:
-    fabric = new_fabric("fsdp_native", 2)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
-    for index, batch in enumerate(oracle.global_batches(2)):
-        x, y = own_share(fabric, batch)
-        with fabric.no_backward_sync(model, enabled=index == 0):
-            fabric.backward(mse_loss(model(x), y))
-            net.blocks[2].requires_grad_(False)
-            fabric.backward(mse_loss(model(x), y))
-    optimizer.step()
-    return full_state(fabric.strategy)
-
-
-@pytest.mark.xfail(
-    strict=True,
-    reason="torch raises about sizes: docs/what-a-step-may-do.md",
-)
-def test_a_block_that_is_frozen_while_its_gradients_wait(ranks: RankPool) -> None:
-    net = oracle.new_net()
-    optimizer = oracle.sgd(net)
-    for x, y in oracle.global_batches(2):
-        mse_loss(net(x), y).backward()
-        net.blocks[2].requires_grad_(False)
-        mse_loss(net(x), y).backward()
-    optimizer.step()
-    for state in ranks.run(2, frozen_while_waiting):
-        for name, tensor in net.state_dict().items():
             torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import sys
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -15,21 +19,22 @@ from torch.nn.functional import mse_loss
 from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.collectives import Layer, count_in_steps, new_layers
-from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained
+from fsdp_core.testing.fabric_steps import assert_gradients_wait, assert_whole_steps
+from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.many_passes import (
     WRITTEN_BEFORE_BACKWARD,
+    NeededPart,
+    assert_needed,
     backward_without_fabric,
     backward_without_fabric_plainly,
-    difference,
-    train_plainly,
-    train_without,
     write_before_backward,
     write_before_backward_plainly,
 )
 from fsdp_core.testing.training import loader, new_fabric, new_trainer
+from fsdp_core.watch import watcher
 from fsdp_fsdp2 import torch_private
 from fsdp_fsdp2.sharded import FSDP2Sharded
 
@@ -63,138 +68,61 @@ def ends_for_torch_alone(unused: Any, of: Any) -> None:
     torch_private._end_backward(of())
 
 
-#: What steps of many passes need: where it is, what stands in for it, a front end, and a kind of step that misses it.
-NEEDED: dict[str, tuple[Any, str, Any, str, str]] = {
-    "forward passes go on": (torch_private, "_running", lambda state: [], "automatic", "adversarial example"),
-    "frozen and unfrozen shards": (
-        torch_private,
-        "_carry_requires_grad",
-        lambda group: None,
-        "automatic",
-        "parameters frozen for a call",
-    ),
-    "ends of all units": (torch_private, "_agree_last", ends_for_torch_alone, "fabric", "product of two calls"),
-    "new calls in a backward pass": (FSDP2Sharded, "is_idle", lambda sharded: False, "automatic", "cached loss"),
-    "passes without gradients": (
-        torch_private.UnusedParameters,
-        "accumulates",
-        lambda unused: True,
-        "fabric",
-        "adversarial example",
-    ),
-    "shards that the user writes": (
-        FSDP2Sharded,
-        "follow_written_shards",
-        lambda sharded: None,
-        "automatic",
-        "optimizer's parameters written between two calls",
-    ),
-}
+def needed() -> dict[str, NeededPart]:
+    """What steps of many passes need, by a name."""
+    return {
+        "forward passes go on": NeededPart(
+            target=torch_private,
+            name="_running",
+            instead=lambda state: [],
+            front="automatic",
+            what="adversarial example",
+        ),
+        "frozen and unfrozen shards": NeededPart(
+            target=torch_private,
+            name="_carry_requires_grad",
+            instead=lambda group: None,
+            front="automatic",
+            what="parameters frozen for a call",
+        ),
+        "ends of all units": NeededPart(
+            target=torch_private,
+            name="_agree_last",
+            instead=ends_for_torch_alone,
+            front="fabric",
+            what="product of two calls",
+        ),
+        "new calls in a backward pass": NeededPart(
+            target=FSDP2Sharded, name="is_idle", instead=lambda sharded: False, front="automatic", what="cached loss"
+        ),
+        "passes without gradients": NeededPart(
+            target=torch_private.UnusedParameters,
+            name="accumulates",
+            instead=lambda unused: True,
+            front="fabric",
+            what="adversarial example",
+        ),
+        "shards that the user writes": NeededPart(
+            target=FSDP2Sharded,
+            name="follow_written_shards",
+            instead=lambda sharded: None,
+            front="automatic",
+            what="optimizer's parameters written between two calls",
+        ),
+    }
 
 
-def without(name: str, tmp: str) -> Trained | str:
-    target, attribute, instead, front, what = NEEDED[name]
-    return train_without(target, attribute, instead, "fsdp2", tmp, front, what)
-
-
-@pytest.mark.parametrize("name", NEEDED)
+@pytest.mark.parametrize("name", needed())
 def test_what_steps_of_many_passes_need(ranks: RankPool, tmp_path: Path, name: str) -> None:
-    *_, front, what = NEEDED[name]
-    want = train_plainly(str(tmp_path), front, what)
-    for got in ranks.run(2, without, name, str(tmp_path)):
-        assert difference(got, want) is not None, "the clause of steps of many passes would not see that it is missing"
-
-
-def frozen_while_waiting() -> dict[str, torch.Tensor]:
-    fabric = new_fabric("fsdp2", 2)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
-    for index, batch in enumerate(oracle.global_batches(2)):
-        x, y = own_share(fabric, batch)
-        with fabric.no_backward_sync(model, enabled=index == 0):
-            fabric.backward(mse_loss(model(x), y))
-            net.blocks[2].requires_grad_(False)
-            fabric.backward(mse_loss(model(x), y))
-    optimizer.step()
-    return full_state(fabric.strategy)
-
-
-def test_a_block_that_is_frozen_while_its_gradients_wait(ranks: RankPool) -> None:
-    net = oracle.new_net()
-    optimizer = oracle.sgd(net)
-    for x, y in oracle.global_batches(2):
-        mse_loss(net(x), y).backward()
-        net.blocks[2].requires_grad_(False)
-        mse_loss(net(x), y).backward()
-    optimizer.step()
-    for state in ranks.run(2, frozen_while_waiting):
-        for name, tensor in net.state_dict().items():
-            torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
-
-
-class Stepping(nn.Module):
-    """A model whose methods do whole steps, as Fabric's users write them after ``mark_forward_method``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = oracle.new_net()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.net(x)
-        return output
-
-    def once(self, x: torch.Tensor, y: torch.Tensor, backward: Any, optimizer: Any) -> torch.Tensor:
-        loss = mse_loss(self.net(x), y)
-        backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    def twice(self, x: torch.Tensor, y: torch.Tensor, backward: Any, optimizer: Any) -> torch.Tensor:
-        return torch.stack([self.once(x, y, backward, optimizer) for _ in range(2)])
-
-    def with_a_closure(self, x: torch.Tensor, y: torch.Tensor, backward: Any, optimizer: Any) -> torch.Tensor:
-        def evaluate() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = mse_loss(self.net(x), y)
-            backward(loss)
-            return loss
-
-        loss: torch.Tensor = optimizer.step(evaluate)
-        return loss.detach()
-
-    def with_writes(self, x: torch.Tensor, y: torch.Tensor, backward: Any, optimizer: Any) -> torch.Tensor:
-        self.once(x, y, backward, optimizer)
-        with torch.no_grad():
-            self.net.out.weight.mul_(0.9)
-        return self.once(x, y, backward, optimizer)
-
-
-METHODS = ("once", "twice", "with_a_closure", "with_writes")
-
-
-def stepped_in_methods() -> dict[str, tuple[list[torch.Tensor], dict[str, torch.Tensor]]]:
-    outcomes = {}
-    for name in METHODS:
-        fabric = new_fabric("fsdp2", 2)
-        module = Stepping()
-        model, optimizer = fabric.setup(module, oracle.momentum(module))
-        model.mark_forward_method(name)
-        shares = [own_share(fabric, batch) for batch in oracle.global_batches(3)]
-        losses = [getattr(model, name)(x, y, fabric.backward, optimizer) for x, y in shares]
-        outcomes[name] = [fabric.all_reduce(loss) for loss in losses], full_state(fabric.strategy)
-    return outcomes
+    assert_needed(ranks, tmp_path, "fsdp2", needed, name)
 
 
 def test_whole_steps_in_methods_that_fabric_calls(ranks: RankPool) -> None:
-    got = ranks.run(2, stepped_in_methods)
-    for name in METHODS:
-        module = Stepping()
-        optimizer = oracle.momentum(module)
-        step = getattr(module, name)
-        losses = [step(x, y, torch.Tensor.backward, optimizer) for x, y in oracle.global_batches(3)]
-        for of_rank in got:
-            torch.testing.assert_close(of_rank[name], (losses, module.state_dict()), atol=FP32_TOLERANCE, rtol=0)
+    assert_whole_steps(ranks, "fsdp2")
+
+
+def test_gradients_that_wait_for_their_reduction(ranks: RankPool) -> None:
+    assert_gradients_wait(ranks, "fsdp2")
 
 
 class Named(nn.Module):
@@ -339,3 +267,41 @@ def test_parameters_unfrozen_at_their_shards_while_a_unit_stays_gathered(ranks: 
     optimizer.step()
     for got in ranks.run(2, trained_when_frozen_in_one_call, options):
         torch.testing.assert_close(got, dict(net.state_dict()), atol=FP32_TOLERANCE, rtol=0)
+
+
+def penalised_outside() -> str:
+    fabric = new_fabric("fsdp2", 2)
+    net = oracle.new_net()
+    model, _ = fabric.setup(net, oracle.sgd(net))
+    x, y = own_share(fabric, oracle.global_batches(1)[0])
+    try:
+        mse_loss(model(x) * net.blocks[0].norm.weight, y)
+    except RuntimeError as error:
+        printed = io.StringIO()
+        with mock.patch.object(watcher, "_watching", None), redirect_stderr(printed):
+            sys.excepthook(type(error), error, error.__traceback__)
+        return printed.getvalue()
+    return "no error"
+
+
+def test_an_error_between_calls_that_nothing_catches_says_what_to_write(ranks: RankPool) -> None:
+    for printed in ranks.run(2, penalised_outside):
+        assert "mixed torch.Tensor and DTensor" in printed
+        assert printed.count("weight_decay") == 1
+
+
+def converted() -> list[str]:
+    fabric = new_fabric("fsdp2", 2)
+    net = oracle.new_net()
+    fabric.setup(net, oracle.sgd(net))
+    refused = []
+    for convert in (net.half, net.blocks[0].double, lambda: net.to("meta")):
+        with pytest.raises(RuntimeError) as raised:
+            convert()
+        refused.append(str(raised.value.__cause__))
+    return refused
+
+
+def test_conversions_of_a_sharded_module_are_refused(ranks: RankPool) -> None:
+    for refused in ranks.run(2, converted):
+        assert all("a sharded module can't be converted to another device or dtype" in message for message in refused)

@@ -200,6 +200,9 @@ class NativeSharded(Sharded):
         self._resume()
         self.inner_pass_ended()
 
+    def stepped_inside(self) -> None:
+        self._resume()
+
     def follow_written_shards(self) -> None:
         if self._times_shards_written() != self._times_written:
             self.resume_forward()
@@ -395,7 +398,11 @@ def _leave_gradients(module: nn.Module, args: Any, output: Any) -> None:
 
 def _forget_pending(root: nn.Module, args: Any, output: Any) -> None:
     sharded = sharded_of(root)
-    if isinstance(sharded, NativeSharded) and sharded._is_by_hand:
+    if (
+        isinstance(sharded, NativeSharded)
+        and sharded._pending is not None
+        and (sharded._is_by_hand or not any(tensor.requires_grad for tensor in torch_private.tensors_in(output)))
+    ):
         sharded._forget_pending()
 
 

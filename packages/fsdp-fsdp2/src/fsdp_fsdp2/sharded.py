@@ -29,6 +29,7 @@ from fsdp_fsdp2.torch_private import (
     Gathering,
     UnusedParameters,
     abandon_forward,
+    allow_conversions,
     finish_backward,
     free_written,
     gathered_parameters,
@@ -110,6 +111,7 @@ class FSDP2Sharded(Sharded):
         self._writes = [GatheredWrites(unit, self._fsdp, names, self.written_values) for unit in self.units]
         self.interrupted = False
         self.context: ContextParallel | None = None
+        allow_conversions(module, self.units)
         for unit, writes in zip(self.units, self._writes, strict=True):
             watch_calls(unit, self._fsdp, writes, self.unused)
             refuse_copies(unit)

@@ -57,7 +57,7 @@ class ReplicatedParameters:
         self.parameters = tuple(parameters)
         self._trained = {p for p in self.parameters if p.requires_grad}  # since the last average, the same on all ranks
         self._runtime = runtime
-        self._end = EndOfBackward(self.parameters, root, self._average, accumulates)
+        self._end = EndOfBackward(self.parameters, root, self._average, accumulates, self._note_trained)
         self._hooks: list[OrderedDict[int, Callable[[nn.Parameter], None]]] = [OrderedDict() for _ in self.parameters]
         for parameter, hooks in zip(self.parameters, self._hooks, strict=True):
             instance: Any = parameter
@@ -80,6 +80,10 @@ class ReplicatedParameters:
     def forget(self) -> None:
         """Forget a backward pass that an exception has ended. The gradients stay as they are."""
         self._end.forget()
+
+    def _note_trained(self) -> None:
+        """At the end of a backward pass that doesn't average: some of these may be frozen when one does."""
+        self._trained.update(p for p in self.parameters if p.requires_grad)
 
     def _average(self) -> None:
         # also those that were frozen while their gradients waited for this

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -135,6 +136,8 @@ class _Shown:
             return own
         _, shard, is_part = self._fsdp_shows
         if is_part:
+            if sys._getframe(1).f_code is nn.Module._apply.__code__:
+                return None  # module.to(), which would convert it where it converts the parameter, and that is refused
             raise UnsupportedCapabilityError(
                 "the gradients of parameters that are gathered inside training_step are with their shards, of which "
                 f"each rank has a piece: torch's functions would see none of them, or a piece alone.\n{_INSTEAD}"

@@ -37,7 +37,13 @@ from fsdp_core.lightning.guarded_gradients import GuardedGradients
 from fsdp_core.lightning.hooks.exporting import written_of
 from fsdp_core.lightning.hooks.first_forwards import FirstForwards
 from fsdp_core.lightning.hooks.forwarding import ShardedForward, sharded_in
-from fsdp_core.lightning.hooks.redirection import explain_shards, is_inside_forward, mend_caught, normal_tensors
+from fsdp_core.lightning.hooks.redirection import (
+    explain_shards,
+    explain_uncaught_error,
+    is_inside_forward,
+    mend_caught,
+    normal_tensors,
+)
 from fsdp_core.lightning.loaders.fabric_loaders import follow_in_fabric
 from fsdp_core.lightning.loaders.split_batches import split_in_fabric
 from fsdp_core.lightning.notebooks import FabricForkedRanks
@@ -51,6 +57,7 @@ from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.sharded import Sharded, sharded_around
 from fsdp_core.torch_private import call_before_passes, in_backward, reaches
+from fsdp_core.watch import explain_uncaught
 
 __all__ = ["ShardedFabricStrategy"]
 
@@ -211,6 +218,7 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         unguard_parameters(module.parameters())  # of one that is sharded already, maybe by another Fabric
         sharded = self._shard(module)
+        explain_uncaught(explain_uncaught_error)  # between calls, no code of a strategy is around the user's
         if not any(known is sharded for known in self.roots):
             self._roots.append(weakref.ref(sharded))
             self._first_forwards.append(FirstForwards(sharded))

@@ -32,7 +32,7 @@ from fsdp_core.watch.locations import StandStill, location_of, stacks
 from fsdp_core.watch.messages import Connection, connect
 from fsdp_core.watch.verdicts import Member, Report, Verdict, lost
 
-__all__ = ["explain", "watch"]
+__all__ = ["explain", "explain_uncaught", "watch"]
 
 #: Seconds in which a rank may end by itself, with an exception of its own, once another one is gone.
 _GRACE = 15.0
@@ -329,6 +329,14 @@ def started(pid: int) -> str:
     return ""
 
 
+def explain_uncaught(call: Callable[[BaseException], None]) -> None:
+    """Let a function add notes to an exception that nothing has caught, before it is printed. Idempotent."""
+    if call not in _explanations:
+        _explanations.append(call)
+    _install()
+
+
+_explanations: list[Callable[[BaseException], None]] = []
 _installed = False
 
 
@@ -342,6 +350,9 @@ def _install() -> None:
     def tell_the_others(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         if _watching is not None:
             _watching.explain(error, uncaught=True)
+        for call in _explanations:
+            with suppress(Exception):
+                call(error)
         before(kind, error, where)
 
     sys.excepthook = tell_the_others

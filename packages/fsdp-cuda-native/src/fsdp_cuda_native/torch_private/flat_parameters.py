@@ -39,6 +39,7 @@ from fsdp_core.sharding import (
     RefusedTransforms,
     UnitCalls,
     WrittenValues,
+    cast_inputs,
     outside_of_compilation,
     times_written,
     without_torch_function,
@@ -79,6 +80,7 @@ __all__ = [
     "reduce_at",
     "reduce_left_out",
     "reduce_unused",
+    "reduce_waiting",
     "reset",
     "reshard",
     "resume_forward",
@@ -779,11 +781,18 @@ def reduce_unused(unit: FullyShardedDataParallel) -> None:
 
 def _view_inputs(unit: FullyShardedDataParallel, args: Any, kwargs: Any) -> Any:
     # a backward pass visits the first call of a forward pass last; from then on the flat parameter has a hook
-    unit.__dict__[_FIRST_CALL] = not hasattr(handle_of(unit).flat_param, "_post_backward_hook_state")
+    handle = handle_of(unit)
+    unit.__dict__[_FIRST_CALL] = not hasattr(handle.flat_param, "_post_backward_hook_state")
     if not torch.is_grad_enabled():
         return None
     inputs: list[Tensor] = []
     unit.__dict__[_INPUTS] = inputs
+    if handle._training_state == HandleTrainingState.BACKWARD_PRE:
+        # FSDP1 expects a recomputation to begin inside of the unit, with what it has cast; it may begin around the root
+        dtype = unit.mixed_precision.param_dtype
+        if dtype is not None and unit.mixed_precision.cast_forward_inputs and not handle._force_full_precision:
+            args, kwargs = cast_inputs(dtype, args, kwargs)
+            return tuple([_viewed(each, inputs) for each in args]), {n: _viewed(v, inputs) for n, v in kwargs.items()}
     if all(map(_needs_no_view, args)) and all(map(_needs_no_view, kwargs.values())):
         return None
     return (
@@ -954,18 +963,26 @@ def _reduce_nothing(unit: FullyShardedDataParallel, handle: Any, _: Any) -> None
         return  # another call's part of this backward pass reaches them
     if unit._sync_gradients:
         _reduce(unit, handle)
-    else:
-        handle.flat_param._post_backward_called = True  # as on ranks that have used its parameters
+    else:  # as on ranks that have used its parameters, until zero_grad() clears it on all of them
+        _fill_gradient(handle)
+        handle.flat_param._post_backward_called = True
+        if handle._use_orig_params:
+            handle._use_unsharded_grad_views()
 
 
 def _reduce(unit: FullyShardedDataParallel, handle: Any) -> None:
     """Reduce what a unit has accumulated; zeros if that is nothing."""
-    flat = handle.flat_param
+    _fill_gradient(handle)
     with torch.no_grad():
-        if flat.grad is None:  # otherwise it is that of earlier micro-batches
-            dtype = handle._fwd_bwd_param_dtype
-            flat.grad = torch.zeros(flat._unpadded_unsharded_size, dtype=dtype, device=handle.device)
-        _post_backward_hook(unit, handle, flat)
+        _post_backward_hook(unit, handle, handle.flat_param)
+
+
+def _fill_gradient(handle: Any) -> None:
+    """Give a gathered flat parameter a gradient of zeros, unless it has that of earlier micro-batches."""
+    flat = handle.flat_param
+    if flat.grad is None:
+        dtype = handle._fwd_bwd_param_dtype
+        flat.grad = torch.zeros(flat._unpadded_unsharded_size, dtype=dtype, device=handle.device)
 
 
 def reduce_left_out(root: FullyShardedDataParallel) -> None:
@@ -988,7 +1005,7 @@ def _before_end_of_backward(root: FullyShardedDataParallel, output: Any) -> None
 
     def queue(_: Tensor) -> None:
         if not is_interrupted(root):
-            _queue_waiting(root)
+            reduce_waiting(root)
             torch.autograd.Variable._execution_engine.queue_callback(partial(finish_frozen, root))
 
     for tensor in tensors_in(output):
@@ -1019,11 +1036,10 @@ def _reduce_once(unit: FullyShardedDataParallel, node: Any, *gradients: Any) -> 
         _post_backward_hook(unit, handle, *gradients)
 
 
-def _queue_waiting(root: FullyShardedDataParallel) -> None:
+def reduce_waiting(root: FullyShardedDataParallel) -> None:
+    """Queue the reduction of what units have accumulated that the backward pass, which has begun, may not visit."""
     state: Any = root
-    waiting = [
-        unit for unit in units_in_passes(root) if _has_waiting(unit) and handle_of(unit).flat_param.requires_grad
-    ]
+    waiting = [unit for unit in units_in_passes(root) if _has_waiting(unit)]
     if state._sync_gradients and waiting and _accumulates(root):
         torch.autograd.Variable._execution_engine.queue_callback(partial(_reduce_unvisited, waiting))
 
@@ -1043,14 +1059,27 @@ def nodes_of(unit: FullyShardedDataParallel) -> Sequence[Any]:
 
 
 def _has_waiting(unit: FullyShardedDataParallel) -> bool:
-    """Whether a backward pass has visited a unit without reducing its gradients, the same on all ranks."""
-    return bool(getattr(handle_of(unit).flat_param, "_post_backward_called", False))
+    """Whether a backward pass has visited a unit without reducing its gradients, the same on all ranks.
+
+    Where ``zero_grad()`` has cleared them since, nothing waits any more.
+    """
+    handle = handle_of(unit)
+    flat = handle.flat_param
+    if not getattr(flat, "_post_backward_called", False):
+        return False
+    if handle._training_state != HandleTrainingState.BACKWARD_POST:  # the pass that runs has not visited it
+        handle._reset_flat_param_grad_info_if_needed()
+        flat._post_backward_called = flat.grad is not None
+    return bool(flat._post_backward_called)
 
 
 def _reduce_unvisited(units: Sequence[FullyShardedDataParallel]) -> None:
     for unit in units:
         handle: Any = handle_of(unit)
-        if handle._training_state == HandleTrainingState.BACKWARD_POST:
+        flat = handle.flat_param
+        if (
+            handle._training_state == HandleTrainingState.BACKWARD_POST if flat.requires_grad else flat.grad is None
+        ):  # it is reduced
             continue
         unit.training_state = TrainingState.FORWARD_BACKWARD
         handle._training_state = HandleTrainingState.BACKWARD_PRE
@@ -1095,7 +1124,7 @@ def begin_inside(
     with torch.enable_grad():  # off inside a backward pass
         suspend(None)
     expect_backward(root)
-    _queue_waiting(root)
+    reduce_waiting(root)
     _pre_backward_hook(root, root.module, handle_of(root), None)
 
     def go_on() -> None:
@@ -1189,6 +1218,7 @@ def _restore_saved_gradients(flat_params: Iterable[Any]) -> None:
         if not flat.requires_grad and flat.grad is None and hasattr(flat, "_saved_grad_shard"):
             flat.grad = flat._saved_grad_shard
             del flat._saved_grad_shard
+            flat._post_backward_called = False
 
 
 def _forget_hooks(flat: Any) -> None:

@@ -55,8 +55,20 @@ class _Handle(FlatParamHandle):
 
     @outside_of_compilation
     def _reset_flat_param_grad_info_if_needed(self) -> None:
+        if self._training_state == HandleTrainingState.BACKWARD_PRE:
+            return  # the root is called again, by a recomputation: a part of the gradient is there already
         with without_torch_function():
             super()._reset_flat_param_grad_info_if_needed()  # type: ignore[no-untyped-call]
+
+    def _deregister_orig_params(self) -> None:
+        # for module.to() and the like; torch then shows gradients again, also those that were cleared since the step
+        self._reset_flat_param_grad_info_if_needed()
+        flat: Any = self.flat_param
+        name, module, _ = flat._param_infos[0]
+        is_reduced = flat.grad is None or flat.grad.shape != flat._unpadded_unsharded_size
+        if self.uses_sharded_strategy and is_reduced and module._parameters.get(name) is flat._params[0]:
+            self._writeback_orig_params()
+        super()._deregister_orig_params()  # type: ignore[no-untyped-call]
 
     def _is_in_place(self) -> bool:
         """Whether parameters and gradients certainly are where FSDP1 has put them.

@@ -32,6 +32,7 @@ from fsdp_cuda_native.torch_private.flat_parameters import (
     nodes_of,
     reduce_after_last,
     reduce_at,
+    reduce_waiting,
     shows_parameters,
     tensors_in,
     times_each_written,
@@ -137,6 +138,7 @@ class NestedPasses:
             if self._is_running():
                 self._begin_inside()
             elif unit is not root:
+                reduce_waiting(root)
                 torch.autograd.Variable._execution_engine.queue_callback(partial(finish_frozen, root))
                 if handle_of(root) is not None:  # it may have been taken for one that adds to no gradient
                     handle_of(root)._ran_pre_backward_hook = False

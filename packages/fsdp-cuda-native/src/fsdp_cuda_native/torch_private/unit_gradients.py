@@ -40,8 +40,7 @@ def keep_gradients_of_frozen(unit: FullyShardedDataParallel) -> None:
     if handle._use_orig_params:
         shown = _ShownGradients(handle)
         handle._use_sharded_grad_views = shown.show_guarded
-        if not handle.uses_sharded_strategy:
-            handle._use_unsharded_grad_views = shown.show_unreduced
+        handle._use_unsharded_grad_views = shown.show_unreduced
 
 
 class _ShownGradients:
@@ -55,18 +54,30 @@ class _ShownGradients:
         self._handle = weakref.ref(handle)
         self._shown: list[weakref.ref[Tensor] | None] = [None] * len(handle.flat_param._params)
         self._copied: set[int] = set()
+        self._waiting: set[int] = set()  # those whose gradients are not reduced yet
 
     @outside_of_compilation
     def show_guarded(self) -> None:
         """:meth:`show`, also for parameters that are guarded, whose attributes would go through Python."""
+        handle: Any = self._handle()
+        flat = handle.flat_param
         with without_torch_function():
-            self.show()
+            if (
+                handle.uses_sharded_strategy
+                and flat.grad is not None
+                and flat.grad.shape == flat._unpadded_unsharded_size
+            ):
+                handle._use_unsharded_grad_views()  # after module.to(), while they wait for a reduction
+            else:
+                self.show()
 
     def show(self) -> None:
         """Show gradients, as FSDP1 does when nothing waits for a reduction."""
         handle: Any = self._handle()
         params = handle.flat_param._params
         kept: dict[int, Tensor] = {}
+        waiting, self._waiting = self._waiting, set()
+        waited = [i for i in waiting if params[i].grad is not None and not params[i].requires_grad]
         if not all(map(_is_trained, params)):
             for index, (parameter, shown) in enumerate(zip(params, self._shown, strict=True)):
                 held: Tensor | None = parameter.grad
@@ -76,6 +87,17 @@ class _ShownGradients:
                     kept[index] = held
         type(handle)._use_sharded_grad_views(handle)
         self._note(params)
+        for index in waited:  # they were frozen since: what is reduced now is theirs
+            info, reduced = handle.flat_param._shard_param_infos[index], handle.sharded_grad
+            kept.pop(index, None)
+            if handle.uses_sharded_strategy:
+                self._copied.discard(index)
+            else:  # it may still be to be reduced, where it is
+                self._copied.add(index)
+                self._waiting.add(index)
+            if info.in_shard and reduced is not None:
+                part = reduced[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
+                kept[index] = part.view(params[index].shape).to(params[index].dtype)
         for index, gradient in kept.items():
             if index not in self._copied:
                 gradient = gradient.clone()
@@ -87,7 +109,13 @@ class _ShownGradients:
         """Show gradients before they are reduced, which is where reduced ones are, without sharding."""
         handle: Any = self._handle()
         type(handle)._use_unsharded_grad_views(handle)
-        self._note(handle.flat_param._params)
+        params = handle.flat_param._params
+        if not handle.uses_sharded_strategy:
+            self._note(params)
+        if handle.flat_param.grad is None:
+            self._waiting.clear()
+        else:
+            self._waiting.update(i for i, p in enumerate(params) if p.requires_grad)
 
     def _note(self, params: Sequence[nn.Parameter]) -> None:
         self._shown = [
@@ -120,17 +148,15 @@ def set_unreduced_gradients(
 
     Args:
         unit: The unit. The next reduction adds to the gradient set by :func:`set_reduced_gradient`.
-        gradients: Functions that read a gradient, by module and parameter name. Missing ones are zero. If there are
-            none, other ranks have some, and this one takes part in their reduction.
+        gradients: Functions that read a gradient, by module and parameter name. Missing ones are zero: other ranks have
+            some, and this one takes part in their reduction.
     """
     handle = handle_of(unit)
     flat = handle.flat_param
     flat._post_backward_called = True
-    if not gradients:
-        return
     found = {place: read() for place, read in gradients.items()}
     # without sharding they are reduced ones, in the dtype of the parameters
-    dtype = handle._fwd_bwd_param_dtype if handle.uses_sharded_strategy else next(iter(found.values())).dtype
+    dtype = handle._fwd_bwd_param_dtype if handle.uses_sharded_strategy else flat.dtype
     grad = torch.zeros(flat._unpadded_unsharded_size, dtype=dtype, device=handle.device)
     for info, view in zip(flat._param_infos, handle._get_unflat_views(grad), strict=True):
         value = found.get((info.module, info.param_name))

@@ -50,7 +50,7 @@ class ShardedForward(nn.Module):
             explain_shards(error, [self.sharded], is_inside=True)
             if not is_inside:
                 self.sharded.abandon_forward()
-                self.sharded.reshard()
+                self.sharded.end_call()
             raise
         if not torch.is_grad_enabled() and not is_inside:
             self.sharded.end_call()

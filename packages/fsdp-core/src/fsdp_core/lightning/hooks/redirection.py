@@ -33,6 +33,7 @@ __all__ = [
     "call_targets",
     "called_as_written",
     "explain_shards",
+    "explain_uncaught_error",
     "explain_views",
     "follow_calls",
     "is_inside_forward",
@@ -272,7 +273,8 @@ def _sharded(root: nn.Module) -> Sharded:
 #: Torch's errors when a shard is used as if it were the parameter: a DTensor, or a rank's piece as a plain tensor.
 _OF_SHARDS = re.compile(
     "mixed torch.Tensor and DTensor|Contracting dimension sizes|must be a matrix|must be 2-D|size mismatch"
-    "|same shape as normalized_shape|must match the size of tensor|out of bounds for dimension with size 0|setStorage"
+    "|same shape as normalized_shape|must match the size of tensor|inconsistent tensor size"
+    "|out of bounds for dimension with size 0|setStorage"
 )
 
 
@@ -306,7 +308,26 @@ _WAYS_OUT = {
         "through the same call, as retain_graph=True and create_graph=True need it.\n"
         "Leave activation_checkpointing_saves out: then any number of backward passes compute all results again."
     ),
+    "in-place operations that require placement changes": (
+        "fsdp-core: this may be about a value that is not reduced over the ranks yet, as the norm of a shard, to which "
+        "code writes in place, as timm's dispatch_clip_grad(mode='agc') does.\n"
+        "Write norm.full_tensor() before, on all ranks; or clip with gradient_clip_val, or fabric.clip_gradients()."
+    ),
+    "no longer exists (was garbage collected)": (
+        "fsdp-core: when a module is sharded, other parameters take the place of those that it was built with; what "
+        "was made of these before, as torch_ema's ExponentialMovingAverage, has lost them.\n"
+        "Make it in on_fit_start(), under Fabric after fabric.setup(), where it takes shards."
+    ),
+    "`tasks_params` should contain no tensor in common": (
+        "fsdp-core: parameters of a unit, and all that belong to no unit, are views of one tensor in a step, which is "
+        "what torchjd finds in the graph of each loss.\n"
+        "Use Lightning's strategy='ddp' for it; or weigh the losses by torch.autograd.grad(loss, features), and call "
+        "backward() once for their sum."
+    ),
 }
+
+#: What a library has put at a parameter and looks for at another object.
+_OF_OBJECTS = re.compile(r"'(_Shown|Gathered)(Tensor|Parameter|DTensor)' object has no attribute")
 
 
 def explain_views(exception: BaseException) -> bool:
@@ -335,6 +356,12 @@ def explain_views(exception: BaseException) -> bool:
     return True
 
 
+def explain_uncaught_error(exception: BaseException) -> None:
+    """Add a note as :func:`explain_shards` does to an error that nothing has caught, unless it has one."""
+    if not any(note.startswith("fsdp-core:") for note in getattr(exception, "__notes__", ())):
+        explain_shards(exception)
+
+
 def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *, is_inside: bool = False) -> None:
     """Add a note to an error of torch that says what to write if it is about a shard.
 
@@ -353,6 +380,13 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
         if part in str(exception):
             exception.add_note(note)
             return
+    if _OF_OBJECTS.search(str(exception)):
+        exception.add_note(
+            "fsdp-core: in a step a module holds gathered parameters, which are not the objects at which a library has "
+            "left something, as opacus and BackPACK leave gradients of examples.\n"
+            "Use Lightning's strategy='ddp' for it; what is computed of activations and of losses works."
+        )
+        return
     codes = [frame.f_code for frame, _ in traceback.walk_tb(exception.__traceback__)]
     if _OF_GRAPHS.search(str(exception)) and any(one.has_freed_graph for one in sharded):
         exception.add_note(
@@ -396,6 +430,15 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
             "used from outside of the unit: there it is a shard.\n"
             "Call the unit and use it in the unit's own forward(); or let it belong to no unit: name other classes in "
             "auto_wrap_policy={MyBlock}, or write auto_wrap_policy=None, for one unit."
+        )
+        return
+    if "mixed torch.Tensor and DTensor" in str(exception):
+        exception.add_note(
+            "fsdp-core: outside of a step, and of the model's calls, parameters are DTensors, shards, and this may be "
+            "about a penalty on them.\n"
+            "A penalty over all parameters belongs into the optimizer (weight_decay); one on the parameters of a unit "
+            "is right in the unit's own forward(), and one on what belongs to no unit in a method that "
+            "model.mark_forward_method() names. For values, write with fsdp_core.gathered(module), on all ranks."
         )
         return
     exception.add_note(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import ceil
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -12,6 +13,9 @@ from fsdp_core import Runtime
 from fsdp_core.state import FlatRange, Part, clean_name
 
 __all__ = ["FlatShard", "places_of"]
+
+#: What a tensor's ``grad`` is, whatever a subclass shows.
+_GRAD: Any = Tensor.grad
 
 #: A module that holds a parameter directly, and the name that it holds it by.
 Place = tuple[nn.Module, str]
@@ -29,6 +33,7 @@ class FlatShard:
     Attributes:
         held: This rank's range, padding included: the parameter that an optimizer holds.
         gathered: The whole parameter, while it is gathered.
+        was_trained: Whether ``held`` required a gradient when that was looked at last.
         own: This rank's own whole gradient, not reduced yet.
     """
 
@@ -39,6 +44,7 @@ class FlatShard:
         self.runtime = runtime
         self.held = nn.Parameter(self.run_of(parameter.detach()).clone(), requires_grad=parameter.requires_grad)
         self.gathered: nn.Parameter | None = None
+        self.was_trained = self.held.requires_grad
         self.own: Tensor | None = None
         # an optimizer that waits to be re-pointed still holds it
         parameter.data = parameter.data.new_empty(()).expand(self.shape)
@@ -72,9 +78,10 @@ class FlatShard:
 
     def take_gradient(self, gathered: Tensor) -> None:
         """Keep a whole parameter's gradient, for which the parameter itself may not live long enough."""
-        grad, gathered.grad = gathered.grad, None
-        assert grad is not None
-        self.own = grad if self.own is None else self.own + grad
+        grad = _GRAD.__get__(gathered)
+        _GRAD.__set__(gathered, None)  # and not what it may show instead, in a step by hand
+        if grad is not None:  # it was frozen since the forward pass
+            self.own = grad if self.own is None else self.own + grad
 
     def put(self, parameter: nn.Parameter) -> None:
         """Let all places hold ``parameter``."""

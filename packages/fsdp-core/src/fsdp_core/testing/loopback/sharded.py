@@ -28,6 +28,7 @@ from fsdp_core.state import (
     gathered_modules,
     named_parameters,
     refuse_half_gradients,
+    running_forwards,
     stand_in,
 )
 from fsdp_core.testing.loopback.flat_shards import FlatShard, places_of
@@ -62,6 +63,7 @@ class LoopbackSharded(Sharded):
         self.end = EndOfBackward([], module, lambda: self._after_backward())
         self.step = StepGradients(module)
         self._times_written = 0
+        self._watch: StepWrites | None = None
         module.register_forward_pre_hook(_gather)
 
     # -- what it is made of ----------------------------------------------------------------------------------------
@@ -97,13 +99,19 @@ class LoopbackSharded(Sharded):
                 shard.gathered = nn.Parameter(shard.whole())
                 shard.gathered.register_post_accumulate_grad_hook(shard.take_gradient)
                 self.end.follow(shard.gathered)
-                shard.gathered.requires_grad_(shard.held.requires_grad)
+                shard.was_trained = not shard.held.requires_grad
                 shard.put(shard.gathered)
+            if shard.was_trained != shard.held.requires_grad:  # it was frozen, or unfrozen, since
+                shard.was_trained = shard.held.requires_grad
+                shard.gathered.requires_grad_(shard.was_trained)
         self._times_written = self._times_shards_written()
 
     def _after_backward(self) -> None:
         self.reduce()
         self.reshard()
+        if self.root in running_forwards:  # which goes on
+            self.resume_forward()
+            self.inner_pass_ended()
 
     def reduce(self) -> None:
         """Add the mean of what the ranks have computed to the gradients of the shards. All ranks must call it."""
@@ -127,6 +135,8 @@ class LoopbackSharded(Sharded):
     def reshard(self) -> None:
         for shard in self.shards:
             if shard.gathered is not None:
+                if shard.gathered.requires_grad != shard.was_trained:  # modules have held that one
+                    shard.held.requires_grad_(shard.gathered.requires_grad)
                 shard.gathered = None
                 shard.put(shard.held)
 
@@ -136,6 +146,11 @@ class LoopbackSharded(Sharded):
     def follow_written_shards(self) -> None:
         if self._times_shards_written() != self._times_written:
             self.resume_forward()
+            if self._watch is not None:
+                self._watch.renew()
+
+    def gather_again(self) -> None:
+        self.gather()
 
     def _times_shards_written(self) -> int:
         return sum(shard.held._version for shard in self.shards)
@@ -149,7 +164,7 @@ class LoopbackSharded(Sharded):
         self.step.on = True
 
     def watch_writes(self) -> StepWrites | None:
-        return ComparedShards(
+        self._watch = ComparedShards(
             {
                 self.root: [
                     GatheredShard(name=one.names[0], shard=partial(getattr, one, "held"), gathered=one.gathered_run)
@@ -157,11 +172,13 @@ class LoopbackSharded(Sharded):
                 ]
             }
         )
+        return self._watch
 
     def follow_requires_grad(self) -> None:
         for shard in self.shards:
             if shard.gathered is not None:
-                shard.gathered.requires_grad_(shard.held.requires_grad)
+                shard.was_trained = shard.held.requires_grad
+                shard.gathered.requires_grad_(shard.was_trained)
 
     def reset(self) -> None:
         self.reshard()

@@ -20,6 +20,7 @@ from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrec
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_core.errors import FSDPError, ShardingError
 from fsdp_core.plugins import registry
@@ -34,7 +35,15 @@ from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.pairs import SEED
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, strategy_argument
 
-__all__ = ["SETTINGS", "STEPS", "WRITTEN_BEFORE_BACKWARD", "ManyPassesSuite", "Setting"]
+__all__ = [
+    "SETTINGS",
+    "STEPS",
+    "WRITTEN_BEFORE_BACKWARD",
+    "ManyPassesSuite",
+    "NeededPart",
+    "Setting",
+    "assert_needed",
+]
 
 
 @dataclass(kw_only=True)
@@ -228,6 +237,18 @@ def _recomputed_inside(step: Step) -> Tensor:
     return computed(step.x) + computed(0.5 * step.x) + step.loss(step.x.flip(1))
 
 
+def _recomputed(step: Step) -> Tensor:
+    """Calls of the whole net that its backward pass computes again, beside one that it does not."""
+
+    def loss(x: Tensor) -> Tensor:
+        if x.device.type == "xla":  # for which torch's checkpoint has no device module
+            return step.loss(x)
+        output: Tensor = checkpoint(step.net, x, use_reentrant=False)
+        return mse_loss(output, step.y)
+
+    return loss(step.x) + loss(0.5 * step.x) + step.loss(step.x.flip(1))
+
+
 def _frozen_for_a_call(step: Step) -> Tensor:
     def freeze(trains: bool) -> None:
         for block in step.blocks:
@@ -346,6 +367,23 @@ def _caught_in_a_backward_pass(step: Step) -> Tensor:
     return step.loss(step.x)
 
 
+def _caught_in_a_call(step: Step) -> Tensor:
+    """An exception ends a call in the middle, while a graph waits that holds parameters."""
+    x = _differentiable(step.x)
+    output = step.net(x)
+    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    if x.device.type != "xla":  # torch_xla's wrapper does not end a call that raises
+        hook = step.blocks[2].register_forward_pre_hook(_fail)
+        with contextlib.suppress(_CaughtError):
+            step.net(0.5 * x)
+        hook.remove()
+    return mse_loss(output, step.y) + gradient.square().mean()
+
+
+def _fail(module: nn.Module, args: Any) -> None:
+    raise _CaughtError
+
+
 class _CaughtError(Exception):
     """What a step catches."""
 
@@ -372,6 +410,15 @@ def _optimizers_parameters_written(step: Step) -> Tensor:
     return mse_loss(step.net(step.x), before) + mse_loss(step.net(step.x), between.flip(1)) + step.loss(step.x)
 
 
+def _converted_to_what_it_is(step: Step) -> Tensor:
+    """As libraries do that make sure of it: before the first call nothing is gathered, under Fabric."""
+    step.module.to(step.x.device)
+    loss = step.loss(step.x)
+    step.blocks[1].to(step.x.device)
+    step.module.to(step.x.device)
+    return loss + step.loss(step.x.flip(1))
+
+
 def _held_parameters(optimizer: Any) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -393,6 +440,7 @@ STEPS: dict[str, Callable[[Step], Tensor]] = {
     "function that runs the net in its backward pass": _solved,
     "function that runs the net in its backward pass, beside a later call": _solved_beside_a_later_call,
     "units computed again in passes of their own, and called again": _recomputed_inside,
+    "net computed again, twice": _recomputed,
     "parameters frozen for a call": _frozen_for_a_call,
     "parameters frozen while an adversarial example is made": _frozen_for_an_attack,
     "parameters frozen in one of two calls": _frozen_in_one_of_two_calls,
@@ -407,6 +455,8 @@ STEPS: dict[str, Callable[[Step], Tensor]] = {
     "two passes through a loss of inputs": _two_passes_through_a_loss,
     "optimizer's parameters written between two calls": _optimizers_parameters_written,
     "backward pass that an exception ends, and another": _caught_in_a_backward_pass,
+    "call that an exception ends, while a graph waits": _caught_in_a_call,
+    "module converted to the device that it is on": _converted_to_what_it_is,
 }
 
 #: What torch's checkpoint refuses: the recomputation saves other tensors than the forward pass has.
@@ -455,8 +505,6 @@ class Setting:
         left_out: set[str] = set()
         if self.options.get("activation_checkpointing_policy") is not None:
             left_out |= _RECOMPUTED_OTHERWISE
-        if self.accumulate > 1:
-            left_out.add("parameters frozen after a backward pass")  # whose gradients wait for a reduction then
         return [what for what in STEPS if what not in left_out]
 
     def unsharded(self) -> Setting:
@@ -629,28 +677,55 @@ def _train_each(
     return outcomes
 
 
-def train_without(
-    target: Any, name: str, instead: Any, strategy: str, tmp: str, front: str, what: str
-) -> Trained | str:
-    """Train a kind of step without a part of the library, to see that the clause finds it missing.
+@dataclass(frozen=True, kw_only=True)
+class NeededPart:
+    """A part of a library without which a kind of step is wrong.
 
-    Args:
-        target: The module or the class whose attribute is replaced.
+    Attributes:
+        target: The module or the class whose attribute it is.
         name: The name of the attribute.
-        instead: What it is replaced by.
-        strategy: The name of the strategy.
-        tmp: A folder.
+        instead: What stands in for it.
         front: The front end.
         what: The kind of step.
-
-    Returns:
-        Losses and weights, or the error.
     """
-    with mock.patch.object(target, name, instead):
+
+    target: Any
+    name: str
+    instead: Any
+    front: str
+    what: str
+
+
+def assert_needed(
+    ranks: Ranks, tmp_path: Path, strategy: str, parts: Callable[[], Mapping[str, NeededPart]], name: str
+) -> None:
+    """Check that the clause of steps of many passes finds a part of a library missing.
+
+    Args:
+        ranks: The ranks.
+        tmp_path: A folder.
+        strategy: The name of the strategy.
+        parts: A function of a module that returns the parts, by a name.
+        name: The name of the part.
+    """
+    part = parts()[name]
+    want = _fit("auto", str(tmp_path), "by hand" if part.front == "fabric" else part.front, part.what, _ALONE)
+    for got in ranks.run(2, _train_without, parts, name, strategy, str(tmp_path)):
+        assert _differences(got, want) is not None, (
+            "the clause of steps of many passes would not see that it is missing"
+        )
+
+
+_ALONE = Setting().unsharded()
+
+
+def _train_without(parts: Callable[[], Mapping[str, NeededPart]], name: str, strategy: str, tmp: str) -> Trained | str:
+    part = parts()[name]
+    with mock.patch.object(part.target, part.name, part.instead):
         try:
-            return (
-                _fabric(strategy, what, Setting()) if front == "fabric" else _fit(strategy, tmp, front, what, Setting())
-            )
+            if part.front == "fabric":
+                return _fabric(strategy, part.what, Setting())
+            return _fit(strategy, tmp, part.front, part.what, Setting())
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
@@ -774,16 +849,6 @@ def _interrupted_before(
     if optimizer is not None:
         optimizer.zero_grad()
     return loss
-
-
-def train_plainly(tmp: str, front: str, what: str) -> Trained:
-    """Train a kind of step in one unsharded process."""
-    return _fit("auto", tmp, "by hand" if front == "fabric" else front, what, Setting().unsharded())
-
-
-def difference(got: Trained | str, want: Trained) -> str | None:
-    """In what a training differs from that in one unsharded process; ``None`` if it does not."""
-    return _differences(got, want)
 
 
 def _differences(got: Trained | str, want: Trained, precision: str | None = None) -> str | None:

@@ -1,0 +1,179 @@
+"""Steps under Fabric that a strategy's tests compare with one process: whole ones in a method, and accumulated ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.oracle import FP32_TOLERANCE
+from fsdp_core.testing.state import full_state
+from fsdp_core.testing.suite.modules.parameters import own_share
+from fsdp_core.testing.training import new_fabric
+
+__all__ = ["METHODS", "WAITING", "assert_gradients_wait", "assert_whole_steps"]
+
+
+class _Stepping(nn.Module):
+    """A model whose methods do whole steps, as Fabric's users write them after ``mark_forward_method``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = oracle.new_net()
+        with oracle.seeded(3):
+            self.critic = oracle.Net(blocks=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.net(x)
+        return output
+
+    def once(self, x: Tensor, y: Tensor, backward: Any, optimizers: Any) -> Tensor:
+        loss = mse_loss(self.net(x), y)
+        backward(loss)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        return loss.detach()
+
+    def twice(self, x: Tensor, y: Tensor, backward: Any, optimizers: Any) -> Tensor:
+        return torch.stack([self.once(x, y, backward, optimizers) for _ in range(2)])
+
+    def with_a_closure(self, x: Tensor, y: Tensor, backward: Any, optimizers: Any) -> Tensor:
+        def evaluate() -> Tensor:
+            optimizers[0].zero_grad()
+            loss = mse_loss(self.net(x), y)
+            backward(loss)
+            return loss
+
+        loss: Tensor = optimizers[0].step(evaluate)
+        return loss.detach()
+
+    def with_writes(self, x: Tensor, y: Tensor, backward: Any, optimizers: Any) -> Tensor:
+        self.once(x, y, backward, optimizers)
+        with torch.no_grad():
+            self.net.out.weight.mul_(0.9)
+        return self.once(x, y, backward, optimizers)
+
+    def adversaries(self, x: Tensor, y: Tensor, backward: Any, optimizers: Any) -> Tensor:
+        """Two optimizers. A step of the critic's writes to no shard of the root on a rank that holds no part of it."""
+        generator, critic = optimizers
+        fake = self.net(x)
+        critic.zero_grad()
+        judged = (self.critic(y) - 1).square().mean() + self.critic(fake.detach()).square().mean()
+        backward(judged)
+        critic.step()
+        generator.zero_grad()
+        fooled = (self.critic(fake) - 1).square().mean()
+        backward(fooled)
+        generator.step()
+        return torch.stack([judged.detach(), fooled.detach()])
+
+
+#: The methods that do whole steps.
+METHODS = ("once", "twice", "with_a_closure", "with_writes", "adversaries")
+
+
+def _optimizers(module: _Stepping) -> list[torch.optim.Optimizer]:
+    return [oracle.momentum(module.net), oracle.momentum(module.critic)]
+
+
+def _whole_steps(strategy: str) -> dict[str, tuple[list[Any], dict[str, Tensor]]]:
+    outcomes = {}
+    for name in METHODS:
+        fabric = new_fabric(strategy, 2)
+        module = _Stepping()
+        model, *optimizers = fabric.setup(module, *_optimizers(module))
+        model.mark_forward_method(name)
+        shares = [own_share(fabric, batch) for batch in oracle.global_batches(3)]
+        losses = [getattr(model, name)(x, y, fabric.backward, optimizers) for x, y in shares]
+        outcomes[name] = [fabric.all_reduce(loss) for loss in losses], full_state(fabric.strategy)
+    return outcomes
+
+
+def assert_whole_steps(ranks: Ranks, strategy: str) -> None:
+    """Check that steps are right which a method does that ``mark_forward_method`` names.
+
+    Args:
+        ranks: The ranks.
+        strategy: The name of the strategy.
+    """
+    got = ranks.run(2, _whole_steps, strategy)
+    for name in METHODS:
+        module = _Stepping()
+        optimizers, step = _optimizers(module), getattr(module, name)
+        losses = [step(x, y, Tensor.backward, optimizers) for x, y in oracle.global_batches(3)]
+        for of_rank in got:
+            torch.testing.assert_close(of_rank[name], (losses, module.state_dict()), atol=FP32_TOLERANCE, rtol=0)
+
+
+#: Parts of steps within ``no_backward_sync``, and those after it that reduce: passes of the net, and of a block alone.
+WAITING: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "cleared, before a block's": (("net", "clear"), ("block",)),
+    "cleared after the context, before a block's": (("net",), ("clear", "block")),
+    "kept, before a block's": (("net",), ("block",)),
+    "cleared and again, before a block's": (("net", "clear", "block"), ("block", "block")),
+    "cleared, before the net's": (("net", "block", "clear", "net"), ("net",)),
+    "of a block, cleared": (("block", "clear"), ("net",)),
+    "frozen": (("net", "freeze", "net"), ("net", "unfreeze")),
+    "frozen, before a block's": (("net", "freeze"), ("block", "unfreeze")),
+    "frozen in part": (("net", "freeze part", "net"), ("net", "unfreeze")),
+    "frozen, cleared": (("net", "freeze", "clear"), ("net", "unfreeze", "net")),
+}
+
+
+def _waiting(strategy: str | None) -> dict[str, dict[str, Tensor]]:
+    return {name: _accumulated(strategy, name) for name in WAITING}
+
+
+def _accumulated(strategy: str | None, name: str) -> dict[str, Tensor]:
+    fabric = None if strategy is None else new_fabric(strategy, 2)
+    net = oracle.new_net()
+    model: Any = net
+    optimizer: Any = oracle.momentum(net)
+    if fabric is not None:
+        model, optimizer = fabric.setup(net, optimizer)
+    batches = iter(oracle.global_batches(12))
+
+    def run(parts: tuple[str, ...]) -> None:
+        for part in parts:
+            if part == "clear":
+                optimizer.zero_grad()
+            elif "freeze" in part:
+                frozen = net.blocks[2].down if "part" in part else net.blocks[2]
+                frozen.requires_grad_("un" in part)
+            else:
+                batch = next(batches)
+                x, y = batch if fabric is None else own_share(fabric, batch)
+                loss = mse_loss(model(x), y) if part == "net" else net.blocks[0](x).square().mean()
+                loss.backward() if fabric is None else fabric.backward(loss)
+
+    for _ in range(2):
+        waiting, reducing = WAITING[name]
+        with nullcontext() if fabric is None else fabric.no_backward_sync(model):
+            run(waiting)
+        run(reducing)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = net.state_dict() if fabric is None else full_state(fabric.strategy)
+    return {key: tensor.detach().clone() for key, tensor in state.items()}
+
+
+def assert_gradients_wait(ranks: Ranks, strategy: str) -> None:
+    """Check that gradients which wait for their reduction are reduced, or cleared, whatever the passes after it reach.
+
+    Args:
+        ranks: The ranks.
+        strategy: The name of the strategy.
+    """
+    want = _waiting(None)
+    for got in ranks.run(2, _waiting, strategy):
+        for name, state in want.items():
+            for key, tensor in state.items():
+                message = f"{name}: {key}"
+                torch.testing.assert_close(
+                    got[name][key], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=message
+                )
