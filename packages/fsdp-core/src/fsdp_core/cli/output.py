@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ __all__ = ["clean", "print_json", "print_table", "progress", "shown_age", "shown
 def print_table(
     header: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int = 120, right: Sequence[int] = ()
 ) -> None:
-    """Print columns, the last one folded to the terminal's width, or to ``width`` where there is no terminal.
+    """Print columns, the last one folded to the variable ``COLUMNS`` or the terminal's width, otherwise to ``width``.
 
     Control characters are escaped.
 
@@ -29,14 +29,13 @@ def print_table(
     Args:
         header: The columns' titles, or nothing.
         rows: The cells.
-        width: The maximum width where there is no terminal.
+        width: The maximum width where there is neither the variable nor a terminal.
         right: The columns to align to the right, by index; not the last.
     """
     lines = [tuple(map(clean, cells)) for cells in ([header, *rows] if header else rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
     indent = sum(widths) + 2 * len(widths)
-    if sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns
+    width = _line_width() or width
     for number, (*cells, last) in enumerate(lines):
         start = "".join(
             (cell.rjust(each) if column in right else cell.ljust(each)) + "  "
@@ -46,6 +45,20 @@ def print_table(
         text = f"\n{' ' * indent}".join(folded)
         line = (start + text).rstrip()
         click.echo(click.style(line, bold=True) if header and number == 0 else line)
+
+
+def _line_width() -> int | None:
+    """The width that the variable ``COLUMNS`` or the terminal gives; ``None`` where there is neither."""
+    try:
+        columns = int(os.environ.get("COLUMNS", ""))
+    except ValueError:
+        columns = 0
+    if columns > 0:
+        return columns
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or None
+    except (OSError, ValueError):  # not a terminal, or no file at all
+        return None
 
 
 def print_json(value: Any) -> None:
