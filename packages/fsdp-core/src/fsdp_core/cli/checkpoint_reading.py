@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
@@ -169,11 +169,10 @@ def grouped(tensors: Mapping[str, tuple[str, ...]]) -> list[tuple[tuple[str, ...
     """
     tree: _Tree = {}
     for name, facts in tensors.items():
-        folders = re.findall(r"[^./]*[./]", name)[:_DEEPEST]
-        node = tree
-        for part in folders:
-            node = node.setdefault((part, False), {})
-        node[name[sum(map(len, folders)) :], True] = facts
+        node, begin = tree, 0
+        for end in islice((at for at, sign in enumerate(name, 1) if sign in "./"), _DEEPEST):
+            node, begin = node.setdefault((name[begin:end], False), {}), end
+        node[name[begin:], True] = facts
     return _rows_of(tree)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,8 @@ from typing import Any
 import click
 
 from fsdp_core.errors import printable
+
+_WIDEST = 200  # the longest cell that others are aligned with
 
 __all__ = ["clean", "print_json", "print_table", "progress", "shown_age", "shown_count", "shown_size"]
 
@@ -33,7 +34,8 @@ def print_table(
         right: The columns to align to the right, by index; not the last.
     """
     lines = [tuple(map(clean, cells)) for cells in ([header, *rows] if header else rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
+    columns = [[len(cell) for cell in column if len(cell) <= _WIDEST] for column in zip(*lines, strict=True)]
+    widths = [max(lengths, default=0) for lengths in columns][:-1]
     indent = sum(widths) + 2 * len(widths)
     width = _line_width() or width
     for number, (*cells, last) in enumerate(lines):
@@ -41,10 +43,32 @@ def print_table(
             (cell.rjust(each) if column in right else cell.ljust(each)) + "  "
             for column, (cell, each) in enumerate(zip(cells, widths, strict=True))
         )
-        folded = textwrap.wrap(last, max(30, width - indent), break_on_hyphens=False) or [""]
+        folded = _folded(last, max(30, width - indent))
         text = f"\n{' ' * indent}".join(folded)
         line = (start + text).rstrip()
         click.echo(click.style(line, bold=True) if header and number == 0 else line)
+
+
+def _folded(text: str, width: int) -> list[str]:
+    """The lines of a text. Unlike ``textwrap``, it takes time in proportion to the length of a word.
+
+    Example:
+        >>> _folded("in lines of ten charactersisthisone", 10)
+        ['in lines', 'of ten cha', 'ractersist', 'hisone']
+    """
+    lines, line = [], ""
+    for number, word in enumerate(text.split(" ")):
+        joined = f"{line} {word}" if number and len(word) <= width else ""
+        if number and joined and len(joined) <= width:
+            line = joined
+            continue
+        if len(word) > width and 0 < (left := width - len(line) - 1) < width - 1:
+            line, word = f"{line} {word[:left]}", word[left:]
+        lines.append(line)
+        pieces = [word[at : at + width] for at in range(0, len(word), width)] or [""]
+        lines += pieces[:-1]
+        line = pieces[-1]
+    return [kept for kept in (line.rstrip() for line in [*lines, line]) if kept] or [""]
 
 
 def _line_width() -> int | None:

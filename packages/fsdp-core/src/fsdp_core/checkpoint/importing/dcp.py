@@ -21,6 +21,7 @@ from fsdp_core.checkpoint.importing.torch_file import TorchFile
 from fsdp_core.checkpoint.importing.unpickling import MAX_PICKLE_BYTES, unpickle
 from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
+from fsdp_core.state.boxes import is_shape
 from fsdp_core.state.dtypes import SAFETENSORS_NAMES, dtype_name
 
 __all__ = ["METADATA", "read_dcp"]
@@ -233,7 +234,9 @@ def _properties(args: tuple[Any, ...], state: Any) -> Any:
 
 
 def _tensor(args: tuple[Any, ...], state: Any) -> _Entry:
-    return _Entry(shape=_ints(state["size"]), dtype=state["properties"], boxes=tuple(state["chunks"]))
+    if not is_shape(shape := _ints(state["size"])):
+        raise ValueError(f"{shape!r} is not a shape")
+    return _Entry(shape=shape, dtype=state["properties"], boxes=tuple(state["chunks"]))
 
 
 def _index(args: tuple[Any, ...], state: Any) -> Any:

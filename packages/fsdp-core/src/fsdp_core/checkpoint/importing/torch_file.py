@@ -16,6 +16,7 @@ from fsdp_core.checkpoint.importing.plain import Make, PlainReader, Storage
 from fsdp_core.checkpoint.importing.tensors import StridedTensor
 from fsdp_core.checkpoint.importing.unpickling import MAX_PICKLE_BYTES, Name, unpickle
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
+from fsdp_core.state.boxes import is_shape
 from fsdp_core.state.dtypes import SAFETENSORS_NAMES, dtype_name
 
 __all__ = ["TorchFile", "is_torch_file"]
@@ -161,7 +162,11 @@ class TorchFile:
         if any(marks):
             raise CheckpointValueError(f"a tensor marked as {marks[0]}; save tensor.resolve_conj().resolve_neg()")
         numbers = (first, *shape, *stride)
-        if len(shape) != len(stride) or any(type(n) is not int or not 0 <= n < 2**60 for n in numbers):
+        if (
+            len(shape) != len(stride)
+            or any(type(n) is not int or not 0 <= n < 2**60 for n in numbers)
+            or not is_shape(shape)
+        ):
             raise CheckpointFormatError(f"a tensor of shape {tuple(shape)} and strides {tuple(stride)}")
         last = first + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         start, size = self._span(f"data/{storage.key}")

@@ -188,6 +188,9 @@ class _Weights:
             if tensor is None:
                 self.left_out[given] = "is not a tensor"
                 continue
+            if tensor[0] != "$saved":
+                self.left_out[given] = "is not a tensor of the model's files"
+                continue
             stored = files.manifest.aliases.get(tensor[1], tensor[1])
             if stored in first and not copy_tied:
                 self.aliases[name] = first[stored]
