@@ -42,6 +42,7 @@ def test_the_page_has_a_file_for_each_strategy() -> None:
     ]
     assert list(FILES) == [f"{name}.yaml" for name in named]
     assert "literalinclude} examples/cli.py" in PAGE
+    assert 'pip install "jsonargparse[signatures]"' in PAGE  # without which Lightning's command line is not there
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change the manifest as somebody would who knows the format, its checksum included."""
     content = json.loads((folder / "manifest.json").read_text())
     change(content)
-    content.pop("checksum")
+    content.pop("checksum", None)
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     content["checksum"] = "xxh3:" + xxhash.xxh3_64_hexdigest(canonical)
     (folder / "manifest.json").write_text(json.dumps(content))

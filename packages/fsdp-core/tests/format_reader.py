@@ -218,7 +218,7 @@ class Checkpoint:
 
     def _check_tensor(self, tensor: dict[str, Any]) -> None:
         shape = _numbers(tensor["shape"])
-        need(len(shape) <= 64 and math.prod(shape) <= MAX_NUMBER, "no shape")
+        need(len(shape) <= 64 and math.prod(max(n, 1) for n in shape) <= MAX_NUMBER, "no shape")
         need(_text(tensor["dtype"]) in DTYPES, "an unknown dtype")
         covered = np.zeros(shape, dtype=np.int64)  # this reader is for small tensors
         need(isinstance(tensor["chunks"], list), "no chunks")

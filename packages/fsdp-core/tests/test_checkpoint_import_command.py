@@ -53,6 +53,7 @@ def test_from_the_first_message_to_the_checkpoint(ckpt: Path, tmp_path: Path) ->
 
 
 def test_weights_only(ckpt: Path, tmp_path: Path) -> None:
+    assert run(ckpt, tmp_path / "quiet", "--weights-only", "--drop", "hyper_parameters", "-q").output == ""
     done = run(ckpt, tmp_path / "new", "--weights-only", "--drop", "hyper_parameters")
     assert "fsdp_core.load_state_dict(" in done.stdout
     nest = load(tmp_path / "new")

@@ -11,6 +11,7 @@ import pickle
 import random
 import re
 import sys
+import tracemalloc
 import types
 import zipfile
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from fsdp_core.checkpoint import load, load_state_dict
-from fsdp_core.checkpoint.importing import import_checkpoint
+from fsdp_core.checkpoint.importing import import_checkpoint, memory_budget
 from fsdp_core.checkpoint.importing.plain import PlainReader
 from fsdp_core.checkpoint.importing.unpickling import unpickle
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError, CheckpointValueError
@@ -136,7 +137,7 @@ def test_the_payloads_are_real(tmp_path: Path, proof: Path) -> None:
     ids=["reduce", "inst", "obj", "getattr", "stack-global", "build"],
 )
 def test_opcodes_that_call(proof: Path, code: bytes) -> None:
-    reader = PlainReader(size=100)
+    reader = PlainReader()
     try:
         reader.read(unpickle(code.replace(b"{}", str(proof).encode()), "it"))
         reader.check("it")
@@ -166,7 +167,7 @@ def test_sizes_that_are_not_there(code: bytes) -> None:
 
 
 @pytest.mark.parametrize("nest", ["deep", "wide"])
-def test_nests_without_end(tmp_path: Path, nest: str) -> None:
+def test_nests_without_end(tmp_path: Path, nest: str, little_memory: Any) -> None:
     if nest == "deep":
         value: list[Any] = []
         value.append(value)
@@ -353,6 +354,104 @@ def test_the_same_bytes_under_many_names(tmp_path: Path) -> None:
     with pytest.raises(CheckpointFormatError, match="the metadata finds more in it, the same ones for several names"):
         import_checkpoint(folder, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def in_place_of_1234(code: bytes) -> Callable[[bytes], bytes]:
+    """Put what is made by operations of a pickle in the place of the number 1234."""
+    return lambda data: data.replace(b"M\xd2\x04", code, 1)
+
+
+def times(code: bytes, count: int) -> bytes:
+    """A list of what is made again and again."""
+    return b"(" + code * count + b"l"
+
+
+def doubled(times: int) -> bytes:
+    """A tuple of a tuple that it holds twice, and so on."""
+    return b")" + b"2\x86" * times
+
+
+K = 2**10
+#: Operations of a pickle by what they make.
+GROWING: dict[str, bytes] = {
+    "sets": times(b"\x8f", 40 * K),
+    "dicts": times(b"}", 60 * K),
+    "lists": times(b"]", 60 * K),
+    "tuples": times(b")", 30 * K),
+    "nested tuples": times(b")" + b"\x85" * 9, 4 * K),
+    "the same tuple twice": doubled(60),
+    "the same tuple as a key": b"}" + doubled(60) + b"Ns",
+    "the same tuple in a set": b"\x8f(" + doubled(60) + b"\x90",
+    "a reference to what is large": doubled(60) + b"Q",
+    "the same text": b"(X\x00\x40\x00\x00" + b"a" * 2**14 + b"q\x77" + b"h\x77" * 400 + b"l",
+    "the memo": b"N" + b"\x94" * 70 * K,
+    "huge places in the memo": b"N" + b"".join(b"r" + (i * 7919 % 2**32).to_bytes(4, "little") for i in range(50 * K)),
+    "long integers": times(b"\x8b\x00\x04\x00\x00" + b"\x7f" * 1024, 2 * K),
+    "marks": b"(" * 70 * K + b"1" * 70 * K + b"N",
+    "frames": b"N" + b"\x95\xff\xff\xff\xff\xff\xff\xff\x00" * K,
+    "objects": b"ccollections\nOrderedDict\nq\x770" + times(b"h\x77)R", 20 * K),
+    "names": times(b"ca\nb\n", 20 * K),
+    "wide characters": b"X" + (3 * K**2).to_bytes(4, "little") + b"\xf0\x9f\x98\x80" + b"a" * (3 * K**2 - 4),
+    "bytes": times(b"C\x01a", 20 * K),
+}
+HARMLESS = {"frames"}  # of which nothing is made
+
+
+@pytest.fixture
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], contextlib.AbstractContextManager[None]]:
+    """Imports that may take 4 times their source and 8 MiB instead of 64, and must keep to it."""
+    monkeypatch.setattr(memory_budget, "_SPARE_BYTES", 8 * K**2)
+
+    @contextlib.contextmanager
+    def limited(source: Path) -> Iterator[None]:
+        tracemalloc.start()
+        try:
+            yield
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert peak < 4 * source.stat().st_size + 8 * K**2
+
+    return limited
+
+
+@pytest.mark.parametrize("what", GROWING)
+def test_pickles_that_would_fill_the_memory(tmp_path: Path, what: str, little_memory: Any) -> None:
+    source = tmp_path / "old"
+    plain_ckpt(source, callbacks=1234)
+    rewritten(source, in_place_of_1234(GROWING[what]))
+    with little_memory(source):
+        told = ""
+        try:
+            import_checkpoint(source, tmp_path / "new")
+        except CheckpointFormatError as error:
+            told = str(error)
+    assert ("of memory, 4 times its size" in told or "outside of its pickle" in told) == (what not in HARMLESS), told
+    assert str(source) in told or not told
+
+
+def test_a_zip_of_nothing_but_names(tmp_path: Path, little_memory: Any) -> None:
+    plain_ckpt(tmp_path / "old")
+    with zipfile.ZipFile(tmp_path / "old", "a") as archive:
+        for number in range(20_000):
+            archive.filelist.append(zipfile.ZipInfo(f"{number:x}"))
+            archive.filelist[-1].header_offset = archive.filelist[-1].CRC = 0
+        archive._didModify = True  # type: ignore[attr-defined]
+    with (
+        little_memory(tmp_path / "old"),
+        pytest.raises(CheckpointFormatError, match="far more values than it has bytes"),
+    ):
+        import_checkpoint(tmp_path / "old", tmp_path / "new")
+
+
+def test_thousands_of_small_tensors_are_imported(tmp_path: Path) -> None:
+    """What is charged for a tensor is not so much that small models would be refused."""
+    plain_ckpt(
+        tmp_path / "old", more={f"w{i}": torch.zeros(1) for i in range(1000)}, text="a" * 2**22, data=bytes(2**22)
+    )
+    import_checkpoint(tmp_path / "old", tmp_path / "new")
+    assert len(load_state_dict(tmp_path / "new", key="more")) == 1000
+    assert load(tmp_path / "new")["data"] == bytes(2**22)
 
 
 def test_integers_without_end(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ def full_site(site: Site) -> Site:
         "good-plugin",
         f"""name="good", summary="Shards well.", trainer="good_impl:Good", {CPU}, requires=["click>=8"],
             capabilities=[Capability.CLIP_BY_NORM, Capability.CPU_OFFLOAD], presets={{"level": 3}},
-            options=[Option(name="level", default=1, help="How much."), Option(name="mode", default="a b")]""",
+            options=[Option(name="level", default=1, help="How much."), Option(name="mode", default="a b"),
+                     Option(name="float8"), Option(name="sharding_strategy"), Option(name="device_mesh")]""",
         'name="tpu_only", summary="Shards elsewhere.", fabric="a:B", accelerators=("tpu", "cuda"), probe="probes:no"',
         f'name="erring", summary="Asks wrongly.", fabric="a:B", {CPU}, probe="probes:err"',
         version="2.5",
@@ -165,9 +166,12 @@ def test_describe(full_site: Site) -> None:
         "clip_by_norm Gradients are clipped by their norm over all ranks. Asked for by Trainer(gradient_clip_val=…),",
         "fabric.clip_gradients(max_norm=…)",
         "cpu_offload Shards and optimizer state stay in host memory.",
+        "float8 Linear layers compute in float8. Asked for by float8=True",
+        "hybrid_sharding Groups of ranks hold replicas of the shards. Asked for by sharding_strategy='HYBRID_SHARD'",
         "Option Default What it does",
         "level 1 How much.",
         "mode 'a b'",
+        *(f"{option} None" for option in ("float8", "sharding_strategy", "device_mesh")),
     ]
     assert done.stderr == NOTHING_HEAVY
 
@@ -190,10 +194,11 @@ def test_describe_of_a_name_that_fixes_no_option(full_site: Site) -> None:
 def test_describe_as_json(full_site: Site) -> None:
     done = full_site.fsdp("describe", "good", "--json")
     seen = json.loads(done.stdout)
-    assert seen["options"] == [
+    assert seen["options"][:2] == [
         {"name": "level", "default": 1, "help": "How much."},
         {"name": "mode", "default": "a b", "help": ""},
     ]
+    assert list(seen["features"]) == ["float8", "hybrid_sharding"]
     assert (seen["presets"], seen["package"], seen["runs_here"]) == ({"level": 3}, "good-plugin", True)
     assert done.stderr == NOTHING_HEAVY
 
@@ -259,12 +264,13 @@ def test_the_installed_command_on_a_terminal_that_is_not_utf_8(full_site: Site) 
     assert "no: there is no TPU" in done.stdout
 
 
-def test_the_last_column_is_folded_to_the_terminal(site: Site) -> None:
+def test_the_last_column_is_folded_to_the_terminal(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     words = " ".join(f"word{number}" for number in range(40))
     site.provide(
         "good-plugin", f'name="good", summary="", trainer="a:B", {CPU}, options=[Option(name="o", help="{words}")]'
     )
-    lines = site.fsdp("describe", "good").stdout.splitlines()
-    table = lines[lines.index("") + 1 :][-5:]
-    assert all(len(line) <= 120 for line in table)
-    assert " ".join(" ".join(table).split()).endswith(f"o None {words}")
+    for columns, width, count in ("", 120, 3), ("60", 60, 7), ("wide", 120, 3):
+        monkeypatch.setenv("COLUMNS", columns)
+        table = site.fsdp("describe", "good").stdout.splitlines()[-count:]
+        assert all(width - 20 < len(line) <= width for line in table[:-1])
+        assert " ".join(" ".join(table).split()).endswith(f"o None {words}")

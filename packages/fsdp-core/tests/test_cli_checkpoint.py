@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pty
+import random
 import re
+import secrets
 import shutil
 import subprocess
 import sys
@@ -459,6 +461,51 @@ def test_diff_of_plain_data(folder: Path, tmp_path: Path) -> None:
     assert seen_by_diff(folder, other) == {"plain": plain}
     del plain["optimizer/0/param_groups/0/lr"]
     assert seen_by_diff(folder, other, "--rtol", 1e-6) == {"plain": plain}
+
+
+CALLBACK = "ModelCheckpoint{'monitor': 'loss', 'mode': 'min', 'every_n_train_steps': 0, 'every_n_epochs': 1}"
+
+
+def saved_by_a_run(path: Path, folder: str, version: str = "", best: int = 1, timer: bool = True) -> Path:
+    """What a Trainer saves beside weights, in one of several runs that compute the same."""
+    files = [f"{folder}/epoch={epoch}{version}.ckpt" for epoch in range(2)]
+    scores = {file: torch.tensor(float(epoch)) for epoch, file in enumerate(files)}
+    keeps = {"dirpath": folder, "best_model_path": files[best], "best_k_models": scores, "last_model_path": ""}
+    callbacks = {CALLBACK: keeps, **({"Timer": {"time_elapsed": {"train": random.random()}}} if timer else {})}
+    attempts = [{"id": secrets.token_hex(4), "step": 0}]
+    save_alone(path, {"trainer": {"callbacks": callbacks, "fsdp_core": {"attempts": attempts}}})
+    return path
+
+
+def test_diff_of_runs_that_compute_the_same(tmp_path: Path) -> None:
+    """Ids of fits, folders and seconds are shown, and don't count; which checkpoint is the best does."""
+    first = saved_by_a_run(tmp_path / "a", "/runs/a")
+    again = saved_by_a_run(tmp_path / "b", "s3://runs/b/", "-v1")
+    assert seen_by_diff(first, again) == {}
+    shown = run("diff", first, again).stdout
+    callback = f"trainer/callbacks/{CALLBACK[:59]}…"
+    assert f"  {callback}/dirpath: /runs/a → s3://runs/b/\n" in shown
+    assert "  trainer/fsdp_core/attempts/0/id: " in shown
+    assert "  trainer/callbacks/Timer/time_elapsed/train: 0." in shown
+    other = saved_by_a_run(tmp_path / "c", "/runs/" + "a" * 80, best=0, timer=False)
+    assert list(seen_by_diff(first, other)["plain"]) == [
+        f"trainer/callbacks/{CALLBACK}/best_model_path",
+        "trainer/callbacks/Timer/time_elapsed/train",
+    ]
+    shown = run("diff", first, other, status=1).stdout
+    assert f"  {callback}/best_model_path: epoch=1.ckpt → epoch=0.ckpt\n" in shown
+    assert f"/dirpath: /runs/a → /runs/{'a' * 54}…\n" in shown
+
+
+def test_paths_in_a_diff_are_readable(tmp_path: Path) -> None:
+    names = [f"/data/{'x' * 60}/{name}" for name in "ab"]
+    for folder, name in zip("ab", names, strict=True):
+        save_alone(tmp_path / folder, {"data": {"file": name, name: 1, "100%": folder}})
+    shown = run("diff", tmp_path / "a", tmp_path / "b", status=1).stdout
+    end = "x" * 29 + "/"
+    assert f"  data/file: …{end}a → …{end}b\n" in shown
+    assert f"  data/'{names[0]}': 1 → (missing)\n" in shown
+    assert "  data/100%: a → b\n" in shown
 
 
 SPECIAL = torch.tensor([float("nan"), float("inf"), -0.0, 1.0, 2.0])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fsdp_core.checkpoint.collective import together_each, together_first, together_to_first, total
 from fsdp_core.checkpoint.format.chunks import Section, chunk_name, file_name, files_of
-from fsdp_core.checkpoint.format.json_text import check_text
+from fsdp_core.checkpoint.format.json_text import check_texts
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest
 from fsdp_core.checkpoint.format.safetensors_file import write_safetensors
 from fsdp_core.checkpoint.indexes import (
@@ -336,16 +336,22 @@ def _write_state(
     if state_tensors is not None:
         files[state_tensors] = _write_tensors(folder, state_tensors, plan.tensors)
     # One line per part of the state: json's own indentation takes as long as writing all tensors of a small model.
-    text = ("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in plan.plain.items()) + "\n}\n").encode()
+    texts = [b"{\n"]
+    for number, (key, value) in enumerate(plan.plain.items()):
+        texts += [b",\n" if number else b"", f"{json.dumps(key)}: ".encode(), json.dumps(value).encode()]
+    texts.append(b"\n}\n")
     try:
-        check_text(text)
+        check_texts(texts)
     except ValueError as error:
         raise CheckpointValueError(
             f"can't save this plain data, because readers would refuse it: {error}. Convert large values to tensors."
         ) from error
+    digest = xxhash.xxh3_64()
     with folder.writing(state_file) as stream:
-        stream.write(text)
-    files[state_file] = FileEntry(size=len(text), checksum=f"xxh3:{xxhash.xxh3_64_hexdigest(text)}")
+        for text in texts:
+            stream.write(text)
+            digest.update(text)
+    files[state_file] = FileEntry(size=sum(map(len, texts)), checksum=f"xxh3:{digest.hexdigest()}")
     return {"state_file": state_file, "state_tensors": state_tensors, "files": files}
 
 

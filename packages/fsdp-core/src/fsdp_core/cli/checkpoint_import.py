@@ -46,7 +46,7 @@ __all__ = ["import_checkpoint"]
     "OUT is then a checkpoint of the Trainer.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint at OUT, once the new one is complete.")
-@click.option("--quiet", is_flag=True, help="Print errors only.")
+@click.option("--quiet", "-q", is_flag=True, help="Show no progress, and print no more than errors.")
 def import_checkpoint(
     source: str,
     out: str,

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
@@ -21,6 +22,7 @@ __all__ = ["diff_checkpoints", "inspect_checkpoint", "list_checkpoints", "verify
 _AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs to read.")
 _QUIET = click.option("--quiet", "-q", is_flag=True, help="Show no progress, and print no more than errors.")
 _SHOWN = 20
+_LONGEST = 60  # characters of a value or of a callback's key
 _DEEPEST = 64  # parts of a name that are looked at
 
 _Tree: TypeAlias = dict[tuple[str, bool], Any]  # by a part of a name, and whether it is a tensor's last
@@ -167,11 +169,10 @@ def grouped(tensors: Mapping[str, tuple[str, ...]]) -> list[tuple[tuple[str, ...
     """
     tree: _Tree = {}
     for name, facts in tensors.items():
-        folders = re.findall(r"[^./]*[./]", name)[:_DEEPEST]
-        node = tree
-        for part in folders:
-            node = node.setdefault((part, False), {})
-        node[name[sum(map(len, folders)) :], True] = facts
+        node, begin = tree, 0
+        for end in islice((at for at, sign in enumerate(name, 1) if sign in "./"), _DEEPEST):
+            node, begin = node.setdefault((name[begin:end], False), {}), end
+        node[name[begin:], True] = facts
     return _rows_of(tree)
 
 
@@ -348,19 +349,20 @@ def _print_differences(differences: Differences) -> None:
 
     facts = [_shown_fact(name, *both) for name, both in differences.facts.items()]
     section("Facts of the save that differ, not counted", facts)
-    section("Tensors only in A", [clean(key) for key in differences.only_a])
-    section("Tensors only in B", [clean(key) for key in differences.only_b])
+    section("Tensors only in A", [_shown_path(key) for key in differences.only_a])
+    section("Tensors only in B", [_shown_path(key) for key in differences.only_b])
     section(
         "Tied names that differ",
         [
-            f"{clean(name)}: {clean(', '.join(a)) or 'alone'} in A, {clean(', '.join(b)) or 'alone'} in B"
+            f"{_shown_path(name)}: {', '.join(map(_shown_path, a)) or 'alone'} in A, "
+            f"{', '.join(map(_shown_path, b)) or 'alone'} in B"
             for name, (a, b) in differences.tied.items()
         ],
     )
     section("Tensors that differ", [_shown_tensor(found) for found in differences.tensors])
     section(
         "Plain data that differs",
-        [f"{clean(path)}: {clean(_short(a))} → {clean(_short(b))}" for path, (a, b) in differences.plain.items()],
+        [f"{_shown_path(path)}: {_shown_change(a, b)}" for path, (a, b) in differences.plain.items()],
     )
     same = f"The content is the same: {differences.compared} tensors, and the plain data."
     click.echo("The content differs." if differences else same)
@@ -370,7 +372,7 @@ def _shown_fact(name: str, a: Any, b: Any) -> str:
     if isinstance(a, Mapping):
         names = [key for key in {**a, **b} if a.get(key) != b.get(key)]
         return clean(f"{name}: " + ", ".join(f"{key} {a.get(key, 'none')} → {b.get(key, 'none')}" for key in names))
-    return clean(f"{name.replace('_', ' ')}: {a} → {b}")
+    return f"{_shown_path(name) if '/' in name else clean(name.replace('_', ' '))}: {_shown_change(a, b)}"
 
 
 def _shown_tensor(found: TensorDifference) -> str:
@@ -387,13 +389,36 @@ def _shown_tensor(found: TensorDifference) -> str:
         told.append(f"{found.count} of {total} values, {values}")
     elif found.count == 0:
         told.append("the values are the same")
-    return f"{clean(found.key)}\n      {'; '.join(told)}"
+    return f"{_shown_path(found.key)}\n      {'; '.join(told)}"
 
 
 def _shown_number(number: Any) -> str:
     return f"{number:.9g}" if isinstance(number, (float, complex)) else str(number)
 
 
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"
+def _shown_path(path: str) -> str:
+    """A path to read: slashes in a step as they are, in quotes, and a callback's long arguments cut."""
+    from fsdp_core.checkpoint.format.paths import split_path
+
+    return clean("/".join(map(_shown_step, split_path(path))))
+
+
+def _shown_step(step: str) -> str:
+    if len(step) > _LONGEST and re.match(r"[\w.]+\{", step):  # the key of a callback
+        step = f"{step[: _LONGEST - 1]}…"
+    return f"'{step}'" if "/" in step else step
+
+
+def _shown_change(a: Any, b: Any) -> str:
+    """Two values; of long ones, the part where they begin to differ."""
+    texts = str(a), str(b)
+    start = 0
+    if max(map(len, texts)) > _LONGEST:
+        common = sum(1 for _ in takewhile(lambda signs: signs[0] == signs[1], zip(*texts, strict=False)))
+        start = max(0, common - _LONGEST // 2)
+    return " → ".join(clean(_cut(text, start)) for text in texts)
+
+
+def _cut(text: str, start: int) -> str:
+    end = start + _LONGEST
+    return f"{'…' if start else ''}{text[start:end]}{'…' if len(text) > end else ''}"

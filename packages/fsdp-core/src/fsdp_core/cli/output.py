@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,13 +13,15 @@ import click
 
 from fsdp_core.errors import printable
 
+_WIDEST = 200  # the longest cell that others are aligned with
+
 __all__ = ["clean", "print_json", "print_table", "progress", "shown_age", "shown_count", "shown_size"]
 
 
 def print_table(
     header: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int = 120, right: Sequence[int] = ()
 ) -> None:
-    """Print columns, the last one folded to the terminal's width, or to ``width`` where there is no terminal.
+    """Print columns, the last one folded to the variable ``COLUMNS`` or the terminal's width, otherwise to ``width``.
 
     Control characters are escaped.
 
@@ -29,23 +30,59 @@ def print_table(
     Args:
         header: The columns' titles, or nothing.
         rows: The cells.
-        width: The maximum width where there is no terminal.
+        width: The maximum width where there is neither the variable nor a terminal.
         right: The columns to align to the right, by index; not the last.
     """
     lines = [tuple(map(clean, cells)) for cells in ([header, *rows] if header else rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)][:-1]
+    columns = [[len(cell) for cell in column if len(cell) <= _WIDEST] for column in zip(*lines, strict=True)]
+    widths = [max(lengths, default=0) for lengths in columns][:-1]
     indent = sum(widths) + 2 * len(widths)
-    if sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns
+    width = _line_width() or width
     for number, (*cells, last) in enumerate(lines):
         start = "".join(
             (cell.rjust(each) if column in right else cell.ljust(each)) + "  "
             for column, (cell, each) in enumerate(zip(cells, widths, strict=True))
         )
-        folded = textwrap.wrap(last, max(30, width - indent), break_on_hyphens=False) or [""]
+        folded = _folded(last, max(30, width - indent))
         text = f"\n{' ' * indent}".join(folded)
         line = (start + text).rstrip()
         click.echo(click.style(line, bold=True) if header and number == 0 else line)
+
+
+def _folded(text: str, width: int) -> list[str]:
+    """The lines of a text. Unlike ``textwrap``, it takes time in proportion to the length of a word.
+
+    Example:
+        >>> _folded("in lines of ten charactersisthisone", 10)
+        ['in lines', 'of ten cha', 'ractersist', 'hisone']
+    """
+    lines, line = [], ""
+    for number, word in enumerate(text.split(" ")):
+        joined = f"{line} {word}" if number and len(word) <= width else ""
+        if number and joined and len(joined) <= width:
+            line = joined
+            continue
+        if len(word) > width and 0 < (left := width - len(line) - 1) < width - 1:
+            line, word = f"{line} {word[:left]}", word[left:]
+        lines.append(line)
+        pieces = [word[at : at + width] for at in range(0, len(word), width)] or [""]
+        lines += pieces[:-1]
+        line = pieces[-1]
+    return [kept for kept in (line.rstrip() for line in [*lines, line]) if kept] or [""]
+
+
+def _line_width() -> int | None:
+    """The width that the variable ``COLUMNS`` or the terminal gives; ``None`` where there is neither."""
+    try:
+        columns = int(os.environ.get("COLUMNS", ""))
+    except ValueError:
+        columns = 0
+    if columns > 0:
+        return columns
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or None
+    except (OSError, ValueError):  # not a terminal, or no file at all
+        return None
 
 
 def print_json(value: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -17,6 +17,35 @@ from fsdp_core.plugins.strategy_info import Capability
 __all__ = ["describe_strategy", "list_strategies"]
 
 _AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs to read.")
+
+
+class _Feature(NamedTuple):
+    """What a strategy can do by having certain options, beyond the capabilities of the contract."""
+
+    options: tuple[str, ...]
+    asked_by: str
+    text: str
+
+
+_FEATURES: dict[str, tuple[_Feature, ...]] = {
+    "async_save": (
+        _Feature(("async_save",), "async_save=True", "Checkpoints are written in the background, during training."),
+    ),
+    "context_parallel": (
+        _Feature(("context_parallel_size",), "context_parallel_size=…", "Ranks divide each batch along its sequence."),
+    ),
+    "float8": (_Feature(("float8",), "float8=True", "Linear layers compute in float8."),),
+    "hybrid_sharding": tuple(
+        _Feature(options, asked_by, "Groups of ranks hold replicas of the shards.")
+        for options, asked_by in (
+            (("data_parallel_replicate_size",), "data_parallel_replicate_size=…"),
+            (("sharding_strategy", "device_mesh"), "sharding_strategy='HYBRID_SHARD'"),  # as FSDP1 has them
+        )
+    ),
+    "tensor_parallel": (
+        _Feature(("tensor_parallel_size",), "tensor_parallel_size=…", "Ranks divide layers, for the same batch."),
+    ),
+}
 
 
 @click.command("list")
@@ -80,7 +109,7 @@ def list_strategies(as_json: bool) -> None:
 def describe_strategy(name: str, as_json: bool) -> None:
     """Show what the strategy NAME can do, and its options with their defaults."""
     info = registry.describe(name)
-    facts = {**info.as_dict(), **_row(info.name)}
+    facts = {**info.as_dict(), "features": _features({option.name for option in info.options}), **_row(info.name)}
     if as_json:
         click.echo(json.dumps(facts, indent=2))
     else:
@@ -154,21 +183,22 @@ def _print_list(everything: dict[str, Any]) -> None:
 def _print_description(facts: dict[str, Any]) -> None:
     click.echo(f"{facts['name']} ({facts['package']} {facts['version']})")
     click.echo(f"{facts['summary']}\n")
+    named = {option["name"] for option in facts["options"]}
+    abilities = {name: _capability(name, named) for name in facts["capabilities"]} | facts["features"]
     rows = [
         ("Runs here", "yes" if facts["runs_here"] else f"no: {facts['reason']}"),
         ("Accelerators", ", ".join(facts["accelerators"])),
         ("Trainer class", _or_none(facts["trainer"])),
         ("Fabric class", _or_none(facts["fabric"])),
         ("Requires", _or_none(", ".join(facts["requires"]))),
-        *([] if facts["capabilities"] else [("Can do", "none")]),
+        *([] if abilities else [("Can do", "none")]),
     ]
     if facts["presets"]:
         rows.append(("Fixes", ", ".join(f"{name}={value!r}" for name, value in facts["presets"].items())))
     print_table((), rows)
-    if facts["capabilities"]:
+    if abilities:
         click.echo()
-        named = {option["name"] for option in facts["options"]}
-        print_table(("Can do", "What it is"), [(one, _capability(one, named)) for one in facts["capabilities"]])
+        print_table(("Can do", "What it is"), sorted(abilities.items()))
     if facts["options"]:
         click.echo()
         options = [(option["name"], repr(option["default"]), option["help"]) for option in facts["options"]]
@@ -179,6 +209,16 @@ def _capability(name: str, options: Collection[str]) -> str:
     """What a capability is, and how to request it, unless the strategy has its own option for that."""
     one = Capability(name)
     return one.text if one.option and one.option not in options else f"{one.text} Asked for by {one.asked_by}"
+
+
+def _features(options: Collection[str]) -> dict[str, str]:
+    """What a strategy with these options can do beyond its capabilities, and how to request it, by name."""
+    return {
+        name: f"{feature.text} Asked for by {feature.asked_by}"
+        for name, features in _FEATURES.items()
+        for feature in features
+        if set(feature.options) <= set(options)
+    }
 
 
 def _or_none(text: str | None) -> str:

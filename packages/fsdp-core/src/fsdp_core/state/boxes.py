@@ -8,7 +8,22 @@ from typing import Any
 
 from fsdp_core.state.coverage import Box
 
-__all__ = ["boxes", "copy_into", "cut", "overlap"]
+__all__ = ["MAX_DIMENSIONS", "boxes", "copy_into", "cut", "is_shape", "overlap"]
+
+MAX_DIMENSIONS = 64
+_MAX_ELEMENTS = 2**53 - 1  # the largest integer that every JSON reader represents exactly
+
+
+def is_shape(shape: Sequence[int]) -> bool:
+    """Return whether a tensor can have a shape, with the strides that torch computes even for an empty one.
+
+    Example:
+        >>> is_shape((0, 2**20)), is_shape((0, 2**40, 2**40)), is_shape((-1,)), is_shape((1,) * 65)
+        (True, False, False, False)
+    """
+    if len(shape) > MAX_DIMENSIONS or not all(0 <= size <= _MAX_ELEMENTS for size in shape):
+        return False
+    return math.prod(max(size, 1) for size in shape) <= _MAX_ELEMENTS
 
 
 def cut(shape: Sequence[int], item_bytes: int, most_bytes: int) -> Iterator[Box]:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["MAX_DIGITS", "MAX_JSON_BYTES", "check_text", "listed", "parse_text", "string", "strings", "whole"]
+__all__ = [
+    "MAX_DIGITS",
+    "MAX_JSON_BYTES",
+    "check_text",
+    "check_texts",
+    "listed",
+    "parse_text",
+    "string",
+    "strings",
+    "whole",
+]
 
 MAX_JSON_BYTES = 2**28
 """The maximum size of a manifest and of plain data, enough for 1.5 million chunks. Tensors are stored elsewhere."""
@@ -24,9 +34,19 @@ def check_text(text: bytes) -> None:
     Raises:
         ValueError: It is too long, or holds too many lists and objects.
     """
-    if len(text) > MAX_JSON_BYTES:
-        raise ValueError(f"it has {len(text)} bytes, and the limit is {MAX_JSON_BYTES}")
-    containers = text.count(b"[") + text.count(b"{")
+    check_texts([text])
+
+
+def check_texts(texts: Sequence[bytes]) -> None:
+    """Refuse a text in pieces, as :func:`check_text` does.
+
+    Raises:
+        ValueError: Together they are too long, or hold too many lists and objects.
+    """
+    size = sum(map(len, texts))
+    if size > MAX_JSON_BYTES:
+        raise ValueError(f"it has {size} bytes, and the limit is {MAX_JSON_BYTES}")
+    containers = sum(text.count(b"[") + text.count(b"{") for text in texts)
     if containers > MAX_CONTAINERS:
         raise ValueError(f"it holds {containers} lists and objects, and the limit is {MAX_CONTAINERS}")
 

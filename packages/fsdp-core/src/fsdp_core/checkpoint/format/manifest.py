@@ -18,7 +18,7 @@ from fsdp_core.checkpoint.format.pattern_reading import PatternedFiles, read_pat
 from fsdp_core.checkpoint.format.patterns import Pattern, PatternedChunks
 from fsdp_core.checkpoint.format.places import PlaceOfRanks
 from fsdp_core.errors import CheckpointValueError
-from fsdp_core.state.boxes import overlap
+from fsdp_core.state.boxes import is_shape, overlap
 from fsdp_core.state.coverage import Box, find_fault
 from fsdp_core.state.dtype_names import ITEM_BYTES
 
@@ -42,7 +42,6 @@ MANIFEST = "manifest.json"
 FORMAT = "fsdp-checkpoint"
 FORMAT_VERSION = 2
 """The newest version. Version 1 has no patterns, and is written wherever none is needed."""
-MAX_DIMENSIONS = 64
 MAX_WHOLE = 2**53 - 1
 """The largest number in a manifest: the largest integer that every JSON reader represents exactly."""
 
@@ -76,8 +75,7 @@ class StoredTensor:
     def __post_init__(self) -> None:
         if self.dtype_name not in ITEM_BYTES:
             raise ValueError(f"{self.dtype_name!r} is not a dtype of this format")
-        sizes = (*self.shape, math.prod(self.shape))
-        if len(self.shape) > MAX_DIMENSIONS or not all(0 <= size <= MAX_WHOLE for size in sizes):
+        if not is_shape(self.shape):
             raise ValueError(f"no tensor has the shape {list(self.shape)}")
         if isinstance(self.chunks, PatternedChunks):  # which cover the shape of their pattern
             if self.chunks.pattern.shape != self.shape:

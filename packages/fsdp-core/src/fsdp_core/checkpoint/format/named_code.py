@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ["INSTANTIATOR", "INSTANTIATORS", "find_named_code"]
 
@@ -33,25 +33,38 @@ def find_named_code(state: Any) -> list[tuple[tuple[str, ...], str]]:
         ('hyper_parameters', '_instantiator')
     """
     found: list[tuple[tuple[str, ...], str]] = []
-    waiting: list[tuple[tuple[str, ...], Any]] = [((), state)]
+    waiting: list[tuple[_Way | None, Any]] = [(None, state)]
     while waiting:
-        keys, node = waiting.pop()
+        way, node = waiting.pop()
         if type(node) is dict:
-            if INSTANTIATOR in node and (keys[-1:] not in _LAST or node[INSTANTIATOR] not in INSTANTIATORS):
-                found.append(((*keys, INSTANTIATOR), _imported(node[INSTANTIATOR])))
-            found += [((*keys, name), _fetched(node[name])) for name in _PATHS if _is_url(node.get(name))]
-            waiting += [((*keys, key), item) for key, item in node.items() if type(item) in (dict, list)]
+            of_parameters = way is not None and way.key in _HYPER_PARAMETERS
+            if INSTANTIATOR in node and (not of_parameters or node[INSTANTIATOR] not in INSTANTIATORS):
+                found.append(((*_keys(way), INSTANTIATOR), _imported(node[INSTANTIATOR])))
+            found += [((*_keys(way), name), _fetched(node[name])) for name in _PATHS if _is_url(node.get(name))]
+            waiting += [(_Way(way, key), item) for key, item in node.items() if type(item) in (dict, list)]
         elif type(node) is list:
             # A list of pairs may also form a dict; in a set, their order is arbitrary.
             if INSTANTIATOR in node:
-                found.append((keys, _imported(node)))
+                found.append((_keys(way), _imported(node)))
             if len(node) == 2 and node[0] in _PATHS and _is_url(node[1]):
-                found.append((keys, _fetched(node[1])))
-            waiting += [((*keys, str(i)), item) for i, item in enumerate(node) if type(item) in (dict, list)]
+                found.append((_keys(way), _fetched(node[1])))
+            waiting += [(_Way(way, str(i)), item) for i, item in enumerate(node) if type(item) in (dict, list)]
     return found
 
 
-_LAST = tuple((name,) for name in _HYPER_PARAMETERS)
+class _Way(NamedTuple):
+    """The keys that lead to a node, as the last of them and those before: a tuple for each could fill the memory."""
+
+    before: _Way | None
+    key: str
+
+
+def _keys(way: _Way | None) -> tuple[str, ...]:
+    keys = []
+    while way is not None:
+        keys.append(way.key)
+        way = way.before
+    return tuple(reversed(keys))
 
 
 def _is_url(value: Any) -> bool:

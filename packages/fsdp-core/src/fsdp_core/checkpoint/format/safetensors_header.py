@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
+from fsdp_core.state.boxes import is_shape
 from fsdp_core.state.dtype_names import ITEM_BYTES, STORED_NAMES
 
 if TYPE_CHECKING:
@@ -112,8 +113,11 @@ def parse_header(read: Callable[[int, int], bytes], size: int, where: str) -> di
         found, spans = {}, []
         for name, entry in header.items():
             begin, end = (_whole(number) for number in entry["data_offsets"])
+            shape = tuple(_whole(number) for number in entry["shape"])
+            if not is_shape(shape):
+                raise ValueError(f"{name!r} has a shape that no tensor has")
             tensor = FileTensor(
-                shape=tuple(_whole(number) for number in entry["shape"]),
+                shape=shape,
                 dtype_name=_NAMES[entry["dtype"]],
                 start=8 + length + begin,
             )

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from fsdp_core.checkpoint.format.paths import join_path
 from fsdp_core.checkpoint.importing.files import SourceFile, open_file
+from fsdp_core.checkpoint.importing.memory_budget import current_budget
 from fsdp_core.checkpoint.importing.plain import Make, PlainReader
 from fsdp_core.checkpoint.importing.tensors import InPieces, Piece, StridedTensor
 from fsdp_core.checkpoint.importing.torch_file import TorchFile
 from fsdp_core.checkpoint.importing.unpickling import MAX_PICKLE_BYTES, unpickle
 from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
+from fsdp_core.state.boxes import is_shape
 from fsdp_core.state.dtypes import SAFETENSORS_NAMES, dtype_name
 
 __all__ = ["METADATA", "read_dcp"]
@@ -48,12 +50,12 @@ def read_dcp(
     file = open_file(folder, prefix + METADATA)
     if file.size > MAX_PICKLE_BYTES:
         raise CheckpointFormatError(f"{file} has {file.size} bytes, and this reads at most {MAX_PICKLE_BYTES}")
-    reader = PlainReader(_RECORDS, size=file.size)
+    reader = PlainReader(_RECORDS)
     metadata = reader.read(unpickle(file.read(0, file.size), str(file)))
     reader.check(file)
     if not isinstance(metadata, _Metadata):
         raise CheckpointFormatError(f"{file} is not metadata of torch.distributed.checkpoint: {type(metadata)}")
-    leaves = _Leaves(folder, prefix, metadata, PlainReader(drop=drop, size=0))
+    leaves = _Leaves(folder, prefix, metadata, PlainReader(drop=drop))
     read: dict[tuple[Any, ...], Any] = {}
     for name, entry in metadata.entries.items():
         path = metadata.path_of(name)
@@ -116,7 +118,7 @@ class _Leaves:
             archive = TorchFile(file, start, end)
             within = archive.reader()
             value = within.read(archive.content, keys)
-            self.reader.refused.update(within.refused)
+            self.reader.refuse_with(within)
             return value
         if entry.dtype not in SAFETENSORS_NAMES:
             self.reader.refuse(keys, f"a tensor of {dtype_name(entry.dtype)}, a dtype that safetensors lacks")
@@ -174,10 +176,11 @@ class _SavedPiece:
 
     @cached_property
     def _tensor(self) -> StridedTensor:
-        archive = TorchFile(self._file, self._start, self._end)
-        reader = archive.reader()
-        tensor = reader.read(archive.content)
-        reader.check(self._file)
+        with current_budget().returned():
+            archive = TorchFile(self._file, self._start, self._end)
+            reader = archive.reader()
+            tensor = reader.read(archive.content)
+            reader.check(self._file)
         if not isinstance(tensor, StridedTensor) or (tensor.shape, tensor.dtype) != (self.shape, self.dtype):
             raise CheckpointFormatError(
                 f"{self._file} does not hold the tensor of shape {self.shape} and {dtype_name(self.dtype)} at byte "
@@ -231,7 +234,9 @@ def _properties(args: tuple[Any, ...], state: Any) -> Any:
 
 
 def _tensor(args: tuple[Any, ...], state: Any) -> _Entry:
-    return _Entry(shape=_ints(state["size"]), dtype=state["properties"], boxes=tuple(state["chunks"]))
+    if not is_shape(shape := _ints(state["size"])):
+        raise ValueError(f"{shape!r} is not a shape")
+    return _Entry(shape=shape, dtype=state["properties"], boxes=tuple(state["chunks"]))
 
 
 def _index(args: tuple[Any, ...], state: Any) -> Any:

@@ -114,11 +114,16 @@ class Window(io.RawIOBase):
         self._at = base + offset
         return self._at - self._start
 
+    @property
+    def left(self) -> int:
+        """How many bytes follow."""
+        return max(0, self._end - self._at)
+
     def tell(self) -> int:
         return self._at - self._start
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        count = max(0, min(len(buffer), self._end - self._at))
+        count = min(len(buffer), self.left)
         if count:
             buffer[:count] = self._file.read(self._at, self._at + count)
         self._at += count

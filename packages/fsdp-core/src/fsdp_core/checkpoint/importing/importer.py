@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from fsdp_core.checkpoint.format.paths import find_part
 from fsdp_core.checkpoint.importing.dcp import read_dcp
-from fsdp_core.checkpoint.importing.files import open_file
+from fsdp_core.checkpoint.importing.files import open_file, source_of
 from fsdp_core.checkpoint.importing.layouts import KEPT_WITH_WEIGHTS, TRAINER_MARK, Imported, of_keys, of_trainer
+from fsdp_core.checkpoint.importing.memory_budget import limited_memory
 from fsdp_core.checkpoint.importing.optimizers import ParameterOrder
 from fsdp_core.checkpoint.importing.recognition import LIGHTNING_META, Source, recognise
 from fsdp_core.checkpoint.importing.renaming import renamed
@@ -70,9 +71,15 @@ def import_checkpoint(
     check_apart(out, place)
     if target.kind() != "missing" and not overwrite:
         raise CheckpointExistsError(f"{target} already exists: import to another path, or type --overwrite.")
-    with _named(place):
-        imported = read_source(source, weights_only=weights_only, drop=drop, parameter_order=parameter_order)
-        imported = renamed(imported, strip_prefix=strip_prefix, add_prefix=add_prefix)
+    with limited_memory(lambda: _size_of(source)):  # of pieces that are opened by the save, too
+        with _named(place):
+            imported = read_source(source, weights_only=weights_only, drop=drop, parameter_order=parameter_order)
+            imported = renamed(imported, strip_prefix=strip_prefix, add_prefix=add_prefix)
+        _save(imported, out, overwrite=overwrite, on_bytes=on_bytes)
+    return imported
+
+
+def _save(imported: Imported, out: StrPath, *, overwrite: bool, on_bytes: Callable[[int, int], None] | None) -> None:
     state = imported.state
     if on_bytes is not None:
         done, total = 0, sum(_sizes(find_part(imported.state, path) for path in imported.kinds))
@@ -92,7 +99,18 @@ def import_checkpoint(
         aliases=imported.aliases,
         overwrite=overwrite,
     )
-    return imported
+
+
+def _size_of(source: StrPath) -> int:
+    """The bytes of a file, or of all files of a folder that are in it."""
+    folder, name = source_of(source)
+    if name is not None:
+        return folder.size(name) or 0
+    total = 0
+    for name in folder.files():
+        with suppress(CheckpointFormatError):  # a link that leads out of it
+            total += folder.size(name) or 0
+    return total
 
 
 @contextmanager
@@ -119,6 +137,13 @@ def read_source(
     parameter_order: Sequence[str] | None = None,
 ) -> Imported:
     """Read a source without its large tensors. The arguments are those of :func:`import_checkpoint`."""
+    with limited_memory(lambda: _size_of(source)):
+        return _read_source(source, weights_only, drop, parameter_order)
+
+
+def _read_source(
+    source: StrPath, weights_only: bool, drop: Iterable[str], parameter_order: Sequence[str] | None
+) -> Imported:
     found, order, drop = recognise(source), ParameterOrder(parameter_order), tuple(drop)
     if found.format == "dcp":
         return _dcp(found, order, drop, weights_only)

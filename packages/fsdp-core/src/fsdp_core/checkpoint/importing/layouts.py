@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_core.checkpoint.format.paths import join_path
+from fsdp_core.checkpoint.importing.memory_budget import current_budget
 from fsdp_core.checkpoint.importing.optimizers import (
     ParameterOrder,
     by_name,
@@ -214,6 +216,7 @@ def _optimizer(what: str, value: Any, shapes: Mapping[str, tuple[int, ...]], ord
 def _in_memory(value: Any) -> Any:
     """Return plain data with its tensors read into memory; they are small."""
     if isinstance(value, TensorSource):
+        current_budget().charge(math.prod(value.shape) * value.dtype.itemsize)
         return read_whole(value)
     if type(value) is dict:
         return {key: _in_memory(item) for key, item in value.items()}

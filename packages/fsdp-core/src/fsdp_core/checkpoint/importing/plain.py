@@ -15,8 +15,10 @@ import torch
 
 from fsdp_core.checkpoint.format.named_code import INSTANTIATOR, INSTANTIATORS
 from fsdp_core.checkpoint.format.paths import join_path, split_path
+from fsdp_core.checkpoint.importing.memory_budget import current_budget, json_bytes
 from fsdp_core.checkpoint.importing.unpickling import Name, Named
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
+from fsdp_core.state.chunks import TensorSource
 
 __all__ = ["Keys", "Make", "PlainReader", "Storage"]
 
@@ -25,7 +27,7 @@ Make = Callable[[tuple[Any, ...], Any], Any]
 """Creates the value of a named object from its arguments and its state."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Storage:
     """A tensor storage in a file of :func:`torch.save`.
 
@@ -41,8 +43,18 @@ class Storage:
 
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_VALUES_PER_BYTE = 16  # a part that is saved once may stand in several places
 _SHOWN = 20
+
+# What is charged for a value that is read, in bytes, as often as it is read: the copies that are made of it until it
+# is written as JSON. What a part holds is charged by itself.
+_VALUE = 48
+_CONTAINERS: dict[type, int] = {list: 260, tuple: 400, dict: 700, set: 460, frozenset: 460}
+_ENTRY = 200
+_NAMED = 800
+_TENSOR = 2500
+_TIMES_NAMED = 10  # the path of a tensor is in its name, and in those of its pieces
+_TIMES_JSON = 2.5
+_TIMES_BYTES = 6
 _FACTORIES = {
     f"builtins.{kind.__name__}": kind for kind in (bool, dict, float, int, list, set, str, tuple)
 }  # what a defaultdict may be over
@@ -54,24 +66,25 @@ class PlainReader:
     Args:
         known: Factories for additional names.
         drop: Paths to omit, such as ``hyper_parameters/loss``.
-        size: The size of the pickles in bytes.
 
     Attributes:
-        refused: Values that are neither plain data nor tensors, by path.
+        refused: Values that are neither plain data nor tensors, by path; the first of them.
+        refusals: How many values are neither.
     """
 
-    def __init__(self, known: Mapping[str, Make] | None = None, drop: Iterable[str] = (), *, size: int) -> None:
+    def __init__(self, known: Mapping[str, Make] | None = None, drop: Iterable[str] = ()) -> None:
         self.refused: dict[str, str] = {}
+        self.refusals = 0
         self._known = {**_KNOWN, **(known or {})}
         self._drop = {tuple(split_path(path)): path for path in drop}
         self._dropped: set[Keys] = set()
-        self._left = 1000 + size * _VALUES_PER_BYTE
+        self._budget = current_budget()
 
     def read(self, value: Any, keys: Keys = ()) -> Any:
         """Read a value; unreadable values are recorded in :attr:`refused` and replaced with ``None``.
 
         Raises:
-            CheckpointFormatError: It is nested too deeply, or repeats the same parts too often.
+            CheckpointFormatError: It is nested too deeply, or would take more memory than the import may.
         """
         try:
             return self._read(value, keys)
@@ -79,9 +92,7 @@ class PlainReader:
             raise CheckpointFormatError("it is nested too deeply to be a checkpoint, or contains itself") from error
 
     def _read(self, value: Any, keys: Keys) -> Any:
-        self._left -= 1
-        if self._left < 0:
-            raise CheckpointFormatError("it holds far more values than it has bytes, which no checkpoint does")
+        self._budget.charge(_memory_of(value))
         if isinstance(value, Named):
             return self._named(value, keys)
         if isinstance(value, Name):
@@ -108,8 +119,8 @@ class PlainReader:
         if not self.refused:
             return
         lines = [f"  {path or 'the whole'!r}: {why}" for path, why in self.refused.items()]
-        more = [f"  … and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-        options = " ".join(f"--drop {_quoted(path)}" for path in list(self.refused)[:_SHOWN])
+        more = [f"  … and {self.refusals - len(lines)} more"] if self.refusals > len(lines) else []
+        options = " ".join(f"--drop {_quoted(path)}" for path in self.refused)
         remedy = (
             "In a process that has the code for it, save its state_dict() instead, and import that."
             if "" in self.refused
@@ -119,7 +130,7 @@ class PlainReader:
             "\n".join(
                 [
                     f"can't import {source}: nothing in it is run, and it holds more than plain data and tensors:",
-                    *lines[:_SHOWN],
+                    *lines,
                     *more,
                     remedy,
                 ]
@@ -139,7 +150,14 @@ class PlainReader:
 
     def refuse(self, keys: Keys, why: str) -> None:
         """Record that a value can't be read."""
-        self.refused.setdefault(join_path(*keys), why)
+        self.refusals += 1
+        if len(self.refused) < _SHOWN:
+            self.refused.setdefault(join_path(*keys), why)
+
+    def refuse_with(self, other: PlainReader) -> None:
+        """Record what another reader has refused."""
+        self.refusals += other.refusals
+        self.refused.update(list(other.refused.items())[: _SHOWN - len(self.refused)])
 
     def drops(self, keys: Keys) -> bool:
         """Return whether a path is dropped."""
@@ -178,6 +196,9 @@ class PlainReader:
         """An argument of a call. It may also be a name or a storage, which the callee interprets."""
         if isinstance(value, Name):
             return _dtype(value) or value
+        if isinstance(value, str):  # which is not written as it is
+            self._budget.charge(_VALUE + 2 * len(value))
+            return value
         return value if isinstance(value, Storage) else self._read(value, keys)
 
     def _named(self, value: Named, keys: Keys) -> Any:
@@ -185,10 +206,10 @@ class PlainReader:
         if make is None or value.kwargs:
             self.refuse(keys, value.name)
             return None
-        before = len(self.refused)
+        before = self.refusals
         args, state = tuple(self._argument(arg, keys) for arg in value.args), self._read(value.state, keys)
         pairs, items = self._pairs(value.pairs, keys), self._items(value.items, keys)
-        if len(self.refused) > before:
+        if self.refusals > before:
             return None
         try:
             made = make(args, state)
@@ -201,8 +222,28 @@ class PlainReader:
         except Exception as error:
             self.refuse(keys, f"{value.name} over what it can't hold ({type(error).__name__}: {error})")
         else:
+            if isinstance(made, TensorSource):
+                self._budget.charge(_TENSOR + _TIMES_NAMED * sum(map(len, keys)))
+            elif isinstance(made, str | bytes):
+                self._budget.charge(_memory_of(made))
             return made
         return None
+
+
+def _memory_of(value: Any) -> int:
+    """What a value takes that is read, without what it holds."""
+    kind: type = type(value)
+    if kind in _CONTAINERS:
+        return _CONTAINERS[kind] + (_ENTRY * len(value) if kind is dict else 0)
+    if kind is Named:
+        return _NAMED + _ENTRY * (len(value.pairs) + len(value.items))
+    if kind is str:
+        return _VALUE + len(value) + int(_TIMES_JSON * json_bytes(value))
+    if kind is bytes:
+        return 8 * _VALUE + _TIMES_BYTES * len(value)
+    if kind is int:
+        return _VALUE + int(value).bit_length()
+    return 2 * _VALUE if kind is float else _VALUE
 
 
 def _dtype(value: Name) -> torch.dtype | None:

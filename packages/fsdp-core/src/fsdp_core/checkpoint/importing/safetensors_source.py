@@ -8,6 +8,7 @@ from typing import Any
 from fsdp_core.checkpoint.format.safetensors_file import FileTensor, parse_header
 from fsdp_core.checkpoint.format.safetensors_header import MAX_HEADER_BYTES
 from fsdp_core.checkpoint.importing.files import SourceFile, open_file
+from fsdp_core.checkpoint.importing.memory_budget import current_budget, memory_of_json
 from fsdp_core.checkpoint.importing.tensors import InPieces, Piece, StridedTensor
 from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.errors import CheckpointFormatError
@@ -19,6 +20,8 @@ INDEX_SUFFIX = ".safetensors.index.json"
 
 _MAX_INDEX_BYTES = 2**28
 _SHARDING = "DCP_SHARDING_INFO"
+_TENSOR = 2500  # bytes that a tensor takes in memory until it is saved, without its name
+_TIMES_NAMED = 10
 
 
 def read_safetensors_file(file: SourceFile) -> dict[str, StridedTensor]:
@@ -27,7 +30,16 @@ def read_safetensors_file(file: SourceFile) -> dict[str, StridedTensor]:
     Raises:
         CheckpointFormatError: It is not a safetensors file.
     """
-    return {name: _source(file, held) for name, held in parse_header(file.read, file.size, str(file)).items()}
+    budget = current_budget()
+
+    def read(start: int, end: int) -> bytes:
+        data = file.read(start, end)
+        budget.charge(memory_of_json(data) if start else 0)
+        return data
+
+    held = parse_header(read, file.size, str(file))
+    budget.charge(sum(_TENSOR + _TIMES_NAMED * len(name) for name in held))
+    return {name: _source(file, tensor) for name, tensor in held.items()}
 
 
 def read_safetensors_folder(folder: Folder) -> dict[str, StridedTensor | InPieces]:
@@ -96,7 +108,9 @@ def _read_index(file: SourceFile) -> dict[str, str]:
     try:
         if file.size > _MAX_INDEX_BYTES:
             raise ValueError(f"it has {file.size} bytes")
-        place = json.loads(file.read(0, file.size))["weight_map"]
+        text = file.read(0, file.size)
+        current_budget().charge(memory_of_json(text))
+        place = json.loads(text)["weight_map"]
         if not isinstance(place, dict) or not all(isinstance(name, str) for name in place.values()):
             raise ValueError("its weight_map does not map names to files")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -110,8 +124,12 @@ def _begins(file: SourceFile) -> dict[str, tuple[int, ...]]:
     if length > min(file.size - 8, MAX_HEADER_BYTES):
         return {}  # the error is raised where its tensors are read
     try:
-        metadata = json.loads(file.read(8, 8 + length)).get("__metadata__") or {}
-        told: dict[str, Any] = json.loads(metadata.get(_SHARDING, "{}"))
+        with current_budget().returned():
+            text = file.read(8, 8 + length)
+            current_budget().charge(memory_of_json(text))
+            sharding = (json.loads(text).get("__metadata__") or {}).get(_SHARDING, "{}")
+        current_budget().charge(memory_of_json(sharding.encode()))
+        told: dict[str, Any] = json.loads(sharding)
         return {name: tuple(int(n) for n in entry["saved_offsets"]) for name, entry in told.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointFormatError(f"{file} has invalid metadata: {error}") from error

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from fsdp_core.checkpoint.importing.files import SourceFile, Window
+from fsdp_core.checkpoint.importing.memory_budget import current_budget
 from fsdp_core.checkpoint.importing.plain import Make, PlainReader, Storage
 from fsdp_core.checkpoint.importing.tensors import StridedTensor
 from fsdp_core.checkpoint.importing.unpickling import MAX_PICKLE_BYTES, Name, unpickle
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
+from fsdp_core.state.boxes import is_shape
 from fsdp_core.state.dtypes import SAFETENSORS_NAMES, dtype_name
 
 __all__ = ["TorchFile", "is_torch_file"]
@@ -36,6 +38,7 @@ _STORAGES = {
 
 
 _TIMES_STORED = 16
+_TIMES_DIRECTORY = 13  # what zipfile makes of an entry of the least length
 _SPARE_BYTES = 16 * 2**20
 
 
@@ -61,7 +64,7 @@ class TorchFile:
         # Expanded tensors have more elements than their storage; a whole file may always hold a few small ones.
         self._room = (stop - start) * _TIMES_STORED + (_SPARE_BYTES if end is None else 0)
         self._counted: set[tuple[Any, ...]] = set()
-        stream = io.BufferedReader(Window(file, start, stop))
+        stream = io.BufferedReader(_Directory(file, start, stop))
         try:
             with zipfile.ZipFile(stream) as archive:
                 self._entries = {info.filename: info for info in archive.infolist()}
@@ -84,15 +87,11 @@ class TorchFile:
             raise CheckpointFormatError(
                 f"{file} was saved on a big-endian machine: load it there, and save it as safetensors."
             )
-        data = self._bytes("data.pkl", None)
-        self._size = len(data)
-        self.content = unpickle(data, str(file), self._storage)
+        self.content = unpickle(self._bytes("data.pkl", None), str(file), self._storage)
 
     def reader(self, drop: Iterable[str] = ()) -> PlainReader:
         """A reader that converts :attr:`content` to plain data and tensors, without the paths in ``drop``."""
-        return PlainReader(
-            {**self._rebuilding(), "torch._tensor._rebuild_from_type_v2": self._of_type}, drop, size=self._size
-        )
+        return PlainReader({**self._rebuilding(), "torch._tensor._rebuild_from_type_v2": self._of_type}, drop)
 
     def _bytes(self, name: str, default: bytes | None) -> bytes:
         info = self._entries.get(f"{self._root}/{name}")
@@ -120,7 +119,7 @@ class TorchFile:
     def _storage(self, pid: Any) -> Storage:
         if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], Name)):
             raise CheckpointFormatError(
-                f"{self.file} refers to {str(pid)[:80]!r}, which is not the storage of a tensor"
+                f"{self.file} refers to a {type(pid).__name__} outside of its pickle that is not a tensor's storage"
             )
         _, kind, key, _, count = pid
         name = kind.name.rpartition(".")[2]
@@ -163,7 +162,11 @@ class TorchFile:
         if any(marks):
             raise CheckpointValueError(f"a tensor marked as {marks[0]}; save tensor.resolve_conj().resolve_neg()")
         numbers = (first, *shape, *stride)
-        if len(shape) != len(stride) or any(type(n) is not int or not 0 <= n < 2**60 for n in numbers):
+        if (
+            len(shape) != len(stride)
+            or any(type(n) is not int or not 0 <= n < 2**60 for n in numbers)
+            or not is_shape(shape)
+        ):
             raise CheckpointFormatError(f"a tensor of shape {tuple(shape)} and strides {tuple(stride)}")
         last = first + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         start, size = self._span(f"data/{storage.key}")
@@ -191,6 +194,19 @@ class TorchFile:
                 f"a tensor of shape {shape} and strides {stride} in {self.file}, whose tensors would take more than "
                 f"{_TIMES_STORED} times their stored bytes; save tensor.contiguous()"
             )
+
+
+class _Directory(Window):
+    """A zip archive whose directory is to be read: what is made of it is charged before."""
+
+    def __init__(self, file: SourceFile, start: int, end: int) -> None:
+        super().__init__(file, start, end)
+        self._free = 2 * io.DEFAULT_BUFFER_SIZE  # where it ends, before it is known how long it is
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        current_budget().charge(_TIMES_DIRECTORY * max(0, min(len(buffer), self.left) - self._free))
+        self._free = max(0, self._free - len(buffer))
+        return super().readinto(buffer)
 
 
 def is_torch_file(file: SourceFile) -> bool:

@@ -10,6 +10,7 @@ import xxhash
 from fsdp_core.checkpoint.format.json_text import MAX_JSON_BYTES, parse_text
 from fsdp_core.checkpoint.format.named_code import find_named_code
 from fsdp_core.checkpoint.format.paths import join_path
+from fsdp_core.checkpoint.format.plain_form import check_plain
 from fsdp_core.checkpoint.storage.remedies import remedy
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
 from fsdp_core.errors import CheckpointFormatError
@@ -17,6 +18,8 @@ from fsdp_core.errors import CheckpointFormatError
 __all__ = ["children", "leaves", "part_at", "read_plain", "scalar", "tensor_of"]
 
 _SHOWN = 20
+_DAMAGED = "It is damaged: restore it from a copy, or use an earlier checkpoint."
+_MOST_CHARACTERS = 2**28
 _MAPPINGS = ("$dict", "$ordered", "$counter", "$namespace")
 _SEQUENCES = ("$tuple",)
 _TENSORS = ("$saved", "$tensor")
@@ -26,9 +29,16 @@ def read_plain(files: StoredFiles) -> Any:
     """Read the plain data of a checkpoint, in JSON types.
 
     Raises:
-        CheckpointFormatError: The file is damaged, is not JSON, or names code that Lightning would run.
+        CheckpointFormatError: The file is damaged, is not JSON of the form that is saved, or names code that Lightning
+            would run.
     """
     manifest, folder = files.manifest, files.folder
+
+    def has_tensor(tag: str, name: str) -> bool:
+        if tag == "$saved":
+            return manifest.aliases.get(name, name) in manifest.tensors
+        return manifest.state_tensors is not None  # which is read only when the tensor is
+
     entry = manifest.files[manifest.state_file]
     try:
         if entry.size > MAX_JSON_BYTES:
@@ -37,9 +47,10 @@ def read_plain(files: StoredFiles) -> Any:
         if (checksum := f"xxh3:{xxhash.xxh3_64_hexdigest(text)}") != entry.checksum:
             raise ValueError(f"its checksum is {checksum}, which differs from the manifest's: it was changed")
         state = parse_text(text)
+        check_plain(state, has_tensor)
     except (ValueError, OSError) as error:
         raise CheckpointFormatError(
-            f"can't read {folder.path(manifest.state_file)}: {error}. {remedy(error)}".rstrip()
+            f"can't read {folder.path(manifest.state_file)}: {error}. {remedy(error) or _DAMAGED}"
         ) from error
     if named := find_named_code(state):
         lines = [f"  {'/'.join(keys)!r}: {why}." for keys, why in named[:_SHOWN]]
@@ -98,17 +109,29 @@ def scalar(node: Any) -> Any:
 def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a node and its empty containers, by path.
 
+    Raises:
+        CheckpointFormatError: Their paths would take far more memory than the plain data.
+
     Example:
         >>> list(leaves({"a": [1, {}], "b": {"$float": "inf"}}))
         [('a/0', 1), ('a/1', {}), ('b', {'$float': 'inf'})]
     """
-    entries = children(node)
-    if not entries:
-        yield path, node
-        return
-    for name, item in entries:
-        step = join_path(name)
-        yield from leaves(item, f"{path}/{step}" if path else step)
+    waiting, characters = [(path, node)], 0
+    while waiting:
+        path, node = waiting.pop()
+        entries = children(node)
+        if not entries:
+            yield path, node
+            continue
+        steps = [join_path(name) for name, _ in entries]
+        characters += sum(map(len, steps)) + len(steps) * len(path)
+        if characters > _MOST_CHARACTERS:
+            raise CheckpointFormatError(
+                f"the paths of its plain data have more than {_MOST_CHARACTERS} characters together, since the keys of "
+                "many values are long. Save them under shorter keys."
+            )
+        paths = [f"{path}/{step}" for step in steps] if path else steps
+        waiting += zip(reversed(paths), (item for _, item in reversed(entries)), strict=True)
 
 
 def part_at(node: Any, keys: list[str]) -> Any:

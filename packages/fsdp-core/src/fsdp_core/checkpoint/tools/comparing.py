@@ -14,6 +14,7 @@ from fsdp_core.checkpoint.storage.rereading import begins_anew
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
 from fsdp_core.checkpoint.storage.tensor_bytes import BLOCK_BYTES, TensorBytes, open_files
 from fsdp_core.checkpoint.tools.conversion import OnProgress, counter
+from fsdp_core.checkpoint.tools.run_facts import without_run_facts
 from fsdp_core.checkpoint.verifying import find_damage, refuse_damage
 from fsdp_core.errors import CheckpointValueError
 from fsdp_core.state.boxes import cut
@@ -55,7 +56,8 @@ class Differences:
     """What differs between two checkpoints, A and B.
 
     Attributes:
-        facts: Differing facts in the manifests about the save itself, which don't affect the content.
+        facts: Differing facts of the save and the run, which are not content: those in the manifests by their names,
+            and those in the plain data by path.
         only_a: The keys of tensors that only A has.
         only_b: The keys of tensors that only B has.
         tied: Names in both that are tied to different names, with those names in A and in B.
@@ -83,9 +85,10 @@ def compare(
 ) -> Differences:
     """Compare two checkpoints: names, shapes, dtypes and values of all tensors, tied names, and the plain data.
 
-    Strategies and world sizes may differ: full tensors are compared, a few MiB at a time. A NaN equals a NaN, and
-    -0.0 equals 0.0. Dicts, lists and tuples in the plain data are compared by content. torch is imported only if the
-    bytes of a tensor differ.
+    Strategies and world sizes may differ: full tensors are compared, a few MiB at a time. What differs between runs
+    that compute the same does not count: ids of fits, the folder of a ``ModelCheckpoint``, the seconds of a ``Timer``.
+    A NaN equals a NaN, and -0.0 equals 0.0. Dicts, lists and tuples in the plain data are compared by content. torch is
+    imported only if the bytes of a tensor differ.
 
     Args:
         a: A checkpoint: a local path or an fsspec URL.
@@ -107,7 +110,10 @@ def compare(
     sides = [open_files(a), open_files(b)]
     for files in sides:
         refuse_damage(files, find_damage(files, files.manifest.files, checksums=False))
-    plain = [dict(leaves(read_plain(files))) for files in sides]
+    plain, run_facts = zip(*(without_run_facts(dict(leaves(read_plain(files)))) for files in sides), strict=True)
+    for path in {*run_facts[0]} ^ {*run_facts[1]}:  # that one side alone has something there is content
+        for content, facts in zip(plain, run_facts, strict=True):
+            content.update({path: facts.pop(path)} if path in facts else {})
     tensors = [_tensors(files, found) for files, found in zip(sides, plain, strict=True)]
     ties = [_ties(files.manifest) for files in sides]
     both = [key for key in tensors[0] if key in tensors[1] and not _is_further_name(key, *sides)]
@@ -122,7 +128,8 @@ def compare(
             fact: (getattr(sides[0].manifest, fact), getattr(sides[1].manifest, fact))
             for fact in _FACTS
             if getattr(sides[0].manifest, fact) != getattr(sides[1].manifest, fact)
-        },
+        }
+        | {path: (scalar(a), scalar(b)) for path, a in run_facts[0].items() if (b := run_facts[1][path]) != a},
         only_a=tuple(key for key in tensors[0] if key not in tensors[1]),
         only_b=tuple(key for key in tensors[1] if key not in tensors[0]),
         tied={

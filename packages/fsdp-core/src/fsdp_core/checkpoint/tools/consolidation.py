@@ -17,7 +17,7 @@ from fsdp_core.checkpoint.storage.rereading import begins_anew
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
 from fsdp_core.checkpoint.storage.tensor_bytes import BytesSource, TensorBytes, open_files, write_sources
 from fsdp_core.checkpoint.tools.conversion import FLOATING, OnProgress, check_dtype, counter, refuse_damaged
-from fsdp_core.errors import CheckpointMismatchError, CheckpointValueError, MissingKeyError
+from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError, CheckpointValueError, MissingKeyError
 
 __all__ = ["Consolidated", "consolidate_huggingface", "consolidate_safetensors"]
 
@@ -188,6 +188,11 @@ class _Weights:
             if tensor is None:
                 self.left_out[given] = "is not a tensor"
                 continue
+            if tensor[0] != "$saved":
+                raise CheckpointFormatError(
+                    f"{files.folder} holds {given!r} of its model among its plain data, where no save puts it: it is "
+                    "damaged. Restore it from a copy, or use an earlier checkpoint."
+                )
             stored = files.manifest.aliases.get(tensor[1], tensor[1])
             if stored in first and not copy_tied:
                 self.aliases[name] = first[stored]

@@ -13,7 +13,7 @@ from fsdp_core.checkpoint.storage.plain_json import children, part_at, read_plai
 from fsdp_core.checkpoint.storage.rereading import begins_anew
 from fsdp_core.checkpoint.storage.tensor_bytes import open_files
 
-__all__ = ["describe", "part_of"]
+__all__ = ["PartFinder", "describe"]
 
 _LONGEST = 200
 
@@ -59,15 +59,28 @@ def describe(path: Paths) -> dict[str, Any]:
     }
 
 
-def part_of(key: str, kinds: Mapping[str, str]) -> str | None:
-    """Return the path of the model or optimizer that a tensor belongs to, if there is one.
+class PartFinder:
+    """Finds the models and optimizers that tensors belong to, without comparing each tensor with each of them.
+
+    Args:
+        kinds: Which parts of the state are a model's or an optimizer's, by path.
 
     Example:
-        >>> part_of("optimizer/0/weight/exp_avg", {"model": "model", "optimizer/0": "optimizer"})
+        >>> PartFinder({"model": "model", "optimizer/0": "optimizer"}).part_of("optimizer/0/weight/exp_avg")
         'optimizer/0'
     """
-    keys = key.split("/")
-    return next((path for path in kinds if path.split("/") == keys[: path.count("/") + 1]), None)
+
+    def __init__(self, kinds: Mapping[str, str]) -> None:
+        self._kinds = kinds
+        self._depths = sorted({path.count("/") + 1 for path in kinds})
+
+    def part_of(self, key: str) -> str | None:
+        """Return the path of the model or optimizer that a tensor belongs to, if there is one."""
+        for depth in self._depths:
+            keys = key.split("/", depth)
+            if len(keys) >= depth and (path := "/".join(keys[:depth])) in self._kinds:
+                return path
+        return None
 
 
 def _parts(manifest: Manifest) -> list[dict[str, Any]]:
@@ -75,9 +88,10 @@ def _parts(manifest: Manifest) -> list[dict[str, Any]]:
         path: {"path": "/".join(split_path(path)), "kind": kind, "tensors": 0, "elements": 0, "bytes": 0, "dtypes": {}}
         for path, kind in manifest.kinds.items()
     }
+    finder = PartFinder(manifest.kinds)
     for key, tensor in manifest.tensors.items():
         part = parts.setdefault(
-            part_of(key, manifest.kinds),
+            finder.part_of(key),
             {"path": None, "kind": "state", "tensors": 0, "elements": 0, "bytes": 0, "dtypes": {}},
         )
         elements = math.prod(tensor.shape)
@@ -90,25 +104,22 @@ def _parts(manifest: Manifest) -> list[dict[str, Any]]:
 
 def _plain(state: Any, kinds: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """Yield an entry for each value at the first two levels outside of models and optimizers, and each param group."""
+    parents = {"/".join(path.split("/")[:depth]) for path in kinds for depth in (1, 2) if path.count("/") >= depth}
     for name, node in children(state) or []:
         path = join_path(name)
         inner = children(node)
         if path in kinds:
             continue
-        if inner is None or (isinstance(node, list) and not _within(path, kinds)):
+        if inner is None or (isinstance(node, list) and path not in parents):
             yield _entry(path, node)
             continue
         for step, item in inner:
             deeper = f"{path}/{join_path(step)}"
-            if deeper not in kinds and not _within(deeper, kinds):
+            if deeper not in kinds and deeper not in parents:
                 yield _entry(deeper, item)
     for path in (path for path, kind in kinds.items() if kind == "optimizer"):
         groups = children(part_at(state, [*split_path(path), "param_groups"])) or []
         yield from (_group(f"{path}/param_groups/{index}", group) for index, group in groups)
-
-
-def _within(path: str, kinds: Mapping[str, str]) -> bool:
-    return any(other.startswith(f"{path}/") for other in kinds)
 
 
 def _group(path: str, group: Any) -> dict[str, Any]:

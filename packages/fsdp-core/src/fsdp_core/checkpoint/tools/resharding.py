@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -13,12 +13,13 @@ from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest, StoredTens
 from fsdp_core.checkpoint.storage.atomic import OVERWRITE, check_apart, named_errors
 from fsdp_core.checkpoint.storage.commit import choose_place
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.plain_json import read_plain
 from fsdp_core.checkpoint.storage.recognition import is_ours
 from fsdp_core.checkpoint.storage.rereading import begins_anew
 from fsdp_core.checkpoint.storage.tensor_bytes import BytesSource, TensorBytes, open_files, write_sources
 from fsdp_core.checkpoint.storage.writers import writing
 from fsdp_core.checkpoint.tools.conversion import OnProgress, counter, refuse_damaged
-from fsdp_core.checkpoint.tools.describing import part_of
+from fsdp_core.checkpoint.tools.describing import PartFinder
 from fsdp_core.errors import CheckpointExistsError, CheckpointValueError
 
 __all__ = ["check_target", "reshard"]
@@ -80,6 +81,7 @@ def reshard(
     file_bytes = sum(entry.size for entry in old.files.values()) if verify else 0
     on_bytes = counter(tensor_bytes + file_bytes, on_progress)
     refuse_damaged(source, old.files, checksums=verify, on_bytes=on_bytes)
+    read_plain(source)  # which is copied, and refused here if it is not of the form that is saved
     place = choose_place(out, secrets.token_hex(6), overwrite=True)
     data: bytes | None = None
     with named_errors(f"write {target}"), writing(place.writer):
@@ -127,7 +129,9 @@ def check_target(target: Folder, *, overwrite: bool) -> None:
 def _write(reader: TensorBytes, target: Folder, save_id: str, count: int, on_bytes: Callable[[int], None]) -> Manifest:
     old = reader.manifest
     layout = _lay_out(old, save_id, count)
-    names = [file_name(section, save_id, number) for section in _sections(old) for number in range(count)]
+    names = [
+        file_name(section, save_id, number) for section in sorted({*_sections(old).values()}) for number in range(count)
+    ]
     sources: dict[str, dict[str, BytesSource]] = {name: {} for name in names}
     for key, tensor in layout.items():
         for chunk in tensor.chunks:
@@ -158,22 +162,24 @@ def _write(reader: TensorBytes, target: Folder, save_id: str, count: int, on_byt
     )
 
 
-def _section_of(key: str, kinds: Mapping[str, str]) -> Section:
-    path = part_of(key, kinds)
-    return "state" if path is None else "model" if kinds[path] == "model" else "optimizer"
-
-
-def _sections(manifest: Manifest) -> list[Section]:
-    return sorted({_section_of(key, manifest.kinds) for key in manifest.tensors})
+def _sections(manifest: Manifest) -> dict[str, Section]:
+    """The section of each tensor."""
+    finder, kinds = PartFinder(manifest.kinds), manifest.kinds
+    parts = {key: finder.part_of(key) for key in manifest.tensors}
+    return {
+        key: "state" if path is None else "model" if kinds[path] == "model" else "optimizer"
+        for key, path in parts.items()
+    }
 
 
 def _lay_out(manifest: Manifest, save_id: str, count: int) -> dict[str, StoredTensor]:
     """Assign the rows of each tensor to files."""
-    held = {section: [0] * count for section in _sections(manifest)}
+    sections = _sections(manifest)
+    held = {section: [0] * count for section in sections.values()}
     chunks: dict[str, list[StoredChunk]] = {}
     # Tensors that fill all files equally come first, so that the others balance the rest.
     for key in sorted(manifest.tensors, key=lambda key: -_pieces(manifest.tensors[key].shape, count)):
-        tensor, section = manifest.tensors[key], _section_of(key, manifest.kinds)
+        tensor, section = manifest.tensors[key], sections[key]
         pieces = _pieces(tensor.shape, count)
         sizes = held[section]
         order = range(count) if pieces == count else sorted(range(count), key=lambda number: (sizes[number], number))

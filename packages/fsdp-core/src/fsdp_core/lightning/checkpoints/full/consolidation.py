@@ -18,7 +18,7 @@ from fsdp_core.checkpoint.storage.tensor_bytes import TensorBytes, open_files
 from fsdp_core.checkpoint.tools.consolidation import Consolidated
 from fsdp_core.checkpoint.tools.conversion import FLOATING, OnProgress, check_dtype, counter, refuse_damaged
 from fsdp_core.checkpoint.tools.torch_zip import ArrayToWrite, TensorToWrite, TorchZip
-from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError, MissingKeyError
+from fsdp_core.errors import CheckpointError, CheckpointFormatError, CheckpointMismatchError, MissingKeyError
 from fsdp_core.lightning.checkpoints.full.layout import as_trainers_file, from_fabric
 
 __all__ = ["consolidate_lightning"]
@@ -77,8 +77,8 @@ def consolidate_lightning(
         chosen = None if whole is not None else _choose(files, nest, key, optimizer_keys)
         if chosen is not None:
             whole = from_fabric(nest, *chosen, others=_others(files, *chosen), version=_lightning_version())
-    except (KeyError, TypeError) as error:
-        if isinstance(error, CheckpointMismatchError):
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        if isinstance(error, CheckpointError):
             raise
         raise CheckpointFormatError(
             f"{files.folder} has optimizers in a layout that no strategy saves: {error!r}. Save it again."
@@ -202,7 +202,10 @@ def _with_places(files: StoredFiles, dtype: str | None) -> dict[str, Any]:
         where = files.folder.path(manifest.state_file)
         raise CheckpointFormatError(f"{where} refers to a tensor {name!r} that does not exist, or refers to it twice")
 
-    nest = decode(read_plain(files), on_tensor)
+    try:
+        nest = decode(read_plain(files), on_tensor)
+    except RecursionError as error:
+        raise CheckpointFormatError(f"{files.folder.path(manifest.state_file)} is nested too deeply") from error
     if not isinstance(nest, Mapping):
         raise CheckpointFormatError(
             f"{files.folder.path(manifest.state_file)} does not hold a state, but {type(nest).__name__}"

@@ -31,12 +31,25 @@ def numbered(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_trainers_file(nest: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The contents of a Trainer's folder, under the keys of a Trainer's file; ``None`` for other folders."""
+    """The contents of a Trainer's folder, under the keys of a Trainer's file; ``None`` for other folders.
+
+    Raises:
+        CheckpointMismatchError: Its model is no state dict.
+    """
     rest = nest.get("trainer")
     if "model" not in nest or not isinstance(rest, Mapping) or "pytorch-lightning_version" not in rest:
         return None
     optimizers = {"optimizer_states": [numbered(state) for state in nest["optimizer"]]} if "optimizer" in nest else {}
-    return {**rest, "state_dict": nest["model"], **optimizers}
+    return {**rest, "state_dict": _state_dict(nest, "model"), **optimizers}
+
+
+def _state_dict(nest: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    model = nest[key]
+    if not isinstance(model, Mapping):
+        raise CheckpointMismatchError(
+            f"the checkpoint holds a {type(model).__name__} as the model {key!r}, not tensors by name: save it again"
+        )
+    return model
 
 
 def from_fabric(
@@ -52,11 +65,12 @@ def from_fabric(
         version: The Lightning version of the layout.
 
     Raises:
-        CheckpointMismatchError: The user's state uses a key of Lightning's for something else.
+        CheckpointMismatchError: The user's state uses a key of Lightning's for something else, or its model is no state
+            dict.
     """
     ours = {
         "pytorch-lightning_version": version,
-        "state_dict": nest[model],
+        "state_dict": _state_dict(nest, model),
         "optimizer_states": [numbered(nest[key]) for key in optimizers],
         "lr_schedulers": [],
     }

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import fsdp_core
-from fsdp_core.checkpoint import is_checkpoint, load, read_manifest, verify
+from fsdp_core.checkpoint import compare, is_checkpoint, load, read_manifest, verify
 from fsdp_core.errors import CheckpointError
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
@@ -315,13 +315,16 @@ class AsyncSavesSuite(Clauses):
     def test_callbacks_keep_what_they_keep_in_a_synchronous_run(
         self, ranks: Ranks, tmp_path: Path, save_last: Any
     ) -> None:
-        """``ModelCheckpoint`` must keep the checkpoints of a synchronous run, and resuming must be the same."""
+        """``ModelCheckpoint`` must keep the content of a synchronous run, and resuming must be the same."""
         tmp = str(tmp_path)
         want = ranks.run(2, _kept, self.strategy, tmp, False, save_last)
         got = ranks.run(2, _kept, self.strategy, tmp, True, save_last)
         assert got == want
         assert got[0]["linked"] == (save_last == "link")
         assert len(got[0]["names"]) >= 3, f"fewer than 3 checkpoints were kept: {got[0]['names']}"
+        for name in got[0]["names"]:
+            found = compare(tmp_path / "sync" / name, tmp_path / "async" / name)
+            assert not found, f"{name} differs: {found}"
         for name in ("last.ckpt",) if save_last is True else (got[0]["best"],):
             first = ranks.run(2, _resumed, self.strategy, tmp, str(tmp_path / "sync" / name))
             second = ranks.run(2, _resumed, self.strategy, tmp, str(tmp_path / "async" / name))

@@ -1,0 +1,105 @@
+"""How much memory an import may take: what its source makes is estimated before and while it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from fsdp_core.errors import CheckpointFormatError
+
+__all__ = ["MemoryBudget", "current_budget", "json_bytes", "limited_memory", "memory_of_json"]
+
+_TIMES_STORED = 4
+_SPARE_BYTES = 64 * 2**20
+_ALWAYS = 4 * 2**20  # buffers, and what is imported late
+
+
+class MemoryBudget:
+    """The memory of an import: at most 4 times the size of its source, and 64 MiB.
+
+    What is charged is what an object takes at the worst moment of the import, with the copies that are made of it until
+    it is written; tests compare the sum with what is allocated.
+
+    Args:
+        source_bytes: Returns the size of the source. It is called if 64 MiB are not enough.
+    """
+
+    def __init__(self, source_bytes: Callable[[], int]) -> None:
+        self.used = _ALWAYS
+        self._limit = _SPARE_BYTES
+        self._source_bytes: Callable[[], int] | None = source_bytes
+
+    def charge(self, nbytes: int) -> None:
+        """Count memory that is taken.
+
+        Raises:
+            CheckpointFormatError: It is more than the import may take.
+        """
+        self.used += nbytes
+        if self.used > self._limit:
+            self.require(0)
+
+    def require(self, nbytes: int) -> None:
+        """Refuse to go on unless so much more could be charged.
+
+        Raises:
+            CheckpointFormatError: It could not.
+        """
+        if self._source_bytes is not None and self.used + nbytes > self._limit:
+            self._limit += _TIMES_STORED * self._source_bytes()
+            self._source_bytes = None
+        if self.used + nbytes > self._limit:
+            raise CheckpointFormatError(
+                f"reading it would take more than {self._limit >> 20} MiB of memory, {_TIMES_STORED} times its size "
+                f"and {_SPARE_BYTES >> 20} MiB: it makes far more values than it has bytes, as no library's checkpoint "
+                "does. Import a checkpoint that you trust, or its weights alone by `--weights-only`."
+            )
+
+    @contextmanager
+    def returned(self) -> Iterator[None]:
+        """What is charged in the context is free again after it."""
+        used = self.used
+        try:
+            yield
+        finally:
+            self.used = used
+
+
+_CURRENT: ContextVar[MemoryBudget | None] = ContextVar("fsdp_core_import_memory", default=None)
+
+
+def current_budget() -> MemoryBudget:
+    """The budget of the running import; where none runs, one of 64 MiB."""
+    return _CURRENT.get() or MemoryBudget(lambda: 0)
+
+
+@contextmanager
+def limited_memory(source_bytes: Callable[[], int]) -> Iterator[None]:
+    """Give what is read in the context one budget, unless it is part of an import that has one."""
+    if _CURRENT.get() is not None:
+        yield
+        return
+    token = _CURRENT.set(MemoryBudget(source_bytes))
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def json_bytes(text: str) -> int:
+    r"""At most how long a string is in JSON.
+
+    Example:
+        >>> json_bytes("a b"), json_bytes("\n") >= len('"\\n"'), json_bytes("\x00" * 9) >= 9 * len("\\u0000")
+        (5, True, True)
+    """
+    if text.isascii() and text.isprintable():
+        return len(text) + text.count('"') + text.count("\\") + 2
+    return (12 if text and max(text) > "\uffff" else 6) * len(text) + 2
+
+
+def memory_of_json(text: bytes) -> int:
+    """At most how much memory a JSON text takes when it is parsed."""
+    counts = {b"{": 250, b"[": 100, b":": 100, b",": 70}
+    return len(text) + sum(cost * text.count(sign) for sign, cost in counts.items())
