@@ -22,9 +22,11 @@ from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.numerics.many_passes import (
+    STEPS,
     WRITTEN_BEFORE_BACKWARD,
     NeededPart,
     assert_needed,
+    assert_right_on_one_rank,
     backward_without_fabric,
     backward_without_fabric_plainly,
     write_before_backward,
@@ -295,3 +297,9 @@ def transposed_in_a_call() -> str:
 def test_a_weight_that_a_call_transposes_in_place_is_refused(ranks: RankPool) -> None:
     for message in ranks.run(2, transposed_in_a_call):
         assert_says(message, "t_() of 'blocks.1.down.weight' while it is gathered", "parameter.t()")
+
+
+@pytest.mark.parametrize("what", sorted(name for name in STEPS if "frozen" in name))
+def test_parameters_that_a_step_on_one_rank_freezes(ranks: RankPool, tmp_path: Path, what: str) -> None:
+    """FSDP1 shards nothing there, and its modules keep the memory of their shards."""
+    assert_right_on_one_rank(ranks, tmp_path, "fsdp_native", what)

@@ -1200,12 +1200,22 @@ def finish_frozen(root: FullyShardedDataParallel) -> None:
     Args:
         root: The root. FSDP1's own end of the backward pass is still to come.
     """
-    flat_params = [handle_of(unit).flat_param for unit in units_in_passes(root)]
+    units = units_in_passes(root)
+    flat_params = [handle_of(unit).flat_param for unit in units]
     for flat in flat_params:
         _forget_unfit_hooks(flat)
+    if left := [unit for unit in units if not (is_sharded(unit) or handle_of(unit).flat_param.requires_grad)]:
+        # FSDP1's end takes them for resharded, since they have the memory of their shards: modules would show no
+        # parameters, and optimizers would hold others than those that the next call computes with
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_reshard_all, left))
     if saved := [flat for flat in flat_params if not flat.requires_grad and hasattr(flat, "_saved_grad_shard")]:
         # when that end has freed them: a gradient has the size of its parameter
         torch.autograd.Variable._execution_engine.queue_callback(partial(_restore_saved_gradients, saved))
+
+
+def _reshard_all(units: Iterable[FullyShardedDataParallel]) -> None:
+    for unit in units:
+        reshard(unit)
 
 
 def _restore_saved_gradients(flat_params: Iterable[Any]) -> None:

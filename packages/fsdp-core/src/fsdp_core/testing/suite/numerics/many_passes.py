@@ -43,6 +43,7 @@ __all__ = [
     "NeededPart",
     "Setting",
     "assert_needed",
+    "assert_right_on_one_rank",
 ]
 
 
@@ -728,6 +729,20 @@ def _train_without(parts: Callable[[], Mapping[str, NeededPart]], name: str, str
             return _fit(strategy, tmp, part.front, part.what, Setting())
         except Exception as error:
             return f"{type(error).__name__}: {error}"
+
+
+def assert_right_on_one_rank(ranks: Ranks, tmp_path: Path, strategy: str, what: str) -> None:
+    """Check a kind of step under Fabric on one rank, on which some libraries shard nothing.
+
+    Args:
+        ranks: The ranks.
+        tmp_path: A folder.
+        strategy: The name of the strategy.
+        what: The kind of step.
+    """
+    setting = Setting(ranks=1, options={"state_dict_type": "full"})
+    (got,) = ranks.run(1, _fabric, strategy, what, setting)
+    assert _differences(got, _fit("auto", str(tmp_path), "by hand", what, _ALONE)) is None
 
 
 #: What writes to parameters between a forward pass and its backward pass, in :func:`write_before_backward`.
