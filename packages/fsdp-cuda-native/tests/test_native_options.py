@@ -517,6 +517,8 @@ def test_option_that_leaves_numbers_alone(
         {"auto_wrap_policy": {nn.Linear}, "cpu_offload": True},
         {"auto_wrap_policy": {nn.Linear}, "activation_checkpointing_policy": {nn.Linear}},
         {"activation_checkpointing_policy": {nn.Linear}, "sharding_strategy": "SHARD_GRAD_OP"},
+        # of docs/migration.md
+        {"mixed_precision": MixedPrecision(torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)},
     ],
     ids=shown,
 )
