@@ -392,6 +392,7 @@ def _collectives(strategy: str) -> dict[str, Any]:
         "sum": total.item(),
         "text": fabric.strategy.all_reduce("unchanged"),
         "gathered": ranks.tolist(),
+        "numbers": fabric.all_gather({"of a rank": rank})["of a rank"].tolist(),
         "grad": source.grad.tolist(),
         "object": fabric.broadcast({"from": rank, "path": Path("x")}, src=fabric.world_size - 1),
     }
@@ -563,6 +564,7 @@ class LoopsSuite(Clauses):
             "sum": count * (count + 1) / 2,
             "text": "unchanged",
             "gathered": [[rank] for rank in range(count)],
+            "numbers": list(range(count)),
             "grad": [float(count)] * 2,
             "object": {"from": count - 1, "path": Path("x")},
         }
