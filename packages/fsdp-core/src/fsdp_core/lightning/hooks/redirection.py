@@ -434,11 +434,11 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
         return
     if "mixed torch.Tensor and DTensor" in str(exception):
         exception.add_note(
-            "fsdp-core: outside of a step, and of the model's calls, parameters are DTensors, shards, and this may be "
+            "fsdp-core: outside of a step, and of the model's calls, parameters are shards (DTensors), and this may be "
             "about a penalty on them.\n"
             "A penalty over all parameters belongs into the optimizer (weight_decay); one on the parameters of a unit "
             "is right in the unit's own forward(), and one on what belongs to no unit in a method that "
-            "model.mark_forward_method() names. For values, write with fsdp_core.gathered(module), on all ranks."
+            "model.mark_forward_method() names. For values, write on all ranks: with fsdp_core.gathered(module):"
         )
         return
     exception.add_note(
