@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,12 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 import fsdp_core
 import fsdp_fsdp2
+from fsdp_core.errors import ShardingError
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import FrontEnd
+from fsdp_core.testing import RankPool
+from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.training import Lit, fit, loader, means, new_trainer
 from fsdp_fsdp2.plugin import fsdp_strategies, why_not_here
 
 NAMES = ["fsdp2", "fsdp2_cpu_offload"]
@@ -68,3 +74,20 @@ def test_a_platform_without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not_here() == (
         "torch has no gloo on the platform 'emscripten', and fsdp2 needs it; use Linux, macOS or Windows"
     )
+
+
+def pickled(tmp: str) -> tuple[list[float], str]:
+    """The losses of a Trainer that was pickled, and what is said where it is pickled after its fit."""
+    run: Any = pickle.loads(pickle.dumps(new_trainer(tmp, "fsdp2", 2, {"state_dict_type": "full"})))
+    assert run.strategy.state_dict_type == "full"
+    module = Lit()
+    run.fit(module, loader(2, 2))
+    return means(module.losses), refusal(ShardingError, lambda: pickle.dumps(run.strategy))
+
+
+def test_a_trainer_that_was_pickled_trains(ranks: RankPool, tmp_path: Path) -> None:
+    """As tools pickle it that start its run elsewhere; once it has sharded a module, that is refused."""
+    want = ranks.run(2, fit, "fsdp2", str(tmp_path), 2, 2)
+    for (losses, told), (wanted, _) in zip(ranks.run(2, pickled, str(tmp_path)), want, strict=True):
+        assert losses == wanted
+        assert_says(told, "strategy='fsdp2' can't be pickled", "before the first fit()")

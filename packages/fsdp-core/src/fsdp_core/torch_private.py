@@ -80,6 +80,7 @@ __all__ = [
     "iterates_as_torch",
     "last_collective",
     "let_compiled_graphs_take",
+    "loads_in_its_own_way",
     "make_scaler_sharded",
     "not_managed",
     "note_meshes",
@@ -268,6 +269,12 @@ def cast_inputs(dtype: torch.dtype, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """
     cast: tuple[Any, Any] = _cast_forward_inputs(dtype, *args, **kwargs)
     return cast
+
+
+def loads_in_its_own_way(module: nn.Module) -> bool:
+    """Whether a module has its own method or hooks to load a state dict, of which the latter can't be asked for."""
+    is_own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    return is_own or bool(module._load_state_dict_pre_hooks)
 
 
 def in_backward() -> bool:

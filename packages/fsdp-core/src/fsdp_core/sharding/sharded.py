@@ -30,7 +30,7 @@ from fsdp_core.state.held_gradients import HeldGradients, held_at_parameters, re
 from fsdp_core.state.layout import Layout, bytes_held, whole_parts
 from fsdp_core.state.optimizer import load_optimizer_state, optimizer_state
 from fsdp_core.state.saved_tensor import SavedTensor
-from fsdp_core.torch_private import is_accumulated
+from fsdp_core.torch_private import is_accumulated, loads_in_its_own_way
 
 if TYPE_CHECKING:
     from fsdp_core.sharding.backend import Backend
@@ -488,8 +488,7 @@ class Sharded(ABC):
             module = modules.get(owner)
             if module is None or attribute not in module._buffers:
                 return False
-            is_own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
-            return is_own or bool(module._load_state_dict_pre_hooks)
+            return loads_in_its_own_way(module)
 
         return {name: value for name, value in other.items() if loads_itself(name)}
 

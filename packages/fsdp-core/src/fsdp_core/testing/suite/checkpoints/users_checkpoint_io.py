@@ -47,7 +47,7 @@ class Compressed(CheckpointIO):
         """Read it."""
         self.asked.append(f"load {os.path.basename(path)}")
         with gzip.open(f"{path}.gz", "rb") as file:
-            return _negated(torch.load(cast(IO[bytes], file), weights_only=False))
+            return _negated(torch.load(cast(IO[bytes], file), weights_only=True))
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove it."""

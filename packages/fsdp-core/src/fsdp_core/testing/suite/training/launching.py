@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -19,15 +18,11 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DistributedSampler
 
 import fsdp_core
-from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.capabilities import capability_of
 from fsdp_core.plugins.strategy_info import FrontEnd
-from fsdp_core.testing import Ranks
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.processes import SECONDS, TORCHRUN, Ended, start
-from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.suite.base_class import Clauses, starts_scripts
-from fsdp_core.testing.training import Lit, fit, loader, means, new_trainer
 
 __all__ = ["COMMAND", "LaunchingSuite"]
 
@@ -72,16 +67,6 @@ def _interrupt(process: subprocess.Popen[bytes], output: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
 
 
-def _pickled(strategy: str, tmp: str) -> tuple[list[float], str]:
-    """The losses of a Trainer that was pickled, and what is said where it is pickled after its fit."""
-    options = {"state_dict_type": "full"}
-    run: L.Trainer = pickle.loads(pickle.dumps(new_trainer(tmp, strategy, 2, options)))
-    assert run.strategy.state_dict_type == "full"  # type: ignore[attr-defined]
-    module = Lit()
-    run.fit(module, loader(2, 2))
-    return means(module.losses), refusal(ShardingError, lambda: pickle.dumps(run.strategy))
-
-
 class LaunchingSuite(Clauses):
     """However a script is launched, its ranks connect, train as the oracle does, and exit.
 
@@ -114,13 +99,6 @@ class LaunchingSuite(Clauses):
     def offloads(self) -> bool:
         """Whether the strategy is a preset with CPU offload."""
         return bool(fsdp_core.describe(self.strategy).presets.get("cpu_offload", False))
-
-    def test_a_trainer_that_was_pickled_trains(self, ranks: Ranks, tmp_path: Path) -> None:
-        """As tools pickle it that start its run elsewhere; once it has sharded a module, that must be refused."""
-        want = ranks.run(2, fit, self.strategy, str(tmp_path), 2, 2)
-        for (losses, told), (wanted, _) in zip(ranks.run(2, _pickled, self.strategy, str(tmp_path)), want, strict=True):
-            assert losses == wanted
-            assert_says(told, f"strategy={self.strategy!r} can't be pickled", "before the first fit()")
 
     @starts_scripts
     def test_plain_python_under_trainer_then_fabric(self, tmp_path: Path) -> None:
