@@ -387,12 +387,13 @@ def _collectives(strategy: str) -> dict[str, Any]:
     mean: Any = fabric.all_reduce(torch.tensor(float(rank)))
     total: Any = fabric.all_reduce(torch.tensor(rank + 1), reduce_op="sum")
     ranks: Any = fabric.all_gather(torch.tensor([rank]))
+    numbers: Any = fabric.all_gather({"of a rank": rank})
     return {
         "mean": mean.item(),
         "sum": total.item(),
         "text": fabric.strategy.all_reduce("unchanged"),
         "gathered": ranks.tolist(),
-        "numbers": fabric.all_gather({"of a rank": rank})["of a rank"].tolist(),
+        "numbers": numbers["of a rank"].tolist(),
         "grad": source.grad.tolist(),
         "object": fabric.broadcast({"from": rank, "path": Path("x")}, src=fabric.world_size - 1),
     }
