@@ -65,9 +65,9 @@ __all__ = [
     "gathered_parameters",
     "has_hooks",
     "has_run",
-    "is_cast_though_stored",
     "is_idle",
     "is_loss_parallel",
+    "is_unshardable",
     "joined_axes",
     "offloaded_parameters",
     "one_for_each_state",
@@ -88,16 +88,17 @@ __all__ = [
 ]
 
 
-def is_cast_though_stored(parameter: nn.Parameter, compute: torch.dtype | None) -> bool:
-    """Whether ``fully_shard`` would gather integers in the dtype that units compute in, as it did before torch 2.13.
+def is_unshardable(parameter: nn.Parameter) -> bool:
+    """Whether ``fully_shard`` can't shard integers, as before torch 2.13.
+
+    It would let shards require gradients first, which integers can't, and gather them in the dtype that units compute
+    in.
 
     Args:
         parameter: A parameter.
-        compute: The dtype that units compute in, if it is another than that of their shards.
     """
-    looks = "is_floating_point" in FSDPParam.init_dtype_attrs.__code__.co_names
-    is_number = parameter.is_floating_point() or parameter.is_complex()
-    return compute is not None and not is_number and not looks
+    shards = "is_floating_point" in FSDPParam.init_dtype_attrs.__code__.co_names
+    return not (shards or parameter.is_floating_point() or parameter.is_complex())
 
 
 class Gathering:
@@ -1089,12 +1090,20 @@ def _end_anyway(of: weakref.ref[Any], gathered: Tensor) -> None:
 
 
 def _carry_and_free(of: weakref.ref[Any], name: str) -> None:
-    group = of()
+    group: Any = of()
     _carry_requires_grad(group)
     if (keep := vars(group).get(_KEEP)) is not None:
         keep()
     if name != "_to_sharded" or not _free_at_once(group):
         getattr(type(group), name)(group)
+        if name == "_to_sharded_post_forward" and _FORGETS_FROZEN:
+            for parameter in group.fsdp_params:
+                parameter._sharded_post_forward_param.requires_grad_(parameter.sharded_param.requires_grad)
+
+
+#: Whether shards over fewer ranks, which modules hold after the forward pass, all require gradients, as before torch
+#: 2.13 or so: the frozen ones too, which :func:`_carry_requires_grad` would take for unfrozen.
+_FORGETS_FROZEN = "requires_grad" not in FSDPParam.to_sharded_post_forward.__code__.co_names
 
 
 def _carry_requires_grad(group: Any) -> None:
@@ -1119,13 +1128,9 @@ def _carry_requires_grad(group: Any) -> None:
 def _take_requires_grad(unit: FSDPModule) -> None:
     """Let what a unit still has gathered, and what its next call computes with, be frozen as its shards are now."""
     for group in _groups(unit):
-        if group.is_unsharded and _SEEN in vars(group):
+        if group.is_unsharded:
             _carry_requires_grad(group)
-            trained = list(map(_REQUIRED, group.fsdp_params))
-            if trained != vars(group)[_SEEN]:
-                for parameter, required in zip(group.fsdp_params, trained, strict=True):
-                    parameter._unsharded_param.requires_grad_(required)
-                vars(group)[_SEEN] = trained
+            _follow_shards(group)
 
 
 def _update_requires_grad(group: Any) -> None:
@@ -1135,6 +1140,7 @@ def _update_requires_grad(group: Any) -> None:
     """
     _carry_requires_grad(group)
     if group.is_unsharded:
+        _follow_shards(group)
         return
     try:
         with without_torch_function():
@@ -1145,6 +1151,16 @@ def _update_requires_grad(group: Any) -> None:
     for parameter in _trainable(group):
         if not parameter._unsharded_param.requires_grad:
             parameter._unsharded_param.requires_grad_(True)
+
+
+def _follow_shards(group: Any) -> None:
+    """Let what a unit has gathered be frozen and unfrozen as its shards were, which modules show between passes."""
+    seen, required = vars(group).get(_SEEN), list(map(_REQUIRED, group.fsdp_params))
+    if seen is None or required == seen:
+        return
+    for parameter, requires in zip(group.fsdp_params, required, strict=True):
+        parameter._unsharded_param.requires_grad_(requires)
+    vars(group)[_SEEN] = required
 
 
 def finish_backward(root: FSDPModule, unused: UnusedParameters) -> None:
