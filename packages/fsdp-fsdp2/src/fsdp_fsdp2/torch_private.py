@@ -1048,7 +1048,7 @@ def written_since(unit: FSDPModule, numel: int, times: int) -> Iterator[nn.Param
 
 
 def free_written(unit: FSDPModule, recorded: RecordedGraphs) -> bool:
-    """Free a gathered unit whose shards were written to since it was gathered.
+    """Free a gathered unit whose shards were written to since it was gathered, also one that is sharded over fewer ranks.
 
     A graph that needs what was gathered raises when it is differentiated, as it does in plain torch.
 
@@ -1062,7 +1062,7 @@ def free_written(unit: FSDPModule, recorded: RecordedGraphs) -> bool:
     freed = False
     for group in _groups(unit):
         before, now = vars(group).get(_WRITTEN), _times_written(group)
-        if not group.is_unsharded or before is None or now == before:
+        if group.is_sharded or before is None or now == before:
             continue
         recorded.release()
         group._to_sharded()  # reshard() does nothing in a forward pass of a unit that stays gathered after it
@@ -1212,7 +1212,8 @@ class GatheredWrites:
 
     Attributes:
         is_of_root: Whether the unit is the root.
-        stays_gathered: Whether it is another that stays gathered between its forward and its backward pass.
+        stays_gathered: Whether it is another that stays gathered, or sharded over fewer ranks, between its forward and
+            its backward pass.
     """
 
     def __init__(
@@ -1235,7 +1236,9 @@ class GatheredWrites:
             vars(group)[_KEEP] = partial(_keep_before, own, index)
         module = cast("nn.Module", unit)
         self.is_of_root = unit is root
-        self.stays_gathered = not self.is_of_root and any(not group._reshard_after_forward for group in _groups(unit))
+        self.stays_gathered = not self.is_of_root and any(
+            not group._reshard_after_forward or group._use_post_forward_mesh for group in _groups(unit)
+        )
         self._kept = [] if unit is root else [group for group in _groups(unit) if not group._reshard_after_forward]
         for group in self._kept:
             vars(group)[_ENTER] = partial(_enter_before, own)
