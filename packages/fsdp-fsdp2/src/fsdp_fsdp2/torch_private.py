@@ -29,6 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState, alloc_storage
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._ops import _math_ops, _pointwise_ops
 from torch.profiler import record_function
 
 from fsdp_core import Runtime, ShardingError, UnsupportedCapabilityError
@@ -1048,7 +1049,7 @@ def written_since(unit: FSDPModule, numel: int, times: int) -> Iterator[nn.Param
 
 
 def free_written(unit: FSDPModule, recorded: RecordedGraphs) -> bool:
-    """Free a gathered unit whose shards were written to since it was gathered, also one that is sharded over fewer ranks.
+    """Free a unit whose shards were written to since it was gathered: it still is, or is sharded over fewer ranks.
 
     A graph that needs what was gathered raises when it is differentiated, as it does in plain torch.
 
@@ -1814,6 +1815,40 @@ def side_by_side(outer: DeviceMesh, inner: DeviceMesh, root: DeviceMesh) -> Devi
         return DeviceMesh._concatenate([outer, inner])
     both: DeviceMesh = root[(*(outer.mesh_dim_names or ()), *(inner.mesh_dim_names or ()))]
     return both
+
+
+def _add_rightly() -> None:
+    """Let DTensors that wait for a reduction be added up as they are, before torch 2.11 or so.
+
+    Until then, norms are added rank by rank before they are reduced, as only sums may be, a number that is added to a
+    sum is added once for each rank, and a norm times a negative number is positive.
+    """
+    math, pointwise = cast("Any", _math_ops), cast("Any", _pointwise_ops)
+    of_norms = getattr(math, "_NormPartial", None)
+    if of_norms is None or not of_norms(2).is_partial("sum"):
+        return
+    op_strategies: dict[Any, Any] = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+    aten = torch.ops.aten
+
+    def strategy(linearity: int, op_schema: Any) -> Any:
+        given = [
+            each.strategies[0].output_spec.placements for each in op_schema.args_schema if hasattr(each, "strategies")
+        ]
+        waits = any(placement.is_partial() for placements in given for placement in placements)
+        is_norm = any(isinstance(one, of_norms) for placements in given for one in placements)
+        is_linear = not is_norm and (linearity == 2 or len(given) == 2)
+        if waits and not is_linear and op_schema.is_inplace_op():
+            raise RuntimeError(
+                f"{op_schema.op} on a DTensor that waits for a reduction is wrong in torch {torch.__version__}: "
+                "write total = total + norm, without an operation in place."
+            )
+        return pointwise.pointwise_strategy(op_schema, linearity=linearity if is_linear else -1)
+
+    for op, linearity in ((aten.add, 1), (aten.add_, 1), (aten.mul, 2), (aten.mul_, 2)):
+        op_strategies[op.Tensor] = partial(strategy, linearity)
+
+
+_add_rightly()
 
 
 def is_loss_parallel() -> bool:
