@@ -7,8 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.testing import RankPool, oracle
@@ -43,6 +46,35 @@ def test_a_torch_that_cannot_recover_from_an_exception(ranks: RankPool) -> None:
             assert recovered == "instead of a refusal: nothing was raised"
         assert_says(refused, "has interrupted a step of Net, ", "load a checkpoint, or upgrade to torch 2.13")
         assert same
+
+
+def computed_with_norms() -> tuple[dict[str, float], str]:
+    mesh = init_device_mesh("cpu", (2,))
+    first, second = (distribute_tensor(torch.arange(n), mesh, [Shard(0)]) for n in (6.0, 4.0))
+    computed = {
+        "sum of norms": first.norm() + second.norm(),
+        "norm and a number": first.norm() + 1.0,
+        "negative norm": first.norm() * -0.5,
+        "sum and a number": first.sum() + 1.0,
+        "sum of sums": first.sum() + second.sum(),
+    }
+    told = refusal(RuntimeError, lambda: first.norm().add_(second.norm()))
+    return {name: float(value.full_tensor()) for name, value in computed.items()}, told
+
+
+def test_norms_of_shards_are_added_up(ranks: RankPool) -> None:
+    """Before torch 2.11 or so, a DTensor adds them rank by rank."""
+    first, second = torch.arange(6.0), torch.arange(4.0)
+    want = {
+        "sum of norms": float(first.norm() + second.norm()),
+        "norm and a number": float(first.norm() + 1.0),
+        "negative norm": float(first.norm() * -0.5),
+        "sum and a number": 16.0,
+        "sum of sums": 21.0,
+    }
+    for got, told in ranks.run(2, computed_with_norms):
+        assert got == pytest.approx(want)
+        assert_says(told, "add_")
 
 
 class State:

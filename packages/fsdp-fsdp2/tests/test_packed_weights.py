@@ -54,7 +54,7 @@ def held_with(old_torch: bool) -> tuple[bool, list[float]]:
 def test_a_torch_that_would_cast_them_gets_none(ranks: RankPool) -> None:
     """They are whole on every rank then; built on meta in both cases."""
     ((is_sharded, losses), _), ((is_whole, of_whole), _) = (ranks.run(2, held_with, old) for old in (False, True))
-    assert is_sharded
+    assert is_sharded == (torch.__version__ >= "2.13")
     assert not is_whole
     assert losses == of_whole
 

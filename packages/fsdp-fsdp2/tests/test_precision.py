@@ -61,6 +61,9 @@ def test_optimizers_in_turn_in_mixed_precision(ranks: RankPool, tmp_path: Path) 
         assert losses == pytest.approx(losses_of(plain), rel=HALF_TOLERANCE)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="mse_loss of fp16 and fp32 has no backward pass before torch 2.13"
+)
 def test_explicit_policy_wins(ranks: RankPool, tmp_path: Path) -> None:
     policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)}
     for got in ranks.run(2, seen_by_a_block, "fsdp2", str(tmp_path), "bf16-mixed", policy):

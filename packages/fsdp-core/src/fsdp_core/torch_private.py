@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import sys
 import threading
@@ -60,6 +61,7 @@ __all__ = [
     "cast_inputs",
     "check_inputs_of_backward",
     "check_missing_gradients",
+    "checks_class_of_views",
     "default_store",
     "depends_on_other",
     "foreach_mul_",
@@ -651,6 +653,11 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     There is no public hook at the end of a backward pass; FSDP1, FSDP2 and DDP use this one.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def checks_class_of_views() -> bool:
+    """Whether torch refuses views of a DTensor of a subclass, as it did before it computed with DTensors in C++."""
+    return "_op_dispatcher" in inspect.unwrap(DTensor.__torch_dispatch__).__code__.co_names
 
 
 def without_torch_function() -> AbstractContextManager[Any]:

@@ -67,7 +67,7 @@ from fsdp_fsdp2.tensor_parallel.styles import (
     tensor_parallelize,
     tie_again,
 )
-from fsdp_fsdp2.torch_private import is_cast_though_stored, offloaded_parameters, parameters_of, take_filled
+from fsdp_fsdp2.torch_private import is_unshardable, offloaded_parameters, parameters_of, take_filled
 from fsdp_fsdp2.user_sharding.built_parameters import follow_building, note_built
 from fsdp_fsdp2.user_sharding.parallelize_fn import ParallelizeFunction, call_parallelize_fn, check_parallelize_fn
 from fsdp_fsdp2.user_sharding.takeover import (
@@ -359,7 +359,7 @@ class FSDP2Backend(Backend):
         policy = self._mp_policy()
         compute = policy.param_dtype
         whole = {p for m in own for p in m.parameters(recurse=False) if stays_whole(m, p, compute)}
-        whole |= {p for m in own for p in m.parameters(recurse=False) if is_cast_though_stored(p, compute)}
+        whole |= {p for m in own for p in m.parameters(recurse=False) if is_unshardable(p)}
         sharded = _own_parameters(own) - whole
         _check_dtypes(unit, sharded)
         if any(parameter.is_complex() for parameter in sharded):  # torch would reduce them in a real dtype, and fail

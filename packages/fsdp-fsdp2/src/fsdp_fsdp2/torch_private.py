@@ -29,6 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState, alloc_storage
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._ops import _math_ops, _pointwise_ops
 from torch.profiler import record_function
 
 from fsdp_core import Runtime, ShardingError, UnsupportedCapabilityError
@@ -65,9 +66,9 @@ __all__ = [
     "gathered_parameters",
     "has_hooks",
     "has_run",
-    "is_cast_though_stored",
     "is_idle",
     "is_loss_parallel",
+    "is_unshardable",
     "joined_axes",
     "offloaded_parameters",
     "one_for_each_state",
@@ -88,16 +89,17 @@ __all__ = [
 ]
 
 
-def is_cast_though_stored(parameter: nn.Parameter, compute: torch.dtype | None) -> bool:
-    """Whether ``fully_shard`` would gather integers in the dtype that units compute in, as it did before torch 2.13.
+def is_unshardable(parameter: nn.Parameter) -> bool:
+    """Whether ``fully_shard`` can't shard integers, as before torch 2.13.
+
+    It would let shards require gradients first, which integers can't, and gather them in the dtype that units compute
+    in.
 
     Args:
         parameter: A parameter.
-        compute: The dtype that units compute in, if it is another than that of their shards.
     """
-    looks = "is_floating_point" in FSDPParam.init_dtype_attrs.__code__.co_names
-    is_number = parameter.is_floating_point() or parameter.is_complex()
-    return compute is not None and not is_number and not looks
+    shards = "is_floating_point" in FSDPParam.init_dtype_attrs.__code__.co_names
+    return not (shards or parameter.is_floating_point() or parameter.is_complex())
 
 
 class Gathering:
@@ -1047,7 +1049,7 @@ def written_since(unit: FSDPModule, numel: int, times: int) -> Iterator[nn.Param
 
 
 def free_written(unit: FSDPModule, recorded: RecordedGraphs) -> bool:
-    """Free a gathered unit whose shards were written to since it was gathered.
+    """Free a unit whose shards were written to since it was gathered: it still is, or is sharded over fewer ranks.
 
     A graph that needs what was gathered raises when it is differentiated, as it does in plain torch.
 
@@ -1061,7 +1063,7 @@ def free_written(unit: FSDPModule, recorded: RecordedGraphs) -> bool:
     freed = False
     for group in _groups(unit):
         before, now = vars(group).get(_WRITTEN), _times_written(group)
-        if not group.is_unsharded or before is None or now == before:
+        if group.is_sharded or before is None or now == before:
             continue
         recorded.release()
         group._to_sharded()  # reshard() does nothing in a forward pass of a unit that stays gathered after it
@@ -1089,12 +1091,20 @@ def _end_anyway(of: weakref.ref[Any], gathered: Tensor) -> None:
 
 
 def _carry_and_free(of: weakref.ref[Any], name: str) -> None:
-    group = of()
+    group: Any = of()
     _carry_requires_grad(group)
     if (keep := vars(group).get(_KEEP)) is not None:
         keep()
     if name != "_to_sharded" or not _free_at_once(group):
         getattr(type(group), name)(group)
+        if name == "_to_sharded_post_forward" and _FORGETS_FROZEN:
+            for parameter in group.fsdp_params:
+                parameter._sharded_post_forward_param.requires_grad_(parameter.sharded_param.requires_grad)
+
+
+#: Whether shards over fewer ranks, which modules hold after the forward pass, all require gradients, as before torch
+#: 2.13 or so: the frozen ones too, which :func:`_carry_requires_grad` would take for unfrozen.
+_FORGETS_FROZEN = "requires_grad" not in FSDPParam.to_sharded_post_forward.__code__.co_names
 
 
 def _carry_requires_grad(group: Any) -> None:
@@ -1119,13 +1129,9 @@ def _carry_requires_grad(group: Any) -> None:
 def _take_requires_grad(unit: FSDPModule) -> None:
     """Let what a unit still has gathered, and what its next call computes with, be frozen as its shards are now."""
     for group in _groups(unit):
-        if group.is_unsharded and _SEEN in vars(group):
+        if group.is_unsharded:
             _carry_requires_grad(group)
-            trained = list(map(_REQUIRED, group.fsdp_params))
-            if trained != vars(group)[_SEEN]:
-                for parameter, required in zip(group.fsdp_params, trained, strict=True):
-                    parameter._unsharded_param.requires_grad_(required)
-                vars(group)[_SEEN] = trained
+            _follow_shards(group)
 
 
 def _update_requires_grad(group: Any) -> None:
@@ -1135,6 +1141,7 @@ def _update_requires_grad(group: Any) -> None:
     """
     _carry_requires_grad(group)
     if group.is_unsharded:
+        _follow_shards(group)
         return
     try:
         with without_torch_function():
@@ -1145,6 +1152,16 @@ def _update_requires_grad(group: Any) -> None:
     for parameter in _trainable(group):
         if not parameter._unsharded_param.requires_grad:
             parameter._unsharded_param.requires_grad_(True)
+
+
+def _follow_shards(group: Any) -> None:
+    """Let what a unit has gathered be frozen and unfrozen as its shards were, which modules show between passes."""
+    seen, required = vars(group).get(_SEEN), list(map(_REQUIRED, group.fsdp_params))
+    if seen is None or required == seen:
+        return
+    for parameter, requires in zip(group.fsdp_params, required, strict=True):
+        parameter._unsharded_param.requires_grad_(requires)
+    vars(group)[_SEEN] = required
 
 
 def finish_backward(root: FSDPModule, unused: UnusedParameters) -> None:
@@ -1196,7 +1213,8 @@ class GatheredWrites:
 
     Attributes:
         is_of_root: Whether the unit is the root.
-        stays_gathered: Whether it is another that stays gathered between its forward and its backward pass.
+        stays_gathered: Whether it is another that stays gathered, or sharded over fewer ranks, between its forward and
+            its backward pass.
     """
 
     def __init__(
@@ -1219,7 +1237,9 @@ class GatheredWrites:
             vars(group)[_KEEP] = partial(_keep_before, own, index)
         module = cast("nn.Module", unit)
         self.is_of_root = unit is root
-        self.stays_gathered = not self.is_of_root and any(not group._reshard_after_forward for group in _groups(unit))
+        self.stays_gathered = not self.is_of_root and any(
+            not group._reshard_after_forward or group._use_post_forward_mesh for group in _groups(unit)
+        )
         self._kept = [] if unit is root else [group for group in _groups(unit) if not group._reshard_after_forward]
         for group in self._kept:
             vars(group)[_ENTER] = partial(_enter_before, own)
@@ -1795,6 +1815,40 @@ def side_by_side(outer: DeviceMesh, inner: DeviceMesh, root: DeviceMesh) -> Devi
         return DeviceMesh._concatenate([outer, inner])
     both: DeviceMesh = root[(*(outer.mesh_dim_names or ()), *(inner.mesh_dim_names or ()))]
     return both
+
+
+def _add_rightly() -> None:
+    """Let DTensors that wait for a reduction be added up as they are, before torch 2.11 or so.
+
+    Until then, norms are added rank by rank before they are reduced, as only sums may be, a number that is added to a
+    sum is added once for each rank, and a norm times a negative number is positive.
+    """
+    math, pointwise = cast("Any", _math_ops), cast("Any", _pointwise_ops)
+    of_norms = getattr(math, "_NormPartial", None)
+    if of_norms is None or not of_norms(2).is_partial("sum"):
+        return
+    op_strategies: dict[Any, Any] = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+    aten = torch.ops.aten
+
+    def strategy(linearity: int, op_schema: Any) -> Any:
+        given = [
+            each.strategies[0].output_spec.placements for each in op_schema.args_schema if hasattr(each, "strategies")
+        ]
+        waits = any(placement.is_partial() for placements in given for placement in placements)
+        is_norm = any(isinstance(one, of_norms) for placements in given for one in placements)
+        is_linear = not is_norm and (linearity == 2 or len(given) == 2)
+        if waits and not is_linear and op_schema.is_inplace_op():
+            raise RuntimeError(
+                f"{op_schema.op} on a DTensor that waits for a reduction is wrong in torch {torch.__version__}: "
+                "write total = total + norm, without an operation in place."
+            )
+        return pointwise.pointwise_strategy(op_schema, linearity=linearity if is_linear else -1)
+
+    for op, linearity in ((aten.add, 1), (aten.add_, 1), (aten.mul, 2), (aten.mul_, 2)):
+        op_strategies[op.Tensor] = partial(strategy, linearity)
+
+
+_add_rightly()
 
 
 def is_loss_parallel() -> bool:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import Runtime
 from fsdp_core.torch_private import (
+    checks_class_of_views,
     let_compiled_graphs_take,
     times_written,
     tree_flatten,
@@ -464,6 +465,27 @@ class GatheredParameter(_Gathered, nn.Parameter):
 
 class GatheredDTensor(_Gathered, DTensor):
     """A part of a parameter, which tensor parallelism has divided, that a library has gathered."""
+
+    if checks_class_of_views():
+
+        @classmethod
+        def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return _as_plain_dtensors(super().__torch_dispatch__, func, types, args, kwargs or {})
+
+
+def _as_plain_dtensors(dispatch: Callable[..., Any], func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Compute with DTensors that are followed as with DTensors, which torch's views of them are."""
+    leaves: list[Any] = tree_flatten((args, kwargs))[0]
+    followed: list[tuple[Any, Any]] = [(each, type(each)) for each in leaves if isinstance(each, GatheredDTensor)]
+    for each, _ in followed:
+        each.__class__ = DTensor
+    try:
+        return dispatch(func, types, args, kwargs)
+    finally:
+        for each, kind in followed:
+            each.__class__ = kind
 
 
 class GatheredTensor(_Gathered, Tensor):

@@ -15,9 +15,10 @@ from torch import Tensor
 from fsdp_core.errors import ShardingError
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = ["CONVERSIONS", "Chunk", "ChunkedTensor", "TensorSource", "chunked"]
+__all__ = ["CONVERSIONS", "Chunk", "ChunkedTensor", "TensorSource", "chunked", "own_part"]
 
 
 @runtime_checkable
@@ -252,6 +253,23 @@ def _of_dtensor(tensor: DTensor) -> ChunkedTensor:
         )
     chunk = Chunk(offsets=offsets, data=local)
     return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=(chunk,), replica=replica)
+
+
+def own_part(tensor: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
+    """This rank's part of a tensor that all ranks of a mesh have.
+
+    :func:`~torch.distributed.tensor.distribute_tensor` has other parts before torch 2.13 or so, where
+    ``fully_shard`` divides what tensor parallelism leaves in pieces of two sizes.
+
+    Args:
+        tensor: The whole tensor.
+        mesh: The mesh.
+        placements: Placements of boxes.
+    """
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not part of the tensor's mesh"
+    offsets, lengths, _ = _box(tuple(tensor.shape), placements, tuple(mesh.shape), tuple(coordinate))
+    return tensor[tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))]
 
 
 @lru_cache(maxsize=1024)  # a model repeats its shapes, and a save looks up each of them three times

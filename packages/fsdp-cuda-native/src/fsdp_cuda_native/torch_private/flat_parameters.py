@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from operator import attrgetter
@@ -637,9 +637,19 @@ def _saved_among(unit: FullyShardedDataParallel, indices: Sequence[int]) -> list
     return sorted(found)
 
 
+#: Whether what a node has saved can be looked at without unpacking it. Not on torch 2.9.
+_SHOWS_SAVED = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
+
+
 def _saved_by(node: Any) -> Iterator[Tensor]:
     for name in dir(node):
-        if name.startswith("_raw_saved_"):
+        if not _SHOWS_SAVED and name.startswith("_saved_"):
+            with suppress(RuntimeError):  # freed, or of a custom function
+                value = getattr(node, name)
+                yield from (
+                    each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, Tensor)
+                )
+        elif _SHOWS_SAVED and name.startswith("_raw_saved_"):
             raw = getattr(node, name)
             for saved in raw if isinstance(raw, tuple) else (raw,):
                 if saved is not None and saved.unpack_hook is None and isinstance(saved.data, Tensor):

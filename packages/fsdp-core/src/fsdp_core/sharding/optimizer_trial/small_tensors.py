@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_core.gradients.clipping import local_tensor
+from fsdp_core.state.chunks import own_part
 from fsdp_core.state.layout import Layout
+from fsdp_core.torch_private import StridedShard
 
 __all__ = [
     "Key",
@@ -115,7 +117,12 @@ def _cut(tensor: Tensor) -> int:
 
 def as_dtensor(tensor: Tensor, kind: Kind) -> Tensor:
     """This rank's part, of a DTensor. All ranks have the same tensor."""
-    return tensor if kind.mesh is None else distribute_tensor(tensor, kind.mesh, kind.placements, src_data_rank=None)
+    if kind.mesh is None:
+        return tensor
+    if any(type(one) is StridedShard for one in kind.placements):
+        part = own_part(tensor, kind.mesh, kind.placements).contiguous()
+        return DTensor.from_local(part, kind.mesh, kind.placements, shape=tensor.shape, stride=tensor.stride())
+    return distribute_tensor(tensor, kind.mesh, kind.placements, src_data_rank=None)
 
 
 @dataclass(kw_only=True)
