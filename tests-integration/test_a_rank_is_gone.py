@@ -114,6 +114,21 @@ def test_a_rank_that_hangs_is_named_with_its_place(how: str, who: int, front: st
             assert told[rank].count("fsdp-core: ranks have waited") <= (2 if rank == writes else 1)
 
 
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("how", "front", "what"),
+    [("waits-alone", "trainer", "prepare_data()"), ("stopped-alone", "fabric", "rank_zero_first()")],
+)
+def test_what_rank_0_does_alone_is_named_and_ended_later(how: str, front: str, what: str, tmp_path: Path) -> None:
+    statuses, told = run(tmp_path, how, 0, front, 2.0)
+    assert statuses[1:] == [1, 1], told
+    writes = told[0] if how == "waits-alone" else told[1]
+    assert re.search(rf"fsdp-core: rank 1.* (has|have) waited for 2 s for {re.escape(what)}", writes), writes
+    says = r"is behind .*it stands at .*in wait_for_ever" if how == "waits-alone" else "does not answer"
+    assert re.search(rf"fsdp-core: .* for 24 s.* rank 0 {LOST}\d+\) {says}", writes), writes
+    assert f"for {what}" in writes
+
+
 def test_a_rank_that_runs_out_of_batches_is_named_at_that_batch(tmp_path: Path) -> None:
     statuses, told = run(tmp_path, "fewer", 1, "trainer", 1800.0)
     assert statuses == [1, 1, 1]
