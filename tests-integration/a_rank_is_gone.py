@@ -58,7 +58,7 @@ def do(step: int) -> None:
 
 
 def do_alone() -> None:
-    """What rank 0 does before the others, in ``prepare_data()`` or ``rank_zero_first()``."""
+    """What a rank does in ``prepare_data()`` or ``rank_zero_first()``, while others wait in Lightning's barrier."""
     if RANK == WHO and HOW in ("waits-alone", "stopped-alone"):
         WAYS[HOW.removesuffix("-alone")]()
 

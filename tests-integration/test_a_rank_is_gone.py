@@ -116,17 +116,22 @@ def test_a_rank_that_hangs_is_named_with_its_place(how: str, who: int, front: st
 
 @pytest.mark.drawn
 @pytest.mark.parametrize(
-    ("how", "front", "what"),
-    [("waits-alone", "trainer", "prepare_data()"), ("stopped-alone", "fabric", "rank_zero_first()")],
+    ("how", "who", "front", "what", "says"),
+    [
+        ("waits-alone", 0, "trainer", "prepare_data()", r"is behind .*: it stands at .*in wait_for_ever"),
+        ("stopped-alone", 1, "fabric", "rank_zero_first()", r"is behind: it does not answer"),
+    ],
 )
-def test_what_rank_0_does_alone_is_named_and_ended_later(how: str, front: str, what: str, tmp_path: Path) -> None:
-    statuses, told = run(tmp_path, how, 0, front, 2.0)
-    assert statuses[1:] == [1, 1], told
-    writes = told[0] if how == "waits-alone" else told[1]
-    assert re.search(rf"fsdp-core: rank 1.* (has|have) waited for 2 s for {re.escape(what)}", writes), writes
-    says = r"is behind .*it stands at .*in wait_for_ever" if how == "waits-alone" else "does not answer"
-    assert re.search(rf"fsdp-core: .* for 24 s.* rank 0 {LOST}\d+\) {says}", writes), writes
-    assert f"for {what}" in writes
+def test_what_one_rank_does_while_others_wait_in_lightnings_barrier_is_named_and_ended_later(
+    how: str, who: int, front: str, what: str, says: str, tmp_path: Path
+) -> None:
+    statuses, told = run(tmp_path, how, who, front, 2.0)
+    others = [rank for rank in range(RANKS) if rank != who]
+    assert [statuses[rank] for rank in others] == [1, 1], told
+    line, verdict = [one for one in told[0].splitlines() if one.startswith("fsdp-core: ")]
+    assert re.search(rf"have waited for 2 s for {re.escape(what)}: rank {who} {LOST}", line), line
+    assert re.search(rf"waited for each other for 24 s. rank {who} {LOST}\d+\) {says}", verdict), verdict
+    assert f"for {what}" in verdict
 
 
 def test_a_rank_that_runs_out_of_batches_is_named_at_that_batch(tmp_path: Path) -> None:
