@@ -119,3 +119,21 @@ def test_a_strategy_whose_ranks_were_not_started_says_so() -> None:
     fabric._launched = True
     with pytest.raises(ShardingError, match=r"loopback: its ranks were not started in this process.\n.*fabric.launch"):
         fabric.setup(nn.Linear(2, 2))
+
+
+def shown_parameters() -> tuple[bool, list[str], list[str]]:
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=LoopbackFabricStrategy())
+    fabric.launch()
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    alone = fabric.strategy.setup_module(module)
+    same = [id(one) for one in alone.parameters()] == [id(one) for one in module.parameters()]
+    through_fabric = fabric.setup_module(nn.Linear(2, 2), move_to_device=False)
+    return same, [name for name, _ in alone.named_parameters()], [name for name, _ in through_fabric.named_parameters()]
+
+
+def test_what_a_strategy_sets_up_by_itself_shows_the_parameters_of_the_users_module() -> None:
+    with RankPool() as ranks:
+        ((same, alone, through_fabric),) = ranks.run(1, shown_parameters, timeout=100)
+    assert same
+    assert alone == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert through_fabric == ["_original_module.weight", "_original_module.bias"]  # each once, as before
