@@ -57,6 +57,12 @@ def do(step: int) -> None:
         WAYS[HOW]()
 
 
+def do_alone() -> None:
+    """What a rank does in ``prepare_data()`` or ``rank_zero_first()``, while others wait in Lightning's barrier."""
+    if RANK == WHO and HOW in ("waits-alone", "stopped-alone"):
+        WAYS[HOW.removesuffix("-alone")]()
+
+
 class Rows(IterableDataset[Tensor]):
     """As many rows as nobody knows before: on one rank fewer, if that is what is asked."""
 
@@ -72,6 +78,9 @@ class Model(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+
+    def prepare_data(self) -> None:
+        do_alone()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         do(batch_idx)
@@ -91,6 +100,9 @@ def main() -> None:
     if FRONT == "fabric":
         fabric = L.Fabric(**common)
         fabric.launch()
+        if HOW.endswith("-alone"):
+            with fabric.rank_zero_first():
+                do_alone()
         model, optimizer = fabric.setup(net := nn.Linear(4, 8), torch.optim.SGD(net.parameters(), lr=0.1))
         for step in range(14):
             do(step)

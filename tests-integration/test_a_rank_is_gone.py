@@ -114,6 +114,26 @@ def test_a_rank_that_hangs_is_named_with_its_place(how: str, who: int, front: st
             assert told[rank].count("fsdp-core: ranks have waited") <= (2 if rank == writes else 1)
 
 
+@pytest.mark.drawn
+@pytest.mark.parametrize(
+    ("how", "who", "front", "what", "says"),
+    [
+        ("waits-alone", 0, "trainer", "prepare_data()", r"is behind .*: it stands at .*in wait_for_ever"),
+        ("stopped-alone", 1, "fabric", "rank_zero_first()", r"is behind: it does not answer"),
+    ],
+)
+def test_what_one_rank_does_while_others_wait_in_lightnings_barrier_is_named_and_ended_later(
+    how: str, who: int, front: str, what: str, says: str, tmp_path: Path
+) -> None:
+    statuses, told = run(tmp_path, how, who, front, 2.0)
+    others = [rank for rank in range(RANKS) if rank != who]
+    assert [statuses[rank] for rank in others] == [1, 1], told
+    line, verdict = [one for one in told[0].splitlines() if one.startswith("fsdp-core: ")]
+    assert re.search(rf"have waited for 2 s for {re.escape(what)}: rank {who} {LOST}", line), line
+    assert re.search(rf"waited for each other for 24 s. rank {who} {LOST}\d+\) {says}", verdict), verdict
+    assert f"for {what}" in verdict
+
+
 def test_a_rank_that_runs_out_of_batches_is_named_at_that_batch(tmp_path: Path) -> None:
     statuses, told = run(tmp_path, "fewer", 1, "trainer", 1800.0)
     assert statuses == [1, 1, 1]

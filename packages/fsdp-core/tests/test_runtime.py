@@ -6,11 +6,16 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import nn
 
 from checkpoint_ranks import started
 from fsdp_core import ProcessGroupRuntime, ShardingError
+from fsdp_core.runtime import _check_group
 from fsdp_core.testing import RankPool
+from fsdp_core.testing.loopback.fabric import LoopbackFabricStrategy
 from fsdp_core.torch_private import default_store
 
 
@@ -90,3 +95,45 @@ def test_a_meeting_leaves_nothing_in_the_store() -> None:
     with RankPool() as ranks:
         few, many = (max(ranks.run(2, keys_after, meetings, timeout=100)) for meetings in (3, 30))
     assert many == few
+
+
+def test_a_process_group_without_a_backend_for_the_device_is_refused() -> None:
+    dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        runtime = ProcessGroupRuntime()
+        where = {"rank": 0, "local_rank": 0, "world_size": 1, "address": "localhost", "port": 0}
+        runtime.start(device=torch.device("cpu"), **where)
+        with pytest.raises(ShardingError, match=r"has a process group already, 'cpu:gloo'.* on 'meta'") as refused:
+            runtime.start(device=torch.device("meta"), **where)
+        assert "destroy_process_group() before this run" in str(refused.value)
+        assert "init_process_group('cpu:gloo,meta:...')" in str(refused.value)
+        with pytest.raises(ShardingError, match="init_process_group\\('cpu:gloo,cuda:nccl'\\)"):
+            _check_group("cuda")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_strategy_whose_ranks_were_not_started_says_so() -> None:
+    """Fabric takes itself for launched once ``launch(function)`` has run, also where the ranks were other processes."""
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=LoopbackFabricStrategy())
+    fabric._launched = True
+    with pytest.raises(ShardingError, match=r"loopback: its ranks were not started in this process.\n.*fabric.launch"):
+        fabric.setup(nn.Linear(2, 2))
+
+
+def shown_parameters() -> tuple[bool, list[str], list[str]]:
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=LoopbackFabricStrategy())
+    fabric.launch()
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    alone = fabric.strategy.setup_module(module)
+    same = [id(one) for one in alone.parameters()] == [id(one) for one in module.parameters()]
+    through_fabric = fabric.setup_module(nn.Linear(2, 2), move_to_device=False)
+    return same, [name for name, _ in alone.named_parameters()], [name for name, _ in through_fabric.named_parameters()]
+
+
+def test_what_a_strategy_sets_up_by_itself_shows_the_parameters_of_the_users_module() -> None:
+    with RankPool() as ranks:
+        ((same, alone, through_fabric),) = ranks.run(1, shown_parameters, timeout=100)
+    assert same
+    assert alone == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert through_fabric == ["_original_module.weight", "_original_module.bias"]  # each once, as before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import json
 import math
@@ -9,18 +10,26 @@ import os
 import select
 import socket
 import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.fabric import Fabric
+from lightning.fabric.utilities.distributed import _InfiniteBarrier
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.connectors.data_connector import _DataConnector
+from torch._utils import ExceptionWrapper
 
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.lightning.setup_checks import hang_duration
 from fsdp_core.watch import hub as hubs
+from fsdp_core.watch import watcher
 from fsdp_core.watch.hub import Hub
 from fsdp_core.watch.locations import Location, StandStill, location_of, stacks
 from fsdp_core.watch.messages import Connection, connect
@@ -205,6 +214,140 @@ def test_ranks_are_asked_where_they_stand_when_one_has_waited_for_too_long(hub: 
     for connection in (first, second):
         assert "rank 1 on a (process 101) is behind at step 4" in next_of(connection)["verdict"]["message"]
         connection.send(kind="bye")
+
+
+PREPARES = replace(REDUCES, innermost="distributed.py:8 in __exit__, for prepare_data()", awaited="prepare_data()")
+
+
+def test_ranks_may_wait_longer_for_what_one_does_alone(hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
+    first, second = greet(hub, 0), greet(hub, 1)
+
+    def waits(seconds: float, *, may_go_on: bool) -> None:
+        report = asdict(reports(LOADS, PREPARES)[1])
+        second.send(kind="waits", seconds=seconds, may_go_on=may_go_on, report=report)
+        kinds = [message["kind"] for message in iter(lambda: next_of(second), {"kind": "report?"})]
+        assert kinds == (["noted"] if may_go_on else [])
+        assert next_of(first) == {"kind": "report?"}
+        first.send(kind="report", report=asdict(reports(LOADS)[0]))
+        second.send(kind="report", report=report)
+
+    waits(9.0, may_go_on=True)
+    while "fsdp-core:" not in (told := capfd.readouterr().err):  # written once the hub has both reports
+        pass
+    assert "rank 1 on a (process 101) has waited for 9 s for prepare_data(): rank 0 on a (process 100) stands" in told
+    assert "train.py:8 in rows" in told
+    assert "The run ends if that takes 108 s" in told
+    waits(108.0, may_go_on=False)
+    verdict = next_of(first)["verdict"]
+    assert verdict["kind"] == "hang"
+    assert "for 108 s. rank 0 on a (process 100) is behind" in verdict["message"]
+    assert "for prepare_data()" in verdict["message"]
+    assert "12 times hang_timeout" in verdict["message"]
+    for connection in (first, second):
+        connection.send(kind="bye")
+
+
+def _prepares() -> None:
+    trainer = SimpleNamespace(local_rank=1, node_rank=0, datamodule=None, lightning_module=Prepares())
+    _DataConnector.prepare_data(SimpleNamespace(trainer=trainer))  # type: ignore[arg-type]
+
+
+def _goes_second() -> None:
+    with Fabric.rank_zero_first(SimpleNamespace(local_rank=1, global_rank=1)):  # type: ignore[arg-type]
+        pass
+
+
+class Prepares(LightningModule):
+    def prepare_data(self) -> None:
+        raise AssertionError("only rank 0 prepares")
+
+
+@pytest.mark.parametrize(("call", "awaited"), [(_prepares, "prepare_data()"), (_goes_second, "rank_zero_first()")])
+def test_a_rank_that_waits_in_lightnings_barrier_says_so(
+    call: Callable[[], None], awaited: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First when it has waited for ``hang_timeout``, and that it can't go on when it has for twelve times that."""
+    held = threading.Lock()
+    held.acquire()
+
+    def set_up(barrier: Any) -> None:
+        barrier.group, barrier.barrier = None, held.acquire  # of C, as the barrier of a process group
+
+    monkeypatch.setattr(_InfiniteBarrier, "__init__", set_up)
+    monkeypatch.setattr(watcher, "_is_of_now", lambda: True)
+    made: list[Watcher] = []
+    with socket.create_server(("localhost", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        other = Connection(server.accept()[0])
+
+    def train() -> None:
+        made.append(Watcher(Connection(ours), MEMBERS[1], MEMBERS[0], 0.2, lambda: "at step 0", None))
+        call()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        first = next_of(other)
+        assert (first["kind"], first["may_go_on"], first["seconds"]) == ("waits", True, 0.2)
+        assert first["report"]["location"]["awaited"] == awaited
+        assert first["report"]["location"]["innermost"].endswith(f", for {awaited}")
+        other.send(kind="noted")
+        second = next_of(other)
+        assert (second["kind"], second["may_go_on"], second["seconds"]) == ("waits", False, pytest.approx(2.4))
+    finally:
+        made[0].leave()
+        while thread.is_alive():  # it waits there once or twice
+            if held.locked():
+                held.release()
+            thread.join(0.01)
+        other.close()
+
+
+def in_worker(error: Exception) -> Exception:
+    """The exception as a loader raises that one of its workers has met."""
+    try:
+        raise error
+    except Exception:
+        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises(type(error)) as caught:
+        wrapped.reraise()
+    return caught.value
+
+
+@pytest.mark.parametrize("where", ["the script", "a loader's worker"])
+def test_the_traceback_of_an_exception_comes_before_what_is_made_of_it(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("localhost", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        other = Connection(server.accept()[0])
+    told_before: list[bool] = []
+    monkeypatch.setattr(watcher, "_installed", False)
+    monkeypatch.setattr(sys, "excepthook", lambda *_: told_before.append(bool(select.select([other], [], [], 0.2)[0])))
+    monkeypatch.setattr(atexit, "register", lambda *_: None)
+    monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
+    watching = Watcher(Connection(ours), MEMBERS[1], MEMBERS[0], 60.0, lambda: "at step 1", None)
+    monkeypatch.setattr(watcher, "_watching", watching)
+    try:
+        watcher._install()
+        error = ValueError("a bad batch")
+        error = error if where == "the script" else in_worker(error)
+        sys.excepthook(type(error), error, None)
+        told = next_of(other)
+        assert told["kind"] == "raised"
+        assert told["error"] == "ValueError: a bad batch" + (
+            "" if where == "the script" else ", in DataLoader worker process 0"
+        )
+        assert told_before == [False]
+    finally:
+        watching.leave()
+        other.close()
+
+
+@pytest.mark.parametrize("text", ["Connection closed by peer", "Rank 1 successfully reached monitoredBarrier, but"])
+def test_an_exception_that_the_loss_of_another_rank_causes_is_no_cause(text: str) -> None:
+    assert watcher._is_of_others(RuntimeError(text))
+    assert not watcher._is_of_others(ValueError(text))
 
 
 def test_a_hub_that_ends_says_goodbye(hub: Hub) -> None:

@@ -43,6 +43,29 @@ def _wait_for_threads() -> None:
     time.sleep(max(0.0, _last_group_destroyed + _SECONDS_FOR_THREADS - time.monotonic()))
 
 
+def _check_group(device: str) -> None:
+    """Refuse the process group that exists if it can't communicate a kind of device's tensors.
+
+    Args:
+        device: The kind, such as ``"cuda"``.
+
+    Raises:
+        ShardingError: It can't.
+    """
+    config = dist.get_backend_config()
+    kinds = [one.partition(":")[0] for one in config.split(",") if ":" in one]
+    if not kinds or device in kinds:
+        return
+    own = dist.Backend.default_device_backend_map.get(device, "...")
+    instead = "cpu:gloo,cuda:nccl" if device in ("cpu", "cuda") else f"cpu:gloo,{device}:{own}"
+    raise ShardingError(
+        f"this process has a process group already, {config!r}, which can't communicate tensors on {device!r}, where "
+        "this run computes. The script or an earlier run has made it with init_process_group().\n"
+        "Call torch.distributed.destroy_process_group() before this run, which makes its own; or make it with "
+        f"torch.distributed.init_process_group({instead!r})."
+    )
+
+
 @contextmanager
 def _collectives_recorded() -> Iterator[None]:
     """A context in which process groups are created that record their collectives, as torch 2.13's do in any case.
@@ -159,6 +182,9 @@ class Runtime(ABC):
             address: Host name or address of rank 0.
             port: Port on which rank 0 listens.
             timeout: How long a collective may wait for its peers; ``None`` for the runtime's default.
+
+        Raises:
+            ShardingError: The existing process group can't communicate tensors of the device.
         """
 
     def described(self) -> str:
@@ -382,6 +408,7 @@ class ProcessGroupRuntime(Runtime):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if dist.is_initialized():
+            _check_group(device.type)
             return
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = str(address), str(port)
         with _collectives_recorded():

@@ -184,6 +184,12 @@ class RanksOfStrategy:
 
     def _shard(self, module: nn.Module) -> Sharded:
         """Shard a module, or take over one that is sharded already. All ranks must call it."""
+        if not hasattr(self.backend, "runtime"):
+            raise ShardingError(
+                f"{self.strategy_name}: its ranks were not started in this process.\n"
+                "Call fabric.launch() of the same Fabric before its setup(); where launch(function) starts the ranks, "
+                "do in the function what needs them."
+            )
         if self.runtime.world_size > 1:
             facts = self._facts(module)
             check_same(self.runtime, type(module).__name__, facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import selectors
 import socket
@@ -14,7 +15,7 @@ from typing import Any
 
 from fsdp_core.watch.locations import Location
 from fsdp_core.watch.messages import Connection, listen
-from fsdp_core.watch.verdicts import Member, Report, Verdict, hang, lost, raised
+from fsdp_core.watch.verdicts import Member, Report, Verdict, hang, lost, raised, slow
 
 __all__ = ["Hub"]
 
@@ -57,6 +58,8 @@ class Hub:
         self._decide_at: float | None = None
         self._reports: dict[int, Report] = {}
         self._waited: float | None = None
+        self._may_go_on = False
+        self._said_at = float("-inf")
         self._verdict: Verdict | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="fsdp-watch hub", daemon=True)
@@ -132,8 +135,11 @@ class Hub:
             self._reports[member.rank] = Report(
                 progress=str(report["progress"]), location=Location(**report["location"])
             )
-            if kind == "waits" and self._waited is None and self._verdict is None:
-                self._waited = float(message["seconds"])
+            if message.get("may_go_on"):
+                connection.send(kind="noted")
+            if kind == "waits" and self._is_asked(message):
+                self._waited, self._may_go_on = float(message["seconds"]), bool(message.get("may_go_on"))
+                self._reports = {member.rank: self._reports[member.rank]}
                 self._decide_at = time.monotonic() + _TO_ANSWER
                 for one in self._members:
                     one.send(kind="report?")
@@ -144,6 +150,14 @@ class Hub:
             if first:  # whose ending is why this rank asks, and ends if it does: it is no cause for the ranks after it
                 self._ended_for_others.add(member.rank)
             connection.send(kind="ended", members=first)
+
+    def _is_asked(self, message: dict[str, Any]) -> bool:
+        """Whether a rank that waits is a reason to ask all where they stand."""
+        if self._verdict is not None:
+            return False
+        if message.get("may_go_on"):
+            return self._waited is None and time.monotonic() - self._said_at >= float(message["seconds"])
+        return self._waited is None or self._may_go_on
 
     def _ended_first(self, *, but: int | None = None) -> list[dict[str, Any]]:
         """The ranks whose scripts have ended, and not because another's had."""
@@ -166,6 +180,12 @@ class Hub:
         progress = self._progress()
         if self._gone and progress:  # otherwise nothing trains any more
             self._tell(lost(self._gone, progress, host_is_silent=self._silent_host))
+        elif self._waited is not None and self._may_go_on:
+            line = slow(list(self._all.values()), self._reports, self._waited)
+            self._waited, self._may_go_on, self._said_at = None, False, time.monotonic()
+            if line:
+                with suppress(OSError):
+                    os.write(2, f"fsdp-core: {line}\n".encode(errors="backslashreplace"))
         elif self._waited is not None:
             self._tell(hang(list(self._all.values()), self._reports, self._ended, self._waited))
 

@@ -23,6 +23,9 @@ _INSTALLED = ("site-packages", "dist-packages")
 #: In whose frames a thread waits for other ranks.
 _WAITING = ("torch.distributed", "torch_xla", "fsdp_xla.ranks")
 
+#: In whose frames it waits in Lightning's barrier without a limit, for what another rank does alone.
+_LIGHTNINGS_BARRIER = ("lightning.fabric.utilities.distributed", "lightning_fabric.utilities.distributed")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Location:
@@ -34,6 +37,7 @@ class Location:
         waits: Whether it waits for other ranks: in torch.distributed, or for a collective that has not ended.
         collective: The last collective that the rank has entered, in words; empty if that is not known.
         sequence: How many collectives of all ranks it has entered; -1 if that is not known.
+        awaited: What another rank does alone meanwhile, and may take long for, as ``prepare_data()``; else empty.
     """
 
     innermost: str
@@ -41,6 +45,7 @@ class Location:
     waits: bool
     collective: str = ""
     sequence: int = -1
+    awaited: str = ""
 
     def described(self) -> str:
         """Where it stands, in words.
@@ -87,6 +92,9 @@ def location_of(thread: int, *, waited: float = 0.0) -> Location:
     innermost = _shown(stack[0])
     if any(_module(frame) == "torch.utils.data.dataloader" for frame in stack):
         innermost = f"{innermost}, for a batch of a DataLoader"
+    awaited = _awaited(stack)
+    if awaited:
+        innermost = f"{innermost}, for {awaited}"
     users = next((_shown(frame) for frame in stack if not _is_of_library(frame)), innermost)
     last = last_collective()
     unfinished = last is not None and not last.has_ended and last.seconds_ago >= waited > 0.0
@@ -94,9 +102,10 @@ def location_of(thread: int, *, waited: float = 0.0) -> Location:
     return Location(
         innermost=innermost,
         users=users,
-        waits=unfinished or any(_is_waiting(frame) for frame in [stack[0], *others]),
+        waits=unfinished or bool(awaited) or any(_is_waiting(frame) for frame in [stack[0], *others]),
         collective="" if last is None else _in_words(last),
         sequence=-1 if last is None else last.sequence,
+        awaited=awaited,
     )
 
 
@@ -142,6 +151,14 @@ def _is_of_library(frame: FrameType) -> bool:
 def _is_waiting(frame: FrameType) -> bool:
     module = _module(frame)
     return any(module == one or module.startswith(f"{one}.") for one in _WAITING)
+
+
+def _awaited(stack: list[FrameType]) -> str:
+    """What a thread awaits in Lightning's barrier without a limit, in words; empty if it is not there."""
+    if _module(stack[0]) not in _LIGHTNINGS_BARRIER:
+        return ""
+    called = {frame.f_code.co_name for frame in stack if _module(frame).partition(".")[0] in _LIBRARIES}
+    return next((f"{name}()" for name in ("prepare_data", "rank_zero_first") if name in called), "another rank")
 
 
 def _shown(frame: FrameType) -> str:

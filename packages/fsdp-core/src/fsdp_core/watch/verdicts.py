@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 from fsdp_core.watch.locations import Location
 
-__all__ = ["Member", "Report", "Verdict", "hang", "lost", "named", "raised"]
+__all__ = ["PATIENCE", "Member", "Report", "Verdict", "hang", "lost", "named", "raised", "slow", "unanswered"]
+
+#: How many times ``hang_timeout`` ranks wait for what one does alone, such as a download in ``prepare_data()``.
+PATIENCE = 12
 
 _GO_ON = (
     "Start the same command again to go on from the last complete checkpoint: trainer.fit(..., ckpt_path='last'), or "
@@ -17,6 +20,12 @@ _GO_ON = (
 _ALL_RANKS = (
     "All ranks must call what communicates, equally often: nothing of it under `if rank == 0:`, and as many batches on "
     "each. hang_timeout=timedelta(hours=2) gives them longer; hang_timeout=None lets them wait."
+)
+
+_ONE_ALONE = (
+    f"Ranks wait {PATIENCE} times hang_timeout for what one does alone in prepare_data() and rank_zero_first(): "
+    "hang_timeout=timedelta(hours=2) gives it a day, hang_timeout=None lets them wait. What takes longer is done "
+    "before the ranks start."
 )
 
 
@@ -151,6 +160,7 @@ def hang(
             return Verdict(kind="hang", message=_at_their_places(members, reports, waited))
         what = f"{_standing(reports[behind[0].rank])}, {_last(reports[behind[0].rank])}"
     others = [one for one in members if one.rank in reports and one not in behind]
+    is_awaited = any(reports[one.rank].location.awaited for one in others)
     waiting = sorted((one for one in others if reports[one.rank].location.waits), key=lambda one: one.rank) or others
     waiters = ""
     if waiting:
@@ -168,9 +178,54 @@ def hang(
         message=(
             f"ranks have waited for each other for {waited:g} s. {first.described()} is behind{progress}: it {what}."
             f"{more}{waiters}\n"
-            f"Every rank that could has written its stack above. Look at what that rank does there. {_ALL_RANKS}"
+            f"Every rank that could has written its stack above. Look at what that rank does there. "
+            f"{_ONE_ALONE if is_awaited else _ALL_RANKS}"
         ),
         kill=kill,
+    )
+
+
+def slow(members: Collection[Member], reports: Mapping[int, Report], waited: float) -> str:
+    """What is written while ranks go on waiting for what another one does alone.
+
+    Args:
+        members: All ranks that are watched.
+        reports: What they have said, by rank; none of those that did not answer.
+        waited: For how many seconds.
+    """
+    waiting = [one for one in members if one.rank in reports and reports[one.rank].location.awaited]
+    silent = [one for one in members if one.rank not in reports]
+    busy = [one for one in members if one.rank in reports and not reports[one.rank].location.waits]
+    if not waiting or not (silent or busy):
+        return ""
+    told = [f"{one.described()} {_standing(reports[one.rank])}" for one in busy]
+    if silent:
+        told.append(f"{named(silent)} {'does' if len(silent) == 1 else 'do'} not answer")
+    awaited = reports[waiting[0].rank].location.awaited
+    return (
+        f"{named(waiting[:8])}{', …' if len(waiting) > 8 else ''} {'has' if len(waiting) == 1 else 'have'} waited for "
+        f"{waited:g} s for {awaited}: {'; '.join(told)}. The run ends if that takes {PATIENCE * waited:g} s.\n"
+        f"{_ONE_ALONE}"
+    )
+
+
+def unanswered(member: Member, first: Member, waited: str, *, may_go_on: bool) -> str:
+    """What a rank writes about rank 0, which does not answer.
+
+    Args:
+        member: The rank.
+        first: Rank 0.
+        waited: For how long, how far it is and for what, in words.
+        may_go_on: Whether the ranks go on waiting.
+    """
+    advice = _ONE_ALONE
+    if not may_go_on:
+        advice = (
+            "See the stacks above. hang_timeout=timedelta(hours=2) gives it longer; hang_timeout=None lets ranks wait."
+        )
+    return (
+        f"rank {member.rank} has waited for {waited}, and {first.described()} does not answer: its process is stopped, "
+        f"or a call in it holds Python's lock.\n{advice}"
     )
 
 

@@ -30,7 +30,7 @@ from fsdp_core.torch_private import is_default_group
 from fsdp_core.watch.hub import Hub
 from fsdp_core.watch.locations import StandStill, location_of, stacks
 from fsdp_core.watch.messages import Connection, connect
-from fsdp_core.watch.verdicts import Member, Report, Verdict, lost
+from fsdp_core.watch.verdicts import PATIENCE, Member, Report, Verdict, lost, unanswered
 
 __all__ = ["explain", "explain_uncaught", "watch"]
 
@@ -52,9 +52,12 @@ _TO_LEARN, _TO_LEARN_WHO_IS_LATE = 3.0, 10.0
 #: What libraries write into exceptions when another rank is gone, or too late.
 _OF_OTHERS = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|remote (process|peer)|unhandled system error|"
-    r"peer (has )?(closed|exited)|socket",
+    r"peer (has )?(closed|exited)|socket|monitoredBarrier",
     re.IGNORECASE,
 )
+
+#: How an exception begins that torch has carried over from another process or thread.
+_CAUGHT = re.compile(r"\w+: Caught \w+ (in .+?)\.?$")
 
 _watching: Watcher | None = None
 
@@ -94,6 +97,9 @@ class Watcher:
         self._ended: list[Member] = []
         self._answered = threading.Event()
         self._said_at: float | None = None
+        self._asked_at: float | None = None
+        self._waited = hang_timeout
+        self._has_asked = False
         self._end_at: float | None = None
         self._explaining = self._left = self._is_alone = self._writes = False
         self._thread = threading.Thread(target=self._run, name="fsdp-watch", daemon=True)
@@ -119,13 +125,31 @@ class Watcher:
             elif self._said_at is not None:
                 if now - self._said_at > _UNANSWERED:
                     self._judge(self._of_rank_0(), writes=self._member.rank == 1)
-            elif standing.seconds() >= self.hang_timeout:
-                where = location_of(self._training, waited=self.hang_timeout)
-                if where.waits and _is_of_now():
-                    self._said_at = now
-                    self._connection.send(
-                        kind="waits", seconds=self.hang_timeout, report=asdict(self._report(self.hang_timeout))
-                    )
+            else:
+                self._look(standing.seconds(), now)
+
+    def _look(self, stands: float, now: float) -> None:
+        """Say to rank 0 that this rank has waited for too long, or, once, that it waits for what may take long."""
+        if stands < self.hang_timeout:
+            self._asked_at, self._has_asked = None, False
+            return
+        if self._asked_at is not None and now - self._asked_at > _UNANSWERED:
+            self._asked_at = None
+            if self._member.rank == 1:
+                waited = f"{self.hang_timeout:g} s for {location_of(self._training).awaited}"
+                _write(f"fsdp-core: {unanswered(self._member, self._first, waited, may_go_on=True)}\n")
+        if self._has_asked and stands < PATIENCE * self.hang_timeout:
+            return
+        report = self._report(self.hang_timeout)
+        if not report.location.waits or not _is_of_now():
+            return
+        may_go_on = bool(report.location.awaited) and stands < PATIENCE * self.hang_timeout
+        if may_go_on:
+            self._asked_at, self._has_asked = now, True
+        else:
+            self._said_at = now
+        self._waited = self.hang_timeout if may_go_on or not report.location.awaited else PATIENCE * self.hang_timeout
+        self._connection.send(kind="waits", seconds=self._waited, may_go_on=may_go_on, report=asdict(report))
 
     def _read(self, wait: float) -> None:
         if self._is_alone:
@@ -150,6 +174,8 @@ class Watcher:
             kill = tuple(Member(**one) for one in told["kill"])
             verdict = Verdict(kind=told["kind"], message=told["message"], kill=kill)
             self._judge(verdict, writes=self._member.rank == 0)
+        elif message["kind"] == "noted":
+            self._asked_at = None
         elif message["kind"] == "ended":
             self._ended = [Member(**one) for one in message["members"]]
             self._answered.set()
@@ -163,17 +189,10 @@ class Watcher:
 
     def _of_rank_0(self) -> Verdict:
         """What this rank concludes about rank 0, which does not answer."""
-        return Verdict(
-            kind="hang",
-            message=(
-                f"rank {self._member.rank} has waited for {self.hang_timeout:g} s {self.progress()}, and "
-                f"{self._first.described()} does not answer: its process is stopped, or a call in it holds Python's "
-                "lock.\n"
-                "See the stacks above. hang_timeout=timedelta(hours=2) gives it longer; hang_timeout=None lets ranks "
-                "wait."
-            ),
-            kill=(self._first,),
-        )
+        awaited = location_of(self._training).awaited
+        waited = f"{self._waited:g} s {self.progress()}{awaited and f', for {awaited}'}"
+        message = unanswered(self._member, self._first, waited, may_go_on=False)
+        return Verdict(kind="hang", message=message, kill=(self._first,))
 
     def _judge(self, verdict: Verdict, *, writes: bool) -> None:
         if self.verdict is not None or not self.progress():  # nothing trains any more
@@ -191,8 +210,11 @@ class Watcher:
             _write(f"fsdp-core: {verdict.message}\n")
         self.told.set()
         grace = _GRACE if verdict.kind != "hang" or self._explaining else _GRACE_AFTER_HANG
-        if writes and grace == _GRACE_AFTER_HANG:  # before the others are gone, which would end this rank too
-            grace /= 2
+        if grace == _GRACE_AFTER_HANG:
+            if writes:  # before the others are gone, which would end this rank too
+                grace /= 2
+            elif self._first in verdict.kill:  # by rank 1, which writes why, and may notice it later
+                grace *= 3
         self._end_at = time.monotonic() + grace
 
     def _end(self) -> None:
@@ -218,21 +240,20 @@ class Watcher:
                 child.kill()
         os._exit(1)
 
-    def explain(self, error: BaseException, *, uncaught: bool) -> None:
-        """Add to an exception which rank is gone, if that may be its cause; tell the others of one that ends this rank.
-
-        Args:
-            error: The exception.
-            uncaught: Whether it ends the process.
-        """
-        text = str(error)
-        if not isinstance(error, Exception) or any("fsdp-core: " in note for note in getattr(error, "__notes__", ())):
+    def tell(self, error: BaseException) -> None:
+        """Tell the others of an exception that ends this rank, unless it comes from the loss of another one."""
+        if not isinstance(error, Exception) or _is_explained(error) or _is_of_others(error):
             return
-        if not (isinstance(error, (RuntimeError, OSError)) and _OF_OTHERS.search(text)):
-            if uncaught:
-                line = f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
-                advice = "\n".join(text.splitlines()[1:])[:1000] if isinstance(error, FSDPError) else ""
-                self._connection.send(kind="raised", error=line[:300], progress=self.progress(), advice=advice)
+        line = f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
+        if caught := _CAUGHT.match(line):  # the text of an exception of a loader's worker is its traceback
+            line = f"{str(error).rstrip().splitlines()[-1]}, {caught[1]}"
+        advice = "\n".join(str(error).splitlines()[1:])[:1000] if isinstance(error, FSDPError) else ""
+        self._connection.send(kind="raised", error=line[:300], progress=self.progress(), advice=advice)
+
+    def explain(self, error: BaseException) -> None:
+        """Add to an exception which rank is gone, if that may be its cause."""
+        text = str(error)
+        if not isinstance(error, Exception) or _is_explained(error) or not _is_of_others(error):
             return
         self._explaining = True
         is_late = re.search(r"timed? ?out", text, re.IGNORECASE) is not None
@@ -318,7 +339,16 @@ def _is_of_now() -> bool:
 def explain(error: BaseException) -> None:
     """Add a note to an exception that may come from the loss of another rank: which rank was lost, and where."""
     if _watching is not None:
-        _watching.explain(error, uncaught=False)
+        _watching.explain(error)
+
+
+def _is_explained(error: BaseException) -> bool:
+    return any("fsdp-core: " in note for note in getattr(error, "__notes__", ()))
+
+
+def _is_of_others(error: BaseException) -> bool:
+    """Whether an exception is one in which collectives end when another rank is gone, or too late."""
+    return isinstance(error, (RuntimeError, OSError)) and _OF_OTHERS.search(str(error)) is not None
 
 
 def started(pid: int) -> str:
@@ -349,11 +379,16 @@ def _install() -> None:
 
     def tell_the_others(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         if _watching is not None:
-            _watching.explain(error, uncaught=True)
+            _watching.explain(error)
         for call in _explanations:
             with suppress(Exception):
                 call(error)
-        before(kind, error, where)
+        try:
+            before(kind, error, where)  # the traceback comes first, then what it means to the others
+            _flush()
+        finally:
+            if _watching is not None:
+                _watching.tell(error)
 
     sys.excepthook = tell_the_others
     atexit.register(_leave)

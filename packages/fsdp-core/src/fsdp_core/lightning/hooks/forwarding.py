@@ -21,8 +21,9 @@ class ShardedForward(nn.Module):
     """Calls a sharded root, as a module of its own.
 
     Fabric sends a step method through the wrapper's forward, and so through the root's hooks, only if the strategy's
-    module is not the user's own. It holds no parameters itself, so FQNs stay the user's. But functions of torch that
-    traverse a module, such as ``FullyShardedDataParallel.summon_full_params``, find the root as its child.
+    module is not the user's own. It holds no parameters itself, so FQNs stay the user's, and shows the user's own. But
+    functions of torch that traverse a module, such as ``FullyShardedDataParallel.summon_full_params``, find the root as
+    its child.
 
     Args:
         sharded: The sharded root.
@@ -66,6 +67,15 @@ class ShardedForward(nn.Module):
                 "to reduce, unscale and check.\n"
                 "Write fabric.backward(loss). torch.autograd.grad(...), which adds to no gradient, needs nothing else."
             )
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the user's module, for code that calls ``strategy.setup_module()`` itself.
+
+        Fabric's wrapper, which is around this and the user's module, finds them in the latter alone.
+        """
+        return self.sharded.written.named_parameters(prefix, recurse, remove_duplicate)
 
     def children(self) -> Iterator[nn.Module]:
         yield self.sharded.root

@@ -296,8 +296,16 @@ _OF_GRAPHS = re.compile("modified by an inplace operation|modified inplace|setSt
 #: The shape in torch's error about a tensor that was written to since it was saved, and how often it was.
 _OF_VERSIONS = re.compile(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\].* is at version (\d+);")
 
+_RESIZED = (
+    "fsdp-core: a parameter gets another shape after sharding, as resize_token_embeddings() of transformers gives it: "
+    "the optimizer and the other ranks hold parts of the old one.\n"
+    "Do it before sharding: where the model is made, in __init__ or configure_model; under Fabric, before "
+    "fabric.setup()."
+)
+
 #: What to write where torch raises an error of one of its own limits in a step, by a part of the error's message.
 _WAYS_OUT = {
+    "Cannot writeback when the parameter shape changes": _RESIZED,
     "only change requires_grad flags of leaf variables": (
         "fsdp-core: this may be about a parameter that is frozen or unfrozen in a step while it is gathered, as a part "
         "of one tensor: one of no unit, or of a unit that is gathered ahead.\n"
@@ -388,6 +396,9 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
         )
         return
     codes = [frame.f_code for frame, _ in traceback.walk_tb(exception.__traceback__)]
+    if any(code.co_name == "resize_token_embeddings" for code in codes):
+        exception.add_note(_RESIZED)
+        return
     if _OF_GRAPHS.search(str(exception)) and any(one.has_freed_graph for one in sharded):
         exception.add_note(
             "fsdp-core: a graph that create_graph=True has recorded holds parameters, which were freed since: at the "
