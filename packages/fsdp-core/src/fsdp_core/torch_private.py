@@ -45,7 +45,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 # Hooks before the steps of all optimizers; no public name tells whether there are some.
 from torch.optim.optimizer import _global_optimizer_pre_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader
 
@@ -100,6 +100,7 @@ __all__ = [
     "uncounted_writes",
     "users_of_storage",
     "watch_iterators",
+    "without_dispatch_modes",
     "without_torch_function",
 ]
 
@@ -649,6 +650,12 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 def without_torch_function() -> AbstractContextManager[Any]:
     """A context in which a ``Tensor`` subclass behaves as a plain tensor; the public APIs return the subclass again."""
     context: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """A context in which no mode sees operations, such as the one that keeps results for a selective checkpoint."""
+    context: AbstractContextManager[Any] = _disable_current_modes()
     return context
 
 
