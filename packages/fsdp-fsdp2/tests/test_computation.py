@@ -615,7 +615,9 @@ def test_inductor(ranks: RankPool) -> None:
         assert saved["nothing kept"] < saved["whole"]
 
 
-@pytest.mark.parametrize("options", [{"activation_checkpointing_saves": ["aten.clone", "aten.addmm"]}, {"compile": True}])
+@pytest.mark.parametrize(
+    "options", [{"activation_checkpointing_saves": ["aten.clone", "aten.addmm"]}, {"compile": True}]
+)
 def test_recomputation_leaves_buffers_alone(ranks: RankPool, options: dict[str, Any]) -> None:
     """Also where some results are kept, and where units are compiled."""
     assert_buffers_alone(ranks, "fsdp2", options)

@@ -56,6 +56,7 @@ __all__ = [
     "StridedShard",
     "TorchDispatchMode",
     "batches_yielded",
+    "buffers_of",
     "call_before_passes",
     "cast_inputs",
     "check_inputs_of_backward",
@@ -837,6 +838,11 @@ def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> 
     if own is None:  # a function that the user has put there, without the optimizer among its arguments
         return (lambda _, *args, **options: there(*args, **options)), False
     return (own.__wrapped__ if is_hooked else own), is_hooked
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The dictionary in which a module itself holds its buffers, by name; it may be changed."""
+    return module._buffers
 
 
 def times_written(tensor: Tensor) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.torch_private import times_written, without_dispatch_modes
+from fsdp_core.torch_private import buffers_of, times_written, without_dispatch_modes
 
 __all__ = ["recomputing"]
 
@@ -45,13 +45,9 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    # what is compiled writes to buffers once, however often it computes
-    if torch.compiler.is_compiling() or not any(buffers.held) or not torch.is_grad_enabled():
+    if not torch.compiler.is_compiling() and not (any(buffers.held) and torch.is_grad_enabled()):
         return recompute(forward, *args, **kwargs)
-    before = buffers.copies()
-    output = recompute(_Call(forward, module, buffers.held, before), *args, **kwargs)
-    buffers.look_at(before)
-    return output
+    return recompute(_Call(forward, module, buffers), *args, **kwargs)
 
 
 class _Buffers:
@@ -66,7 +62,7 @@ class _Buffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self.held: _Values = [submodule._buffers for submodule in module.modules()]
+        self.held: _Values = [buffers_of(submodule) for submodule in module.modules()]
         self._unwritten: dict[tuple[int, str], tuple[Tensor, int]] = {}  # large ones, and how often they were written
 
     def copies(self) -> _Values:
@@ -111,23 +107,28 @@ class _Call:
     Args:
         forward: The module's forward pass.
         module: The module.
-        held: What modules hold.
-        before: What they held before the call.
+        buffers: Its buffers.
     """
 
-    def __init__(self, forward: Callable[..., Any], module: nn.Module, held: _Values, before: _Values) -> None:
+    def __init__(self, forward: Callable[..., Any], module: nn.Module, buffers: _Buffers) -> None:
         self.__self__ = module  # as a method has, which tells whose weights are used
-        self._forward, self._held, self._before = forward, held, before
-        self._is_first = True
+        self._forward, self._buffers = forward, buffers
+        self._before: _Values | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_first:
-            self._is_first = False
+        if torch.compiler.is_compiling():  # what is compiled writes to buffers once, however often it computes
             return self._forward(*args, **kwargs)
-        now = [dict(of) for of in self._held]
+        if self._before is None:
+            with without_dispatch_modes():  # one of which counts operations, to find the results that it has kept
+                self._before = self._buffers.copies()
+            output = self._forward(*args, **kwargs)
+            self._buffers.look_at(self._before)
+            return output
+        held = self._buffers.held
+        now = [dict(of) for of in held]
         same: dict[int, Tensor | None] = {}  # a buffer of two modules stays one
-        with without_dispatch_modes():  # one of which counts operations, to find the results that it has kept
-            for of, current, before in zip(self._held, now, self._before, strict=True):
+        with without_dispatch_modes():
+            for of, current, before in zip(held, now, self._before, strict=True):
                 for name, value in before.items():
                     key = id(current.get(name))
                     if key not in same:
@@ -136,7 +137,7 @@ class _Call:
         try:
             return self._forward(*args, **kwargs)
         finally:  # torch leaves it early, by an exception
-            for of, current in zip(self._held, now, strict=True):
+            for of, current in zip(held, now, strict=True):
                 of.update(current)
 
 
