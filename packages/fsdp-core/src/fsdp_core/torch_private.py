@@ -57,6 +57,7 @@ __all__ = [
     "TorchDispatchMode",
     "batches_yielded",
     "buffers_of",
+    "call_before_parts",
     "call_before_passes",
     "cast_inputs",
     "check_inputs_of_backward",
@@ -65,6 +66,7 @@ __all__ = [
     "depends_on_other",
     "foreach_mul_",
     "foreach_norm",
+    "forget_call_before_parts",
     "forget_meshes",
     "forget_unscaled",
     "has_hooks_before_steps",
@@ -838,6 +840,36 @@ def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> 
     if own is None:  # a function that the user has put there, without the optimizer among its arguments
         return (lambda _, *args, **options: there(*args, **options)), False
     return (own.__wrapped__ if is_hooked else own), is_hooked
+
+
+#: What is called before somebody gets the part of a DTensor that this rank holds.
+_before_parts: list[Callable[[], Any]] = []
+_to_local = DTensor.to_local
+
+
+def call_before_parts(call: Callable[[], Any]) -> None:
+    """Call this once, before ``DTensor.to_local()`` is next called, unless it is forgotten.
+
+    ``weight.detach().to_local()`` shares memory with the weight, and writes to it are counted nowhere else. There is no
+    hook for it; the method is replaced only as long as something waits for it.
+    """
+    _before_parts.append(call)
+    DTensor.to_local = _to_local_after_calls  # type: ignore[method-assign]
+
+
+def forget_call_before_parts(call: Callable[[], Any]) -> None:
+    """Don't call this any more. Nothing is done if it waits no longer."""
+    _before_parts[:] = [one for one in _before_parts if one != call]
+    if not _before_parts:
+        DTensor.to_local = _to_local  # type: ignore[method-assign]
+
+
+@functools.wraps(_to_local)
+def _to_local_after_calls(self: DTensor, *args: Any, **kwargs: Any) -> Tensor:
+    for call in [*_before_parts]:
+        call()
+        forget_call_before_parts(call)
+    return _to_local(self, *args, **kwargs)
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
