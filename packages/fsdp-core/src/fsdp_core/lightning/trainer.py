@@ -719,7 +719,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
                 stacklevel=2,
             )
             strict = False  # the names are the same
-        self.sharded.load_model_state(checkpoint["state_dict"], strict)
+        with self._gradients.paused():
+            self.sharded.load_model_state(checkpoint["state_dict"], strict)
 
     def _other_dtypes(self, saved: Mapping[str, Any]) -> list[tuple[str, torch.dtype, torch.dtype]]:
         """Tensors that have another dtype in a checkpoint, if names are the same: their names, saved dtypes and own."""
@@ -745,7 +746,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         if not self._has_set_up_optimizers:
             self._awaited_optimizer_states = checkpoint["optimizer_states"]
             return
-        load_optimizers(self, checkpoint["optimizer_states"], check_only=False)
+        with self._gradients.paused():
+            load_optimizers(self, checkpoint["optimizer_states"], check_only=False)
         assert self.lightning_module is not None
         self._training_loaders.progress_restored(self.lightning_module.trainer)
         self._exact_resume.take(checkpoint.get(KEY))
@@ -753,7 +755,9 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def param_groups_added(self, optimizer: Optimizer) -> None:
         """Make an optimizer hold the shards of what it was given, and restore the state that a checkpoint has of it."""
         self._follow_added_parameters(optimizer, [self.sharded])
-        self.late_param_groups.restore(optimizer, self.sharded)
+        if self.late_param_groups.awaits(optimizer):
+            with self._gradients.paused():
+                self.late_param_groups.restore(optimizer, self.sharded)
 
     @property
     def fit_saves(self) -> AsyncSaves | None:
