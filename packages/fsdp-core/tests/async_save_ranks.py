@@ -210,10 +210,11 @@ def written_to_on_one_rank(path: Path) -> str:
     saves, state = AsyncSaves(runtime), state_of(sharded("flat"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_save, "_HEAD_START", 1e6)  # the thread waits until somebody waits for it
-        saves.save(path, deferred=lambda tensor: tensor, **as_given(state))
+        parts = list(map(local_tensor, state["model"].values()))  # when asked for later, the copies are made at once
+        saves.save(path, deferred=lambda tensor: [tensor], **as_given(state))
         if runtime.rank == 1:
-            for weight in state["model"].values():
-                local_tensor(weight).zero_()
+            for part in parts:
+                part.zero_()
         with pytest.raises(CheckpointError) as error:
             saves.wait()
     assert not path.exists()

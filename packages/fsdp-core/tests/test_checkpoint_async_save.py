@@ -63,7 +63,7 @@ class TestStaging:
         weight, buffer = torch.ones(2), torch.ones(3)
         staging = Staging()
         plan = Plan(tensors={"weight": weight, "buffer": buffer})
-        copies = staging.copy(plan, rank=0, deferred=lambda tensor: tensor if tensor is weight else None).tensors
+        copies = staging.copy(plan, rank=0, deferred=lambda tensor: [tensor] if tensor is weight else None).tensors
         copies["weight"].fill_(5.0)  # the memory of what is not copied yet
         staging.finish()
         weight.zero_()
@@ -75,7 +75,7 @@ class TestStaging:
         weight = torch.ones(2)
         state = {"model": {"weight": weight}}
         staging = Staging()
-        staging.copy(plan_save(state, {"model": "model"}, {}, rank=0), rank=0, deferred=lambda tensor: tensor)
+        staging.copy(plan_save(state, {"model": "model"}, {}, rank=0), rank=0, deferred=lambda tensor: [tensor])
         weight[:1].zero_()  # through a view
         with pytest.raises(CheckpointError, match="'model/weight' was written to while it was being"):
             staging.wait()
@@ -96,7 +96,7 @@ class TestStaging:
     def test_a_write_through_data_before_a_deferred_copy_is_told(self, weight: torch.Tensor, where: str) -> None:
         weight = weight.clone() if weight.is_contiguous() else weight.mT.clone().mT if weight.ndim > 1 else weight
         staging, elements = Staging(), weight.numel()
-        staging.copy(Plan(tensors={"weight": weight}), rank=0, deferred=lambda tensor: tensor)
+        staging.copy(Plan(tensors={"weight": weight}), rank=0, deferred=lambda tensor: [tensor])
         # any run of more than a fifteenth of the elements is found
         begin = {"nowhere": elements, "first": 0, "last": elements - 1, "run": elements // 3}[where]
         length = elements // 15 + 1 if where == "run" else 1

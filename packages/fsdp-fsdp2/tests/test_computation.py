@@ -26,7 +26,7 @@ from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import Block, Trained, train_plain
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.numerics.parity import assert_same
+from fsdp_core.testing.suite.numerics.parity import assert_buffers_alone, assert_same
 from fsdp_core.testing.training import Lit, means, new_fabric, new_trainer
 from fsdp_fsdp2.computation.compilation import CompiledForward, compile_units
 from fsdp_fsdp2.computation.prefetch_and_reshard import reshards
@@ -614,3 +614,11 @@ def test_inductor(ranks: RankPool) -> None:
         saved = {name: counts["saved"] for name, (_, counts) in by_case.items()}
         assert saved["nothing kept"] <= saved["half kept"] <= saved["whole"]
         assert saved["nothing kept"] < saved["whole"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"activation_checkpointing_saves": ["aten.clone", "aten.addmm"]}, {"compile": True}]
+)
+def test_recomputation_leaves_buffers_alone(ranks: RankPool, options: dict[str, Any]) -> None:
+    """Also where some results are kept, and where units are compiled."""
+    assert_buffers_alone(ranks, "fsdp2", options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from fsdp_core.checkpoint import async_save
+from fsdp_core.checkpoint import async_save, staging
 from fsdp_core.errors import CheckpointError
 from fsdp_core.lightning.checkpoints import deferred_copies
 from fsdp_core.testing import RankPool, oracle
@@ -172,27 +173,59 @@ class WritesInItsStep(Watching):
     """Writes to a shard, or to a moment of it, in its training step, before its unit is gathered.
 
     Args:
-        through: ``"the parameter"``, as momentum encoders do; ``".data"``, which counts no writes; or ``"exp_avg"``.
+        through: ``"the parameter"``, as momentum encoders do; ``".data"``, which counts no writes; ``"exp_avg"``; or a
+            key of ``TO_PARTS``.
     """
 
     def __init__(self, through: str) -> None:
         super().__init__()
         self.through = through
+        self.waiting = 0  # how many tensors of the last save are to be copied when a step begins
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         weight = self.net.blocks[1].up.weight
-        if batch_idx and self.through == "the parameter":
+        saves = cast("Any", self.trainer.strategy).async_saves
+        self.waiting = len(saves._staging._deferred) if saves is not None else 0
+        if not batch_idx:
+            with torch.no_grad():
+                self.view = weight.to_local()[1:2]  # before the save
+        elif self.through == "a view from before":
+            self.view.fill_(3.0)
+        elif self.through in TO_PARTS:
+            with torch.no_grad():
+                TO_PARTS[self.through](self, weight)
+        elif self.through == "the parameter":
             with torch.no_grad():
                 weight.mul_(0.9)
-        elif batch_idx and self.through == ".data":
+        elif self.through == ".data":
             weight.data.mul_(0.9)
-        elif batch_idx:
+        else:
             self.trainer.optimizers[0].state[weight][self.through].data.mul_(0.9)
         return super().training_step(batch, batch_idx)
 
 
+def _moment(module: WritesInItsStep, weight: Any) -> Any:
+    return module.trainer.optimizers[0].state[weight]["exp_avg"]
+
+
+#: Writes to the part that this rank holds. The copy is made when it is asked for.
+TO_PARTS: dict[str, Callable[[WritesInItsStep, Any], Any]] = {
+    "rows": lambda _, weight: weight.to_local()[1:2].fill_(3.0),
+    "assigned rows": lambda _, weight: weight.to_local().__setitem__(slice(1, 2), 3.0),
+    "index_put_": lambda _, weight: weight.to_local().index_put_((torch.tensor([1]),), torch.tensor(3.0)),
+    "foreach": lambda _, weight: torch._foreach_mul_([weight.to_local()[1:2]], 0.5),
+    "numpy": lambda _, weight: weight.to_local().numpy().__setitem__(1, 3.0),
+    "detached": lambda _, weight: weight.detach().to_local()[1:2].fill_(3.0),
+    ".data, rows": lambda _, weight: weight.data.to_local()[1:2].fill_(3.0),
+    "exp_avg, rows": lambda module, weight: _moment(module, weight).to_local()[1:2].fill_(3.0),
+    "set_": lambda _, weight: weight.to_local().set_(weight.to_local().clone()),
+}
+
+
 def written_in_a_step(tmp: str, through: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
+        if through == "a view from before":
+            patch.setattr(staging, "differing", lambda *_: [])  # as if these were none of the elements that are noted
         patch.setattr(async_save, "_HEAD_START", 1e6)
         patch.setattr(deferred_copies, "_SMALL", 0)
         saves = ModelCheckpoint(f"{tmp}/{through}", "{step}", every_n_train_steps=1)
@@ -206,6 +239,7 @@ def written_in_a_step(tmp: str, through: str) -> str:
         ("the parameter", "model/net.blocks.1.up.weight"),
         (".data", "model/net.blocks.1.up.weight"),
         ("exp_avg", "net.blocks.1.up.weight"),
+        ("a view from before", "net.blocks.1.up.weight"),
     ],
 )
 def test_a_step_that_writes_to_shards_makes_the_save_fail(
@@ -214,3 +248,26 @@ def test_a_step_that_writes_to_shards_makes_the_save_fail(
     for told in ranks.run(2, written_in_a_step, str(tmp_path), through):
         assert_says(told, f"{name}", "was written to while it was being copied", "on_train_batch_end")
         assert ("exp_avg" in told) == (through == "exp_avg")
+
+
+def saved_before_a_write(tmp: str, through: str, asynchronous: bool) -> dict[str, Any]:
+    """What the checkpoint of the first step holds, after the second step has written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_save, "_HEAD_START", 1e6)
+        patch.setattr(deferred_copies, "_SMALL", 0)
+        patch.setattr(staging, "differing", lambda *_: [])  # as if these were none of the elements that are noted
+        folder = f"{tmp}/{asynchronous}"
+        saves = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
+        run = new_trainer(tmp, "fsdp2", 2, {"async_save": asynchronous}, callbacks=[saves], enable_checkpointing=True)
+        module = WritesInItsStep(through)
+        run.fit(module, loader(3, 2))
+        assert (module.waiting > 10) == asynchronous
+    return _state_of(tmp, f"{folder}/step=1.ckpt", "nothing")
+
+
+@pytest.mark.parametrize("through", TO_PARTS)
+def test_a_save_holds_what_was_before_a_write_to_a_part(ranks: RankPool, tmp_path: Path, through: str) -> None:
+    want = ranks.run(2, saved_before_a_write, str(tmp_path), through, False)
+    got = ranks.run(2, saved_before_a_write, str(tmp_path), through, True)
+    for mine, theirs in zip(got, want, strict=True):
+        assert_bit_equal(mine, theirs)

@@ -46,7 +46,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 # Hooks before the steps of all optimizers; no public name tells whether there are some.
 from torch.optim.optimizer import _global_optimizer_pre_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.data import DataLoader
 
@@ -57,6 +57,8 @@ __all__ = [
     "StridedShard",
     "TorchDispatchMode",
     "batches_yielded",
+    "buffers_of",
+    "call_before_parts",
     "call_before_passes",
     "cast_inputs",
     "check_inputs_of_backward",
@@ -66,6 +68,7 @@ __all__ = [
     "depends_on_other",
     "foreach_mul_",
     "foreach_norm",
+    "forget_call_before_parts",
     "forget_meshes",
     "forget_unscaled",
     "has_hooks_before_steps",
@@ -103,6 +106,7 @@ __all__ = [
     "uncounted_writes",
     "users_of_storage",
     "watch_iterators",
+    "without_dispatch_modes",
     "without_torch_function",
 ]
 
@@ -666,6 +670,12 @@ def without_torch_function() -> AbstractContextManager[Any]:
     return context
 
 
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """A context in which no mode sees operations, such as the one that keeps results for a selective checkpoint."""
+    context: AbstractContextManager[Any] = _disable_current_modes()
+    return context
+
+
 def make_scaler_sharded(scaler: torch.amp.GradScaler, all_reduce_max: Callable[[Tensor], Tensor]) -> None:
     """Make ``scaler`` detect overflow in other ranks' shards.
 
@@ -844,6 +854,41 @@ def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> 
     if own is None:  # a function that the user has put there, without the optimizer among its arguments
         return (lambda _, *args, **options: there(*args, **options)), False
     return (own.__wrapped__ if is_hooked else own), is_hooked
+
+
+#: What is called before somebody gets the part of a DTensor that this rank holds.
+_before_parts: list[Callable[[], Any]] = []
+_to_local = DTensor.to_local
+
+
+def call_before_parts(call: Callable[[], Any]) -> None:
+    """Call this once, before ``DTensor.to_local()`` is next called, unless it is forgotten.
+
+    ``weight.detach().to_local()`` shares memory with the weight, and writes to it are counted nowhere else. There is no
+    hook for it; the method is replaced only as long as something waits for it.
+    """
+    _before_parts.append(call)
+    DTensor.to_local = _to_local_after_calls  # type: ignore[method-assign]
+
+
+def forget_call_before_parts(call: Callable[[], Any]) -> None:
+    """Don't call this any more. Nothing is done if it waits no longer."""
+    _before_parts[:] = [one for one in _before_parts if one != call]
+    if not _before_parts:
+        DTensor.to_local = _to_local  # type: ignore[method-assign]
+
+
+@functools.wraps(_to_local)
+def _to_local_after_calls(self: DTensor, *args: Any, **kwargs: Any) -> Tensor:
+    for call in [*_before_parts]:
+        call()
+        forget_call_before_parts(call)
+    return _to_local(self, *args, **kwargs)
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The dictionary in which a module itself holds its buffers, by name; it may be changed."""
+    return module._buffers
 
 
 def times_written(tensor: Tensor) -> int:

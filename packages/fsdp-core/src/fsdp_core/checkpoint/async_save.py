@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -70,7 +70,7 @@ class AsyncSaves:
         path: StrPath,
         state: Mapping[str, Any],
         *,
-        deferred: Callable[[Tensor], Tensor | None] | None = None,
+        deferred: Callable[[Tensor], Sequence[Tensor] | None] | None = None,
         **options: Any,
     ) -> None:
         """Copy a state, and write the copy in the background. Waits for pending jobs first.

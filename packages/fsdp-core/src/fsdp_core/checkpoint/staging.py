@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from fsdp_core.checkpoint.fingerprints import differing, sample, view_of_sample
 from fsdp_core.checkpoint.planning import Plan
 from fsdp_core.errors import CheckpointError
-from fsdp_core.torch_private import times_written
+from fsdp_core.torch_private import call_before_parts, forget_call_before_parts, times_written
 
 __all__ = ["Staging"]
 
@@ -32,7 +32,7 @@ class _Deferred:
         name: Its path in the state.
         memory: Where it is copied to.
         original: What is copied.
-        watched: What counts writes to it.
+        watched: What counts writes to it: tensors that share its memory.
         written: How many there were when the copy was deferred.
         sampled: Some of its elements, as they were then. Writes through ``.data`` are not counted.
     """
@@ -40,7 +40,7 @@ class _Deferred:
     name: str
     memory: Tensor
     original: Tensor
-    watched: Tensor
+    watched: Sequence[Tensor]
     written: int
     sampled: Tensor
 
@@ -71,7 +71,9 @@ class Staging:
         self._deferred: list[_Deferred] = []
         self._changed: list[str] = []
 
-    def copy(self, plan: Plan, rank: int, *, deferred: Callable[[Tensor], Tensor | None] | None = None) -> Plan:
+    def copy(
+        self, plan: Plan, rank: int, *, deferred: Callable[[Tensor], Sequence[Tensor] | None] | None = None
+    ) -> Plan:
         """Copy the tensors of a plan that ``rank`` writes. Copies of the previous plan must no longer be in use.
 
         Copies from a CUDA device are asynchronous, on its current stream, so later work on the stream doesn't change
@@ -80,8 +82,8 @@ class Staging:
         Args:
             plan: The plan.
             rank: This rank. Only rank 0 writes the tensors of the plain data.
-            deferred: Which tensors in host memory are copied by :meth:`finish` instead: returns the tensor through
-                which one would be written to, such as the DTensor that it belongs to, or ``None`` to copy it now. They
+            deferred: Which tensors in host memory are copied by :meth:`finish` instead: returns the tensors that
+                count writes to one, such as the DTensor that it belongs to, or ``None`` to copy it now. They
                 must not be written to until then: :meth:`wait` raises if torch has counted a write, or if elements
                 that :func:`~fsdp_core.checkpoint.fingerprints.sample` looks at have changed, as through ``.data``.
 
@@ -106,9 +108,9 @@ class Staging:
                         _Deferred(
                             name=names.get(id(original), "a tensor"),
                             memory=made[identity],
-                            original=original,
+                            original=original.detach(),  # which stays over this memory
                             watched=watched,
-                            written=times_written(watched),
+                            written=sum(map(times_written, watched)),
                             sampled=sample(original),
                         )
                     )
@@ -116,6 +118,8 @@ class Staging:
                     made[identity].copy_(original, non_blocking=original.is_cuda)
         with self._copying:
             self._deferred, self._changed = later, []
+        if later:
+            call_before_parts(self.finish)
         copies = {id(tensor): made[identity] for tensor, identity in zip(originals, identities, strict=True)}
         self._copied = []
         for device in {tensor.device for tensor in distinct.values() if tensor.is_cuda}:
@@ -129,7 +133,11 @@ class Staging:
         )
 
     def finish(self) -> None:
-        """Make the deferred copies, or wait for the thread that is making them. Any thread may call this."""
+        """Make the deferred copies, or wait for the thread that is making them. Any thread may call this.
+
+        It is also called before somebody gets the part of a DTensor that this rank holds, to which writes are counted
+        nowhere else.
+        """
         with self._copying, torch.no_grad():
             for one in self._deferred:
                 one.memory.copy_(one.original)
@@ -138,9 +146,10 @@ class Staging:
             self._changed += [
                 one.name
                 for index, one in enumerate(self._deferred)
-                if index in otherwise or times_written(one.watched) != one.written
+                if index in otherwise or sum(map(times_written, one.watched)) != one.written
             ]
             self._deferred = []
+        forget_call_before_parts(self.finish)
 
     def wait(self) -> None:
         """Wait until the last copies are complete. Any thread may call this.
@@ -163,6 +172,7 @@ class Staging:
     def free(self) -> None:
         """Release the memory."""
         self._deferred = []
+        forget_call_before_parts(self.finish)
         self._blocks, self._layout, self._places, self._copied, self._views = [], [], [], [], {}
 
     def _looked_at(self, one: _Deferred) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -37,6 +38,12 @@ _NOT_ELEMENTWISE = frozenset(
     | {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "flip", "roll"}
     | {"sum", "nansum", "mean", "nanmean", "prod", "norm", "vector_norm", "std", "var", "amax", "amin", "logsumexp"}
     | {"matmul", "__matmul__", "__rmatmul__", "mv", "linear"}
+)
+
+#: What writes where an index says, which counts from the piece's beginning, and not from the parameter's.
+_BY_INDEX = frozenset(
+    {"index_put_", "index_fill_", "index_copy_", "index_add_", "index_reduce_", "put_", "scatter_", "scatter_add_"}
+    | {"scatter_reduce_", "masked_scatter_", "fill_diagonal_", "tril_", "triu_"}
 )
 
 
@@ -199,6 +206,17 @@ _DATA: Any = Tensor.data
 _ATTRIBUTES: frozenset[Any] = frozenset([_GRAD.__get__, _GRAD.__set__, _DATA.__set__])
 
 
+_ITEMS = frozenset({"__getitem__", "__setitem__"})
+
+
+def _is_of_all(indexed: Tensor, index: Any) -> bool:
+    """Whether an index looks at each element by itself: ``[:]``, ``[...]``, or a mask of all of them."""
+    if isinstance(index, Tensor):
+        with without_torch_function():
+            return index.dtype == torch.bool and index.shape == indexed.shape
+    return index is Ellipsis or (isinstance(index, slice) and index == slice(None))
+
+
 class Piece(Tensor):
     """A rank's piece of a gradient: for each element by itself it is as good as any, and for a norm it is not."""
 
@@ -206,7 +224,7 @@ class Piece(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", func)
         told = _OF_PARAMETER if issubclass(cls, ParameterPiece) else _OF_GRADIENT
-        if name in RESHAPED_IN_PLACE:
+        if name in RESHAPED_IN_PLACE or name in _BY_INDEX or (name in _ITEMS and not _is_of_all(*args[:2])):
             raise UnsupportedCapabilityError(f"{name} {told}")
         with without_torch_function():
             result = func(*args, **(kwargs or {}))

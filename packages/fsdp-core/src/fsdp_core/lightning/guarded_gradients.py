@@ -94,6 +94,15 @@ class GuardedGradients:
         finally:
             self.on()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context of the library's code that reads or writes pieces between two steps, such as a save."""
+        guarded = unguard_parameters(self._pieces())
+        try:
+            yield
+        finally:
+            guard_parameters(guarded)
+
     def _gradients(self) -> Iterator[Tensor | None]:
         """This rank's pieces of gradients that are plain tensors."""
         return (p.grad for p in self._held_pieces())

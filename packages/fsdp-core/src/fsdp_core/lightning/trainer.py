@@ -32,6 +32,7 @@ from fsdp_core.checkpoint.collective import together_each
 from fsdp_core.checkpoint.storage.joined import Paths, paths_of
 from fsdp_core.checkpoint.storage.recognition import holds_ours
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
+from fsdp_core.gradients.step_gradients import unguard_parameters
 from fsdp_core.gradients.step_writes import StepWrites, check_writes
 from fsdp_core.lightning.capabilities import check_loop, check_precision
 from fsdp_core.lightning.checkpoints.deferred_copies import copied_after
@@ -320,6 +321,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
                 check_hyper_parameters(datamodule, "datamodule_hyper_parameters")
             if self.num_nodes > 1 and not self.scattered_save:
                 check_folders_of(trainer, self.runtime)
+        unguard_parameters(module.parameters())  # of one that is sharded already
         sharded = self._shard_converted(module)
         sharded.follow_inner_passes(WeakMethod(self._note_inner_pass))
         gather_metrics_over_data(module, self.runtime)
@@ -433,6 +435,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
                 self._writes.stop()
                 self._writes = None
             self._gradients.off()
+            if not self._is_automatic:
+                self._gradients.guard_parameters()  # hooks come next
 
     def _check_writes(self, ranks: Runtime | None = None) -> None:
         self.sharded.keep_writes()
@@ -511,6 +515,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             self._in_eval_step = False
             self._gradients.off()
         self.sharded.reshard()
+        self._gradients.guard_parameters()
         return output
 
     def _follow_steps(self, optimizer: Optimizer) -> None:
@@ -545,6 +550,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         if self.is_stepping_by_hand:
             self.sharded.resume_forward()
             self._gradients.on()
+        elif self._blocking:
+            self._gradients.guard_parameters()  # no optimizer steps before the hooks
 
     def _note_inner_pass(self) -> None:
         """Note a backward pass in a step method of which Lightning does not know."""
@@ -561,10 +568,13 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         if self.fit_saves is not None:
             closure = copied_after(closure, self.fit_saves, optimizer)
         if not self.is_stepping_by_hand:
+            if not self._is_automatic:
+                self._gradients.off()  # a hook steps; otherwise the closure runs a training step, which ends so
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
             self._exact_resume.on_step(optimizer)
             self._unreduced.clear()
             sharded.reshard()
+            self._gradients.guard_parameters()
             return output
 
         def closure_inside_forward() -> Any:
@@ -636,6 +646,10 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         assert self.lightning_module is not None
         return self._in_eval_step or (self._in_step and not self.lightning_module.automatic_optimization)
 
+    @property
+    def _is_automatic(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module.automatic_optimization
+
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
         gather_metrics_over_data(self.lightning_module, self.runtime)  # its own hook may have made some
@@ -645,6 +659,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         self._training_loaders.start(self.lightning_module.trainer)
         self._exact_resume.before_first_batch(self.lightning_module.trainer)
         self._exact_resume.attempts.begin(self.lightning_module.trainer)
+        self._gradients.guard_parameters()
 
     def on_train_end(self) -> None:
         """Wait for pending saves, so that a failed one ends the fit like any other error."""
@@ -683,9 +698,11 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         if self.fit_saves is not None:
             self.fit_saves.finish_copying()  # of the last save: on_save_checkpoint() of this one may write to shards
         if self.state_dict_type == "full":
-            return whole_state(sharded)
+            with self._gradients.paused():
+                return whole_state(sharded)
         refuse_values_of_parts(True)  # in hooks, until the checkpoint is saved or a step begins
-        return sharded.model_state()
+        with self._gradients.paused():
+            return sharded.model_state()
 
     @normal_tensors()
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -702,7 +719,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
                 stacklevel=2,
             )
             strict = False  # the names are the same
-        self.sharded.load_model_state(checkpoint["state_dict"], strict)
+        with self._gradients.paused():
+            self.sharded.load_model_state(checkpoint["state_dict"], strict)
 
     def _other_dtypes(self, saved: Mapping[str, Any]) -> list[tuple[str, torch.dtype, torch.dtype]]:
         """Tensors that have another dtype in a checkpoint, if names are the same: their names, saved dtypes and own."""
@@ -720,14 +738,16 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return self.sharded.optimizer_state(plain)
+        with self._gradients.paused():
+            return self.sharded.optimizer_state(plain)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers; or, before a fit has set them up, do so as soon as it has."""
         if not self._has_set_up_optimizers:
             self._awaited_optimizer_states = checkpoint["optimizer_states"]
             return
-        load_optimizers(self, checkpoint["optimizer_states"], check_only=False)
+        with self._gradients.paused():
+            load_optimizers(self, checkpoint["optimizer_states"], check_only=False)
         assert self.lightning_module is not None
         self._training_loaders.progress_restored(self.lightning_module.trainer)
         self._exact_resume.take(checkpoint.get(KEY))
@@ -735,7 +755,9 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     def param_groups_added(self, optimizer: Optimizer) -> None:
         """Make an optimizer hold the shards of what it was given, and restore the state that a checkpoint has of it."""
         self._follow_added_parameters(optimizer, [self.sharded])
-        self.late_param_groups.restore(optimizer, self.sharded)
+        if self.late_param_groups.awaits(optimizer):
+            with self._gradients.paused():
+                self.late_param_groups.restore(optimizer, self.sharded)
 
     @property
     def fit_saves(self) -> AsyncSaves | None:
@@ -756,7 +778,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         if self.fit_saves is not None:
             self.fit_saves.wait()  # before memory is allocated for this one
             self.async_saved = {place.path: True}
-        save_checkpoint(self, place, checkpoint, storage_options, self._training_loaders, self._exact_resume)
+        with self._gradients.paused():
+            save_checkpoint(self, place, checkpoint, storage_options, self._training_loaders, self._exact_resume)
         if place.is_reported:
             self.wait_for_saves()
 
@@ -805,6 +828,8 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
             self.fit_saves.run(doing, run)
 
     def teardown(self) -> None:
+        if self._sharded_or_none is not None:
+            self._gradients.off()
         refuse_values_of_parts(False)
         use_split(None)
         self._preemption.finish()
@@ -820,6 +845,7 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         sharded = self._sharded_or_none
         if sharded is not None:
             sharded.reshard()
+            self._gradients.guard_parameters()
         self.accelerator.teardown()
         async_saves, self._fitting = self.fit_saves, False
         try:

@@ -167,8 +167,8 @@ class Sharded(ABC):
     def shows_piece(self, parameter: Tensor) -> bool:
         """Whether a parameter in a module is this rank's piece, as a plain tensor, and its library only assigns to it.
 
-        Adapters then refuse what users compute of it that is not elementwise, in a training step and in hooks between
-        a backward pass and an optimizer's step.
+        Adapters then refuse what users compute of it that is not elementwise, in a training step, in hooks between
+        two steps, and after a fit.
         """
         return False
 

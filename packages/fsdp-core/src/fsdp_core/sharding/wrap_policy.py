@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.wrap import marked
+from fsdp_core.sharding.recomputed_buffers import recomputing
 from fsdp_core.state.fqn import unwrap_compiled
 
 __all__ = [
@@ -124,8 +125,8 @@ def checkpoint_activations(
 ) -> int:
     """Make the matching submodules recompute their activations in the backward pass, in place.
 
-    The RNG state is preserved, so that dropout is the same in the recomputation. Names and classes of modules don't
-    change. Idempotent.
+    The RNG state is preserved, so that dropout is the same in the recomputation; buffers are written to once, and the
+    recomputation sees what they were. Names and classes of modules don't change. Idempotent.
 
     Args:
         module: The root.
@@ -155,7 +156,7 @@ def checkpoint_activations(
     for submodule in chosen:
         if "_fsdp_core_checkpointed" not in submodule.__dict__:
             submodule.__dict__["_fsdp_core_checkpointed"] = True
-            submodule.forward = functools.partial(recompute, submodule.forward)
+            submodule.forward = recomputing(submodule, recompute)
     return len(chosen)
 
 

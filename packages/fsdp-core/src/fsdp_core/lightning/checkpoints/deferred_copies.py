@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -90,12 +91,15 @@ def _overridden(of: object, base: type, more: Sequence[str]) -> list[str]:
 
 def copied_before_a_step(
     trainer: pl.Trainer, sharded: Sharded, optimizers: Sequence[Optimizer]
-) -> Callable[[Tensor], Tensor | None] | None:
+) -> Callable[[Tensor], Sequence[Tensor] | None] | None:
     """Return which tensors of a state may be copied until the optimizer's next step; ``None`` if none may be.
+
+    What is returned takes such a tensor and returns the tensors that count writes to it.
 
     They are large shards that are trained, and the optimizers' state of them. Buffers, which a forward pass may write
     to, unreduced gradients, and what is not trained, such as the weights of a teacher, are copied at once. A write
-    through a DTensor is counted there, and not at the part that this rank holds.
+    through a DTensor is counted there, one to the part that this rank holds (``weight.to_local()[rows] = …``) at that
+    part, and one to a parameter over a flat one at the parameter.
 
     Args:
         trainer: The Trainer.
@@ -104,19 +108,17 @@ def copied_before_a_step(
     """
     if hooks_that_may_write(trainer):
         return None
-    lasting: set[int] = set()
-    whole: dict[int, Tensor] = {}
+    sharing: dict[int, dict[int, list[Tensor]]] = {}  # by where storages are, and by where tensors begin
     for tensor in _shards_and_state(sharded, optimizers):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if local.device.type == "cpu":
-            lasting.add(local.untyped_storage().data_ptr())
-            if isinstance(tensor, DTensor):
-                whole[local.data_ptr()] = tensor
+            of_storage = sharing.setdefault(local.untyped_storage().data_ptr(), {})
+            of_storage.setdefault(local.data_ptr(), []).extend([tensor] if local is tensor else [tensor, local])
 
-    def watched(tensor: Tensor) -> Tensor | None:
-        if tensor.nbytes < _SMALL or tensor.untyped_storage().data_ptr() not in lasting:
+    def watched(tensor: Tensor) -> Sequence[Tensor] | None:
+        if tensor.nbytes < _SMALL or (found := sharing.get(tensor.untyped_storage().data_ptr())) is None:
             return None
-        return whole.get(tensor.data_ptr(), tensor)
+        return [tensor, *found.get(tensor.data_ptr(), chain.from_iterable(found.values()))]
 
     return watched
 

@@ -90,6 +90,10 @@ class LateParamGroups:
             self._pending[optimizer] = late
             _call_when_added(optimizer, appeared)
 
+    def awaits(self, optimizer: Optimizer) -> bool:
+        """Whether some of an optimizer's saved param groups are not restored yet."""
+        return optimizer in self._pending
+
     def restore(self, optimizer: Optimizer, sharded: Sharded) -> None:
         """Restore the state of those param groups that the optimizer holds by now.
 

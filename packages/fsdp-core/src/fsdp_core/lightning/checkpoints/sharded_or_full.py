@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -126,7 +126,7 @@ def write_folder(
     *,
     kinds: Mapping[str, str],
     aliases: Mapping[str, str],
-    deferred: Callable[[Tensor], Tensor | None] | None = None,
+    deferred: Callable[[Tensor], Sequence[Tensor] | None] | None = None,
 ) -> None:
     """Write each rank's part of a sharded folder. All ranks must call it.
 

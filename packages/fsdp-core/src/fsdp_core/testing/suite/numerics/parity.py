@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.sharding.wrap_policy import describe_policy
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained, train_plain
+from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, Trained, train_plain
+from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.base_class import Clauses, requires, with_options
-from fsdp_core.testing.training import fabric_fit, fit
+from fsdp_core.testing.training import fabric_fit, fit, new_fabric, whole_batches
 
-__all__ = ["NumbersSuite", "assert_numbers_alone", "assert_same", "options_id"]
+__all__ = ["NumbersSuite", "assert_buffers_alone", "assert_numbers_alone", "assert_same", "options_id"]
 
 
 def assert_same(got: list[Trained], want: Trained) -> None:
@@ -33,6 +36,66 @@ def assert_numbers_alone(ranks: Ranks, tmp_path: Path, strategy: str, options: M
     """Assert that options don't change losses and weights. Backends may pass their own options."""
     got = ranks.run(2, fit, strategy, str(tmp_path), 2, 3, "momentum", options)
     assert_same(got, train_plain(3, oracle.momentum))
+
+
+class Remembering(nn.Module):
+    """A block whose output depends on buffers that it writes to: in place, by assignment, and through ``.data``."""
+
+    seen: Tensor
+    drift: Tensor
+    mask: Tensor
+    queue: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("drift", torch.ones(FEATURES))
+        self.register_buffer("mask", torch.ones(600, 600))  # of more than 1 MiB
+        self.register_buffer("queue", torch.ones(600, 600))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.drift / (1 + self.seen) * self.queue[0, 0] * self.mask[0, 0]
+        output: Tensor = x + torch.tanh(self.norm(self.linear(x))) * scale
+        if self.training:
+            self.seen = self.seen + 0.25
+            with torch.no_grad():
+                self.drift.lerp_(output.mean(0), 0.1)
+            self.queue.data[0] *= 0.9
+        return output
+
+
+def _new_remembering() -> nn.Sequential:
+    with oracle.seeded(2):
+        return nn.Sequential(*(Remembering() for _ in range(2)))
+
+
+def _remember(strategy: str, options: Mapping[str, Any]) -> Trained:
+    """Train on the same batches on all ranks, with activations that are computed again."""
+    recomputed = {"auto_wrap_policy": {Remembering}, "activation_checkpointing_policy": {Remembering}}
+    fabric = new_fabric(strategy, 2, {**recomputed, **options})
+    net = _new_remembering()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    losses = []
+    for x, y in whole_batches(fabric, 4):
+        loss = mse_loss(model(x), y)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, full_state(fabric.strategy)
+
+
+def assert_buffers_alone(ranks: Ranks, strategy: str, options: Mapping[str, Any]) -> None:
+    """Assert that recomputation writes to no buffer. Backends may pass their own options."""
+    losses, want = train_plain(4, oracle.momentum, net=_new_remembering())
+    got = ranks.run(2, _remember, strategy, options)
+    if "xla" in strategy:  # whose batch norm keeps the biased variance, unlike torch's
+        for state in (want, *(state for _, state in got)):
+            for name in [name for name in state if name.endswith("running_var")]:
+                del state[name]
+    assert_same(got, (losses, want))
 
 
 def options_id(options: Mapping[str, Any]) -> str:
@@ -116,3 +179,8 @@ class NumbersSuite(Clauses):
     def test_options_leave_numbers_alone(self, ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
         """The option must not change losses or weights."""
         assert_numbers_alone(ranks, tmp_path, self.strategy, options)
+
+    @requires(Capability.ACTIVATION_CHECKPOINTING)
+    def test_recomputation_leaves_buffers_alone(self, ranks: Ranks) -> None:
+        """Where activations are computed again, buffers must be written to once, and be read as the first time."""
+        assert_buffers_alone(ranks, self.strategy, {})

@@ -1,0 +1,149 @@
+"""Buffers of modules that compute their forward pass again: the second time, they see what the first has seen.
+
+torch's checkpoint calls a forward pass twice, and what that adds to a buffer is added twice: a batch norm counts each
+batch twice, and its running statistics move twice as fast. And where what is computed depends on a buffer that the
+forward pass writes to, as on the vectors of a spectral norm, gradients would be those of another forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.torch_private import buffers_of, times_written, without_dispatch_modes
+
+__all__ = ["recomputing"]
+
+#: In bytes. Smaller buffers are copied before each forward pass: kernels of batch norms count no writes. Larger ones,
+#: such as masks, are copied until a forward pass has left them as they were, and again once a write was counted.
+_SMALL = 2**20
+
+#: The buffers of some modules, each module's by name.
+_Values = Sequence[dict[str, Tensor | None]]
+
+
+def recomputing(module: nn.Module, recompute: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward pass of a module that recomputes, so that only the first computation of a call writes to buffers.
+
+    Args:
+        module: The module. Buffers of its submodules are meant too.
+        recompute: Calls its first argument with the others, and again in the backward pass.
+    """
+    return partial(_forward, recompute, module.forward, module, _Buffers(module))
+
+
+def _forward(
+    recompute: Callable[..., Any],
+    forward: Callable[..., Any],
+    module: nn.Module,
+    buffers: _Buffers,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if not torch.compiler.is_compiling() and not (any(buffers.held) and torch.is_grad_enabled()):
+        return recompute(forward, *args, **kwargs)
+    return recompute(_Call(forward, module, buffers), *args, **kwargs)
+
+
+class _Buffers:
+    """The buffers of a module and its submodules.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        held: What modules hold.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.held: _Values = [buffers_of(submodule) for submodule in module.modules()]
+        self._unwritten: dict[tuple[int, str], tuple[Tensor, int]] = {}  # large ones, and how often they were written
+
+    def copies(self) -> _Values:
+        """What they are now. Of large ones that no forward pass has written to, the buffers themselves."""
+        return [{name: self._copy((i, name), buffer) for name, buffer in of.items()} for i, of in enumerate(self.held)]
+
+    def look_at(self, before: _Values) -> None:
+        """Look, after a forward pass, at which large ones it has written to.
+
+        Args:
+            before: What :meth:`copies` returned before it. Copies that nobody needs are left out.
+
+        Raises:
+            UnsupportedCapabilityError: It has written to one that is not among the copies.
+        """
+        for i, (now, then) in enumerate(zip(self.held, before, strict=True)):
+            for name, copied in then.items():
+                if copied is None or copied.nbytes <= _SMALL or copied.device.type == "xla":
+                    continue
+                buffer, key = now.get(name), (i, name)
+                if key in self._unwritten:
+                    if not self._is_as_noted(key, buffer):
+                        raise _written_late(self._module, name)
+                elif type(buffer) is Tensor and torch.equal(buffer, copied):
+                    self._unwritten[key] = buffer, times_written(buffer)
+                    then[name] = buffer
+
+    def _copy(self, key: tuple[int, str], buffer: Tensor | None) -> Tensor | None:
+        if buffer is None or self._is_as_noted(key, buffer):
+            return buffer
+        self._unwritten.pop(key, None)  # it was written to between two calls
+        return buffer.detach().clone().requires_grad_(buffer.requires_grad)
+
+    def _is_as_noted(self, key: tuple[int, str], buffer: Tensor | None) -> bool:
+        noted, written = self._unwritten.get(key, (None, 0))
+        return noted is not None and noted is buffer and times_written(noted) == written
+
+
+class _Call:
+    """A call of a module: the first time as it is, and then over what the buffers were the first time.
+
+    Args:
+        forward: The module's forward pass.
+        module: The module.
+        buffers: Its buffers.
+    """
+
+    def __init__(self, forward: Callable[..., Any], module: nn.Module, buffers: _Buffers) -> None:
+        self.__self__ = module  # as a method has, which tells whose weights are used
+        self._forward, self._buffers = forward, buffers
+        self._before: _Values | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # what is compiled writes to buffers once, however often it computes
+            return self._forward(*args, **kwargs)
+        if self._before is None:
+            with without_dispatch_modes():  # one of which counts operations, to find the results that it has kept
+                self._before = self._buffers.copies()
+            output = self._forward(*args, **kwargs)
+            self._buffers.look_at(self._before)
+            return output
+        held = self._buffers.held
+        now = [dict(of) for of in held]
+        same: dict[int, Tensor | None] = {}  # a buffer of two modules stays one
+        with without_dispatch_modes():
+            for of, current, before in zip(held, now, self._before, strict=True):
+                for name, value in before.items():
+                    key = id(current.get(name))
+                    if key not in same:
+                        same[key] = value if value is None or value is current.get(name) else value.clone()
+                    of[name] = same[key]
+        try:
+            return self._forward(*args, **kwargs)
+        finally:  # torch leaves it early, by an exception
+            for of, current in zip(held, now, strict=True):
+                of.update(current)
+
+
+def _written_late(module: nn.Module, name: str) -> UnsupportedCapabilityError:
+    return UnsupportedCapabilityError(
+        f"a forward pass of {type(module).__name__}, which recomputes its activations, has written to the buffer "
+        f"{name!r}, which it did not do at first: no copy was kept for the recomputation.\n"
+        "Leave the module out of activation_checkpointing_policy, or let it write to the buffer from the first step on."
+    )

@@ -1,0 +1,135 @@
+"""What hooks and code after a fit compute of a rank's pieces of parameters is refused, unless it is elementwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.testing import RankPool
+from fsdp_core.testing.oracle import FEATURES
+from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.state import full_state
+from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter of low rank, as PEFT builds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(FEATURES, FEATURES).requires_grad_(False)
+        self.down = nn.Linear(FEATURES, 2, bias=False)
+        self.up = nn.Linear(2, FEATURES, bias=False)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.base(x) + self.up(self.down(x))
+
+    def merge(self) -> None:
+        self.base.weight.data += self.up.weight @ self.down.weight
+
+    def shrink(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.9).clamp_(-1.0, 1.0)
+
+
+class Merging(Lit):
+    """Merges the adapter in one of its hooks, and in all of them changes elements by themselves."""
+
+    def __init__(self, hook: str, automatic: bool) -> None:
+        super().__init__("sgd")
+        self.net = Adapted()
+        self.automatic_optimization = automatic
+        self.told: list[str] = []
+        self.hook = hook
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def called(self, hook: str) -> None:
+        if hook == self.hook:
+            self.told.append(refusal(UnsupportedCapabilityError, self.net.merge))
+            self.net.shrink()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.called("on_train_batch_start")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.called("on_train_batch_end")
+
+    def on_validation_epoch_end(self) -> None:
+        self.called("on_validation_epoch_end")
+
+    def on_train_epoch_end(self) -> None:
+        self.called("on_train_epoch_end")
+
+    def on_fit_end(self) -> None:
+        self.called("on_fit_end")
+
+
+def merged(tmp: str, hook: str, automatic: bool, accumulate: int) -> list[str]:
+    module = Merging(hook, automatic)
+    run = new_trainer(tmp, "fsdp_native", 2, {"auto_wrap_policy": None}, accumulate_grad_batches=accumulate)
+    run.fit(module, loader(2, 2), loader(1, 2))
+    if hook == "after the fit":
+        module.called(hook)
+        run.fit(module, loader(2, 2), loader(1, 2))  # goes on as ever
+    return module.told
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_fit_end", "after the fit"]
+)
+@pytest.mark.parametrize(("automatic", "accumulate"), [(True, 1), (True, 2), (False, 1)])
+def test_merging_pieces_between_steps_is_refused(
+    ranks: RankPool, tmp_path: Path, hook: str, automatic: bool, accumulate: int
+) -> None:
+    for told in ranks.run(2, merged, str(tmp_path), hook, automatic, accumulate):
+        assert told
+        for message in told:
+            assert_says(message, "matmul", "this rank's piece", "gathered(module)")
+
+
+def written_by_index() -> tuple[list[str], list[float]]:
+    fabric = new_fabric("fsdp_native", 2, {"auto_wrap_policy": None})
+    net = nn.Sequential(nn.Linear(FEATURES, FEATURES, bias=False))
+    fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    weight = net[0].weight
+    with torch.no_grad():
+        weight[:] = 2.0
+        weight[...] *= 0.5
+        weight.data[weight.data > 0.5] = 3.0
+
+    def assign() -> None:
+        with torch.no_grad():
+            weight[0:1] = 0.0
+
+    told = [
+        refusal(UnsupportedCapabilityError, write)
+        for write in (
+            assign,
+            lambda: weight.data.__setitem__(torch.tensor([0]), 0.0),
+            lambda: weight.data.index_fill_(0, torch.tensor([0]), 0.0),
+            lambda: weight.detach().tril_(),
+        )
+    ]
+    return told, full_state(fabric.strategy)["0.weight"].flatten().tolist()
+
+
+def test_rows_of_a_piece_are_refused(ranks: RankPool) -> None:
+    """An index counts from the piece's beginning; what looks at each element by itself is right."""
+    for told, values in ranks.run(2, written_by_index):
+        for message in told:
+            assert_says(message, "this rank's piece", "gathered(module)")
+        assert values == [3.0] * FEATURES**2
