@@ -68,6 +68,8 @@ class ZeRO1Backend(Backend):
 
 
 def _refuse_whole(roots: list[ZeRO1Sharded], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for sharded in roots:
+        sharded.reshard()  # a step must change what the module computes with
     shards = {shard for sharded in roots for shard in sharded.layout()}
     if not all(p in shards for group in optimizer.param_groups for p in group["params"]):
         raise OptimizerMismatchError(

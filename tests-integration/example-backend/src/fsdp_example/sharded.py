@@ -110,11 +110,10 @@ class ZeRO1Sharded(Sharded):
         finally:
             self.step.on = True
 
-    def follow_assignments(self) -> None:
+    def reshard(self) -> None:
         """Let shards share memory again with parameters to which the module has assigned other memory."""
         for whole, shard in self.shards.items():
-            (part,) = self.parts[shard]
-            run = _run(whole, part.range)
+            run = _run(whole, self.parts[shard][0].range)
             if run.data_ptr() != shard.data_ptr():
                 shard.data = run
 
@@ -150,6 +149,7 @@ class ZeRO1Sharded(Sharded):
     # -- state -----------------------------------------------------------------------------------------------------
 
     def model_state(self) -> dict[str, Any]:
+        self.reshard()
         first = self.aliases()
         own = {part.name: part.of(shard) for shard, (part,) in self.parts.items()}
         return {name: own.get(first.get(name, name), value) for name, value in super().model_state().items()}
@@ -201,12 +201,10 @@ def _reduce(root: nn.Module) -> None:
 
 def _follow_forward(root: nn.Module, args: Any, output: Any) -> None:
     if isinstance(sharded := sharded_of(root), ZeRO1Sharded):
-        sharded.follow_assignments()
         sharded.resume_forward()
 
 
 def _follow_whole(root: nn.Module, args: Any) -> None:
-    """Let shards require gradients as the parameters do, which the user may have frozen or unfrozen since."""
     if isinstance(sharded := sharded_of(root), ZeRO1Sharded):
-        for whole, shard in sharded.shards.items():
+        for whole, shard in sharded.shards.items():  # which the user may have frozen or unfrozen
             shard.requires_grad_(whole.requires_grad)
