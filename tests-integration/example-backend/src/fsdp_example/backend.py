@@ -23,9 +23,7 @@ class ZeRO1Backend(Backend):
     The end of a backward pass reduce-scatters the gradients; a step of the optimizer changes this rank's runs and
     ends with an all-gather.
 
-    Args:
-        activation_checkpointing_policy: Which submodules recompute their activations in the backward pass.
-        sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation.
+    Its arguments are the options of :class:`fsdp_example.constructor.ZeRO1Options`.
     """
 
     accelerators = ("cpu",)
