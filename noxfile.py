@@ -155,11 +155,13 @@ def launchers(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def example(session: nox.Session) -> None:
-    """Run the whole suite over a stranger's package, `tests-integration/example-backend/`."""
-    folder = "tests-integration/example-backend"
+    """Run the whole suite over strangers' packages, `tests-integration/example-backend/` and `example-zero2/`."""
     python = envs.make_layer(session, "example", [PACKAGES["fsdp-core"]])
-    envs.install_with_pip(session, python, "--no-deps", "--no-build-isolation", f"--editable=./{folder}")
-    session.run(python, "-m", "pytest", *CLAUSES_SIDE_BY_SIDE, f"{folder}/tests", *session.posargs)
+    folders = ("tests-integration/example-backend", "tests-integration/example-zero2")
+    for folder in folders:
+        envs.install_with_pip(session, python, "--no-deps", "--no-build-isolation", f"--editable=./{folder}")
+    for folder in folders:  # one after the other, for the files have one name
+        session.run(python, "-m", "pytest", *CLAUSES_SIDE_BY_SIDE, f"{folder}/tests", *session.posargs)
 
 
 @nox.session(python=False)

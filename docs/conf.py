@@ -30,7 +30,7 @@ html_css_files = ["pages.css"]
 html_js_files = ["pages.js"]
 html_show_copyright = False
 
-myst_enable_extensions = ["colon_fence", "deflist", "smartquotes"]
+myst_enable_extensions = ["alert", "deflist", "smartquotes"]
 myst_heading_anchors = 3
 
 autodoc_typehints = "signature"

@@ -6,11 +6,15 @@ import html
 import inspect
 import re
 import runpy
+from functools import cache
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
 from sphinx.ext.autodoc.mock import mock
 from sphinx.util.inventory import InventoryFile
 
@@ -20,6 +24,15 @@ from fsdp_core import StrategyInfo
 DOCS = Path(__file__).parent
 README = DOCS.parent / "README.md"
 BUILT = DOCS / "_build/html"
+GITHUB = MarkdownIt("gfm-like2", {"linkify": False})
+# Pages that GitHub shows: all but the first of the site, and those that Sphinx writes from docstrings.
+PLAIN = [
+    README,
+    DOCS.parent / "CONTRIBUTING.md",
+    *sorted(DOCS.parent.glob("packages/*/README.md")),
+    *sorted(page for page in DOCS.glob("*.md") if page.name not in ("index.md", "model-outside-steps.md")),
+    *sorted(DOCS.glob("strategies/*.md")),
+]
 
 
 def infos() -> list[StrategyInfo]:
@@ -94,3 +107,62 @@ def test_links_of_the_readme_lead_somewhere() -> None:
         assert (README.parent / parts.path).exists(), link
         built = (BUILT / Path(parts.path).relative_to("docs")).with_suffix(".html") if parts.fragment else None
         assert built is None or f'id="{parts.fragment}"' in built.read_text(encoding="utf-8"), link
+
+
+@pytest.mark.parametrize("page", PLAIN, ids=lambda page: str(page.relative_to(DOCS.parent)))
+def test_pages_read_right_as_plain_markdown(page: Path) -> None:
+    tokens = [*GITHUB.parse(page.read_text(encoding="utf-8"))]
+    tokens += [inner for token in tokens for inner in token.children or ()]
+    fences = [token for token in tokens if token.type in ("fence", "code_block")]
+    assert [token.info for token in fences if token.info.startswith("{")] == [], "directives"
+    assert [token.map for token in fences if not token.content.strip()] == [], "empty blocks"
+    words = "\n".join(token.content for token in tokens if token.type == "text")
+    assert re.findall(r"\{[a-z:-]+\}$|^:{3,}.*|^\([\w-]+\)=.*|^% .*|^\[![A-Z]+\]", words, re.MULTILINE) == [], (
+        "roles, targets"
+    )
+    assert re.findall(r"^\|.*\|$", words, re.MULTILINE) == [], "tables that are none"
+
+
+@pytest.mark.parametrize("page", PLAIN, ids=lambda page: str(page.relative_to(DOCS.parent)))
+def test_links_lead_somewhere_on_github(page: Path) -> None:
+    astray = []
+    for link in links_and_pictures(GITHUB.parse(page.read_text(encoding="utf-8"))):
+        parts = urlsplit(link)
+        if parts.scheme:
+            continue
+        target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+        if not target.exists() or (parts.fragment and unquote(parts.fragment) not in anchors_on_github(target)):
+            astray.append(link)
+    assert astray == []
+
+
+def test_what_the_readme_links_to_is_among_them() -> None:
+    links = links_and_pictures(GITHUB.parse(README.read_text(encoding="utf-8")))
+    linked = {(README.parent / urlsplit(link).path).resolve() for link in links if urlsplit(link).path.endswith(".md")}
+    assert len(linked) > 12
+    assert linked - set(PLAIN) == set()
+
+
+def links_and_pictures(tokens: list[Token]) -> list[str]:
+    every = [*tokens, *(inner for token in tokens for inner in token.children or ())]
+    return [str(token.attrs[name]) for token in every for name in ("href", "src") if name in token.attrs] + [
+        link
+        for token in every
+        if token.type.startswith("html")
+        for link in re.findall(r'(?:src|srcset|href)="([^"]+)"', token.content)
+    ]
+
+
+@cache
+def anchors_on_github(page: Path) -> set[str]:
+    """Those that GitHub gives to headings: lower case, words joined by hyphens, with a number where one comes again."""
+    anchors: list[str] = []
+    tokens = GITHUB.parse(page.read_text(encoding="utf-8"))
+    for opening, heading in pairwise(tokens):
+        if opening.type == "heading_open":
+            words = "".join(inner.content for inner in heading.children or () if inner.type in ("text", "code_inline"))
+            anchors.append(re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-"))
+    return {
+        *anchors,
+        *(f"{anchor}-{anchors[:i].count(anchor)}" for i, anchor in enumerate(anchors) if anchor in anchors[:i]),
+    }

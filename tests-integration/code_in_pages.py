@@ -1,4 +1,4 @@
-"""Code of the example in docs/writing-a-backend.md, which is read as plain Markdown too, and so includes no file.
+"""Code of files in pages, which are read as plain Markdown too, as on GitHub, and so include no file.
 
 A comment before each block says where it is from: a file, and a function of it, or the words between which it lies. To
 write the blocks anew: ``python tests-integration/code_in_pages.py``.
@@ -11,20 +11,25 @@ import re
 import textwrap
 from pathlib import Path
 
-__all__ = ["PAGE", "part_of", "renewed"]
+__all__ = ["PAGES", "part_of", "renewed"]
 
-PAGE = Path(__file__).parents[1] / "docs/writing-a-backend.md"
+_DOCS = Path(__file__).parents[1] / "docs"
 
-_EXAMPLE = Path(__file__).parent / "example-backend"
-_BLOCK = re.compile(r"(<!-- (\S+\.(?:py|toml))([^\n]*) -->\n\n```\w+\n).*?(\n```)", re.DOTALL)
+PAGES = {  # and where their files are
+    _DOCS / "writing-a-backend.md": Path(__file__).parent / "example-backend",
+    _DOCS / "lightning-cli.md": _DOCS,
+    _DOCS / "many-machines.md": _DOCS,
+}
+
+_BLOCK = re.compile(r"(<!-- (\S+\.(?:py|toml|yaml))([^\n]*) -->\n\n```\w+\n).*?(^```)", re.DOTALL | re.MULTILINE)
 
 
-def renewed(page: str) -> str:
-    """A page whose blocks are as they stand where they say that they are from."""
+def renewed(page: str, folder: Path) -> str:
+    """A page whose blocks are as they stand where they say that they are from, in a folder."""
 
     def block(found: re.Match[str]) -> str:
         before, file, part, after = found.groups()
-        return f"{before}{part_of((_EXAMPLE / file).read_text(encoding='utf-8'), part)}{after}"
+        return f"{before}{part_of((folder / file).read_text(encoding='utf-8'), part)}\n{after}"
 
     return _BLOCK.sub(block, page)
 
@@ -54,4 +59,5 @@ def _lines_of(text: str, name: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page, folder in PAGES.items():
+        page.write_text(renewed(page.read_text(encoding="utf-8"), folder), encoding="utf-8")

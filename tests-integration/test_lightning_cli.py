@@ -41,7 +41,7 @@ def test_the_page_has_a_file_for_each_strategy() -> None:
         "moved",
     ]
     assert list(FILES) == [f"{name}.yaml" for name in named]
-    assert "literalinclude} examples/cli.py" in PAGE
+    assert SCRIPT.read_text(encoding="utf-8") in PAGE
     assert 'pip install "jsonargparse[signatures]"' in PAGE  # without which Lightning's command line is not there
 
 

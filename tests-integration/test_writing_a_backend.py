@@ -1,25 +1,31 @@
-"""docs/writing-a-backend.md can be read without Sphinx, and what it shows and lists is so."""
+"""What docs/writing-a-backend.md shows and lists is so, and what other pages show of files."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from code_in_pages import PAGE, part_of, renewed
+import pytest
+
+from code_in_pages import PAGES, part_of, renewed
 from fsdp_core import Capability
 
+PAGE, EXAMPLE = next(iter(PAGES.items()))
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
-def test_its_code_is_the_examples() -> None:
-    assert renewed(TEXT) == TEXT, "type: python tests-integration/code_in_pages.py"
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_its_code_is_that_of_files(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert re.findall(r"^<!-- \S+\.\w+.* -->$", text, re.MULTILINE)
+    assert renewed(text, PAGES[page]) == text, "type: python tests-integration/code_in_pages.py"
+
+
+def test_all_code_is_the_examples() -> None:
     told = re.findall(r"^<!-- (.*) -->$", TEXT, re.MULTILINE)
     assert len(told) >= 17, told
     assert len(re.findall(r"^```(?:python|toml)$", TEXT, re.MULTILINE)) == len(told), "a block hides where it is from"
-    assert renewed(TEXT.replace("def layout(self", "def layuot(self")) == TEXT
-
-
-def test_it_is_plain_markdown() -> None:
-    assert not re.findall(r"^(?:```|:::)\{.*", TEXT, re.MULTILINE), "directives show nothing outside of Sphinx"
+    assert renewed(TEXT.replace("def layout(self", "def layuot(self"), EXAMPLE) == TEXT
 
 
 def test_a_part_is_what_its_comment_says() -> None:

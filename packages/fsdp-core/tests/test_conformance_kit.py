@@ -196,6 +196,32 @@ def test_what_runs_and_what_the_report_says_of_it(tiny: Site) -> None:
         assert "http" not in html.replace("http-equiv", "")
 
 
+def test_an_interrupted_run_reports_what_it_has_run(tiny: Site) -> None:
+    """With pytest-xdist too, whose workers then send nothing at their end."""
+    source = """
+        import os, signal, time
+
+        class TestTiny(Suite):
+            strategy = "tiny"
+            expected_failures = {"test_is_wrong": "so it is", "test_of_two[2]": "it can't count further"}
+
+        def test_that_takes_long():
+            time.sleep(1)  # until what has run is reported
+            os.kill(INTERRUPTED(), signal.SIGINT)
+            time.sleep(60)
+    """
+    for distribution, interrupted in (((), "os.getpid"), (("-n", "1"), "os.getppid")):
+        own = source.replace("INTERRUPTED", interrupted)
+        done = pytest_on(tiny, own, "--fsdp-report=found/r.json", *distribution)
+        assert done.returncode == pytest.ExitCode.INTERRUPTED, done.stdout + done.stderr
+        (suite,) = json.loads((tiny.path / "found" / "r.json").read_text())["suites"]
+        assert suite["verdict"] == "incomplete"
+        assert (suite["totals"]["passed"], suite["totals"]["failed as expected"]) == (6, 2)
+        results = {one["name"]: one["result"] for one in suite["capabilities"]}
+        assert results["clip_by_norm"] == "works, as far as run"
+        (tiny.path / "found" / "r.json").unlink()
+
+
 def test_an_expected_failure_that_passes_fails(tiny: Site) -> None:
     source = """
         class TestTiny(Suite):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -37,3 +40,21 @@ def test_shared_buffers_that_are_not_saved_have_no_further_names() -> None:
     table.register_buffer("count", torch.zeros(()))
     layers = nn.ModuleDict({name: nn.ModuleDict({"table": table}) for name in ("a", "b")})
     assert aliases(layers) == {"b.table.count": "a.table.count"}
+
+
+def test_where_torch_can_not_change_a_parameters_device_the_module_gets_another() -> None:
+    """As on devices of vendors (PrivateUse1). torch refuses the same for the meta device."""
+    tied = nn.Linear(3, 3)
+    model = nn.ModuleList([tied, nn.Linear(3, 3), nn.Linear(2, 3)])
+    model[1].weight = tied.weight
+    model[2].weight.requires_grad_(False)
+    before = list(model.parameters())
+    runtime: Any = SimpleNamespace(device=torch.device("meta"), broadcast=lambda tensor: tensor)
+
+    place(list(model.modules()), runtime, init=lambda module: None)
+
+    assert [p.device.type for p in model.parameters()] == ["meta"] * len(before)
+    assert model[1].weight is tied.weight
+    assert not model[2].weight.requires_grad
+    assert model[2].bias.requires_grad
+    assert [p.device.type for p in before] == ["cpu"] * len(before)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_core.testing import RankError, RankPool
+from fsdp_core.testing.forking import PATIENCE
 
 
 def leave_variables() -> None:
@@ -102,6 +103,13 @@ def test_an_error_begins_with_what_has_become_of_a_rank_that_raised_nothing() ->
             ranks.run(1, time.sleep, 60, timeout=0.1)
         with pytest.raises(RankError, match=r"^(\w+\.)*(AttributeError|PicklingError): Can't pickle"):
             ranks.run(1, answer_with, 1)
+
+
+def test_a_time_limit_can_be_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For slow devices, by whoever runs the suite."""
+    monkeypatch.setenv(PATIENCE, "0.001")
+    with RankPool() as ranks, pytest.raises(RankError, match=r"^no answer within 0.1 s\n"):
+        ranks.run(1, time.sleep, 60, timeout=100)
 
 
 def crash(told: str) -> None:

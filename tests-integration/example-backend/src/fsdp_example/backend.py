@@ -23,9 +23,7 @@ class ZeRO1Backend(Backend):
     The end of a backward pass reduce-scatters the gradients; a step of the optimizer changes this rank's runs and
     ends with an all-gather.
 
-    Args:
-        activation_checkpointing_policy: Which submodules recompute their activations in the backward pass.
-        sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation.
+    Its arguments are the options of :class:`fsdp_example.constructor.ZeRO1Options`.
     """
 
     accelerators = ("cpu",)
@@ -68,6 +66,8 @@ class ZeRO1Backend(Backend):
 
 
 def _refuse_whole(roots: list[ZeRO1Sharded], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for sharded in roots:
+        sharded.reshard()  # a step must change what the module computes with
     shards = {shard for sharded in roots for shard in sharded.layout()}
     if not all(p in shards for group in optimizer.param_groups for p in group["params"]):
         raise OptimizerMismatchError(

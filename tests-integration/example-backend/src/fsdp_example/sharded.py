@@ -41,10 +41,7 @@ class ZeRO1Sharded(Sharded):
         runtime: The ranks.
 
     Attributes:
-        ranks: How many there are.
-        whole: The module's parameters, by name.
-        shards: The shard of each parameter.
-        parts: Which elements of which parameter each shard has.
+        whole: The module's parameters, by name; ``shards`` has the shard of each, and ``parts`` which elements that is.
         end: The end of each backward pass, where gradients are reduced.
         step: What whole parameters show for their gradients, but in a backward pass: those of their shards.
     """
@@ -67,8 +64,10 @@ class ZeRO1Sharded(Sharded):
             self.step.follow(whole, shard, is_part=False)
         ended = partial(Sharded.inner_pass_ended, self)  # a pass whose gradients wait, perhaps inside a step
         self.end = EndOfBackward(list(self.whole.values()), root, partial(_reduce, root), otherwise=ended)
+        self.gathered = self.versions()
         root.register_forward_pre_hook(_follow_whole)
-        root.register_forward_hook(_follow_forward, always_call=True)
+        for module in root.modules():
+            module.register_forward_pre_hook(partial(_gather_written, root))
 
     def layout(self) -> Layout:
         return self.parts
@@ -78,9 +77,9 @@ class ZeRO1Sharded(Sharded):
 
     def reduce(self) -> None:
         """Add the mean of what the ranks have computed to the gradients of the shards."""
-        trained = [whole for whole in self.whole.values() if whole.requires_grad]
-        has = self.runtime.all_reduce(torch.tensor([float(whole.grad is not None) for whole in trained]), "max")
-        used = [whole for whole, some_rank_has in zip(trained, has.tolist(), strict=True) if some_rank_has]
+        every = self.whole.values()  # also what was frozen since it got a gradient
+        has = self.runtime.all_reduce(torch.tensor([float(whole.grad is not None) for whole in every]), "max")
+        used = [whole for whole, some_rank_has in zip(every, has.tolist(), strict=True) if some_rank_has]
         if not used:
             return
         gradients = [torch.zeros_like(w) if w.grad is None else w.grad.detach() for w in used]
@@ -100,6 +99,10 @@ class ZeRO1Sharded(Sharded):
         columns = rows.split([run.numel() for run in own], dim=1)
         for whole, runs in zip(self.shards, columns, strict=True):
             whole.data.copy_(runs.reshape(-1)[: whole.numel()].view(whole.shape))
+        self.gathered = self.versions()
+
+    def versions(self) -> list[int]:
+        return [shard._version for shard in self.shards.values()]  # how often each was written to
 
     @contextmanager
     def own_gradients(self) -> Iterator[None]:
@@ -110,11 +113,10 @@ class ZeRO1Sharded(Sharded):
         finally:
             self.step.on = True
 
-    def follow_assignments(self) -> None:
+    def reshard(self) -> None:
         """Let shards share memory again with parameters to which the module has assigned other memory."""
         for whole, shard in self.shards.items():
-            (part,) = self.parts[shard]
-            run = _run(whole, part.range)
+            run = _run(whole, self.parts[shard][0].range)
             if run.data_ptr() != shard.data_ptr():
                 shard.data = run
 
@@ -139,7 +141,7 @@ class ZeRO1Sharded(Sharded):
                 whole.grad = shard.grad = None
 
     def abandon_forward(self) -> None:
-        """Nothing is gathered for a forward pass."""
+        self.resume_forward()  # and nothing is gathered for one
 
     def mend_interrupted(self) -> None:
         if self.end.interrupted:
@@ -150,6 +152,7 @@ class ZeRO1Sharded(Sharded):
     # -- state -----------------------------------------------------------------------------------------------------
 
     def model_state(self) -> dict[str, Any]:
+        self.reshard()
         first = self.aliases()
         own = {part.name: part.of(shard) for shard, (part,) in self.parts.items()}
         return {name: own.get(first.get(name, name), value) for name, value in super().model_state().items()}
@@ -177,8 +180,7 @@ class ZeRO1Sharded(Sharded):
                     fill(whole.grad, own[name](), cast=True)
 
     def _size(self, whole: Tensor) -> int:
-        """How many elements each rank has, the last ones perhaps fewer."""
-        return ceil(whole.numel() / self.ranks)
+        return ceil(whole.numel() / self.ranks)  # the last ones perhaps have fewer
 
     def _rows(self, tensors: list[Tensor]) -> Tensor:
         """Whole tensors as one row for each rank, which holds its runs of all of them."""
@@ -195,18 +197,17 @@ def _run(whole: Tensor, elements: FlatRange) -> Tensor:
 
 def _reduce(root: nn.Module) -> None:
     if isinstance(sharded := sharded_of(root), ZeRO1Sharded):
+        sharded.reshard()  # a forward pass may have assigned, within the closure of a step that follows
         with sharded.own_gradients():
             sharded.reduce()
 
 
-def _follow_forward(root: nn.Module, args: Any, output: Any) -> None:
-    if isinstance(sharded := sharded_of(root), ZeRO1Sharded):
-        sharded.follow_assignments()
-        sharded.resume_forward()
+def _gather_written(root: nn.Module, part: nn.Module, args: Any) -> None:
+    if isinstance(sharded := sharded_of(root), ZeRO1Sharded) and sharded.gathered != sharded.versions():
+        sharded.gather()  # a step has written to what its optimizer holds
 
 
 def _follow_whole(root: nn.Module, args: Any) -> None:
-    """Let shards require gradients as the parameters do, which the user may have frozen or unfrozen since."""
     if isinstance(sharded := sharded_of(root), ZeRO1Sharded):
-        for whole, shard in sharded.shards.items():
+        for whole, shard in sharded.shards.items():  # which the user may have frozen or unfrozen
             shard.requires_grad_(whole.requires_grad)

@@ -28,6 +28,8 @@ def place(
     """Move the tensors that ``modules`` own directly to the device, with rank 0's values. All ranks must call it.
 
     Parameters that were sharded while they were built are gathered (:mod:`fsdp_core.initialization.sharded_init`).
+    On devices for which torch refuses ``parameter.data = …``, the modules get other parameters, tied as before if all
+    their owners are among ``modules``; pass them to :meth:`fsdp_core.Sharded.remember`.
 
     Args:
         modules: The modules, each without its children.
@@ -37,26 +39,42 @@ def place(
     """
     if init is None:
         materialize(modules, runtime.device)
+    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for module in modules:
         if init is not None and any(p.is_meta for p in module.parameters(recurse=False)):
             init(module)
         whole: list[torch.Tensor] = []
-        for parameter in module.parameters(recurse=False):
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) in replaced:
+                setattr(module, name, replaced[id(parameter)][1])
+                continue
             if leave(module, parameter):
                 continue
             kept = let_go_of(parameter)
             if kept is not None:
-                parameter.data = kept.whole(runtime.device)
+                placed = _given(parameter, kept.whole(runtime.device))
                 del kept
                 give_back()
             else:
-                parameter.data = parameter.data.to(runtime.device).contiguous()
-                whole.append(parameter)
+                placed = _given(parameter, parameter.data.to(runtime.device).contiguous())
+                whole.append(placed)
+            if placed is not parameter:
+                replaced[id(parameter)] = parameter, placed  # both are kept, or an id could be reused
+                setattr(module, name, placed)
         for name, buffer in list(module.named_buffers(recurse=False)):
             module._buffers[name] = buffer.to(runtime.device)
         for tensor in (*whole, *module.buffers(recurse=False)):
             # ranks with different seeds would shard a mixture of different models
             runtime.broadcast(tensor.data)
+
+
+def _given(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+    """The parameter with other data; or another one, where torch can't change the device of one that exists."""
+    try:
+        parameter.data = data
+    except RuntimeError:  # between the CPU and devices whose tensors are of another kind, as those of PrivateUse1 are
+        return nn.Parameter(data, requires_grad=parameter.requires_grad)
+    return parameter
 
 
 def materialize(modules: Iterable[nn.Module], device: torch.device) -> None:

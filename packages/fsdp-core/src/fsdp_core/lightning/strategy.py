@@ -49,7 +49,7 @@ from fsdp_core.mesh import DATA_AXES, GRADIENT_AXES, Mesh
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.plugins.unknown_options import refuse_unknown_options
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
-from fsdp_core.sharding.backend import Backend
+from fsdp_core.sharding.backend import Backend, terms_of
 from fsdp_core.sharding.gradient_hooks import refuse_gradient_hooks
 from fsdp_core.sharding.host_agreement import check_same_packages, versions_of
 from fsdp_core.sharding.late_parameters import refuse_late
@@ -287,7 +287,7 @@ class RanksOfStrategy:
 
     def _facts(self, module: nn.Module) -> dict[str, str]:
         """Describe what this rank is about to do, for comparison with the other ranks."""
-        terms = self.backend.terms()
+        terms = terms_of(self.backend)
         options = {
             "state_dict_type": self.state_dict_type,
             "async_save": self.async_saves is not None,

@@ -27,7 +27,7 @@ from fsdp_core.state.fqn import clean_name, named_parameters
 from fsdp_core.state.full_tensor import whole
 from fsdp_core.state.layout import Layout
 
-__all__ = ["Backend"]
+__all__ = ["Backend", "terms_of"]
 
 
 class Backend(ABC):
@@ -141,7 +141,10 @@ class Backend(ABC):
         return ()
 
     def terms(self) -> dict[str, Any]:
-        """The settings that a sharded module can't change any more, by name, for comparison."""
+        """The settings that a sharded module can't change any more, by name, for comparison.
+
+        The backend's class and its precision are compared whether or not an override returns them too.
+        """
         return {"backend": type(self).__name__, "precision": self.precision}
 
     def check_shardable(self, module: nn.Module) -> None:
@@ -175,7 +178,7 @@ class Backend(ABC):
             # weak references, so that each parameter is freed as soon as sharding has replaced it
             before = [(name, ref(parameter)) for name, parameter in named_parameters(module)]
             sharded = self.shard_module(module)
-            sharded.names, sharded.class_name, sharded.terms = names, class_name, self.terms()
+            sharded.names, sharded.class_name, sharded.terms = names, class_name, terms_of(self)
             alive = [(name, parameter) for name, one in before if (parameter := one()) is not None]
             sharded.remember(alive)
             kept = {id(parameter) for parameter in (*sharded.layout(), *sharded.written.parameters())}
@@ -189,7 +192,7 @@ class Backend(ABC):
     def _check_terms(self, sharded: Sharded) -> None:
         if sharded.backend is self:
             return
-        theirs, ours = sharded.terms, self.terms()
+        theirs, ours = sharded.terms, terms_of(self)
         if theirs["backend"] != ours["backend"]:  # their options can't be compared
             theirs, ours = {"backend": theirs["backend"]}, {"backend": ours["backend"]}
         changed = [key for key in ours if ours[key] != theirs.get(key)]
@@ -253,3 +256,8 @@ class Backend(ABC):
 
 def _shown(term: object) -> str:
     return repr(term.name if isinstance(term, ShardPrecision) else term)
+
+
+def terms_of(backend: Backend) -> dict[str, Any]:
+    """A backend's :meth:`Backend.terms`, with those of all backends, which an override may have left out."""
+    return {**Backend.terms(backend), **backend.terms()}

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 __all__ = [
+    "PATIENCE",
     "StartMethod",
     "allow_children",
     "end_process",
@@ -33,6 +34,7 @@ __all__ = [
     "read_stacks",
     "start_process",
     "start_script",
+    "within",
 ]
 
 #: How a rank's process is started; as in :mod:`multiprocessing`.
@@ -69,6 +71,14 @@ _DIED = (
     "To test the imports alone, type: python -m fsdp_core.testing.preloaded\n"
     'In a script, call RankPool under `if __name__ == "__main__":`, in a file; then start it again.'
 )
+
+#: An environment variable: by how much all time limits of the suite are multiplied, for slow devices and simulators.
+PATIENCE = "FSDP_PATIENCE"
+
+
+def within(seconds: float) -> float:
+    """A time limit, as it was written for a machine of two cores, multiplied by :data:`PATIENCE`."""
+    return seconds * float(os.environ.get(PATIENCE, "1"))
 
 
 def prepare() -> None:

@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from fsdp_core.testing.forking import StartMethod, end_process, kill_process, lead_session, start_process
+from fsdp_core.testing.forking import StartMethod, end_process, kill_process, lead_session, start_process, within
 from fsdp_core.testing.ranks import (
     Failure,
     RankKind,
@@ -89,7 +89,7 @@ class OneProcessRanks(ABC):
             self._start(world_size)
         process, connection = self._workers[world_size]
         answers: list[Answer]
-        limit = self.patience * timeout
+        limit = within(self.patience * timeout)
         try:
             connection.send((function.__module__, function.__qualname__, sys.path, world_size))
             connection.send(args)  # which the process can take only when it knows where to import from

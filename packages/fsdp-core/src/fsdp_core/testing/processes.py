@@ -18,6 +18,8 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from fsdp_core.testing.forking import within
+
 __all__ = ["SCRIPTS", "SECONDS", "TORCHRUN", "Ended", "fresh_environment", "interruptible", "start"]
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -113,13 +115,13 @@ def start(
     try:
         if meanwhile is not None:
             meanwhile(process, file)
-        status = process.wait(timeout=SECONDS)
+        status = process.wait(timeout=within(SECONDS))
         seconds = time.monotonic() - began
         # a rank may end a little after the one that started it
         _, left = psutil.wait_procs(_started_by(token), timeout=10)
         assert not left, f"{left} were left behind:\n{file.read_text()}"
     except subprocess.TimeoutExpired:
-        pytest.fail(f"{command} did not end within {SECONDS} s:\n{file.read_text()}")
+        pytest.fail(f"{command} did not end within {within(SECONDS):g} s:\n{file.read_text()}")
     finally:
         for one in _started_by(token):
             one.kill()

@@ -98,6 +98,8 @@ class _Conformance:
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         refuse_left_out(item, report)
+        if CLAUSE in item.stash and report.when == "setup":
+            report.fsdp_clause = item.stash[CLAUSE]  # type: ignore[attr-defined]
         if report.failed and CLAUSE in item.stash:
             report.sections.append(("To repeat it alone, type", f"python -m pytest {shlex.quote(item.nodeid)}"))
         return report
@@ -109,11 +111,12 @@ class _Conformance:
     def pytest_testnodedown(self, node: Any, error: object) -> None:
         self._results.expected.update(getattr(node, "workeroutput", {}).get("fsdp_clauses", {}))
 
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
         if output is not None:
             output["fsdp_clauses"] = self._results.expected
             return
+        self._results.interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
         for file in self._files:
             self._results.write(file)
 

@@ -18,7 +18,15 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, ClassVar, Literal, NoReturn, Protocol, Self
 
-from fsdp_core.testing.forking import StartMethod, end_process, kill_process, lead_session, read_stacks, start_process
+from fsdp_core.testing.forking import (
+    StartMethod,
+    end_process,
+    kill_process,
+    lead_session,
+    read_stacks,
+    start_process,
+    within,
+)
 
 __all__ = [
     "Failure",
@@ -143,7 +151,7 @@ class RankPool:
             world_size: The number of ranks.
             function: A function that ranks can import by module and name.
             *args: Picklable arguments.
-            timeout: The time limit in seconds for the slowest rank.
+            timeout: The time limit in seconds for the slowest rank, which ``FSDP_PATIENCE`` multiplies.
 
         Returns:
             What each rank returned, by rank. It must be picklable.
@@ -153,7 +161,7 @@ class RankPool:
         """
         __tracebackhide__ = True  # pytest then shows the calling test and the ranks' errors
         for meeting in range(1, _MEETINGS + 1):
-            results, failures = self._run_once(world_size, function, args, timeout)
+            results, failures = self._run_once(world_size, function, args, within(timeout))
             if not failures:
                 break
             if meeting == _MEETINGS or not all(failure.is_of_meeting for failure in failures.values()):

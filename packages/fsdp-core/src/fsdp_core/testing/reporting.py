@@ -29,10 +29,12 @@ class Results:
 
     Attributes:
         expected: The description of each collected clause, by test ID, whether or not it was run.
+        interrupted: Whether the session was, and clauses may be missing.
     """
 
     def __init__(self) -> None:
         self.expected: dict[str, dict[str, Any]] = {}
+        self.interrupted = False
         self._outcomes: dict[str, dict[str, Any]] = {}
 
     def expect(self, items: Iterable[pytest.Item]) -> None:
@@ -42,6 +44,9 @@ class Results:
 
     def take(self, report: pytest.TestReport) -> None:
         """Record pytest's report of one phase of a test: setup, call or teardown."""
+        clause: dict[str, Any] | None = getattr(report, "fsdp_clause", None)
+        if clause is not None:  # pytest-xdist's workers send all of them at their end, which an interrupt cuts off
+            self.expected.setdefault(report.nodeid, clause)
         seen = self._outcomes.setdefault(report.nodeid, {"outcome": "passed", "reason": "", "seconds": 0.0})
         seen["seconds"] += report.duration
         if report.failed:
@@ -63,7 +68,7 @@ class Results:
             "format": 1,
             "versions": {name: _version(name) for name in _VERSIONS_OF}
             | {"python": platform.python_version(), "platform": platform.platform()},
-            "suites": [_suite(name, rows) for name, rows in suites.items()],
+            "suites": [_suite(name, rows, self.interrupted) for name, rows in suites.items()],
         }
 
     def write(self, file: Path) -> None:
@@ -81,7 +86,7 @@ class Results:
         return {**{key: clause[key] for key in keys}, **seen, "seconds": round(seen["seconds"], 3)}
 
 
-def _suite(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _suite(name: str, rows: list[dict[str, Any]], interrupted: bool) -> dict[str, Any]:
     strategy, other = rows[0]["strategy"], rows[0]["preset_of"]
     info = registry.describe(strategy)
     totals = Counter(row["outcome"] for row in rows)
@@ -95,23 +100,25 @@ def _suite(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "ranks": rows[0]["ranks"],
         "summary": info.summary,
         "package": str(registry.provider(strategy)),
-        "verdict": _verdict(totals),
+        "verdict": _verdict(totals, interrupted),
         "totals": dict(totals),
         "seconds": round(sum(row["seconds"] for row in rows), 1),
-        "capabilities": [_capability(one, one in info.capabilities, rows, other) for one in Capability],
+        "capabilities": [_capability(one, one in info.capabilities, rows, other, interrupted) for one in Capability],
         "clauses": clauses,
     }
 
 
-def _verdict(totals: Mapping[str, int]) -> str:
+def _verdict(totals: Mapping[str, int], interrupted: bool) -> str:
     if totals.get("failed"):
         return "failed"
-    if totals.get("not run"):
+    if totals.get("not run") or interrupted:
         return "incomplete"
     return "passed with expected failures" if totals.get("failed as expected") else "passed"
 
 
-def _capability(one: Capability, declared: bool, rows: list[dict[str, Any]], other: str | None) -> dict[str, Any]:
+def _capability(
+    one: Capability, declared: bool, rows: list[dict[str, Any]], other: str | None, interrupted: bool
+) -> dict[str, Any]:
     shown_by = [row for row in rows if one in row["needs" if declared else "refuses"]]
     outcomes = Counter(row["outcome"] for row in shown_by if row["outcome"] not in ("does not apply", "skipped"))
     good, bad = ("works", "does not work") if declared else ("refused", "not refused")
@@ -122,7 +129,7 @@ def _capability(one: Capability, declared: bool, rows: list[dict[str, Any]], oth
     elif not outcomes["passed"]:
         result = "not shown" if other is None else f"see {other}"
     else:
-        result = f"{good}, as far as run" if outcomes["not run"] else good
+        result = f"{good}, as far as run" if outcomes["not run"] or interrupted else good
     return {"name": str(one), "declared": declared, "result": result, "clauses": outcomes.total()}
 
 

@@ -11,6 +11,7 @@ import pytest
 import fsdp_core
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import FrontEnd
+from fsdp_core.testing.forking import within
 from fsdp_core.testing.suite.base_class import Clauses
 
 __all__ = ["ListingSuite"]
@@ -46,5 +47,7 @@ class ListingSuite(Clauses):
             "registry.provider(name), registry.unavailable(name)\n"
             f"import {package}; print({{'torch', 'lightning', 'numpy'}} & set(sys.modules))"
         )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=within(60), check=True
+        )
         assert done.stdout == "set()\n"

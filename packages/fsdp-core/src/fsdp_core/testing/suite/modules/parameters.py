@@ -504,6 +504,7 @@ class ParametersSuite(Clauses):
         outcomes = ranks.run(2, _clamped, self.strategy, str(tmp_path), where)
         if where == "in a step" and ranks.kind == "processes":
             of_one = ranks.run(2, _clamped, self.strategy, str(tmp_path), "in a step of rank 1")
+            assert all(isinstance(one, str) for one in of_one), "a rank that writes to weights by itself is not told"
             assert of_one[0] == of_one[1], "only the rank that writes gets the error"
             assert_says(str(of_one[0]), "written to", "on rank 1")
         for outcome in outcomes:
@@ -566,6 +567,7 @@ class ParametersSuite(Clauses):
                 assert_same([trained], want)
         if ranks.kind == "processes":
             first, second = ranks.run(2, _clamped_in_forward, self.strategy, 1)
+            assert was_refused(first[0]), "a rank that writes to weights by itself is not told"
             assert first == second, "only the rank that writes gets the error"
             assert_says(first[0], "has written to", "on rank 1")
 

@@ -20,6 +20,7 @@ from torch.utils.data import DistributedSampler
 import fsdp_core
 from fsdp_core.lightning.capabilities import capability_of
 from fsdp_core.plugins.strategy_info import FrontEnd
+from fsdp_core.testing.forking import within
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.processes import SECONDS, TORCHRUN, Ended, start
 from fsdp_core.testing.suite.base_class import Clauses, starts_scripts
@@ -60,7 +61,7 @@ def _val_loss(passes: int, *, shuffled: bool) -> float:
 
 def _interrupt(process: subprocess.Popen[bytes], output: Path) -> None:
     """Send SIGINT, as Ctrl-C does, once both ranks are training."""
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + within(SECONDS)
     while output.read_text().count('{"reached": "step 1"}') < 2 and process.poll() is None:
         assert time.monotonic() < deadline, output.read_text()
         time.sleep(0.2)

@@ -1,0 +1,1 @@
+"""``strategy="zero2"`` for Lightning. A script needs no import of this package: the name is enough."""

@@ -1,0 +1,86 @@
+"""ZeRO-2 by hand: whole parameters to compute with, 1/n of the optimizer on each of n ranks. Knows no Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from fsdp_core import Backend, OptimizerMismatchError, Sharded
+from fsdp_core.sharding import ActivationCheckpointingPolicy, checkpoint_activations, describe_policy, place
+from fsdp_zero2.sharded import ZeRO2Sharded
+
+__all__ = ["ZeRO2Backend"]
+
+
+class ZeRO2Backend(Backend):
+    """Lets each rank's optimizer hold a run of every parameter's elements.
+
+    The end of a backward pass reduce-scatters the gradients; a step of the optimizer changes this rank's runs and
+    ends with an all-gather.
+
+    Args:
+        activation_checkpointing_policy: Which submodules recompute their activations in the backward pass.
+        sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation.
+        bucket_bytes: Gradients that are reduced together, while the backward pass goes on.
+    """
+
+    accelerators = ("cpu",)
+
+    # of all backends, for an optimizer may outlive the strategy that set it up
+    _followed: ClassVar[WeakSet[torch.optim.Optimizer]] = WeakSet()
+
+    def __init__(
+        self,
+        *,
+        activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None,
+        sync_each_batch: bool = False,
+        bucket_bytes: int = 1024,
+    ) -> None:
+        self.activation_checkpointing_policy = activation_checkpointing_policy
+        self.sync_each_batch = sync_each_batch
+        self.bucket_bytes = bucket_bytes
+
+    def terms(self) -> dict[str, Any]:
+        policy = describe_policy(self.activation_checkpointing_policy)
+        return {**super().terms(), "activation_checkpointing_policy": policy, "bucket_bytes": self.bucket_bytes}
+
+    def shard_module(self, module: nn.Module) -> ZeRO2Sharded:
+        checkpoint_activations(module, self.activation_checkpointing_policy)
+        place(list(module.modules()), self.runtime)
+        sharded = ZeRO2Sharded(module, self.runtime, self.bucket_bytes)
+        sharded.remember(sharded.whole.items())  # what was on the meta device is other parameters now
+        return sharded
+
+    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], roots: Sequence[Sharded]) -> None:
+        optimizers = list(optimizers)
+        super().repoint(optimizers, roots)
+        for optimizer in optimizers:
+            if optimizer not in self._followed:
+                self._followed.add(optimizer)
+                own = [sharded for sharded in roots if isinstance(sharded, ZeRO2Sharded)]
+                optimizer.register_step_pre_hook(partial(_refuse_whole, own))
+                optimizer.register_step_post_hook(partial(_gather, own))
+
+
+# What an optimizer does before and after each step.
+
+
+def _refuse_whole(roots: list[ZeRO2Sharded], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for sharded in roots:
+        sharded.reshard()  # a step must change what the module computes with
+    shards = {shard for sharded in roots for shard in sharded.layout()}
+    if not all(p in shards for group in optimizer.param_groups for p in group["params"]):
+        raise OptimizerMismatchError(
+            f"a parameter was added to {type(optimizer).__name__} after it was set up, and it is whole: every rank "
+            "would step it by itself.\nGive the optimizer all parameters at first, and freeze those that wait."
+        )
+
+
+def _gather(roots: list[ZeRO2Sharded], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for sharded in roots:
+        sharded.gather()

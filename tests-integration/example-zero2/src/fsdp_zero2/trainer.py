@@ -1,0 +1,12 @@
+"""``strategy="zero2"`` for the Trainer."""
+
+from __future__ import annotations
+
+from fsdp_core.lightning import ShardedTrainerStrategy
+from fsdp_zero2.constructor import ZeRO2Options
+
+__all__ = ["ZeRO2Strategy"]
+
+
+class ZeRO2Strategy(ZeRO2Options, ShardedTrainerStrategy):
+    """Shards the LightningModule's optimizers, and keeps parameters whole."""
