@@ -210,6 +210,9 @@ def test_an_interrupted_run_reports_what_it_has_run(tiny: Site) -> None:
             os.kill(INTERRUPTED(), signal.SIGINT)
             time.sleep(60)
     """
+    # shells let what they start beside them ignore the signal
+    interruptible = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    (tiny.path / "conftest.py").write_text(interruptible)
     for distribution, interrupted in (((), "os.getpid"), (("-n", "1"), "os.getppid")):
         own = source.replace("INTERRUPTED", interrupted)
         done = pytest_on(tiny, own, "--fsdp-report=found/r.json", *distribution)

@@ -24,7 +24,10 @@ def _info(fault: str, **changes: Any) -> StrategyInfo:
 #: What a mutant says of itself, where that is the fault.
 CHANGES: dict[str, dict[str, Any]] = {
     "accelerator_claimed": {"accelerators": ("cuda", "cpu")},
-    "mixed_precision_claimed": {"capabilities": LOOPBACK.capabilities | {Capability.MIXED_PRECISION}},
+    # of units, whose inputs are cast: without them, autocast may be all that casts
+    "mixed_precision_claimed": {
+        "capabilities": LOOPBACK.capabilities | {Capability.MIXED_PRECISION, Capability.WRAP_POLICY}
+    },
     "sums_in_half": {"capabilities": LOOPBACK.capabilities | {Capability.MIXED_PRECISION}},
     "offload_claimed": {"capabilities": LOOPBACK.capabilities | {Capability.CPU_OFFLOAD}},
     "checkpointing_claimed": {
