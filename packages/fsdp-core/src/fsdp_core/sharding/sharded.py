@@ -442,7 +442,7 @@ class Sharded(ABC):
             CheckpointMismatchError: They don't match. The module is unchanged.
         """
         live = self.model_state()
-        resized = self._resized_as_they_load(live, state)
+        resized = self.resized_as_they_load(live, state)
         live = {name: value for name, value in live.items() if name not in resized}
         tensors = {name: value for name, value in _tensors(state).items() if name not in resized}
         fill_all(_tensors(live), tensors, strict=strict, cast=not strict, check_only=check_only)
@@ -460,18 +460,31 @@ class Sharded(ABC):
             known = live.keys() | resized.keys()
             extra = {raw_names[n]: _read(value) for n, value in state.items() if n in known and n not in kept}
             if extra:
-                try:
-                    type(written).load_state_dict(written, extra, strict=False)
-                except RuntimeError as error:
-                    if not resized:
-                        raise
-                    raise CheckpointMismatchError(
-                        f"{next(iter(resized))!r} has another shape in the checkpoint, and the module that loads it "
-                        f"did not resize it ({error}).\nLoad it into the model that it was saved from."
-                    ) from error
+                self.let_modules_load(written, extra, resized)
         self.adopt_model_state(live)
 
-    def _resized_as_they_load(self, live: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    def let_modules_load(self, module: nn.Module, values: Mapping[str, Any], resized: Mapping[str, Any]) -> None:
+        """Let modules load entries of a state dict in their own ways.
+
+        Args:
+            module: The module that is loaded into.
+            values: The entries, whole, by the names of :meth:`torch.nn.Module.state_dict`.
+            resized: What :meth:`resized_as_they_load` has returned.
+
+        Raises:
+            CheckpointMismatchError: A module has not resized a buffer.
+        """
+        try:
+            type(module).load_state_dict(module, values, strict=False)
+        except RuntimeError as error:
+            if not resized:
+                raise
+            raise CheckpointMismatchError(
+                f"{next(iter(resized))!r} has another shape in the checkpoint, and the module that loads it did not "
+                f"resize it ({error}).\nLoad it into the model that it was saved from."
+            ) from error
+
+    def resized_as_they_load(self, live: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
         """Buffers of another shape in a checkpoint, whose modules load in a way of their own, which may resize them.
 
         So do observers of quantization-aware training, and vocabularies that grow. They load what is saved, as a whole.

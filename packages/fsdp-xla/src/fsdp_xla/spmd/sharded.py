@@ -98,10 +98,11 @@ class XLASPMDSharded(Sharded):
         root = self.root
         held = {clean_name(n): t for of in (root.named_parameters, root.named_buffers) for n, t in of(**_EVERY)}
         live = super().model_state()
+        resized = self.resized_as_they_load(live, state)  # which load_state_dict() below loads
         targets: dict[str, Any] = {}
         shards: dict[str, HostShards] = {}
         for name, value in live.items():
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) or name in resized:
                 continue
             if name in held and name in state and is_marked(held[name]):
                 shards[name] = HostShards(held[name])
@@ -109,6 +110,7 @@ class XLASPMDSharded(Sharded):
             else:
                 targets[name] = torch.empty(value.shape, dtype=value.dtype)  # empty_like() of XLA's has no memory
         tensors: dict[str, Any] = {name: value for name, value in state.items() if isinstance(value, _TENSORS)}
+        tensors = {name: value for name, value in tensors.items() if name not in resized}
         fill_all(targets, tensors, strict=strict, cast=not strict, check_only=check_only)
         if check_only:
             return
@@ -121,7 +123,7 @@ class XLASPMDSharded(Sharded):
             if name in live and name not in shards
         }
         if rest:
-            type(root).load_state_dict(root, rest, strict=False)
+            self.let_modules_load(root, rest, resized)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         self.backend.spmd.settle()

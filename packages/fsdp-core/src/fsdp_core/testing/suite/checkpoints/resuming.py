@@ -508,7 +508,9 @@ class ResumeMomentsSuite(Clauses):
     def test_another_precision_is_cast_for_an_evaluation(self, ranks: Ranks, tmp_path: Path) -> None:
         """And told once; a fit, which would not go on as it was, must not be resumed so."""
         for rank, (told, saved, tested) in enumerate(ranks.run(2, _cast_for_a_test, self.strategy, str(tmp_path))):
-            assert len(told) == (rank == 0), f"rank {rank} was told {len(told)} times that weights are cast"
+            assert len(told) == (rank == 0 or ranks.kind == "one controller"), (
+                f"rank {rank} was told {len(told)} times that weights are cast"
+            )
             assert tested.keys() == saved.keys()
             for name, tensor in saved.items():
                 assert torch.equal(tested[name], tensor.to(tested[name].dtype)), name
