@@ -108,11 +108,15 @@ def test_parts_have_nothing_in_common_and_strategies_share_what_is_drawn(tmp_pat
         assert [f"{name}::{clause}" in rest for name in names].count(True) == 1, clause
 
 
-@pytest.mark.parametrize("strategies", [("fsdp2", "fsdp_native", "xla_fsdp"), ("fsdp2", "loopback")])
-def test_what_all_strategies_of_a_suite_take_is_the_whole(strategies: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("suite", "strategies"),
+    [("TestIt", ("fsdp2", "fsdp_native", "xla_fsdp")), ("TestAdaptersOverIt", ("fsdp2", "loopback"))],
+)
+def test_what_all_strategies_of_a_suite_take_is_the_whole(suite: str, strategies: tuple[str, ...]) -> None:
     for number, seed in product(range(8), (1, 17)):
         name = f"test_further[{number}]"
-        items: list[Any] = [SimpleNamespace(name=name, cls=SimpleNamespace(strategy=each)) for each in strategies]
+        classes = [SimpleNamespace(strategy=each, __name__=suite) for each in strategies]
+        items: list[Any] = [SimpleNamespace(name=name, cls=each) for each in classes]
         assert [is_drawn(item, seed) for item in items].count(True) == 1
 
 
