@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.sharding.wrap_policy import describe_policy
 from fsdp_core.testing import Ranks, oracle
@@ -73,7 +74,9 @@ def _new_remembering() -> nn.Sequential:
 
 def _remember(strategy: str, options: Mapping[str, Any]) -> Trained:
     """Train on the same batches on all ranks, with activations that are computed again."""
-    recomputed = {"auto_wrap_policy": {Remembering}, "activation_checkpointing_policy": {Remembering}}
+    recomputed: dict[str, Any] = {"activation_checkpointing_policy": {Remembering}}
+    if Capability.WRAP_POLICY in registry.strategies()[strategy].capabilities:
+        recomputed["auto_wrap_policy"] = {Remembering}
     fabric = new_fabric(strategy, 2, {**recomputed, **options})
     net = _new_remembering()
     model, optimizer = fabric.setup(net, oracle.momentum(net))
