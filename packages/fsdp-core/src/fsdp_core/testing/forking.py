@@ -376,7 +376,7 @@ def _schedule_as_batch() -> None:
 
     gloo's thread, woken by a message, asks the system for it again and again while another thread of its rank sends.
     Where there are fewer cores than threads, it often preempts that very thread. Of a small fit on two ranks, on two
-    cores, that was four tenths of the CPU seconds.
+    cores that other work shared, that was four tenths of the CPU seconds; on quiet ones it is less.
     """
     if sys.platform == "linux":
         with contextlib.suppress(PermissionError):
