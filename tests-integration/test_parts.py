@@ -113,18 +113,17 @@ def test_parts_have_nothing_in_common_and_strategies_share_what_is_drawn(tmp_pat
     [("TestIt", ("fsdp2", "fsdp_native", "xla_fsdp")), ("TestAdaptersOverIt", ("fsdp2", "loopback"))],
 )
 def test_what_all_strategies_of_a_suite_take_is_the_whole(suite: str, strategies: tuple[str, ...]) -> None:
-    for number, seed in product(range(8), (1, 17)):
-        name = f"test_further[{number}]"
+    for position, seed in product(range(8), (1, 17)):
         classes = [SimpleNamespace(strategy=each, __name__=suite) for each in strategies]
-        items: list[Any] = [SimpleNamespace(name=name, cls=each) for each in classes]
-        assert [is_drawn(item, seed) for item in items].count(True) == 1
+        items: list[Any] = [SimpleNamespace(name="test_further", cls=each) for each in classes]
+        assert [is_drawn(item, position, seed) for item in items].count(True) == 1
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp_native", "xla_fsdp", "of_a_vendor"])
-def test_every_pair_is_drawn_with_some_seed(strategy: str) -> None:
-    for number in range(8):
-        item: Any = SimpleNamespace(name=f"test_further[{number}]", cls=SimpleNamespace(strategy=strategy))
-        assert {is_drawn(item, seed) for seed in range(20)} == {False, True}
+def test_three_seeds_in_a_row_draw_every_pair(strategy: str) -> None:
+    item: Any = SimpleNamespace(name="test_further", cls=SimpleNamespace(strategy=strategy))
+    for position, seed in product(range(8), (1, 17)):
+        assert [is_drawn(item, position, seed + turn) for turn in range(3)].count(True) == 1
 
 
 DRAWN = """
@@ -210,23 +209,14 @@ def test_waits():
 """
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (SPINS, "used more than 0.5 CPU seconds, or"),
-        (SPINS_ELSEWHERE, "used more than 0.5 CPU seconds, or"),
-        (WAITS, "it has waited for 2 s, and its processes have done nothing"),
-    ],
-    ids=["it spins", "what it has started spins", "it waits"],
-)
 @pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["here", "in a worker"])
-def test_a_test_is_ended_that_uses_too_much_or_waits_for_nothing(
-    tmp_path: Path, source: str, message: str, workers: list[str]
-) -> None:
-    run = run_pytest(tmp_path, LIMITED + source, *workers)
+def test_a_test_is_ended_that_uses_too_much_or_waits_for_nothing(tmp_path: Path, workers: list[str]) -> None:
+    limit = LIMITED.splitlines()[-1]
+    run = run_pytest(tmp_path, f"{LIMITED}{SPINS.strip()}\n{limit}{SPINS_ELSEWHERE}{limit}{WAITS}", *workers)
     assert run.returncode == 1
-    assert message in run.stdout
-    assert "1 failed" in run.stdout
+    assert "3 failed" in run.stdout
+    assert run.stdout.count("used more than 0.5 CPU seconds, or") == 2
+    assert run.stdout.count("it has waited for 2 s, and its processes have done nothing") == 1
 
 
 def test_cpu_seconds_are_not_limited_on_another_device(tmp_path: Path) -> None:

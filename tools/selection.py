@@ -2,8 +2,8 @@
 
 A run with ``--part=tests`` has every test that needs no ranks, and the first set of parameters of each that does. With
 ``--part=everything`` it has what is left, of which a third is drawn: that a clause of the conformance suite holds for
-a set of parameters and for a strategy is a pair, and each set is run with a third of the strategies. Which third, a
-seed says, so that every pair comes in time where the seed is the day's.
+a set of parameters and for a strategy is a pair, and each set is run with a third of the strategies. They take turns,
+which a seed begins, so that three seeds in a row have every pair.
 
 A run with ``--part=drawn`` leaves out nothing but what is marked ``drawn``: of the sets of parameters of such a test,
 it has a third, and one at least. Three seeds in a row have all of them.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable
@@ -72,17 +71,17 @@ def split(items: Iterable[pytest.Item], part: Part, seed: int) -> list[pytest.It
         return list(items)
     if part == "drawn":
         return draw_in_turn(items, seed)
-    seen: set[str] = set()
+    positions: dict[str, int] = defaultdict(int)
     selected = []
     for item in items:
-        function = _function(item)
-        is_further = _needs_ranks(item) and _is_parametrized(item) and function in seen
-        seen.add(function)
+        position = positions[_function(item)]
+        positions[_function(item)] += 1
+        is_further = _needs_ranks(item) and _is_parametrized(item) and position > 0
         is_left = is_further or item.get_closest_marker("everything") is not None or _starts_scripts(item)
         if part == "tests":
             keeps = not is_left
         else:
-            keeps = is_left and (not (_needs_ranks(item) or _starts_scripts(item)) or is_drawn(item, seed))
+            keeps = is_left and (not (_needs_ranks(item) or _starts_scripts(item)) or is_drawn(item, position, seed))
         if keeps:
             selected.append(item)
     return selected
@@ -108,22 +107,22 @@ def draw_in_turn(items: Iterable[pytest.Item], seed: int) -> list[pytest.Item]:
     return [item for item in items if item not in left_out]
 
 
-def is_drawn(item: pytest.Item, seed: int) -> bool:
-    """Whether a test that needs ranks is in the part of its strategy.
+def is_drawn(item: pytest.Item, position: int, seed: int) -> bool:
+    """Whether it is the turn of a test that needs ranks.
 
     Args:
         item: The test.
-        seed: What the part depends on, besides the clause and its parameters.
+        position: Which of its function's sets of parameters it has, counted from 0.
+        seed: Moves the turns by one.
     """
     strategy = _strategy(item)
-    clause = item.name if strategy else item.nodeid
-    draw = random.Random(f"{seed} {clause}")
-    third, half = draw.randrange(3), draw.randrange(2)
+    clause = getattr(item, "originalname", item.name) if strategy else _function(item)
+    turn = seed + position + zlib.crc32(clause.encode())
     is_of_adapters = getattr(getattr(item, "cls", None), "__name__", "").startswith("TestAdapters")
     if is_of_adapters and strategy == "loopback":  # they are core's, and its ranks are the cheapest
-        return not (third == _THIRDS["fsdp2"] and half == 0)
-    is_in_third = third == _THIRDS.get(strategy, zlib.crc32(strategy.encode()) % 3)
-    return is_in_third and not (is_of_adapters and half)
+        return turn % 6 != _THIRDS["fsdp2"]
+    parts = 6 if is_of_adapters else 3
+    return turn % parts == _THIRDS.get(strategy, zlib.crc32(strategy.encode()) % 3)
 
 
 def _strategy(item: pytest.Item) -> str:

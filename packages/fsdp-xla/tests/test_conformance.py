@@ -59,6 +59,7 @@ class TestXLASPMD(StrategySuite):
     strategy = "xla_fsdp_spmd"
     rank_pool = SPMDRanks
     drawn_pairs = 6  # each compiles programs of its own
+    step_parts = 3  # so does each kind of step
     expected_failures = SPMD
 
 

@@ -897,6 +897,15 @@ def _parameter_set(name: str, setting: Setting) -> Any:
     return pytest.param(name, marks=[requires(*needs)] if needs else [], id=name)
 
 
+def _seed() -> int:
+    return int(os.environ.get(SEED, "17"))
+
+
+def _in_turn(kinds: list[str], parts: int, name: str) -> list[str]:
+    """The part of the kinds of steps whose turn it is: as many seeds in a row as there are parts have all."""
+    return kinds[(_seed() + zlib.crc32(name.encode())) % parts :: parts]
+
+
 class ManyPassesSuite(Clauses):
     """A step may do what a step of plain torch may.
 
@@ -905,10 +914,13 @@ class ManyPassesSuite(Clauses):
             steps, by a name.
         refused_steps: Kinds of steps that may be refused, or raise an error of torch with a note, by setting or front
             end.
+        step_parts: In how many parts the kinds of steps are divided, of which a run without options trains one, that
+            is drawn. A backend that compiles a program for each kind may set it to 3, and have all in three runs.
     """
 
     own_step_options: ClassVar[Mapping[str, DeclaredMesh]] = {}
     refused_steps: ClassVar[Mapping[str, Collection[str]]] = {}
+    step_parts: ClassVar[int] = 1
 
     @pytest.mark.parametrize(
         "front",
@@ -923,7 +935,7 @@ class ManyPassesSuite(Clauses):
     def test_steps_of_many_passes(self, ranks: Ranks, tmp_path: Path, front: str) -> None:
         """Losses and weights must be those of one unsharded process, whatever a step differentiates and calls."""
         setting = Setting(accumulate=BATCHES - 1 if front == "accumulated" else 1)
-        self._assert_right(ranks, tmp_path, front, setting.kinds(), setting, BATCHES)
+        self._assert_right(ranks, tmp_path, front, _in_turn(setting.kinds(), self.step_parts, front), setting, BATCHES)
 
     @pytest.mark.everything
     @pytest.mark.parametrize("name", [_parameter_set(name, setting) for name, setting in SETTINGS.items()])
@@ -932,12 +944,11 @@ class ManyPassesSuite(Clauses):
 
         Three seeds in a row have all kinds with each of the options.
         """
-        seed = int(os.environ.get(SEED, "17"))
-        turn, draw = (seed + zlib.crc32(name.encode())) % 3, random.Random(f"{seed} {name}")
+        draw = random.Random(f"{_seed()} {name}")
         fronts = ["fabric", "automatic"]
         if Capability.MANUAL_OPTIMIZATION in registry.strategies()[self.strategy].capabilities:
             fronts.append("by hand")
-        front, setting = draw.choice(fronts), SETTINGS[name]
+        front, setting, parameters = draw.choice(fronts), SETTINGS[name], name
         if name == "its own":
             if not self.own_step_options:
                 pytest.skip("the strategy's tests name no options of its own")
@@ -946,7 +957,7 @@ class ManyPassesSuite(Clauses):
             setting = Setting(ranks=mesh.ranks, options=mesh.options_for("" if front == "fabric" else "net."))
         elif "reshard_after_forward" in setting.options:
             setting = Setting(options=self.asks.get(Capability.RESHARD_AFTER_FORWARD, setting.options))
-        kinds = setting.kinds()[turn::3]
+        kinds = _in_turn(setting.kinds(), 3, parameters)
         self._assert_right(ranks, tmp_path, front, kinds, setting, max(BATCHES, 2 * setting.accumulate), name)
 
     def _assert_right(
