@@ -74,7 +74,7 @@ def to_read(
     app: Sphinx, what: str, name: str, made: type, options: object, signature: str | None, returned: str | None
 ) -> tuple[str | None, str | None]:
     """A signature to be read: without what catches options that don't exist, to refuse them, and aliases by name."""
-    if what == "class" and any(base.__name__ == "RanksOfStrategy" for base in made.__mro__[1:]):
+    if what == "class" and any(base.__name__ == "ShardedStrategy" for base in made.__mro__[1:]):
         # autodoc takes that of the base's __new__, or one without links
         signature = stringify_signature(
             with_types(made, app.config.autodoc_type_aliases),

@@ -74,12 +74,15 @@ def made(script: Any, folder: Path, name: str) -> Any:
 
 def test_options_arrive(script: Any, tmp_path: Path) -> None:
     fsdp2 = made(script, tmp_path, "fsdp2.yaml")
-    assert (fsdp2.backend.auto_wrap_policy, fsdp2.backend.reshard_after_forward) == ([script.Block], True)
-    assert fsdp2.backend.activation_checkpointing_policy == [script.Block]
+    assert (fsdp2.backend.options.auto_wrap_policy, fsdp2.backend.options.reshard_after_forward) == (
+        [script.Block],
+        True,
+    )
+    assert fsdp2.backend.options.activation_checkpointing_policy == [script.Block]
     assert (fsdp2.timeout.total_seconds(), fsdp2.async_saves is not None) == (600, True)
     assert fsdp2.shard_precision.name == "bf16-mixed"
     bf16, fp32 = torch.bfloat16, torch.float32
-    dtypes = made(script, tmp_path, "fsdp2_dtypes.yaml").backend.mp_policy
+    dtypes = made(script, tmp_path, "fsdp2_dtypes.yaml").backend.options.mp_policy
     assert dtypes == MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32)
     computing = made(script, tmp_path, "fsdp2_computation.yaml").backend
     assert computing.activation_checkpointing_policy == "every_2"

@@ -214,7 +214,7 @@ def test_option_of_fairscale_that_is_refused(front_end: FrontEnd, options: dict[
 def test_no_offload_is_what_none_means(front_end: FrontEnd) -> None:
     """As it is the default of other strategies, which code may pass on."""
     for value in (None, False, CPUOffload(offload_params=False)):
-        assert fsdp_core.resolve("fsdp_native", front_end)(cpu_offload=value).backend.cpu_offload is False
+        assert fsdp_core.resolve("fsdp_native", front_end)(cpu_offload=value).backend.options.offloads is False
 
 
 def test_options_of_a_unit() -> None:
@@ -559,9 +559,9 @@ def test_names_are_strategies_with_their_presets(strategy: str) -> None:
     quiet: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "strategy": strategy}
     for made in (pl.Trainer(logger=False, enable_checkpointing=False, **quiet).strategy, Fabric(**quiet).strategy):
         used: Any = made
-        assert used.backend.cpu_offload is (strategy == "fsdp_native_full_shard_offload")
-        assert used.backend.sharding_strategy is ShardingStrategy.FULL_SHARD
-        assert used.backend.use_orig_params is True
+        assert used.backend.options.offloads is (strategy == "fsdp_native_full_shard_offload")
+        assert used.backend.options.strategy is ShardingStrategy.FULL_SHARD
+        assert used.backend.options.use_orig_params is True
     trainers: Any = fsdp_core.resolve(strategy, "trainer")(cpu_offload=True)
     assert isinstance(trainers, DDPFullyShardedStrategy) is (strategy == "ddp_fully_sharded")
 

@@ -103,24 +103,24 @@ def test_arguments_by_position() -> None:
     )
     assert (made.accelerator, made.parallel_devices, made.cluster_environment) == (accelerator, devices, environment)
     assert (made.runtime.backend, made.shard_precision.compute) == ("gloo", torch.bfloat16)
-    assert (made.backend.cpu_offload, made.backend.backward_prefetch) == (True, post)
-    assert made.backend.mixed_precision is policy
-    assert made.backend.activation_checkpointing_policy == {Block}
+    assert (made.backend.options.offloads, made.backend.options.prefetch) == (True, post)
+    assert made.backend.options.mixed_precision is policy
+    assert made.backend.options.checkpointing_policy == {Block}
     io = TorchCheckpointIO()
     full: Any = DDPFullyShardedNativeStrategy(None, None, None, io, state_dict_type="full")
     assert full.checkpoint_io is io
     fairscales: Any = DDPFullyShardedStrategy(
         None, True, True, False, None, True, torch.float16, 25, 100, True, devices
     )
-    assert (fairscales.backend.cpu_offload, fairscales.parallel_devices) == (True, devices)
-    assert fairscales.backend.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
-    halves = fairscales.backend.mixed_precision
+    assert (fairscales.backend.options.offloads, fairscales.parallel_devices) == (True, devices)
+    assert fairscales.backend.options.strategy is ShardingStrategy.SHARD_GRAD_OP
+    halves = fairscales.backend.options.mixed_precision
     assert (halves.param_dtype, halves.reduce_dtype) == (torch.float16, torch.float32)
     fabrics: Any = NativeFSDPStrategy(
         accelerator, devices, environment, None, None, "gloo", True, None, policy, [Block]
     )
-    assert (fabrics.parallel_devices, fabrics.backend.backward_prefetch) == (devices, None)
-    assert fabrics.backend.activation_checkpointing_policy == {Block}
+    assert (fabrics.parallel_devices, fabrics.backend.options.prefetch) == (devices, None)
+    assert fabrics.backend.options.checkpointing_policy == {Block}
 
 
 # -- methods -----------------------------------------------------------------------------------------------------------

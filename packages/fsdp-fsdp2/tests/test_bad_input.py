@@ -81,9 +81,9 @@ def test_sizes_are_taken_by_position(front_end: FrontEnd) -> None:
     """As Lightning's and NeMo's strategies have them; with a plan, the model's own, where layers are divided."""
     strategy = fsdp_core.resolve("fsdp2", front_end)
     backend = strategy(1, 2, use_hf_tp_plan=True).backend
-    assert (backend.sizes["data_parallel_size"], backend.sizes["tensor_parallel_size"]) == (1, 2)
-    assert backend.tp_plan == "auto"
-    assert strategy("auto", "auto", use_hf_tp_plan=True).backend.tp_plan is None
+    assert (backend.options.sizes["data_parallel_size"], backend.options.sizes["tensor_parallel_size"]) == (1, 2)
+    assert backend.options.tp_plan == "auto"
+    assert strategy("auto", "auto", use_hf_tp_plan=True).backend.options.tp_plan is None
     told = refusal(UnsupportedCapabilityError, lambda: strategy(1, 2, True))
     assert_says(told, "1, 2, True by position", "data_parallel_size=1, tensor_parallel_size=2")
     told = refusal(UnsupportedCapabilityError, lambda: strategy(1, data_parallel_size=2))

@@ -36,7 +36,7 @@ def test_it_is_found_under_its_two_names() -> None:
 
 @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
 def test_name_that_offloads(front_end: FrontEnd) -> None:
-    assert fsdp_core.resolve("fsdp2_cpu_offload", front_end)().backend.cpu_offload
+    assert fsdp_core.resolve("fsdp2_cpu_offload", front_end)().backend.options.cpu_offload
 
 
 def test_command_line_takes_the_public_class_with_an_option_of_its_own() -> None:
@@ -50,7 +50,7 @@ def test_command_line_takes_the_public_class_with_an_option_of_its_own() -> None
     cli = LightningCLI(BoringModel, args=args, run=False, save_config_callback=None, trainer_defaults=quiet)
     used: Any = cli.trainer.strategy
     assert type(used) is fsdp_fsdp2.FSDP2Strategy
-    assert (used.backend.reshard_after_forward, used.backend.cpu_offload) == (False, True)
+    assert (used.backend.options.reshard_after_forward, used.backend.options.cpu_offload) == (False, True)
 
 
 def test_what_the_package_offers() -> None:

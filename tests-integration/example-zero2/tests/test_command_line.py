@@ -14,4 +14,4 @@ def test_the_class_is_taken_with_its_options() -> None:
     words += ["--trainer.strategy=fsdp_zero2.trainer.ZeRO2Strategy", "--trainer.strategy.sync_each_batch=true"]
     strategy = LightningCLI(BoringModel, run=False, args=words, save_config_callback=None).trainer.strategy
     assert isinstance(strategy, ZeRO2Strategy)
-    assert strategy.backend.sync_each_batch
+    assert strategy.options.sync_each_batch

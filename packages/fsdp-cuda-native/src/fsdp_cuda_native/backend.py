@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import (
-    BackwardPrefetch,
     CPUOffload,
     FullyShardedDataParallel,
     MixedPrecision,
@@ -19,10 +18,8 @@ from torch.distributed.fsdp import (
 
 from fsdp_core import Backend, UnsupportedCapabilityError
 from fsdp_core.sharding import (
-    ActivationCheckpointingPolicy,
     ShardPrecision,
     StepInputs,
-    WrapPolicy,
     checkpoint_activations,
     describe_policy,
     is_part,
@@ -35,7 +32,7 @@ from fsdp_core.sharding import (
 )
 from fsdp_core.state import give_back
 from fsdp_cuda_native.meshes import ranks_to_shard_over
-from fsdp_cuda_native.options import FSDP_OPTIONS, check_options, classes_to_checkpoint, named_member, wants_offload
+from fsdp_cuda_native.options import NativeOptions
 from fsdp_cuda_native.sharded import NativeSharded
 from fsdp_cuda_native.torch_private import flat_parameters as torch_private
 from fsdp_cuda_native.unit_checks import check_not_wrapped, check_unit, unit_options
@@ -50,74 +47,25 @@ class NativeBackend(Backend):
     0-dim parameters, which FSDP1 rejects, and ignored parameters are replicated on every rank, and their gradients are
     averaged.
 
-    Args:
-        auto_wrap_policy: Which submodules are units of their own: a set of classes, a callable, ``"auto"`` for the
-            blocks repeated in the model's ``ModuleList`` s, or ``None``. The root comes last, with what is left.
-        activation_checkpointing_policy: Which submodules recompute their activations in the backward pass.
-        activation_checkpointing: The same, as a class or a list of classes.
-        cpu_offload: Whether shards, gradients and optimizer state live in host memory.
-        backward_prefetch: When the next unit's parameters are gathered in the backward pass; ``None``: when needed.
-        mixed_precision: Dtypes of computation and reduction; overrides the precision.
-        sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation. It keeps accumulated
-            gradients sharded at the cost of more communication.
-        **options: Those of :data:`fsdp_cuda_native.options.FSDP_OPTIONS`.
+    :class:`~fsdp_cuda_native.options.NativeOptions` documents the options.
     """
 
     owner_compute = True
 
-    def __init__(
-        self,
-        *,
-        auto_wrap_policy: WrapPolicy | None = "auto",
-        activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None,
-        activation_checkpointing: type[nn.Module] | Iterable[type[nn.Module]] | None = None,
-        cpu_offload: bool | CPUOffload | None = False,
-        backward_prefetch: BackwardPrefetch | str | None = "BACKWARD_PRE",
-        mixed_precision: MixedPrecision | None = None,
-        sync_each_batch: bool = False,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        given = {**FSDP_OPTIONS, **options}
-        self.sharding_strategy = named_member("sharding_strategy", ShardingStrategy, given["sharding_strategy"])
-        self.backward_prefetch = (
-            None
-            if backward_prefetch is None
-            else named_member("backward_prefetch", BackwardPrefetch, backward_prefetch)
-        )
-        self.cpu_offload = wants_offload(cpu_offload)
-        check_options(given, mixed_precision=mixed_precision, sync_each_batch=sync_each_batch, offload=self.cpu_offload)
-        self.auto_wrap_policy = auto_wrap_policy
-        self.activation_checkpointing_policy = (
-            classes_to_checkpoint(activation_checkpointing, activation_checkpointing_policy)
-            or activation_checkpointing_policy
-        )
-        self.mixed_precision = mixed_precision
-        self.sync_each_batch = sync_each_batch
-        self.options = given
+    options: NativeOptions
+
+    def __init__(self, options: NativeOptions) -> None:
+        super().__init__(options)
         self._ranks: dict[str, Any] | None = None
 
-    @property
-    def use_orig_params(self) -> bool:
-        """Whether optimizers hold the original parameters instead of one flat parameter per unit."""
-        return bool(self.options["use_orig_params"])
-
     def terms(self) -> dict[str, Any]:
-        return {
-            **super().terms(),
-            "auto_wrap_policy": describe_policy(self.auto_wrap_policy),
-            "activation_checkpointing_policy": describe_policy(self.activation_checkpointing_policy),
-            "cpu_offload": self.cpu_offload,
-            "backward_prefetch": self.backward_prefetch,
-            "mixed_precision": self.mixed_precision,
-            **self.options,
-            "sharding_strategy": self.sharding_strategy,
-        }
+        policy = describe_policy(self.options.checkpointing_policy)
+        return {**super().terms(), "activation_checkpointing_policy": policy}
 
     def effective_precision(self, precision: ShardPrecision) -> ShardPrecision:
-        if self.mixed_precision is None:
+        if self.options.mixed_precision is None:
             return precision
-        policy = self.mixed_precision
+        policy = self.options.mixed_precision
         return replace(precision, compute=policy.param_dtype, reduce=policy.reduce_dtype, autocast=False)
 
     def check_waiting(self) -> None:
@@ -127,8 +75,8 @@ class NativeBackend(Backend):
             UnsupportedCapabilityError: Nothing is sharded, and units compute in half precision.
         """
         compute = self._mixed_precision().param_dtype
-        whole = self.sharding_strategy is ShardingStrategy.NO_SHARD
-        if whole and self.use_orig_params and compute not in (None, self.precision.storage):
+        whole = self.options.strategy is ShardingStrategy.NO_SHARD
+        if whole and self.options.use_orig_params and compute not in (None, self.precision.storage):
             raise UnsupportedCapabilityError(
                 "sharding_strategy='NO_SHARD' can't accumulate gradients without reducing them under mixed precision: "
                 f"FSDP1 would give parameters in {self.precision.storage} gradients in {compute}, which torch "
@@ -140,17 +88,17 @@ class NativeBackend(Backend):
 
     @contextmanager
     def wrap_context(self) -> Iterator[None]:
-        runtime = vars(self).get("runtime") if self.sharding_strategy is not ShardingStrategy.NO_SHARD else None
+        runtime = vars(self).get("runtime") if self.options.strategy is not ShardingStrategy.NO_SHARD else None
         with super().wrap_context(), kept_as_built(runtime):
             yield
 
     def units(self, module: nn.Module) -> list[nn.Module]:
-        return select_units(module, self.auto_wrap_policy)
+        return select_units(module, self.options.auto_wrap_policy)
 
     def shard_module(self, module: nn.Module) -> NativeSharded:
         check_not_wrapped(module)
         units = self.units(module)
-        checkpoint_activations(module, self.activation_checkpointing_policy)
+        checkpoint_activations(module, self.options.checkpointing_policy)
         orders = parameter_orders(module.modules())
         ignored = {m for one in self._ignored(nn.Module) for m in one.modules()}
         whole: list[nn.Parameter] = self._ignored(nn.Parameter)
@@ -167,12 +115,12 @@ class NativeBackend(Backend):
             place(
                 own,
                 self.runtime,
-                self.options["param_init_fn"],
+                self.options.param_init_fn,
                 leave=lambda owner, p: is_part(p) and p not in given and not is_whole(owner, p),
             )
             for owner in own:
                 whole += [p for p in owner.parameters(recurse=False) if is_whole(owner, p)]
-            check_unit(module, unit, own, whole, use_orig_params=self.use_orig_params)
+            check_unit(module, unit, own, whole, use_orig_params=self.options.use_orig_params)
             kept = renew_parameters(own, whole, self.runtime.device)
             with torch_private.flattening_parts(kept):
                 root = self._wrapped(unit, whole)
@@ -188,7 +136,7 @@ class NativeBackend(Backend):
 
     def _cast_inputs(self, module: nn.Module, own: Iterable[nn.Module], root: FullyShardedDataParallel) -> None:
         """Cast the arguments of the user's module; with ``mixed_precision``, also of modules that a step calls."""
-        policy = self.mixed_precision
+        policy = self.options.mixed_precision
         if policy is None:
             cast_inputs_of(module, self._mixed_precision())
         elif policy.param_dtype is not None and policy.cast_root_forward_inputs:
@@ -199,19 +147,19 @@ class NativeBackend(Backend):
     @property
     def shards(self) -> bool:
         """Whether ranks hold different elements of flat parameters."""
-        return self.sharding_strategy is not ShardingStrategy.NO_SHARD and self.runtime.world_size > 1
+        return self.options.strategy is not ShardingStrategy.NO_SHARD and self.runtime.world_size > 1
 
     def _ignored(self, kind: type[Any]) -> list[Any]:
-        given = [*(self.options["ignored_modules"] or ()), *(self.options["ignored_states"] or ())]
+        given = [*(self.options.ignored_modules or ()), *(self.options.ignored_states or ())]
         return [one for one in given if isinstance(one, kind)]
 
     def _ranks_to_shard_over(self) -> dict[str, Any]:
         if self._ranks is None:
             self._ranks = ranks_to_shard_over(
-                self.sharding_strategy,
-                self.options["process_group"],
-                self.options["device_mesh"],
-                self.auto_wrap_policy not in ("auto", None),
+                self.options.strategy,
+                self.options.process_group,
+                self.options.device_mesh,
+                self.options.auto_wrap_policy not in ("auto", None),
                 self.runtime,
             )
         return self._ranks
@@ -225,15 +173,15 @@ class NativeBackend(Backend):
         return group[0] if isinstance(group, tuple) else group
 
     def _mixed_precision(self) -> MixedPrecision:
-        if self.mixed_precision is not None:
-            return self.mixed_precision
+        if self.options.mixed_precision is not None:
+            return self.options.mixed_precision
         return MixedPrecision(
             param_dtype=self.precision.compute, reduce_dtype=self.precision.reduce, cast_forward_inputs=True
         )
 
     def _wrapped(self, unit: nn.Module, whole: list[nn.Parameter]) -> FullyShardedDataParallel:
         # on the CPU, shards live in host memory already; torch would allocate memory pinned for an accelerator
-        offload = self.cpu_offload and self.runtime.device.type != "cpu"
+        offload = self.options.offloads and self.runtime.device.type != "cpu"
         with warnings.catch_warnings():
             # one rank has nothing to shard, which needs no warning
             warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
@@ -241,14 +189,14 @@ class NativeBackend(Backend):
                 unit,
                 **{
                     **self._ranks_to_shard_over(),
-                    "sharding_strategy": self.sharding_strategy,
+                    "sharding_strategy": self.options.strategy,
                     "cpu_offload": CPUOffload(offload_params=offload),
-                    "backward_prefetch": self.backward_prefetch,
+                    "backward_prefetch": self.options.prefetch,
                     "mixed_precision": self._mixed_precision(),
                     "device_id": self.runtime.device,
-                    "forward_prefetch": self.options["forward_prefetch"],
-                    "limit_all_gathers": self.options["limit_all_gathers"],
-                    "use_orig_params": self.use_orig_params,
+                    "forward_prefetch": self.options.forward_prefetch,
+                    "limit_all_gathers": self.options.limit_all_gathers,
+                    "use_orig_params": self.options.use_orig_params,
                     "ignored_states": list(whole) or None,
                     **unit_options("", unit),
                 },

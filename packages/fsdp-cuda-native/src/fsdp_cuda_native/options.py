@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
 
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from fsdp_core import UnsupportedCapabilityError
+from fsdp_core.sharding import (
+    ActivationCheckpointingPolicy,
+    ShardingOptions,
+    WrapPolicy,
+    describe_policy,
+    option,
+)
 
 __all__ = [
     "ALWAYS",
-    "FSDP_OPTIONS",
     "HYBRID",
     "OTHER_OPTIONS",
+    "NativeOptions",
     "check_mixed_precision",
-    "check_options",
-    "classes_to_checkpoint",
     "named_member",
     "wants_offload",
 ]
-
-#: Options of ``FullyShardedDataParallel`` that are passed through, with this package's defaults.
-FSDP_OPTIONS: Mapping[str, Any] = {
-    "sharding_strategy": "FULL_SHARD",
-    "use_orig_params": True,
-    "ignored_modules": None,
-    "ignored_states": None,
-    "process_group": None,
-    "device_mesh": None,
-    "param_init_fn": None,
-    "forward_prefetch": False,
-    "limit_all_gathers": True,
-}
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
@@ -149,41 +144,115 @@ def check_mixed_precision(mixed_precision: object) -> None:
         )
 
 
-def check_options(
-    options: Mapping[str, Any], *, mixed_precision: object, sync_each_batch: object, offload: bool
-) -> None:
-    """Refuse options that contradict each other, or that torch does not accept.
+def strategy_member(value: ShardingStrategy | str) -> ShardingStrategy:
+    """``sharding_strategy`` as torch's enum."""
+    return named_member("sharding_strategy", ShardingStrategy, value)
 
-    Args:
-        options: Those of :data:`FSDP_OPTIONS`, the sharding strategy as an enum.
-        mixed_precision: The option of that name.
-        sync_each_batch: Whether gradients are reduced on every micro-batch.
-        offload: Whether shards live in host memory.
+
+def prefetch_member(value: BackwardPrefetch | str | None) -> BackwardPrefetch | None:
+    """``backward_prefetch`` as torch's enum."""
+    return None if value is None else named_member("backward_prefetch", BackwardPrefetch, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeOptions(ShardingOptions):
+    """The options of both strategy classes.
 
     Raises:
-        UnsupportedCapabilityError: An option is refused.
+        UnsupportedCapabilityError: A value is not known, or contradicts another.
     """
-    if options["ignored_modules"] is not None and options["ignored_states"] is not None:
+
+    process_group_backend: str | None = None
+    """As in :func:`torch.distributed.init_process_group`; chosen by device when ``None``."""
+    cpu_offload: bool | CPUOffload | None = option(False, part_of="units", describe=wants_offload)
+    """Whether shards, gradients and optimizer state live in host memory: a bool, or torch's
+    :class:`~torch.distributed.fsdp.CPUOffload`."""
+    backward_prefetch: BackwardPrefetch | str | None = option("BACKWARD_PRE", part_of="units", describe=prefetch_member)
+    """When the next unit is gathered in the backward pass: torch's enum, or ``"BACKWARD_PRE"``,
+    ``"BACKWARD_POST"``; ``None``: when it is needed."""
+    mixed_precision: MixedPrecision | None = option(None, part_of="units")
+    """A :class:`~torch.distributed.fsdp.MixedPrecision`; overrides ``precision``."""
+    activation_checkpointing: type[nn.Module] | Iterable[type[nn.Module]] | None = None
+    """A class of modules that recompute their activations in the backward pass, or a list of classes."""
+    auto_wrap_policy: WrapPolicy | None = option("auto", part_of="units", describe=describe_policy)
+    """Which submodules are gathered and freed together: a set of classes, a function ``module -> bool`` or one of
+    torch's policies, ``"auto"`` for the blocks repeated in ``ModuleList`` s, or ``None`` for the root alone."""
+    activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None
+    """As ``activation_checkpointing``, a set of classes, a function ``module -> bool``, or ``"every_2"`` for every
+    second repeated block, and so on."""
+    sync_each_batch: bool = False
+    """Whether gradients are reduced on every micro-batch of an accumulation, which keeps accumulated gradients
+    sharded at the cost of more communication."""
+    sharding_strategy: ShardingStrategy | str = option("FULL_SHARD", part_of="units", describe=strategy_member)
+    """One of torch's :class:`~torch.distributed.fsdp.ShardingStrategy`, or its name: ``"FULL_SHARD"``,
+    ``"SHARD_GRAD_OP"``, ``"HYBRID_SHARD"``, ``"HYBRID_SHARD_ZERO2"``, ``"NO_SHARD"``."""
+    use_orig_params: bool = option(True, part_of="units")
+    """Whether optimizers hold the original parameters instead of one flat parameter per unit."""
+    ignored_modules: Iterable[nn.Module] | None = option(None, part_of="units")
+    """Modules that are replicated on every rank, with gradients averaged."""
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = option(None, part_of="units")
+    """The same; takes parameters too."""
+    process_group: ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None = option(None, part_of="units")
+    """The ranks to shard over; for hybrid sharding a pair, with those to replicate over."""
+    device_mesh: DeviceMesh | tuple[int, ...] | None = option(None, part_of="units")
+    """The same as a mesh, or as its shape; for hybrid sharding (replicas, ranks of each)."""
+    param_init_fn: Callable[[nn.Module], None] | None = option(None, part_of="units")
+    """Initializes a module that was built on the meta device."""
+    forward_prefetch: bool = option(False, part_of="units")
+    """Whether the next unit is gathered before it is needed in the forward pass."""
+    limit_all_gathers: bool = option(True, part_of="units")
+    """Whether at most two units are gathered ahead, to bound memory."""
+
+    def __post_init__(self) -> None:
+        self.strategy, self.prefetch, self.offloads  # noqa: B018  # checks them
+        _check_options(self)
+        self.checkpointing_policy  # noqa: B018
+
+    @cached_property
+    def strategy(self) -> ShardingStrategy:
+        """``sharding_strategy`` as torch's enum."""
+        return strategy_member(self.sharding_strategy)
+
+    @cached_property
+    def prefetch(self) -> BackwardPrefetch | None:
+        """``backward_prefetch`` as torch's enum."""
+        return prefetch_member(self.backward_prefetch)
+
+    @cached_property
+    def offloads(self) -> bool:
+        """Whether shards live in host memory."""
+        return wants_offload(self.cpu_offload)
+
+    @cached_property
+    def checkpointing_policy(self) -> ActivationCheckpointingPolicy | None:
+        """Which submodules recompute their activations, by either option."""
+        policy = self.activation_checkpointing_policy
+        return classes_to_checkpoint(self.activation_checkpointing, policy) or policy
+
+
+def _check_options(options: NativeOptions) -> None:
+    """Refuse options that contradict each other, or that torch does not accept."""
+    if options.ignored_modules is not None and options.ignored_states is not None:
         raise UnsupportedCapabilityError(
             "ignored_modules and ignored_states are an old and a new spelling of one option.\n"
             "Write ignored_states alone; it takes modules as well as parameters."
         )
-    if options["process_group"] is not None and options["device_mesh"] is not None:
+    if options.process_group is not None and options.device_mesh is not None:
         raise UnsupportedCapabilityError(
             "process_group and device_mesh both specify the ranks to shard over.\nWrite device_mesh alone."
         )
-    check_mixed_precision(mixed_precision)
-    if not isinstance(options["device_mesh"], DeviceMesh | tuple | None):
+    check_mixed_precision(options.mixed_precision)
+    if not isinstance(options.device_mesh, DeviceMesh | tuple | None):
         raise UnsupportedCapabilityError(
             f"device_mesh={options['device_mesh']!r} is not a mesh.\n"
             "Write a DeviceMesh, or its shape: device_mesh=(2, 4) makes 2 replicas that shard over 4 ranks each."
         )
-    if not isinstance(sync_each_batch, bool):
+    if not isinstance(options.sync_each_batch, bool):
         raise UnsupportedCapabilityError(
-            f"sync_each_batch={sync_each_batch!r} is neither True nor False.\n"
+            f"sync_each_batch={options.sync_each_batch!r} is neither True nor False.\n"
             "Write False to reduce gradients once per optimizer step, or True to reduce them on every micro-batch."
         )
-    if sync_each_batch and offload:
+    if options.sync_each_batch and options.offloads:
         raise UnsupportedCapabilityError(
             "sync_each_batch=True can't be combined with cpu_offload: FSDP1 would replace the gradients of earlier "
             "micro-batches instead of adding to them.\nLeave out one of the two, or use strategy='fsdp2'."

@@ -7,8 +7,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from fsdp_core import Capability, Option, StrategyInfo, hookimpl
-from fsdp_core.plugins import COMMON_OPTIONS, options_in
+from fsdp_core import Capability, StrategyInfo, hookimpl
+from fsdp_core.plugins import options_in
 
 __all__ = ["fsdp_strategies", "why_not_here"]
 
@@ -19,17 +19,10 @@ _FSDP1 = StrategyInfo(
     fabric="fsdp_cuda_native.fabric:NativeFSDPStrategy",
     accelerators=("cuda", "cpu"),
     capabilities=frozenset(Capability),
-    options=(*options_in("fsdp_cuda_native.constructor:NativeOptions"), *COMMON_OPTIONS),
+    options=options_in("fsdp_cuda_native.options:NativeOptions"),
     requires=("torch>=2.9", "lightning>=2.6.6"),
     probe="fsdp_cuda_native.plugin:why_not_here",
 )
-
-
-def _fairscales_options() -> tuple[Option, ...]:
-    """Fairscale's own options, and those of ``fsdp_native`` that mean the same."""
-    own = options_in("fsdp_cuda_native.fairscale:FairscaleOptions")
-    names = {one.name for one in own}
-    return (*own, *(one for one in _FSDP1.options if one.name not in names))
 
 
 @hookimpl
@@ -49,7 +42,7 @@ def fsdp_strategies() -> list[StrategyInfo]:
             summary="fsdp_native under the name and with the options that fairscale's users know.",
             trainer="fsdp_cuda_native.fairscale:DDPFullyShardedStrategy",
             fabric="fsdp_cuda_native.fairscale:FabricFullyShardedStrategy",
-            options=_fairscales_options(),
+            options=options_in("fsdp_cuda_native.fairscale:FairscaleOptions", "fsdp_cuda_native.options:NativeOptions"),
         ),
     ]
 

@@ -120,11 +120,13 @@ class NativeSharded(Sharded):
         return self.backend.shards and is_flattened(parameter)
 
     def shows_piece(self, parameter: Tensor) -> bool:
-        return self.backend.use_orig_params and self.holds_part(parameter)
+        return self.backend.options.use_orig_params and self.holds_part(parameter)
 
     def aliases(self) -> dict[str, str]:
         self.reshard()
-        if self.backend.use_orig_params and not any(any(torch_private.tied_members(unit)) for unit in self._units):
+        if self.backend.options.use_orig_params and not any(
+            any(torch_private.tied_members(unit)) for unit in self._units
+        ):
             return aliases(self.written)  # each parameter exists separately, and none has two names in one unit
         return super().aliases()
 
@@ -132,7 +134,7 @@ class NativeSharded(Sharded):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        if self.backend.sync_each_batch:
+        if self.backend.options.sync_each_batch:
             yield
             return
         self.backend.check_waiting()
@@ -209,7 +211,7 @@ class NativeSharded(Sharded):
 
     def _times_shards_written(self) -> int:
         """How often shards were written to of the units that stay gathered between two calls in a step."""
-        stay = self._units if self.backend.sharding_strategy in torch_private.STAY_GATHERED else self._root_unit
+        stay = self._units if self.backend.options.strategy in torch_private.STAY_GATHERED else self._root_unit
         return sum(map(torch_private.times_shards_written, stay))
 
     def is_idle(self) -> bool:
@@ -220,7 +222,7 @@ class NativeSharded(Sharded):
 
     @property
     def called_hooks(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("register_post_accumulate_grad_hook",) if self.backend.use_orig_params else ()
+        return ("register_post_accumulate_grad_hook",) if self.backend.options.use_orig_params else ()
 
     @property
     def keeps_graph(self) -> bool:  # type: ignore[override]
@@ -312,7 +314,7 @@ class NativeSharded(Sharded):
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         state = super().optimizer_state(optimizer)
-        if not self.backend.use_orig_params:
+        if not self.backend.options.use_orig_params:
             # flat parameters come unit by unit, but loading by index expects the module's own order
             with self.as_written():
                 named = self.written.named_parameters(remove_duplicate=False)

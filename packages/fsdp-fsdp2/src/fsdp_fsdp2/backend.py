@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from torch import nn
@@ -22,12 +22,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from fsdp_core import Backend, Sharded, ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding import (
-    ActivationCheckpointingPolicy,
     Mesh,
-    SavedOps,
     ShardPrecision,
     StepInputs,
-    WrapPolicy,
     checkpoint_activations,
     describe_policy,
     kept_as_built,
@@ -41,25 +38,19 @@ from fsdp_core.sharding import (
     stays_whole,
 )
 from fsdp_core.state import give_back, named_parameters
-from fsdp_fsdp2.computation.activations import check_activations, described_ops, offloaded
-from fsdp_fsdp2.computation.compilation import check_compile, compile_units
-from fsdp_fsdp2.computation.float8 import check_float8, compute_in_float8, described_float8
+from fsdp_fsdp2.computation.activations import offloaded
+from fsdp_fsdp2.computation.compilation import compile_units
+from fsdp_fsdp2.computation.float8 import check_float8, compute_in_float8
 from fsdp_fsdp2.computation.prefetch_and_reshard import (
-    ReshardPolicy,
-    check_depth,
-    check_reshard,
-    described_reshard,
     prefetch,
     reshards,
 )
-from fsdp_fsdp2.context_parallel.attention_and_losses import ContextParallel, check_splittable, checked_dims
-from fsdp_fsdp2.meshes import check_sized, check_sync, device_mesh, sharding_mesh
+from fsdp_fsdp2.context_parallel.attention_and_losses import ContextParallel, check_splittable
+from fsdp_fsdp2.meshes import check_sync, device_mesh, sharding_mesh
+from fsdp_fsdp2.options import FSDP2Options
 from fsdp_fsdp2.sharded import FSDP2Sharded
 from fsdp_fsdp2.tensor_parallel.model_plans import own_plan, own_units
 from fsdp_fsdp2.tensor_parallel.styles import (
-    TensorParallelPlan,
-    check_plan,
-    described_plan,
     explain_errors,
     missing_plan,
     return_no_view,
@@ -69,7 +60,7 @@ from fsdp_fsdp2.tensor_parallel.styles import (
 )
 from fsdp_fsdp2.torch_private import is_unshardable, offloaded_parameters, parameters_of, take_filled
 from fsdp_fsdp2.user_sharding.built_parameters import follow_building, note_built
-from fsdp_fsdp2.user_sharding.parallelize_fn import ParallelizeFunction, call_parallelize_fn, check_parallelize_fn
+from fsdp_fsdp2.user_sharding.parallelize_fn import call_parallelize_fn
 from fsdp_fsdp2.user_sharding.takeover import (
     check_meshes,
     check_no_context,
@@ -92,100 +83,25 @@ class FSDP2Backend(Backend):
     Before that, layers that a plan names are divided among tensor-parallel ranks. 0-dim parameters, which
     ``fully_shard`` rejects, are replicated on every rank.
 
-    :class:`~fsdp_fsdp2.constructor.FSDP2Options` documents the keyword arguments.
+    :class:`~fsdp_fsdp2.options.FSDP2Options` documents the options.
     """
 
     owner_compute = True
 
-    def __init__(
-        self,
-        *,
-        auto_wrap_policy: WrapPolicy | None = "auto",
-        activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None,
-        activation_checkpointing_saves: SavedOps | None = None,
-        activation_memory_budget: float | None = None,
-        activation_offload: bool = False,
-        compile: bool | Mapping[str, Any] = False,
-        float8: Any = False,
-        float8_filter: Callable[[nn.Module, str], bool] | None = None,
-        reshard_after_forward: bool | int | ReshardPolicy | None = None,
-        forward_prefetch_depth: int | None = None,
-        backward_prefetch_depth: int | None = None,
-        cpu_offload: bool | OffloadPolicy = False,
-        mp_policy: MixedPrecisionPolicy | None = None,
-        sync_each_batch: bool | Literal["within_replica"] = False,
-        data_parallel_size: int | Literal["auto"] = "auto",
-        data_parallel_replicate_size: int | Literal["auto"] = "auto",
-        context_parallel_size: int | Literal["auto"] = "auto",
-        context_parallel_dims: Mapping[str, int] | None = None,
-        tensor_parallel_size: int | Literal["auto"] = "auto",
-        tp_plan: TensorParallelPlan | None = None,
-        parallelize_fn: ParallelizeFunction | None = None,
-    ) -> None:
-        super().__init__()
-        check_plan(tp_plan)
-        _check_options(cpu_offload, mp_policy)
-        check_reshard(reshard_after_forward)
-        check_depth("forward_prefetch_depth", forward_prefetch_depth)
-        check_depth("backward_prefetch_depth", backward_prefetch_depth)
-        self.saved_ops = check_activations(
-            activation_checkpointing_policy,
-            activation_checkpointing_saves,
-            activation_memory_budget,
-            activation_offload,
-        )
-        self.compile = check_compile(compile, activation_memory_budget)
-        self.activation_memory_budget = activation_memory_budget
-        self.activation_offload = activation_offload
-        self.float8, self.float8_filter = float8, float8_filter
-        self.prefetch_depths = forward_prefetch_depth, backward_prefetch_depth
-        self.auto_wrap_policy = auto_wrap_policy
-        self.activation_checkpointing_policy = activation_checkpointing_policy
-        self.reshard_after_forward = reshard_after_forward
-        self.cpu_offload = cpu_offload
-        self.mp_policy = mp_policy
-        self.sync_each_batch = sync_each_batch
-        self.sizes = {
-            "data_parallel_size": data_parallel_size,
-            "data_parallel_replicate_size": data_parallel_replicate_size,
-            "context_parallel_size": context_parallel_size,
-            "tensor_parallel_size": tensor_parallel_size,
-        }
-        self.context_parallel_dims = checked_dims(context_parallel_dims)
-        check_sized("context_parallel_size", self.sizes, context_parallel_dims=context_parallel_dims)
-        check_sized("tensor_parallel_size", self.sizes, tp_plan=tp_plan)
-        self.tp_plan = tp_plan
-        self.parallelize_fn = parallelize_fn
-        check_parallelize_fn(parallelize_fn, [_AS_ARGUMENT.get(name, name) for name in self._given()])
+    options: FSDP2Options
+
+    def __init__(self, options: FSDP2Options) -> None:
+        super().__init__(options)
+        self.context_parallel_dims = options.context_parallel_dims
         self._device_mesh: DeviceMesh | None = None
         self._sharding_mesh: DeviceMesh | None = None
         #: The modules that the user's function has sharded, and the parameters that they had before, by name.
         self._prepared: WeakKeyDictionary[nn.Module, list[tuple[str, ref[nn.Parameter]]]] = WeakKeyDictionary()
 
-    def _given(self) -> list[str]:
-        """The options about how a module is sharded that have another value than their default."""
-        given = {
-            "tp_plan": self.tp_plan is not None,
-            "auto_wrap_policy": self.auto_wrap_policy != "auto",
-            "activation_checkpointing_policy": self.activation_checkpointing_policy is not None,
-            "reshard_after_forward": self.reshard_after_forward is not None,
-            "cpu_offload": bool(self.cpu_offload),
-            "mp_policy": self.mp_policy is not None,
-            "activation_checkpointing_saves": self.saved_ops is not None,
-            "activation_memory_budget": self.activation_memory_budget is not None,
-            "activation_offload": self.activation_offload,
-            "compile": self.compile is not None,
-            "float8": bool(self.float8),
-            "float8_filter": self.float8_filter is not None,
-            "forward_prefetch_depth": self.prefetch_depths[0] is not None,
-            "backward_prefetch_depth": self.prefetch_depths[1] is not None,
-        }
-        return [name for name, is_given in given.items() if is_given]
-
     def mesh(self, world_size: int) -> Mesh:
-        mesh = Mesh.of(world_size, **self.sizes)
-        check_sync(self.sync_each_batch, mesh)
-        check_float8(self.float8, self.float8_filter, mesh.tensor_parallel > 1)
+        mesh = Mesh.of(world_size, **self.options.sizes)
+        check_sync(self.options.sync_each_batch, mesh)
+        check_float8(self.options.float8, self.options.float8_filter, mesh.tensor_parallel > 1)
         return mesh
 
     @property
@@ -208,29 +124,21 @@ class FSDP2Backend(Backend):
         return self._sharding_mesh
 
     def terms(self) -> dict[str, Any]:
+        function = self.options.parallelize_fn
         return {
             **super().terms(),
-            "auto_wrap_policy": describe_policy(self.auto_wrap_policy),
-            "activation_checkpointing_policy": describe_policy(self.activation_checkpointing_policy),
-            "activation_checkpointing_saves": described_ops(self.saved_ops),
-            "activation_memory_budget": self.activation_memory_budget,
-            "activation_offload": self.activation_offload,
-            "compile": self.compile,
-            "float8": described_float8(self.float8, self.float8_filter),
-            "reshard_after_forward": described_reshard(self.reshard_after_forward),
-            "prefetch_depths": self.prefetch_depths,
-            "cpu_offload": self.cpu_offload,
-            "mp_policy": self.mp_policy,
             "mesh": self.runtime.mesh.described(),
-            "tp_plan": described_plan(self.tp_plan),
-            "parallelize_fn": None if self.parallelize_fn is None else describe_policy(self.parallelize_fn),
+            "parallelize_fn": None if function is None else describe_policy(function),
         }
 
     def effective_precision(self, precision: ShardPrecision) -> ShardPrecision:
-        if self.mp_policy is None:
+        if self.options.mp_policy is None:
             return precision
         return replace(
-            precision, compute=self.mp_policy.param_dtype, reduce=self.mp_policy.reduce_dtype, autocast=False
+            precision,
+            compute=self.options.mp_policy.param_dtype,
+            reduce=self.options.mp_policy.reduce_dtype,
+            autocast=False,
         )
 
     @contextmanager
@@ -248,11 +156,11 @@ class FSDP2Backend(Backend):
             return
         if was_begun(module):
             self.check_shardable(module)  # a part may be sharded because it was set up by itself
-            given = [name for name in self._given() if name not in _BESIDE]
-            refuse_beside(module, [*given, "parallelize_fn"] if self.parallelize_fn else given)
+            given = [name for name in self.options.given() if name not in _BESIDE]
+            refuse_beside(module, [*given, "parallelize_fn"] if self.options.parallelize_fn else given)
             check_no_context(self.runtime.mesh, "a module that its own code shards")
-        if self.parallelize_fn is None:
-            compute_in_float8(module, self.float8, self.float8_filter, self.runtime.device)
+        if self.options.parallelize_fn is None:
+            compute_in_float8(module, self.options.float8, self.options.float8_filter, self.runtime.device)
             return
         check_no_context(self.runtime.mesh, "parallelize_fn")
         if marked(module):
@@ -263,34 +171,27 @@ class FSDP2Backend(Backend):
         before = [(name, ref(parameter)) for name, parameter in named_parameters(module)]
         note_built(module)
         place([part for part in module.modules() if not _has_no_memory(part)], self.runtime)
-        call_parallelize_fn(self.parallelize_fn, module, self.device_mesh, self._arguments(module))
+        call_parallelize_fn(self.options.parallelize_fn, module, self.device_mesh, self._arguments(module))
         self._prepared[module] = before  # not earlier: what the function has left half done is not sharded
 
     def _arguments(self, module: nn.Module) -> Mapping[str, Any]:
         """What the user's function gets beside the module and the mesh."""
+        plan = self.options.tp_plan
         return {
+            **self.options.arguments(),
             "mp_policy": self._mp_policy(),
             "offload_policy": self._offload_policy(),
-            "reshard_after_forward": self.reshard_after_forward,
-            "auto_wrap_policy": self.auto_wrap_policy,
-            "activation_checkpointing_policy": self.activation_checkpointing_policy,
-            "tp_plan": own_plan(module) if self.tp_plan == "auto" else self.tp_plan,
-            "activation_checkpointing_saves": self.saved_ops,
-            "activation_memory_budget": self.activation_memory_budget,
-            "activation_offload": self.activation_offload,
-            "compile": self.compile,
-            "float8": self.float8,
-            "float8_filter": self.float8_filter,
-            "forward_prefetch_depth": self.prefetch_depths[0],
-            "backward_prefetch_depth": self.prefetch_depths[1],
+            "tp_plan": own_plan(module) if plan == "auto" else plan,
+            "activation_checkpointing_saves": self.options.saved_ops,
+            "compile": self.options.compiler_keywords,
         }
 
     def units(self, module: nn.Module) -> list[nn.Module]:
         by_user = units_of_user(module)
-        if by_user or self.parallelize_fn is not None or isinstance(module, FSDPModule):
+        if by_user or self.options.parallelize_fn is not None or isinstance(module, FSDPModule):
             return by_user
-        of_model = own_units(module) if self.auto_wrap_policy == "auto" else None
-        return select_units(module, self.auto_wrap_policy) if of_model is None else of_model
+        of_model = own_units(module) if self.options.auto_wrap_policy == "auto" else None
+        return select_units(module, self.options.auto_wrap_policy) if of_model is None else of_model
 
     def shard(self, module: nn.Module) -> Sharded:
         known = sharded_of(module)
@@ -317,7 +218,7 @@ class FSDP2Backend(Backend):
         styles = self._styles(module)
         reshard = self._reshard(module, units)
         ties = _ties(module) if styles else []
-        if self.parallelize_fn is None:
+        if self.options.parallelize_fn is None:
             self._wrap_forward(module, units)
         for unit, own in _with_own_modules(units, module):
             if by_user:
@@ -337,8 +238,8 @@ class FSDP2Backend(Backend):
                 for owner, name, attributes in noted:  # that users have set, such as hints to optimizers
                     vars(getattr(owner, name)).update(attributes)
             give_back()
-        if self.parallelize_fn is None:
-            prefetch(module, units, *self.prefetch_depths)
+        if self.options.parallelize_fn is None:
+            prefetch(module, units, self.options.forward_prefetch_depth, self.options.backward_prefetch_depth)
         for unit in given:
             take_filled(unit)
         managed = {id(p) for part in module.modules() if isinstance(part, FSDPModule) for p in parameters_of(part)}
@@ -349,7 +250,7 @@ class FSDP2Backend(Backend):
         casts = self._mp_policy().param_dtype is not None or by_user
         sharded = FSDP2Sharded(module, units, kept_whole, casts=casts, runtime=self.runtime)
         sharded.context = None if self.sequence is None else ContextParallel(module)
-        policy = self.mp_policy
+        policy = self.options.mp_policy
         if policy is not None and policy.param_dtype is not None and policy.cast_forward_inputs:
             StepInputs(module, [part for part in own if part is not module], policy.param_dtype)
         return sharded
@@ -375,25 +276,27 @@ class FSDP2Backend(Backend):
 
     def _wrap_forward(self, module: nn.Module, units: Sequence[nn.Module]) -> None:
         """Set up what begins when a unit is called: activation checkpointing, compilation, offload."""
-        checkpoint_activations(module, self.activation_checkpointing_policy, recompute_all_but(self.saved_ops))
-        compile_units(module, units, self.compile, self.activation_memory_budget)
-        if self.activation_offload:
+        checkpoint_activations(
+            module, self.options.activation_checkpointing_policy, recompute_all_but(self.options.saved_ops)
+        )
+        compile_units(module, units, self.options.compiler_keywords, self.options.activation_memory_budget)
+        if self.options.activation_offload:
             offload_activations(offloaded(module, units), pin_memory=self.runtime.device.type == "cuda")
 
     def _reshard(self, module: nn.Module, units: Sequence[nn.Module]) -> Mapping[nn.Module, bool | int | None]:
         """Whether each unit that the user has not sharded reshards after its forward pass."""
         ranks = self.runtime.mesh.size(("data_parallel", "context_parallel"))
-        policy = self.reshard_after_forward if self.parallelize_fn is None else None
+        policy = self.options.reshard_after_forward if self.options.parallelize_fn is None else None
         return reshards(policy, module, units, ranks, self.runtime.mesh.tensor_parallel)
 
     def _styles(self, module: nn.Module) -> dict[nn.Module, tuple[str, ParallelStyle]]:
         """The style of each submodule that the plan divides; none if the user's function divides them."""
         size = self.runtime.mesh.tensor_parallel
-        if size == 1 or self.parallelize_fn is not None or self.tp_plan is None:
+        if size == 1 or self.options.parallelize_fn is not None or self.options.tp_plan is None:
             if size > 1 and not is_divided(module, self.runtime):
                 raise missing_plan(size)
             return {}
-        return styles_of(module, self.tp_plan, size)
+        return styles_of(module, self.options.tp_plan, size)
 
     def _check(self, module: nn.Module, units: Iterable[nn.Module]) -> None:
         if self.sequence is not None:
@@ -409,18 +312,19 @@ class FSDP2Backend(Backend):
                 )
 
     def _mp_policy(self) -> MixedPrecisionPolicy:
-        if self.mp_policy is not None:
-            return self.mp_policy
+        if self.options.mp_policy is not None:
+            return self.options.mp_policy
         return MixedPrecisionPolicy(param_dtype=self.precision.compute, reduce_dtype=self.precision.reduce)
 
     def _offload_policy(self) -> OffloadPolicy:
-        if isinstance(self.cpu_offload, OffloadPolicy):
-            return self.cpu_offload
-        return CPUOffloadPolicy(pin_memory=self.runtime.device.type == "cuda") if self.cpu_offload else OffloadPolicy()
+        if isinstance(self.options.cpu_offload, OffloadPolicy):
+            return self.options.cpu_offload
+        return (
+            CPUOffloadPolicy(pin_memory=self.runtime.device.type == "cuda")
+            if self.options.cpu_offload
+            else OffloadPolicy()
+        )
 
-
-#: What an option is called where the user's function gets it.
-_AS_ARGUMENT = {"cpu_offload": "offload_policy"}
 
 #: Options that also apply to a module whose units the user has sharded.
 _BESIDE = ("activation_checkpointing_policy", "activation_checkpointing_saves")
@@ -502,19 +406,4 @@ def _check_dtypes(unit: nn.Module, parameters: set[nn.Parameter]) -> None:
         raise ShardingError(
             f"one unit of sharding, {type(unit).__name__}, holds trainable parameters of several dtypes: {told}.\n"
             "Convert them to one dtype, or make units of them that hold one each, with auto_wrap_policy."
-        )
-
-
-def _check_options(cpu_offload: object, mp_policy: object) -> None:
-    if not isinstance(cpu_offload, bool | OffloadPolicy):
-        raise UnsupportedCapabilityError(
-            f"cpu_offload={cpu_offload!r} is not known to 'fsdp2'.\n"
-            "Write cpu_offload=True, or a torch.distributed.fsdp.CPUOffloadPolicy; "
-            "FSDP1's CPUOffload belongs to 'fsdp_native'."
-        )
-    if not isinstance(mp_policy, MixedPrecisionPolicy | None):
-        raise UnsupportedCapabilityError(
-            f"mp_policy={mp_policy!r} is not known to 'fsdp2'.\n"
-            "Write precision='bf16-mixed' instead, or give a torch.distributed.fsdp.MixedPrecisionPolicy; "
-            "FSDP1's MixedPrecision belongs to 'fsdp_native'."
         )

@@ -9,20 +9,20 @@ from torch import nn
 
 from fsdp_core import ShardingError
 from fsdp_core.lightning import ShardedFabricStrategy
-from fsdp_fsdp2.constructor import FSDP2Options
+from fsdp_fsdp2.constructor import FSDP2Ranks
 from fsdp_fsdp2.tensor_parallel.loss import with_parallel_loss
 
 __all__ = ["FSDP2Strategy"]
 
 
-class FSDP2Strategy(FSDP2Options, ShardedFabricStrategy):
+class FSDP2Strategy(FSDP2Ranks, ShardedFabricStrategy):
     """Shards modules with torch's ``fully_shard``, on CUDA or on the CPU.
 
     ``Fabric(strategy="fsdp2")`` is this class with its defaults.
 
     Example:
         >>> strategy = FSDP2Strategy(cpu_offload=True, state_dict_type="full")
-        >>> strategy.backend.cpu_offload
+        >>> strategy.options.cpu_offload
         True
     """
 
@@ -44,7 +44,7 @@ class FSDP2Strategy(FSDP2Options, ShardedFabricStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         forward = super().setup_module(module)
-        if self.loss_parallel:
+        if self.options.loss_parallel:
             plain = forward.forward
 
             def with_loss(*args: Any, **kwargs: Any) -> Any:
@@ -55,4 +55,4 @@ class FSDP2Strategy(FSDP2Options, ShardedFabricStrategy):
         return forward
 
     def backward_context(self) -> AbstractContextManager[None]:
-        return with_parallel_loss(self.loss_parallel)
+        return with_parallel_loss(self.options.loss_parallel)

@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 
 from fsdp_core import Capability, StrategyInfo, hookimpl
-from fsdp_core.plugins import COMMON_OPTIONS, options_in
+from fsdp_core.plugins import options_in
 
 __all__ = ["fsdp_strategies", "why_not_here"]
 
@@ -17,7 +17,7 @@ _FSDP2 = StrategyInfo(
     fabric="fsdp_fsdp2.fabric:FSDP2Strategy",
     accelerators=("cuda", "cpu"),
     capabilities=frozenset(Capability),
-    options=(*options_in("fsdp_fsdp2.constructor:FSDP2Options"), *COMMON_OPTIONS),
+    options=options_in("fsdp_fsdp2.options:FSDP2Options"),
     requires=("torch>=2.9", "lightning>=2.6.6"),
     probe="fsdp_fsdp2.plugin:why_not_here",
 )

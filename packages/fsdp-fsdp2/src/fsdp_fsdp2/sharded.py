@@ -141,10 +141,10 @@ class FSDP2Sharded(Sharded):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         root, replicated = self._fsdp, self.replicated
-        if self.backend.sync_each_batch is True:
+        if self.backend.options.sync_each_batch is True:
             yield
             return
-        within_replica = self.backend.sync_each_batch == "within_replica"
+        within_replica = self.backend.options.sync_each_batch == "within_replica"
         set_sync = root.set_requires_all_reduce if within_replica else root.set_requires_gradient_sync
         set_sync(False)
         if replicated is not None:

@@ -8,20 +8,20 @@ from torch import Tensor
 
 from fsdp_core import ShardingError
 from fsdp_core.lightning import ShardedTrainerStrategy
-from fsdp_fsdp2.constructor import FSDP2Options
+from fsdp_fsdp2.constructor import FSDP2Ranks
 from fsdp_fsdp2.tensor_parallel.loss import with_parallel_loss
 
 __all__ = ["FSDP2Strategy"]
 
 
-class FSDP2Strategy(FSDP2Options, ShardedTrainerStrategy):
+class FSDP2Strategy(FSDP2Ranks, ShardedTrainerStrategy):
     """Shards a LightningModule with torch's ``fully_shard``, on CUDA or on the CPU.
 
     ``Trainer(strategy="fsdp2")`` is this class with its defaults.
 
     Example:
         >>> strategy = FSDP2Strategy(cpu_offload=True, state_dict_type="full")
-        >>> strategy.backend.cpu_offload
+        >>> strategy.options.cpu_offload
         True
     """
 
@@ -55,13 +55,13 @@ class FSDP2Strategy(FSDP2Options, ShardedTrainerStrategy):
         self._shard_converted(module)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with with_parallel_loss(self.loss_parallel):
+        with with_parallel_loss(self.options.loss_parallel):
             return super().training_step(*args, **kwargs)
 
     def _eval_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        with with_parallel_loss(self.loss_parallel):
+        with with_parallel_loss(self.options.loss_parallel):
             return super()._eval_step(name, *args, **kwargs)
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        with with_parallel_loss(self.loss_parallel):
+        with with_parallel_loss(self.options.loss_parallel):
             return super().backward(closure_loss, *args, **kwargs)

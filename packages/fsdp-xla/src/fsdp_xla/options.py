@@ -11,30 +11,10 @@ __all__ = [
     "ALWAYS_IN_SPMD",
     "INSTEAD",
     "INSTEAD_IN_SPMD",
-    "PASSED_ON",
     "check_collectives",
     "check_options",
     "check_sequential_save",
-    "not_passed_on",
 ]
-
-#: Options that users may set, in torch_xla's order.
-PASSED_ON = (
-    "reshard_after_forward",
-    "flatten_parameters",
-    "execute_sharding_on_init",
-    "optimization_barrier_in_forward",
-    "optimization_barrier_in_backward",
-    "sync_on_finalization",
-    "disable_reshard_on_root",
-    "compute_dtype",
-    "buffer_dtype",
-    "fp32_reduce_scatter",
-    "shard_param_on_dim_0",
-    "pin_layout_in_collective_ops",
-    "reduce_scatter_bucket_size_mb",
-    "coalesce_all_gather_ops",
-)
 
 #: Values of other libraries' options that are accepted, because they describe what happens here.
 ALWAYS: Mapping[str, Collection[object]] = {
@@ -105,28 +85,12 @@ INSTEAD_IN_SPMD = {
 }
 
 
-def not_passed_on(options: Mapping[str, object]) -> dict[str, object]:
-    """The options that are not torch_xla's, or that users may not set.
-
-    Example:
-        >>> not_passed_on({"flatten_parameters": True, "sharding_rank": 0})
-        {'sharding_rank': 0}
-    """
-    return {name: value for name, value in options.items() if name not in PASSED_ON}
-
-
 def check_options(options: Mapping[str, object]) -> None:
-    """Refuse options that aren't passed on to XlaFullyShardedDataParallel, and combinations that it can't handle.
+    """Refuse combinations that XlaFullyShardedDataParallel can't handle.
 
     Raises:
         UnsupportedCapabilityError: An option is refused; the message names what to write instead.
     """
-    for name in not_passed_on(options):
-        told = INSTEAD.get(name, "It is not an option of torch_xla's XlaFullyShardedDataParallel either.")
-        raise UnsupportedCapabilityError(
-            f"strategy 'xla_fsdp' has no option {name!r}. {told}\n"
-            f"Besides its own it takes {', '.join(PASSED_ON)}; `fsdp describe xla_fsdp` describes all of them."
-        )
     if options.get("coalesce_all_gather_ops") and not options.get("shard_param_on_dim_0"):
         raise UnsupportedCapabilityError(
             "coalesce_all_gather_ops=True needs shard_param_on_dim_0=True: torch_xla 2.9 does not coalesce flat "

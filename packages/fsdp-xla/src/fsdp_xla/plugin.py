@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdp_core import Capability, StrategyInfo, hookimpl
-from fsdp_core.plugins import COMMON_OPTIONS, options_in
+from fsdp_core.plugins import options_in
 
 __all__ = ["fsdp_strategies", "why_not_here"]
 
@@ -32,7 +32,7 @@ _CLASSIC = StrategyInfo(
             Capability.WRAP_POLICY,
         }
     ),
-    options=options_in("fsdp_xla.classic.constructor:XLAFSDPOptions"),
+    options=options_in("fsdp_xla.classic.options:XLAFSDPOptions", left_out=("cluster_environment", "precision_plugin")),
     requires=("torch==2.9.*", "torch_xla==2.9.*", "lightning>=2.6.6"),
     probe="fsdp_xla.plugin:why_not_here",
 )
@@ -44,9 +44,9 @@ _SPMD = replace(
     trainer="fsdp_xla.spmd.trainer:XLASPMDStrategy",
     fabric="fsdp_xla.spmd.fabric:XLASPMDStrategy",
     capabilities=_CLASSIC.capabilities - {Capability.RESHARD_AFTER_FORWARD},
-    options=(
-        *options_in("fsdp_xla.spmd.constructor:XLASPMDOptions"),
-        *(option for option in COMMON_OPTIONS if option.name == "precision_plugin"),  # the Trainer's name for precision
+    options=options_in(
+        "fsdp_xla.spmd.options:XLASPMDOptions",
+        left_out=("cluster_environment", "timeout", "hang_timeout", "scattered_save"),
     ),
 )
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from fsdp_core import Backend, OptimizerMismatchError, Sharded
-from fsdp_core.sharding import ActivationCheckpointingPolicy, checkpoint_activations, describe_policy, place
+from fsdp_core.sharding import checkpoint_activations, place
+from fsdp_example.options import ZeRO1Options
 from fsdp_example.sharded import ZeRO1Sharded
 
 __all__ = ["ZeRO1Backend"]
@@ -23,7 +24,7 @@ class ZeRO1Backend(Backend):
     The end of a backward pass reduce-scatters the gradients; a step of the optimizer changes this rank's runs and
     ends with an all-gather.
 
-    Its arguments are the options of :class:`fsdp_example.constructor.ZeRO1Options`.
+    Its options are those of :class:`fsdp_example.options.ZeRO1Options`.
     """
 
     accelerators = ("cpu",)
@@ -31,21 +32,10 @@ class ZeRO1Backend(Backend):
     # of all backends, for an optimizer may outlive the strategy that set it up
     _followed: ClassVar[WeakSet[torch.optim.Optimizer]] = WeakSet()
 
-    def __init__(
-        self,
-        *,
-        activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None,
-        sync_each_batch: bool = False,
-    ) -> None:
-        self.activation_checkpointing_policy = activation_checkpointing_policy
-        self.sync_each_batch = sync_each_batch
-
-    def terms(self) -> dict[str, Any]:
-        policy = describe_policy(self.activation_checkpointing_policy)
-        return {**super().terms(), "activation_checkpointing_policy": policy}
+    options: ZeRO1Options
 
     def shard_module(self, module: nn.Module) -> ZeRO1Sharded:
-        checkpoint_activations(module, self.activation_checkpointing_policy)
+        checkpoint_activations(module, self.options.activation_checkpointing_policy)
         place(list(module.modules()), self.runtime)
         sharded = ZeRO1Sharded(module, self.runtime)
         sharded.remember(sharded.whole.items())  # what was on the meta device is other parameters now

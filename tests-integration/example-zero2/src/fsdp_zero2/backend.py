@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from fsdp_core import Backend, OptimizerMismatchError, Sharded
-from fsdp_core.sharding import ActivationCheckpointingPolicy, checkpoint_activations, describe_policy, place
+from fsdp_core.sharding import checkpoint_activations, place
+from fsdp_zero2.options import ZeRO2Options
 from fsdp_zero2.sharded import ZeRO2Sharded
 
 __all__ = ["ZeRO2Backend"]
@@ -34,25 +35,12 @@ class ZeRO2Backend(Backend):
     # of all backends, for an optimizer may outlive the strategy that set it up
     _followed: ClassVar[WeakSet[torch.optim.Optimizer]] = WeakSet()
 
-    def __init__(
-        self,
-        *,
-        activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None,
-        sync_each_batch: bool = False,
-        bucket_bytes: int = 1024,
-    ) -> None:
-        self.activation_checkpointing_policy = activation_checkpointing_policy
-        self.sync_each_batch = sync_each_batch
-        self.bucket_bytes = bucket_bytes
-
-    def terms(self) -> dict[str, Any]:
-        policy = describe_policy(self.activation_checkpointing_policy)
-        return {**super().terms(), "activation_checkpointing_policy": policy, "bucket_bytes": self.bucket_bytes}
+    options: ZeRO2Options
 
     def shard_module(self, module: nn.Module) -> ZeRO2Sharded:
-        checkpoint_activations(module, self.activation_checkpointing_policy)
+        checkpoint_activations(module, self.options.activation_checkpointing_policy)
         place(list(module.modules()), self.runtime)
-        sharded = ZeRO2Sharded(module, self.runtime, self.bucket_bytes)
+        sharded = ZeRO2Sharded(module, self.runtime, self.options.bucket_bytes)
         sharded.remember(sharded.whole.items())  # what was on the meta device is other parameters now
         return sharded
 

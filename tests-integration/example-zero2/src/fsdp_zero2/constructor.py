@@ -1,37 +1,17 @@
-"""The options of ``strategy="zero2"``, the same under Trainer and Fabric."""
+"""What both strategies of ``"zero2"`` share: the name, the options and the backend."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from fsdp_core.lightning import StrategyOptions
-from fsdp_core.sharding import ActivationCheckpointingPolicy
+from fsdp_core.lightning import ShardedStrategy
 from fsdp_zero2.backend import ZeRO2Backend
+from fsdp_zero2.options import ZeRO2Options
 
-__all__ = ["ZeRO2Options"]
+__all__ = ["ZeRO2Ranks"]
 
 
-class ZeRO2Options(StrategyOptions):
-    """The constructor of both classes.
+class ZeRO2Ranks(ShardedStrategy):
+    """The half of the strategy that is the same under Trainer and Fabric."""
 
-    Args:
-        activation_checkpointing_policy: Which submodules recompute their activations in the backward pass: a set of
-            classes or a function ``module -> bool``.
-        sync_each_batch: Whether gradients are reduced on every micro-batch of an accumulation.
-        bucket_bytes: How many bytes of gradients are reduced together, while the backward pass goes on.
-    """
-
-    def __init__(
-        self,
-        *common: Any,
-        activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None,
-        sync_each_batch: bool = False,
-        bucket_bytes: int = 1024,
-        **others: Any,
-    ) -> None:
-        backend = ZeRO2Backend(
-            activation_checkpointing_policy=activation_checkpointing_policy,
-            sync_each_batch=sync_each_batch,
-            bucket_bytes=bucket_bytes,
-        )
-        super().__init__(backend, *common, strategy_name="zero2", **others)
+    strategy_name = "zero2"
+    options_class = ZeRO2Options
+    backend_class = ZeRO2Backend

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_core import Capability, StrategyInfo, hookimpl
-from fsdp_core.plugins import COMMON_OPTIONS, options_in
+from fsdp_core.plugins import options_in
 
 __all__ = ["fsdp_strategies"]
 
@@ -30,7 +30,7 @@ def fsdp_strategies() -> list[StrategyInfo]:
                     Capability.SHARDED_CHECKPOINT,
                 }
             ),
-            options=(*options_in("fsdp_zero2.constructor:ZeRO2Options"), *COMMON_OPTIONS),
+            options=options_in("fsdp_zero2.options:ZeRO2Options"),
             requires=("torch>=2.9", "lightning>=2.6.6"),
         )
     ]

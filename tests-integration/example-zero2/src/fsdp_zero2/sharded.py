@@ -153,7 +153,7 @@ class ZeRO2Sharded(Sharded):
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.backend.sync_each_batch else self.end.disabled()
+        return nullcontext() if self.backend.options.sync_each_batch else self.end.disabled()
 
     def suspend_forward(self, loss: Tensor | None = None) -> None:
         self.step.on = loss is None  # an optimizer's step changes nothing in them

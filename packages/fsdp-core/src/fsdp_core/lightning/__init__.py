@@ -16,31 +16,36 @@ if TYPE_CHECKING:
     from fsdp_core.lightning.checkpoints.full.consolidation import consolidate_lightning
     from fsdp_core.lightning.fabric import ShardedFabricStrategy
     from fsdp_core.lightning.global_batch import GlobalBatch, micro_batches
+    from fsdp_core.lightning.options import LightningOptions, takes
     from fsdp_core.lightning.pretrained_folders import LoadPretrained, SavePretrained
     from fsdp_core.lightning.setup_checks import check_devices, reduce_op_name, set_rank_zero
-    from fsdp_core.lightning.strategy import StrategyOptions
+    from fsdp_core.lightning.strategy import ShardedStrategy
     from fsdp_core.lightning.trainer import ShardedTrainerStrategy
 
 __all__ = [
     "GlobalBatch",
+    "LightningOptions",
     "LoadPretrained",
     "SavePretrained",
     "ShardedFabricStrategy",
+    "ShardedStrategy",
     "ShardedTrainerStrategy",
-    "StrategyOptions",
     "check_devices",
     "consolidate_lightning",
     "micro_batches",
     "reduce_op_name",
     "set_rank_zero",
+    "takes",
 ]
 
 _HOMES = {
     "GlobalBatch": "fsdp_core.lightning.global_batch",
+    "LightningOptions": "fsdp_core.lightning.options",
+    "takes": "fsdp_core.lightning.options",
     "LoadPretrained": "fsdp_core.lightning.pretrained_folders",
     "SavePretrained": "fsdp_core.lightning.pretrained_folders",
-    "StrategyOptions": "fsdp_core.lightning.strategy",
     "ShardedFabricStrategy": "fsdp_core.lightning.fabric",
+    "ShardedStrategy": "fsdp_core.lightning.strategy",
     "ShardedTrainerStrategy": "fsdp_core.lightning.trainer",
     "check_devices": "fsdp_core.lightning.setup_checks",
     "consolidate_lightning": "fsdp_core.lightning.checkpoints.full.consolidation",

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.lightning.signatures import BY_THE_PACKAGE
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import Capability, StrategyInfo
 from fsdp_core.plugins.unknown_options import refuse_unknown_options
@@ -94,12 +93,7 @@ def check_options(made: type, arguments: tuple[Any, ...], options: Mapping[str, 
             rest = {name: value for name, value in options.items() if name not in refused}
             told += _refused_besides(made, arguments, rest)
         raise UnsupportedCapabilityError("\n".join(told))
-    # jsonargparse reads constructors, finds what packages pass there, and gives it its default
-    unknown = [
-        name
-        for name, value in options.items()
-        if name not in taken and (closed or name in BY_THE_PACKAGE) and not (name in BY_THE_PACKAGE and value is None)
-    ]
+    unknown = [name for name in options if name not in taken and closed]
     if unknown:
         near = {"backend": "Did you mean 'process_group_backend'?"} if "process_group_backend" in taken else {}
         refuse_unknown_options(info.name, made, dict.fromkeys(unknown), near)

@@ -6,14 +6,11 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Never
+from typing import Any, ClassVar
 
-import torch
-from lightning.fabric.accelerators import Accelerator
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import FSDPStrategy, Strategy
 from lightning.fabric.strategies.parallel import ParallelStrategy
@@ -50,10 +47,9 @@ from fsdp_core.lightning.notebooks import FabricForkedRanks
 from fsdp_core.lightning.precision_plugins import ShardedFabricPrecision, asked_precision
 from fsdp_core.lightning.preemption import Signals, requeue
 from fsdp_core.lightning.private import BackwardSyncControl, FabricSubprocessLauncher
-from fsdp_core.lightning.strategy import RanksOfStrategy
+from fsdp_core.lightning.strategy import ShardedStrategy
 from fsdp_core.plugins.strategy_info import Capability
-from fsdp_core.runtime import ProcessGroupRuntime, Runtime
-from fsdp_core.sharding.backend import Backend
+from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.sharded import Sharded, sharded_around
 from fsdp_core.torch_private import call_before_passes, in_backward, reaches
@@ -62,31 +58,10 @@ from fsdp_core.watch import explain_uncaught
 __all__ = ["ShardedFabricStrategy"]
 
 
-class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
+class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
     """Runs modules on a :class:`~fsdp_core.sharding.Backend` under Fabric.
 
-    A backend's public strategy class inherits from it and adds a constructor that creates the backend.
-
-    Args:
-        backend: How modules are sharded.
-        strategy_name: The name that users type, for messages and checkpoints.
-        runtime: How the ranks communicate; a process group when ``None``.
-        accelerator: As in Lightning.
-        parallel_devices: As in Lightning.
-        cluster_environment: As in Lightning.
-        checkpoint_io: As in Lightning; used for ``full`` checkpoints only.
-        precision: As in Lightning; a precision string given to Fabric is the usual way.
-        state_dict_type: ``"sharded"`` for folders into which every rank writes its shards, ``"full"`` for one file.
-        timeout: How long a collective may wait for the other ranks.
-        async_save: Whether a save returns once the state is copied, and the checkpoint is written in the background.
-        scattered_save: Whether ranks that don't share a folder each save where they stand: hosts without a shared disk,
-            or paths that differ. `fsdp checkpoint gather` joins what they have written.
-        error_if_nonfinite: Whether to raise :class:`~fsdp_core.NonFiniteGradientError` on all ranks, with the names of
-            parameters, before a step whose gradients hold NaN or infinity. With fp16, the gradient scaler skips such
-            steps, and nothing is raised.
-        hang_timeout: How long ranks may wait for each other at one place, in seconds or as a timedelta. After it, every
-            rank writes its stack, the rank that is behind is named, and all end. ``None`` lets them wait, and does not
-            notice a lost rank.
+    A backend's public strategy class inherits from it and from a :class:`ShardedStrategy` that names its options.
 
     Raises:
         UnsupportedCapabilityError: An option does not work with shards, is not declared by the strategy, or does
@@ -96,39 +71,14 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
     launcher_class: ClassVar[Any] = FabricSubprocessLauncher
     _fork_launcher_class: ClassVar[Any] = FabricForkedRanks
     log: ClassVar[logging.Logger] = logging.getLogger("lightning.fabric.utilities.rank_zero")
+    positional: ClassVar[Sequence[str]] = (
+        *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision"),
+    )
+    left_out: ClassVar[Collection[str]] = ("precision_plugin",)
     make_before: ClassVar[str] = "Make them before fabric.setup()."
 
-    def __init__(
-        self,
-        backend: Backend,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
-        *,
-        strategy_name: str,
-        runtime: Runtime | None = None,
-        state_dict_type: Literal["sharded", "full"] = "sharded",
-        timeout: timedelta | None = None,
-        async_save: bool = False,
-        scattered_save: bool = False,
-        error_if_nonfinite: bool = False,
-        hang_timeout: timedelta | float | None = 1800.0,
-        **unknown: Never,
-    ) -> None:
-        self._store_options(
-            backend,
-            strategy_name,
-            runtime,
-            state_dict_type,
-            timeout,
-            async_save,
-            unknown,
-            error_if_nonfinite,
-            hang_timeout,
-            scattered_save,
-        )
+    def __init__(self, *positional: Any, **options: Any) -> None:
+        self._take_options(positional, options)
         self._roots: list[weakref.ref[Sharded]] = []
         self._first_forwards: list[FirstForwards] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -143,13 +93,13 @@ class ShardedFabricStrategy(RanksOfStrategy, ParallelStrategy):
         self._num_nodes = 1
         self._in_backward = False
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            precision=precision,
+            accelerator=self.options.accelerator,
+            parallel_devices=self.options.parallel_devices,
+            cluster_environment=self.new_cluster_environment(),
+            precision=self.options.precision,
         )
-        if checkpoint_io is not None:
-            self.checkpoint_io = checkpoint_io
+        if self.options.checkpoint_io is not None:
+            self.checkpoint_io = self.options.checkpoint_io
         self._backward_sync_control: _NoSync = _NoSync(self)
 
     # -- where we run ----------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.sharding.optimizer_agreement import are_equal, check_same_rates, digest_of_rates
 
 if TYPE_CHECKING:
-    from fsdp_core.lightning.strategy import RanksOfStrategy
+    from fsdp_core.lightning.strategy import ShardedStrategy
     from fsdp_core.lightning.trainer import ShardedTrainerStrategy
 
 __all__ = ["Preemption", "Signals", "requeue"]
@@ -54,7 +54,7 @@ class Signals:
         agreed: The signal that has come to any rank, as of the last agreement; 0 if none has.
     """
 
-    def __init__(self, strategy: RanksOfStrategy) -> None:
+    def __init__(self, strategy: ShardedStrategy) -> None:
         self._strategy = strategy
         self.told: int | None = None
         self.agreed = 0

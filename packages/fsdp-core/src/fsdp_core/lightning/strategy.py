@@ -33,6 +33,7 @@ from fsdp_core.lightning.finite_gradients import check_error_if_nonfinite
 from fsdp_core.lightning.hooks.redirection import call_targets, follow_calls, is_inside_forward, normal_tensors
 from fsdp_core.lightning.launch_checks import check_launched
 from fsdp_core.lightning.notebooks import check_interactive, is_interactive
+from fsdp_core.lightning.options import describe_class, signature_of, strategy_options
 from fsdp_core.lightning.private import reset_seed
 from fsdp_core.lightning.ray_train import RayWorker, ray_worker
 from fsdp_core.lightning.setup_checks import (
@@ -44,7 +45,6 @@ from fsdp_core.lightning.setup_checks import (
     reduce_op_name,
     set_rank_zero,
 )
-from fsdp_core.lightning.signatures import described_constructor
 from fsdp_core.mesh import DATA_AXES, GRADIENT_AXES, Mesh
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.plugins.unknown_options import refuse_unknown_options
@@ -56,6 +56,7 @@ from fsdp_core.sharding.late_parameters import refuse_late
 from fsdp_core.sharding.local_pieces import refuse_files_of_optimizer, refuse_files_of_shards, refuse_state_dicts
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.optimizer_agreement import check_same_optimizers
+from fsdp_core.sharding.options import ShardingOptions, option_names
 from fsdp_core.sharding.rank_agreement import check_same, facts_of_module, facts_of_options, facts_of_packages
 from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.fqn import clean_name
@@ -63,7 +64,7 @@ from fsdp_core.state.full_tensor import check_not_gathered
 from fsdp_core.state.layout import bytes_of_wholes
 from fsdp_core.watch import watch
 
-__all__ = ["RanksOfStrategy", "StrategyOptions", "size_in_words"]
+__all__ = ["ShardedStrategy", "size_in_words"]
 
 _Path = TypeVar("_Path", str, str | list[str])
 
@@ -80,13 +81,31 @@ _SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 _log = logging.getLogger(__name__)
 
 
-class RanksOfStrategy:
+class ShardedStrategy:
     """The half of a strategy that is the same under Trainer and Fabric. Comes before Lightning's class.
 
+    A package's strategy names its options and its backend, once for both front ends, and inherits the rest::
+
+        class Theirs(ShardedStrategy):
+            strategy_name = "theirs"
+            options_class = TheirsOptions
+            backend_class = TheirsBackend
+
+        class TheirsStrategy(Theirs, ShardedTrainerStrategy): ...
+
+    The constructor takes the options by keyword; its signature and the class's docstring follow from ``options_class``.
+
     Attributes:
+        strategy_name: The name that users type.
+        options_class: The class of the options.
+        backend_class: The class of the backend, which is made of them.
+        positional: The names of the options that may be given by position.
+        left_out: The names of options of all strategies that this one does not take.
+        others_options: By option of another library, what to write instead.
+        happens_anyway: Values of such options that ask for what happens anyway.
+        options: The options of this strategy.
         backend: How modules are sharded.
         runtime: How the ranks communicate.
-        strategy_name: The name that users type.
         state_dict_type: ``"sharded"`` or ``"full"``.
         timeout: How long a collective may wait for the other ranks.
         async_saves: Writes checkpoints in the background; ``None`` if a save returns once everything is written.
@@ -98,7 +117,11 @@ class RanksOfStrategy:
         log: Lightning's logger for rank 0, whose level users set.
     """
 
-    #: By option of another library, what to write instead; and its values that ask for what happens anyway.
+    strategy_name: str
+    options_class: ClassVar[type[ShardingOptions]] = strategy_options(ShardingOptions)
+    backend_class: ClassVar[type[Any]]  # a Backend, made of the options
+    positional: ClassVar[Sequence[str]] = ()
+    left_out: ClassVar[Collection[str]] = ()
     others_options: ClassVar[Mapping[str, str]] = {}
     happens_anyway: ClassVar[Mapping[str, Collection[object]]] = {}
 
@@ -109,9 +132,9 @@ class RanksOfStrategy:
     log: ClassVar[logging.Logger]
     __signature__: ClassVar[inspect.Signature]
 
+    options: Any  # of options_class
     backend: Backend
     runtime: Runtime
-    strategy_name: str
     state_dict_type: Literal["sharded", "full"]
     timeout: timedelta | None
     async_saves: AsyncSaves | None
@@ -135,10 +158,11 @@ class RanksOfStrategy:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        # otherwise Sphinx and editors would show the arguments of __new__
-        cls.__signature__, docstring = described_constructor(cls)
-        if isinstance(docstring, str):
-            cls.__doc__ = docstring
+        cls.options_class = strategy_options(cls.options_class)
+        cls.__signature__ = signature_of(cls, ShardedStrategy)  # otherwise Sphinx would show that of __new__
+        if "__init__" not in vars(cls):
+            cls.__init__ = _constructor(cls)  # type: ignore[method-assign]  # of its own, for jsonargparse to read
+        cls.__doc__ = describe_class(cls.__doc__, cls.options_class, cls.__signature__.parameters)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         # before the constructor, which may not accept the refused options at all
@@ -147,36 +171,58 @@ class RanksOfStrategy:
         strategy._built_with = args, options
         return strategy
 
-    def _store_options(
-        self,
-        backend: Backend,
-        strategy_name: str,
-        runtime: Runtime | None,
-        state_dict_type: Literal["sharded", "full"],
-        timeout: timedelta | None,
-        async_save: bool,
-        unknown: Mapping[str, object],
-        error_if_nonfinite: bool = False,
-        hang_timeout: timedelta | float | None = None,
-        scattered_save: bool = False,
-    ) -> None:
-        """Store the constructor's arguments, before Lightning's constructor uses them."""
-        refuse_unknown_options(strategy_name, type(self), unknown, self.others_options, always=self.happens_anyway)
-        check_state_dict_type(state_dict_type)
-        check_waiting(timeout, async_save)
-        check_error_if_nonfinite(error_if_nonfinite)
-        check_scattered_save(scattered_save, state_dict_type)
-        self.scattered_save = scattered_save
-        self.error_if_nonfinite = error_if_nonfinite
-        self.hang_timeout = hang_duration(hang_timeout)
-        self.backend = backend
-        self.runtime = runtime or ProcessGroupRuntime()
-        self.strategy_name = strategy_name
-        self.state_dict_type = state_dict_type
-        self.timeout = timeout
-        self.async_saves = AsyncSaves(self.runtime) if async_save else None
+    def _take_options(self, positional: Sequence[Any], given: Mapping[str, Any]) -> None:
+        """Read the constructor's arguments, and make the backend and the runtime, before Lightning's constructor runs.
+
+        Args:
+            positional: Those that were given by position.
+            given: Those that were given by keyword.
+
+        Raises:
+            UnsupportedCapabilityError: An option is unknown, or can't be used.
+        """
+        values = self._by_name(positional, given)
+        names = [name for name in option_names(self.options_class) if name not in self.left_out]
+        unknown = {name: value for name, value in values.items() if name not in names}
+        refuse_unknown_options(self.strategy_name, type(self), unknown, self.others_options, always=self.happens_anyway)
+        self.options = options = self.options_class(**{name: values[name] for name in names if name in values})
+        check_state_dict_type(options.state_dict_type)
+        check_waiting(options.timeout, options.async_save)
+        check_error_if_nonfinite(options.error_if_nonfinite)
+        check_scattered_save(options.scattered_save, options.state_dict_type)
+        self.scattered_save, self.error_if_nonfinite = options.scattered_save, options.error_if_nonfinite
+        self.hang_timeout = hang_duration(options.hang_timeout)
+        self.state_dict_type, self.timeout = options.state_dict_type, options.timeout
+        self.backend, self.runtime = self.new_backend(), self.new_runtime()
+        self.async_saves = AsyncSaves(self.runtime) if options.async_save else None
         self._unreduced = WeakSet()
         self._steps_compared: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+    def _by_name(self, positional: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """The constructor's arguments by name."""
+        values = dict(zip(self.positional, positional, strict=False))
+        twice = [name for name in values if name in given]
+        if len(positional) > len(self.positional) or twice:
+            name = type(self).__name__
+            why = f"{twice[0]} is given by keyword too" if twice else f"only {len(self.positional)} can be so given"
+            raise TypeError(
+                f"{name} was given {len(positional)} options by position, and {why}.\n"
+                f"Write keywords: {name}({', '.join(f'{each}=...' for each in self.positional[:2])}, ...)."
+            )
+        return {**values, **given}
+
+    def new_backend(self) -> Backend:
+        """The backend, made of the options."""
+        backend: Backend = self.backend_class(self.options)
+        return backend
+
+    def new_cluster_environment(self) -> ClusterEnvironment | None:
+        """Where the ranks run; ``None``: Lightning finds out."""
+        return cast(ClusterEnvironment | None, self.options.cluster_environment)
+
+    def new_runtime(self) -> Runtime:
+        """How the ranks communicate: a process group, unless a strategy says otherwise."""
+        return ProcessGroupRuntime(getattr(self.options, "process_group_backend", None))
 
     def require(self, capability: Capability, asked: str) -> None:
         """Raise :class:`~fsdp_core.errors.UnsupportedCapabilityError` if the strategy does not declare it."""
@@ -402,7 +448,7 @@ class RanksOfStrategy:
     def _number_ranks(self) -> None:
         """Set the rank in the cluster environment and in Lightning's rank-zero helpers."""
         environment = self.cluster_environment
-        self._worker = ray_worker(environment, RanksOfStrategy)
+        self._worker = ray_worker(environment, ShardedStrategy)
         if environment is not None:
             rank, ranks = self._numbers()
             environment.set_global_rank(rank)
@@ -557,28 +603,21 @@ class RanksOfStrategy:
             )
 
 
-class StrategyOptions(RanksOfStrategy):
-    """Base of the class that takes a package's own options, once for both front ends.
+def _constructor(cls: type[ShardedStrategy]) -> Callable[..., None]:
+    """A constructor that passes everything on, with the signature of its class."""
 
-    Its constructor takes them as keywords and passes the rest on to core's adapter, the next class in the MRO::
+    def __init__(self: Any, *positional: Any, **options: Any) -> None:
+        super(cls, self).__init__(*positional, **options)
 
-        class TheirsOptions(StrategyOptions):
-            def __init__(self, *common, size=2, **others):
-                super().__init__(TheirsBackend(size=size), *common, strategy_name="theirs", **others)
-
-        class TheirsStrategy(TheirsOptions, ShardedTrainerStrategy): ...
-
-    The strategy's signature and docstring list the options of both.
-    """
-
-    def __init__(
-        self, backend: Backend, *common: Any, strategy_name: str, runtime: Runtime | None = None, **others: Any
-    ) -> None:
-        # the next constructor is that of core's adapter, and not object's
-        super().__init__(backend, *common, strategy_name=strategy_name, runtime=runtime, **others)  # type: ignore[call-arg]
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    constructor: Any = __init__
+    constructor.__qualname__, constructor.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
+    constructor.__signature__ = cls.__signature__.replace(parameters=[this, *cls.__signature__.parameters.values()])
+    constructor.is_generated = True
+    return __init__
 
 
-def _progress_of(strategy: ref[RanksOfStrategy]) -> str:
+def _progress_of(strategy: ref[ShardedStrategy]) -> str:
     known = strategy()
     return "" if known is None else known.progress()
 

@@ -6,17 +6,16 @@ import copy
 import logging
 import os
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Never, Self
+from typing import Any, ClassVar, Self
 from weakref import WeakMethod, WeakSet, ref
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import FSDPStrategy, ParallelStrategy
@@ -59,10 +58,9 @@ from fsdp_core.lightning.preemption import Preemption
 from fsdp_core.lightning.private import TrainerSubprocessLauncher, always_say_what_is_saved, resume_from
 from fsdp_core.lightning.ray_train import check_reports
 from fsdp_core.lightning.setup_checks import check_loggers
-from fsdp_core.lightning.strategy import RanksOfStrategy
+from fsdp_core.lightning.strategy import ShardedStrategy
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
-from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.late_parameters import refuse_late
 from fsdp_core.sharding.local_pieces import refuse_again
 from fsdp_core.sharding.mixed_precision import ShardPrecision
@@ -99,31 +97,10 @@ def _rebuilt(
     return cls(*args, **options)
 
 
-class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
+class ShardedTrainerStrategy(ShardedStrategy, ParallelStrategy):
     """Runs a LightningModule on a :class:`~fsdp_core.sharding.Backend`.
 
-    A backend's public strategy class inherits from it and adds a constructor that creates the backend.
-
-    Args:
-        backend: How the module is sharded.
-        strategy_name: The name that users type, for messages and checkpoints.
-        runtime: How the ranks communicate; a process group when ``None``.
-        accelerator: As in Lightning.
-        parallel_devices: As in Lightning.
-        cluster_environment: As in Lightning.
-        checkpoint_io: As in Lightning; used for ``full`` checkpoints only.
-        precision_plugin: As in Lightning; a precision string given to the Trainer is the usual way.
-        state_dict_type: ``"sharded"`` for folders into which every rank writes its shards, ``"full"`` for one file.
-        timeout: How long a collective may wait for the other ranks.
-        async_save: Whether a save returns once the state is copied, and the checkpoint is written in the background.
-        scattered_save: Whether ranks that don't share a folder each save where they stand: hosts without a shared disk,
-            or paths that differ. `fsdp checkpoint gather` joins what they have written.
-        error_if_nonfinite: Whether to raise :class:`~fsdp_core.NonFiniteGradientError` on all ranks, with the names of
-            parameters, before a step whose gradients hold NaN or infinity. With fp16, the gradient scaler skips such
-            steps, and nothing is raised.
-        hang_timeout: How long ranks may wait for each other at one place, in seconds or as a timedelta. After it, every
-            rank writes its stack, the rank that is behind is named, and all end. ``None`` lets them wait, and does not
-            notice a lost rank.
+    A backend's public strategy class inherits from it and from a :class:`ShardedStrategy` that names its options.
 
     Raises:
         UnsupportedCapabilityError: An option does not work with shards, is not declared by the strategy, or does
@@ -133,44 +110,19 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
     launcher_class: ClassVar[Any] = TrainerSubprocessLauncher
     _fork_launcher_class: ClassVar[Any] = TrainerForkedRanks
     log: ClassVar[logging.Logger] = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    positional: ClassVar[Sequence[str]] = (
+        *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
+    )
+    left_out: ClassVar[Collection[str]] = ("precision",)
     make_before: ClassVar[str] = "Make them in __init__, setup() or configure_model(), which come before sharding."
 
-    def __init__(
-        self,
-        backend: Backend,
-        accelerator: pl.accelerators.Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        *,
-        strategy_name: str,
-        runtime: Runtime | None = None,
-        state_dict_type: Literal["sharded", "full"] = "sharded",
-        timeout: timedelta | None = None,
-        async_save: bool = False,
-        scattered_save: bool = False,
-        error_if_nonfinite: bool = False,
-        hang_timeout: timedelta | float | None = 1800.0,
-        **unknown: Never,
-    ) -> None:
-        self._store_options(
-            backend,
-            strategy_name,
-            runtime,
-            state_dict_type,
-            timeout,
-            async_save,
-            unknown,
-            error_if_nonfinite,
-            hang_timeout,
-            scattered_save,
-        )
+    def __init__(self, *positional: Any, **options: Any) -> None:
+        self._take_options(positional, options)
         self.num_nodes = 1
         self._training_loaders = TrainingLoaders()
         self._exact_resume = ExactResume(self.runtime)
         self._preemption = Preemption(self)
-        self._repeated_predictions = RepeatedPredictions(strategy_name, self.runtime, self.predict_step)
+        self._repeated_predictions = RepeatedPredictions(self.strategy_name, self.runtime, self.predict_step)
         #: Saved state of param groups that the optimizers do not hold yet.
         self.late_param_groups = LateParamGroups()
         self._in_step = self._in_eval_step = self._blocking = False
@@ -195,13 +147,13 @@ class ShardedTrainerStrategy(RanksOfStrategy, ParallelStrategy):
         #: By path, whether a checkpoint exists once all pending saves are done.
         self.async_saved: dict[str, bool] = {}
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            precision_plugin=precision_plugin,
+            accelerator=self.options.accelerator,
+            parallel_devices=self.options.parallel_devices,
+            cluster_environment=self.new_cluster_environment(),
+            precision_plugin=self.options.precision_plugin or self.options.precision,
         )
-        if checkpoint_io is not None:
-            self.checkpoint_io = checkpoint_io
+        if self.options.checkpoint_io is not None:
+            self.checkpoint_io = self.options.checkpoint_io
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the constructor's arguments and what Lightning has set since; what belongs to a run is made anew.

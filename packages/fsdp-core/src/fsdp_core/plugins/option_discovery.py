@@ -1,81 +1,79 @@
-"""Options as plain data, read from the source of the constructor that takes them, without importing it."""
+"""Options as plain data, read from the source of the dataclass whose fields they are, without importing it."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import fields
 from importlib import import_module
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
 from fsdp_core.errors import StrategyInfoError
 from fsdp_core.plugins.strategy_info import Option, Plain
 
-__all__ = ["COMMON_OPTIONS", "explained", "options_in"]
+__all__ = ["explained", "option_docs", "options_in"]
 
-#: The options that the constructors of core's adapters take and pass on.
-COMMON_OPTIONS = (
-    Option(
-        name="state_dict_type",
-        default="sharded",
-        help="How checkpoints are saved: 'sharded' (a folder, every rank writes its part) or 'full' (one file).",
-    ),
-    Option(name="timeout", default=None, help="How long a collective waits for its peers, a timedelta."),
-    Option(
-        name="async_save",
-        default=False,
-        help="Write checkpoints in the background, from copies in host memory, while training continues.",
-    ),
-    Option(
-        name="scattered_save",
-        default=False,
-        help="Let ranks that share no folder save where they stand; `fsdp checkpoint gather` joins the places.",
-    ),
-    Option(
-        name="error_if_nonfinite",
-        default=False,
-        help="Raise on all ranks, before the optimizer steps, if a gradient holds NaN or infinity.",
-    ),
-    Option(
-        name="hang_timeout",
-        default=1800.0,
-        help="How long ranks may wait for each other before all end and name the one behind: seconds or a timedelta.",
-    ),
-    Option(name="accelerator", default=None, help="A Lightning Accelerator; None: Lightning chooses."),
-    Option(name="parallel_devices", default=None, help="The devices of this host; None: Lightning chooses."),
-    Option(name="cluster_environment", default=None, help="A Lightning ClusterEnvironment; None: Lightning chooses."),
-    Option(name="checkpoint_io", default=None, help="A Lightning CheckpointIO, which full checkpoints go through."),
-    Option(name="precision_plugin", default=None, help="Under Trainer: a Lightning Precision plugin."),
-    Option(name="precision", default=None, help="Under Fabric: a Lightning Precision plugin."),
+#: Where the options of all strategies are: the file, the module where there is no source, and the class.
+_COMMON = (
+    ("sharding/options.py", "fsdp_core.sharding.options", "ShardingOptions"),
+    ("lightning/options.py", "fsdp_core.lightning.options", "LightningOptions"),
 )
 
 
-def options_in(*references: str) -> tuple[Option, ...]:
-    """The constructor parameters of classes, with their defaults and their descriptions from the class docstrings.
+def options_in(*references: str, left_out: Collection[str] = ()) -> tuple[Option, ...]:
+    """The options of a strategy, with their defaults and the strings that explain them, and those of all strategies.
 
-    So an option is documented once, where it is taken, and listing strategies imports neither torch nor Lightning.
+    So an option is said once, and listing strategies imports neither torch nor Lightning.
 
     Args:
-        *references: ``"module:Class"`` for each class, such as the two front ends'. Each class needs a Google-style
-            docstring whose ``Args`` section describes every parameter.
+        *references: ``"module:Class"`` of the dataclass of its options, and of bases in other modules after it.
+        left_out: The names of those of all strategies that it does not take.
 
     Returns:
-        The parameters in order, those that several classes share once. A parameter that the docstring describes "As in
-        Lightning" is the one of :data:`COMMON_OPTIONS`. A default that is not plain data is given as source text.
+        The options in order, each name once. A default that is not plain data is given as source text.
 
     Raises:
-        StrategyInfoError: A class does not exist, or does not describe one of its options.
+        StrategyInfoError: A class does not exist, or does not explain one of its options.
     """
     found: dict[str, Option] = {}
     for reference in references:
         module, _, name = reference.partition(":")
         tree = _tree(module)
-        told = _imported(module, name) if tree is None else _options(reference, _class(reference, tree, name))
-        for option in told:
+        options = _imported(module, name) if tree is None else _options(reference, _class(reference, tree, name))
+        for option in options:
             found.setdefault(option.name, option)
+    for file, module, name in _COMMON:
+        for option in _common(file, module, name):
+            if option.name not in left_out:
+                found.setdefault(option.name, option)
     return tuple(found.values())
+
+
+def option_docs(options_class: type) -> dict[str, str]:
+    """What the strings below a class's own fields say, by the field's name; nothing without the source.
+
+    Args:
+        options_class: The class.
+    """
+    if options_class.__module__ == "builtins":
+        return {}
+    try:
+        tree = ast.parse(inspect.getsource(inspect.getmodule(options_class) or options_class))
+        body = _class(options_class.__qualname__, tree, options_class.__name__)
+    except (OSError, TypeError, StrategyInfoError):
+        return {}
+    return {field.target.id: " ".join(text.split()) for field, text in _fields(body) if text}
+
+
+def _common(file: str, module: str, name: str) -> Iterator[Option]:
+    source = files("fsdp_core").joinpath(file)
+    if not source.is_file():
+        return _imported(module, name)
+    return _options(f"{module}:{name}", _class(name, ast.parse(source.read_bytes()), name))
 
 
 def _class(reference: str, tree: ast.Module, name: str) -> ast.ClassDef:
@@ -87,35 +85,50 @@ def _class(reference: str, tree: ast.Module, name: str) -> ast.ClassDef:
 
 def _imported(module: str, name: str) -> Iterator[Option]:
     """The options of a class that is installed without its source: it is imported, with everything that it imports."""
-    made = getattr(import_module(module), name)
-    told = explained(made.__doc__)  # none under python -OO
-    for one in list(inspect.signature(made.__init__).parameters.values())[1:]:
-        if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
-            default = one.default if isinstance(one.default, Plain) else repr(one.default)
-            yield Option(name=one.name, default=default, help=_without_markup(told.get(one.name, "")))
+    options_class = getattr(import_module(module), name)
+    own = vars(options_class).get("__annotations__", {})
+    for field in fields(options_class):
+        if field.name in own:
+            default = field.default if isinstance(field.default, Plain) else repr(field.default)
+            yield Option(name=field.name, default=default, help="")
 
 
-def _options(reference: str, made: ast.ClassDef) -> Iterator[Option]:
-    constructors = [node for node in made.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
-    if not constructors:
+def _options(reference: str, body: ast.ClassDef) -> Iterator[Option]:
+    own = list(_fields(body))
+    if not own:
         raise StrategyInfoError(
-            f"{reference!r} has no constructor of its own, whose parameters are its options.\n"
+            f"{reference!r} has no fields of its own, which are its options.\n"
             "Name the class that has, or write the options out."
         )
-    told, taken = explained(ast.get_docstring(made)), constructors[-1].args  # the last, after overloads
-    positional = [*taken.posonlyargs, *taken.args][1:]
-    defaults = [None] * (len(positional) - len(taken.defaults)) + taken.defaults
-    common = {option.name: option for option in COMMON_OPTIONS}
-    parameters = zip([*positional, *taken.kwonlyargs], [*defaults, *taken.kw_defaults], strict=True)
-    for one, default in parameters:
-        if one.arg not in told:
+    for field, text in own:
+        if not text:
             raise StrategyInfoError(
-                f"{reference} does not explain its option {one.arg!r}.\nAdd it to Args in the class's docstring."
+                f"{reference} does not explain its option {field.target.id!r}.\nAdd a string below the field."
             )
-        if told[one.arg].startswith("As in Lightning") and one.arg in common:
-            yield common[one.arg]
-        else:
-            yield Option(name=one.arg, default=_plain(default), help=_without_markup(told[one.arg]))
+        yield Option(
+            name=field.target.id, default=_plain(_default(field)), help=_without_markup(" ".join(text.split()))
+        )
+
+
+class _Field(ast.AnnAssign):
+    target: ast.Name
+
+
+def _fields(body: ast.ClassDef) -> Iterator[tuple[_Field, str]]:
+    """The fields of a dataclass, each with the string below it."""
+    for statement, following in zip(body.body, [*body.body[1:], None], strict=True):
+        if not isinstance(statement, ast.AnnAssign) or "ClassVar" in ast.unparse(statement.annotation):
+            continue
+        string = getattr(getattr(following, "value", None), "value", None)
+        is_docstring = isinstance(following, ast.Expr) and isinstance(string, str)
+        yield statement, string if is_docstring else ""  # type: ignore[misc]  # a field's target is a name
+
+
+def _default(field: _Field) -> ast.expr | None:
+    """What is assigned, or the first argument of ``option(...)``."""
+    value = field.value
+    is_option = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "option"
+    return value.args[0] if is_option and value.args else value  # type: ignore[union-attr]
 
 
 def _tree(module: str) -> ast.Module | None:

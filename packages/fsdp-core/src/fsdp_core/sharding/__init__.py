@@ -23,6 +23,7 @@ from fsdp_core.sharding.flat import (
     unwrapped,
 )
 from fsdp_core.sharding.mixed_precision import ShardPrecision
+from fsdp_core.sharding.options import ShardingOptions, option
 from fsdp_core.sharding.outside_attributes import OutsideAttributes
 from fsdp_core.sharding.sequence import SequenceSplit, current_split, use_split
 from fsdp_core.sharding.sharded import Sharded, StateTensor, copy_refusal, sharded_around, sharded_of
@@ -70,6 +71,7 @@ __all__ = [
     "SequenceSplit",
     "ShardPrecision",
     "Sharded",
+    "ShardingOptions",
     "StateTensor",
     "StepGradients",
     "StepInputs",
@@ -102,6 +104,7 @@ __all__ = [
     "materialize",
     "note_initialisers",
     "offload_activations",
+    "option",
     "options_of",
     "outside_of_compilation",
     "outside_transforms",

@@ -18,6 +18,7 @@ from fsdp_core.initialization.wrap import mark_by_torch_wrap
 from fsdp_core.mesh import Mesh
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.mixed_precision import ShardPrecision
+from fsdp_core.sharding.options import ShardingOptions
 from fsdp_core.sharding.replaced_parameters import mark_replaced
 from fsdp_core.sharding.repointing import repoint
 from fsdp_core.sharding.sequence import SequenceSplit, use_split
@@ -92,6 +93,9 @@ class Backend(ABC):
     runtime: Runtime
     precision: ShardPrecision
 
+    def __init__(self, options: ShardingOptions | None = None) -> None:
+        self.options = ShardingOptions() if options is None else options
+
     def bind(self, runtime: Runtime, precision: ShardPrecision) -> None:
         """Set the runtime to shard over and the dtypes to shard in. Called before each stage, on all ranks."""
         self.runtime, self.precision = runtime, precision
@@ -143,9 +147,9 @@ class Backend(ABC):
     def terms(self) -> dict[str, Any]:
         """The settings that a sharded module can't change any more, by name, for comparison.
 
-        The backend's class and its precision are compared whether or not an override returns them too.
+        Its options about units, its class and its precision are compared whether or not an override returns them too.
         """
-        return {"backend": type(self).__name__, "precision": self.precision}
+        return {"backend": type(self).__name__, "precision": self.precision, **self.options.sharding_config()}
 
     def check_shardable(self, module: nn.Module) -> None:
         """Refuse a module that no backend can shard.

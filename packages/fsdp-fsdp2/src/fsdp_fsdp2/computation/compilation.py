@@ -13,7 +13,7 @@ from fsdp_core import ShardingError, UnsupportedCapabilityError
 from fsdp_core.state import unwrap_compiled
 from fsdp_fsdp2.torch_private import BudgetedCompiler
 
-__all__ = ["CompiledForward", "check_compile", "compile_units"]
+__all__ = ["CompiledForward", "check_compile", "compile_units", "described_compile"]
 
 #: The keywords of :func:`torch.compile`, without what to compile.
 _KEYWORDS = tuple(inspect.signature(torch.compile).parameters)[1:]
@@ -57,6 +57,11 @@ def check_compile(compile: object, budget: object) -> dict[str, Any] | None:
     if budget is not None:
         _check_budget(budget, keywords, backend)
     return keywords
+
+
+def described_compile(compile: object) -> object:
+    """The option as plain data, for comparison between ranks and strategies."""
+    return dict(compile) if isinstance(compile, Mapping) else {} if compile else None
 
 
 def _check_budget(budget: object, keywords: dict[str, Any] | None, backend: object) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_core import ShardingError, UnsupportedCapabilityError
 from fsdp_fsdp2.torch_private import has_hooks
 
-__all__ = ["check_float8", "compute_in_float8", "described_float8"]
+__all__ = ["check_float8", "compute_in_float8", "described_filter", "described_float8"]
 
 #: Both dimensions of a matrix must be a multiple of this for float8 units.
 _MULTIPLE = 16
@@ -69,10 +69,14 @@ _ALL_GATHER = (
 )
 
 
-def described_float8(float8: object, float8_filter: object) -> object:
-    """The options as plain data, for comparison between ranks and strategies."""
-    how = float8 if isinstance(float8, bool) else repr(float8)
-    return how if float8_filter is None else (how, getattr(float8_filter, "__qualname__", repr(float8_filter)))
+def described_float8(float8: object) -> object:
+    """The option as plain data, for comparison between ranks and strategies."""
+    return float8 if isinstance(float8, bool) else repr(float8)
+
+
+def described_filter(float8_filter: object) -> object:
+    """The filter as plain data, for comparison between ranks and strategies."""
+    return None if float8_filter is None else getattr(float8_filter, "__qualname__", repr(float8_filter))
 
 
 def compute_in_float8(

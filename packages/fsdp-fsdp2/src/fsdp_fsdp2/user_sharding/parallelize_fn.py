@@ -16,21 +16,14 @@ __all__ = ["ParallelizeFunction", "call_parallelize_fn", "check_parallelize_fn"]
 #: Called with the module and the mesh, and with keyword arguments; returns the module.
 ParallelizeFunction = Callable[..., nn.Module]
 
-#: The keyword arguments that a function may take.
-ARGUMENTS = (
-    *("mp_policy", "offload_policy", "tp_plan", "auto_wrap_policy", "reshard_after_forward"),
-    *("activation_checkpointing_policy", "activation_checkpointing_saves", "activation_memory_budget"),
-    *("activation_offload", "compile", "float8", "float8_filter"),
-    *("forward_prefetch_depth", "backward_prefetch_depth"),
-)
 
-
-def check_parallelize_fn(function: object, given: Collection[str]) -> None:
+def check_parallelize_fn(function: object, given: Collection[str], arguments: Collection[str]) -> None:
     """Refuse what can't be called with a module and a mesh, or would not get an option that was given.
 
     Args:
         function: The option.
         given: The names of the options that it replaces and that were given.
+        arguments: The names of all that it may take.
 
     Raises:
         UnsupportedCapabilityError: It is no such function.
@@ -44,11 +37,11 @@ def check_parallelize_fn(function: object, given: Collection[str]) -> None:
         )
     parameters = inspect.signature(function).parameters
     try:
-        inspect.signature(function).bind(None, None, **dict.fromkeys(_taken(parameters, (*ARGUMENTS, *given))))
+        inspect.signature(function).bind(None, None, **dict.fromkeys(_taken(parameters, arguments)))
     except TypeError as error:
         raise UnsupportedCapabilityError(
             f"parallelize_fn={_name(function)} can't be called with a module and a mesh: {error}.\n"
-            f"Write it as def parallelize(module, device_mesh, **options); options are {', '.join(ARGUMENTS)}."
+            f"Write it as def parallelize(module, device_mesh, **options); options are {', '.join(arguments)}."
         ) from error
     dropped = [name for name in given if name not in _taken(parameters, given)]
     if dropped:

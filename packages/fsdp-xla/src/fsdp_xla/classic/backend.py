@@ -19,11 +19,8 @@ from torch import Tensor, nn
 
 from fsdp_core import Backend, Sharded, ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding import (
-    ActivationCheckpointingPolicy,
     ShardPrecision,
-    WrapPolicy,
     checkpoint_activations,
-    describe_policy,
     in_backward,
     kept_as_built,
     let_go_of,
@@ -34,10 +31,11 @@ from fsdp_core.sharding import (
 )
 from fsdp_core.state import ChunkedTensor
 from fsdp_xla.classic.lazy_state import gathered_in_turn
+from fsdp_xla.classic.options import XLAFSDPOptions
 from fsdp_xla.classic.runtime import XLARuntime
 from fsdp_xla.classic.sharded import XLASharded, refused_in_backward
 from fsdp_xla.optimizer_init import FirstSteps
-from fsdp_xla.options import check_collectives, check_options
+from fsdp_xla.options import check_collectives
 from fsdp_xla.recomputation import recompute
 from fsdp_xla.torch_xla_private import devices as xla
 from fsdp_xla.torch_xla_private import units
@@ -49,44 +47,17 @@ __all__ = ["XLABackend"]
 class XLABackend(Backend):
     """Keeps consecutive elements of every parameter on each rank, padded to a multiple of 128.
 
-    Args:
-        auto_wrap_policy: Which submodules are units of their own: a set of classes, a callable, ``"auto"`` for the
-            blocks repeated in the model's ``ModuleList`` s, or ``None``. The root comes last, with what is left.
-        activation_checkpointing_policy: Which submodules recompute their activations in the backward pass.
-        sequential_save: Whether state is copied to the host only when it is written, for ranks that write in turn.
-        **options: Options of ``XlaFullyShardedDataParallel``. Those that are ``None`` get its defaults.
-
-    Raises:
-        UnsupportedCapabilityError: An option is not torch_xla's, or users may not set it.
+    :class:`~fsdp_xla.classic.options.XLAFSDPOptions` documents the options.
     """
 
     accelerators = ("xla",)
     runtime: XLARuntime
 
-    def __init__(
-        self,
-        *,
-        auto_wrap_policy: WrapPolicy | None = "auto",
-        activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None,
-        sequential_save: bool = False,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        options = {name: value for name, value in options.items() if value is not None}
-        check_options(options)
-        self.auto_wrap_policy = auto_wrap_policy
-        self.activation_checkpointing_policy = activation_checkpointing_policy
-        self.sequential_save = sequential_save
-        self.first_steps = FirstSteps(lambda like: xla.as_data(torch.zeros(like.shape, dtype=like.dtype), like.device))
-        self.options = options
+    options: XLAFSDPOptions
 
-    def terms(self) -> dict[str, Any]:
-        return {
-            **super().terms(),
-            "auto_wrap_policy": describe_policy(self.auto_wrap_policy),
-            "activation_checkpointing_policy": describe_policy(self.activation_checkpointing_policy),
-            **self.options,
-        }
+    def __init__(self, options: XLAFSDPOptions) -> None:
+        super().__init__(options)
+        self.first_steps = FirstSteps(lambda like: xla.as_data(torch.zeros(like.shape, dtype=like.dtype), like.device))
 
     def effective_precision(self, precision: ShardPrecision) -> ShardPrecision:
         if precision.storage is not torch.float32 or precision.scaled:
@@ -105,7 +76,7 @@ class XLABackend(Backend):
             yield
 
     def units(self, module: nn.Module) -> list[nn.Module]:
-        return select_units(module, _as_torch_policy(self.auto_wrap_policy))
+        return select_units(module, _as_torch_policy(self.options.auto_wrap_policy))
 
     def shard(self, module: nn.Module) -> Sharded:
         self.runtime.claim(module)
@@ -114,7 +85,7 @@ class XLABackend(Backend):
     def shard_module(self, module: nn.Module) -> XLASharded:
         self._check(module)
         chosen = self.units(module)
-        checkpoint_activations(module, self.activation_checkpointing_policy, recompute)
+        checkpoint_activations(module, self.options.activation_checkpointing_policy, recompute)
         for submodule in module.modules():
             forward = submodule.__dict__.get("forward")
             if forward is not None and not hasattr(forward, "__func__"):  # of activation checkpointing, or compiled
@@ -137,7 +108,7 @@ class XLABackend(Backend):
             if unit is not module:
                 put_in_place(module, unit, root)
         assert root is not None
-        if "buffer_dtype" not in self.options:
+        if self.options.buffer_dtype is None:
             for owner, name, buffer in buffers:
                 owner._buffers[name] = buffer  # in its own dtype; torch_xla casts all buffers to one
         for shard in units.shards_of(root):
@@ -152,7 +123,7 @@ class XLABackend(Backend):
         return XLASharded(root, module, orders)
 
     def _check(self, module: nn.Module) -> None:
-        check_collectives(self.options, on_cpu=torch_xla.runtime.device_type() == "CPU")
+        check_collectives(self.options.passed_on(), on_cpu=torch_xla.runtime.device_type() == "CPU")
         if type(module).forward is nn.Module.forward:
             raise ShardingError(
                 f"{type(module).__name__} has no forward(), for which XlaFullyShardedDataParallel gathers parameters.\n"
@@ -165,7 +136,7 @@ class XLABackend(Backend):
                     "torch.float32.\nLeave the model in that one dtype and write precision='bf16-mixed', or use "
                     "strategy='xla_fsdp_spmd'."
                 )
-            if parameter.ndim == 0 and self.options.get("shard_param_on_dim_0"):
+            if parameter.ndim == 0 and self.options.shard_param_on_dim_0:
                 raise UnsupportedCapabilityError(
                     f"parameter {fqn!r} is 0-dim, and shard_param_on_dim_0=True shards along the first dimension.\n"
                     "Leave shard_param_on_dim_0 out, or give the parameter the shape (1,)."
@@ -184,7 +155,7 @@ class XLABackend(Backend):
                 "compute_dtype": self.precision.compute,
                 # with pinned layouts an all-gather is a sum over padding: no faster, and a different program per rank
                 "pin_layout_in_collective_ops": False,
-                **self.options,
+                **self.options.passed_on(),
             },
         )
         if not wrapped.sharded_params:
@@ -201,7 +172,7 @@ class XLABackend(Backend):
             xla.settle()
 
     def full_tensor(self, value: Any) -> Any:
-        if self.sequential_save and isinstance(value, ChunkedTensor):
+        if self.options.sequential_save and isinstance(value, ChunkedTensor):
             return gathered_in_turn(value, self.runtime)
         return super().full_tensor(value)
 

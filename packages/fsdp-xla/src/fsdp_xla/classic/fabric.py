@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 import torch
 
 from fsdp_core.lightning import ShardedFabricStrategy, reduce_op_name
-from fsdp_xla.classic.constructor import XLAFSDPOptions
+from fsdp_xla.classic.constructor import XLAFSDPRanks
 from fsdp_xla.lightning.launchers import FabricXLALauncher
 from fsdp_xla.torch_xla_private.devices import sync
 
 __all__ = ["XLAFSDPStrategy"]
 
 
-class XLAFSDPStrategy(XLAFSDPOptions, ShardedFabricStrategy):
+class XLAFSDPStrategy(XLAFSDPRanks, ShardedFabricStrategy):
     """Shards modules with torch_xla's ``XlaFullyShardedDataParallel`` under Fabric, one rank per XLA device.
 
     ``Fabric(strategy="xla_fsdp")`` is this class with its defaults. With several devices, training must be a function

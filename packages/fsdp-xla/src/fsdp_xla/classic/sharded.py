@@ -139,7 +139,7 @@ class XLASharded(Sharded):
     def model_state(self) -> dict[str, Any]:
         self.reshard()
         xla.settle()
-        late = self.backend.sequential_save and not self._loading  # the target of a load must be in memory
+        late = self.backend.options.sequential_save and not self._loading  # the target of a load must be in memory
         held: dict[str, ChunkedTensor] = {}
         for shard, parts in self.layout().items():
             here = DeviceFlat(shard, parts).part if late else _on(flat_on_host(shard))
@@ -200,7 +200,7 @@ class XLASharded(Sharded):
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         self.reshard()
         xla.settle()
-        layout, late = self.layout(), self.backend.sequential_save
+        layout, late = self.layout(), self.backend.options.sequential_save
         host: Any = HostOptimizer(optimizer, layout, late=late)
         described = optimizer_state(host, host.layout, self.runtime)
         return read_late(described, optimizer, layout) if late else described

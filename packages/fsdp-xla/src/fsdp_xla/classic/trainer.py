@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from fsdp_core import UnsupportedCapabilityError
-from fsdp_xla.classic.constructor import XLAFSDPOptions
+from fsdp_xla.classic.constructor import XLAFSDPRanks
 from fsdp_xla.lightning.cluster_environment import refuse_synced_norms
 from fsdp_xla.lightning.host_metrics import reduce_metrics_over
 from fsdp_xla.lightning.launchers import TrainerXLALauncher
@@ -24,7 +24,7 @@ from fsdp_xla.torch_xla_private.devices import sync
 __all__ = ["XLAFSDPStrategy"]
 
 
-class XLAFSDPStrategy(XLAFSDPOptions, TrainerOnXLA):
+class XLAFSDPStrategy(XLAFSDPRanks, TrainerOnXLA):
     """Shards a LightningModule with torch_xla's ``XlaFullyShardedDataParallel``, one rank per XLA device.
 
     ``Trainer(strategy="xla_fsdp")`` is this class with its defaults.

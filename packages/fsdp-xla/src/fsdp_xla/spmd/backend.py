@@ -12,11 +12,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_core import Backend, Sharded, UnsupportedCapabilityError
 from fsdp_core.sharding import (
-    ActivationCheckpointingPolicy,
     ShardPrecision,
-    WrapPolicy,
     checkpoint_activations,
-    describe_policy,
     materialize,
     options_of,
     select_units,
@@ -25,6 +22,7 @@ from fsdp_core.state import ChunkedTensor, named_parameters
 from fsdp_xla.optimizer_init import FirstSteps
 from fsdp_xla.recomputation import recompute
 from fsdp_xla.spmd.boundaries import Boundaries
+from fsdp_xla.spmd.options import XLASPMDOptions, described_plan
 from fsdp_xla.spmd.partitioning import PartitionSpec, batch_spec, parameter_spec, planned_dims, replicated_spec
 from fsdp_xla.spmd.runtime import FSDP_AXIS, XLASPMDRuntime
 from fsdp_xla.spmd.sharded import XLASPMDSharded
@@ -40,28 +38,16 @@ class XLASPMDBackend(Backend):
     There is one rank, which sees whole tensors; XLA manages their placement. Parameters that don't divide evenly are
     padded, and 0-dim parameters are replicated on every device.
 
-    Args:
-        auto_wrap_policy: Which submodules are units of their own: a set of classes, a callable, ``"auto"`` for the
-            blocks repeated in the model's ``ModuleList`` s, or ``None``. Between units, activations are sharded along
-            the batch, and gradients are completed.
-        activation_checkpointing_policy: Which submodules recompute their activations in the backward pass.
-        tensor_plan: By pattern of parameter names, the dimension to shard along the mesh axis ``"model"``, whose size
-            is the runtime's ``tensor_parallel_size``.
+    :class:`~fsdp_xla.spmd.options.XLASPMDOptions` documents the options. Between units, activations are sharded
+    along the batch, and gradients are completed.
     """
 
     accelerators: ClassVar[tuple[str, ...]] = ("xla",)
 
-    def __init__(
-        self,
-        *,
-        auto_wrap_policy: WrapPolicy | None = "auto",
-        activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None,
-        tensor_plan: Mapping[str, int] | None = None,
-    ) -> None:
-        super().__init__()
-        self.auto_wrap_policy = auto_wrap_policy
-        self.activation_checkpointing_policy = activation_checkpointing_policy
-        self.tensor_plan = dict(tensor_plan or {})
+    options: XLASPMDOptions
+
+    def __init__(self, options: XLASPMDOptions) -> None:
+        super().__init__(options)
         self.first_steps = FirstSteps(_zeros_like)
         self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -72,13 +58,7 @@ class XLASPMDBackend(Backend):
         return self.runtime
 
     def terms(self) -> dict[str, Any]:
-        return {
-            **super().terms(),
-            "mesh": dict(self.spmd.device_mesh.shape()),
-            "auto_wrap_policy": describe_policy(self.auto_wrap_policy),
-            "activation_checkpointing_policy": describe_policy(self.activation_checkpointing_policy),
-            "tensor_plan": self.tensor_plan,
-        }
+        return {**super().terms(), "mesh": dict(self.spmd.device_mesh.shape())}
 
     def effective_precision(self, precision: ShardPrecision) -> ShardPrecision:
         if torch.float16 in (precision.storage, precision.compute):
@@ -92,13 +72,13 @@ class XLASPMDBackend(Backend):
     # -- sharding --------------------------------------------------------------------------------------------------
 
     def units(self, module: nn.Module) -> list[nn.Module]:
-        return select_units(module, self.auto_wrap_policy)
+        return select_units(module, self.options.auto_wrap_policy)
 
     def shard_module(self, module: nn.Module) -> XLASPMDSharded:
         self._check(module)
-        planned = planned_dims(module, self.tensor_plan)
+        planned = planned_dims(module, described_plan(self.options.tensor_plan))
         units = self.units(module)
-        checkpoint_activations(module, self.activation_checkpointing_policy, recompute)
+        checkpoint_activations(module, self.options.activation_checkpointing_policy, recompute)
         names = {id(parameter): name for name, parameter in named_parameters(module)}
         dims = {key: planned.get(name) for key, name in names.items()}
         placed: dict[int, nn.Parameter] = {}
@@ -117,7 +97,7 @@ class XLASPMDBackend(Backend):
         return sharded
 
     def _check(self, module: nn.Module) -> None:
-        if self.tensor_plan and self.spmd.tensor_parallel_size == 1:
+        if described_plan(self.options.tensor_plan) and self.spmd.tensor_parallel_size == 1:
             raise UnsupportedCapabilityError(
                 "tensor_plan says how to shard weights along the mesh axis 'model', and there is none.\n"
                 "Write tensor_parallel_size=2 (or more) too, or leave tensor_plan out."

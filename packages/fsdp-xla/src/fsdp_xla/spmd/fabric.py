@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
 
 from fsdp_core.lightning import ShardedFabricStrategy
-from fsdp_xla.spmd.constructor import XLASPMDOptions
+from fsdp_xla.spmd.constructor import XLASPMDRanks
+from fsdp_xla.spmd.options import LEFT_OUT
 
 __all__ = ["XLASPMDStrategy"]
 
 
-class XLASPMDStrategy(XLASPMDOptions, ShardedFabricStrategy):
+class XLASPMDStrategy(XLASPMDRanks, ShardedFabricStrategy):
     """Shards modules with torch_xla's SPMD: one process drives all XLA devices of the host.
 
     ``Fabric(strategy="xla_fsdp_spmd", devices=4)`` is this class with its defaults. ``devices`` is the number of
@@ -28,6 +30,9 @@ class XLASPMDStrategy(XLASPMDOptions, ShardedFabricStrategy):
         >>> strategy.num_processes
         1
     """
+
+    positional: ClassVar[Sequence[str]] = ("accelerator", "parallel_devices", "checkpoint_io", "precision")
+    left_out: ClassVar[Collection[str]] = (*LEFT_OUT, "precision_plugin")
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         with self.backend.first_steps.of(optimizer):

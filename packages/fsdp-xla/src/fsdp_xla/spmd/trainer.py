@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
 from fsdp_xla.lightning.trainer_on_xla import TrainerOnXLA
-from fsdp_xla.spmd.constructor import XLASPMDOptions
+from fsdp_xla.spmd.constructor import XLASPMDRanks
+from fsdp_xla.spmd.options import LEFT_OUT
 
 __all__ = ["XLASPMDStrategy"]
 
 
-class XLASPMDStrategy(XLASPMDOptions, TrainerOnXLA):
+class XLASPMDStrategy(XLASPMDRanks, TrainerOnXLA):
     """Shards a LightningModule with torch_xla's SPMD: one process drives all XLA devices of the host.
 
     ``Trainer(strategy="xla_fsdp_spmd", devices=4)`` is this class with its defaults. ``devices`` is the number of
@@ -33,16 +32,8 @@ class XLASPMDStrategy(XLASPMDOptions, TrainerOnXLA):
         1
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        *common: Any,
-        **options: Any,
-    ) -> None:
-        super().__init__(accelerator, parallel_devices, checkpoint_io, precision_plugin, *common, **options)
+    positional: ClassVar[Sequence[str]] = ("accelerator", "parallel_devices", "checkpoint_io", "precision_plugin")
+    left_out: ClassVar[Collection[str]] = (*LEFT_OUT, "precision")
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         return self._shard_batch(super().batch_to_device(batch, device, dataloader_idx))

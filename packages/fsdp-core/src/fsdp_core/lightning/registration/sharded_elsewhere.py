@@ -33,7 +33,7 @@ def _refuses_shards(take: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(take)
     def take_or_refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         ranks = sys.modules.get("fsdp_core.lightning.strategy")  # nothing is sharded if it was not imported
-        if ranks is not None and not isinstance(self, ranks.RanksOfStrategy):
+        if ranks is not None and not isinstance(self, ranks.ShardedStrategy):
             module: Any = inspect.signature(take).bind(self, *args, **kwargs).args[1]
             sharded = [one for part in module.modules() if (one := ranks.sharded_of(part)) is not None]
             if sharded:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_core import Capability, StrategyInfo, hookimpl
-from fsdp_core.plugins import COMMON_OPTIONS
+from fsdp_core.plugins import options_in
 
 __all__ = ["LOOPBACK", "fsdp_strategies"]
 
@@ -24,7 +24,7 @@ LOOPBACK = StrategyInfo(
             Capability.SHARDED_CHECKPOINT,
         }
     ),
-    options=COMMON_OPTIONS,
+    options=options_in(),
     requires=("torch>=2.9", "lightning>=2.6.6"),
 )
 

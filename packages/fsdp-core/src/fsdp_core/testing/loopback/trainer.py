@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fsdp_core.lightning import ShardedTrainerStrategy
-from fsdp_core.testing.loopback.constructor import LoopbackOptions
+from fsdp_core.testing.loopback.constructor import LoopbackRanks
 
 __all__ = ["LoopbackTrainerStrategy"]
 
 
-class LoopbackTrainerStrategy(LoopbackOptions, ShardedTrainerStrategy):
+class LoopbackTrainerStrategy(LoopbackRanks, ShardedTrainerStrategy):
     """Shards parameters by hand, on the CPU."""

@@ -1,0 +1,130 @@
+"""Lightning's own options, and a strategy's signature and docstring, which follow from its options."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields, make_dataclass
+from typing import Any, Concatenate, ParamSpec, get_type_hints
+
+import torch
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.precision import Precision
+
+from fsdp_core.plugins.option_discovery import explained, option_docs
+from fsdp_core.sharding.options import ShardingOptions, option_names
+
+__all__ = ["LightningOptions", "describe_class", "signature_of", "strategy_options", "takes"]
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightningOptions:
+    """What Lightning's own strategies take."""
+
+    accelerator: Accelerator | None = None
+    """A Lightning Accelerator; ``None``: Lightning chooses."""
+    parallel_devices: list[torch.device] | None = None
+    """The devices of this host; ``None``: Lightning chooses."""
+    cluster_environment: ClusterEnvironment | None = None
+    """A Lightning ClusterEnvironment; ``None``: Lightning chooses."""
+    checkpoint_io: CheckpointIO | None = None
+    """A Lightning CheckpointIO, which full checkpoints go through."""
+    precision_plugin: Precision | None = None
+    """Under Trainer: a Lightning Precision plugin. ``Trainer(precision="bf16-mixed")`` is the usual way."""
+    precision: Precision | None = None
+    """Under Fabric: a Lightning Precision plugin. ``Fabric(precision="bf16-mixed")`` is the usual way."""
+
+
+def takes(
+    options_class: Callable[P, object],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Tell type checkers which options a constructor takes. At run time they follow from the strategy's class.
+
+    Args:
+        options_class: The class of the strategy's options.
+    """
+
+    def keep(constructor: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+        return constructor
+
+    return keep
+
+
+def strategy_options(options_class: type[ShardingOptions]) -> type[ShardingOptions]:
+    """The class of what a strategy takes: its own options and Lightning's.
+
+    Args:
+        options_class: The class of its own, which may have Lightning's already.
+    """
+    if issubclass(options_class, LightningOptions):
+        return options_class
+    bases = (options_class, LightningOptions)
+    made = make_dataclass(options_class.__name__, [], bases=bases, frozen=True, kw_only=True)
+    made.__module__, made.__doc__ = options_class.__module__, options_class.__doc__
+    return made
+
+
+def signature_of(cls: type, strategy: type) -> inspect.Signature:
+    """The signature of a strategy's class: what its own constructor names, and the options that it passes on.
+
+    Args:
+        cls: The class, whose attributes say which options it takes.
+        strategy: The base that all strategies have; what is above it in the MRO is Lightning's.
+    """
+    own: dict[str, inspect.Parameter] = {}
+    takes_positional = True
+    for base in cls.__mro__[: cls.__mro__.index(strategy)]:
+        constructor = vars(base).get("__init__")
+        if constructor is None or hasattr(constructor, "is_generated"):
+            continue
+        parameters = list(inspect.signature(constructor, follow_wrapped=False).parameters.values())[1:]
+        kinds = {each.kind for each in parameters}
+        own.update((each.name, each) for each in parameters if each.kind not in _VARIABLE and each.name not in own)
+        takes_positional = takes_positional and inspect.Parameter.VAR_POSITIONAL in kinds
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            return inspect.Signature(list(own.values()))
+    options = [each for each in _options(cls, takes_positional) if each.name not in own]
+    try:
+        return inspect.Signature(sorted([*own.values(), *options], key=lambda each: each.kind))
+    except ValueError:  # a required parameter after optional ones, which no signature can show
+        return inspect.signature(vars(cls)["__init__"]).replace(parameters=list(own.values()))
+
+
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _options(cls: Any, takes_positional: bool) -> list[inspect.Parameter]:
+    options_class: type[ShardingOptions] = cls.options_class
+    hints = get_type_hints(options_class)
+    defaults = {each.name: each.default for each in fields(options_class)}
+    by_position = cls.positional if takes_positional else ()
+    names = [*cls.positional, *(name for name in option_names(options_class) if name not in cls.positional)]
+    return [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD if name in by_position else inspect.Parameter.KEYWORD_ONLY,
+            default=defaults[name],
+            annotation=hints[name],
+        )
+        for name in names
+        if name not in cls.left_out
+    ]
+
+
+def describe_class(docstring: str | None, options_class: type[ShardingOptions], names: Collection[str]) -> str | None:
+    """A strategy's docstring, with its options under ``Args``.
+
+    Args:
+        docstring: What the class says itself; left as it is if it explains its arguments.
+        options_class: The class of its options.
+        names: Those that it takes.
+    """
+    texts = {name: text for base in reversed(options_class.__mro__) for name, text in option_docs(base).items()}
+    lines = [f"    {name}: {texts[name]}" for name in names if name in texts]
+    if not isinstance(docstring, str) or explained(docstring) or not lines:
+        return docstring
+    summary, *rest = inspect.cleandoc(docstring).split("\n\nExample:")
+    return "\n\nExample:".join(["\n".join([f"{summary}\n\nArgs:", *lines]), *rest])
