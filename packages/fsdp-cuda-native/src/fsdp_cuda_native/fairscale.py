@@ -95,6 +95,14 @@ class FairscaleOptions(NativeOptions):
         )
 
 
+#: What may be given by position, as to Lightning's former strategy.
+_BY_POSITION = (
+    *("accelerator", "cpu_offload", "flatten_parameters", "reshard_after_forward", "move_grads_to_cpu"),
+    *("fp32_reduce_scatter", "compute_dtype", "bucket_cap_mb", "min_num_params", "state_dict_to_cpu"),
+    *("parallel_devices", "cluster_environment", "checkpoint_io"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Options(FairscaleOptions, LightningOptions): ...
 
@@ -102,13 +110,6 @@ class _Options(FairscaleOptions, LightningOptions): ...
 class _Ranks(NativeRanks):
     strategy_name = "ddp_fully_sharded"
     options_class: ClassVar[type[ShardingOptions]] = _Options
-    #: In the order of Lightning's former strategy.
-    positional: ClassVar[Sequence[str]] = (
-        *("accelerator", "cpu_offload", "flatten_parameters", "reshard_after_forward", "move_grads_to_cpu"),
-        *("fp32_reduce_scatter", "compute_dtype", "bucket_cap_mb", "min_num_params", "state_dict_to_cpu"),
-        *("parallel_devices", "cluster_environment", "checkpoint_io"),
-    )
-
     def new_backend(self) -> NativeBackend:
         return NativeBackend(cast(FairscaleOptions, self.options).as_native)
 
@@ -126,6 +127,8 @@ class DDPFullyShardedStrategy(_Ranks, DDPFullyShardedNativeStrategy):
         (<ShardingStrategy.SHARD_GRAD_OP: 2>, True)
     """
 
+    positional: ClassVar[Sequence[str]] = (*_BY_POSITION, "precision_plugin", "process_group_backend")
+
 
 class FabricFullyShardedStrategy(_Ranks, NativeFSDPStrategy):
     """What ``Fabric(strategy="ddp_fully_sharded")`` means: ``fsdp_native`` with fairscale's options.
@@ -134,6 +137,8 @@ class FabricFullyShardedStrategy(_Ranks, NativeFSDPStrategy):
         >>> FabricFullyShardedStrategy(reshard_after_forward=False).backend.options.strategy
         <ShardingStrategy.SHARD_GRAD_OP: 2>
     """
+
+    positional: ClassVar[Sequence[str]] = (*_BY_POSITION, "precision", "process_group_backend")
 
 
 def _refuse_two_spellings(old: str, new: str, both: bool) -> None:

@@ -244,7 +244,7 @@ def _check_options(options: NativeOptions) -> None:
     check_mixed_precision(options.mixed_precision)
     if not isinstance(options.device_mesh, DeviceMesh | tuple | None):
         raise UnsupportedCapabilityError(
-            f"device_mesh={options['device_mesh']!r} is not a mesh.\n"
+            f"device_mesh={options.device_mesh!r} is not a mesh.\n"
             "Write a DeviceMesh, or its shape: device_mesh=(2, 4) makes 2 replicas that shard over 4 ranks each."
         )
     if not isinstance(options.sync_each_batch, bool):

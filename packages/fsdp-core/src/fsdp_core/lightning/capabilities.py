@@ -95,8 +95,7 @@ def check_options(made: type, arguments: tuple[Any, ...], options: Mapping[str, 
         raise UnsupportedCapabilityError("\n".join(told))
     unknown = [name for name in options if name not in taken and closed]
     if unknown:
-        near = {"backend": "Did you mean 'process_group_backend'?"} if "process_group_backend" in taken else {}
-        refuse_unknown_options(info.name, made, dict.fromkeys(unknown), near)
+        refuse_unknown_options(info.name, made, dict.fromkeys(unknown), {})
 
 
 def check_precision(strategy: str, precision: ShardPrecision) -> None:
@@ -201,15 +200,14 @@ def _listed(made: type) -> tuple[type, StrategyInfo] | None:
 def _parameters(made: type, listed: type) -> tuple[list[str], bool]:
     """The names that a constructor takes, or passes on to the listed class; and whether it takes no others."""
     names: list[str] = []
-    for one in made.__mro__[: made.__mro__.index(listed) + 1]:
-        if "__init__" in vars(one) or one is listed:
-            # the listed class's signature includes what it passes on to core
-            signature = inspect.signature(one if one is listed else vars(one)["__init__"])
-            parameters = [each for name, each in signature.parameters.items() if name != "self"]
+    for base in made.__mro__[: made.__mro__.index(listed)]:
+        constructor = vars(base).get("__init__")
+        if constructor is not None and not hasattr(constructor, "is_generated"):
+            parameters = list(inspect.signature(constructor).parameters.values())[1:]
             names += [each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name not in names]
             if not any(each.kind is each.VAR_KEYWORD for each in parameters):
                 return names, True
-    return names, False
+    return [*names, *(name for name in inspect.signature(listed).parameters if name not in names)], False
 
 
 def _is(made: type, reference: str | None) -> bool:

@@ -184,8 +184,19 @@ class ShardedStrategy:
         values = self._by_name(positional, given)
         names = [name for name in option_names(self.options_class) if name not in self.left_out]
         unknown = {name: value for name, value in values.items() if name not in names}
-        refuse_unknown_options(self.strategy_name, type(self), unknown, self.others_options, always=self.happens_anyway)
-        self.options = options = self.options_class(**{name: values[name] for name in names if name in values})
+        near = {"backend": "Did you mean 'process_group_backend'?"} if "process_group_backend" in names else {}
+        refused: list[str] = []
+        try:
+            instead = {**near, **self.others_options}
+            refuse_unknown_options(self.strategy_name, type(self), unknown, instead, always=self.happens_anyway)
+        except UnsupportedCapabilityError as error:
+            refused.append(str(error))
+        try:
+            self.options = options = self.options_class(**{name: values[name] for name in names if name in values})
+        except UnsupportedCapabilityError as error:
+            refused.append(str(error))
+        if refused:
+            raise UnsupportedCapabilityError("\n".join(refused))
         check_state_dict_type(options.state_dict_type)
         check_waiting(options.timeout, options.async_save)
         check_error_if_nonfinite(options.error_if_nonfinite)
