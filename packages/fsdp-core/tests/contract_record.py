@@ -25,7 +25,6 @@ PUBLIC = ("plugins", "state", "sharding", "checkpoint", "lightning", "testing", 
 CONSTRUCTORS = (
     "fsdp_core.lightning.ShardedTrainerStrategy",
     "fsdp_core.lightning.ShardedFabricStrategy",
-    "fsdp_core.lightning.StrategyOptions",
 )
 # Of these, the names of their clauses, by which expected_failures goes.
 SUITE = ("AdapterSuite", "PresetSuite", "StrategySuite")

@@ -389,18 +389,27 @@ def test_signatures_that_calls_fit(made: type, words: list[str]) -> None:
 
 
 IMPLEMENTATION = """
+    from dataclasses import dataclass
     from fsdp_core.lightning.fabric import ShardedFabricStrategy
+    from fsdp_core.lightning.strategy import ShardedStrategy
     from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+    from fsdp_core.sharding import ShardingOptions
     from fsdp_core.testing.loopback.backend import LoopbackBackend
 
-    class ForTrainer(ShardedTrainerStrategy):
-        def __init__(self, cpu_offload=False, level=1, state_dict_type="sharded"):
-            self.level = level
-            super().__init__(LoopbackBackend(), strategy_name="tiny", state_dict_type=state_dict_type)
+    @dataclass(frozen=True, kw_only=True)
+    class TinyOptions(ShardingOptions):
+        cpu_offload: bool = False
+        level: int = 1
 
-    class ForFabric(ShardedFabricStrategy):
-        def __init__(self, level=1, **options):
-            super().__init__(LoopbackBackend(), strategy_name="tiny", **options)
+    class Tiny(ShardedStrategy):
+        strategy_name, options_class, backend_class = "tiny", TinyOptions, LoopbackBackend
+
+    class ForTrainer(Tiny, ShardedTrainerStrategy):
+        def __init__(self, cpu_offload=False, level=1, state_dict_type="sharded"):
+            super().__init__(cpu_offload=cpu_offload, level=level, state_dict_type=state_dict_type)
+            self.level = level
+
+    class ForFabric(Tiny, ShardedFabricStrategy): ...
 """
 
 
@@ -419,9 +428,11 @@ def test_options_that_ask_for_what_is_not_declared(site: Site) -> None:
         import fsdp_core
 
         class Unlisted(ShardedTrainerStrategy):
+            strategy_name, backend_class = "unlisted", LoopbackBackend
+
             def __init__(self, level):
                 self.level = level
-                super().__init__(LoopbackBackend(), strategy_name="unlisted")
+                super().__init__()
 
         assert Unlisted(level=3).level == 3  # no plugin says what it takes, so its constructor does
 

@@ -1,4 +1,4 @@
-"""Options that are read from the source of a constructor, and signatures that name what a constructor passes on."""
+"""Options as fields: read from the source, and what follows from them in a strategy."""
 
 from __future__ import annotations
 
@@ -6,49 +6,42 @@ import inspect
 import py_compile
 import sys
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from fsdp_core.errors import StrategyInfoError
-from fsdp_core.plugins.option_discovery import COMMON_OPTIONS, options_in
+from fsdp_core.lightning import ShardedTrainerStrategy
+from fsdp_core.plugins.option_discovery import options_in
 from fsdp_core.plugins.strategy_info import Option
+from fsdp_core.sharding import ShardingOptions, option
+from fsdp_core.testing.loopback.backend import LoopbackBackend
 from fsdp_core.testing.loopback.trainer import LoopbackTrainerStrategy
 
 SOURCE = '''
 raise ImportError("nobody may import this")
 
 
-class Trainer:
-    """Trains.
+@dataclass(frozen=True, kw_only=True)
+class Theirs(ShardingOptions):
+    """Its own."""
 
-    Args:
-        size: How large it is, ``None`` or a
-            :class:`~torch.Size`.
-        timeout: As in Lightning.
-        precision: As in Lightning; there is another one elsewhere.
-        kind: Which.
-        **others: What else.
-
-    Raises:
-        ValueError: Never.
-    """
-
-    def __init__(self, size=2, timeout=None, *, precision, kind=Kind.BEST, **others): ...
+    shared: ClassVar[int] = 0
+    size: Size | None = 2
+    """How large it is, ``None`` or a
+    :class:`~torch.Size`."""
+    kind: Kind = option(Kind.BEST, part_of="units")
+    """Which."""
 
 
-class Fabric(Trainer):
-    """Of one process.
-
-    Args:
-        alone: Whether it is.
-    """
-
-    def __init__(self, alone=False): ...
+class Further(Theirs):
+    alone: bool = False
+    """Whether it is."""
 
 
 class Silent:
-    def __init__(self, *, size=2): ...
+    size: int = 2
 
 
 class Without:
@@ -72,14 +65,15 @@ def package(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     return f"{name}.classes"
 
 
+COMMON = options_in()
+
+
 def test_each_option_is_read_once_and_nothing_is_imported(package: str) -> None:
-    common = {option.name: option for option in COMMON_OPTIONS}
-    assert options_in(f"{package}:Trainer", f"{package}:Fabric", f"{package}:Trainer") == (
+    assert options_in(f"{package}:Theirs", f"{package}:Further", f"{package}:Theirs", left_out=["timeout"]) == (
         Option(name="size", default=2, help="How large it is, None or a Size."),
-        common["timeout"],
-        common["precision"],
         Option(name="kind", default="Kind.BEST", help="Which."),
         Option(name="alone", default=False, help="Whether it is."),
+        *(option for option in COMMON if option.name != "timeout"),
     )
     assert package not in sys.modules
 
@@ -87,8 +81,8 @@ def test_each_option_is_read_once_and_nothing_is_imported(package: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Silent", ["Silent does not explain its option 'size'", "Add it to Args"]),
-        ("Without", ["Without' has no constructor of its own", "write the options out"]),
+        ("Silent", ["Silent does not explain its option 'size'", "Add a string below the field"]),
+        ("Without", ["Without' has no fields of its own", "write the options out"]),
         ("Absent", ["Absent' is not a class", "'module:Class'"]),
     ],
 )
@@ -101,15 +95,17 @@ def test_what_can_not_be_read_is_told(package: str, name: str, words: list[str])
 def test_a_package_without_source_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sourceless").mkdir()
     file = tmp_path / "sourceless" / "classes.py"
-    text = SOURCE.replace('raise ImportError("nobody may import this")', "class Kind:\n    BEST = (1, 2)\n")
-    file.write_text(text, encoding="utf-8")
+    names = "from dataclasses import dataclass\nfrom fsdp_core.sharding import ShardingOptions, option\n"
+    names += "from typing import ClassVar\nclass Kind:\n    BEST = (1, 2)\n"
+    text = SOURCE.replace('raise ImportError("nobody may import this")', names)
+    file.write_text(f"from __future__ import annotations\n{text}", encoding="utf-8")
     py_compile.compile(str(file), cfile=str(file.with_suffix(".pyc")))
     file.unlink()
     (tmp_path / "sourceless" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = {option.name: option for option in options_in("sourceless.classes:Trainer")}
-    assert found["size"] == Option(name="size", default=2, help="How large it is, None or a Size.")
-    assert found["kind"] == Option(name="kind", default="(1, 2)", help="Which.")
+    found = {option.name: option for option in options_in("sourceless.classes:Theirs")}
+    assert found["size"] == Option(name="size", default=2, help="")
+    assert found["kind"] == Option(name="kind", default="(1, 2)", help="")
 
 
 @pytest.mark.parametrize(
@@ -117,27 +113,53 @@ def test_a_package_without_source_is_imported(tmp_path: Path, monkeypatch: pytes
     [("-1", -1), ("(1, 2)", "(1, 2)"), ("{[]: 1}", "{[]: 1}"), ("lambda x: x", "lambda x: x"), ("f'{1}'", "f'{1}'")],
 )
 def test_defaults_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, default: object) -> None:
-    text = f'''
-if True:
-    class Odd:
-        """Odd.
-
-        Args:
-            one (int): Which.
-        """
-
-        @overload
-        def __init__(self, *, other): ...
-        def __init__(self, *, one={written}): ...
-'''
+    text = f"if True:\n    class Odd:\n        one: int = {written}\n        'Which.'\n"
     (tmp_path / "odd_defaults.py").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert options_in("odd_defaults:Odd") == (Option(name="one", default=default, help="Which."),)  # type: ignore[arg-type]
+    assert options_in("odd_defaults:Odd")[0] == Option(name="one", default=default, help="Which.")  # type: ignore[arg-type]
+
+
+def test_a_strategys_options_follow_from_the_fields() -> None:
+    made = Strategy(None, units=[1], state_dict_type="full")
+    assert (made.options.units, made.options.state_dict_type, made.backend.options) == ([1], "full", made.options)
+    assert made.options.sharding_config() == {"units": "[1]", "kept": False}
+    assert (made.options.given(), made.options.arguments()) == (["units"], {"units": [1], "keep": False})
+    parameters = inspect.signature(Strategy).parameters
+    assert list(parameters)[:6] == [*ShardedTrainerStrategy.positional, "units"]
+    assert "precision" not in parameters
+    assert (parameters["kept"].default, parameters["kept"].annotation) == (False, bool)
+    assert list(inspect.signature(Strategy.__init__).parameters) == ["self", *parameters]
+    assert "    units: Which. Are they?\n" in str(Strategy.__doc__)
+    assert "    timeout: How long a collective waits for its peers, a timedelta." in str(Strategy.__doc__)
+
+
+def test_arguments_that_are_given_twice_or_are_too_many() -> None:
+    with pytest.raises(TypeError, match="given 1 options by position, and accelerator is given by keyword too"):
+        Strategy(None, accelerator=None)
+    with pytest.raises(TypeError, match="given 6 options by position, and only 5 can be so given"):
+        Strategy(*[None] * 6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnOptions(ShardingOptions):
+    units: list[int] = option((), part_of="units", describe=str)
+    """Which.
+    Are they?"""
+    kept: bool = option(False, part_of="units", argument="keep")
+    """Whether."""
+    late: bool = False
+    """Not part of units."""
+
+
+class Strategy(ShardedTrainerStrategy):
+    """Runs."""
+
+    strategy_name, options_class, backend_class = "own", OwnOptions, LoopbackBackend
 
 
 class Required(LoopbackTrainerStrategy):
     def __init__(self, size: int, **others: object) -> None:
-        super().__init__(**others)  # type: ignore[arg-type]
+        super().__init__(**others)
 
 
 class RequiredLater(Required):
@@ -178,6 +200,6 @@ def test_a_constructor_shows_what_it_passes_on(made: type[Sized]) -> None:
 
 def test_help_names_what_is_passed_on() -> None:
     told = inspect.getdoc(SizedToo) or ""
-    assert told.startswith("Takes the same.\n\nArgs:\n    accelerator: As in Lightning.")
+    assert told.startswith("Takes the same.\n\nArgs:\n    accelerator: A Lightning Accelerator;")
     assert "\n    size: How large it is.\n" in told
     assert "strategy_name" not in told

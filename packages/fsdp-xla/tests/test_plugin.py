@@ -20,7 +20,7 @@ from fsdp_core.plugins import availability, registry
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_xla import plugin
-from fsdp_xla.options import PASSED_ON, check_options
+from fsdp_xla.classic.options import XLAFSDPOptions
 from fsdp_xla.plugin import fsdp_strategies, why_not_here
 
 NAMES = ["xla_fsdp", "xla_fsdp_full", "xla_fsdp_spmd"]
@@ -45,7 +45,7 @@ def test_all_options_are_listed(monkeypatch: pytest.MonkeyPatch, name: str) -> N
             if parameter.kind is not parameter.VAR_KEYWORD:
                 taken.add(parameter.name)
     assert {option.name for option in fsdp_core.describe(name).options} == taken
-    assert "spmd" in name or taken > set(PASSED_ON)
+    assert "spmd" in name or taken > set(XLAFSDPOptions.names_passed_on())
 
 
 #: What others' options may say, and what is refused of them, each with words of its line.
@@ -111,11 +111,6 @@ def test_googles_devices_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     (tmp_path / "3" / "vendor").mkdir(parents=True)  # raises an OSError when it is read
     monkeypatch.setattr(plugin, "Path", lambda place: tmp_path if place == "/sys/bus/pci/devices" else Path(place))
     assert plugin._tpu_chips() == 2
-
-
-def test_an_option_that_nobody_has() -> None:
-    told = refusal(UnsupportedCapabilityError, lambda: check_options({"flatten_parameters": True, "no_such": 1}))
-    assert_says(told, "'xla_fsdp' has no option 'no_such'", "not an option of torch_xla's", "fsdp describe xla_fsdp")
 
 
 @pytest.mark.parametrize("device", ["CPU", None])

@@ -110,6 +110,7 @@ class _Options(FairscaleOptions, LightningOptions): ...
 class _Ranks(NativeRanks):
     strategy_name = "ddp_fully_sharded"
     options_class: ClassVar[type[ShardingOptions]] = _Options
+
     def new_backend(self) -> NativeBackend:
         return NativeBackend(cast(FairscaleOptions, self.options).as_native)
 

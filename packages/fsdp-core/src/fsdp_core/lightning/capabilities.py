@@ -200,7 +200,7 @@ def _listed(made: type) -> tuple[type, StrategyInfo] | None:
 def _parameters(made: type, listed: type) -> tuple[list[str], bool]:
     """The names that a constructor takes, or passes on to the listed class; and whether it takes no others."""
     names: list[str] = []
-    for base in made.__mro__[: made.__mro__.index(listed)]:
+    for base in made.__mro__[: made.__mro__.index(listed) + 1]:
         constructor = vars(base).get("__init__")
         if constructor is not None and not hasattr(constructor, "is_generated"):
             parameters = list(inspect.signature(constructor).parameters.values())[1:]

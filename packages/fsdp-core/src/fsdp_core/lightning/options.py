@@ -75,12 +75,14 @@ def signature_of(cls: type, strategy: type) -> inspect.Signature:
         strategy: The base that all strategies have; what is above it in the MRO is Lightning's.
     """
     own: dict[str, inspect.Parameter] = {}
+    outermost: list[inspect.Parameter] = []
     takes_positional = True
     for base in cls.__mro__[: cls.__mro__.index(strategy)]:
         constructor = vars(base).get("__init__")
         if constructor is None or hasattr(constructor, "is_generated"):
             continue
         parameters = list(inspect.signature(constructor, follow_wrapped=False).parameters.values())[1:]
+        outermost = outermost or parameters
         kinds = {each.kind for each in parameters}
         own.update((each.name, each) for each in parameters if each.kind not in _VARIABLE and each.name not in own)
         takes_positional = takes_positional and inspect.Parameter.VAR_POSITIONAL in kinds
@@ -90,7 +92,7 @@ def signature_of(cls: type, strategy: type) -> inspect.Signature:
     try:
         return inspect.Signature(sorted([*own.values(), *options], key=lambda each: each.kind))
     except ValueError:  # a required parameter after optional ones, which no signature can show
-        return inspect.signature(vars(cls)["__init__"]).replace(parameters=list(own.values()))
+        return inspect.Signature(outermost)
 
 
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -114,15 +116,18 @@ def _options(cls: Any, takes_positional: bool) -> list[inspect.Parameter]:
     ]
 
 
-def describe_class(docstring: str | None, options_class: type[ShardingOptions], names: Collection[str]) -> str | None:
-    """A strategy's docstring, with its options under ``Args``.
+def describe_class(cls: type, options_class: type[ShardingOptions], names: Collection[str]) -> str | None:
+    """A strategy's docstring, with what its constructor takes under ``Args``.
 
     Args:
-        docstring: What the class says itself; left as it is if it explains its arguments.
+        cls: The class. Its own docstring is left as it is if it explains its arguments.
         options_class: The class of its options.
-        names: Those that it takes.
+        names: What its constructor takes.
     """
+    docstring = vars(cls).get("__doc__")
     texts = {name: text for base in reversed(options_class.__mro__) for name, text in option_docs(base).items()}
+    for base in reversed(cls.__mro__):
+        texts.update(explained(vars(base).get("__doc__")) if hasattr(base, "options_class") else {})
     lines = [f"    {name}: {texts[name]}" for name in names if name in texts]
     if not isinstance(docstring, str) or explained(docstring) or not lines:
         return docstring

@@ -162,7 +162,7 @@ class ShardedStrategy:
         cls.__signature__ = signature_of(cls, ShardedStrategy)  # otherwise Sphinx would show that of __new__
         if "__init__" not in vars(cls):
             cls.__init__ = _constructor(cls)  # type: ignore[method-assign]  # of its own, for jsonargparse to read
-        cls.__doc__ = describe_class(cls.__doc__, cls.options_class, cls.__signature__.parameters)
+        cls.__doc__ = describe_class(cls, cls.options_class, cls.__signature__.parameters)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         # before the constructor, which may not accept the refused options at all
