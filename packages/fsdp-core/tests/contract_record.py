@@ -6,7 +6,7 @@ import ast
 import json
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +26,13 @@ CONSTRUCTORS = (
     "fsdp_core.lightning.ShardedTrainerStrategy",
     "fsdp_core.lightning.ShardedFabricStrategy",
 )
+# Of this, what a package's class sets or overrides: the rest is core's own.
+SET_BY_PACKAGES = {
+    "fsdp_core.lightning.ShardedStrategy": (
+        *("strategy_name", "options_class", "backend_class", "positional", "left_out", "others_options"),
+        *("happens_anyway", "options", "backend", "runtime", "new_backend", "new_runtime", "new_cluster_environment"),
+    ),
+}
 # Of these, the names of their clauses, by which expected_failures goes.
 SUITE = ("AdapterSuite", "PresetSuite", "StrategySuite")
 # What plugins write themselves: core calls it, so that an argument more is one that theirs don't take.
@@ -64,7 +71,9 @@ def members() -> dict[str, str]:
                 found.update(_of_suite(name))
             else:
                 of_it = dict(_of(public, _definition(home, name)))
-                kept = (public, f"{public}.__init__") if public in CONSTRUCTORS else of_it
+                kept: Iterable[str] = (public, f"{public}.__init__") if public in CONSTRUCTORS else of_it
+                if public in SET_BY_PACKAGES:
+                    kept = (public, *(f"{public}.{member}" for member in SET_BY_PACKAGES[public]))
                 found.update((member, of_it[member]) for member in kept)
     return dict(sorted(found.items()))
 
