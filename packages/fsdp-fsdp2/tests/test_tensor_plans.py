@@ -146,7 +146,7 @@ def keyword_needed(module: Any, mesh: Any, *, mp_policy: Any, **options: Any) ->
 
 
 def test_a_parallelize_fn_may_need_an_option() -> None:
-    check_parallelize_fn(keyword_needed, ["compile"])
+    check_parallelize_fn(keyword_needed, ["compile"], ["mp_policy", "compile"])
 
 
 @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
