@@ -74,30 +74,28 @@ def made(script: Any, folder: Path, name: str) -> Any:
 
 def test_options_arrive(script: Any, tmp_path: Path) -> None:
     fsdp2 = made(script, tmp_path, "fsdp2.yaml")
-    assert (fsdp2.backend.options.auto_wrap_policy, fsdp2.backend.options.reshard_after_forward) == (
-        [script.Block],
-        True,
-    )
-    assert fsdp2.backend.options.activation_checkpointing_policy == [script.Block]
+    assert (fsdp2.options.auto_wrap_policy, fsdp2.options.reshard_after_forward) == ([script.Block], True)
+    assert fsdp2.options.activation_checkpointing_policy == [script.Block]
     assert (fsdp2.timeout.total_seconds(), fsdp2.async_saves is not None) == (600, True)
     assert fsdp2.shard_precision.name == "bf16-mixed"
     bf16, fp32 = torch.bfloat16, torch.float32
-    dtypes = made(script, tmp_path, "fsdp2_dtypes.yaml").backend.options.mp_policy
+    dtypes = made(script, tmp_path, "fsdp2_dtypes.yaml").options.mp_policy
     assert dtypes == MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32)
-    computing = made(script, tmp_path, "fsdp2_computation.yaml").backend
+    computing = made(script, tmp_path, "fsdp2_computation.yaml").options
     assert computing.activation_checkpointing_policy == "every_2"
     assert torch.ops.aten.addmm.default in computing.saved_ops
     assert (computing.activation_offload, computing.compile) == (True, {"backend": "aot_eager"})
-    assert (computing.reshard_after_forward, computing.prefetch_depths) == ([script.Block], (1, 2))
-    native = made(script, tmp_path, "fsdp_native.yaml").backend
-    assert native.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
-    assert native.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-    assert native.activation_checkpointing_policy == {script.Block}
+    assert (computing.forward_prefetch_depth, computing.backward_prefetch_depth) == (1, 2)
+    assert computing.reshard_after_forward == [script.Block]
+    native = made(script, tmp_path, "fsdp_native.yaml").options
+    assert native.strategy is ShardingStrategy.SHARD_GRAD_OP
+    assert native.prefetch is BackwardPrefetch.BACKWARD_POST
+    assert native.checkpointing_policy == {script.Block}
     assert native.mixed_precision == MixedPrecision(param_dtype=bf16, reduce_dtype=fp32, cast_forward_inputs=True)
-    hybrid = made(script, tmp_path, "hybrid.yaml").backend
-    assert (hybrid.sharding_strategy, hybrid.options["device_mesh"]) == (ShardingStrategy.HYBRID_SHARD, (1, 2))
-    fairscales = made(script, tmp_path, "ddp_fully_sharded.yaml").backend
-    assert (fairscales.sharding_strategy, fairscales.cpu_offload) == (ShardingStrategy.SHARD_GRAD_OP, True)
+    hybrid = made(script, tmp_path, "hybrid.yaml").options
+    assert (hybrid.strategy, hybrid.device_mesh) == (ShardingStrategy.HYBRID_SHARD, (1, 2))
+    fairscales = made(script, tmp_path, "ddp_fully_sharded.yaml").backend.options
+    assert (fairscales.strategy, fairscales.offloads) == (ShardingStrategy.SHARD_GRAD_OP, True)
     assert fairscales.mixed_precision == native.mixed_precision
     assert fairscales.auto_wrap_policy.keywords == {"min_num_params": 500}
     assert made(script, tmp_path, "moved.yaml").state_dict_type == "full"

@@ -28,6 +28,7 @@ FILES = [
     "src/fsdp_my_shards/backend.py",
     "src/fsdp_my_shards/constructor.py",
     "src/fsdp_my_shards/fabric.py",
+    "src/fsdp_my_shards/options.py",
     "src/fsdp_my_shards/plugin.py",
     "src/fsdp_my_shards/py.typed",
     "src/fsdp_my_shards/trainer.py",

@@ -68,6 +68,10 @@ def package(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 COMMON = options_in()
 
 
+def test_a_strategy_may_have_no_options_of_its_own(package: str) -> None:
+    assert options_in(f"{package}:Without") == COMMON
+
+
 def test_each_option_is_read_once_and_nothing_is_imported(package: str) -> None:
     assert options_in(f"{package}:Theirs", f"{package}:Further", f"{package}:Theirs", left_out=["timeout"]) == (
         Option(name="size", default=2, help="How large it is, None or a Size."),
@@ -82,7 +86,6 @@ def test_each_option_is_read_once_and_nothing_is_imported(package: str) -> None:
     ("name", "words"),
     [
         ("Silent", ["Silent does not explain its option 'size'", "Add a string below the field"]),
-        ("Without", ["Without' has no fields of its own", "write the options out"]),
         ("Absent", ["Absent' is not a class", "'module:Class'"]),
     ],
 )

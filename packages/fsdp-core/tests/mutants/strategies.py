@@ -177,7 +177,7 @@ for _fault in CAUGHT:
             (_base,),
             {
                 "__module__": __name__,
-                "called": f"loopback_{_fault}",
+                "strategy_name": f"loopback_{_fault}",
                 "backend_class": BACKENDS.get(_fault, LoopbackBackend),
             },
         )

@@ -26,6 +26,7 @@ _FILES = {
     "py.typed": "src/$module/py.typed",
     "plugin.py": "src/$module/plugin.py",
     "backend.py": "src/$module/backend.py",
+    "options.py": "src/$module/options.py",
     "constructor.py": "src/$module/constructor.py",
     "trainer.py": "src/$module/trainer.py",
     "fabric.py": "src/$module/fabric.py",

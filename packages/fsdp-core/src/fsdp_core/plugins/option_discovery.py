@@ -94,13 +94,7 @@ def _imported(module: str, name: str) -> Iterator[Option]:
 
 
 def _options(reference: str, body: ast.ClassDef) -> Iterator[Option]:
-    own = list(_fields(body))
-    if not own:
-        raise StrategyInfoError(
-            f"{reference!r} has no fields of its own, which are its options.\n"
-            "Name the class that has, or write the options out."
-        )
-    for field, text in own:
+    for field, text in _fields(body):
         if not text:
             raise StrategyInfoError(
                 f"{reference} does not explain its option {field.target.id!r}.\nAdd a string below the field."

@@ -90,11 +90,13 @@ class Backend(ABC):
     #: How the front ends split batches; ``None`` without context parallelism.
     sequence: SequenceSplit | None = None
 
+    options: ShardingOptions = ShardingOptions()
     runtime: Runtime
     precision: ShardPrecision
 
     def __init__(self, options: ShardingOptions | None = None) -> None:
-        self.options = ShardingOptions() if options is None else options
+        if options is not None:
+            self.options = options
 
     def bind(self, runtime: Runtime, precision: ShardPrecision) -> None:
         """Set the runtime to shard over and the dtypes to shard in. Called before each stage, on all ranks."""
