@@ -218,6 +218,16 @@ class OwnBuffers(LoopbackBackend):
         return sharded
 
 
+@backend("ranks_seeded_alike")
+class SeedsRanks(LoopbackBackend):
+    """Sharding leaves all ranks with one seed, so that they drop out the same elements."""
+
+    def shard_module(self, module: nn.Module) -> LoopbackSharded:
+        sharded = super().shard_module(module)
+        torch.manual_seed(0)
+        return sharded
+
+
 @backend("tail_truncated")
 class Truncated(FlatShard):
     """Elements that the ranks don't divide are left where they were, and forgotten."""
@@ -595,6 +605,22 @@ class WithoutBuffers(LoopbackSharded):
     def model_state(self) -> dict[str, Any]:
         buffers = {name for name, _ in self.root.named_buffers()}
         return {name: value for name, value in super().model_state().items() if name not in buffers}
+
+
+@backend("buffers_saved_of_last_rank")
+class BuffersOfLastRank(LoopbackSharded):
+    def model_state(self) -> dict[str, Any]:
+        state = super().model_state()
+        for name, buffer in self.root.named_buffers():
+            if name in state:
+                state[name] = self.runtime.broadcast(buffer.clone(), self.runtime.world_size - 1)
+        return state
+
+    def adopt_model_state(self, state: Mapping[str, Any]) -> None:
+        super().adopt_model_state(state)
+        for name, buffer in self.root.named_buffers():
+            if name in state:
+                buffer.copy_(state[name])
 
 
 @backend("buffer_not_restored")

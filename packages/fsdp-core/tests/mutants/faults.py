@@ -19,6 +19,7 @@ CAUGHT: dict[str, tuple[str, str]] = {
     "decided_in_forward": ("test_order_of_passes[a forward pass within no_backward_sync]", STATE),
     "sums_in_half": ("test_gradients_are_added_in_full_precision[over micro-batches]", 'state["layer.bias"]'),
     "buffers_of_own": ("test_rank_zeros_buffers_win", "(saved, unsaved) =="),
+    "ranks_seeded_alike": ("test_setup_leaves_random_numbers_alone", "has changed what this rank draws next"),
     "padding_in_norm": ("test_clipping_by_norm_equals_plain[2]", LOSSES),
     "tail_truncated": ("test_trainer_equals_plain[2-sgd]", LOSSES),
     "parameters_stale": ("test_trainer_equals_plain[2-sgd]", LOSSES),
@@ -84,6 +85,7 @@ CAUGHT: dict[str, tuple[str, str]] = {
         'resumed["rates"] == whole["rates"]',
     ),
     "buffer_not_saved": ("test_saved_on_n_loaded_on_m[2-sharded-momentum]", "a part is not in its state"),
+    "buffers_saved_of_last_rank": ("test_rank_zeros_buffers_are_saved[sharded]", "and not rank 0's"),
     "buffer_not_restored": (
         "test_saved_on_n_loaded_on_m[2-sharded-momentum]",
         'torch.equal(got["model"][name], tensor)',
@@ -101,7 +103,7 @@ CAUGHT: dict[str, tuple[str, str]] = {
     "moments_by_position": ("test_fabric_knows_an_optimizers_state_by_name", "'momentum_buffer')"),
     "saved_group_divided": (
         "test_another_models_checkpoint_under_trainer[MoreGroups-sharded]",
-        "not any(optimizer.state",
+        "nothing was raised",
     ),
     "random_numbers_not_restored": ("test_resume_is_exact[between two steps]", 'got["losses"] == want["losses"]'),
     "async_save_not_copied": (
@@ -109,7 +111,7 @@ CAUGHT: dict[str, tuple[str, str]] = {
         "torch.equal(saved[name], tensor)",
     ),
     "gradients_not_restored": ("test_accumulated_gradients[{}]", 'got["losses"] == want["losses"]'),
-    "strict_ignored": ("test_another_models_checkpoint_under_trainer[Renamed-sharded]", "2 are missing in it"),
+    "strict_ignored": ("test_another_models_weights_without_an_optimizer[Renamed]", "nothing was raised"),
     "changed_before_check": (
         "test_another_models_checkpoint_under_trainer[Renamed-sharded]",
         "was changed by what was refused",

@@ -18,10 +18,12 @@ from fsdp_core.checkpoint import SavedTensor
 from fsdp_core.errors import CheckpointValueError, ShardingError
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.oracle import FEATURES
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.base_class import KINDS, Clauses, on_ranks, requires
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import assert_bit_equal
+from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
 
@@ -284,6 +286,44 @@ def _weights_alone(strategy: str, path: str) -> dict[str, Any]:
     return full_state(fabric.strategy)
 
 
+class Counting(nn.Module):
+    """A layer that keeps in a buffer, beside a batch norm's, what it has seen on this rank."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES)
+        self.register_buffer("seen", torch.zeros(FEATURES))
+
+    def forward(self, x: Tensor) -> Any:
+        if self.training:
+            self.seen += x.detach().sum(0)
+        return self.norm(self.layer(x))
+
+
+_OF_RANKS = ("seen", "norm.running_mean", "norm.running_var")
+
+
+def _own_buffers(strategy: str, kind: str, path: str) -> tuple[dict[str, Tensor], ...]:
+    """A rank's buffers after a step on its own share, those of a model that has loaded what was saved, and before."""
+    fabric = new_fabric(strategy, 2, {"state_dict_type": kind})
+    with oracle.seeded(1):
+        net, again = Counting(), Counting()
+
+    def buffers(of: nn.Module) -> dict[str, Tensor]:
+        return {name: tensor.detach().cpu().clone() for name, tensor in of.named_buffers() if name in _OF_RANKS}
+
+    model = fabric.setup(net)
+    other, before = fabric.setup(again), buffers(again)
+    x, y = own_share(fabric, oracle.global_batches(1)[0])
+    fabric.backward(mse_loss(model(x), y))
+    fabric.save(path, {"model": model})
+    own = buffers(net)  # a save changes nothing
+    fabric.load(path, {"model": other})
+    return own, buffers(again), before
+
+
 class FabricCheckpointsSuite(Clauses):
     """Fabric's checkpoints are restored bit for bit, with everything that users save along with a model."""
 
@@ -296,6 +336,19 @@ class FabricCheckpointsSuite(Clauses):
             assert_bit_equal(got, saved)
             assert got["plain"] == (2, 2)
             assert got["rest"] == {"note": {"lr": (0.1, None)}}
+
+    @on_ranks("processes", "threads")  # one controller has one of each buffer
+    @KINDS
+    def test_rank_zeros_buffers_are_saved(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
+        """Of buffers that ranks have written differently, those of rank 0 must be saved, and loaded by every rank."""
+        got = ranks.run(2, _own_buffers, self.strategy, kind, str(tmp_path / "checkpoint"))
+        (of_rank_0, _, _), (of_rank_1, _, before) = got
+        for name in _OF_RANKS:
+            assert not torch.equal(of_rank_0[name], of_rank_1[name]), f"{name} should be of each rank's own share"
+            assert not torch.equal(of_rank_0[name], before[name]), f"{name} was not written to"
+            for _, loaded, _ in got:
+                same = torch.equal(loaded[name], of_rank_0[name])
+                assert same, f"the checkpoint's {name} is {loaded[name].tolist()}, and not rank 0's"
 
     @KINDS
     def test_fabric_goes_back(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:

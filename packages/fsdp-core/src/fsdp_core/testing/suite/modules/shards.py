@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, WIDE, Block
 from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import assert_sharded, full_state, held_by, sharded_by, trained_by
-from fsdp_core.testing.suite.base_class import Clauses, precisions, requires, with_options
+from fsdp_core.testing.suite.base_class import Clauses, on_ranks, precisions, requires, with_options
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
 
 __all__ = ["ShardsSuite", "Shared"]
@@ -326,6 +327,25 @@ def _announced(strategy: str, tmp: str, front_end: FrontEnd) -> Announced:
     return Announced(here().rank, announced, quietly, units, held)
 
 
+def _drawn_after_setup(strategy: str) -> tuple[list[float], list[float]]:
+    """What a rank that has a seed of its own draws after the set-up of a model, and what it draws without."""
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+
+    def draw() -> list[float]:
+        return [*torch.rand(3).tolist(), random.random()]
+
+    def seed() -> None:
+        torch.manual_seed(100 + fabric.global_rank)
+        random.seed(100 + fabric.global_rank)
+
+    seed()
+    want = draw()
+    seed()
+    fabric.setup(net, oracle.adamw_groups(net))
+    return draw(), want
+
+
 class ShardsSuite(Clauses):
     """Each rank holds its shard of the user's parameters, under the user's names."""
 
@@ -372,6 +392,12 @@ class ShardsSuite(Clauses):
         """Every rank must get rank 0's buffers, also those that are not saved."""
         for saved, unsaved in ranks.run(2, _buffers, self.strategy):
             assert (saved, unsaved) == (FEATURES, FEATURES)
+
+    @on_ranks("processes")  # threads share their generators
+    def test_setup_leaves_random_numbers_alone(self, ranks: Ranks) -> None:
+        """Ranks that are seeded differently must draw different numbers, as for dropout, after set-up as before."""
+        for drawn, want in ranks.run(2, _drawn_after_setup, self.strategy):
+            assert drawn == want, "the set-up has changed what this rank draws next"
 
     def test_tied_parameters_are_trained_as_one(self, ranks: Ranks) -> None:
         """Tied parameters must be trained as one, within a unit and across units."""

@@ -143,6 +143,12 @@ def _all_given_up(step: Hands) -> None:
     _given_up(replace(step, forget=step.forget_all))
 
 
+def _all_forgotten(step: Hands) -> None:
+    step.backward(step.loss(0))
+    step.forget_all()
+    step.backward(step.loss(1))
+
+
 _accumulates = requires(Capability.GRADIENT_ACCUMULATION)
 
 #: The passes before an optimizer step.
@@ -156,6 +162,7 @@ ORDERS: dict[str, Callable[[Hands], None]] = {
     "no_backward_sync after a reduction": _reduced_before,
     "zero_grad within an accumulation": _given_up,
     "the model's zero_grad within an accumulation": _all_given_up,
+    "the model's zero_grad between two backward passes": _all_forgotten,
 }
 
 #: The orders that need no_backward_sync.

@@ -24,7 +24,7 @@ from fsdp_core.errors import (
 )
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.refusals import assert_says, assert_unchanged, refusal
+from fsdp_core.testing.refusals import assert_says, assert_unchanged, refusal, was_refused
 from fsdp_core.testing.state import copied_state, full_state
 from fsdp_core.testing.suite.base_class import KINDS, Clauses, on_ranks, requires
 from fsdp_core.testing.suite.refusals.corruption import DAMAGE, OF_RANK_ONE
@@ -86,6 +86,7 @@ def _refused_by_trainer(
     before, keeper = copied_state(module), Keeper()
     run = new_trainer(tmp, strategy, 2, callbacks=[keeper])
     told = refusal(error, lambda: getattr(run, stage)(module, loader(1, 2), ckpt_path=path))
+    assert was_refused(told), told
     assert not module.losses
     assert not module.validation_losses
     assert not any(optimizer.state for optimizer in run.optimizers)
@@ -95,13 +96,16 @@ def _refused_by_trainer(
     return told
 
 
-def _refused_by_fabric(strategy: str, path: str, module: Lit, error: type[Exception]) -> str:
-    """Load the model, its optimizer and plain data together; the error."""
+def _refused_by_fabric(
+    strategy: str, path: str, module: Lit, error: type[Exception], weights_alone: bool = False
+) -> str:
+    """Load the model, its optimizer unless its weights alone are loaded, and plain data together; the error."""
     before = copied_state(module)
     fabric = new_fabric(strategy)
     model, optimizer = fabric.setup(module, module.configure_optimizers())
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": -1}
+    state: dict[str, Any] = {"model": model, "step": -1} | ({} if weights_alone else {"optimizer": optimizer})
     told = refusal(error, lambda: fabric.load(path, state))
+    assert was_refused(told), told
     assert state["step"] == -1, f"the step became {state['step']} though the checkpoint was refused"
     assert not optimizer.optimizer.state
     assert_unchanged(fabric.strategy, before)
@@ -216,6 +220,10 @@ def _load_misfit(strategy: str, tmp: str, path: str, front_end: str, module_clas
     if front_end == "trainer":
         return _refused_by_trainer(strategy, tmp, path, module_class(), CheckpointMismatchError)
     return _refused_by_fabric(strategy, path, module_class(), CheckpointMismatchError)
+
+
+def _load_misfit_weights(strategy: str, path: str, module_class: Callable[[], Lit]) -> str:
+    return _refused_by_fabric(strategy, path, module_class(), CheckpointMismatchError, weights_alone=True)
 
 
 def _regrouped(strategy: str, tmp: str, path: str) -> tuple[list[str], list[str]]:
@@ -364,6 +372,17 @@ class BadCheckpointsSuite(Clauses):
             assert_says(told, *MISFITS[module_class])
             if module_class is Renamed:
                 assert_says(told, "strict=False")
+
+    @requires(Capability.SHARDED_CHECKPOINT)
+    @pytest.mark.parametrize("module_class", [Renamed, Resized])
+    def test_another_models_weights_without_an_optimizer(
+        self, ranks: Ranks, tmp_path: Path, saved: SavedAt, module_class: type[Lit]
+    ) -> None:
+        """Weights that don't match must be refused where no optimizer is loaded with them, whose names would tell."""
+        path = tmp_path / "checkpoint"
+        saved("fabric", "sharded", path)
+        for told in ranks.run(2, _load_misfit_weights, self.strategy, str(path), module_class):
+            assert_says(told, *MISFITS[module_class])
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_new_param_groups_on_purpose(self, ranks: Ranks, tmp_path: Path, saved: SavedAt) -> None:

@@ -18,9 +18,10 @@ from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE, WIDE, Trained
-from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import assert_sharded, full_state, held_by, sharded_by, trained_by
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks
+from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
 
 __all__ = ["OptimizersSuite", "assert_all_trained", "built_after_evaluation", "built_before_sharding"]
@@ -225,6 +226,19 @@ def _refusals(strategy: str, tmp: str) -> dict[str, list[str]]:
     return told
 
 
+def _added_by_hand(strategy: str) -> tuple[str, dict[str, Any]]:
+    """Add a block to an optimizer that is set up, and step it without the strategy: the error, and the weights."""
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
+    sgd = torch.optim.SGD(net.blocks[0].parameters(), lr=0.1)
+    model, _ = fabric.setup(net, sgd)
+    sgd.add_param_group({"params": list(net.blocks[1].parameters())})
+    x, y = own_share(fabric, oracle.global_batches(1)[0])
+    fabric.backward(mse_loss(model(x), y))
+    told = refusal(OptimizerMismatchError, sgd.step)  # of torch's optimizer, and not of Fabric's, which re-points first
+    return told, full_state(fabric.strategy)
+
+
 class OptimizersSuite(Clauses):
     """No optimizer trains parameters that are no longer the model's."""
 
@@ -282,6 +296,21 @@ class OptimizersSuite(Clauses):
                 assert losses == pytest.approx(want_losses, abs=tolerance), name
                 for of, tensor in want.items():
                     torch.testing.assert_close(state[of], tensor, atol=tolerance, rtol=tolerance, msg=f"{name}: {of}")
+
+    @on_ranks("processes")  # XLA's front end steps by itself
+    def test_a_param_group_that_is_added_and_stepped_by_hand(self, ranks: Ranks) -> None:
+        """A param group that was added after set-up, and stepped by torch alone, must be trained right, or refused."""
+        net = oracle.new_net()
+        start = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+        ((x, y),) = oracle.global_batches(1)
+        mse_loss(net(x), y).backward()
+        torch.optim.SGD([*net.blocks[0].parameters(), *net.blocks[1].parameters()], lr=0.1).step()
+        for told, state in ranks.run(2, _added_by_hand, self.strategy):
+            if was_refused(told):
+                assert_says(told, "SGD")
+            for name, tensor in (start if was_refused(told) else net.state_dict()).items():
+                added = f"{name}, of a param group that was added after set-up and stepped by hand"
+                torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=added)
 
     def test_optimizers_over_other_parameters_are_refused(self, ranks: Ranks, tmp_path: Path) -> None:
         """Optimizers over other parameters, or with a step taken before sharding, must be refused."""
