@@ -32,7 +32,7 @@ from fsdp_core.testing.suite.numerics.many_passes import (
     write_before_backward,
     write_before_backward_plainly,
 )
-from fsdp_core.testing.training import loader, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
 from fsdp_cuda_native.sharded import NativeSharded
 from fsdp_cuda_native.torch_private import flat_parameters, nested_passes, unit_gradients
 
@@ -261,6 +261,63 @@ def test_tied_parameters_are_called_with_others_in_a_step(ranks: RankPool, tmp_p
     for state in ranks.run(2, weighed, "fsdp_native", 2, str(tmp_path)):
         for name, tensor in want.items():
             torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+
+
+class OverFlat(Lit):
+    """Steps that write to the optimizer's parameters, of which the root's are gathered then, or run the net in a hook.
+
+    Args:
+        how: What a step does.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__("momentum")
+        self.how = how
+        self.automatic_optimization = how != "written after a step by hand"
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        if self.how == "a hook of a block's loss":
+            return self.hooked(batch[0])
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(0.9)
+        return super().training_step(batch, batch_idx) if self.automatic_optimization else None
+
+    def hooked(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.net.blocks[2](x).square().mean()
+
+        def train(scale: torch.Tensor) -> None:
+            with torch.enable_grad():
+                (self.net(x).square().mean() * scale).backward()
+
+        loss.register_hook(train)
+        return loss
+
+
+def trained_over_flat(strategy: str, ranks: int, tmp: str, how: str) -> dict[str, torch.Tensor]:
+    module = OverFlat(how)
+    options = {"auto_wrap_policy": oracle.is_layer, "use_orig_params": False} if ranks > 1 else None
+    trainer = new_trainer(tmp, strategy, ranks, options)
+    trainer.fit(module, loader(3, ranks))
+    state = module.state_dict() if ranks == 1 else full_state(trainer.strategy)
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+OVER_FLAT = ("written between two calls", "written after a step by hand", "a hook of a block's loss")
+
+
+@pytest.mark.parametrize("how", OVER_FLAT)
+def test_flat_parameters_in_steps(ranks: RankPool, tmp_path: Path, how: str) -> None:
+    want = trained_over_flat("auto", 1, str(tmp_path), how)
+    for state in ranks.run(2, trained_over_flat, "fsdp_native", 2, str(tmp_path), how):
+        torch.testing.assert_close(state, want, atol=FP32_TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("how", WRITTEN_BEFORE_BACKWARD)

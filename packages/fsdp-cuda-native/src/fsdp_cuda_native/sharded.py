@@ -205,7 +205,14 @@ class NativeSharded(Sharded):
 
     def follow_written_shards(self) -> None:
         if self._times_shards_written() != self._times_written:
+            if not self.backend.use_orig_params:  # the root's flat parameter is what is gathered
+                self._keep_root()
             self.resume_forward()
+
+    def _keep_root(self) -> None:
+        for writes in self._writes:
+            if writes.is_of(self.root):
+                writes.keep(is_counted=True)
 
     def _times_shards_written(self) -> int:
         """How often shards were written to of the units that stay gathered between two calls in a step."""
@@ -238,9 +245,11 @@ class NativeSharded(Sharded):
 
     def keep_writes(self) -> None:
         for writes in self._writes:
+            is_gathered = False
             if writes.is_of(self.root):
                 writes.check_own()  # other units do when they are called
-            writes.keep(is_counted=self._pending is None)
+                is_gathered = not self.backend.use_orig_params  # steps are over shards, after which it is followed anew
+            writes.keep(is_counted=is_gathered or self._pending is None)
 
     def follow_requires_grad(self) -> None:
         if torch_private.follow_requires_grad(self.root):

@@ -1135,6 +1135,7 @@ def begin_inside(
         suspend(None)
     expect_backward(root)
     reduce_waiting(root)
+    queue(partial(finish_frozen, root))
     _pre_backward_hook(root, root.module, handle_of(root), None)
 
     def go_on() -> None:
@@ -1205,15 +1206,22 @@ def watch_hooks(loss: Tensor) -> Callable[[], None]:
 
 
 def finish_frozen(root: FullyShardedDataParallel) -> None:
-    """Do what FSDP1's end of a backward pass leaves out for units that were frozen since their forward pass.
+    """Do what FSDP1's end of a backward pass leaves out.
+
+    It is about units that were frozen since their forward pass, and about flat parameters that keep earlier gradients.
 
     Args:
         root: The root. FSDP1's own end of the backward pass is still to come.
     """
+    state: Any = root
     units = units_in_passes(root)
     flat_params = [handle_of(unit).flat_param for unit in units]
     for flat in flat_params:
         _forget_unfit_hooks(flat)
+        if flat._params is None and flat.requires_grad and state._sync_gradients and hasattr(flat, "_saved_grad_shard"):
+            # this pass has set its gradient aside and not visited it, or added to it: with original parameters FSDP1
+            # takes it back from them, and otherwise drops it
+            flat._post_backward_called = True
     if left := [unit for unit in units if not (is_sharded(unit) or handle_of(unit).flat_param.requires_grad)]:
         # FSDP1's end takes them for resharded, since they have the memory of their shards: modules would show no
         # parameters, and optimizers would hold others than those that the next call computes with

@@ -468,12 +468,6 @@ _RECOMPUTED_OTHERWISE = {
     "parameters unfrozen before the backward pass",
 }
 
-#: What is not right yet where modules and optimizers hold flat parameters themselves.
-_WRONG_OVER_FLAT_PARAMETERS = {
-    "hook that runs the net, of a loss of a block alone",
-    "optimizer's parameters written between two calls",
-}
-
 BATCHES = 3
 
 #: What gradients are clipped to.
@@ -512,8 +506,6 @@ class Setting:
         left_out: set[str] = set()
         if self.options.get("activation_checkpointing_policy") is not None:
             left_out |= _RECOMPUTED_OTHERWISE
-        if self.options.get("use_orig_params") is False:
-            left_out |= _WRONG_OVER_FLAT_PARAMETERS
         return [what for what in STEPS if what not in left_out]
 
     def unsharded(self) -> Setting:
