@@ -84,7 +84,9 @@ class NativeSharded(Sharded):
             unit.register_forward_hook(partial(_follow_gathered, self))
             torch_private.watch_calls(unit, partial(_begin_at, weakref.ref(self._passes)))
             call_gradient_hooks(unit)
-            if not torch_private.is_sharded(unit):
+            if torch_private.is_sharded(unit):
+                torch_private.place_pieces(unit, names)
+            else:
                 refuse_use_outside(unit, names)
             keep_gradients_of_frozen(unit)
         torch_private.reduce_left_out(root)

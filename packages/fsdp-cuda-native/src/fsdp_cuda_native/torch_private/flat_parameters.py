@@ -36,11 +36,13 @@ from fsdp_core import ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding import (
     GatheredValue,
     KeptPart,
+    PiecePlace,
     RefusedTransforms,
     UnitCalls,
     WrittenValues,
     cast_inputs,
     outside_of_compilation,
+    place_piece,
     times_written,
     without_torch_function,
 )
@@ -76,6 +78,7 @@ __all__ = [
     "leave_gradients",
     "no_reduction",
     "nodes_of",
+    "place_pieces",
     "reduce_after_last",
     "reduce_at",
     "reduce_left_out",
@@ -248,6 +251,27 @@ def flat_members(unit: FullyShardedDataParallel) -> Iterator[FlatMember]:
             replica=replica,
             is_flat=handle.uses_sharded_strategy or not handle._use_orig_params,
         )
+
+
+def place_pieces(unit: FullyShardedDataParallel, names: Mapping[nn.Module, str]) -> None:
+    """Note which elements of its parameters ranks hold, so that pieces of two are not computed together.
+
+    Args:
+        unit: The unit, to whose handle :class:`GatheredWrites` belong.
+        names: The user's names of modules.
+    """
+    handle = handle_of(unit)
+    flat, size = handle.flat_param, handle.flat_param._local_shard.numel()
+    if flat._params is None:
+        place_piece(flat, PiecePlace(names[unit.module], (size, *flat._shapes)))
+        return
+    for parameter, info, shape, numel, start in zip(
+        flat._params, flat._param_infos, flat._shapes, flat._numels, handle.offsets(), strict=True
+    ):
+        first, last = start // size, (start + max(numel, 1) - 1) // size
+        ends = tuple(rank * size - start for rank in range(first + 1, last + 1))
+        name = f"{names[info.module]}.{info.param_name}".removeprefix(".")
+        place_piece(parameter, PiecePlace(name, (tuple(shape), first, ends)))
 
 
 def gathered_parameters(unit: FullyShardedDataParallel) -> Iterator[tuple[Tensor, nn.Parameter, bool]]:
