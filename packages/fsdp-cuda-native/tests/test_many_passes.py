@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.functional import mse_loss
 
-from fsdp_core import ShardingError
+from fsdp_core import ShardingError, UnsupportedCapabilityError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.collectives import Layer, count_in_steps, new_layers
 from fsdp_core.testing.fabric_steps import assert_gradients_wait, assert_whole_steps
@@ -336,6 +337,22 @@ def test_a_backward_pass_without_fabric_after_an_exception(ranks: RankPool) -> N
     for weights, message in ranks.run(2, backward_without_fabric, "fsdp_native"):
         torch.testing.assert_close(weights, want, atol=FP32_TOLERANCE, rtol=0)
         assert_says(message, "an exception has interrupted a backward pass", "optimizer.zero_grad()")
+
+
+def frozen_in_part() -> list[str]:
+    fabric = new_fabric("fsdp_native", 2, {"auto_wrap_policy": oracle.is_layer, "use_orig_params": False})
+    net = oracle.new_net()
+    fabric.setup(net, oracle.sgd(net))
+    net.blocks[1].down.requires_grad_(False)  # a unit
+    assert not any(parameter.requires_grad for parameter in net.blocks[1].down.parameters())
+    return [refusal(UnsupportedCapabilityError, partial(part.requires_grad_, False)) for part in (net.inp, net.out)]
+
+
+def test_parts_of_flat_parameters_are_not_frozen(ranks: RankPool) -> None:
+    """Their modules have no parameters, so that nothing would be frozen."""
+    for messages in ranks.run(2, frozen_in_part):
+        for name, message in zip(("inp", "out"), messages, strict=True):
+            assert_says(message, f"requires_grad_() of '{name}' would", "a unit of its own, with auto_wrap_policy")
 
 
 def transposed_in_a_call() -> str:

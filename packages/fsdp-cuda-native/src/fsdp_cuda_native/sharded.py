@@ -89,6 +89,7 @@ class NativeSharded(Sharded):
             else:
                 refuse_use_outside(unit, names)
             keep_gradients_of_frozen(unit)
+        torch_private.refuse_freezing_parts(root, names)
         torch_private.reduce_left_out(root)
         if root in self._units:
             root.register_forward_pre_hook(partial(_gather_anew, weakref.ref(self)), prepend=True)

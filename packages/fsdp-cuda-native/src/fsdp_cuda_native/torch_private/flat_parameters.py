@@ -84,6 +84,7 @@ __all__ = [
     "reduce_left_out",
     "reduce_unused",
     "reduce_waiting",
+    "refuse_freezing_parts",
     "reset",
     "reshard",
     "resume_forward",
@@ -272,6 +273,37 @@ def place_pieces(unit: FullyShardedDataParallel, names: Mapping[nn.Module, str])
         ends = tuple(rank * size - start for rank in range(first + 1, last + 1))
         name = f"{names[info.module]}.{info.param_name}".removeprefix(".")
         place_piece(parameter, PiecePlace(name, (tuple(shape), first, ends)))
+
+
+def refuse_freezing_parts(root: FullyShardedDataParallel, names: Mapping[nn.Module, str]) -> None:
+    """Refuse to freeze or unfreeze modules with parameters that are a part of a flat parameter outside of them.
+
+    FSDP1 lets them have none: ``module.requires_grad_(False)`` would freeze nothing, without a word.
+
+    Args:
+        root: The root. Where its units have original parameters, nothing is refused.
+        names: The user's names of modules.
+    """
+    parts: dict[nn.Module, set[nn.Module]] = {}  # those of units, and the modules that hold parameters of them
+    for unit in units_of(root):
+        flat = handle_of(unit).flat_param
+        if flat._params is not None:
+            continue
+        owners = {info.module for info in (*flat._param_infos, *flat._shared_param_infos)}
+        for part in unit.module.modules():
+            if part is not unit.module and not isinstance(part, FullyShardedDataParallel):
+                parts.setdefault(part, set()).update(owners)
+    for part, owners in parts.items():
+        if part in names and not owners.isdisjoint(part.modules()):
+            part.__dict__["requires_grad_"] = partial(_refuse_freezing, names[part])
+
+
+def _refuse_freezing(name: str, requires_grad: bool = True) -> NoReturn:
+    raise UnsupportedCapabilityError(
+        f"requires_grad_() of {name!r} would freeze or unfreeze a part of a flat parameter, which is trained as a "
+        "whole or not at all.\n"
+        "Leave use_orig_params=False out; or let it be a unit of its own, with auto_wrap_policy."
+    )
 
 
 def gathered_parameters(unit: FullyShardedDataParallel) -> Iterator[tuple[Tensor, nn.Parameter, bool]]:

@@ -285,6 +285,17 @@ def _frozen_in_one_of_two_calls(step: Step) -> Tensor:
     return first + step.loss(step.x.flip(1))
 
 
+def _parts_frozen_in_one_of_two_calls(step: Step) -> Tensor:
+    """Parts of a block."""
+    frozen = (step.blocks[1].down, step.blocks[0].norm)
+    for part in frozen:
+        part.requires_grad_(False)
+    first = step.loss(step.x)
+    for part in frozen:
+        part.requires_grad_(True)
+    return first + step.loss(step.x.flip(1))
+
+
 def _frozen_before_a_forgotten_backward_pass(step: Step) -> Tensor:
     """What is frozen has a gradient, which ``zero_grad()`` clears; the tied pair at the root is frozen too."""
     step.backward(step.loss(step.x))
@@ -445,6 +456,7 @@ STEPS: dict[str, Callable[[Step], Tensor]] = {
     "parameters frozen for a call": _frozen_for_a_call,
     "parameters frozen while an adversarial example is made": _frozen_for_an_attack,
     "parameters frozen in one of two calls": _frozen_in_one_of_two_calls,
+    "parts of blocks frozen in one of two calls": _parts_frozen_in_one_of_two_calls,
     "parameters frozen before the backward pass": _frozen_before_the_backward_pass,
     "parameters frozen before a backward pass that is forgotten": _frozen_before_a_forgotten_backward_pass,
     "parameters unfrozen before the backward pass": _unfrozen_before_the_backward_pass,
@@ -463,6 +475,7 @@ STEPS: dict[str, Callable[[Step], Tensor]] = {
 #: What torch's checkpoint refuses: the recomputation saves other tensors than the forward pass has.
 _RECOMPUTED_OTHERWISE = {
     "parameters frozen in one of two calls",
+    "parts of blocks frozen in one of two calls",
     "parameters frozen before the backward pass",
     "parameters frozen before a backward pass that is forgotten",
     "parameters unfrozen before the backward pass",
