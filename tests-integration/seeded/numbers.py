@@ -79,11 +79,11 @@ OF_NUMBERS: dict[str, Fault] = {
             Change(
                 "sharded",
                 "    def no_sync(self) -> AbstractContextManager[None]:\n"
-                "        return nullcontext() if self.backend.sync_each_batch else self.end.disabled()\n",
+                "        return nullcontext() if self.backend.options.sync_each_batch else self.end.disabled()\n",
                 "    waiting: Any = {}\n\n"
                 "    @contextmanager\n"
                 "    def no_sync(self) -> Iterator[None]:\n"
-                "        with nullcontext() if self.backend.sync_each_batch else self.end.disabled():\n"
+                "        with nullcontext() if self.backend.options.sync_each_batch else self.end.disabled():\n"
                 "            yield\n"
                 "        with self.own_gradients():\n"
                 "            own = self.whole.values()\n"
@@ -117,7 +117,7 @@ OF_NUMBERS: dict[str, Fault] = {
             Change(
                 "sharded",
                 "    def no_sync(self) -> AbstractContextManager[None]:\n"
-                "        return nullcontext() if self.backend.sync_each_batch else self.end.disabled()\n",
+                "        return nullcontext() if self.backend.options.sync_each_batch else self.end.disabled()\n",
                 "    accumulates_now = False\n\n"
                 "    @contextmanager\n"
                 "    def no_sync(self) -> Iterator[None]:\n"
@@ -135,7 +135,7 @@ OF_NUMBERS: dict[str, Fault] = {
     "no_sync_ignored": Fault(
         is_wrong="each micro-batch is reduced, although nobody has asked for it",
         changes=in_both(
-            "sharded", "nullcontext() if self.backend.sync_each_batch else self.end.disabled()", "nullcontext()"
+            "sharded", "nullcontext() if self.backend.options.sync_each_batch else self.end.disabled()", "nullcontext()"
         ),
         clause="test_accumulation_skips_the_reduction[as it is]",
         says="(of_trainer, of_fabric) ==",

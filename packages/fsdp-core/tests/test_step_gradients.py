@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.gradients.gathered_values import RESHAPED_IN_PLACE, GatheredValue
+from fsdp_core.gradients.piece_places import PiecePlace, place_piece
 from fsdp_core.gradients.step_gradients import guard, guard_parameters
 
 
@@ -67,3 +68,34 @@ def test_such_methods_of_pieces_are_refused(name: str) -> None:
     guard_parameters([piece])
     with pytest.raises(UnsupportedCapabilityError, match=f"{name} of a parameter would see this rank's piece"):
         getattr(piece, name)()
+
+
+def _placed(name: str, layout: int) -> nn.Parameter:
+    piece = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+    place_piece(piece, PiecePlace(name, layout))
+    piece.grad = torch.ones(3)
+    guard_parameters([piece])
+    guard([piece.grad])
+    return piece
+
+
+@torch.no_grad()
+def test_pieces_that_hold_other_elements_are_not_computed_together() -> None:
+    a, b, alike = _placed("a", 1), _placed("b", 2), _placed("alike", 1)
+    for mix in (
+        lambda: a.add_(b),
+        lambda: a.clone() * (2 * b),
+        lambda: torch.lerp(input=a, end=b, weight=0.5),
+        lambda: a.sub_(b.grad),
+        lambda: torch._foreach_add_([a.data, b.data], [a.grad, a.grad]),
+    ):
+        with pytest.raises(UnsupportedCapabilityError, match=r"of '[ab]' and '[ab]' would .* different elements"):
+            mix()
+    assert a.as_subclass(Tensor).tolist() == [1.0, -2.0, 3.0]
+    a.add_(a.grad).mul_(torch.tensor([2.0])).add_(alike.grad).add_(torch.ones(3)).copy_(a.to(b))
+    torch._foreach_add_([a.data, b.data], [alike.grad, b.grad])
+    assert a.as_subclass(Tensor).tolist() == [7.0, 1.0, 11.0]
+    a.grad = None
+    forgotten = torch.ones(3)
+    guard([forgotten])  # of which nothing is known
+    assert (b * forgotten).as_subclass(Tensor).tolist() == [2.0, -1.0, 4.0]

@@ -44,6 +44,8 @@ class TestNative(StrategySuite):
     refused_steps: ClassVar = {
         # FSDP1 would not reduce what a call in the backward pass after a step computes
         "NO_SHARD": ("cached loss beside another", "function that runs the net in its backward pass"),
+        # of the root's flat parameter, a part
+        "use_orig_params=False": ("parameters frozen before a backward pass that is forgotten",),
     }
     own_rules: ClassVar = (
         {"mesh": "replicate 2 x shard 2", "sharding_strategy": ("SHARD_GRAD_OP", "NO_SHARD")},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.functional import mse_loss
 
-from fsdp_core import ShardingError
+from fsdp_core import ShardingError, UnsupportedCapabilityError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.collectives import Layer, count_in_steps, new_layers
 from fsdp_core.testing.fabric_steps import assert_gradients_wait, assert_whole_steps
@@ -32,7 +33,7 @@ from fsdp_core.testing.suite.numerics.many_passes import (
     write_before_backward,
     write_before_backward_plainly,
 )
-from fsdp_core.testing.training import loader, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
 from fsdp_cuda_native.sharded import NativeSharded
 from fsdp_cuda_native.torch_private import flat_parameters, nested_passes, unit_gradients
 
@@ -263,6 +264,63 @@ def test_tied_parameters_are_called_with_others_in_a_step(ranks: RankPool, tmp_p
             torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
 
 
+class OverFlat(Lit):
+    """Steps that write to the optimizer's parameters, of which the root's are gathered then, or run the net in a hook.
+
+    Args:
+        how: What a step does.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__("momentum")
+        self.how = how
+        self.automatic_optimization = how != "written after a step by hand"
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        if self.how == "a hook of a block's loss":
+            return self.hooked(batch[0])
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(0.9)
+        return super().training_step(batch, batch_idx) if self.automatic_optimization else None
+
+    def hooked(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.net.blocks[2](x).square().mean()
+
+        def train(scale: torch.Tensor) -> None:
+            with torch.enable_grad():
+                (self.net(x).square().mean() * scale).backward()
+
+        loss.register_hook(train)
+        return loss
+
+
+def trained_over_flat(strategy: str, ranks: int, tmp: str, how: str) -> dict[str, torch.Tensor]:
+    module = OverFlat(how)
+    options = {"auto_wrap_policy": oracle.is_layer, "use_orig_params": False} if ranks > 1 else None
+    trainer = new_trainer(tmp, strategy, ranks, options)
+    trainer.fit(module, loader(3, ranks))
+    state = module.state_dict() if ranks == 1 else full_state(trainer.strategy)
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+OVER_FLAT = ("written between two calls", "written after a step by hand", "a hook of a block's loss")
+
+
+@pytest.mark.parametrize("how", OVER_FLAT)
+def test_flat_parameters_in_steps(ranks: RankPool, tmp_path: Path, how: str) -> None:
+    want = trained_over_flat("auto", 1, str(tmp_path), how)
+    for state in ranks.run(2, trained_over_flat, "fsdp_native", 2, str(tmp_path), how):
+        torch.testing.assert_close(state, want, atol=FP32_TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("how", WRITTEN_BEFORE_BACKWARD)
 def test_parameters_that_are_written_before_the_backward_pass(ranks: RankPool, tmp_path: Path, how: str) -> None:
     for got in ranks.run(2, write_before_backward, "fsdp_native", str(tmp_path / "saved"), how):
@@ -279,6 +337,22 @@ def test_a_backward_pass_without_fabric_after_an_exception(ranks: RankPool) -> N
     for weights, message in ranks.run(2, backward_without_fabric, "fsdp_native"):
         torch.testing.assert_close(weights, want, atol=FP32_TOLERANCE, rtol=0)
         assert_says(message, "an exception has interrupted a backward pass", "optimizer.zero_grad()")
+
+
+def frozen_in_part() -> list[str]:
+    fabric = new_fabric("fsdp_native", 2, {"auto_wrap_policy": oracle.is_layer, "use_orig_params": False})
+    net = oracle.new_net()
+    fabric.setup(net, oracle.sgd(net))
+    net.blocks[1].down.requires_grad_(False)  # a unit
+    assert not any(parameter.requires_grad for parameter in net.blocks[1].down.parameters())
+    return [refusal(UnsupportedCapabilityError, partial(part.requires_grad_, False)) for part in (net.inp, net.out)]
+
+
+def test_parts_of_flat_parameters_are_not_frozen(ranks: RankPool) -> None:
+    """Their modules have no parameters, so that nothing would be frozen."""
+    for messages in ranks.run(2, frozen_in_part):
+        for name, message in zip(("inp", "out"), messages, strict=True):
+            assert_says(message, f"requires_grad_() of '{name}' would", "a unit of its own, with auto_wrap_policy")
 
 
 def transposed_in_a_call() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fsdp_core import full_state_dict
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.testing import RankPool
+from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
@@ -133,3 +136,87 @@ def test_rows_of_a_piece_are_refused(ranks: RankPool) -> None:
         for message in told:
             assert_says(message, "this rank's piece", "gathered(module)")
         assert values == [3.0] * FEATURES**2
+
+
+def new_pair() -> nn.Sequential:
+    """Two weights of one shape, of which ranks hold different elements: a unit's first half has no place for a bias."""
+    return nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES, bias=False))
+
+
+#: What mixes two parameters, or a gradient and another parameter.
+MIXTURES: dict[str, Callable[[nn.Parameter, nn.Parameter], Any]] = {
+    "lerp_": lambda a, b: a.lerp_(b, 0.5),
+    "add_": lambda a, b: a.add_(b),
+    "copy_": lambda a, b: a.copy_(b),
+    "mul": lambda a, b: a * b,
+    "where": lambda a, b: torch.where(a > 0, a, b),
+    "of clones": lambda a, b: a.detach().clone().add_(2 * b.data),
+    "a gradient": lambda a, b: a.sub_(b.grad),
+    "gradients": lambda a, b: a.grad.add_(b.grad),  # type: ignore[union-attr]
+    "an assignment": lambda a, b: setattr(a, "data", b.data),
+    "_foreach_lerp_": lambda a, b: torch._foreach_lerp_([a.data, b.data], [b.data, a.data], 0.5),
+}
+
+
+def mixed() -> dict[str, str]:
+    fabric = new_fabric("fsdp_native", 2, {"auto_wrap_policy": {nn.Linear}})
+    net = new_pair()
+    model, _ = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    fabric.backward(model(torch.ones(2, FEATURES)).square().mean())
+    told: dict[str, str] = {}
+    for name, mix in MIXTURES.items():
+        with torch.no_grad():
+            told[name] = refusal(UnsupportedCapabilityError, partial(mix, net[0].weight, net[1].weight))
+    return told
+
+
+def test_pieces_of_two_parameters_are_not_mixed(ranks: RankPool) -> None:
+    for told in ranks.run(2, mixed):
+        for name, message in told.items():
+            assert_says(message, "0.weight' and '", "different elements", "gathered(module, modifier_rank=0)")
+            assert name != "an assignment" or message.startswith("an assignment of '0.weight' and '1.weight'")
+
+
+def step_by_hand(net: nn.Module, average: nn.Module, averages: list[Tensor], momenta: list[Tensor]) -> None:
+    """Steps with momentum, clipped by a number, and averages by hand, of copies and of another model."""
+    norm = torch.tensor([2.0])
+    with torch.no_grad():
+        parameters = list(net.parameters())
+        for p, q, held, momentum in zip(parameters, average.parameters(), averages, momenta, strict=True):
+            if p.grad is not None:  # none, where this rank has no element
+                momentum.mul_(0.9).add_(p.grad / norm)
+                p.grad.copy_(torch.where(p > 0, p.grad, torch.zeros_like(p)))
+            p.addcmul_(momentum, torch.ones_like(p), value=-0.1).clamp_(-1.0, 1.0)
+            held.lerp_(p, 0.5)
+            q.lerp_(held, 0.5)
+        torch._foreach_lerp_(averages, parameters, 0.5)
+        torch._foreach_mul_(torch._foreach_sub(averages, parameters), 2.0)
+        for p, held in zip(parameters, averages, strict=True):
+            p.copy_(held)
+
+
+def stepped_by_hand(strategy: str) -> list[dict[str, Tensor]]:
+    with oracle.seeded(3):
+        nets = [new_pair(), new_pair()]
+    x = torch.linspace(-1.0, 1.0, 2 * FEATURES).view(2, FEATURES)
+    backward: Callable[[Tensor], Any] = Tensor.backward
+    model: nn.Module = nets[0]
+    if strategy != "none":
+        fabric = new_fabric(strategy, 2, {"auto_wrap_policy": {nn.Linear}})
+        backward = fabric.backward
+        model, _ = fabric.setup(nets[0], torch.optim.SGD(nets[0].parameters(), lr=0.1))
+        fabric.setup(nets[1], torch.optim.SGD(nets[1].parameters(), lr=0.1))
+    averages = [p.detach().clone() for p in nets[0].parameters()]
+    momenta = [torch.zeros_like(p) for p in nets[0].parameters()]
+    for _ in range(2):
+        backward(model(x).square().mean())
+        step_by_hand(*nets, averages, momenta)
+        for p in nets[0].parameters():
+            p.grad = None
+    return [dict(net.state_dict()) if strategy == "none" else full_state_dict(net) for net in nets]
+
+
+def test_what_belongs_to_one_parameter_is_computed_together(ranks: RankPool) -> None:
+    want = stepped_by_hand("none")
+    got = ranks.run(2, stepped_by_hand, "fsdp_native")[0]
+    torch.testing.assert_close(got, want, atol=oracle.FP32_TOLERANCE, rtol=0)

@@ -18,8 +18,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
 
 
-CACHED = ("cached loss", "cached loss beside another")
-# what was frozen in the forward pass alone is not refused: it is not right, as docs/what-a-step-may-do.md says
+CACHED = ("cached loss", "cached loss beside another", "hook that runs the net, of a loss of a block alone")
 FROZEN = (
     "parameters frozen before the backward pass",
     "parameters frozen before a backward pass that is forgotten",

@@ -84,9 +84,12 @@ class NativeSharded(Sharded):
             unit.register_forward_hook(partial(_follow_gathered, self))
             torch_private.watch_calls(unit, partial(_begin_at, weakref.ref(self._passes)))
             call_gradient_hooks(unit)
-            if not torch_private.is_sharded(unit):
+            if torch_private.is_sharded(unit):
+                torch_private.place_pieces(unit, names)
+            else:
                 refuse_use_outside(unit, names)
             keep_gradients_of_frozen(unit)
+        torch_private.refuse_freezing_parts(root, names)
         torch_private.reduce_left_out(root)
         if root in self._units:
             root.register_forward_pre_hook(partial(_gather_anew, weakref.ref(self)), prepend=True)
@@ -207,7 +210,14 @@ class NativeSharded(Sharded):
 
     def follow_written_shards(self) -> None:
         if self._times_shards_written() != self._times_written:
+            if not self.backend.options.use_orig_params:  # the root's flat parameter is what is gathered
+                self._keep_root()
             self.resume_forward()
+
+    def _keep_root(self) -> None:
+        for writes in self._writes:
+            if writes.is_of(self.root):
+                writes.keep(is_counted=True)
 
     def _times_shards_written(self) -> int:
         """How often shards were written to of the units that stay gathered between two calls in a step."""
@@ -240,9 +250,13 @@ class NativeSharded(Sharded):
 
     def keep_writes(self) -> None:
         for writes in self._writes:
+            is_gathered = False
             if writes.is_of(self.root):
                 writes.check_own()  # other units do when they are called
-            writes.keep(is_counted=self._pending is None)
+                is_gathered = (
+                    not self.backend.options.use_orig_params
+                )  # steps are over shards, after which it is followed anew
+            writes.keep(is_counted=is_gathered or self._pending is None)
 
     def follow_requires_grad(self) -> None:
         if torch_private.follow_requires_grad(self.root):

@@ -18,6 +18,7 @@ from fsdp_core.gradients.gathered_values import (
     GatheredParameter,
     GatheredTensor,
 )
+from fsdp_core.gradients.piece_places import PieceMixture, common_places, set_place
 from fsdp_core.torch_private import without_torch_function
 
 __all__ = ["StepGradients", "forget_shown", "guard", "guard_parameters", "plain", "unguard", "unguard_parameters"]
@@ -217,6 +218,21 @@ def _is_of_all(indexed: Tensor, index: Any) -> bool:
     return index is Ellipsis or (isinstance(index, slice) and index == slice(None))
 
 
+#: What an attribute's functions are called, in words.
+_IN_WORDS = {"__set__": "an assignment"}
+
+
+def _mixture_refusal(name: str, names: tuple[str, ...]) -> UnsupportedCapabilityError:
+    first, second = (repr(each) if each else "a unit" for each in names)
+    return UnsupportedCapabilityError(
+        f"{_IN_WORDS.get(name, name)} of {first} and {second} would compute with this rank's pieces of the two, which "
+        "hold different elements: a piece is flat, and begins where the shard does.\n"
+        "Write with fsdp_core.gathered(module, modifier_rank=0): on all ranks, between steps; or compute it where "
+        "both are gathered, in the forward() of a unit that holds both. What belongs together are a parameter, its "
+        "gradient, and copies of these, also of a model that is sharded alike."
+    )
+
+
 class Piece(Tensor):
     """A rank's piece of a gradient: for each element by itself it is as good as any, and for a norm it is not."""
 
@@ -224,21 +240,27 @@ class Piece(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", func)
         told = _OF_PARAMETER if issubclass(cls, ParameterPiece) else _OF_GRADIENT
-        if name in RESHAPED_IN_PLACE or name in _BY_INDEX or (name in _ITEMS and not _is_of_all(*args[:2])):
+        of_many = name in RESHAPED_IN_PLACE or name in _BY_INDEX or name in _NOT_ELEMENTWISE
+        if of_many or (name in _ITEMS and not _is_of_all(*args[:2])):
             raise UnsupportedCapabilityError(f"{name} {told}")
         with without_torch_function():
+            try:
+                places = common_places(str(name), Piece, args, kwargs)
+            except PieceMixture as mixture:
+                raise _mixture_refusal(str(name), mixture.names) from None
             result = func(*args, **(kwargs or {}))
             computed = _tensors(result)
             shapes = {piece.shape for piece in _tensors((args, kwargs)) if isinstance(piece, Piece)}
             if issubclass(cls, ParameterPiece) and func in _ATTRIBUTES:
                 return result
-            if name in _NOT_ELEMENTWISE or any(tensor.shape not in shapes for tensor in computed):
+            if any(tensor.shape not in shapes for tensor in computed):
                 raise UnsupportedCapabilityError(f"{name} {told}")
             given = {id(tensor) for tensor in _tensors((args, kwargs))}
-            guard(
-                (tensor for tensor in computed if id(tensor) not in given),
-                ParameterPiece if issubclass(cls, ParameterPiece) else Piece,
-            )
+            new = [(index, tensor) for index, tensor in enumerate(computed) if id(tensor) not in given]
+            guard((tensor for _, tensor in new), ParameterPiece if issubclass(cls, ParameterPiece) else Piece)
+            for index, tensor in new:
+                if isinstance(tensor, Piece):
+                    set_place(tensor, places[index if len(places) == len(computed) else 0] if places else None)
         return result
 
 

@@ -3,6 +3,7 @@
 from fsdp_core.gradients.backward import EndOfBackward
 from fsdp_core.gradients.clipping import clip_grads_by_norm, clip_grads_by_value, is_sharded_dtensor, local_tensor
 from fsdp_core.gradients.gathered_values import GatheredValue, WrittenValues, forget_writes
+from fsdp_core.gradients.piece_places import PiecePlace, place_piece
 from fsdp_core.gradients.replicated import ReplicatedParameters, stays_whole
 from fsdp_core.gradients.step_gradients import StepGradients, guard_parameters, unguard_parameters
 from fsdp_core.gradients.step_writes import ComparedShards, GatheredShard, StepWrites
@@ -65,6 +66,7 @@ __all__ = [
     "MeshAxis",
     "OutsideAttributes",
     "ParameterOrders",
+    "PiecePlace",
     "RefusedTransforms",
     "ReplicatedParameters",
     "SavedOps",
@@ -110,6 +112,7 @@ __all__ = [
     "outside_transforms",
     "parameter_orders",
     "place",
+    "place_piece",
     "put_in_place",
     "recompute_all_but",
     "repeated_blocks",

@@ -36,11 +36,13 @@ from fsdp_core import ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding import (
     GatheredValue,
     KeptPart,
+    PiecePlace,
     RefusedTransforms,
     UnitCalls,
     WrittenValues,
     cast_inputs,
     outside_of_compilation,
+    place_piece,
     times_written,
     without_torch_function,
 )
@@ -76,11 +78,13 @@ __all__ = [
     "leave_gradients",
     "no_reduction",
     "nodes_of",
+    "place_pieces",
     "reduce_after_last",
     "reduce_at",
     "reduce_left_out",
     "reduce_unused",
     "reduce_waiting",
+    "refuse_freezing_parts",
     "reset",
     "reshard",
     "resume_forward",
@@ -248,6 +252,58 @@ def flat_members(unit: FullyShardedDataParallel) -> Iterator[FlatMember]:
             replica=replica,
             is_flat=handle.uses_sharded_strategy or not handle._use_orig_params,
         )
+
+
+def place_pieces(unit: FullyShardedDataParallel, names: Mapping[nn.Module, str]) -> None:
+    """Note which elements of its parameters ranks hold, so that pieces of two are not computed together.
+
+    Args:
+        unit: The unit, to whose handle :class:`GatheredWrites` belong.
+        names: The user's names of modules.
+    """
+    handle = handle_of(unit)
+    flat, size = handle.flat_param, handle.flat_param._local_shard.numel()
+    if flat._params is None:
+        place_piece(flat, PiecePlace(names[unit.module], (size, *flat._shapes)))
+        return
+    for parameter, info, shape, numel, start in zip(
+        flat._params, flat._param_infos, flat._shapes, flat._numels, handle.offsets(), strict=True
+    ):
+        first, last = start // size, (start + max(numel, 1) - 1) // size
+        ends = tuple(rank * size - start for rank in range(first + 1, last + 1))
+        name = f"{names[info.module]}.{info.param_name}".removeprefix(".")
+        place_piece(parameter, PiecePlace(name, (tuple(shape), first, ends)))
+
+
+def refuse_freezing_parts(root: FullyShardedDataParallel, names: Mapping[nn.Module, str]) -> None:
+    """Refuse to freeze or unfreeze modules with parameters that are a part of a flat parameter outside of them.
+
+    FSDP1 lets them have none: ``module.requires_grad_(False)`` would freeze nothing, without a word.
+
+    Args:
+        root: The root. Where its units have original parameters, nothing is refused.
+        names: The user's names of modules.
+    """
+    parts: dict[nn.Module, set[nn.Module]] = {}  # those of units, and the modules that hold parameters of them
+    for unit in units_of(root):
+        flat = handle_of(unit).flat_param
+        if flat._params is not None:
+            continue
+        owners = {info.module for info in (*flat._param_infos, *flat._shared_param_infos)}
+        for part in unit.module.modules():
+            if part is not unit.module and not isinstance(part, FullyShardedDataParallel):
+                parts.setdefault(part, set()).update(owners)
+    for part, owners in parts.items():
+        if part in names and not owners.isdisjoint(part.modules()):
+            part.__dict__["requires_grad_"] = partial(_refuse_freezing, names[part])
+
+
+def _refuse_freezing(name: str, requires_grad: bool = True) -> NoReturn:
+    raise UnsupportedCapabilityError(
+        f"requires_grad_() of {name!r} would freeze or unfreeze a part of a flat parameter, which is trained as a "
+        "whole or not at all.\n"
+        "Leave use_orig_params=False out; or let it be a unit of its own, with auto_wrap_policy."
+    )
 
 
 def gathered_parameters(unit: FullyShardedDataParallel) -> Iterator[tuple[Tensor, nn.Parameter, bool]]:
@@ -1135,6 +1191,7 @@ def begin_inside(
         suspend(None)
     expect_backward(root)
     reduce_waiting(root)
+    queue(partial(finish_frozen, root))
     _pre_backward_hook(root, root.module, handle_of(root), None)
 
     def go_on() -> None:
@@ -1205,15 +1262,22 @@ def watch_hooks(loss: Tensor) -> Callable[[], None]:
 
 
 def finish_frozen(root: FullyShardedDataParallel) -> None:
-    """Do what FSDP1's end of a backward pass leaves out for units that were frozen since their forward pass.
+    """Do what FSDP1's end of a backward pass leaves out.
+
+    It is about units that were frozen since their forward pass, and about flat parameters that keep earlier gradients.
 
     Args:
         root: The root. FSDP1's own end of the backward pass is still to come.
     """
+    state: Any = root
     units = units_in_passes(root)
     flat_params = [handle_of(unit).flat_param for unit in units]
     for flat in flat_params:
         _forget_unfit_hooks(flat)
+        if flat._params is None and flat.requires_grad and state._sync_gradients and hasattr(flat, "_saved_grad_shard"):
+            # this pass has set its gradient aside and not visited it, or added to it: with original parameters FSDP1
+            # takes it back from them, and otherwise drops it
+            flat._post_backward_called = True
     if left := [unit for unit in units if not (is_sharded(unit) or handle_of(unit).flat_param.requires_grad)]:
         # FSDP1's end takes them for resharded, since they have the memory of their shards: modules would show no
         # parameters, and optimizers would hold others than those that the next call computes with

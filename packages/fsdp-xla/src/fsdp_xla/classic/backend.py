@@ -117,6 +117,7 @@ class XLABackend(Backend):
         units.reduce_pending(root)
         units.watch_calls(root)
         units.follow_freezing(root)
+        units.show_shards(root, module)
         root.register_forward_pre_hook(_before_call)
         gc.collect()
         xla.settle()

@@ -99,6 +99,7 @@ class XLASharded(Sharded):
         units.resume_forward(self.root)
 
     def follow_written_shards(self) -> None:
+        units.follow_frozen_shards(self.root)
         if self._by_hand:  # otherwise such writes are refused
             units.follow_written_shards(self.root)
 

@@ -16,11 +16,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+from torch_xla.distributed.fsdp.xla_flatten_params_wrapper import XlaFlattenParamsWrapper
 from torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel import TrainingState
 
 from fsdp_core import UnsupportedCapabilityError
@@ -34,6 +36,7 @@ __all__ = [
     "XlaFullyShardedDataParallel",
     "end_step",
     "follow_freezing",
+    "follow_frozen_shards",
     "follow_requires_grad",
     "follow_written_shards",
     "free_gathered",
@@ -47,6 +50,7 @@ __all__ = [
     "set_unreduced_gradients",
     "sharded_members",
     "shards_of",
+    "show_shards",
     "suspend_forward",
     "tied_members",
     "units_of",
@@ -75,6 +79,15 @@ class WrappedUnit(OutsideAttributes, XlaFullyShardedDataParallel):  # type: igno
                 "training_step()."
             )
         super()._rebuild_full_params(*args, **kwargs)
+
+    def _free_full_params(self, params: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+        """Free, but for what an earlier call of this pass still needs, in which it was frozen.
+
+        torch_xla frees it when a later call has its gradient.
+        """
+        own: Any = self.full_params
+        if params is None or _UNFROZEN not in self.__dict__ or all(params[0] is not full for full in own):
+            super()._free_full_params(params, *args, **kwargs)
 
     def _post_backward_hook(self, param: Any, *unused: Any) -> None:
         """Refuse to reduce what was frozen since the forward pass, and has its gradient already.
@@ -139,8 +152,14 @@ def units_of(root: nn.Module) -> Iterator[XlaFullyShardedDataParallel]:
 def free_gathered(root: nn.Module) -> None:
     """Free parameters that units have gathered and kept."""
     for unit in units_of(root):
-        if unit.has_full_params:
+        unit.__dict__.pop(_UNFROZEN, None)
+        # torch_xla forgets that it has them when the first is freed: what was frozen in an earlier call is freed with
+        # the later one, and gathered again for the earlier
+        if unit.has_full_params or any(map(_is_gathered, unit.full_params)):
             unit._free_full_params()
+
+
+_is_gathered = attrgetter("_has_full_param")
 
 
 def reset(root: nn.Module) -> None:
@@ -163,6 +182,7 @@ def end_step(root: nn.Module) -> None:
                 hook[1].remove()
         unit.training_state = TrainingState.IDLE
         unit._pre_backward_hook_has_run = unit._post_backward_callback_queued = False
+        unit.__dict__.pop(_UNFROZEN, None)
         unit._free_full_params(apply_opt_barrier=False)
         if unit._output_pre_backward_hook_registered is not None:
             unit._output_pre_backward_hook_registered.clear()
@@ -363,6 +383,22 @@ def _show_gathered(root: Any) -> None:
         root.module._unflatten_params_as_views()
 
 
+def follow_frozen_shards(root: Any) -> None:
+    """Freeze and unfreeze what the root has gathered as the user has its shards, before a call inside a step."""
+    if root.has_full_params and list(map(_is_trained, root.full_params)) != list(map(_is_trained, root.sharded_params)):
+        for full, shard in zip(root.full_params, root.sharded_params, strict=True):
+            full.requires_grad_(shard.requires_grad)
+            shard._was_trained = shard.requires_grad
+        root.__dict__[_UNFROZEN] = True
+        root._register_post_backward_hooks()
+
+
+_is_trained = attrgetter("requires_grad")
+
+#: Whether parameters of the root were frozen or unfrozen in a step. Inner units are gathered again for an earlier call.
+_UNFROZEN = "_fsdp_xla_unfrozen"
+
+
 def follow_requires_grad(root: Any) -> None:
     """Let full parameters require gradients as their shards do, inside a forward pass of the root."""
     for unit in units_of(root):
@@ -405,12 +441,72 @@ def follow_freezing(root: nn.Module) -> None:
     torch_xla reads it from the full parameters, created with their units, and never checks the shards again.
     """
     for unit in units_of(root):
+        before = list(map(_is_trained, unit.full_params))
         for shard, full in zip(unit.sharded_params, unit.full_params, strict=True):
             was = shard.__dict__.get("_was_trained", shard.requires_grad)
             trained = shard.requires_grad if shard.requires_grad != was else full.requires_grad
             shard.requires_grad_(trained)
             full.requires_grad_(trained)
             shard._was_trained = trained
+        if unit._is_root and before != list(map(_is_trained, unit.full_params)):
+            unit.__dict__[_UNFROZEN] = True
+
+
+def show_shards(root: nn.Module, module: nn.Module) -> None:
+    """Let modules in units have their shards as parameters, which torch_xla registers at units alone.
+
+    ``block.down.requires_grad_(False)`` would freeze nothing, and ``block.down.parameters()`` be empty, without a word.
+
+    Args:
+        root: The root.
+        module: The user's module in it, where the root's shards are registered.
+    """
+    for unit in units_of(root):
+        for shard, (_, owner, attribute) in zip(unit.sharded_params, unit.full_param_infos, strict=True):
+            if owner is unit._fsdp_wrapped_module:
+                _refuse_freezing_parts(unit, {module for _, module, _ in getattr(owner, attribute)._param_infos})
+            else:
+                owner.__dict__.setdefault(_SHARDS, {})[attribute] = shard
+        for owner, attribute, first, first_attribute in tied_members(unit):
+            if _SHARDS in vars(first):
+                owner.__dict__.setdefault(_SHARDS, {})[attribute] = vars(first)[_SHARDS][first_attribute]
+    for part in module.modules():
+        is_user = not isinstance(part, XlaFullyShardedDataParallel | XlaFlattenParamsWrapper)
+        if is_user and part is not module and any(_SHARDS in vars(inner) for inner in part.modules()):
+            part.__dict__["named_parameters"] = _named_parameters.__get__(part)
+
+
+def _refuse_freezing_parts(unit: Any, owners: set[nn.Module]) -> None:
+    """Refuse to freeze modules whose parameters are a part of a flattened one, of which they have none."""
+    own = unit.module.module
+    for name, part in own.named_modules():
+        if part is not own and not owners.isdisjoint(part.modules()):
+            part.__dict__["requires_grad_"] = partial(_refuse_freezing, name)
+
+
+def _refuse_freezing(name: str, requires_grad: bool = True) -> NoReturn:
+    raise UnsupportedCapabilityError(
+        f"requires_grad_() of {name!r} would freeze or unfreeze a part of a flat parameter, which is trained as a "
+        "whole or not at all.\n"
+        "Leave flatten_parameters out; or let it be a unit of its own, with auto_wrap_policy."
+    )
+
+
+_SHARDS = "_fsdp_xla_shards"
+
+
+def _named_parameters(
+    module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    found: set[nn.Parameter] = set()
+    for name, parameter in type(module).named_parameters(module, prefix, recurse, remove_duplicate):
+        found.add(parameter)
+        yield name, parameter
+    for path, owner in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
+        for attribute, shard in vars(owner).get(_SHARDS, {}).items():
+            if shard not in found and attribute not in owner._parameters:  # where it is, a stand-in is in its place
+                found.add(shard)
+                yield f"{path}.{attribute}".removeprefix("."), shard
 
 
 def shards_of(unit: Any) -> list[Any]:

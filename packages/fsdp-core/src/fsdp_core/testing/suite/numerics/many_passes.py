@@ -285,6 +285,17 @@ def _frozen_in_one_of_two_calls(step: Step) -> Tensor:
     return first + step.loss(step.x.flip(1))
 
 
+def _parts_frozen_in_one_of_two_calls(step: Step) -> Tensor:
+    """Parts of a block."""
+    frozen = (step.blocks[1].down, step.blocks[0].norm)
+    for part in frozen:
+        part.requires_grad_(False)
+    first = step.loss(step.x)
+    for part in frozen:
+        part.requires_grad_(True)
+    return first + step.loss(step.x.flip(1))
+
+
 def _frozen_before_a_forgotten_backward_pass(step: Step) -> Tensor:
     """What is frozen has a gradient, which ``zero_grad()`` clears; the tied pair at the root is frozen too."""
     step.backward(step.loss(step.x))
@@ -445,6 +456,7 @@ STEPS: dict[str, Callable[[Step], Tensor]] = {
     "parameters frozen for a call": _frozen_for_a_call,
     "parameters frozen while an adversarial example is made": _frozen_for_an_attack,
     "parameters frozen in one of two calls": _frozen_in_one_of_two_calls,
+    "parts of blocks frozen in one of two calls": _parts_frozen_in_one_of_two_calls,
     "parameters frozen before the backward pass": _frozen_before_the_backward_pass,
     "parameters frozen before a backward pass that is forgotten": _frozen_before_a_forgotten_backward_pass,
     "parameters unfrozen before the backward pass": _unfrozen_before_the_backward_pass,
@@ -463,15 +475,10 @@ STEPS: dict[str, Callable[[Step], Tensor]] = {
 #: What torch's checkpoint refuses: the recomputation saves other tensors than the forward pass has.
 _RECOMPUTED_OTHERWISE = {
     "parameters frozen in one of two calls",
+    "parts of blocks frozen in one of two calls",
     "parameters frozen before the backward pass",
     "parameters frozen before a backward pass that is forgotten",
     "parameters unfrozen before the backward pass",
-}
-
-#: What is not right yet where modules and optimizers hold flat parameters themselves.
-_WRONG_OVER_FLAT_PARAMETERS = {
-    "hook that runs the net, of a loss of a block alone",
-    "optimizer's parameters written between two calls",
 }
 
 BATCHES = 3
@@ -512,8 +519,6 @@ class Setting:
         left_out: set[str] = set()
         if self.options.get("activation_checkpointing_policy") is not None:
             left_out |= _RECOMPUTED_OTHERWISE
-        if self.options.get("use_orig_params") is False:
-            left_out |= _WRONG_OVER_FLAT_PARAMETERS
         return [what for what in STEPS if what not in left_out]
 
     def unsharded(self) -> Setting:

@@ -1,0 +1,125 @@
+"""Whether ranks hold the same elements of two parameters, so that their pieces may be computed together."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+__all__ = ["PieceMixture", "PiecePlace", "common_places", "place_piece", "set_place"]
+
+
+class PiecePlace(NamedTuple):
+    """Which elements of a parameter ranks hold.
+
+    Attributes:
+        name: What the user calls the parameter.
+        layout: Equal for parameters of one shape of which each rank holds the same elements.
+    """
+
+    name: str
+    layout: Hashable
+
+
+class PieceMixture(Exception):
+    """Pieces are computed together that hold different elements.
+
+    Args:
+        names: What the user calls the parameters.
+    """
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(*names)
+        self.names = names
+
+
+#: Where a tensor keeps its place. Of one that has none, nothing is known: it goes with any.
+_PLACE = "_fsdp_place"
+
+#: Of a gradient that belongs to no parameter any more.
+_UNKNOWN = PiecePlace("", None)
+
+_placed: dict[int, weakref.ref[Tensor]] = {}
+_of_gradients: dict[int, tuple[weakref.ref[Tensor], PiecePlace]] = {}
+
+
+def place_piece(piece: Tensor, place: PiecePlace) -> None:
+    """Note which elements of a parameter ranks hold.
+
+    Args:
+        piece: This rank's piece of the parameter, whose gradients are placed with it.
+        place: Which they are.
+    """
+    set_place(piece, place)
+    key = id(piece)
+    _placed[key] = weakref.ref(piece, lambda _: _placed.pop(key, None))
+
+
+def set_place(tensor: Tensor, place: PiecePlace | None) -> None:
+    """Let a tensor that was computed of a piece be placed as that."""
+    vars(tensor)[_PLACE] = place or _UNKNOWN
+
+
+def common_places(name: str, pieces: type[Tensor], args: Any, kwargs: Any) -> Sequence[PiecePlace | None]:
+    """Where the pieces are that a function is called with. Tensor functions must be off.
+
+    Args:
+        name: The function's name.
+        pieces: The class of pieces.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+
+    Returns:
+        The place of what it computes; of each tensor, for a function of lists of tensors.
+
+    Raises:
+        PieceMixture: It would compute element by element of pieces that hold different elements.
+    """
+    values = [*args, *(kwargs.values() if isinstance(kwargs, Mapping) else ())]
+    if name in _OF_ONE:
+        values = values[:1]
+    if name.startswith("_foreach_"):
+        columns: Iterable[Any] = zip(*(each for each in values if isinstance(each, list | tuple)), strict=False)
+        return [_common(column, pieces) for column in columns]
+    return [_common(values, pieces)]
+
+
+#: What asks another tensor for its dtype, device or shape alone.
+_OF_ONE = frozenset(
+    {"to", "type_as", "result_type", "is_same_size", "is_set_to", "view_as", "reshape_as", "new_tensor"}
+)
+
+
+def _common(values: Iterable[Any], pieces: type[Tensor]) -> PiecePlace | None:
+    common: PiecePlace | None = None
+    for value in values:
+        if issubclass(type(value), pieces):
+            place = _place_of(value)
+            if common is None or common.layout is None:
+                common = place
+            elif place.layout is not None and place.layout != common.layout:
+                raise PieceMixture(common.name, place.name)
+    return common
+
+
+def _place_of(piece: Tensor) -> PiecePlace:
+    place: PiecePlace | None = vars(piece).get(_PLACE)
+    if place is None:  # a gradient, which is placed when something is computed of it: a plain step has no part in it
+        known = _of_gradients.get(id(piece))
+        if known is None or known[0]() is not piece:
+            _find_gradients()
+            known = _of_gradients.get(id(piece))
+        place = _UNKNOWN if known is None else known[1]
+        set_place(piece, place)
+    return place
+
+
+def _find_gradients() -> None:
+    _of_gradients.clear()
+    for of in list(_placed.values()):
+        parameter = of()
+        gradient = None if parameter is None else parameter.grad
+        if parameter is not None and gradient is not None:
+            _of_gradients[id(gradient)] = weakref.ref(gradient), vars(parameter)[_PLACE]
