@@ -73,7 +73,7 @@ def setup(app: Sphinx) -> None:
 def to_read(
     app: Sphinx, what: str, name: str, made: type, options: object, signature: str | None, returned: str | None
 ) -> tuple[str | None, str | None]:
-    """A signature to be read: without what catches options that don't exist, to refuse them, and aliases by name."""
+    """A signature to be read: aliases by name."""
     if what == "class" and any(base.__name__ == "ShardedStrategy" for base in made.__mro__[1:]):
         # autodoc takes that of the base's __new__, or one without links
         signature = stringify_signature(
@@ -81,18 +81,14 @@ def to_read(
             show_return_annotation=False,
             unqualified_typehints=True,
         )
-    return named(signature and re.sub(r", \*\*unknown: (~?typing\.)?Never", "", signature)), named(returned)
+    return named(signature), named(returned)
 
 
-def with_types(made: type, aliases: dict[str, str]) -> inspect.Signature:
-    """A strategy's signature, each option with the type that the constructor gives it which names it."""
-    named: dict[str, inspect.Parameter] = {}
-    for one in reversed(made.__mro__):
-        constructor = vars(one).get("__init__")
-        if constructor is not None and one.__module__.startswith("fsdp_"):
-            named |= signature_of(constructor, bound_method=True, type_aliases=aliases).parameters
-    shown: inspect.Signature = made.__signature__  # type: ignore[attr-defined]
-    parameters = [each.replace(annotation=named[name].annotation) for name, each in shown.parameters.items()]
+def with_types(made: Any, aliases: dict[str, str]) -> inspect.Signature:
+    """A strategy's signature, each option with the type that its field has, aliases by name."""
+    types = get_type_hints(made.options_class, None, TypeAliasNamespace(aliases))
+    shown: inspect.Signature = made.__signature__
+    parameters = [each.replace(annotation=types.get(name, each.annotation)) for name, each in shown.parameters.items()]
     return shown.replace(parameters=parameters)
 
 
