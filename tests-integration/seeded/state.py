@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from seeded.changes import DECLARED, STATE, Change, Fault, in_both, method
+from seeded.changes import DECLARED, LOSSES, STATE, Change, Fault, in_both, method
 from seeded.numbers import FREED
 
-__all__ = ["OF_STATE"]
+__all__ = ["AFTERWARDS", "OF_STATE"]
 
 OF_STATE: dict[str, Fault] = {
     # state
@@ -250,5 +250,15 @@ OF_STATE: dict[str, Fault] = {
         ),
         clause="test_activation_checkpointing_needs_no_wrap_policy[as it is]",
         says="assert [3, 3] == [6, 6]",
+    ),
+}
+
+#: What was thought of once the clauses had been read, and was not found by them.
+AFTERWARDS: dict[str, Fault] = {
+    "toggling_not_followed": Fault(
+        is_wrong="toggle_optimizer() inside a step freezes the shards alone: the parameters go on to get gradients",
+        changes=in_both("sharded", "            whole.requires_grad_(shard.requires_grad)\n", "            pass\n"),
+        clause="test_manual_optimization[2]",
+        says=LOSSES,
     ),
 }

@@ -53,10 +53,10 @@ class Gan(Lit):
         self.untoggle_optimizer(first)
         self.toggle_optimizer(second)
         critic_loss = (self.critic(self.net(x).detach()) ** 2).mean()
-        second.zero_grad()
-        self.manual_backward(critic_loss)
+        self.manual_backward(critic_loss)  # the pass before it must have left no gradients in the critic
         self.clip_gradients(second, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
         second.step()
+        second.zero_grad()
         self.untoggle_optimizer(second)
         self.losses += [loss.detach(), critic_loss.detach()]
 
