@@ -7,10 +7,10 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any, get_type_hints
 
 from sphinx.application import Sphinx
-from sphinx.util.inspect import signature as signature_of
-from sphinx.util.inspect import stringify_signature
+from sphinx.util.inspect import TypeAliasNamespace, stringify_signature
 
 ROOT = Path(__file__).parent.parent
 
