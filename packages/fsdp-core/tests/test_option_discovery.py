@@ -136,6 +136,10 @@ def test_a_strategys_options_follow_from_the_fields() -> None:
     assert "    timeout: How long a collective waits for its peers, a timedelta." in str(Strategy.__doc__)
 
 
+def test_types_that_are_imported_for_type_checkers_alone() -> None:
+    assert inspect.signature(WithUnknownType).parameters["size"].annotation == "Unknown | None"
+
+
 def test_arguments_that_are_given_twice_or_are_too_many() -> None:
     with pytest.raises(TypeError, match="given 1 options by position, and accelerator is given by keyword too"):
         Strategy(None, accelerator=None)
@@ -152,6 +156,15 @@ class OwnOptions(ShardingOptions):
     """Whether."""
     late: bool = False
     """Not part of units."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnknownOptions(ShardingOptions):
+    size: Unknown | None = None  # noqa: F821
+
+
+class WithUnknownType(ShardedTrainerStrategy):
+    strategy_name, options_class, backend_class = "own", UnknownOptions, LoopbackBackend
 
 
 class Strategy(ShardedTrainerStrategy):

@@ -100,7 +100,10 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 def _options(cls: Any, takes_positional: bool) -> list[inspect.Parameter]:
     options_class: type[ShardingOptions] = cls.options_class
-    hints = get_type_hints(options_class)
+    try:
+        hints = get_type_hints(options_class)
+    except NameError:  # a type that is imported for type checkers alone
+        hints = {each.name: each.type for each in fields(options_class)}
     defaults = {each.name: each.default for each in fields(options_class)}
     by_position = cls.positional if takes_positional else ()
     names = [*cls.positional, *(name for name in option_names(options_class) if name not in cls.positional)]
