@@ -160,7 +160,7 @@ class OwnOptions(ShardingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class UnknownOptions(ShardingOptions):
-    size: Unknown | None = None  # noqa: F821
+    size: Unknown | None = None  # type: ignore[name-defined]  # noqa: F821
 
 
 class WithUnknownType(ShardedTrainerStrategy):
@@ -180,7 +180,7 @@ class Required(LoopbackTrainerStrategy):
 
 class RequiredLater(Required):
     def __init__(self, extra: int = 1, *args: int, **others: object) -> None:
-        super().__init__(*args, **others)
+        super().__init__(*args, **others)  # type: ignore[arg-type]
 
 
 def test_a_signature_that_can_not_be_composed_is_the_constructors() -> None:
@@ -196,7 +196,7 @@ class Sized(LoopbackTrainerStrategy):
 
     def __init__(self, *common: object, size: int = 2, **others: object) -> None:
         self.size = size
-        super().__init__(*common, **others)  # type: ignore[arg-type]
+        super().__init__(*common, **others)
 
 
 class SizedToo(Sized):
