@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -353,6 +354,51 @@ def test_parts_of_flat_parameters_are_not_frozen(ranks: RankPool) -> None:
     for messages in ranks.run(2, frozen_in_part):
         for name, message in zip(("inp", "out"), messages, strict=True):
             assert_says(message, f"requires_grad_() of '{name}' would", "a unit of its own, with auto_wrap_policy")
+
+
+class Solved(torch.autograd.Function):
+    """Calls a net in both passes, as fixed points do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, net: nn.Module) -> Any:
+        ctx.save_for_backward(x)
+        ctx.net = net
+        return net(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_(True)
+        with torch.enable_grad():
+            output = ctx.net(x)
+        torch.autograd.backward(output, gradient)
+        return x.grad, None
+
+
+def accumulate_solved(net: nn.Module, backward: Callable[[torch.Tensor], Any], syncs: Callable[..., Any]) -> None:
+    for index in range(2):
+        x = torch.linspace(-1.0, 1.0 + index, 4 * oracle.FEATURES).view(4, -1).requires_grad_(True)
+        with syncs(net, enabled=not index):
+            solved: Any = Solved.apply(x, net)  # type: ignore[no-untyped-call]
+            backward(solved.square().mean() + net(0.5 * x).square().mean())
+
+
+def accumulated_solved() -> dict[str, torch.Tensor]:
+    fabric = new_fabric("fsdp_native", 2)
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    accumulate_solved(model, fabric.backward, fabric.no_backward_sync)
+    optimizer.step()
+    return full_state(fabric.strategy)
+
+
+def test_what_waits_is_reduced_once_where_a_function_calls_the_net(ranks: RankPool) -> None:
+    """A unit is reduced in a backward pass inside of which it is called again."""
+    net = oracle.new_net()
+    optimizer = oracle.sgd(net)
+    accumulate_solved(net, torch.autograd.backward, lambda *_, **__: nullcontext())
+    optimizer.step()
+    for state in ranks.run(2, accumulated_solved):
+        torch.testing.assert_close(state, dict(net.state_dict()), atol=FP32_TOLERANCE, rtol=0)
 
 
 def transposed_in_a_call() -> str:

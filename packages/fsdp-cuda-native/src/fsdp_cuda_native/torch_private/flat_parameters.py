@@ -1139,13 +1139,24 @@ def _has_waiting(unit: FullyShardedDataParallel) -> bool:
     return bool(flat._post_backward_called)
 
 
+def _is_reduced(handle: Any) -> bool:
+    """Whether a backward pass has reduced the gradient of a unit that has waited for that at its beginning.
+
+    A call of the unit inside the pass, such as in a function's ``backward``, leaves it in another state.
+    """
+    flat = handle.flat_param
+    if not flat.requires_grad:
+        return flat.grad is None
+    if handle._training_state == HandleTrainingState.BACKWARD_POST:
+        return True
+    is_unreduced = flat.grad is not None and flat.grad.shape == flat._unpadded_unsharded_size
+    return bool(handle.uses_sharded_strategy and not is_unreduced)
+
+
 def _reduce_unvisited(units: Sequence[FullyShardedDataParallel]) -> None:
     for unit in units:
         handle: Any = handle_of(unit)
-        flat = handle.flat_param
-        if (
-            handle._training_state == HandleTrainingState.BACKWARD_POST if flat.requires_grad else flat.grad is None
-        ):  # it is reduced
+        if _is_reduced(handle):
             continue
         unit.training_state = TrainingState.FORWARD_BACKWARD
         handle._training_state = HandleTrainingState.BACKWARD_PRE
