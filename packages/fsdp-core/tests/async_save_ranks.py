@@ -27,13 +27,7 @@ def state_of(weights: dict[str, Tensor], epoch: int = 3) -> dict[str, Any]:
     """A state with a moment for each weight, a callback's tensor and plain data that can be changed."""
     moments = {name: {"exp_avg": weight * 2} for name, weight in weights.items()}
     optimizer = {"state": moments, "param_groups": [{"lr": 0.1, "params": list(weights)}]}
-    return {
-        "model": weights,
-        "optimizer": [optimizer],
-        "best": torch.tensor(7.0),
-        "history": [1, [2]],
-        "epoch": epoch,
-    }
+    return {"model": weights, "optimizer": [optimizer], "best": torch.tensor(7.0), "history": [1, [2]], "epoch": epoch}
 
 
 def as_given(state: dict[str, Any]) -> dict[str, Any]:

@@ -31,10 +31,7 @@ BROKEN = {
         "@hookimpl\ndef fsdp_strategy():\n    return []",
         "PluginValidationError: unknown hook 'fsdp_strategy' in plugin <module 'bad_04_plugin' from",
     ),
-    "bad info": (
-        HOOK.replace('"bad"', '"Bad"'),
-        "StrategyInfoError: a strategy can't be called 'Bad'. Use a",
-    ),
+    "bad info": (HOOK.replace('"bad"', '"Bad"'), "StrategyInfoError: a strategy can't be called 'Bad'. Use a"),
     "None": ("@hookimpl\ndef fsdp_strategies():\n    pass", "fsdp_strategies() returned a NoneType; return a list of"),
     "a dict": (
         f"@hookimpl\ndef fsdp_strategies():\n    return {{'bad': StrategyInfo(name='bad', trainer='a:B', {CPU})}}",

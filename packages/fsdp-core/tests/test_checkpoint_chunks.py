@@ -14,17 +14,7 @@ from torch import Tensor
 
 from checkpoint_ranks import ThreadRuntime, on_threads
 from fsdp_core import errors
-from fsdp_core.checkpoint import (
-    Chunk,
-    ChunkedTensor,
-    chunked,
-    fill,
-    fill_all,
-    load,
-    load_state_dict,
-    save,
-    verify,
-)
+from fsdp_core.checkpoint import Chunk, ChunkedTensor, chunked, fill, fill_all, load, load_state_dict, save, verify
 from test_checkpoint_coverage import split
 
 WHOLE = torch.arange(60.0).reshape(5, 4, 3)

@@ -60,11 +60,7 @@ def trained(_: Runtime) -> dict[str, Any]:
     weights = OrderedDict(w=torch.randn(4, 3), frozen=torch.randn(2), scale=torch.tensor(0.5))
     values = {"w": {"step": torch.tensor(3.0), "exp_avg": torch.randn(4, 3)}, "scale": {"exp_avg": torch.tensor(1.0)}}
     groups = [{"lr": 0.1, "betas": (0.9, 0.95), "params": ["w", "scale"]}, {"lr": torch.tensor(1e-3), "params": []}]
-    return {
-        "model": weights,
-        "optimizer": [{"state": values, "param_groups": groups}],
-        "best": torch.tensor([1.0]),
-    }
+    return {"model": weights, "optimizer": [{"state": values, "param_groups": groups}], "best": torch.tensor([1.0])}
 
 
 def every_dtype(_: Runtime) -> dict[str, Any]:

@@ -99,10 +99,7 @@ UNCERTAIN = {
         lambda net: [torch.optim.AdamW(net.second.parameters())],
         "numbered parameters, the model has 7, and more",
     ),
-    "unlike": (
-        lambda net: [torch.optim.AdamW(reversed(list(net.parameters())))],
-        "shapes don't match the model's",
-    ),
+    "unlike": (lambda net: [torch.optim.AdamW(reversed(list(net.parameters())))], "shapes don't match the model's"),
     "several": (
         lambda net: [torch.optim.AdamW(net.first.parameters()), torch.optim.SGD(net.second.parameters(), 0.1)],
         "optimizer 0 has 2 numbered parameters, the model has 7",

@@ -422,8 +422,7 @@ def test_another_lightning_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("fabric", "pytorch"),
-    [("lightning.fabric", "lightning.pytorch"), ("lightning_fabric", "pytorch_lightning")],
+    ("fabric", "pytorch"), [("lightning.fabric", "lightning.pytorch"), ("lightning_fabric", "pytorch_lightning")]
 )
 def test_a_script_needs_no_import_of_ours(site: Site, tmp_path: Path, trained: Any, fabric: str, pytorch: str) -> None:
     save_as_trainer(tmp_path / "run.ckpt", *trained)

@@ -159,9 +159,7 @@ NESTED: dict[str, dict[str, Any]] = {
     "by dots in keys": {"part": "HarmfulPart", "part.init_args.text": "it ran"},
     "deep": {"anything": [{"a": {"$tuple": [1, SPEC]}}]},
     "in a dict with any keys": {"anything": {"$dict": [["class_path", SPEC["class_path"]], [1, 2]]}},
-    "in a class that does no harm": {
-        "part": {"class_path": "torch.nn.Sequential", "dict_kwargs": {"x": SPEC}},
-    },
+    "in a class that does no harm": {"part": {"class_path": "torch.nn.Sequential", "dict_kwargs": {"x": SPEC}}},
     "in YAML": {"anything": "{class_path: hostile_openings.Harm, init_args: {text: it ran}}"},
     "in YAML's own letters": {"anything": '{"cl\\u0061ss_path": "hostile_openings.H\\x61rm"}'},
     "in YAML, said again": {"anything": "{a: &x {class_path: hostile_openings.Harm}, b: *x}"},
