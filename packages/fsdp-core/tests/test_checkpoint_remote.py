@@ -78,6 +78,7 @@ class Store:
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[Store]:
+    from moto import backends
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 
     moto = DomainDispatcherApplication(create_backend_app)
@@ -110,7 +111,9 @@ def store() -> Iterator[Store]:
             patch.setenv(name, value)
         patch.setitem(fsspec.config.conf, "s3", {"default_block_size": PART_BYTES})
         # each filesystem of a save has a session of its own, which would parse botocore's large files anew
-        patch.setattr(JSONFileLoader, "load_file", cache(JSONFileLoader.load_file))
+        patch.setattr(JSONFileLoader, "load_file", staticmethod(cache(JSONFileLoader().load_file)))
+        modules = list(backends.list_of_moto_modules())  # the server lists its folder at every request
+        patch.setattr(backends, "list_of_moto_modules", lambda: modules)
         opened = Store(url=settings["AWS_ENDPOINT_URL"], client=boto3.client("s3"))
         yield opened
     server.shutdown()
