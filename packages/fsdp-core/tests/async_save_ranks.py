@@ -58,8 +58,7 @@ def assert_unchanged(path: Path, epoch: int = 3) -> None:
             held = torch.zeros_like(want)
             fill(held, got)
             assert bits(held) == bits(want), name
-    assert nest["best"].item() == 7.0
-    assert nest["optimizer"][0]["param_groups"][0]["lr"] == 0.1
+    assert (nest["best"].item(), nest["optimizer"][0]["param_groups"][0]["lr"]) == (7.0, 0.1)
     assert (nest["history"], nest["epoch"]) == ([1, [2]], epoch)
 
 

@@ -20,6 +20,7 @@ from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest
 from fsdp_core.checkpoint.verifying import share_of
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
 from fsdp_core.testing.ranks import RankPool
+from fsdp_core.testing.refusals import assert_says
 
 
 @pytest.fixture
@@ -30,8 +31,7 @@ def folder(tmp_path: Path) -> Path:
 def test_the_manifest_is_readable_and_comes_back(folder: Path) -> None:
     text = (folder / "manifest.json").read_text()
     manifest = read_manifest(folder)
-    assert Manifest.from_json(manifest.to_json()) == manifest
-    assert manifest.to_json() == text
+    assert (Manifest.from_json(manifest.to_json()), manifest.to_json()) == (manifest, text)
     content = json.loads(text)
     assert content["tensors"]["model/w"]["shape"] == [3, 2]
     assert content["tensors"]["model/w"]["dtype"] == "float32"
@@ -356,8 +356,7 @@ def test_a_rank_that_sees_no_checkpoint_is_named(pool: RankPool, good: Path, tmp
     results = pool.run(2, fault_ranks.restore, [good, tmp_path / "nothing"], timeout=60)
     for message, changed in results:
         assert not changed
-        assert f"no checkpoint at {tmp_path / 'nothing'}" in message
-        assert "(on rank 1 of 2, while loading" in message
+        assert_says(message, f"no checkpoint at {tmp_path / 'nothing'}", "(on rank 1 of 2, while loading")
 
 
 def test_ranks_that_see_different_checkpoints_are_refused(pool: RankPool, good: Path, tmp_path: Path) -> None:

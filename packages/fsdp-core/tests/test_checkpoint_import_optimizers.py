@@ -137,8 +137,7 @@ def test_what_is_not_certain_is_refused(tmp_path: Path, which: str) -> None:
 )
 def test_an_order_that_is_not_the_optimizers(tmp_path: Path, change: Any, says: str) -> None:
     net = Net()
-    optimizer = torch.optim.AdamW(net.parameters())
-    saved(tmp_path / "old.ckpt", net, optimizer)
+    saved(tmp_path / "old.ckpt", net, torch.optim.AdamW(net.parameters()))
     order = change([name for name, _ in net.named_parameters()])
     with pytest.raises(CheckpointMismatchError, match=says):
         import_checkpoint(tmp_path / "old.ckpt", tmp_path / "new", parameter_order=order)

@@ -233,8 +233,7 @@ class XlaUnit:
         made = {}
         for name, tensor in self.held.items():
             tensor = tensor if self.dim0 else tensor.flatten()
-            multiple = world_size * (1 if self.dim0 else 128)
-            missing = -tensor.shape[0] % multiple
+            missing = -tensor.shape[0] % (world_size * (1 if self.dim0 else 128))
             padded = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
             rows = padded.shape[0] // world_size
             made[self.outer(self.shard(name))] = padded[rank * rows : (rank + 1) * rows].clone()
@@ -356,8 +355,7 @@ def test_an_xla_optimizer_of_other_parameters(tmp_path: Path) -> None:
         torch.save(content, file)
     with pytest.raises(CheckpointMismatchError, match=r"(?s)shapes don't match the model's.*--weights-only"):
         import_checkpoint(folder, tmp_path / "new")
-    weights = imported(folder, tmp_path / "new", weights_only=True)
-    assert list(weights) == ["model"]
+    assert list(imported(folder, tmp_path / "new", weights_only=True)) == ["model"]
 
 
 def test_parts_of_a_folder_are_left_out(pool: RankPool, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import Runtime
 from fsdp_core.testing.ranks import RankPool
+from fsdp_core.testing.refusals import assert_says
 from test_checkpoint_commit import Stop, save_state, value_of
 
 PART_BYTES = 5 * 2**20  # the least that S3 takes as a part of an upload
@@ -388,8 +389,7 @@ def test_a_file_that_was_written_in_part_is_not_put(store: Store, sent: int) -> 
     with pytest.raises(CheckpointError, match="the source is gone"):
         save_alone(f"s3://{bucket}/c", {"model": tensors})
     assert bool(parts(store)) == (sent > PART_BYTES)  # it had begun
-    assert store.written() == []
-    assert store.keys(bucket) == []
+    assert (store.written(), store.keys(bucket)) == ([], [])
     assert not store.client.list_multipart_uploads(Bucket=bucket).get("Uploads")
 
 
@@ -419,8 +419,7 @@ def test_credentials_that_are_not_there_are_said(store: Store, monkeypatch: pyte
 
 def halves(whole: Tensor, rank: int, ranks: int) -> ChunkedTensor:
     """This rank's rows of a tensor; the first rank has none, if there are several."""
-    others = max(ranks - 1, 1)
-    rows = -(-whole.shape[0] // others)
+    rows = -(-whole.shape[0] // max(ranks - 1, 1))
     at = (rank - (ranks > 1)) * rows
     data = whole[at : at + rows] if at >= 0 else whole[:0]
     chunks = (Chunk(offsets=(at, 0), data=data),) if data.numel() else ()
@@ -428,8 +427,7 @@ def halves(whole: Tensor, rank: int, ranks: int) -> ChunkedTensor:
 
 
 def save_halves(path: str, value: float, runtime: Runtime) -> None:
-    whole = torch.arange(15.0).reshape(5, 3) * value
-    part = halves(whole, runtime.rank, runtime.world_size)
+    part = halves(torch.arange(15.0).reshape(5, 3) * value, runtime.rank, runtime.world_size)
     save_alone(path, {"model": {"w": part}}, runtime=runtime)
 
 
@@ -463,8 +461,7 @@ def test_ranks_that_are_processes(store: Store, pool: RankPool) -> None:
     store.refuse = lambda request: request.method == "PUT" and "rank-00001" in request.key
     errors = pool.run(ranks, save_and_load_on_a_rank, path, 4.0, timeout=60)
     assert len(set(errors)) == 1
-    assert f"(on rank 1 of {ranks}, while writing {path})" in errors[0]
-    assert "Access Denied" in errors[0]
+    assert_says(errors[0], f"(on rank 1 of {ranks}, while writing {path})", "Access Denied")
     assert store.keys(bucket) == before
     check_whole(path, 3.0)
 

@@ -38,6 +38,7 @@ from fsdp_core.checkpoint.storage.recognition import is_interrupted, is_ours
 from fsdp_core.checkpoint.tools.listing import find_checkpoints
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+from fsdp_core.testing.refusals import assert_says
 
 ROWS = 3
 Paths = Callable[[int], Path]
@@ -194,15 +195,13 @@ def test_a_place_alone_is_never_loaded_and_says_what_is_missing(places: list[Pat
     with pytest.raises(CheckpointFormatError) as caught:
         load(first)
     told = str(caught.value)
-    assert "is a place of the scattered save" in told
-    assert "of 10 files, 4 are missing" in told
+    assert_says(told, "is a place of the scattered save", "of 10 files, 4 are missing")
     assert f"rank 2-3 on {writers.new_writer('0' * 12).host}, to {second}" in told
     assert f"fsdp checkpoint gather {first} … OUT" in told
     for reader in (load, verify, load_state_dict, read_manifest, describe):
         with pytest.raises(CheckpointFormatError, match="it holds what rank 2-3 wrote of the scattered save") as caught:
             reader(second)
-        assert f"to {first}.\n" in str(caught.value)
-        assert f"fsdp checkpoint gather {second} … OUT" in str(caught.value)
+        assert_says(str(caught.value), f"to {first}.\n", f"fsdp checkpoint gather {second} … OUT")
     copy = shutil.copytree(second, tmp_path / "copy")
     with pytest.raises(CheckpointFormatError, match=r"none of .* holds the manifest"):
         load([second, copy])
@@ -376,8 +375,7 @@ def test_in_object_stores(tmp_path: Path) -> None:
         assert scatter(paths, version=version) == [None] * 4
         check([paths(0), paths(2)], version=version)
     out = f"{base}/whole.ckpt"
-    done = gather([paths(0), paths(2)], out)
-    assert done.linked == 0
+    assert gather([paths(0), paths(2)], out).linked == 0
     check(out, version=2.0)
     gather([paths(2), paths(0)], tmp_path / "local.ckpt")
     check(tmp_path / "local.ckpt", version=2.0)
@@ -450,8 +448,7 @@ def test_links_that_lead_out_of_a_place_are_not_followed(places: list[Path], tmp
 def test_the_command_joins_verifies_and_describes(places: list[Path], tmp_path: Path) -> None:
     (first, second), out = places, tmp_path / "out.ckpt"
     told = run("verify", first, status=1).output
-    assert "of 10 files, 4 are missing" in told
-    assert "rank 2-3 on" in told
+    assert_says(told, "of 10 files, 4 are missing", "rank 2-3 on")
     assert "is damaged" not in told
     found = json.loads(run("verify", first, "--json", status=1).stdout)
     assert len(found["elsewhere"]) == 4
@@ -469,6 +466,4 @@ def test_the_command_joins_verifies_and_describes(places: list[Path], tmp_path: 
     for path in (out, tmp_path / "copied.ckpt"):
         assert "is whole" in run("verify", path).output
         assert "Scattered" not in run("inspect", path).output
-    listed = run("list", tmp_path / "host1").output
-    assert "scattered" in listed
-    assert "fsdp checkpoint gather" in listed
+    assert_says(run("list", tmp_path / "host1").output, "scattered", "fsdp checkpoint gather")

@@ -172,8 +172,7 @@ def test_one_process_reads_the_whole_model(saved: dict[tuple[int, Cuts], Path]) 
 def test_what_is_on_disk(saved: dict[tuple[int, Cuts], Path]) -> None:
     for (ranks, cuts), path in saved.items():
         manifest = read_manifest(path)
-        assert manifest.world_size == ranks
-        assert manifest.aliases == ALIASES
+        assert (manifest.world_size, manifest.aliases) == (ranks, ALIASES)
         assert "model/lm_head.weight" not in manifest.tensors
         for key, tensor in manifest.tensors.items():
             by_file: dict[str, int] = {}
@@ -326,8 +325,7 @@ def test_one_controller_that_holds_all_boxes(tmp_path: Path, devices: int) -> No
     state = {"model": controlled(whole, devices), "optimizer": [optimizer], "step": 5}
     save_alone(tmp_path / "c", state, aliases=ALIASES)
     manifest = read_manifest(tmp_path / "c")
-    assert manifest.world_size == 1
-    assert len(manifest.tensors["model/wte.weight"].chunks) == devices
+    assert (manifest.world_size, len(manifest.tensors["model/wte.weight"].chunks)) == (1, devices)
     for ranks in (1, 3):  # into the flat ranges of threads
         assert (
             on_threads(

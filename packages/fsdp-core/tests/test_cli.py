@@ -7,6 +7,7 @@ import sysconfig
 import pytest
 
 from conftest import Site
+from fsdp_core.testing.refusals import assert_says
 
 CPU = 'accelerators=("cpu",)'
 NOTHING_HEAVY = "heavy: []\n"
@@ -226,8 +227,7 @@ def test_describe_as_json(full_site: Site) -> None:
 )
 def test_our_errors_are_shown_without_a_traceback(full_site: Site, name: str, message: str) -> None:
     done = full_site.fsdp("describe", name, check=False)
-    assert done.returncode == 1
-    assert done.stdout == ""
+    assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(message)
     assert "Traceback" not in done.stderr
     assert done.stderr.endswith(NOTHING_HEAVY)
@@ -260,8 +260,7 @@ def test_the_installed_command_on_a_terminal_that_is_not_utf_8(full_site: Site) 
     command = shutil.which("fsdp", path=sysconfig.get_path("scripts"))
     assert command is not None
     done = full_site.run(command, "list", PYTHONIOENCODING="cp1252")
-    assert "  fsdp2, fsdp2_cpu_offload ? pip install fsdp-fsdp2" in done.stdout
-    assert "no: there is no TPU" in done.stdout
+    assert_says(done.stdout, "  fsdp2, fsdp2_cpu_offload ? pip install fsdp-fsdp2", "no: there is no TPU")
 
 
 def test_the_last_column_is_folded_to_the_terminal(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ from fsdp_core.checkpoint import (
 )
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError, CheckpointValueError
 from fsdp_core.lightning.checkpoints.full.consolidation import consolidate_lightning
+from fsdp_core.testing.refusals import assert_says
 from nests import assert_same
 from quiet_trainer import quiet_trainer
 
@@ -162,8 +163,7 @@ def test_which_model(tmp_path: Path, target: str) -> None:
     refused = run("consolidate", tmp_path / "a", tmp_path / "x", "--to", target, status=1)
     assert "holds 2 models ('gen', 'nets/disc'): choose one with key= (--key)" in refused.stderr
     refused = run("consolidate", tmp_path / "a", tmp_path / "x", "--to", target, "--key", "model", status=1)
-    assert "no model under 'model'" in refused.stderr
-    assert "Models in it: 'gen', 'nets/disc'; pass one as key= (--key)" in refused.stderr
+    assert_says(refused.stderr, "no model under 'model'", "Models in it: 'gen', 'nets/disc'; pass one as key= (--key)")
     for key, shape in (("gen", (2,)), ("nets/disc", (3,)), ("nets%2Fdisc", (3,))):
         run("consolidate", tmp_path / "a", tmp_path / "o", "--to", target, "--key", key, "--overwrite")
         found = load_file(tmp_path / "o" / ("model.safetensors" if target == "huggingface" else ""))
@@ -297,8 +297,7 @@ def test_which_of_fabrics_models_and_optimizers(tmp_path: Path) -> None:
     done = run("consolidate", tmp_path / "a", tmp_path / "gen.ckpt", "--to", "lightning", *chosen)
     assert "disc: is not of this model" in done.stdout
     found = torch.load(tmp_path / "gen.ckpt", weights_only=True)
-    assert found["state_dict"].keys() == {"w"}
-    assert len(found["optimizer_states"]) == 2
+    assert (found["state_dict"].keys(), len(found["optimizer_states"])) == ({"w"}, 2)
     assert found.keys() & {*state} == {"step"}
     run("consolidate", tmp_path / "a", tmp_path / "v.ckpt", "--to", "lightning", "--key", "other")
     found = torch.load(tmp_path / "v.ckpt", weights_only=True)["optimizer_states"]
@@ -499,8 +498,7 @@ def test_a_write_that_fails_leaves_what_was_there(
     assert content(out) == before
     calls = 0
     write_to(folder, tmp_path / "new" / "out", target, status=1)
-    assert content(tmp_path / "new") == {}
-    assert leftovers(tmp_path) == []
+    assert (content(tmp_path / "new"), leftovers(tmp_path)) == ({}, [])
 
 
 LIMITED = """

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from conftest import Site
+from fsdp_core.testing.refusals import assert_says
 
 CPU = 'accelerators=("cpu",), summary="s"'
 MAIN = "from fsdp_core.cli import main; main()"
@@ -158,8 +159,7 @@ def test_names_that_are_not_entered_by_themselves(light_site: Site) -> None:
     (broken,) = what_is("broken", seen)
     assert broken.startswith("lightning: ModuleNotFoundError: No module named 'lightning.pytorch'")
     shown = light_site.run(sys.executable, "-c", MAIN, "doctor", check=False).stdout
-    assert "cuda:0         H999, 80.0 GB, compute capability 9.9\n" in shown
-    assert "nccl  yes (2.99.1)\n" in shown
+    assert_says(shown, "cuda:0         H999, 80.0 GB, compute capability 9.9\n", "nccl  yes (2.99.1)\n")
 
 
 @pytest.mark.parametrize(

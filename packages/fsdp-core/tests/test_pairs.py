@@ -51,8 +51,7 @@ def test_what_is_drawn_after_all_pairs_is_allowed_too() -> None:
 
 def test_a_strategy_is_drawn_with_what_it_declares() -> None:
     own = {one.name: set(one.values) for one in declared(LOOPBACK, LINES)}
-    assert own["precision"] == {"double", "32-true"}
-    assert own["clip"] == {"nothing", "norm", "largest", "value"}
+    assert (own["precision"], own["clip"]) == ({"double", "32-true"}, {"nothing", "norm", "largest", "value"})
     assert own["cpu_offload"] == own["wrap"] == {"left out"}
     assert own["mesh"] == set(LINES)
     first = {one.name: next(iter(one.values)) for one in declared(LOOPBACK, LINES)}

@@ -186,8 +186,7 @@ def test_fabrics_folder_has_the_users_keys(tmp_path: Path, trained: Any) -> None
 
 
 def test_fabric_reads_a_raw_state(tmp_path: Path, trained: Any) -> None:
-    state = {k: in_rows(v) for k, v in trained[0].state_dict().items()}
-    save_alone(tmp_path / "raw", state)
+    save_alone(tmp_path / "raw", {k: in_rows(v) for k, v in trained[0].state_dict().items()})
     module = Tied()
     Fabric(accelerator="cpu", devices=1).load_raw(tmp_path / "raw", module)
     assert_same(dict(module.state_dict()), dict(trained[0].state_dict()))
@@ -417,8 +416,7 @@ def test_another_lightning_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "lightning.fabric.utilities.cloud_io", renamed)
     monkeypatch.delitem(sys.modules, "lightning.pytorch.core.saving")
     install_opening(strategies)
-    assert renamed._load == "a string"
-    assert strategies.FSDPStrategy.load_checkpoint == 5
+    assert (renamed._load, strategies.FSDPStrategy.load_checkpoint) == ("a string", 5)
 
 
 @pytest.mark.parametrize(
