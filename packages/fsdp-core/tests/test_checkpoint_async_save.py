@@ -227,9 +227,8 @@ class TestRanks:
         for i in range(3):
             first, second = pool.run(2, async_save_ranks.fails_on_one_rank, tmp_path / str(i), bad_rank, timeout=60)
             assert first == second
-            assert first["told"].startswith(
-                f"CheckpointError: saving {tmp_path / str(i)} in the background has failed:"
-            )
+            path = tmp_path / str(i)
+            assert first["told"].startswith(f"CheckpointError: saving {path} in the background has failed:")
             assert_says(first["told"], "No space left on device", f"on rank {bad_rank} of 2")
 
     @pytest.mark.parametrize("call", ["save", "wait", "close"])
@@ -261,9 +260,8 @@ class TestRanks:
         assert_says(first, "was written to while it was being copied", "on rank 1 of 2")
 
     def test_nothing_is_left_of_it(self, pool: RankPool, tmp_path: Path) -> None:
-        for before, during, after, threads in pool.run(
-            2, async_save_ranks.leaves_no_trace, tmp_path / "it", timeout=60
-        ):
+        traces = pool.run(2, async_save_ranks.leaves_no_trace, tmp_path / "it", timeout=60)
+        for before, during, after, threads in traces:
             assert (during, after, threads) == (before + 1, before, [])
 
     def test_a_rank_that_dies_is_a_failure(self, pool: RankPool, tmp_path: Path) -> None:

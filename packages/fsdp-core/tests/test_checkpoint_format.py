@@ -144,13 +144,7 @@ def every_tag(runtime: Runtime) -> dict[str, Any]:
 
 
 STATES: dict[str, tuple[Callable[[Runtime], dict[str, Any]], int]] = {
-    "tied": (tied, 1),
-    "trained": (trained, 1),
-    "every_dtype": (every_dtype, 1),
-    "odd_shapes": (odd_shapes, 1),
-    "odd_names": (odd_names, 1),
-    "no_tensors": (no_tensors, 1),
-    "nothing": (nothing, 1),
+    **{make.__name__: (make, 1) for make in (tied, trained, every_dtype, odd_shapes, odd_names, no_tensors, nothing)},
     "flat_ranges": (flat_ranges, 3),
     "every_tag": (every_tag, 2),
 }

@@ -44,7 +44,7 @@ def whole_tensors() -> dict[str, Tensor]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    tensors = {
+    return {
         "wte.weight": normal(33, 17),
         "conv": normal(5, 3, 7, 11),
         "cube": normal(9, 8, 7),
@@ -57,7 +57,6 @@ def whole_tensors() -> dict[str, Tensor]:
         "half": normal(12, 13).to(torch.bfloat16),
         "special": torch.tensor([float("nan"), -0.0, float("inf"), 1e-45]),
     }
-    return tensors
 
 
 def padded_cuts(size: int, ranks: int) -> list[tuple[int, int]]:

@@ -291,8 +291,7 @@ def test_which_of_fabrics_models_and_optimizers(tmp_path: Path) -> None:
         ("trainer", ["--key", "gen"], ["was saved by a Trainer", "Leave out"]),
     ):
         refused = run("consolidate", tmp_path / place, tmp_path / "w.ckpt", "--to", "lightning", *arguments, status=1)
-        for words in said:
-            assert words in refused.stderr, refused.stderr
+        assert_says(refused.stderr, *said)
     chosen = ["--key", "gen", "--optimizer-key", "opt_b", "--optimizer-key", "opt_a"]
     done = run("consolidate", tmp_path / "a", tmp_path / "gen.ckpt", "--to", "lightning", *chosen)
     assert "disc: is not of this model" in done.stdout

@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from conftest import Site
 from fsdp_core.plugins.lightning_names import LIGHTNINGS_OWN
 from fsdp_core.sharding import backend, sharded
+from fsdp_core.testing.refusals import assert_says
 
 PAGE = Path(__file__).parents[3] / "docs/writing-a-backend.md"
 
@@ -199,8 +200,7 @@ def test_a_name_that_cannot_be(site: Site, name: str, words: list[str]) -> None:
     site.distribution("fsdp-present")
     done = site.fsdp("new-backend", name, check=False)
     assert done.returncode == 1
-    for word in words:
-        assert word in done.stderr
+    assert_says(done.stderr, *words)
     assert not list(site.path.glob(f"fsdp-{name}*"))
 
 

@@ -22,6 +22,7 @@ from fsdp_core.sharding.host_agreement import check_same_packages, versions_of
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.rank_agreement import check_same, facts_of_module
 from fsdp_core.testing.loopback.backend import LoopbackBackend
+from fsdp_core.testing.refusals import refusal
 
 WORLDS = (2, 4, 16)
 TENSORS = 40
@@ -184,9 +185,7 @@ def told_of_failures(world: int, failure: Callable[[int], str | None]) -> set[st
             if message := failure(runtime.rank):
                 raise OSError(message)
 
-        with pytest.raises(CheckpointError) as caught:
-            together_each(runtime, "writing", step)
-        return str(caught.value)
+        return refusal(CheckpointError, lambda: together_each(runtime, "writing", step))
 
     return set(on_threads(world, work))
 
