@@ -18,7 +18,7 @@ import torch
 import async_save_ranks
 from checkpoint_ranks import ThreadRuntime, bits, on_threads
 from conftest import Site
-from fsdp_core.checkpoint import Chunk, ChunkedTensor, SavedTensor, is_checkpoint, load, read_manifest, save
+from fsdp_core.checkpoint import Chunk, ChunkedTensor, SavedTensor, chunked, is_checkpoint, load, read_manifest, save
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.planning import Plan, plan_save
 from fsdp_core.checkpoint.staging import Staging
@@ -149,15 +149,8 @@ class TestStaging:
 
     def test_only_what_this_rank_writes_is_copied(self) -> None:
         whole, replica = torch.ones(2), torch.ones(2)
-        state = {
-            "model": {
-                "first": ChunkedTensor(shape=(2,), dtype=whole.dtype, chunks=(Chunk(offsets=(0,), data=whole),)),
-                "second": ChunkedTensor(
-                    shape=(2,), dtype=whole.dtype, chunks=(Chunk(offsets=(0,), data=replica),), replica=1
-                ),
-            },
-            "small": torch.ones(3),
-        }
+        model = {"first": chunked(whole, rank=0), "second": chunked(replica, rank=1)}
+        state = {"model": model, "small": torch.ones(3)}
         staging = Staging()
         plan = staging.copy(plan_save(state, {"model": "model"}, {}, rank=1), rank=1)
         assert (plan.tensors, plan.stored["model/second"].chunks) == ({}, ())

@@ -14,12 +14,10 @@ import fsspec
 import pytest
 import torch
 
-from checkpoint_ranks import ThreadRuntime, on_threads
+from checkpoint_ranks import ThreadRuntime, on_threads, rank_rows
 from cli_checkpoints import run
 from damaged_folders import refused
 from fsdp_core.checkpoint import (
-    Chunk,
-    ChunkedTensor,
     describe,
     gather,
     is_checkpoint,
@@ -55,12 +53,7 @@ class OtherHostsRuntime(ThreadRuntime):
 def state_of(rank: int, ranks: int, version: float = 1.0) -> dict[str, Any]:
     """Rows that all ranks hold in turn, a tensor that all have a copy of, and plain data."""
     rows = torch.full((ROWS, 2), version + rank)
-    model = {
-        "rows": ChunkedTensor(
-            shape=(ROWS * ranks, 2), dtype=torch.float32, chunks=(Chunk(offsets=(ROWS * rank, 0), data=rows),)
-        ),
-        "scale": torch.tensor([version]),
-    }
+    model = {"rows": rank_rows(rows, rank, ranks), "scale": torch.tensor([version])}
     moments = {"rows": {"exp_avg": model["rows"], "step": torch.tensor(version)}}
     optimizer = {"state": moments, "param_groups": [{"params": ["rows", "scale"]}]}
     return {"model": model, "optimizer": [optimizer], "version": version, "best": torch.tensor([version])}

@@ -19,8 +19,8 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from checkpoint_ranks import started
-from fsdp_core.checkpoint import Chunk, ChunkedTensor, is_checkpoint, load_state_dict, remove, save, verify
+from checkpoint_ranks import rank_rows, started
+from fsdp_core.checkpoint import is_checkpoint, load_state_dict, remove, save, verify
 from fsdp_core.checkpoint.importing import import_checkpoint
 from fsdp_core.errors import CheckpointError, CheckpointExistsError
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
@@ -35,8 +35,7 @@ def save_value(path: Any, value: float, runtime: Runtime | None = None, **option
     """Save rows of one value; each rank has as many."""
     runtime = runtime or ProcessGroupRuntime()
     rows = torch.full((ROWS, 16), value)
-    chunk = Chunk(offsets=(runtime.rank * ROWS, 0), data=rows)
-    weight = ChunkedTensor(shape=(ROWS * runtime.world_size, 16), dtype=rows.dtype, chunks=(chunk,))
+    weight = rank_rows(rows, runtime.rank, runtime.world_size)
     save(path, {"model": {"w": weight}}, runtime=runtime, strategy="test", kinds={"model": "model"}, **options)
 
 

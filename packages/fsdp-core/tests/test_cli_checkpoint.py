@@ -247,11 +247,8 @@ def test_inspect_as_json(folder: Path) -> None:
 
 
 def test_inspect_shows_several_models_and_what_belongs_to_none(tmp_path: Path) -> None:
-    state = {
-        "gen": {"w": torch.ones(2)},
-        "nets": {"disc": {"w": torch.ones(3)}, "note": "x"},
-        "average": {"w": in_pieces(torch.ones(4), 0, 2)},
-    }
+    nets = {"disc": {"w": torch.ones(3)}, "note": "x"}
+    state = {"gen": {"w": torch.ones(2)}, "nets": nets, "average": {"w": in_pieces(torch.ones(4), 0, 2)}}
     save_alone(tmp_path / "a", state, {"gen": "model", "nets/disc": "model"})
     seen = json.loads(run("inspect", tmp_path / "a", "--json").stdout)
     parts = [("gen", "model", 2), ("nets/disc", "model", 3), (None, "state", 4)]
@@ -372,16 +369,9 @@ def test_diff_names_the_first_value_that_differs(folder: Path, tmp_path: Path) -
 
 
 def test_diff_of_names_shapes_dtypes_and_ties(folder: Path, tmp_path: Path) -> None:
-    state = {
-        "model": {
-            "wte.weight": torch.ones(6, 4),
-            "head.weight": torch.ones(6, 4),
-            "scale": torch.ones(2),
-            "steps": torch.arange(3, dtype=torch.int32),
-            "new": torch.ones(1),
-        }
-    }
-    save_alone(tmp_path / "b", state)
+    tied = {"wte.weight": torch.ones(6, 4), "head.weight": torch.ones(6, 4)}
+    other = {"scale": torch.ones(2), "steps": torch.arange(3, dtype=torch.int32), "new": torch.ones(1)}
+    save_alone(tmp_path / "b", {"model": {**tied, **other}})
     seen = seen_by_diff(folder, tmp_path / "b")
     assert seen["only_b"] == ["model/new"]
     assert "model/nothing" in seen["only_a"]

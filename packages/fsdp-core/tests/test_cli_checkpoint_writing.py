@@ -107,18 +107,10 @@ def test_a_tied_name_reaches_its_readers(tmp_path: Path, copy: bool) -> None:
 
 def test_a_prefix_takes_what_is_under_it(tmp_path: Path) -> None:
     shared = torch.ones(2, 2)
-    state = {
-        "model": {
-            "shared": shared,
-            "model.wte": shared,
-            "model.head": shared,
-            "model.scale": torch.tensor(3.0),
-            "loss.weight": torch.ones(1),
-            "model._extra_state": {"version": 1, "mask": torch.ones(2)},
-        }
-    }
+    model = {"shared": shared, "model.wte": shared, "model.head": shared, "model.scale": torch.tensor(3.0)}
+    further = {"loss.weight": torch.ones(1), "model._extra_state": {"version": 1, "mask": torch.ones(2)}}
     aliases = {"model/model.wte": "model/shared", "model/model.head": "model/shared"}
-    save_alone(tmp_path / "a", state, aliases=aliases)
+    save_alone(tmp_path / "a", {"model": {**model, **further}}, aliases=aliases)
     result = run("consolidate", tmp_path / "a", tmp_path / "w", "--to", "safetensors", "--strip-prefix", "model.")
     found = load_file(tmp_path / "w")
     assert set(found) == {"wte", "scale"}
@@ -241,12 +233,8 @@ def test_what_fabric_saved_goes_on_under_a_trainer(tmp_path: Path) -> None:
         optimizer.step()
 
     step()
-    state = {
-        "net": module.state_dict(),
-        "opt": state_by_name(optimizer, module),
-        "step": 1,
-        "notes": {"lr": (0.1, None)},
-    }
+    state: dict[str, Any] = {"step": 1, "notes": {"lr": (0.1, None)}}
+    state |= {"net": module.state_dict(), "opt": state_by_name(optimizer, module)}
     save_alone(tmp_path / "a", state, {"net": "model", "opt": "optimizer"})
     run("consolidate", tmp_path / "a", tmp_path / "w.ckpt", "--to", "lightning")
     found = torch.load(tmp_path / "w.ckpt", weights_only=True)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from checkpoint_ranks import ThreadRuntime, on_threads
+from checkpoint_ranks import ThreadRuntime, on_threads, rank_rows
 from damaged_folders import save_alone
-from fsdp_core.checkpoint import Chunk, ChunkedTensor, fill_all, load, merging, together_each
+from fsdp_core.checkpoint import fill_all, load, merging, together_each
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.shared_place import check_shared
 from fsdp_core.errors import CheckpointError
@@ -67,14 +67,8 @@ class RecordingRuntime(ThreadRuntime):
 
 def rows_of(rank: int, ranks: int) -> dict[str, Any]:
     """As many tensors as ranks hold of a model: a row of each."""
-    return {
-        f"layers.{number}.weight": ChunkedTensor(
-            shape=(ranks, 3),
-            dtype=torch.float32,
-            chunks=(Chunk(offsets=(rank, 0), data=torch.full((1, 3), float(rank))),),
-        )
-        for number in range(TENSORS)
-    }
+    row = rank_rows(torch.full((1, 3), float(rank)), rank, ranks)
+    return {f"layers.{number}.weight": row.clone() for number in range(TENSORS)}
 
 
 def measured(world: int, path: Path, what: str) -> list[tuple[dict[str, int], dict[str, int]]]:

@@ -62,11 +62,8 @@ def test_a_strategy_is_drawn_with_what_it_declares() -> None:
 
 
 def test_pairs_of_a_configuration() -> None:
-    assert pairs_of({"a": "1", "b": "2", "c": "3"}) == {
-        frozenset({("a", "1"), ("b", "2")}),
-        frozenset({("a", "1"), ("c", "3")}),
-        frozenset({("b", "2"), ("c", "3")}),
-    }
+    a, b, c = ("a", "1"), ("b", "2"), ("c", "3")
+    assert pairs_of(dict([a, b, c])) == {frozenset({a, b}), frozenset({a, c}), frozenset({b, c})}
 
 
 CHOSEN = {**DEFAULTS, "precision": "double", "optimizer": "adamw", "clip": "norm", "accumulate": "2"}

@@ -25,11 +25,11 @@ from lightning.pytorch.core import saving
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from checkpoint_ranks import ThreadRuntime, on_threads
+from checkpoint_ranks import ThreadRuntime, on_threads, rank_rows
 from cli_checkpoints import in_pieces, state_by_name
 from conftest import Site
 from damaged_folders import save_alone
-from fsdp_core.checkpoint import Chunk, ChunkedTensor, load_state_dict
+from fsdp_core.checkpoint import ChunkedTensor, load_state_dict
 from fsdp_core.errors import CheckpointExistsError, CheckpointFormatError, UnsupportedCapabilityError
 from fsdp_core.lightning.checkpoints.patched_io import install_opening
 from fsdp_core.testing.refusals import assert_says, refusal
@@ -459,8 +459,7 @@ def test_a_script_needs_no_import_of_ours(site: Site, tmp_path: Path, trained: A
 
 def test_a_place_of_a_scattered_save_is_refused_and_replaced(tmp_path: Path) -> None:
     def work(runtime: ThreadRuntime) -> None:
-        chunk = Chunk(offsets=(runtime.rank,), data=torch.ones(1))
-        state = {"model": {"w": ChunkedTensor(shape=(2,), dtype=torch.float32, chunks=(chunk,))}}
+        state = {"model": {"w": rank_rows(torch.ones(1), runtime.rank, 2)}}
         save_alone(tmp_path / f"rank{runtime.rank}.ckpt", state, runtime=runtime, scattered=True)
 
     assert on_threads(2, work) == [None, None]
