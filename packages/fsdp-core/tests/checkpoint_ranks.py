@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp_core.checkpoint import ChunkedTensor, SavedTensor, chunked, fill, fill_all, load, save
+from fsdp_core.checkpoint import Chunk, ChunkedTensor, SavedTensor, chunked, fill, fill_all, load, save
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 
 KINDS = {"model": "model", "optimizer/0": "optimizer"}
@@ -184,6 +184,13 @@ def bits(tensor: Tensor) -> bytes:
     return bytes(local.contiguous().flatten().view(torch.uint8).tolist()) if local.numel() else b""
 
 
+def rank_rows(rows: Tensor, rank: int, ranks: int) -> ChunkedTensor:
+    """A rank's rows of a tensor of which all ranks have as many."""
+    count, *others = rows.shape
+    chunk = Chunk(offsets=(rank * count, *[0] * len(others)), data=rows)
+    return ChunkedTensor(shape=(ranks * count, *others), dtype=rows.dtype, chunks=(chunk,))
+
+
 def boxes_of(layout: str) -> list[tuple[str, list[tuple[tuple[int, ...], tuple[int, ...]]], int]]:
     """This rank's boxes as ours has them; torch's own are compared here, by rank."""
     started(layout)
@@ -191,11 +198,8 @@ def boxes_of(layout: str) -> list[tuple[str, list[tuple[tuple[int, ...], tuple[i
     for name, tensor in sharded(layout).items():
         assert isinstance(tensor, DTensor)
         mine: ChunkedTensor = chunked(tensor)
-        theirs = [
-            (tuple(chunk.offsets), tuple(chunk.sizes))
-            for chunk in tensor.__create_chunk_list__()
-            if 0 not in chunk.sizes
-        ]
+        boxes = tensor.__create_chunk_list__()
+        theirs = [(tuple(box.offsets), tuple(box.sizes)) for box in boxes if 0 not in box.sizes]
         ours = [(chunk.offsets, tuple(chunk.data.shape)) for chunk in mine.chunks]
         assert ours == theirs, name
         for chunk in mine.chunks:  # it shares memory with the DTensor

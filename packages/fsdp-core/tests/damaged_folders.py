@@ -80,7 +80,22 @@ def flip(path: Path, position: int = -1) -> None:
     path.write_bytes(bytes(data))
 
 
-def refused(folder: Path, message: str, error: type[Exception] = CheckpointFormatError) -> None:
-    """A load says this."""
+Errors = type[Exception] | tuple[type[Exception], ...]
+
+
+def refused(
+    folder: Any, message: str, error: Errors = CheckpointFormatError, *, by: Callable[[Any], object] = load
+) -> None:
+    """A load says this, or another reader."""
     with pytest.raises(error, match=message):
-        load(folder)
+        by(folder)
+
+
+def import_refused(source: Path, message: str, error: Errors = CheckpointFormatError, **options: Any) -> None:
+    """An import says this, and writes nothing."""
+    from fsdp_core.checkpoint.importing import import_checkpoint  # scripts that import this file need it not
+
+    new = source.with_name("new")
+    with pytest.raises(error, match=message):
+        import_checkpoint(source, new, **options)
+    assert not new.exists()

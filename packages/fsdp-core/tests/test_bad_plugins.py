@@ -31,10 +31,7 @@ BROKEN = {
         "@hookimpl\ndef fsdp_strategy():\n    return []",
         "PluginValidationError: unknown hook 'fsdp_strategy' in plugin <module 'bad_04_plugin' from",
     ),
-    "bad info": (
-        HOOK.replace('"bad"', '"Bad"'),
-        "StrategyInfoError: a strategy can't be called 'Bad'. Use a",
-    ),
+    "bad info": (HOOK.replace('"bad"', '"Bad"'), "StrategyInfoError: a strategy can't be called 'Bad'. Use a"),
     "None": ("@hookimpl\ndef fsdp_strategies():\n    pass", "fsdp_strategies() returned a NoneType; return a list of"),
     "a dict": (
         f"@hookimpl\ndef fsdp_strategies():\n    return {{'bad': StrategyInfo(name='bad', trainer='a:B', {CPU})}}",
@@ -151,8 +148,7 @@ def test_a_plugin_that_does_more_than_to_list_its_names(good_site: Site, case: s
     if case == "imports torch":
         good_site.distribution("torch-stand-in", modules={"torch": ""})  # the real one takes seconds
     good_site.plugin("bad-plugin", f"{source}\n{HOOK}")
-    done = run_list(good_site, "--json")
-    seen = json.loads(done.stdout)
+    seen = json.loads(run_list(good_site, "--json").stdout)
     assert [(row["name"], row["status"], row["reason"]) for row in seen["strategies"]] == [
         ("bad", "available", None),
         ("good", "available", None),
@@ -160,8 +156,7 @@ def test_a_plugin_that_does_more_than_to_list_its_names(good_site: Site, case: s
     (effect,) = seen["side_effects"]
     assert effect["what"] == what
     assert remedy in effect["remedy"]
-    shown = run_list(good_site).stdout
-    assert f"  bad-plugin 1.0 (bad_plugin) {what}; " in shown
+    assert f"  bad-plugin 1.0 (bad_plugin) {what}; " in run_list(good_site).stdout
 
 
 def test_what_libraries_write_to_stdout_is_kept_out_of_json(good_site: Site) -> None:

@@ -18,7 +18,7 @@ import torch
 import async_save_ranks
 from checkpoint_ranks import ThreadRuntime, bits, on_threads
 from conftest import Site
-from fsdp_core.checkpoint import Chunk, ChunkedTensor, SavedTensor, is_checkpoint, load, read_manifest, save
+from fsdp_core.checkpoint import Chunk, ChunkedTensor, SavedTensor, chunked, is_checkpoint, load, read_manifest, save
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.planning import Plan, plan_save
 from fsdp_core.checkpoint.staging import Staging
@@ -28,6 +28,7 @@ from fsdp_core.state.dtypes import SAFETENSORS_NAMES
 from fsdp_core.testing.disks import disk
 from fsdp_core.testing.processes import interruptible
 from fsdp_core.testing.ranks import RankError, RankPool
+from fsdp_core.testing.refusals import assert_says
 
 
 class TestStaging:
@@ -44,8 +45,7 @@ class TestStaging:
         copies = Staging().copy(Plan(tensors=dict(originals)), rank=0).tensors
         assert copies.keys() == originals.keys()
         for name, original in originals.items():
-            assert copies[name].shape == original.shape
-            assert copies[name].dtype == original.dtype
+            assert (copies[name].shape, copies[name].dtype) == (original.shape, original.dtype)
             assert copies[name].is_contiguous()
             assert bits(copies[name]) == bits(original.resolve_neg().contiguous()), name
             assert original.numel() == 0 or copies[name].data_ptr() != original.data_ptr()
@@ -118,9 +118,7 @@ class TestStaging:
             return [tensor.data_ptr() for tensor in staging.copy(plan, rank=0).tensors.values()]
 
         first = pointers(1000, 50)
-        assert pointers(1000, 50) == first
-        assert pointers(10, 5)[0] == first[0]
-        assert pointers(1000, 50) == first
+        assert (pointers(1000, 50), pointers(10, 5)[0], pointers(1000, 50)) == (first, first[0], first)
 
     def test_a_save_of_other_tensors_than_the_last_gets_places_of_its_own(self) -> None:
         staging = Staging()
@@ -151,19 +149,11 @@ class TestStaging:
 
     def test_only_what_this_rank_writes_is_copied(self) -> None:
         whole, replica = torch.ones(2), torch.ones(2)
-        state = {
-            "model": {
-                "first": ChunkedTensor(shape=(2,), dtype=whole.dtype, chunks=(Chunk(offsets=(0,), data=whole),)),
-                "second": ChunkedTensor(
-                    shape=(2,), dtype=whole.dtype, chunks=(Chunk(offsets=(0,), data=replica),), replica=1
-                ),
-            },
-            "small": torch.ones(3),
-        }
+        model = {"first": chunked(whole, rank=0), "second": chunked(replica, rank=1)}
+        state = {"model": model, "small": torch.ones(3)}
         staging = Staging()
         plan = staging.copy(plan_save(state, {"model": "model"}, {}, rank=1), rank=1)
-        assert plan.tensors == {}
-        assert plan.stored["model/second"].chunks == ()
+        assert (plan.tensors, plan.stored["model/second"].chunks) == ({}, ())
         assert sum(block.numel() for block in staging._blocks) == 64
 
     def test_what_is_read_when_it_is_written_is_not_copied(self, tmp_path: Path) -> None:
@@ -230,11 +220,9 @@ class TestRanks:
         for i in range(3):
             first, second = pool.run(2, async_save_ranks.fails_on_one_rank, tmp_path / str(i), bad_rank, timeout=60)
             assert first == second
-            assert first["told"].startswith(
-                f"CheckpointError: saving {tmp_path / str(i)} in the background has failed:"
-            )
-            assert "No space left on device" in first["told"]
-            assert f"on rank {bad_rank} of 2" in first["told"]
+            path = tmp_path / str(i)
+            assert first["told"].startswith(f"CheckpointError: saving {path} in the background has failed:")
+            assert_says(first["told"], "No space left on device", f"on rank {bad_rank} of 2")
 
     @pytest.mark.parametrize("call", ["save", "wait", "close"])
     def test_whatever_comes_next_raises_it(self, pool: RankPool, tmp_path: Path, call: str) -> None:
@@ -262,13 +250,11 @@ class TestRanks:
     def test_what_one_rank_has_written_to_is_raised_on_all(self, pool: RankPool, tmp_path: Path) -> None:
         first, second = pool.run(2, async_save_ranks.written_to_on_one_rank, tmp_path / "it", timeout=60)
         assert first == second
-        assert "was written to while it was being copied" in first
-        assert "on rank 1 of 2" in first
+        assert_says(first, "was written to while it was being copied", "on rank 1 of 2")
 
     def test_nothing_is_left_of_it(self, pool: RankPool, tmp_path: Path) -> None:
-        for before, during, after, threads in pool.run(
-            2, async_save_ranks.leaves_no_trace, tmp_path / "it", timeout=60
-        ):
+        traces = pool.run(2, async_save_ranks.leaves_no_trace, tmp_path / "it", timeout=60)
+        for before, during, after, threads in traces:
             assert (during, after, threads) == (before + 1, before, [])
 
     def test_a_rank_that_dies_is_a_failure(self, pool: RankPool, tmp_path: Path) -> None:
@@ -367,8 +353,7 @@ class TestEndOfTheInterpreter:
         done = site.fork(*_words(site.path, "full"), check=False)
         assert "the script ends" in done.stdout
         assert done.returncode == 1, done.stderr
-        assert "in the background has failed" in done.stderr
-        assert "No space left on device" in done.stderr
+        assert_says(done.stderr, "in the background has failed", "No space left on device")
         assert not is_checkpoint(site.path / "it")
 
     @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT to send to one process")

@@ -60,11 +60,7 @@ def trained(_: Runtime) -> dict[str, Any]:
     weights = OrderedDict(w=torch.randn(4, 3), frozen=torch.randn(2), scale=torch.tensor(0.5))
     values = {"w": {"step": torch.tensor(3.0), "exp_avg": torch.randn(4, 3)}, "scale": {"exp_avg": torch.tensor(1.0)}}
     groups = [{"lr": 0.1, "betas": (0.9, 0.95), "params": ["w", "scale"]}, {"lr": torch.tensor(1e-3), "params": []}]
-    return {
-        "model": weights,
-        "optimizer": [{"state": values, "param_groups": groups}],
-        "best": torch.tensor([1.0]),
-    }
+    return {"model": weights, "optimizer": [{"state": values, "param_groups": groups}], "best": torch.tensor([1.0])}
 
 
 def every_dtype(_: Runtime) -> dict[str, Any]:
@@ -148,13 +144,7 @@ def every_tag(runtime: Runtime) -> dict[str, Any]:
 
 
 STATES: dict[str, tuple[Callable[[Runtime], dict[str, Any]], int]] = {
-    "tied": (tied, 1),
-    "trained": (trained, 1),
-    "every_dtype": (every_dtype, 1),
-    "odd_shapes": (odd_shapes, 1),
-    "odd_names": (odd_names, 1),
-    "no_tensors": (no_tensors, 1),
-    "nothing": (nothing, 1),
+    **{make.__name__: (make, 1) for make in (tied, trained, every_dtype, odd_shapes, odd_names, no_tensors, nothing)},
     "flat_ranges": (flat_ranges, 3),
     "every_tag": (every_tag, 2),
 }

@@ -48,8 +48,7 @@ def test_from_the_first_message_to_the_checkpoint(ckpt: Path, tmp_path: Path) ->
     )
     assert done.stderr == ""
     verify(new)
-    assert load(new)["trainer"]["hyper_parameters"] == {"lr": 1}
-    assert read_manifest(new).strategy == "import"
+    assert (load(new)["trainer"]["hyper_parameters"], read_manifest(new).strategy) == ({"lr": 1}, "import")
 
 
 def test_weights_only(ckpt: Path, tmp_path: Path) -> None:
@@ -85,8 +84,7 @@ def test_prefixes(tmp_path: Path) -> None:
         (["--add-prefix", "model."], "there are 2: net, ema.\nLeave out all but one with `--drop KEY`."),
         (["--add-prefix", "model.", "--drop", "ema"], "Leave it out with `--drop epoch --drop callbacks`"),
     ):
-        refused = run(old, tmp_path / "never", *arguments, status=1)
-        assert told in refused.stderr
+        assert told in run(old, tmp_path / "never", *arguments, status=1).stderr
     assert not (tmp_path / "never").exists()
 
 
@@ -113,14 +111,12 @@ def test_what_is_there_already(tmp_path: Path) -> None:
     assert load_state_dict(new)["w"].tolist() == [1, 1]
     run(tmp_path / "b.pt", new, "--overwrite")
     assert load_state_dict(new)["w"].tolist() == [0, 0]
-    own = run(new, tmp_path / "again", status=1)
-    assert "is a checkpoint of this format already" in own.stderr
+    assert "is a checkpoint of this format already" in run(new, tmp_path / "again", status=1).stderr
     itself = run(tmp_path / "a.pt", tmp_path / "a.pt", "--overwrite", status=1)
     assert "is the checkpoint to be read: choose another path to write to" in itself.stderr
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "mine.txt").write_text("mine")
-    foreign = run(tmp_path / "a.pt", tmp_path / "folder", "--overwrite", status=1)
-    assert "mine.txt" in foreign.stderr
+    assert "mine.txt" in run(tmp_path / "a.pt", tmp_path / "folder", "--overwrite", status=1).stderr
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["mine.txt"]
 
 

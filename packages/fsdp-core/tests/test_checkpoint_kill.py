@@ -11,9 +11,7 @@ import pytest
 import kill_saves
 from conftest import Site
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork and no SIGKILL"),
-]
+pytestmark = [pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork and no SIGKILL")]
 
 
 @pytest.mark.parametrize(("ranks", "kills"), [(1, 70), (2, 35)])

@@ -13,9 +13,7 @@ from fsdp_core.checkpoint.format.safetensors_file import STAGING_BYTES
 from fsdp_core.testing.memory import is_measurable
 from fsdp_core.testing.ranks import RankPool
 
-pytestmark = [
-    pytest.mark.skipif(not is_measurable(), reason="only Linux resets a process's peak"),
-]
+pytestmark = [pytest.mark.skipif(not is_measurable(), reason="only Linux resets a process's peak")]
 
 LIMIT = 1.2 * STAGING_BYTES
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import format_reader
 from checkpoint_ranks import ThreadRuntime, on_threads
-from damaged_folders import rewrite, save_alone
+from damaged_folders import refused, rewrite, save_alone
 from fsdp_core.checkpoint import (
     Chunk,
     ChunkedTensor,
@@ -33,7 +33,7 @@ from fsdp_core.checkpoint import (
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest, StoredTensor
 from fsdp_core.checkpoint.format.patterns import PatternedChunks
 from fsdp_core.checkpoint.recognising import pattern_of
-from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
+from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.state.boxes import boxes, overlap
 from fsdp_core.state.coverage import Box
 
@@ -269,8 +269,7 @@ def test_a_plan_that_was_saved_before_is_not_sent_again(
 
 def test_a_manifest_of_version_1_is_read_and_written_as_it_was() -> None:
     manifest = Manifest.from_json(VERSION_1)
-    assert manifest.format_version == 1
-    assert manifest.to_json() == VERSION_1
+    assert (manifest.format_version, manifest.to_json()) == (1, VERSION_1)
     assert [chunk.offsets for chunk in manifest.tensors["model/wte.weight"].chunks] == [(0, 0), (2, 0)]
 
 
@@ -284,8 +283,7 @@ def test_tools_read_patterns(folder: Path, tmp_path: Path) -> None:
     told = describe(folder)
     assert told["format_version"] == 2
     assert [told["tensors"][f"model/{name}"]["chunks"] for name in ("rows", "flat", "empty")] == [3, 7, 0]
-    manifest = reshard(folder, tmp_path / "in 2", files=2)
-    assert manifest.format_version == 1
+    assert reshard(folder, tmp_path / "in 2", files=2).format_version == 1
     assert not compare(folder, tmp_path / "in 2").tensors
     weights = load_state_dict(tmp_path / "in 2")
     assert all(torch.equal(weights[name], whole) for name, whole in WHOLE.items())
@@ -338,8 +336,7 @@ def test_a_pattern_that_does_not_fit_is_refused(
     folder: Path, change: Callable[[dict[str, Any]], Any], message: str
 ) -> None:
     rewrite(folder, change)
-    with pytest.raises(CheckpointFormatError, match=message):
-        load(folder)
+    refused(folder, message)
     if not message.startswith("cut into 1"):  # the other reader expands patterns
         with pytest.raises((ValueError, KeyError, TypeError)):
             format_reader.Checkpoint(folder)
@@ -347,8 +344,7 @@ def test_a_pattern_that_does_not_fit_is_refused(
 
 def test_a_pattern_over_files_with_other_contents_is_refused(folder: Path) -> None:
     rewrite(folder, lambda c: chunks_of(c, "more_rows").update(ranks=[[0, 2, 2], [1, 1, 1]]))
-    with pytest.raises(CheckpointFormatError, match="should hold a chunk of 'model/more_rows'"):
-        load(folder)
+    refused(folder, "should hold a chunk of 'model/more_rows'")
 
 
 def test_ranks_without_a_file_are_looked_up() -> None:

@@ -43,8 +43,7 @@ def test_one_process_without_a_group_reads_the_whole_model(
     expected = {name: whole for name, (whole, _) in checkpoint_ranks.whole_tensors().items()}
     assert list(state_dict) == list(expected)
     for name, whole in expected.items():
-        assert state_dict[name].shape == whole.shape
-        assert state_dict[name].dtype == whole.dtype
+        assert (state_dict[name].shape, state_dict[name].dtype) == (whole.shape, whole.dtype)
         assert checkpoint_ranks.bits(state_dict[name]) == checkpoint_ranks.bits(whole), name
 
 
@@ -53,15 +52,13 @@ def test_manifest_and_files(saved: dict[tuple[int, str], Path], source: tuple[in
     folder = saved[source]
     verify(folder)
     manifest = read_manifest(folder)
-    assert manifest.world_size == source[0]
-    assert manifest.kinds == checkpoint_ranks.KINDS
+    assert (manifest.world_size, manifest.kinds) == (source[0], checkpoint_ranks.KINDS)
     there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert there == {*manifest.files, "manifest.json"}
     assert "optimizer/0/uneven/exp_avg" in manifest.tensors
     writers = 2 if source == (4, "hybrid") else source[0]
     assert len(manifest.tensors["model/even"].chunks) == writers
-    assert len(manifest.tensors["model/scalar"].chunks) == 1
-    assert manifest.tensors["model/empty"].chunks == ()
+    assert (len(manifest.tensors["model/scalar"].chunks), manifest.tensors["model/empty"].chunks) == (1, ())
 
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS[1:], ids=IDS[1:])

@@ -48,8 +48,7 @@ def test_the_library_reads_what_is_written(dtype: torch.dtype, shape: tuple[int,
     tensor = torch.randint(0, 2, (count,), dtype=torch.uint8).view(dtype).reshape(shape)
     data = written({"x": tensor, "odd": torch.ones(3, dtype=torch.uint8)})
     back = load_bytes(data)
-    assert back["x"].dtype == dtype
-    assert back["x"].shape == tensor.shape
+    assert (back["x"].dtype, back["x"].shape) == (dtype, tensor.shape)
     assert back["x"].view(torch.uint8).equal(tensor.view(torch.uint8)) if shape else True
     assert back["odd"].tolist() == [1, 1, 1]
     where = header_of(data)["x"]

@@ -14,11 +14,10 @@ import fsspec
 import pytest
 import torch
 
-from checkpoint_ranks import ThreadRuntime, on_threads
+from checkpoint_ranks import ThreadRuntime, on_threads, rank_rows
 from cli_checkpoints import run
+from damaged_folders import refused
 from fsdp_core.checkpoint import (
-    Chunk,
-    ChunkedTensor,
     describe,
     gather,
     is_checkpoint,
@@ -38,6 +37,7 @@ from fsdp_core.checkpoint.storage.recognition import is_interrupted, is_ours
 from fsdp_core.checkpoint.tools.listing import find_checkpoints
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+from fsdp_core.testing.refusals import assert_says
 
 ROWS = 3
 Paths = Callable[[int], Path]
@@ -53,12 +53,7 @@ class OtherHostsRuntime(ThreadRuntime):
 def state_of(rank: int, ranks: int, version: float = 1.0) -> dict[str, Any]:
     """Rows that all ranks hold in turn, a tensor that all have a copy of, and plain data."""
     rows = torch.full((ROWS, 2), version + rank)
-    model = {
-        "rows": ChunkedTensor(
-            shape=(ROWS * ranks, 2), dtype=torch.float32, chunks=(Chunk(offsets=(ROWS * rank, 0), data=rows),)
-        ),
-        "scale": torch.tensor([version]),
-    }
+    model = {"rows": rank_rows(rows, rank, ranks), "scale": torch.tensor([version])}
     moments = {"rows": {"exp_avg": model["rows"], "step": torch.tensor(version)}}
     optimizer = {"state": moments, "param_groups": [{"params": ["rows", "scale"]}]}
     return {"model": model, "optimizer": [optimizer], "version": version, "best": torch.tensor([version])}
@@ -194,24 +189,19 @@ def test_a_place_alone_is_never_loaded_and_says_what_is_missing(places: list[Pat
     with pytest.raises(CheckpointFormatError) as caught:
         load(first)
     told = str(caught.value)
-    assert "is a place of the scattered save" in told
-    assert "of 10 files, 4 are missing" in told
+    assert_says(told, "is a place of the scattered save", "of 10 files, 4 are missing")
     assert f"rank 2-3 on {writers.new_writer('0' * 12).host}, to {second}" in told
     assert f"fsdp checkpoint gather {first} … OUT" in told
     for reader in (load, verify, load_state_dict, read_manifest, describe):
         with pytest.raises(CheckpointFormatError, match="it holds what rank 2-3 wrote of the scattered save") as caught:
             reader(second)
-        assert f"to {first}.\n" in str(caught.value)
-        assert f"fsdp checkpoint gather {second} … OUT" in str(caught.value)
+        assert_says(str(caught.value), f"to {first}.\n", f"fsdp checkpoint gather {second} … OUT")
     copy = shutil.copytree(second, tmp_path / "copy")
-    with pytest.raises(CheckpointFormatError, match=r"none of .* holds the manifest"):
-        load([second, copy])
-    with pytest.raises(CheckpointFormatError, match="it holds what rank 2-3 wrote of the scattered save"):
-        load([second, second])
+    refused([second, copy], r"none of .* holds the manifest")
+    refused([second, second], "it holds what rank 2-3 wrote of the scattered save")
     with pytest.raises(CheckpointFormatError, match="rank 2-3 on"):
         gather([first], tmp_path / "out.ckpt")
-    with pytest.raises(CheckpointFormatError, match="there is no folder"):
-        load([first, tmp_path / "nothing"])
+    refused([first, tmp_path / "nothing"], "there is no folder")
     assert not (tmp_path / "out.ckpt").exists()
     found = {one.path: one for place in places for one in find_checkpoints(place.parent)}
     assert {one.state for one in found.values()} == {"scattered"}
@@ -223,8 +213,7 @@ def test_parts_of_two_saves_are_never_joined(tmp_path: Path) -> None:
     scatter(per_host(tmp_path / "a"), version=1.0)
     scatter(per_host(tmp_path / "b"), version=2.0)
     places = {name: per_host(tmp_path / name) for name in "ab"}
-    with pytest.raises(CheckpointFormatError, match="Parts of different saves are never joined"):
-        load([places["a"](0), places["b"](2)])
+    refused([places["a"](0), places["b"](2)], "Parts of different saves are never joined")
     with pytest.raises(CheckpointFormatError, match="Parts of different saves are never joined"):
         gather([places["b"](0), places["a"](2)], tmp_path / "out.ckpt")
     with pytest.raises(CheckpointFormatError, match="hold different checkpoints"):
@@ -376,8 +365,7 @@ def test_in_object_stores(tmp_path: Path) -> None:
         assert scatter(paths, version=version) == [None] * 4
         check([paths(0), paths(2)], version=version)
     out = f"{base}/whole.ckpt"
-    done = gather([paths(0), paths(2)], out)
-    assert done.linked == 0
+    assert gather([paths(0), paths(2)], out).linked == 0
     check(out, version=2.0)
     gather([paths(2), paths(0)], tmp_path / "local.ckpt")
     check(tmp_path / "local.ckpt", version=2.0)
@@ -437,21 +425,18 @@ def test_links_that_lead_out_of_a_place_are_not_followed(places: list[Path], tmp
     shutil.move(victim, secret)
     victim.symlink_to(secret)
     for reader in (load, verify, lambda given: gather(given, tmp_path / "out.ckpt")):
-        with pytest.raises(CheckpointFormatError, match="outside of the checkpoint"):
-            reader(places)
+        refused(places, "outside of the checkpoint", by=reader)
     for record in (places[1] / "parts").iterdir():
         record.unlink()
         record.symlink_to("/dev/zero")
-    with pytest.raises(CheckpointFormatError, match="it holds what rank 2-3 wrote"):
-        load(places[1])
+    refused(places[1], "it holds what rank 2-3 wrote")
     assert not (tmp_path / "out.ckpt").exists()
 
 
 def test_the_command_joins_verifies_and_describes(places: list[Path], tmp_path: Path) -> None:
     (first, second), out = places, tmp_path / "out.ckpt"
     told = run("verify", first, status=1).output
-    assert "of 10 files, 4 are missing" in told
-    assert "rank 2-3 on" in told
+    assert_says(told, "of 10 files, 4 are missing", "rank 2-3 on")
     assert "is damaged" not in told
     found = json.loads(run("verify", first, "--json", status=1).stdout)
     assert len(found["elsewhere"]) == 4
@@ -469,6 +454,4 @@ def test_the_command_joins_verifies_and_describes(places: list[Path], tmp_path: 
     for path in (out, tmp_path / "copied.ckpt"):
         assert "is whole" in run("verify", path).output
         assert "Scattered" not in run("inspect", path).output
-    listed = run("list", tmp_path / "host1").output
-    assert "scattered" in listed
-    assert "fsdp checkpoint gather" in listed
+    assert_says(run("list", tmp_path / "host1").output, "scattered", "fsdp checkpoint gather")

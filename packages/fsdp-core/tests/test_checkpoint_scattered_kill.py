@@ -10,9 +10,7 @@ import pytest
 import kill_scattered
 from conftest import Site
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork and no SIGKILL"),
-]
+pytestmark = [pytest.mark.skipif(sys.platform == "win32", reason="Windows has no fork and no SIGKILL")]
 
 
 def test_a_rank_killed_at_any_step_leaves_what_was_there(site: Site) -> None:

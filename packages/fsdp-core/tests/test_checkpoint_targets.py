@@ -19,12 +19,13 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from checkpoint_ranks import started
-from fsdp_core.checkpoint import Chunk, ChunkedTensor, is_checkpoint, load_state_dict, remove, save, verify
+from checkpoint_ranks import rank_rows, started
+from fsdp_core.checkpoint import is_checkpoint, load_state_dict, remove, save, verify
 from fsdp_core.checkpoint.importing import import_checkpoint
 from fsdp_core.errors import CheckpointError, CheckpointExistsError
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.testing.ranks import RankPool
+from fsdp_core.testing.refusals import assert_says
 
 ROWS = 4096
 NOBODY = 65534
@@ -34,8 +35,7 @@ def save_value(path: Any, value: float, runtime: Runtime | None = None, **option
     """Save rows of one value; each rank has as many."""
     runtime = runtime or ProcessGroupRuntime()
     rows = torch.full((ROWS, 16), value)
-    chunk = Chunk(offsets=(runtime.rank * ROWS, 0), data=rows)
-    weight = ChunkedTensor(shape=(ROWS * runtime.world_size, 16), dtype=rows.dtype, chunks=(chunk,))
+    weight = rank_rows(rows, runtime.rank, runtime.world_size)
     save(path, {"model": {"w": weight}}, runtime=runtime, strategy="test", kinds={"model": "model"}, **options)
 
 
@@ -127,8 +127,7 @@ def test_a_target_that_is_refused_stays_as_it_is(pool: RankPool, tmp_path: Path,
         assert name in str(caught.value)
     else:
         errors = pool.run(2, fail_to_save, tmp_path / name, overwrite, None, timeout=40)
-        assert errors[0] == errors[1]
-        assert errors[0][0] == kind.__name__
+        assert (errors[0], errors[0][0]) == (errors[1], kind.__name__)
         with pytest.raises(kind, match=message):
             raise kind(errors[0][1])
     assert everything(tmp_path) == before
@@ -171,9 +170,7 @@ def test_one_rank_of_two_has_no_room(
     assert errors[0] == errors[1]
     kind, message = errors[0]
     assert kind == "CheckpointError"
-    assert "File too large" in message
-    assert "ulimit -f" in message
-    assert "use another path" in message
+    assert_says(message, "File too large", "ulimit -f", "use another path")
     assert f"(on rank {limited_rank} of 2, while writing {path}" in message
     assert everything(tmp_path) == before
     assert pool.run(2, fail_to_save, path, True, None, timeout=40) == [("saved", "")] * 2
@@ -259,8 +256,7 @@ def test_what_this_user_may_not_read_is_not_called_damaged(open_path: Path) -> N
         for read, named in by.items():
             told = as_nobody(read, open_path / "old.pt" if closed.suffix == ".pt" else path)
             assert f"can't read {named}" in told, (closed, told)
-            assert "PermissionError" in told
-            assert "This user lacks permission for that: request it" in told
+            assert_says(told, "PermissionError", "This user lacks permission for that: request it")
             assert not re.search("damage|missing|nothing|backup|Check the path", told), told
         closed.chmod(mode)
     assert value_of(path) == 1.0

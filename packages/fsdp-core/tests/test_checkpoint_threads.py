@@ -44,7 +44,7 @@ def whole_tensors() -> dict[str, Tensor]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    tensors = {
+    return {
         "wte.weight": normal(33, 17),
         "conv": normal(5, 3, 7, 11),
         "cube": normal(9, 8, 7),
@@ -57,7 +57,6 @@ def whole_tensors() -> dict[str, Tensor]:
         "half": normal(12, 13).to(torch.bfloat16),
         "special": torch.tensor([float("nan"), -0.0, float("inf"), 1e-45]),
     }
-    return tensors
 
 
 def padded_cuts(size: int, ranks: int) -> list[tuple[int, int]]:
@@ -172,8 +171,7 @@ def test_one_process_reads_the_whole_model(saved: dict[tuple[int, Cuts], Path]) 
 def test_what_is_on_disk(saved: dict[tuple[int, Cuts], Path]) -> None:
     for (ranks, cuts), path in saved.items():
         manifest = read_manifest(path)
-        assert manifest.world_size == ranks
-        assert manifest.aliases == ALIASES
+        assert (manifest.world_size, manifest.aliases) == (ranks, ALIASES)
         assert "model/lm_head.weight" not in manifest.tensors
         for key, tensor in manifest.tensors.items():
             by_file: dict[str, int] = {}
@@ -326,8 +324,7 @@ def test_one_controller_that_holds_all_boxes(tmp_path: Path, devices: int) -> No
     state = {"model": controlled(whole, devices), "optimizer": [optimizer], "step": 5}
     save_alone(tmp_path / "c", state, aliases=ALIASES)
     manifest = read_manifest(tmp_path / "c")
-    assert manifest.world_size == 1
-    assert len(manifest.tensors["model/wte.weight"].chunks) == devices
+    assert (manifest.world_size, len(manifest.tensors["model/wte.weight"].chunks)) == (1, devices)
     for ranks in (1, 3):  # into the flat ranges of threads
         assert (
             on_threads(

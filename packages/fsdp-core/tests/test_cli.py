@@ -7,6 +7,7 @@ import sysconfig
 import pytest
 
 from conftest import Site
+from fsdp_core.testing.refusals import assert_says
 
 CPU = 'accelerators=("cpu",)'
 NOTHING_HEAVY = "heavy: []\n"
@@ -70,11 +71,8 @@ def test_list(full_site: Site) -> None:
 def test_list_as_json(full_site: Site) -> None:
     done = full_site.fsdp("list", "--json")
     seen = json.loads(done.stdout)
-    assert [(row["name"], row["status"], row["runs_here"]) for row in seen["strategies"]] == [
-        ("erring", "broken", False),
-        ("good", "available", True),
-        ("tpu_only", "unavailable", False),
-    ]
+    statuses = [("erring", "broken", False), ("good", "available", True), ("tpu_only", "unavailable", False)]
+    assert [(row["name"], row["status"], row["runs_here"]) for row in seen["strategies"]] == statuses
     assert seen["strategies"][2] == {
         "name": "tpu_only",
         "package": "good-plugin",
@@ -86,15 +84,11 @@ def test_list_as_json(full_site: Site) -> None:
         "summary": "Shards elsewhere.",
     }
     assert {"name": "xla_fsdp", "package": "fsdp-xla", "install": "pip install fsdp-xla"} in seen["not_installed"]
-    assert seen["broken"] == [
-        {
-            "name": "bad_plugin",
-            "package": "bad-plugin",
-            "version": "1.0",
-            "error": "ModuleNotFoundError: No module named 'my_dep'",
-            "remedy": "pip install --upgrade --force-reinstall bad-plugin",
-        }
-    ]
+    (broken,) = seen["broken"]
+    assert [broken[key] for key in ("name", "package", "version")] == ["bad_plugin", "bad-plugin", "1.0"]
+    assert broken["error"] == "ModuleNotFoundError: No module named 'my_dep'"
+    assert broken["remedy"] == "pip install --upgrade --force-reinstall bad-plugin"
+    assert len(broken) == 5
     (twice,) = seen["duplicates"]
     assert (twice["name"], twice["packages"]) == ("twice", ["one-plugin 1.0", "two-plugin 1.0"])
     assert done.stderr == NOTHING_HEAVY
@@ -117,15 +111,10 @@ def test_list_notices_classes_that_are_not_there_and_names_that_lightning_keeps(
         },
     )
     rows = {row["name"]: row for row in json.loads(site.fsdp("list", "--json").stdout)["strategies"]}
-    assert {name: row["status"] for name, row in rows.items()} == {
-        "conditional": "available",
-        "ddp": "kept",
-        "dp": "available",
-        "no_class": "broken",
-        "no_module": "broken",
-        "no_python": "broken",
-    }
-    assert [rows[name]["reason"].partition(" Report this")[0] for name in ("no_class", "no_module", "no_python")] == [
+    broken = ("no_class", "no_module", "no_python")
+    statuses = {"conditional": "available", "ddp": "kept", "dp": "available", **dict.fromkeys(broken, "broken")}
+    assert {name: row["status"] for name, row in rows.items()} == statuses
+    assert [rows[name]["reason"].partition(" Report this")[0] for name in broken] == [
         "strategy 'no_class' names a Fabric class that does not exist: 'odd.impl:Clas' (odd.impl has no 'Clas')",
         "strategy 'no_module' names a Trainer class that does not exist: 'odd.no.impl:Class' "
         "(no module named 'odd.no')",
@@ -226,8 +215,7 @@ def test_describe_as_json(full_site: Site) -> None:
 )
 def test_our_errors_are_shown_without_a_traceback(full_site: Site, name: str, message: str) -> None:
     done = full_site.fsdp("describe", name, check=False)
-    assert done.returncode == 1
-    assert done.stdout == ""
+    assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(message)
     assert "Traceback" not in done.stderr
     assert done.stderr.endswith(NOTHING_HEAVY)
@@ -260,8 +248,7 @@ def test_the_installed_command_on_a_terminal_that_is_not_utf_8(full_site: Site) 
     command = shutil.which("fsdp", path=sysconfig.get_path("scripts"))
     assert command is not None
     done = full_site.run(command, "list", PYTHONIOENCODING="cp1252")
-    assert "  fsdp2, fsdp2_cpu_offload ? pip install fsdp-fsdp2" in done.stdout
-    assert "no: there is no TPU" in done.stdout
+    assert_says(done.stdout, "  fsdp2, fsdp2_cpu_offload ? pip install fsdp-fsdp2", "no: there is no TPU")
 
 
 def test_the_last_column_is_folded_to_the_terminal(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

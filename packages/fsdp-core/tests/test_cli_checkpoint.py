@@ -24,6 +24,7 @@ from conftest import Site
 from damaged_folders import flip, rewrite, save_alone
 from fsdp_core.checkpoint import read_manifest
 from fsdp_core.testing.ranks import RankPool
+from fsdp_core.testing.refusals import assert_says
 
 NOTHING_HEAVY = "heavy: []\n"
 
@@ -172,8 +173,7 @@ def test_what_real_ranks_saved_is_resharded(by_ranks: dict[int, Path], tmp_path:
 
 def test_inspect(folder: Path) -> None:
     shown = run("inspect", folder).stdout
-    assert "Saved by  test on 1 rank, 20" in shown
-    assert f"torch {torch.__version__}" in shown
+    assert_says(shown, "Saved by  test on 1 rank, 20", f"torch {torch.__version__}")
     rows = [line.split() for line in shown.splitlines()]
     assert ["model", "model", "6", "76", "316", "B", "float32,", "int64"] in rows
     assert ["optimizer/0", "optimizer", "2", "25", "100", "B", "float32"] in rows
@@ -197,16 +197,8 @@ def test_inspect_puts_together_what_is_repeated_and_nothing_else(tmp_path: Path)
     rows = [line.split() for line in run("inspect", tmp_path / "a").stdout.splitlines()]
     shown = {row[0].removeprefix("model/")[:20]: int(row[-1]) if "×" in row else 1 for row in rows if "float32" in row}
     for prefix, times in (("", 1), ("blocks.*.", 12)):
-        assert {name: shown.pop(prefix + name) for name in ("0,2.weight", "0,2.bias", "1,4.bias")} == {
-            "0,2.weight": 2 * times,
-            "0,2.bias": 2 * times,
-            "1,4.bias": 2 * times,
-        }
-    assert {name: shown.pop(name) for name in ("steps.*", "layer7.w", "layer8.w")} == {
-        "steps.*": 2,
-        "layer7.w": 1,
-        "layer8.w": 1,
-    }
+        assert [shown.pop(prefix + name) for name in ("0,2.weight", "0,2.bias", "1,4.bias")] == [2 * times] * 3
+    assert [shown.pop(name) for name in ("steps.*", "layer7.w", "layer8.w")] == [2, 1, 1]
     assert shown == {name[:20]: 1 for name in odd} | {"model": 1}
 
 
@@ -236,30 +228,12 @@ def test_inspect_as_json(folder: Path) -> None:
     assert seen["save_id"] == manifest.save_id
     assert (seen["strategy"], seen["world_size"], seen["path"]) == ("test", 1, str(folder))
     assert seen["bytes"] == sum(path.stat().st_size for path in folder.rglob("*-*") if path.is_file())
-    assert seen["parts"] == [
-        {
-            "path": "model",
-            "kind": "model",
-            "tensors": 6,
-            "elements": 76,
-            "bytes": 316,
-            "dtypes": {"float32": 73, "int64": 3},
-        },
-        {
-            "path": "optimizer/0",
-            "kind": "optimizer",
-            "tensors": 2,
-            "elements": 25,
-            "bytes": 100,
-            "dtypes": {"float32": 25},
-        },
-    ]
-    assert seen["tensors"]["model/blocks.0.up.weight"] == {
-        "shape": [4, 6],
-        "dtype": "float32",
-        "bytes": 96,
-        "chunks": 3,
-    }
+    fields = ("path", "kind", "tensors", "elements", "bytes", "dtypes")
+    model = ("model", "model", 6, 76, 316, {"float32": 73, "int64": 3})
+    optimizer = ("optimizer/0", "optimizer", 2, 25, 100, {"float32": 25})
+    assert seen["parts"] == [dict(zip(fields, part, strict=True)) for part in (model, optimizer)]
+    block = {"shape": [4, 6], "dtype": "float32", "bytes": 96, "chunks": 3}
+    assert seen["tensors"]["model/blocks.0.up.weight"] == block
     assert seen["aliases"] == ALIASES
     assert seen["plain"] == [
         {"path": "trainer/pytorch-lightning_version", "value": "2.6.6"},
@@ -273,18 +247,12 @@ def test_inspect_as_json(folder: Path) -> None:
 
 
 def test_inspect_shows_several_models_and_what_belongs_to_none(tmp_path: Path) -> None:
-    state = {
-        "gen": {"w": torch.ones(2)},
-        "nets": {"disc": {"w": torch.ones(3)}, "note": "x"},
-        "average": {"w": in_pieces(torch.ones(4), 0, 2)},
-    }
+    nets = {"disc": {"w": torch.ones(3)}, "note": "x"}
+    state = {"gen": {"w": torch.ones(2)}, "nets": nets, "average": {"w": in_pieces(torch.ones(4), 0, 2)}}
     save_alone(tmp_path / "a", state, {"gen": "model", "nets/disc": "model"})
     seen = json.loads(run("inspect", tmp_path / "a", "--json").stdout)
-    assert [(part["path"], part["kind"], part["elements"]) for part in seen["parts"]] == [
-        ("gen", "model", 2),
-        ("nets/disc", "model", 3),
-        (None, "state", 4),
-    ]
+    parts = [("gen", "model", 2), ("nets/disc", "model", 3), (None, "state", 4)]
+    assert [(part["path"], part["kind"], part["elements"]) for part in seen["parts"]] == parts
     assert seen["plain"] == [{"path": "nets/note", "value": "x"}, {"path": "average/w", "tensor": "average/w"}]
     assert "elsewhere" in run("inspect", tmp_path / "a").stdout
 
@@ -392,30 +360,18 @@ def test_diff_names_the_first_value_that_differs(folder: Path, tmp_path: Path) -
     assert (found["differing"], found["first"], found["max_abs"]) == (2, [3, 2], pytest.approx(2.0, abs=1e-6))
     assert found["values"]["b"] - found["values"]["a"] == pytest.approx(0.5, abs=1e-6)
     assert tensors["model/blocks.1.up.weight"]["first"] == [0, 4]
-    assert tensors["model/steps"] == {
-        "shape": {"a": [3], "b": [3]},
-        "dtype": {"a": "int64", "b": "int64"},
-        "differing": 1,
-        "first": [2],
-        "values": {"a": 2, "b": 7},
-        "max_abs": 5.0,
-    }
+    same = {"shape": {"a": [3], "b": [3]}, "dtype": {"a": "int64", "b": "int64"}}
+    values = {"differing": 1, "first": [2], "values": {"a": 2, "b": 7}, "max_abs": 5.0}
+    assert tensors["model/steps"] == {**same, **values}
     shown = run("diff", folder, other, status=1).stdout
     assert "model/steps\n      1 of 3 values, first at [2]: 2 → 7, by 5 at most" in shown
     assert shown.endswith("The content differs.\n")
 
 
 def test_diff_of_names_shapes_dtypes_and_ties(folder: Path, tmp_path: Path) -> None:
-    state = {
-        "model": {
-            "wte.weight": torch.ones(6, 4),
-            "head.weight": torch.ones(6, 4),
-            "scale": torch.ones(2),
-            "steps": torch.arange(3, dtype=torch.int32),
-            "new": torch.ones(1),
-        }
-    }
-    save_alone(tmp_path / "b", state)
+    tied = {"wte.weight": torch.ones(6, 4), "head.weight": torch.ones(6, 4)}
+    other = {"scale": torch.ones(2), "steps": torch.arange(3, dtype=torch.int32), "new": torch.ones(1)}
+    save_alone(tmp_path / "b", {"model": {**tied, **other}})
     seen = seen_by_diff(folder, tmp_path / "b")
     assert seen["only_b"] == ["model/new"]
     assert "model/nothing" in seen["only_a"]
@@ -432,8 +388,7 @@ def test_diff_of_names_shapes_dtypes_and_ties(folder: Path, tmp_path: Path) -> N
     assert seen["tensors"]["model/head.weight"]["differing"] == 24  # of either name, for it is tied in one alone
     assert seen["plain"]["epoch"] == {"a": 3, "b": "(missing)"}
     shown = run("diff", folder, tmp_path / "b", status=1).stdout
-    assert "model/head.weight: model/wte.weight in A, alone in B" in shown
-    assert "int64 → int32; the values are the same" in shown
+    assert_says(shown, "model/head.weight: model/wte.weight in A, alone in B", "int64 → int32; the values are the same")
 
 
 def test_which_of_the_tied_names_is_stored_makes_no_difference(tmp_path: Path) -> None:
@@ -484,14 +439,11 @@ def test_diff_of_runs_that_compute_the_same(tmp_path: Path) -> None:
     assert seen_by_diff(first, again) == {}
     shown = run("diff", first, again).stdout
     callback = f"trainer/callbacks/{CALLBACK[:59]}…"
-    assert f"  {callback}/dirpath: /runs/a → s3://runs/b/\n" in shown
-    assert "  trainer/fsdp_core/attempts/0/id: " in shown
+    assert_says(shown, f"  {callback}/dirpath: /runs/a → s3://runs/b/\n", "  trainer/fsdp_core/attempts/0/id: ")
     assert "  trainer/callbacks/Timer/time_elapsed/train: 0." in shown
     other = saved_by_a_run(tmp_path / "c", "/runs/" + "a" * 80, best=0, timer=False)
-    assert list(seen_by_diff(first, other)["plain"]) == [
-        f"trainer/callbacks/{CALLBACK}/best_model_path",
-        "trainer/callbacks/Timer/time_elapsed/train",
-    ]
+    differing = [f"trainer/callbacks/{CALLBACK}/best_model_path", "trainer/callbacks/Timer/time_elapsed/train"]
+    assert list(seen_by_diff(first, other)["plain"]) == differing
     shown = run("diff", first, other, status=1).stdout
     assert f"  {callback}/best_model_path: epoch=1.ckpt → epoch=0.ckpt\n" in shown
     assert f"/dirpath: /runs/a → /runs/{'a' * 54}…\n" in shown
@@ -503,8 +455,7 @@ def test_paths_in_a_diff_are_readable(tmp_path: Path) -> None:
         save_alone(tmp_path / folder, {"data": {"file": name, name: 1, "100%": folder}})
     shown = run("diff", tmp_path / "a", tmp_path / "b", status=1).stdout
     end = "x" * 29 + "/"
-    assert f"  data/file: …{end}a → …{end}b\n" in shown
-    assert f"  data/'{names[0]}': 1 → (missing)\n" in shown
+    assert_says(shown, f"  data/file: …{end}a → …{end}b\n", f"  data/'{names[0]}': 1 → (missing)\n")
     assert "  data/100%: a → b\n" in shown
 
 
@@ -576,8 +527,7 @@ def test_more_than_twenty_differences_are_counted(tmp_path: Path) -> None:
         state = {"model": {f"w{number}": torch.full((1,), value) for number in range(25)}}
         save_alone(tmp_path / name, state)
     shown = run("diff", tmp_path / "a", tmp_path / "b", status=1).stdout
-    assert "Tensors that differ (25)" in shown
-    assert "… and 5 more (--json has all)" in shown
+    assert_says(shown, "Tensors that differ (25)", "… and 5 more (--json has all)")
     assert len(json.loads(run("diff", tmp_path / "a", tmp_path / "b", "--json", status=1).stdout)["tensors"]) == 25
 
 
@@ -608,7 +558,5 @@ def on_a_terminal(*arguments: object) -> str:
 
 def test_a_terminal_shows_progress_unless_quiet(folder: Path, tmp_path: Path) -> None:
     shown = on_a_terminal("reshard", folder, tmp_path / "b", "--files", 2)
-    assert "Writing" in shown
-    assert "100%" in shown
-    assert f"to {tmp_path / 'b'}." in shown
+    assert_says(shown, "Writing", "100%", f"to {tmp_path / 'b'}.")
     assert on_a_terminal("reshard", folder, tmp_path / "c", "--files", 2, "--quiet") == ""

@@ -17,6 +17,7 @@ from cli_checkpoints import run, save_trained
 from conftest import Site
 from damaged_folders import save_alone
 from fsdp_core.checkpoint.storage import commit, writers
+from fsdp_core.testing.refusals import assert_says
 from test_checkpoint_commit import save_interrupted, save_state
 
 
@@ -33,8 +34,7 @@ def listed(path: Path | str) -> dict[str, dict[str, Any]]:
 
 
 def test_whole_damaged_and_unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {"model": {"w": torch.ones(3)}, "trainer": {"global_step": 2}}
-    save_alone(tmp_path / "a.ckpt", state)
+    save_alone(tmp_path / "a.ckpt", {"model": {"w": torch.ones(3)}, "trainer": {"global_step": 2}})
     shutil.copytree(tmp_path / "a.ckpt", tmp_path / "b.ckpt")
     next((tmp_path / "b.ckpt" / "model").iterdir()).unlink()
     shutil.copytree(tmp_path / "a.ckpt", tmp_path / "d.ckpt")
@@ -62,11 +62,9 @@ def test_whole_damaged_and_unfinished(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(one["bytes"] > 0 and one["time"] for one in halves.values())
     elsewhere, gone = sorted(halves, key=lambda told: "is gone" in told)
     assert len(halves) == 2
-    assert "by process 999999999 on" in gone
-    assert "which is gone: the next save to this directory removes it" in gone
+    assert_says(gone, "by process 999999999 on", "which is gone: the next save to this directory removes it")
     assert "gpu-07, which may or may not be running" in elsewhere
-    shown = run("list", tmp_path)
-    lines = shown.stdout.splitlines()
+    lines = run("list", tmp_path).stdout.splitlines()
     assert lines[0].split() == ["Name", "State", "Step", "Size", "Age"]
     assert len(lines) == 1 + len(found)
     assert any(line.split()[:3] == ["a.ckpt", "whole", "2"] for line in lines)

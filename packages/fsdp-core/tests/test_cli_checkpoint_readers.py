@@ -197,8 +197,7 @@ def test_the_tied_name_can_be_written_too(transformers: Any, tmp_path: Path) -> 
     model = transformers.AutoModelForCausalLM.from_config(config_of(transformers, "gpt2", True))
     save_alone(tmp_path / "a", {"model": model.state_dict()},
                aliases={"model/lm_head.weight": "model/transformer.wte.weight"})  # fmt: skip
-    untied = config_of(transformers, "gpt2", False)
-    untied.save_pretrained(tmp_path)
+    config_of(transformers, "gpt2", False).save_pretrained(tmp_path)
     run(
         "consolidate", tmp_path / "a", tmp_path / "hf", "--to", "huggingface", "--copy-tied",
         "--config", tmp_path / "config.json",

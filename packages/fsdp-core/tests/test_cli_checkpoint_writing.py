@@ -36,6 +36,7 @@ from fsdp_core.checkpoint import (
 )
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError, CheckpointValueError
 from fsdp_core.lightning.checkpoints.full.consolidation import consolidate_lightning
+from fsdp_core.testing.refusals import assert_says
 from nests import assert_same
 from quiet_trainer import quiet_trainer
 
@@ -106,18 +107,10 @@ def test_a_tied_name_reaches_its_readers(tmp_path: Path, copy: bool) -> None:
 
 def test_a_prefix_takes_what_is_under_it(tmp_path: Path) -> None:
     shared = torch.ones(2, 2)
-    state = {
-        "model": {
-            "shared": shared,
-            "model.wte": shared,
-            "model.head": shared,
-            "model.scale": torch.tensor(3.0),
-            "loss.weight": torch.ones(1),
-            "model._extra_state": {"version": 1, "mask": torch.ones(2)},
-        }
-    }
+    model = {"shared": shared, "model.wte": shared, "model.head": shared, "model.scale": torch.tensor(3.0)}
+    further = {"loss.weight": torch.ones(1), "model._extra_state": {"version": 1, "mask": torch.ones(2)}}
     aliases = {"model/model.wte": "model/shared", "model/model.head": "model/shared"}
-    save_alone(tmp_path / "a", state, aliases=aliases)
+    save_alone(tmp_path / "a", {"model": {**model, **further}}, aliases=aliases)
     result = run("consolidate", tmp_path / "a", tmp_path / "w", "--to", "safetensors", "--strip-prefix", "model.")
     found = load_file(tmp_path / "w")
     assert set(found) == {"wte", "scale"}
@@ -162,8 +155,7 @@ def test_which_model(tmp_path: Path, target: str) -> None:
     refused = run("consolidate", tmp_path / "a", tmp_path / "x", "--to", target, status=1)
     assert "holds 2 models ('gen', 'nets/disc'): choose one with key= (--key)" in refused.stderr
     refused = run("consolidate", tmp_path / "a", tmp_path / "x", "--to", target, "--key", "model", status=1)
-    assert "no model under 'model'" in refused.stderr
-    assert "Models in it: 'gen', 'nets/disc'; pass one as key= (--key)" in refused.stderr
+    assert_says(refused.stderr, "no model under 'model'", "Models in it: 'gen', 'nets/disc'; pass one as key= (--key)")
     for key, shape in (("gen", (2,)), ("nets/disc", (3,)), ("nets%2Fdisc", (3,))):
         run("consolidate", tmp_path / "a", tmp_path / "o", "--to", target, "--key", key, "--overwrite")
         found = load_file(tmp_path / "o" / ("model.safetensors" if target == "huggingface" else ""))
@@ -241,12 +233,8 @@ def test_what_fabric_saved_goes_on_under_a_trainer(tmp_path: Path) -> None:
         optimizer.step()
 
     step()
-    state = {
-        "net": module.state_dict(),
-        "opt": state_by_name(optimizer, module),
-        "step": 1,
-        "notes": {"lr": (0.1, None)},
-    }
+    state: dict[str, Any] = {"step": 1, "notes": {"lr": (0.1, None)}}
+    state |= {"net": module.state_dict(), "opt": state_by_name(optimizer, module)}
     save_alone(tmp_path / "a", state, {"net": "model", "opt": "optimizer"})
     run("consolidate", tmp_path / "a", tmp_path / "w.ckpt", "--to", "lightning")
     found = torch.load(tmp_path / "w.ckpt", weights_only=True)
@@ -291,14 +279,12 @@ def test_which_of_fabrics_models_and_optimizers(tmp_path: Path) -> None:
         ("trainer", ["--key", "gen"], ["was saved by a Trainer", "Leave out"]),
     ):
         refused = run("consolidate", tmp_path / place, tmp_path / "w.ckpt", "--to", "lightning", *arguments, status=1)
-        for words in said:
-            assert words in refused.stderr, refused.stderr
+        assert_says(refused.stderr, *said)
     chosen = ["--key", "gen", "--optimizer-key", "opt_b", "--optimizer-key", "opt_a"]
     done = run("consolidate", tmp_path / "a", tmp_path / "gen.ckpt", "--to", "lightning", *chosen)
     assert "disc: is not of this model" in done.stdout
     found = torch.load(tmp_path / "gen.ckpt", weights_only=True)
-    assert found["state_dict"].keys() == {"w"}
-    assert len(found["optimizer_states"]) == 2
+    assert (found["state_dict"].keys(), len(found["optimizer_states"])) == ({"w"}, 2)
     assert found.keys() & {*state} == {"step"}
     run("consolidate", tmp_path / "a", tmp_path / "v.ckpt", "--to", "lightning", "--key", "other")
     found = torch.load(tmp_path / "v.ckpt", weights_only=True)["optimizer_states"]
@@ -499,8 +485,7 @@ def test_a_write_that_fails_leaves_what_was_there(
     assert content(out) == before
     calls = 0
     write_to(folder, tmp_path / "new" / "out", target, status=1)
-    assert content(tmp_path / "new") == {}
-    assert leftovers(tmp_path) == []
+    assert (content(tmp_path / "new"), leftovers(tmp_path)) == ({}, [])
 
 
 LIMITED = """

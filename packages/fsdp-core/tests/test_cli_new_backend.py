@@ -18,20 +18,24 @@ from packaging.requirements import Requirement
 from conftest import Site
 from fsdp_core.plugins.lightning_names import LIGHTNINGS_OWN
 from fsdp_core.sharding import backend, sharded
+from fsdp_core.testing.refusals import assert_says
 
 PAGE = Path(__file__).parents[3] / "docs/writing-a-backend.md"
 
+MODULES = (
+    "__init__.py",
+    "backend.py",
+    "constructor.py",
+    "fabric.py",
+    "options.py",
+    "plugin.py",
+    "py.typed",
+    "trainer.py",
+)
 FILES = [
     "README.md",
     "pyproject.toml",
-    "src/fsdp_my_shards/__init__.py",
-    "src/fsdp_my_shards/backend.py",
-    "src/fsdp_my_shards/constructor.py",
-    "src/fsdp_my_shards/fabric.py",
-    "src/fsdp_my_shards/options.py",
-    "src/fsdp_my_shards/plugin.py",
-    "src/fsdp_my_shards/py.typed",
-    "src/fsdp_my_shards/trainer.py",
+    *(f"src/fsdp_my_shards/{name}" for name in MODULES),
     "tests/test_conformance.py",
 ]
 
@@ -62,12 +66,8 @@ def test_it_takes_less_than_half_a_second(site: Site) -> None:
         ended = os.times()
         return ended.children_user + ended.children_system - began.children_user - began.children_system
 
-    main = "from fsdp_core.cli import main; main()"
-    tries = [
-        seconds("-c", main, "new-backend", "my_shards", "--path", f"there-{n}") - seconds("-c", "pass")
-        for n in range(5)
-    ]
-    assert min(tries) < 0.5
+    words = ("-c", "from fsdp_core.cli import main; main()", "new-backend", "my_shards", "--path")
+    assert min(seconds(*words, f"there-{n}") - seconds("-c", "pass") for n in range(5)) < 0.5
 
 
 def test_it_writes_a_package(site: Site) -> None:
@@ -93,12 +93,8 @@ def test_the_project_says_which_core_it_is_built_for(written: Path) -> None:
     assert project["name"] == "fsdp-my-shards"
     core, *_ = map(Requirement, project["dependencies"])
     assert core.name == "fsdp-core"
-    assert [core.specifier.contains(version) for version in ("0.0.9", "0.1.0", "0.1.9", "0.2.0")] == [
-        False,
-        True,
-        True,
-        False,
-    ]
+    contains = {"0.0.9": False, "0.1.0": True, "0.1.9": True, "0.2.0": False}
+    assert {version: core.specifier.contains(version) for version in contains} == contains
 
 
 def test_it_is_listed_before_anything_is_written(site: Site, written: Path) -> None:
@@ -200,8 +196,7 @@ def test_a_name_that_cannot_be(site: Site, name: str, words: list[str]) -> None:
     site.distribution("fsdp-present")
     done = site.fsdp("new-backend", name, check=False)
     assert done.returncode == 1
-    for word in words:
-        assert word in done.stderr
+    assert_says(done.stderr, *words)
     assert not list(site.path.glob(f"fsdp-{name}*"))
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from conftest import Site
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd
+from fsdp_core.testing.refusals import assert_says
 from fsdp_core.testing.suite import PresetSuite, StrategySuite
 from fsdp_core.testing.suite.base_class import Clauses
 from fsdp_core.testing.suite.interface.capabilities import ASKED
@@ -127,16 +128,12 @@ class OtherSuite(Clauses):
 
 
 @pytest.mark.parametrize(
-    "added", [{"test_it": None}, {"test_it": lambda self: None}, {"helped": None}, {"changed": None}]
+    ("name", "value"), [("test_it", None), ("test_it", lambda self: None), ("helped", None), ("changed", None)]
 )
-def test_clauses_and_what_they_call_cannot_be_overridden(added: dict[str, Any]) -> None:
-    (name,) = added
-    if name == "changed":
-        with pytest.raises(TypeError, match=r"TestMine\.changed would hide the suite's own, in Clauses"):
-            type("TestMine", (Suite,), {"strategy": "mine", **added})
-        return
-    with pytest.raises(TypeError, match=rf"TestMine\.{name} would hide the suite's own, in Suite\.\nGive it another"):
-        type("TestMine", (Suite,), {"strategy": "mine", **added})
+def test_clauses_and_what_they_call_cannot_be_overridden(name: str, value: Any) -> None:
+    owner = "Clauses" if name == "changed" else r"Suite\.\nGive it another"
+    with pytest.raises(TypeError, match=rf"TestMine\.{name} would hide the suite's own, in {owner}"):
+        type("TestMine", (Suite,), {"strategy": "mine", name: value})
 
 
 def test_two_suites_cannot_have_a_clause_of_one_name() -> None:
@@ -178,8 +175,7 @@ def test_what_runs_and_what_the_report_says_of_it(tiny: Site) -> None:
         assert suite["totals"]["does not apply"] == 2
         results = {one["name"]: (one["declared"], one["result"]) for one in suite["capabilities"]}
         assert results.keys() == set(Capability)
-        assert results["clip_by_norm"] == (True, "works")
-        assert results["cpu_offload"] == (False, "refused")
+        assert (results["clip_by_norm"], results["cpu_offload"]) == ((True, "works"), (False, "refused"))
         assert results["meta_init"] == (False, "not shown")
         assert found["versions"]["fsdp-core"]
         assert found["versions"]["torch"]
@@ -232,8 +228,7 @@ def test_an_expected_failure_that_passes_fails(tiny: Site) -> None:
             expected_failures = {"test_passes": "mended since", "test_of_two": "one of them passes"}
     """
     said = pytest_on(tiny, source).stdout
-    assert "[XPASS(strict)] mended since" in said
-    assert "FAILED test_tiny.py::TestTiny::test_of_two[1]" in said
+    assert_says(said, "[XPASS(strict)] mended since", "FAILED test_tiny.py::TestTiny::test_of_two[1]")
     assert "XFAIL test_tiny.py::TestTiny::test_of_two[2]" in said
 
 
@@ -310,9 +305,7 @@ def test_classes_that_are_refused(tiny: Site) -> None:
     run = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors")
     said = tiny.fork(*run, *files, check=False).stdout
     for name, (_, words) in files.items():
-        part = said.split(f"ERROR collecting {name}")[1].split("ERROR collecting")[0]
-        for word in words:
-            assert word in part, (name, part)
+        assert_says(said.split(f"ERROR collecting {name}")[1].split("ERROR collecting")[0], *words)
 
 
 def test_the_plugin_is_light_and_says_what_a_report_may_be_called(tiny: Site) -> None:
@@ -384,8 +377,7 @@ class Method(Promised):
 def test_signatures_that_calls_fit(made: type, words: list[str]) -> None:
     told = "\n".join(misfits(made, Promised))
     assert bool(told) == bool(words)
-    for word in words:
-        assert word in told
+    assert_says(told, *words)
 
 
 IMPLEMENTATION = """

@@ -80,10 +80,7 @@ def test_the_record_holds_what_plugins_need_one_line_each() -> None:
     ],
 )
 def test_what_a_change_means_for_plugins(member: str, was: str | None, now: str | None, kind: str) -> None:
-    owners = {
-        "fsdp_core.sharding.Backend": "class (ABC)",
-        "fsdp_core.plugins.StrategyInfo": DATACLASS,
-    }
+    owners = {"fsdp_core.sharding.Backend": "class (ABC)", "fsdp_core.plugins.StrategyInfo": DATACLASS}
     before, after = ({**owners, **({member: text} if text else {})} for text in (was, now))
     (change,) = compare(before, after)
     assert (change.kind, change.member) == (kind, member)

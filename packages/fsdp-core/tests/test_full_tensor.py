@@ -41,7 +41,6 @@ def test_what_no_rank_holds_is_told_by_all(by_rank: tuple[ChunkedTensor, ...], f
 def test_one_rank_may_hold_all_or_there_may_be_nothing() -> None:
     alone = ProcessGroupRuntime()
     assert torch.equal(whole(held(3, 0, 1, 2), alone), torch.arange(4.0)[:, None].expand(4, 2))
-    nothing = ChunkedTensor(shape=(0, 2), dtype=torch.float32, chunks=())
-    assert whole(nothing, alone).shape == (0, 2)
+    assert whole(ChunkedTensor(shape=(0, 2), dtype=torch.float32, chunks=()), alone).shape == (0, 2)
     scalar = ChunkedTensor(shape=(), dtype=torch.float32, chunks=(Chunk(offsets=(), data=torch.tensor(5.0)),))
     assert whole(scalar, alone) == 5

@@ -85,8 +85,7 @@ def test_the_newest_follows_from_what_led_to_it_and_not_from_a_clock(tmp_path: P
     later = saved(tmp_path / "b", ["1"], 10, seconds=800)
     after = saved(tmp_path / "c", ["1", "2"], 9, seconds=700)  # which began from the step 8
     other = saved(tmp_path / "d", ["3"], 1, seconds=1000)
-    assert newest([early, later]) == later
-    assert newest([early, later, after]) == after
+    assert (newest([early, later]), newest([early, later, after])) == (later, after)
     assert newest([early, other]) is None  # of another run: nothing but a clock can tell
     assert newest([early, str(tmp_path)]) is None
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from checkpoint_ranks import ThreadRuntime, on_threads
+from checkpoint_ranks import ThreadRuntime, on_threads, rank_rows
 from damaged_folders import save_alone
-from fsdp_core.checkpoint import Chunk, ChunkedTensor, fill_all, load, merging, together_each
+from fsdp_core.checkpoint import fill_all, load, merging, together_each
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.shared_place import check_shared
 from fsdp_core.errors import CheckpointError
@@ -22,6 +22,7 @@ from fsdp_core.sharding.host_agreement import check_same_packages, versions_of
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.rank_agreement import check_same, facts_of_module
 from fsdp_core.testing.loopback.backend import LoopbackBackend
+from fsdp_core.testing.refusals import refusal
 
 WORLDS = (2, 4, 16)
 TENSORS = 40
@@ -66,14 +67,8 @@ class RecordingRuntime(ThreadRuntime):
 
 def rows_of(rank: int, ranks: int) -> dict[str, Any]:
     """As many tensors as ranks hold of a model: a row of each."""
-    return {
-        f"layers.{number}.weight": ChunkedTensor(
-            shape=(ranks, 3),
-            dtype=torch.float32,
-            chunks=(Chunk(offsets=(rank, 0), data=torch.full((1, 3), float(rank))),),
-        )
-        for number in range(TENSORS)
-    }
+    row = rank_rows(torch.full((1, 3), float(rank)), rank, ranks)
+    return {f"layers.{number}.weight": row.clone() for number in range(TENSORS)}
 
 
 def measured(world: int, path: Path, what: str) -> list[tuple[dict[str, int], dict[str, int]]]:
@@ -184,9 +179,7 @@ def told_of_failures(world: int, failure: Callable[[int], str | None]) -> set[st
             if message := failure(runtime.rank):
                 raise OSError(message)
 
-        with pytest.raises(CheckpointError) as caught:
-            together_each(runtime, "writing", step)
-        return str(caught.value)
+        return refusal(CheckpointError, lambda: together_each(runtime, "writing", step))
 
     return set(on_threads(world, work))
 

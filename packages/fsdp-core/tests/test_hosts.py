@@ -19,6 +19,7 @@ from fsdp_core.lightning.launch_checks import check_launched
 from fsdp_core.sharding import host_agreement
 from fsdp_core.sharding.host_agreement import check_same_packages, versions_of
 from fsdp_core.testing.loopback.backend import LoopbackBackend
+from fsdp_core.testing.refusals import refusal
 
 
 def test_versions_that_differ_are_named_with_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,9 +27,7 @@ def test_versions_that_differ_are_named_with_their_hosts(monkeypatch: pytest.Mon
         check_same_packages(runtime, {"torch": "2.13.0", "fsdp_core": "0.1.0"})
         newer = {"torch": "2.13.0" if runtime.rank < 2 else "2.12.1", "fsdp_core": "0.1.0"}
         own = {**newer, "fsdp_fsdp2": "0.2.0"} if runtime.rank == 1 else newer
-        with pytest.raises(ShardingError) as told:
-            check_same_packages(runtime, own)
-        return str(told.value)
+        return refusal(ShardingError, lambda: check_same_packages(runtime, own))
 
     monkeypatch.setattr(host_agreement.socket, "gethostname", lambda: "host-a")
     (told,) = set(on_threads(4, work))
@@ -68,9 +67,7 @@ def test_a_folder_that_cant_be_written_to_is_told_on_all_ranks(tmp_path: Path) -
     (tmp_path / "file").touch()
 
     def work(runtime: ThreadRuntime) -> str:
-        with pytest.raises(CheckpointError) as told:
-            check_shared(tmp_path / "file/folder", runtime)
-        return str(told.value)
+        return refusal(CheckpointError, lambda: check_shared(tmp_path / "file/folder", runtime))
 
     (told,) = set(on_threads(2, work))
     assert "A file exists where a folder must be" in told
@@ -138,6 +135,5 @@ def test_numbers_that_the_launcher_contradicts(
     if told is None:
         check_launched(environment(), devices, hosts)
     else:
-        with pytest.raises(ShardingError) as error:
-            check_launched(environment(), devices, hosts)
-        assert told in str(error.value)
+        error = refusal(ShardingError, lambda: check_launched(environment(), devices, hosts))
+        assert told in error

@@ -56,8 +56,7 @@ def cached(root: Path, target: Callable[[Path], Path]) -> Path:
 
 def test_the_cache_of_huggingface_hub(tmp_path: Path) -> None:
     module = Pair()
-    loaded = load_pretrained(module, cached(tmp_path, lambda blobs: blobs / "9a1b"))
-    assert loaded.tensors == 4
+    assert load_pretrained(module, cached(tmp_path, lambda blobs: blobs / "9a1b")).tensors == 4
     torch.testing.assert_close(module.state_dict(), filled(), atol=0, rtol=0)
 
 

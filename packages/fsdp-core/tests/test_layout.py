@@ -113,8 +113,7 @@ def test_state_of_a_flat_parameter_goes_by_the_names_of_its_parts() -> None:
     restored = other.optimizer.state[other.held]
     kept = [*range(6), 8, 9, 10]
     assert torch.equal(restored["exp_avg"][kept], moment[kept])
-    assert restored["step"].item() == 1
-    assert restored["exp_avg"].shape == other.held.shape
+    assert (restored["step"].item(), restored["exp_avg"].shape) == (1, other.held.shape)
 
 
 def test_parts_of_different_step_counts_fit_no_flat_parameter() -> None:

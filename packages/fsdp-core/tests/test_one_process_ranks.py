@@ -16,6 +16,7 @@ from fsdp_core.testing.forking import StartMethod
 from fsdp_core.testing.one_process import Answer, OneProcessRanks, answered
 from fsdp_core.testing.rank_context import Here, here, stand_on
 from fsdp_core.testing.ranks import Failure, RankKind
+from fsdp_core.testing.refusals import refusal
 from test_ranks import answer_with, leave
 
 if TYPE_CHECKING:
@@ -114,9 +115,7 @@ def test_variables_are_taken_back_but_for_the_librarys_own() -> None:
 def test_an_error_begins_with_the_cause_and_ends_the_process(rank: int) -> None:
     with ThreadRanks() as ranks:
         before = ranks.run(2, look)[0].pid
-        with pytest.raises(RankError) as raised:
-            ranks.run(2, fail_on, rank)
-        first, where, *rest = str(raised.value).splitlines()
+        first, where, *rest = refusal(RankError, lambda: ranks.run(2, fail_on, rank)).splitlines()
         assert (first, where) == ("ValueError: weight differs", f"on rank {rank} of 2, in fail_on:")
         assert [line for line in rest if line.startswith("---")] == ["--- rank 0 of 2", "--- rank 1 of 2"]
         assert ranks.run(2, look)[0].pid != before

@@ -25,11 +25,11 @@ from lightning.pytorch.core import saving
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from checkpoint_ranks import ThreadRuntime, on_threads
+from checkpoint_ranks import ThreadRuntime, on_threads, rank_rows
 from cli_checkpoints import in_pieces, state_by_name
 from conftest import Site
 from damaged_folders import save_alone
-from fsdp_core.checkpoint import Chunk, ChunkedTensor, load_state_dict
+from fsdp_core.checkpoint import ChunkedTensor, load_state_dict
 from fsdp_core.errors import CheckpointExistsError, CheckpointFormatError, UnsupportedCapabilityError
 from fsdp_core.lightning.checkpoints.patched_io import install_opening
 from fsdp_core.testing.refusals import assert_says, refusal
@@ -186,8 +186,7 @@ def test_fabrics_folder_has_the_users_keys(tmp_path: Path, trained: Any) -> None
 
 
 def test_fabric_reads_a_raw_state(tmp_path: Path, trained: Any) -> None:
-    state = {k: in_rows(v) for k, v in trained[0].state_dict().items()}
-    save_alone(tmp_path / "raw", state)
+    save_alone(tmp_path / "raw", {k: in_rows(v) for k, v in trained[0].state_dict().items()})
     module = Tied()
     Fabric(accelerator="cpu", devices=1).load_raw(tmp_path / "raw", module)
     assert_same(dict(module.state_dict()), dict(trained[0].state_dict()))
@@ -417,13 +416,11 @@ def test_another_lightning_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "lightning.fabric.utilities.cloud_io", renamed)
     monkeypatch.delitem(sys.modules, "lightning.pytorch.core.saving")
     install_opening(strategies)
-    assert renamed._load == "a string"
-    assert strategies.FSDPStrategy.load_checkpoint == 5
+    assert (renamed._load, strategies.FSDPStrategy.load_checkpoint) == ("a string", 5)
 
 
 @pytest.mark.parametrize(
-    ("fabric", "pytorch"),
-    [("lightning.fabric", "lightning.pytorch"), ("lightning_fabric", "pytorch_lightning")],
+    ("fabric", "pytorch"), [("lightning.fabric", "lightning.pytorch"), ("lightning_fabric", "pytorch_lightning")]
 )
 def test_a_script_needs_no_import_of_ours(site: Site, tmp_path: Path, trained: Any, fabric: str, pytorch: str) -> None:
     save_as_trainer(tmp_path / "run.ckpt", *trained)
@@ -462,8 +459,7 @@ def test_a_script_needs_no_import_of_ours(site: Site, tmp_path: Path, trained: A
 
 def test_a_place_of_a_scattered_save_is_refused_and_replaced(tmp_path: Path) -> None:
     def work(runtime: ThreadRuntime) -> None:
-        chunk = Chunk(offsets=(runtime.rank,), data=torch.ones(1))
-        state = {"model": {"w": ChunkedTensor(shape=(2,), dtype=torch.float32, chunks=(chunk,))}}
+        state = {"model": {"w": rank_rows(torch.ones(1), runtime.rank, 2)}}
         save_alone(tmp_path / f"rank{runtime.rank}.ckpt", state, runtime=runtime, scattered=True)
 
     assert on_threads(2, work) == [None, None]

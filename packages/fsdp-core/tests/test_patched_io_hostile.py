@@ -15,7 +15,7 @@ from torch import nn
 
 import hostile_openings
 from conftest import Site
-from damaged_folders import reseal, save_small, state_file
+from damaged_folders import refused, reseal, save_small, state_file
 from fsdp_core import load_state_dict
 from fsdp_core.checkpoint import describe, load
 from fsdp_core.checkpoint.importing import import_checkpoint
@@ -95,8 +95,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 def test_every_reader_refuses_what_names_code(folder: Path, how: str) -> None:
     give(folder, **NAMED[how])
     for read in READERS.values():
-        with pytest.raises(CheckpointFormatError, match=REFUSED):
-            read(folder)
+        refused(folder, REFUSED, by=read)
     assert RAN == []
     assert not (folder.parent / "out.ckpt").exists()
 
@@ -159,9 +158,7 @@ NESTED: dict[str, dict[str, Any]] = {
     "by dots in keys": {"part": "HarmfulPart", "part.init_args.text": "it ran"},
     "deep": {"anything": [{"a": {"$tuple": [1, SPEC]}}]},
     "in a dict with any keys": {"anything": {"$dict": [["class_path", SPEC["class_path"]], [1, 2]]}},
-    "in a class that does no harm": {
-        "part": {"class_path": "torch.nn.Sequential", "dict_kwargs": {"x": SPEC}},
-    },
+    "in a class that does no harm": {"part": {"class_path": "torch.nn.Sequential", "dict_kwargs": {"x": SPEC}}},
     "in YAML": {"anything": "{class_path: hostile_openings.Harm, init_args: {text: it ran}}"},
     "in YAML's own letters": {"anything": '{"cl\\u0061ss_path": "hostile_openings.H\\x61rm"}'},
     "in YAML, said again": {"anything": "{a: &x {class_path: hostile_openings.Harm}, b: *x}"},

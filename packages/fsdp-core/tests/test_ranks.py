@@ -80,8 +80,7 @@ def test_an_error_begins_with_what_the_first_rank_that_failed_has_raised(
     with RankPool() as ranks, pytest.raises(RankError) as raised:
         ranks.run(2, fail_on, rank, error)
     first, where, *rest = str(raised.value).splitlines()
-    assert first == summary
-    assert where == f"on rank {rank} of 2, in fail_on:"
+    assert (first, where) == (summary, f"on rank {rank} of 2, in fail_on:")
     assert [line for line in rest if line.startswith("---")] == ["--- rank 0 of 2", "--- rank 1 of 2"]
     assert rest.count("Traceback (most recent call last):") == 2
     assert "ConnectionError: the other rank is gone" in rest

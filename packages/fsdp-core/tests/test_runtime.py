@@ -16,6 +16,7 @@ from fsdp_core import ProcessGroupRuntime, ShardingError
 from fsdp_core.runtime import _check_group
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.loopback.fabric import LoopbackFabricStrategy
+from fsdp_core.testing.refusals import refusal
 from fsdp_core.torch_private import default_store
 
 
@@ -25,9 +26,7 @@ def comes_again() -> str:
     told = ""
     if runtime.rank == 0:
         runtime.patience = timedelta(seconds=0.5)
-        with pytest.raises(ShardingError) as refused:
-            runtime.meet("something")
-        told = str(refused.value)
+        told = refusal(ShardingError, lambda: runtime.meet("something"))
         runtime.patience = timedelta(seconds=60)
     dist.barrier()
     for _ in range(3):

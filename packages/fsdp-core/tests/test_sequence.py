@@ -77,10 +77,7 @@ def test_named_entries_along_their_own_dimensions() -> None:
     assert_says(refusal(ShardingError, lambda: again.split(again.split(batch))), "'x'", "already the part")
 
 
-@pytest.mark.parametrize(
-    "moved",
-    [torch.clone, lambda part: part.to(torch.float64), lambda part: part.to(torch.int16)],
-)
+@pytest.mark.parametrize("moved", [torch.clone, lambda part: part.to(torch.float64), lambda part: part.to(torch.int16)])
 def test_a_part_that_was_moved_is_not_split_again(moved: Any) -> None:
     """Fabric's loaders split on the CPU; the copy on another device has no mark."""
     split = SequenceSplit(Second())

@@ -28,6 +28,7 @@ from torch._utils import ExceptionWrapper
 
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.lightning.setup_checks import hang_duration
+from fsdp_core.testing.refusals import assert_says
 from fsdp_core.watch import hub as hubs
 from fsdp_core.watch import watcher
 from fsdp_core.watch.hub import Hub
@@ -201,8 +202,7 @@ def test_a_rank_that_ends_because_another_has_is_not_called_a_cause(hub: Hub) ->
     first.send(kind="bye")  # rank 0's, whose process has the hub
     hub.close()
     goodbye = next_of(second)
-    assert goodbye["kind"] == "bye"
-    assert [member["rank"] for member in goodbye["members"]] == [2]
+    assert (goodbye["kind"], [member["rank"] for member in goodbye["members"]]) == ("bye", [2])
 
 
 def test_ranks_are_asked_where_they_stand_when_one_has_waited_for_too_long(hub: Hub) -> None:
@@ -226,8 +226,7 @@ def test_ranks_may_wait_longer_for_what_one_does_alone(hub: Hub, capfd: pytest.C
         report = asdict(reports(LOADS, PREPARES)[1])
         second.send(kind="waits", seconds=seconds, may_go_on=may_go_on, report=report)
         kinds = [message["kind"] for message in iter(lambda: next_of(second), {"kind": "report?"})]
-        assert kinds == (["noted"] if may_go_on else [])
-        assert next_of(first) == {"kind": "report?"}
+        assert (kinds, next_of(first)) == (["noted"] if may_go_on else [], {"kind": "report?"})
         first.send(kind="report", report=asdict(reports(LOADS)[0]))
         second.send(kind="report", report=report)
 
@@ -235,13 +234,11 @@ def test_ranks_may_wait_longer_for_what_one_does_alone(hub: Hub, capfd: pytest.C
     while "fsdp-core:" not in (told := capfd.readouterr().err):  # written once the hub has both reports
         pass
     assert "rank 1 on a (process 101) has waited for 9 s for prepare_data(): rank 0 on a (process 100) stands" in told
-    assert "train.py:8 in rows" in told
-    assert "The run ends if that takes 108 s" in told
+    assert_says(told, "train.py:8 in rows", "The run ends if that takes 108 s")
     waits(108.0, may_go_on=False)
     verdict = next_of(first)["verdict"]
     assert verdict["kind"] == "hang"
-    assert "for 108 s. rank 0 on a (process 100) is behind" in verdict["message"]
-    assert "for prepare_data()" in verdict["message"]
+    assert_says(verdict["message"], "for 108 s. rank 0 on a (process 100) is behind", "for prepare_data()")
     assert "12 times hang_timeout" in verdict["message"]
     for connection in (first, second):
         connection.send(kind="bye")

@@ -45,8 +45,7 @@ def test_torch_wrap_marks_inside_the_context_alone() -> None:
     with mark_by_torch_wrap():
         assert torch_wrap(inside, forward_prefetch=True) is inside
     assert torch_wrap(outside) is outside
-    parent = nn.ModuleList([inside, outside])
-    assert [m is inside for m in marked(parent)] == [True]
+    assert [m is inside for m in marked(nn.ModuleList([inside, outside]))] == [True]
     assert options_of(inside) == {"forward_prefetch": True}
     assert options_of(outside) == {}
 

@@ -58,8 +58,7 @@ def test_one_block_used_many_times_is_one_unit() -> None:
 
 
 def test_innermost_first() -> None:
-    model = listed(Block(), Block())
-    units = select_units(model, {Block, nn.Linear})
+    units = select_units(listed(Block(), Block()), {Block, nn.Linear})
     assert [type(unit) for unit in units] == [nn.Linear, nn.Linear, Block, nn.Linear, nn.Linear, Block, nn.Linear]
 
 

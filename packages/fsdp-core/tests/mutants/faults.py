@@ -126,10 +126,7 @@ CAUGHT: dict[str, tuple[str, str]] = {
     "module_kept": ("test_what_nobody_holds_is_gone[fabric]", "alive == []"),
     "models_kept": ("test_what_nobody_holds_is_gone[fabric]", "the module that was trained"),
     # what the plugin says
-    "signature_differs": (
-        "test_a_sharded_root_is_asked_as_the_contract_says",
-        "'clip_value' is called 'limit' there",
-    ),
+    "signature_differs": ("test_a_sharded_root_is_asked_as_the_contract_says", "'clip_value' is called 'limit' there"),
     "accelerator_claimed": (
         "test_plugin_and_backend_name_the_same_accelerators[trainer]",
         "the plugin names 'cuda', and the backend runs on no such device",

@@ -40,7 +40,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "options": tuple(
             replace(option, default="full") if option.name == "state_dict_type" else option
             for option in LOOPBACK.options
-        ),
+        )
     },
     "probe_imports_torch": {"probe": "mutants.plugin:import_torch"},
 }

@@ -172,12 +172,6 @@ for _fault in CAUGHT:
         ("trainer", TRAINERS.get(_fault, LoopbackTrainerStrategy)),
         ("fabric", FABRICS.get(_fault, LoopbackFabricStrategy)),
     ):
-        globals()[f"{_front_end}_{_fault}"] = type(
-            f"{_front_end}_{_fault}",
-            (_base,),
-            {
-                "__module__": __name__,
-                "strategy_name": f"loopback_{_fault}",
-                "backend_class": BACKENDS.get(_fault, LoopbackBackend),
-            },
-        )
+        _name, _backend = f"{_front_end}_{_fault}", BACKENDS.get(_fault, LoopbackBackend)
+        _members = {"__module__": __name__, "strategy_name": f"loopback_{_fault}", "backend_class": _backend}
+        globals()[_name] = type(_name, (_base,), _members)
