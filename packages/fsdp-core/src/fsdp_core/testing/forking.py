@@ -311,19 +311,20 @@ def kill_process(process: BaseProcess) -> None:
     process.kill()
 
 
-def end_process(process: BaseProcess, connection: Connection) -> int | None:
+def end_process(process: BaseProcess, connection: Connection, patience: float = 2.0) -> int | None:
     """End a process: send it ``None``, and kill it if it does not exit.
 
     Args:
         process: The process that :func:`start_process` returned.
         connection: The pipe that it returned.
+        patience: The seconds after which it is killed.
 
     Returns:
         Its exit status.
     """
     with contextlib.suppress(OSError):
         connection.send(None)
-    process.join(timeout=2.0)
+    process.join(timeout=patience)
     if process.is_alive():
         kill_process(process)
         process.join()
