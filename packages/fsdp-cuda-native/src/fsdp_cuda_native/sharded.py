@@ -104,6 +104,8 @@ class NativeSharded(Sharded):
     @contextmanager
     def as_written(self) -> Iterator[None]:
         self.reshard()
+        for unit in self._units:
+            torch_private.write_back(unit)
         with as_user_wrote(self.root, self._orders) as by_name:
             self.remember(by_name.items())
             yield
