@@ -245,7 +245,10 @@ class NativeSharded(Sharded):
         self._passes.gather_again()
 
     def leaves(self) -> Iterable[Tensor]:
-        return [*self.root.parameters(), *map(torch_private.flat_parameter_of, self._units)]
+        return [*self.root.parameters(), *self._gathered_shards(), *map(torch_private.flat_parameter_of, self._units)]
+
+    def _gathered_shards(self) -> Iterator[nn.Parameter]:
+        return (shard for unit in self._units for _, shard, _ in torch_private.gathered_parameters(unit))
 
     def keep_writes(self) -> None:
         for writes in self._writes:
@@ -282,8 +285,7 @@ class NativeSharded(Sharded):
     def mend_interrupted(self) -> None:
         if self.is_interrupted:
             self._steps.on = False
-            gathered = (shard for unit in self._units for _, shard, _ in torch_private.gathered_parameters(unit))
-            refuse_half_gradients(self.written, chain(self.root.parameters(), gathered))
+            refuse_half_gradients(self.written, chain(self.root.parameters(), self._gathered_shards()))
             self.reset()
         elif not self.backend.shards:
             # a unit that the last backward pass did not visit still shows its unsharded views, which torch would

@@ -201,7 +201,7 @@ class FSDP2Sharded(Sharded):
         return self.unused.recorded.has_freed
 
     def leaves(self) -> Iterable[Tensor]:
-        return [*self.root.parameters(), *gathered_parameters(self.units)]
+        return [*self.root.parameters(), *self.shards.values(), *gathered_parameters(self.units)]
 
     def written_since_gathered(self, numel: int, times: int) -> list[str]:
         written = chain.from_iterable(written_since(unit, numel, times) for unit in self.units)
