@@ -38,6 +38,16 @@ def _piece() -> Tensor:
         lambda g: torch.softmax(g, 0),
         lambda g: g.cumsum(0),
         lambda g: g.sort(),
+        lambda g: g.cumprod_(0),
+        lambda g: torch.flipud(g),
+        lambda g: functional.layer_norm(g, (3,)),
+        lambda g: torch.special.softmax(g, 0),
+        lambda g: g.max(0, keepdim=True),
+        lambda g: g.as_subclass(Tensor).clone().copy_(g).sum(),
+        lambda g: torch.add(g, 1.0, out=torch.empty(3)).sum(),
+        lambda g: g[g > -5],
+        lambda g: g.T,
+        Tensor.unbind,
         lambda g: (2 * g).detach().cpu().numpy(),
     ],
 )
@@ -46,7 +56,21 @@ def test_what_looks_at_more_than_single_elements_is_refused(look: Callable[[Tens
         look(_piece())
 
 
-@pytest.mark.parametrize("change", [lambda g: g * 0.5, lambda g: g.clamp(-1, 1), lambda g: g.abs(), torch.isnan])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda g: g * 0.5,
+        lambda g: g.clamp(-1, 1),
+        lambda g: g.abs(),
+        lambda g: 1 - g,
+        lambda g: torch.max(g, torch.zeros(3)),
+        lambda g: torch.where(g > 0, g, 0.0),
+        lambda g: torch._foreach_add([g], 2.0)[0],
+        lambda g: torch.zeros(3).lerp_(g, 0.5),
+        lambda g: functional.gelu(g),
+        torch.isnan,
+    ],
+)
 def test_what_is_elementwise_is_computed(change: Callable[[Tensor], Tensor]) -> None:
     want = change(torch.tensor([1.0, -2.0, 3.0]))
     assert change(_piece()).as_subclass(Tensor).tolist() == want.tolist()

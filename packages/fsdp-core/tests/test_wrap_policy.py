@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy, size_based_auto_wrap_policy
 
 from fsdp_core.errors import ShardingError
@@ -113,6 +113,64 @@ def test_recomputation_is_set_up_once() -> None:
     forward = model["members"][0].forward
     assert checkpoint_activations(model, {Block}) == 2
     assert model["members"][0].forward is forward
+
+
+class WithBuffer(nn.Module):
+    """A block whose output depends on a buffer that it writes to. The buffer begins as a subclass says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = torch.tanh(self.linear(x)) * (1 + self.remember(x.detach().mean(0)))
+        return output
+
+    def remember(self, mean: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class LateBuffer(WithBuffer):
+    """Registers its buffer at the first call."""
+
+    mean: Tensor
+
+    def remember(self, mean: Tensor) -> Tensor:
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", torch.zeros(2))
+        return self.mean.lerp_(mean, 0.5).clone()
+
+
+class SharedBuffer(WithBuffer):
+    """Writes to a buffer that is a part of another, of a submodule, and reads that one."""
+
+    row: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.register_buffer("rows", torch.zeros(2, 2))
+        self.register_buffer("row", self.linear.get_buffer("rows")[1])
+
+    def remember(self, mean: Tensor) -> Tensor:
+        self.row.lerp_(mean, 0.5)
+        return self.linear.get_buffer("rows")[1].clone()
+
+
+@pytest.mark.parametrize("block", [LateBuffer, SharedBuffer])
+def test_recomputation_sees_buffers_as_the_first_time(block: type[WithBuffer]) -> None:
+    results = []
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        model = listed(block(), block())
+        if recomputes:
+            checkpoint_activations(model, {block})
+        first, second = model["members"]
+        x = torch.linspace(-1.0, 1.0, 6).view(3, 2)
+        for _ in range(2):
+            (second(first(x)).square().sum() + first(2 * x).sum()).backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        results.append((gradients, dict(model.named_buffers())))
+    torch.testing.assert_close(results[1], results[0])
 
 
 def test_blocks_that_contain_one_module_are_no_units() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_core import full_state_dict
+from fsdp_core import full_state_dict, load_state_dict
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES
@@ -220,3 +220,77 @@ def test_what_belongs_to_one_parameter_is_computed_together(ranks: RankPool) -> 
     want = stepped_by_hand("none")
     got = ranks.run(2, stepped_by_hand, "fsdp_native")[0]
     torch.testing.assert_close(got, want, atol=oracle.FP32_TOLERANCE, rtol=0)
+
+
+def assigned(tmp: str) -> list[dict[str, Tensor]]:
+    """What is read after ``parameter.data = …`` between steps: by hand, from a checkpoint, and what a load leaves."""
+    fabric = new_fabric("fsdp_native", 2, {"auto_wrap_policy": {nn.Linear}})
+    with oracle.seeded(3):
+        net = new_pair()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    fabric.save(f"{tmp}/before.ckpt", {"model": model})
+    fabric.backward(model(torch.ones(2, FEATURES)).square().mean())
+    for p in net.parameters():
+        p.data = p.data * 0.5
+    exported = full_state_dict(net)
+    for p in net.parameters():
+        p.data = p.data * 0.5
+    fabric.save(f"{tmp}/after.ckpt", {"model": model})
+    optimizer.zero_grad()
+    for p in net.parameters():
+        p.data = p.data * 0.5
+    fabric.load(f"{tmp}/before.ckpt", {"model": model})
+    model(torch.ones(2, FEATURES))
+    loaded = full_state_dict(net)
+    with torch.no_grad():
+        told = refusal(UnsupportedCapabilityError, partial(setattr, net[0].weight, "data", torch.ones(1000)))
+    assert_says(told, "an assignment", "this rank's piece", "gathered(module)")
+    return [exported, load_state_dict(f"{tmp}/after.ckpt"), loaded]
+
+
+def test_assigned_data_is_what_is_read(ranks: RankPool, tmp_path: Path) -> None:
+    with oracle.seeded(3):
+        initial = new_pair().state_dict()
+    for factor, got in zip((0.5, 0.25, 1.0), ranks.run(2, assigned, str(tmp_path))[0], strict=True):
+        torch.testing.assert_close(dict(got), {name: tensor * factor for name, tensor in initial.items()})
+
+
+def filled() -> tuple[dict[str, str], list[float]]:
+    """What is refused of plain tensors that pieces are written to, and of plain ones that are cut into pieces."""
+    fabric = new_fabric("fsdp_native", 2, {"auto_wrap_policy": None})
+    net = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES))
+    fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    parameters = list(net.parameters())
+    averages = [torch.zeros(p.shape) for p in parameters]
+    products, copies, slices = (torch.empty(parameters[0].shape) for _ in range(3))
+    with torch.no_grad():
+        for average, p in zip(averages, parameters, strict=True):
+            average.mul_(0.9).add_(p, alpha=0.1)
+        torch.mul(parameters[0], 2.0, out=products)
+        copies.copy_(parameters[0])
+        slices[:] = parameters[0]
+    vector = torch.zeros(2 * FEATURES * (FEATURES + 1))
+    reads: dict[str, Callable[[], Any]] = {
+        "average": averages[0].norm,
+        "out=": products.mean,
+        "copy_": copies.tolist,
+        "[:]": slices.sum,
+        "a vector": lambda: nn.utils.vector_to_parameters(vector, net.parameters()),
+        "dlpack": lambda: torch.utils.dlpack.from_dlpack(parameters[0].detach()).mean(),
+        "layer_norm": lambda: nn.functional.layer_norm(parameters[0], parameters[0].shape),
+        "cumsum_": lambda: parameters[0].detach().cumsum_(0),
+        "flipud": lambda: torch.flipud(parameters[0]),
+        "T": lambda: parameters[0].T,
+    }
+    told = {name: refusal(UnsupportedCapabilityError, read) for name, read in reads.items()}
+    with torch.no_grad():
+        for average, p in zip(averages, parameters, strict=True):
+            p.copy_(average).sub_(average).add_(1.0)
+    return told, [float(value.mean()) for value in full_state(fabric.strategy).values()]
+
+
+def test_plain_tensors_that_pieces_are_written_to_are_pieces(ranks: RankPool) -> None:
+    for told, values in ranks.run(2, filled):
+        for message in told.values():
+            assert_says(message, "this rank's piece", "gathered(module)")
+        assert values == [1.0] * 4

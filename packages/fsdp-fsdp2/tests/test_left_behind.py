@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
+from torch.nn.utils import prune
 
 import test_context_parallel as context
+from fsdp_core import full_state_dict
 from fsdp_core.errors import ShardingError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import Trained, train_plain
@@ -51,6 +53,58 @@ def test_what_was_gathered_ahead_is_not_used_after_a_step(ranks: RankPool) -> No
     want = train_plain(3, oracle.sgd)
     for found in ranks.run(2, called_before_steps, {"forward_prefetch_depth": 2}):
         assert_same(list(found.values()), want)
+
+
+def pruned_while_gathered() -> tuple[str, str]:
+    told = []
+    for is_pruned in (True, False):
+        fabric = new_fabric("fsdp2", 2, {"auto_wrap_policy": None})
+        net = oracle.new_net()
+        model = fabric.setup_module(net)
+        x, y = oracle.global_batches(1)[0]
+        model(x)  # the root stays gathered
+        if is_pruned:
+            prune.l1_unstructured(net.inp, "weight", amount=0.5)
+            told.append(refusal(ShardingError, lambda net=net: full_state_dict(net)))
+        else:
+            array = net.inp.weight.detach().numpy()
+            try:
+                fabric.backward(mse_loss(model(x), y))
+            except RuntimeError as error:
+                told.append("\n".join([str(error), *error.__notes__]))
+            del array
+    return told[0], told[1]
+
+
+def test_gathered_memory_that_is_kept(ranks: RankPool) -> None:
+    """Reading freed memory ended the process; an array keeps what a unit frees."""
+    for pruned, array in ranks.run(2, pruned_while_gathered):
+        assert_says(pruned, "'inp.weight_orig'", "which has freed it", "before fabric.setup()")
+        assert_says(array, "not resizable", "parameter.detach().clone().numpy()")
+
+
+def pruned_before() -> Trained:
+    fabric = new_fabric("fsdp2", 2, {"auto_wrap_policy": {oracle.Block}})
+    net = new_pruned()
+    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    losses = []
+    for x, y in oracle.global_batches(3):
+        loss = mse_loss(model(x), y)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, full_state(fabric.strategy)
+
+
+def new_pruned() -> oracle.Net:
+    net = oracle.new_net()
+    prune.l1_unstructured(net.inp, "weight", amount=0.5)
+    return net
+
+
+def test_what_is_pruned_before_trains(ranks: RankPool) -> None:
+    assert_same(ranks.run(2, pruned_before), train_plain(3, oracle.momentum, net=new_pruned()))
 
 
 class WordsByHand(LitWords):

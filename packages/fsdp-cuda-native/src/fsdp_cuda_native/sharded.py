@@ -105,6 +105,8 @@ class NativeSharded(Sharded):
     @contextmanager
     def as_written(self) -> Iterator[None]:
         self.reshard()
+        for unit in self._units:
+            torch_private.write_back(unit)
         with as_user_wrote(self.root, self._orders) as by_name:
             self.remember(by_name.items())
             yield
@@ -246,7 +248,10 @@ class NativeSharded(Sharded):
         self._passes.gather_again()
 
     def leaves(self) -> Iterable[Tensor]:
-        return [*self.root.parameters(), *map(torch_private.flat_parameter_of, self._units)]
+        return [*self.root.parameters(), *self._gathered_shards(), *map(torch_private.flat_parameter_of, self._units)]
+
+    def _gathered_shards(self) -> Iterator[nn.Parameter]:
+        return (shard for unit in self._units for _, shard, _ in torch_private.gathered_parameters(unit))
 
     def keep_writes(self) -> None:
         for writes in self._writes:
@@ -285,8 +290,7 @@ class NativeSharded(Sharded):
     def mend_interrupted(self) -> None:
         if self.is_interrupted:
             self._steps.on = False
-            gathered = (shard for unit in self._units for _, shard, _ in torch_private.gathered_parameters(unit))
-            refuse_half_gradients(self.written, chain(self.root.parameters(), gathered))
+            refuse_half_gradients(self.written, chain(self.root.parameters(), self._gathered_shards()))
             self.reset()
         elif not self.backend.shards:
             # a unit that the last backward pass did not visit still shows its unsharded views, which torch would

@@ -201,7 +201,7 @@ class FSDP2Sharded(Sharded):
         return self.unused.recorded.has_freed
 
     def leaves(self) -> Iterable[Tensor]:
-        return [*self.root.parameters(), *gathered_parameters(self.units)]
+        return [*self.root.parameters(), *self.shards.values(), *gathered_parameters(self.units)]
 
     def written_since_gathered(self, numel: int, times: int) -> list[str]:
         written = chain.from_iterable(written_since(unit, numel, times) for unit in self.units)
@@ -253,6 +253,19 @@ class FSDP2Sharded(Sharded):
         for unit in self.units:
             held.own.update((layout[shard][0].name, grad) for shard, grad in unreduced_gradients(unit))
         return held
+
+    def model_state(self) -> dict[str, Any]:
+        self.reshard()
+        state = super().model_state()
+        for name, value in state.items():
+            if type(value) is Tensor and value.numel() and not value.is_meta and not value.untyped_storage().nbytes():
+                raise ShardingError(
+                    f"{name!r} is a parameter that was gathered when it got this name, after the model was sharded, as "
+                    "torch.nn.utils.prune and parametrizations do: its memory was its unit's, which has freed it.\n"
+                    "Call these before fabric.setup(), or in configure_model(). To set values to zero later, write "
+                    "with fsdp_core.gathered(module, modifier_rank=0)."
+                )
+        return state
 
     def forget_unreduced(self, names: Collection[str]) -> None:
         given_up = {id(shard) for name, shard in self.shards.items() if clean_name(name) in names}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["PieceMixture", "PiecePlace", "common_places", "place_piece", "set_place"]
+__all__ = ["OF_FIRST", "PieceMixture", "PiecePlace", "common_places", "place_piece", "set_place"]
 
 
 class PiecePlace(NamedTuple):
@@ -78,7 +78,7 @@ def common_places(name: str, pieces: type[Tensor], args: Any, kwargs: Any) -> Se
         PieceMixture: It would compute element by element of pieces that hold different elements.
     """
     values = [*args, *(kwargs.values() if isinstance(kwargs, Mapping) else ())]
-    if name in _OF_ONE:
+    if name in OF_FIRST:
         values = values[:1]
     if name.startswith("_foreach_"):
         columns: Iterable[Any] = zip(*(each for each in values if isinstance(each, list | tuple)), strict=False)
@@ -87,7 +87,7 @@ def common_places(name: str, pieces: type[Tensor], args: Any, kwargs: Any) -> Se
 
 
 #: What asks another tensor for its dtype, device or shape alone.
-_OF_ONE = frozenset(
+OF_FIRST = frozenset(
     {"to", "type_as", "result_type", "is_same_size", "is_set_to", "view_as", "reshape_as", "new_tensor"}
 )
 

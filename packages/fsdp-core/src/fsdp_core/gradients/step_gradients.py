@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.gradients.elementwise import is_elementwise, writes_to_first
 from fsdp_core.gradients.gathered_values import (
     RESHAPED_IN_PLACE,
     GatheredDTensor,
     GatheredParameter,
     GatheredTensor,
 )
-from fsdp_core.gradients.piece_places import PieceMixture, common_places, set_place
+from fsdp_core.gradients.piece_places import OF_FIRST, PieceMixture, common_places, set_place
 from fsdp_core.torch_private import without_torch_function
 
 __all__ = ["StepGradients", "forget_shown", "guard", "guard_parameters", "plain", "unguard", "unguard_parameters"]
@@ -32,21 +33,8 @@ _INSTEAD = (
 )
 
 
-#: What gives as many elements as it is given, or no tensor, and looks at more than one element for it. A sum of one
-#: element, and a product with a square matrix, are among them.
-_NOT_ELEMENTWISE = frozenset(
-    {"__array__", "numpy", "tolist", "allclose", "equal", "normalize", "renorm", "softmax", "log_softmax", "softmin"}
-    | {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "flip", "roll"}
-    | {"sum", "nansum", "mean", "nanmean", "prod", "norm", "vector_norm", "std", "var", "amax", "amin", "logsumexp"}
-    | {"matmul", "__matmul__", "__rmatmul__", "mv", "linear"}
-)
-
-#: What writes where an index says, which counts from the piece's beginning, and not from the parameter's.
-_BY_INDEX = frozenset(
-    {"index_put_", "index_fill_", "index_copy_", "index_add_", "index_reduce_", "put_", "scatter_", "scatter_add_"}
-    | {"scatter_reduce_", "masked_scatter_", "fill_diagonal_", "tril_", "triu_"}
-)
-
+#: Attributes whose shape is that of the whole parameter, turned.
+_TURNED: dict[Any, str] = {getattr(Tensor, name).__get__: name for name in ("T", "H", "mT", "mH")}
 
 _OF_GRADIENT = f"of a gradient would see this rank's piece of it alone.\n{_INSTEAD}"
 
@@ -218,8 +206,28 @@ def _is_of_all(indexed: Tensor, index: Any) -> bool:
     return index is Ellipsis or (isinstance(index, slice) and index == slice(None))
 
 
+#: What gives one value, or is refused by what it is given: of two tensors it takes each element by itself.
+_OF_TWO = frozenset({"max", "min"})
+
+#: It cuts pieces from a vector of the whole.
+_VECTOR_TO_PARAMETERS = nn.utils.vector_to_parameters.__code__
+
+
+def _is_of_each(name: str, args: Any) -> bool:
+    """Whether a function looks at each element by itself."""
+    if name == "__setitem__" and isinstance(args[1], Tensor):  # a mask, which counts what it lets through
+        return _is_of_all(*args[:2]) and not (isinstance(args[2], Tensor) and args[2].dim())
+    if name in _ITEMS:
+        return not isinstance(args[1], Tensor) and _is_of_all(*args[:2])
+    if name == "where":
+        return len(args) > 1
+    if name in _OF_TWO:
+        return len(args) == 2 and isinstance(args[1], Tensor)
+    return is_elementwise(name) and name not in RESHAPED_IN_PLACE
+
+
 #: What an attribute's functions are called, in words.
-_IN_WORDS = {"__set__": "an assignment"}
+_IN_WORDS = {"__set__": "an assignment", "numel": "vector_to_parameters"}
 
 
 def _mixture_refusal(name: str, names: tuple[str, ...]) -> UnsupportedCapabilityError:
@@ -238,29 +246,35 @@ class Piece(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", func)
+        name = _TURNED.get(func) or str(getattr(func, "__name__", func))
         told = _OF_PARAMETER if issubclass(cls, ParameterPiece) else _OF_GRADIENT
-        of_many = name in RESHAPED_IN_PLACE or name in _BY_INDEX or name in _NOT_ELEMENTWISE
-        if of_many or (name in _ITEMS and not _is_of_all(*args[:2])):
-            raise UnsupportedCapabilityError(f"{name} {told}")
+        if not _is_of_each(name, args) or (name == "numel" and sys._getframe(1).f_code is _VECTOR_TO_PARAMETERS):
+            raise UnsupportedCapabilityError(f"{_IN_WORDS.get(name, name)} {told}")
         with without_torch_function():
+            if name in OF_FIRST and not isinstance(args[0], Piece):
+                return func(*args, **(kwargs or {}))
             try:
-                places = common_places(str(name), Piece, args, kwargs)
+                places = common_places(name, Piece, args, kwargs)
             except PieceMixture as mixture:
-                raise _mixture_refusal(str(name), mixture.names) from None
-            result = func(*args, **(kwargs or {}))
-            computed = _tensors(result)
+                raise _mixture_refusal(name, mixture.names) from None
             shapes = {piece.shape for piece in _tensors((args, kwargs)) if isinstance(piece, Piece)}
+            is_assignment = func == _DATA.__set__
+            written = _tensors((kwargs or {}).get("out"))
+            written += _tensors(args[:1]) if is_assignment or writes_to_first(name) else ()
+            if any(tensor.shape not in shapes for tensor in [*written, *(args[1:] if is_assignment else ())]):
+                raise UnsupportedCapabilityError(f"{_IN_WORDS.get(name, name)} {told}")
+            result = func(*args, **(kwargs or {}))
             if issubclass(cls, ParameterPiece) and func in _ATTRIBUTES:
                 return result
+            computed = _tensors(result)
             if any(tensor.shape not in shapes for tensor in computed):
                 raise UnsupportedCapabilityError(f"{name} {told}")
-            given = {id(tensor) for tensor in _tensors((args, kwargs))}
-            new = [(index, tensor) for index, tensor in enumerate(computed) if id(tensor) not in given]
-            guard((tensor for _, tensor in new), ParameterPiece if issubclass(cls, ParameterPiece) else Piece)
-            for index, tensor in new:
-                if isinstance(tensor, Piece):
-                    set_place(tensor, places[index if len(places) == len(computed) else 0] if places else None)
+            kind = ParameterPiece if issubclass(cls, ParameterPiece) else Piece
+            for new in (computed, written):  # a plain tensor that a piece is written to is one from now on
+                for index, tensor in enumerate(new):
+                    if type(tensor) is Tensor:
+                        guard([tensor], kind)
+                        set_place(tensor, places[index if len(places) == len(new) else 0] if places else None)
         return result
 
 

@@ -243,8 +243,7 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         for forwards in self._first_forwards:
             forwards.check()
         self._gradients.off()
-        for root in self.roots:
-            mend_caught(root)
+        self._mend_roots([tensor])
         self._in_backward = True
         try:
             with self.backward_context():
@@ -265,7 +264,11 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
 
     def _before_pass(self, outputs: Sequence[Tensor | GradientEdge]) -> None:
         """Mend roots before a backward pass without Fabric: nothing else would before gradients are read by hand."""
-        for root in () if self._in_backward else self.roots:
+        if not self._in_backward:
+            self._mend_roots(outputs)
+
+    def _mend_roots(self, outputs: Sequence[Tensor | GradientEdge]) -> None:
+        for root in self.roots:
             try:
                 mend_caught(root)
             except ShardingError:
@@ -286,7 +289,12 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         self._follow_added_parameters(optimizer, self.roots)
         closure = kwargs.pop("closure", None)
         for root in self.roots:
-            mend_caught(root)
+            try:
+                mend_caught(root)
+            except ShardingError:
+                stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+                if not stepped.isdisjoint(map(id, root.leaves())):
+                    raise  # another model's optimizer may step
         inside = [root for root in self.roots if is_inside_forward(root.root)]  # a method that does a whole step
         for root in inside:
             root.keep_writes()
@@ -300,7 +308,8 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         self._backward_sync_control.stepped()
         self._unreduced.clear()
         for root in self.roots:
-            root.reshard()
+            if not root.is_interrupted:
+                root.reshard()
         for root in inside:
             root.stepped_inside()
         self._gradients.on()

@@ -40,7 +40,7 @@ from fsdp_core.lightning.checkpoints.hyper_parameters import check_hyper_paramet
 from fsdp_core.lightning.checkpoints.late_param_groups import LateParamGroups
 from fsdp_core.lightning.checkpoints.model_checkpoint import treat_pending_saves_as_done
 from fsdp_core.lightning.checkpoints.patched_io import checkpoint_at
-from fsdp_core.lightning.checkpoints.sharded_or_full import users_io
+from fsdp_core.lightning.checkpoints.sharded_or_full import io_for, own_exceptions, users_io
 from fsdp_core.lightning.checkpoints.shared_disk import check_all_resume, check_folders_of
 from fsdp_core.lightning.checkpoints.trainer_checkpoints import load_checkpoint, load_optimizers, save_checkpoint
 from fsdp_core.lightning.finite_gradients import refuse_nonfinite
@@ -746,15 +746,16 @@ class ShardedTrainerStrategy(ShardedStrategy, ParallelStrategy):
         return saved
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        path, io = str(filepath), users_io(self)
+        path = str(filepath)
 
         def remove() -> None:
-            if io is not None and not checkpoints.is_folder(path):
+            if (io := io_for(self, path)) is not None:
                 io.remove_checkpoint(path)
             elif self.local_rank == 0 or not self.scattered_save or holds_ours(path):
                 checkpoints.remove(path)
 
-        self.in_order(f"removing {path}", remove, {path: False})
+        with own_exceptions(users_io(self)):
+            self.in_order(f"removing {path}", remove, {path: False})
 
     def in_order(self, doing: str, job: Callable[[], None], saved: Mapping[str, bool]) -> None:
         """Run a job on rank 0, after all pending saves. All ranks must call it.

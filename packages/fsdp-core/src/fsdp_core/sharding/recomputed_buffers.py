@@ -45,7 +45,7 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if not torch.compiler.is_compiling() and not (any(buffers.held) and torch.is_grad_enabled()):
+    if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
         return recompute(forward, *args, **kwargs)
     return recompute(_Call(forward, module, buffers), *args, **kwargs)
 
@@ -64,10 +64,19 @@ class _Buffers:
         self._module = module
         self.held: _Values = [buffers_of(submodule) for submodule in module.modules()]
         self._unwritten: dict[tuple[int, str], tuple[Tensor, int]] = {}  # large ones, and how often they were written
+        self._shared: frozenset[int] = frozenset()  # the ids of those that share memory with others
 
     def copies(self) -> _Values:
         """What they are now. Of large ones that no forward pass has written to, the buffers themselves."""
-        return [{name: self._copy((i, name), buffer) for name, buffer in of.items()} for i, of in enumerate(self.held)]
+        shared = _copies_of_shared(self.held)
+        self._shared = frozenset(shared)
+        return [
+            {
+                name: shared[id(buffer)] if id(buffer) in shared else self._copy((i, name), buffer)
+                for name, buffer in of.items()
+            }
+            for i, of in enumerate(self.held)
+        ]
 
     def look_at(self, before: _Values) -> None:
         """Look, after a forward pass, at which large ones it has written to.
@@ -83,7 +92,9 @@ class _Buffers:
                 if copied is None or copied.nbytes <= _SMALL or copied.device.type == "xla":
                     continue
                 buffer, key = now.get(name), (i, name)
-                if key in self._unwritten:
+                if id(buffer) in self._shared:
+                    self._unwritten.pop(key, None)
+                elif key in self._unwritten:
                     if not self._is_as_noted(key, buffer):
                         raise _written_late(self._module, name)
                 elif type(buffer) is Tensor and torch.equal(buffer, copied):
@@ -99,6 +110,25 @@ class _Buffers:
     def _is_as_noted(self, key: tuple[int, str], buffer: Tensor | None) -> bool:
         noted, written = self._unwritten.get(key, (None, 0))
         return noted is not None and noted is buffer and times_written(noted) == written
+
+
+def _copies_of_shared(values: _Values) -> dict[int, Tensor]:
+    """Copies of those buffers that share memory with another one, as these copies then do, by the ids of the former."""
+    by_memory: dict[int, dict[int, Tensor]] = {}
+    for of in values:
+        for buffer in of.values():
+            if type(buffer) is Tensor and buffer.layout == torch.strided and buffer.device.type != "xla":
+                by_memory.setdefault(buffer.untyped_storage().data_ptr(), {})[id(buffer)] = buffer
+    by_memory.pop(0, None)  # of those without elements
+    copied: dict[int, Tensor] = {}
+    for buffers in by_memory.values():
+        if len(buffers) > 1:
+            storage = next(iter(buffers.values())).untyped_storage().clone()
+            for key, buffer in buffers.items():
+                place = buffer.storage_offset(), buffer.shape, buffer.stride()
+                copy = torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(storage, *place)
+                copied[key] = copy.requires_grad_(buffer.requires_grad)
+    return copied
 
 
 class _Call:
@@ -118,26 +148,38 @@ class _Call:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # what is compiled writes to buffers once, however often it computes
             return self._forward(*args, **kwargs)
-        if self._before is None:
-            with without_dispatch_modes():  # one of which counts operations, to find the results that it has kept
-                self._before = self._buffers.copies()
-            output = self._forward(*args, **kwargs)
-            self._buffers.look_at(self._before)
-            return output
         held = self._buffers.held
+        if self._before is None:
+            self._before = ()  # none, of a module that has none yet
+            if any(held):
+                with without_dispatch_modes():  # one of which counts operations, to find the results that it has kept
+                    self._before = self._buffers.copies()
+            output = self._forward(*args, **kwargs)
+            if self._before:
+                self._buffers.look_at(self._before)
+            return output
+        if not self._before and not any(held):
+            return self._forward(*args, **kwargs)
         now = [dict(of) for of in held]
+        before = self._before or [{} for _ in held]
         same: dict[int, Tensor | None] = {}  # a buffer of two modules stays one
         with without_dispatch_modes():
-            for of, current, before in zip(held, now, self._before, strict=True):
-                for name, value in before.items():
+            shared = _copies_of_shared(before)
+            for of, current, then in zip(held, now, before, strict=True):
+                of.clear()  # also of what the first computation has registered
+                for name, value in then.items():
                     key = id(current.get(name))
                     if key not in same:
-                        same[key] = value if value is None or value is current.get(name) else value.clone()
+                        if value is None or value is current.get(name):
+                            same[key] = value
+                        else:
+                            same[key] = shared[id(value)] if id(value) in shared else value.clone()
                     of[name] = same[key]
         try:
             return self._forward(*args, **kwargs)
         finally:  # torch leaves it early, by an exception
             for of, current in zip(held, now, strict=True):
+                of.clear()
                 of.update(current)
 
 

@@ -620,6 +620,27 @@ def reshard(unit: FullyShardedDataParallel, *, keeps: bool = False) -> None:
         handle._prefetched = False
 
 
+def write_back(unit: FullyShardedDataParallel) -> None:
+    """Copy to a unit's shard what was assigned as ``parameter.data`` since its last call, as the next call would.
+
+    Args:
+        unit: The unit, not gathered.
+    """
+    handle = handle_of(unit)
+    flat = handle.flat_param
+    if flat._params is not None and shows_parameters(unit):
+        with without_torch_function():  # which may be guarded
+            start, size = flat._local_shard.data_ptr(), flat._local_shard.element_size()
+            is_elsewhere = any(
+                parameter.data_ptr() != start + info.offset_in_shard * size
+                for parameter, info in zip(flat._params, flat._shard_param_infos, strict=True)
+                if info.in_shard
+            )
+        if is_elsewhere:
+            handle._writeback_orig_params()
+            handle._use_sharded_views()  # what is loaded next would else be overwritten by the next call
+
+
 def shows_parameters(unit: FullyShardedDataParallel) -> bool:
     """Whether a unit's modules hold the optimizer's parameters, and not views of the gathered flat parameter."""
     handle = handle_of(unit)

@@ -23,6 +23,7 @@ __all__ = [
     "is_interrupted",
     "is_ours",
     "is_place",
+    "is_sharded",
     "manifest_bytes",
     "read_manifest",
     "save_id_in",
@@ -136,6 +137,15 @@ def is_place(path: StrPath) -> bool:
 def holds_ours(path: StrPath) -> bool:
     """Return whether a path is a folder with a file that a save has written."""
     return any(map(is_ours, open_folder(path).files()))
+
+
+def is_sharded(path: StrPath) -> bool:
+    """Return whether a path is a folder that saves have written: a checkpoint, a part of one, or what was interrupted.
+
+    A folder that something else has written, or that is empty, is none.
+    """
+    folder = open_folder(path)
+    return is_checkpoint(path) or is_place(path) or (is_interrupted(folder) and bool(folder.files()))
 
 
 def save_id_of(name: str) -> str | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -17,13 +17,24 @@ from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.collective import together_each, total
 from fsdp_core.checkpoint.storage.joined import Paths
+from fsdp_core.checkpoint.storage.recognition import is_sharded
+from fsdp_core.errors import CheckpointError, FSDPError
 from fsdp_core.lightning.capabilities import check_checkpoint
 from fsdp_core.lightning.checkpoints.full.file import read_full_file, write_full
 from fsdp_core.lightning.checkpoints.shared_disk import check_folder_around
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
 
-__all__ = ["SavePlace", "SavingStrategy", "read_checkpoint", "users_io", "write_file", "write_folder"]
+__all__ = [
+    "SavePlace",
+    "SavingStrategy",
+    "io_for",
+    "own_exceptions",
+    "read_checkpoint",
+    "users_io",
+    "write_file",
+    "write_folder",
+]
 
 
 @dataclass(frozen=True)
@@ -92,14 +103,17 @@ def write_file(
         storage_options: For the ``CheckpointIO``.
         async_saves: Writes in the background; ``None`` to write now.
     """
-    write_full(
-        path,
-        whole,
-        live,
-        write=lambda it: _write_beside(strategy.checkpoint_io, it, path, storage_options),
-        runtime=strategy.runtime,
-        async_saves=async_saves,
-    )
+    io = users_io(strategy)
+    with own_exceptions(io):
+        write_full(
+            path,
+            whole,
+            live,
+            write=lambda it: _write_beside(strategy.checkpoint_io, it, path, storage_options),
+            runtime=strategy.runtime,
+            async_saves=async_saves,
+            replaces_any=io is not None,
+        )
 
 
 def _write_beside(io: CheckpointIO, whole: dict[str, Any], path: str, storage_options: Any) -> None:
@@ -159,10 +173,34 @@ def users_io(strategy: SavingStrategy) -> CheckpointIO | None:
     return None if type(io) is TorchCheckpointIO else io
 
 
+def io_for(strategy: SavingStrategy, path: str) -> CheckpointIO | None:
+    """The user's ``CheckpointIO`` if it is asked about a path, which is any but a sharded checkpoint; or ``None``."""
+    io = users_io(strategy)
+    return None if io is None or is_sharded(path) else io
+
+
+@contextmanager
+def own_exceptions(io: CheckpointIO | None) -> Iterator[None]:
+    """Let what a user's ``CheckpointIO`` raises reach the caller as it is, on the rank where it was raised.
+
+    Other ranks, and all without such a plugin, get the error that names the rank.
+    """
+    own: BaseException | None = None
+    try:
+        yield
+    except CheckpointError as error:
+        own = error.__cause__
+        if io is None or own is None or isinstance(own, FSDPError):
+            raise
+        own.add_note(f"{error}\nThe other ranks raise this as CheckpointError.")
+    if own is not None:
+        raise own
+
+
 def read_checkpoint(strategy: SavingStrategy, path: Paths, weights_only: bool | None) -> tuple[Any, bool]:
     """Read a sharded folder or a full file, whichever is found. All ranks must call it.
 
-    A file is read by the user's ``CheckpointIO`` on every rank, as by Lightning's own strategies.
+    What is no sharded folder is read by the user's ``CheckpointIO`` on every rank, as by Lightning's own strategies.
 
     Args:
         strategy: The strategy, whose plugin declares which of the two it reads.
@@ -177,10 +215,9 @@ def read_checkpoint(strategy: SavingStrategy, path: Paths, weights_only: bool | 
         CheckpointFormatError: Some rank finds no readable checkpoint there, or a damaged part of it.
     """
     runtime = strategy.runtime
+    is_of_save = checkpoints.is_folder if users_io(strategy) is None else is_sharded
     # a host that lacks the path must not look for a file there while the others read a folder together
-    found_here = not isinstance(path, str) or together_each(
-        runtime, f"looking for {path}", lambda: checkpoints.is_folder(path)
-    )
+    found_here = not isinstance(path, str) or together_each(runtime, f"looking for {path}", lambda: is_of_save(path))
     sharded = total(runtime, [found_here])[0] > 0
     check_checkpoint(strategy.strategy_name, "sharded" if sharded else "full", f"to load {path!r}")
     if sharded or not isinstance(path, str):
@@ -188,5 +225,6 @@ def read_checkpoint(strategy: SavingStrategy, path: Paths, weights_only: bool | 
     io = users_io(strategy)
     read: Callable[..., Any] = read_full_file if io is None else io.load_checkpoint
     found: list[Any] = []
-    together_each(runtime, f"reading {path}", lambda: found.append(read(path, weights_only=weights_only)))
+    with own_exceptions(io):
+        together_each(runtime, f"reading {path}", lambda: found.append(read(path, weights_only=weights_only)))
     return found[0], False

@@ -306,6 +306,11 @@ _RESIZED = (
 #: What to write where torch raises an error of one of its own limits in a step, by a part of the error's message.
 _WAYS_OUT = {
     "Cannot writeback when the parameter shape changes": _RESIZED,
+    "resize storage that is not resizable": (
+        "fsdp-core: this may be about a gathered parameter of which parameter.detach().numpy() was taken, also by "
+        "np.asarray(): torch never frees the memory of an array, and a unit frees its parameters.\n"
+        "Write parameter.detach().clone().numpy()."
+    ),
     "only change requires_grad flags of leaf variables": (
         "fsdp-core: this may be about a parameter that is frozen or unfrozen in a step while it is gathered, as a part "
         "of one tensor: one of no unit, or of a unit that is gathered ahead.\n"

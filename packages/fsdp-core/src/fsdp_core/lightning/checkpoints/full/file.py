@@ -53,6 +53,7 @@ def write_full(
     write: Callable[[dict[str, Any]], None],
     runtime: Runtime,
     async_saves: AsyncSaves | None,
+    replaces_any: bool = False,
 ) -> None:
     """Write a gathered state to a file, now or in the background. All ranks must call it.
 
@@ -63,12 +64,13 @@ def write_full(
         write: Writes the file.
         runtime: The ranks.
         async_saves: Writes in the background; ``None`` to write now.
+        replaces_any: As in :func:`replace_by`.
 
     Raises:
         CheckpointError: The file can't be written; or, in the background, the state can't be copied.
     """
     if async_saves is None:
-        write_on_rank_zero(path, lambda: write(whole), runtime)
+        write_on_rank_zero(path, lambda: write(whole), runtime, replaces_any)
         return
     copy: dict[str, Any] = {}
 
@@ -77,7 +79,7 @@ def write_full(
             copy.update(_copied(whole, _host_memory(live), {}))
 
     together_each(runtime, f"preparing to save {path}", stage)
-    async_saves.run(f"saving {path}", lambda ranks: write_on_rank_zero(path, lambda: write(copy), ranks))
+    async_saves.run(f"saving {path}", lambda ranks: write_on_rank_zero(path, lambda: write(copy), ranks, replaces_any))
 
 
 def _host_memory(value: Any) -> set[int]:
@@ -103,7 +105,9 @@ def _copied(value: Any, live: set[int], memo: dict[int, Any]) -> Any:
     return deepcopy(value, memo)
 
 
-def write_on_rank_zero(path: str | Path, write: Callable[[], None], runtime: Runtime) -> None:
+def write_on_rank_zero(
+    path: str | Path, write: Callable[[], None], runtime: Runtime, replaces_any: bool = False
+) -> None:
     """Write a file on rank 0, and raise on all ranks if that fails.
 
     A sharded checkpoint at the path is moved aside first, and removed only once the file is written.
@@ -115,20 +119,26 @@ def write_on_rank_zero(path: str | Path, write: Callable[[], None], runtime: Run
 
     def step() -> None:
         if runtime.rank == 0:
-            replace_by(Path(path), write)
+            replace_by(Path(path), write, replaces_any)
 
     together_each(runtime, f"writing {path}", step)
 
 
-def replace_by(path: Path, write: Callable[[], None]) -> None:
+def replace_by(path: Path, write: Callable[[], None], replaces_any: bool = False) -> None:
     """Call ``write`` to write a file to a path. A sharded checkpoint there is removed once the file is written.
+
+    Args:
+        path: The path.
+        write: Writes it.
+        replaces_any: Whether ``write`` may find another folder there, and knows what to do with it.
 
     Raises:
         CheckpointExistsError: The path is a folder that holds no checkpoint.
     """
     aside: Path | None = None
-    if path.is_dir():
-        if not is_checkpoint(path) and not is_place(path):
+    is_sharded = path.is_dir() and (is_checkpoint(path) or is_place(path))
+    if path.is_dir() and not (replaces_any and not is_sharded):
+        if not is_sharded:
             raise CheckpointExistsError(
                 f"can't write a full checkpoint to {path}: a folder is there that holds no checkpoint.\n"
                 "Choose another path, or remove the folder yourself."

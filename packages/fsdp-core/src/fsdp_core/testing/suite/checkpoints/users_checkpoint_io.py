@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
 import pytest
 import torch
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import Tensor
@@ -55,6 +56,52 @@ class Compressed(CheckpointIO):
         os.remove(f"{path}.gz")
 
 
+class InFolders(CheckpointIO):
+    """Makes a folder at the path, in which its file is.
+
+    Attributes:
+        asked: What it was asked for, and the names of the folders.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write it."""
+        self.asked.append(f"save {os.path.basename(path)}")
+        os.makedirs(path, exist_ok=True)
+        torch.save(_negated(checkpoint), os.path.join(path, "negated.pt"))
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read it."""
+        self.asked.append(f"load {os.path.basename(path)}")
+        return _negated(torch.load(os.path.join(path, "negated.pt"), weights_only=True))
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove it."""
+        self.asked.append(f"remove {os.path.basename(path)}")
+        shutil.rmtree(path)
+
+
+class Failing(TorchCheckpointIO):
+    """Finds its disk full."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Fail."""
+        raise OSError("no space left, says the plugin")
+
+
+def _failed(strategy: str, tmp: str) -> tuple[str, str]:
+    """The class and the text of what a save raises on this rank."""
+    fabric = new_fabric(strategy, 2, {"state_dict_type": "full", "checkpoint_io": Failing()})
+    model = fabric.setup_module(oracle.new_net())
+    try:
+        fabric.save(Path(tmp, "run.ckpt"), {"model": model})
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
 def _negated(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint with each weight's negative, under the key that Lightning or this module's Fabric loop has."""
     key = "state_dict" if "state_dict" in checkpoint else "model"
@@ -62,13 +109,13 @@ def _negated(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _trained(
-    strategy: str, tmp: str, options: Mapping[str, Any] | None, wraps: bool
+    strategy: str, tmp: str, options: Mapping[str, Any] | None, wraps: bool, made: type[Compressed | InFolders]
 ) -> tuple[list[str], list[str], dict[str, Tensor]]:
     """Under the Trainer: what was asked, which files are left, and the weights, after a fit, a resume and a validation.
 
     Lightning's ``AsyncCheckpointIO``, if it wraps, does not order removals after writes: nothing is removed then.
     """
-    io = Compressed()
+    io = made()
     folder = Path(tmp, "checkpoints")
     weights: dict[str, Tensor] = {}
     for epochs, path in ((2, None), (3, str(folder / "last.ckpt"))):
@@ -110,20 +157,26 @@ class UsersCheckpointIOSuite(Clauses):
     @requires(Capability.FULL_CHECKPOINT)
     @on_ranks("processes")  # which DDP runs on
     @pytest.mark.parametrize(
-        ("options", "wraps"),
+        ("options", "wraps", "made"),
         [
-            pytest.param({}, False, id="alone"),
-            pytest.param({}, True, id="in Lightning's AsyncCheckpointIO"),
-            pytest.param({"async_save": True}, False, id="in the background", marks=requires("async_save")),
+            pytest.param({}, False, Compressed, id="alone"),
+            pytest.param({}, False, InFolders, id="of folders"),
+            pytest.param({}, True, Compressed, id="in Lightning's AsyncCheckpointIO"),
+            pytest.param({"async_save": True}, False, Compressed, id="in the background", marks=requires("async_save")),
         ],
     )
     def test_users_io_is_asked_as_under_ddp(
-        self, ranks: Ranks, tmp_path: Path, options: dict[str, Any], wraps: bool
+        self,
+        ranks: Ranks,
+        tmp_path: Path,
+        options: dict[str, Any],
+        wraps: bool,
+        made: type[Compressed | InFolders],
     ) -> None:
         """In a fit, its resume and a validation, on the same ranks as under DDP; the weights must be the same, too."""
         options = {"state_dict_type": "full", **options}
-        got = ranks.run(2, _trained, self.strategy, str(tmp_path / "ours"), options, wraps)
-        want = ranks.run(2, _trained, "ddp", str(tmp_path / "ddp"), None, wraps)
+        got = ranks.run(2, _trained, self.strategy, str(tmp_path / "ours"), options, wraps, made)
+        want = ranks.run(2, _trained, "ddp", str(tmp_path / "ddp"), None, wraps, made)
         for (asked, left, weights), (wanted, wanted_left, wanted_weights) in zip(got, want, strict=True):
             assert (asked, left) == (wanted, wanted_left)
             assert weights.keys() == wanted_weights.keys()
@@ -137,3 +190,13 @@ class UsersCheckpointIOSuite(Clauses):
             writes = rank == 0 or ranks.kind == "one controller"
             assert asked == ["save run.ckpt"] * writes + ["load run.ckpt"]
             assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
+
+    @requires(Capability.FULL_CHECKPOINT)
+    @on_ranks("processes")
+    def test_what_users_io_raises_reaches_its_rank(self, ranks: Ranks, tmp_path: Path) -> None:
+        """As it is, for an ``except OSError``; the other ranks must get an error that names the rank and the text."""
+        first, second = ranks.run(2, _failed, self.strategy, str(tmp_path))
+        assert first == ("OSError", "no space left, says the plugin")
+        assert second[0] == "CheckpointError"
+        assert "no space left, says the plugin" in second[1]
+        assert "on rank 0 of 2" in second[1]

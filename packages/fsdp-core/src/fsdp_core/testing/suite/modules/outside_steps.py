@@ -142,8 +142,13 @@ def _use_a_shard(strategy: str, tmp: str) -> list[str]:
     return []
 
 
-def _interrupt(strategy: str) -> tuple[str, dict[str, Tensor] | None]:
-    """The error of a forward pass after a backward pass that raised, and the state after two steps if it can go on."""
+def _interrupt(strategy: str) -> tuple[str, dict[str, Tensor] | None, dict[str, Tensor]]:
+    """What happens after a backward pass that raised.
+
+    Returns:
+        The error of a forward pass, the state after two steps if it can go on, and that of another model, which takes
+        them in between.
+    """
     fabric = new_fabric(strategy)
     net = oracle.new_net()
     model, optimizer = fabric.setup(net, oracle.momentum(net))
@@ -159,9 +164,15 @@ def _interrupt(strategy: str) -> tuple[str, dict[str, Tensor] | None]:
         fabric.backward(mse_loss(model(x), y))
     hooked.remove()
     told = refusal(ShardingError, lambda: model(x))
+    other = oracle.new_net()
+    other_model, other_optimizer = fabric.setup(other, oracle.momentum(other))
+    for batch in (first, second):
+        _step(fabric, other_model, other_optimizer, batch)
+    of_other = full_state_dict(other)
+    told = refusal(ShardingError, lambda: model(x)) if was_refused(told) else told  # it still is
     optimizer.zero_grad()
     again = refusal(ShardingError, lambda: _step(fabric, model, optimizer, second))
-    return (again, None) if was_refused(again) else (told, full_state(fabric.strategy))
+    return again if was_refused(again) else told, None if was_refused(again) else full_state_dict(net), of_other
 
 
 def _step(fabric: Any, model: Any, optimizer: Any, batch: tuple[Tensor, Tensor]) -> None:
@@ -315,15 +326,21 @@ class OutsideStepsSuite(Clauses):
         assert_same(ranks.run(2, _step_after_calls, self.strategy, name), ([], want))
 
     def test_an_interrupted_backward_pass(self, ranks: Ranks) -> None:
-        """After a backward pass that raised, training must be correct, or an error must say how to continue."""
+        """After a backward pass that raised, training must be correct, or an error must say how to continue.
+
+        Another model must train as if nothing had been.
+        """
         _, want = oracle.train_plain(2, oracle.momentum)
-        for told, state in ranks.run(2, _interrupt, self.strategy):
+        for rank, (told, state, of_other) in enumerate(ranks.run(2, _interrupt, self.strategy)):
+            if rank == 0:
+                assert_same([([], of_other)], ([], want))
             if state is None:
                 assert_says(told, "can't recover", "load a checkpoint")
                 continue
             if was_refused(told):
                 assert_says(told, "an exception has interrupted a backward pass", "optimizer.zero_grad()")
-            assert_same([([], state)], ([], want))
+            if rank == 0:
+                assert_same([([], state)], ([], want))
 
     @on_ranks("processes")
     def test_a_call_by_one_rank_alone(self, ranks: Ranks, tmp_path: Path) -> None:
