@@ -91,6 +91,6 @@ _KNOWN = frozenset(
     | {"sparse_dim", "dim_order", "result_type", "can_cast", "_is_view", "is_coalesced", "is_complex", "is_conj"}
     | {"is_contiguous", "is_distributed", "is_floating_point", "is_inference", "is_neg", "is_pinned", "is_same_size"}
     | {"is_set_to", "is_shared", "is_signed", "is_tensor", "__len__", "__hash__", "__repr__", "__str__", "__format__"}
-    | {"__dlpack_device__"}
+    | {"__dlpack_device__", "_has_compatible_shallow_copy_type"}
     | {"__get__", "__set__", "__delete__", "__getitem__", "__setitem__", "_clear_non_serializable_cached_data"}
 )
