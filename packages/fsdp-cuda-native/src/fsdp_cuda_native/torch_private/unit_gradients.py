@@ -108,7 +108,8 @@ class _ShownGradients:
     def show_unreduced(self) -> None:
         """Show gradients before they are reduced, which is where reduced ones are, without sharding."""
         handle: Any = self._handle()
-        type(handle)._use_unsharded_grad_views(handle)
+        with without_torch_function():  # it assigns whole gradients to what may be guarded as a piece
+            type(handle)._use_unsharded_grad_views(handle)
         params = handle.flat_param._params
         if not handle.uses_sharded_strategy:
             self._note(params)
