@@ -30,6 +30,17 @@ class ByHand(Lit):
         self.automatic_optimization = False
 
 
+class Logs(Lit):
+    def log(self, *args: Any, **options: Any) -> None: ...
+
+
+class Moves(pl.LightningDataModule):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+    def on_exception(self, exception: BaseException) -> None: ...
+
+
 class Ends(pl.Callback):
     def on_train_epoch_end(self, *args: Any) -> None: ...
 
@@ -52,6 +63,7 @@ def replaced(obj: Any, name: str) -> Any:
         (replaced(Lit(), "on_train_batch_end"), [], ["Lit.on_train_batch_end"]),
         (Hooked(), [], ["Hooked.on_after_backward"]),
         (Clips(), [], ["Clips.configure_gradient_clipping"]),
+        (Logs(), [], ["Logs.log"]),
         (ByHand(), [], ["ByHand.training_step"]),
     ],
 )
@@ -59,3 +71,12 @@ def test_hooks_of_classes_and_of_objects(module: pl.LightningModule, callbacks: 
     trainer = quiet_trainer(callbacks=callbacks)
     trainer.strategy.connect(module)
     assert hooks_that_may_write(trainer) == found
+
+
+def test_hooks_of_data_modules() -> None:
+    trainer: Any = quiet_trainer(callbacks=[])
+    trainer.strategy.connect(Lit())
+    trainer.datamodule = pl.LightningDataModule()
+    assert hooks_that_may_write(trainer) == []
+    trainer.datamodule = Moves()
+    assert hooks_that_may_write(trainer) == ["Moves.on_after_batch_transfer"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch.nn import functional
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.gradients.gathered_values import RESHAPED_IN_PLACE, GatheredValue
 from fsdp_core.gradients.piece_places import PiecePlace, place_piece
-from fsdp_core.gradients.step_gradients import guard, guard_parameters
+from fsdp_core.gradients.step_gradients import ParameterPiece, Piece, guard, guard_parameters
 
 
 def _piece() -> Tensor:
@@ -74,6 +76,22 @@ def test_what_looks_at_more_than_single_elements_is_refused(look: Callable[[Tens
 def test_what_is_elementwise_is_computed(change: Callable[[Tensor], Tensor]) -> None:
     want = change(torch.tensor([1.0, -2.0, 3.0]))
     assert change(_piece()).as_subclass(Tensor).tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("of", [Piece, ParameterPiece])
+def test_pieces_are_copied_and_saved(of: type[Piece]) -> None:
+    piece = torch.tensor([1.0, -2.0, 3.0])
+    guard([piece], of)
+    copied = copy.deepcopy({"a": piece, "b": piece})
+    assert copied["a"] is copied["b"]
+    with pytest.raises(UnsupportedCapabilityError, match="piece of it alone"):
+        copied["a"].norm()
+    file = io.BytesIO()
+    torch.save({"a": piece, "b": piece * 2}, file)
+    file.seek(0)
+    saved = torch.load(file)
+    assert [type(tensor) for tensor in saved.values()] == [Tensor, Tensor]
+    assert saved["b"].tolist() == [2.0, -4.0, 6.0]
 
 
 @pytest.mark.parametrize("name", sorted(RESHAPED_IN_PLACE))

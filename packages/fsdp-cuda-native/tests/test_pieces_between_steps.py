@@ -222,9 +222,9 @@ def test_what_belongs_to_one_parameter_is_computed_together(ranks: RankPool) -> 
     torch.testing.assert_close(got, want, atol=oracle.FP32_TOLERANCE, rtol=0)
 
 
-def assigned(tmp: str) -> list[dict[str, Tensor]]:
+def assigned(tmp: str, is_root: bool) -> list[dict[str, Tensor]]:
     """What is read after ``parameter.data = …`` between steps: by hand, from a checkpoint, and what a load leaves."""
-    fabric = new_fabric("fsdp_native", 2, {"auto_wrap_policy": {nn.Linear}})
+    fabric = new_fabric("fsdp_native", 2, {"auto_wrap_policy": None if is_root else {nn.Linear}})
     with oracle.seeded(3):
         net = new_pair()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -240,18 +240,27 @@ def assigned(tmp: str) -> list[dict[str, Tensor]]:
     for p in net.parameters():
         p.data = p.data * 0.5
     fabric.load(f"{tmp}/before.ckpt", {"model": model})
-    model(torch.ones(2, FEATURES))
+    outputs = [model(torch.ones(2, FEATURES))]  # without a backward pass, after which units may stay gathered
     loaded = full_state_dict(net)
+    model(torch.ones(2, FEATURES))
+    for p in net.parameters():
+        p.data = p.data * 2.0
+    outputs.append(model(torch.ones(2, FEATURES)))
+    for p in net.parameters():
+        p.data = p.data * 2.0
+    called = full_state_dict(net)
     with torch.no_grad():
         told = refusal(UnsupportedCapabilityError, partial(setattr, net[0].weight, "data", torch.ones(1000)))
     assert_says(told, "an assignment", "this rank's piece", "gathered(module)")
-    return [exported, load_state_dict(f"{tmp}/after.ckpt"), loaded]
+    assert not torch.allclose(*outputs)
+    return [exported, load_state_dict(f"{tmp}/after.ckpt"), loaded, called]
 
 
-def test_assigned_data_is_what_is_read(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_root", [False, True])
+def test_assigned_data_is_what_is_read(ranks: RankPool, tmp_path: Path, is_root: bool) -> None:
     with oracle.seeded(3):
         initial = new_pair().state_dict()
-    for factor, got in zip((0.5, 0.25, 1.0), ranks.run(2, assigned, str(tmp_path))[0], strict=True):
+    for factor, got in zip((0.5, 0.25, 1.0, 4.0), ranks.run(2, assigned, str(tmp_path), is_root)[0], strict=True):
         torch.testing.assert_close(dict(got), {name: tensor * factor for name, tensor in initial.items()})
 
 

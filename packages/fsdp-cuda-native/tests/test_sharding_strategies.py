@@ -708,3 +708,30 @@ def test_clipping_a_module_in_fp64_of_which_a_rank_holds_frozen_elements_alone(r
     """Such a rank has no gradient, and sent its norm in fp32, where others sent theirs in fp64: gloo aborts on that."""
     options = {"mesh": "shard 4", "wrap": "the root", "sharding_strategy": "SHARD_GRAD_OP", "trained": "not a block"}
     assert_equals_plain(ranks, tmp_path, test_conformance.TestNative, clip="norm", precision="double", **options)
+
+
+class Penalised(Lit):
+    """Adds the gradient with respect to its input to the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x = batch[0].clone().requires_grad_()
+        loss = self.net(x).float().square().mean()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + gradient.float().square().mean()
+
+
+def penalised(tmp: str, precision: Any) -> list[str]:
+    try:
+        new_trainer(tmp, "fsdp_native", 1, {"auto_wrap_policy": {Block}}, precision=precision).fit(
+            Penalised(), loader(2, 1)
+        )
+    except RuntimeError as error:
+        return [str(error), *getattr(error, "__notes__", ())]
+    return []
+
+
+def test_what_replaces_half_precision_on_one_rank(ranks: RankPool, tmp_path: Path) -> None:
+    [told] = ranks.run(1, penalised, str(tmp_path), "bf16-mixed")
+    assert_says("\n".join(told), "setStorage", "strategy='fsdp2'", "precision='bf16-true'")
+    for precision in ("bf16-true", "32-true"):
+        assert ranks.run(1, penalised, str(tmp_path), precision) == [[]]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import UnsupportedCapabilityError
@@ -264,6 +265,8 @@ class Piece(Tensor):
             if any(tensor.shape not in shapes for tensor in [*written, *(args[1:] if is_assignment else ())]):
                 raise UnsupportedCapabilityError(f"{_IN_WORDS.get(name, name)} {told}")
             result = func(*args, **(kwargs or {}))
+            if is_assignment:
+                increment_version(args[0])  # a unit that is still gathered is gathered anew, as after other writes
             if issubclass(cls, ParameterPiece) and func in _ATTRIBUTES:
                 return result
             computed = _tensors(result)
@@ -277,6 +280,22 @@ class Piece(Tensor):
                         set_place(tensor, places[index if len(places) == len(new) else 0] if places else None)
         return result
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with without_torch_function():
+            if not self.is_leaf:
+                return Tensor.__deepcopy__(self, memo)  # type: ignore[no-untyped-call]  # torch says why not
+            copied = memo.get(id(self))
+            if copied is None:
+                copied = self.detach().as_subclass(Tensor).clone().requires_grad_(self.requires_grad)
+                copied.__class__ = type(self)
+                vars(copied).update(vars(self))
+                memo[id(self)] = copied
+            return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a tensor: what is saved is read without this class."""
+        return plain(self).__reduce_ex__(protocol)
+
 
 class ParameterPiece(Piece):
     """What was computed of a rank's piece of a parameter, element by element."""
@@ -284,6 +303,8 @@ class ParameterPiece(Piece):
 
 class _ParameterPiece(ParameterPiece, nn.Parameter):
     """A rank's piece of a parameter."""
+
+    __deepcopy__, __reduce_ex__ = nn.Parameter.__deepcopy__, nn.Parameter.__reduce_ex__
 
 
 def guard_parameters(pieces: Iterable[Tensor]) -> None:

@@ -614,6 +614,7 @@ def reshard(unit: FullyShardedDataParallel, *, keeps: bool = False) -> None:
         and (not handle.uses_sharded_strategy or handle.needs_unshard())
     )
     if not at_rest:
+        write_back(unit)
         handle._training_state = HandleTrainingState.IDLE
         handle.reshard(handle.uses_sharded_strategy)
         handle.post_reshard()
@@ -624,21 +625,22 @@ def write_back(unit: FullyShardedDataParallel) -> None:
     """Copy to a unit's shard what was assigned as ``parameter.data`` since its last call, as the next call would.
 
     Args:
-        unit: The unit, not gathered.
+        unit: The unit. If it is gathered, its modules must show parameters for anything to be done.
     """
     handle = handle_of(unit)
     flat = handle.flat_param
-    if flat._params is not None and shows_parameters(unit):
-        with without_torch_function():  # which may be guarded
-            start, size = flat._local_shard.data_ptr(), flat._local_shard.element_size()
-            is_elsewhere = any(
-                parameter.data_ptr() != start + info.offset_in_shard * size
-                for parameter, info in zip(flat._params, flat._shard_param_infos, strict=True)
-                if info.in_shard
-            )
-        if is_elsewhere:
-            handle._writeback_orig_params()
-            handle._use_sharded_views()  # what is loaded next would else be overwritten by the next call
+    is_summoned = handle._training_state == HandleTrainingState.SUMMON_FULL_PARAMS
+    if flat._params is None or is_summoned or not shows_parameters(unit):
+        return
+    shard = flat._local_shard
+    with without_torch_function(), torch.no_grad():  # they may be guarded
+        start, size = shard.data_ptr(), shard.element_size()
+        for parameter, info in zip(flat._params, flat._shard_param_infos, strict=True):
+            if info.in_shard and parameter.data_ptr() != start + info.offset_in_shard * size:
+                part = shard[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
+                part = part.view(part.shape if handle.uses_sharded_strategy else parameter.shape)
+                part.copy_(parameter)  # raises if it has another shape
+                parameter.data = part  # what is loaded next would else be overwritten by the next call
 
 
 def shows_parameters(unit: FullyShardedDataParallel) -> bool:

@@ -44,8 +44,11 @@ _ELSEWHERE = {"on_save_checkpoint", "on_load_checkpoint", "on_fit_start", "on_tr
 #: The hooks of a LightningModule that replace a part of a step, besides those that begin with ``on_``.
 _OF_STEPS = (
     *("backward", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
-    *("transfer_batch_to_device",),
+    *("transfer_batch_to_device", "log", "log_dict"),
 )
+
+#: Those of a LightningDataModule.
+_OF_BATCHES = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 #: In bytes. What is smaller is copied at once: it takes no time, and training steps may well write to it, as to CLIP's
 #: temperature, through ``.data``, which counts no writes.
@@ -73,15 +76,18 @@ def hooks_that_may_write(trainer: pl.Trainer) -> list[str]:
     module = trainer.strategy.lightning_module
     if module is not None:
         found += _overridden(module, pl.LightningModule, _OF_STEPS)
+        datamodule = getattr(trainer, "datamodule", None)
+        if datamodule is not None:
+            found += _overridden(datamodule, pl.LightningDataModule, _OF_BATCHES, is_all=False)
         if not module.automatic_optimization:
             found.append(f"{type(module).__name__}.training_step")
     return found
 
 
-def _overridden(of: object, base: type, more: Sequence[str]) -> list[str]:
+def _overridden(of: object, base: type, more: Sequence[str], *, is_all: bool = True) -> list[str]:
     """The hooks that an object's class has, or the object itself, as ``LambdaCallback`` does."""
     cls, own = type(of), vars(of)
-    names = [name for name in dir(base) if name.startswith("on_") and name not in _ELSEWHERE]
+    names = [name for name in dir(base) if is_all and name.startswith("on_") and name not in _ELSEWHERE]
     return [
         f"{cls.__name__}.{name}"
         for name in (*names, *more)

@@ -306,6 +306,11 @@ _RESIZED = (
 #: What to write where torch raises an error of one of its own limits in a step, by a part of the error's message.
 _WAYS_OUT = {
     "Cannot writeback when the parameter shape changes": _RESIZED,
+    "setStorage: sizes": (
+        "fsdp-core: this may be FSDP1's limit for bf16-mixed and 16-mixed without sharding: with NO_SHARD, and on one "
+        "rank with every strategy, it frees what a second graph still needs.\n"
+        "On several ranks write sharding_strategy='SHARD_GRAD_OP'; on one, precision='bf16-true' or strategy='fsdp2'."
+    ),
     "resize storage that is not resizable": (
         "fsdp-core: this may be about a gathered parameter of which parameter.detach().numpy() was taken, also by "
         "np.asarray(): torch never frees the memory of an array, and a unit frees its parameters.\n"
