@@ -532,8 +532,13 @@ class ShardedStrategy:
         ranks = self.runtime.along(*GRADIENT_AXES) if group is None else self.runtime
         return ranks.all_reduce(tensor, reduce_op_name(reduce_op), group)
 
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Stack the tensors of the ranks with different batches, or parts of them, along a new first dimension."""
+    def all_gather(self, tensor: Tensor | float, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Stack the tensors of the ranks with different batches, or parts of them, along a new first dimension.
+
+        A number becomes a tensor, as in the module's and in Fabric's ``all_gather``.
+        """
+        if not isinstance(tensor, Tensor):
+            tensor = torch.tensor(tensor, device=self.root_device)
         ranks = self.runtime.along(*GRADIENT_AXES) if group is None else self.runtime
         return ranks.all_gather(tensor, group, sync_grads)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -394,6 +394,7 @@ def _collectives(strategy: str) -> dict[str, Any]:
         "text": fabric.strategy.all_reduce("unchanged"),
         "gathered": ranks.tolist(),
         "numbers": numbers["of a rank"].tolist(),
+        "by the strategy": cast(Any, fabric.strategy).all_gather(rank).tolist(),
         "grad": source.grad.tolist(),
         "object": fabric.broadcast({"from": rank, "path": Path("x")}, src=fabric.world_size - 1),
     }
@@ -566,6 +567,7 @@ class LoopsSuite(Clauses):
             "text": "unchanged",
             "gathered": [[rank] for rank in range(count)],
             "numbers": list(range(count)),
+            "by the strategy": list(range(count)),
             "grad": [float(count)] * 2,
             "object": {"from": count - 1, "path": Path("x")},
         }
