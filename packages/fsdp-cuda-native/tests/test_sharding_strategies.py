@@ -732,6 +732,6 @@ def penalised(tmp: str, precision: Any) -> list[str]:
 
 def test_what_replaces_half_precision_on_one_rank(ranks: RankPool, tmp_path: Path) -> None:
     [told] = ranks.run(1, penalised, str(tmp_path), "bf16-mixed")
-    assert_says("\n".join(told), "setStorage", "strategy='fsdp2'", "precision='bf16-true'")
+    assert_says("\n".join(told), "setStorage", "precision='bf16-true'")
     for precision in ("bf16-true", "32-true"):
         assert ranks.run(1, penalised, str(tmp_path), precision) == [[]]

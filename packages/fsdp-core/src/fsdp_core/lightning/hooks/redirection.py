@@ -309,7 +309,7 @@ _WAYS_OUT = {
     "setStorage: sizes": (
         "fsdp-core: this may be FSDP1's limit for bf16-mixed and 16-mixed without sharding: with NO_SHARD, and on one "
         "rank with every strategy, it frees what a second graph still needs.\n"
-        "On several ranks write sharding_strategy='SHARD_GRAD_OP'; on one, precision='bf16-true' or strategy='fsdp2'."
+        "On several ranks write sharding_strategy='SHARD_GRAD_OP'; on one, precision='bf16-true'."
     ),
     "resize storage that is not resizable": (
         "fsdp-core: this may be about a gathered parameter of which parameter.detach().numpy() was taken, also by "
