@@ -264,8 +264,9 @@ class Piece(Tensor):
             written += _tensors(args[:1]) if is_assignment or writes_to_first(name) else ()
             if any(tensor.shape not in shapes for tensor in [*written, *(args[1:] if is_assignment else ())]):
                 raise UnsupportedCapabilityError(f"{_IN_WORDS.get(name, name)} {told}")
+            moves = is_assignment and args[0].data_ptr() != args[1].data_ptr()  # and module.to() of its own device not
             result = func(*args, **(kwargs or {}))
-            if is_assignment:
+            if moves:
                 increment_version(args[0])  # a unit that is still gathered is gathered anew, as after other writes
             if issubclass(cls, ParameterPiece) and func in _ATTRIBUTES:
                 return result
