@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CLASSIC", "SPMD"]
+__all__ = ["CLASSIC", "DIFFERENTIATED", "SPMD"]
 
 _FP32_SHARDS = "XlaFullyShardedDataParallel keeps its shards in fp32; the precision is refused by name"
 
@@ -83,3 +83,19 @@ SPMD = {
         "mixed precision is torch's autocast here, which casts inside of each operation"
     ),
 }
+
+#: Kinds of steps that call ``torch.autograd.grad``, which torch_xla's activation checkpointing does not.
+DIFFERENTIATED = (
+    "adversarial example",
+    "adversarial example of several steps",
+    "adversarial example beside the clean one",
+    "virtual adversarial example",
+    "loss weighed by its gradient",
+    "gradient penalty",
+    "gradient penalty between two calls",
+    "forces",
+    "forces alone",
+    "second derivative",
+    "parameters frozen while an adversarial example is made",
+    "call that an exception ends, while a graph waits",
+)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from conformance_expected import CLASSIC, SPMD
+from conformance_expected import CLASSIC, DIFFERENTIATED, SPMD
 from fsdp_core.testing.suite import AdapterSuite, PresetSuite, StrategySuite
 from fsdp_core.testing.suite.checkpoints.fabric_checkpoints import FabricCheckpointsSuite
 from fsdp_core.testing.suite.checkpoints.resuming import ExactResumeSuite
@@ -16,6 +16,7 @@ from fsdp_core.testing.suite.interface.listing import ListingSuite
 from fsdp_core.testing.suite.modules.parameters import ParametersSuite
 from fsdp_core.testing.suite.modules.sharded_modules import ShardedModulesSuite
 from fsdp_core.testing.suite.modules.shards import ShardsSuite
+from fsdp_core.testing.suite.numerics.many_passes import SETTINGS
 from fsdp_core.testing.suite.numerics.parity import NumbersSuite
 from fsdp_core.testing.suite.refusals.bad_modules import BadModulesSuite
 from fsdp_core.testing.suite.training.exceptions import ExceptionsSuite
@@ -61,6 +62,7 @@ class TestXLASPMD(StrategySuite):
     drawn_pairs = 6  # each compiles programs of its own
     step_parts = 3  # so does each kind of step
     expected_failures = SPMD
+    refused_steps: ClassVar = {name: DIFFERENTIATED for name in SETTINGS if name.startswith("activation checkpointing")}
 
 
 @pytest.mark.everything

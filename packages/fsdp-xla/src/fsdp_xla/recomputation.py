@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch_xla.utils.checkpoint import checkpoint
 
-from fsdp_xla.torch_xla_private.devices import default_device, set_default_device, tree_flatten, tree_unflatten
+from fsdp_core import UnsupportedCapabilityError
+from fsdp_xla.torch_xla_private.devices import (
+    computes_all_gradients,
+    default_device,
+    set_default_device,
+    tree_flatten,
+    tree_unflatten,
+)
 
 __all__ = ["recompute"]
 
@@ -44,9 +51,20 @@ def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     anchor = torch.zeros((), device="xla", requires_grad=True)
     outputs = checkpoint(call.run, anchor, *leaves)
     device = default_device()
-    for one in outputs:
-        if isinstance(one, Tensor) and one.requires_grad:
-            # autograd has a thread for each device, whose default device is the first of all devices; torch_xla uses
-            # the default device to find the random generator to restore
-            one.register_hook(lambda _: set_default_device(device))
+
+    def before_backward(_: Tensor) -> None:
+        # autograd has a thread for each device, whose default device is the first of all devices; torch_xla uses
+        # the default device to find the random generator to restore
+        set_default_device(device)
+        if not computes_all_gradients():
+            raise UnsupportedCapabilityError(
+                "torch.autograd.grad() and backward(inputs=...) can't go through a module that "
+                "activation_checkpointing_policy recomputes on XLA devices: torch_xla recomputes it within a backward "
+                "pass to all parameters.\n"
+                "Leave activation_checkpointing_policy out, or call loss.backward(); strategy='fsdp2' can do both."
+            )
+
+    for output in outputs:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(before_backward)
     return tree_unflatten(list(outputs), call.output_spec)

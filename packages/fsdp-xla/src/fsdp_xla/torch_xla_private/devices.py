@@ -40,6 +40,7 @@ __all__ = [
     "check_autograd",
     "communicator_of_ranks",
     "compiled",
+    "computes_all_gradients",
     "default_device",
     "in_order",
     "on_host",
@@ -193,6 +194,11 @@ def default_device() -> torch.device:
 def set_default_device(device: torch.device) -> None:
     """Make ``device`` this thread's default device."""
     compiled._xla_set_default_device(str(device))
+
+
+def computes_all_gradients() -> bool:
+    """Whether the backward pass that runs is to all parameters, as ``loss.backward()`` is."""
+    return bool(torch.autograd._is_checkpoint_valid())
 
 
 def start_alone() -> torch.device:

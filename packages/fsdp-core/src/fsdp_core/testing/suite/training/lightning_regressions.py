@@ -72,7 +72,7 @@ def every_stage(strategy: str, tmp: str, options: dict[str, Any]) -> dict[str, A
     module = Lit("momentum", width=WIDE)
     run = new_trainer(tmp, strategy, 2, options, max_epochs=2)
     used: Any = run.strategy
-    policy = getattr(used.backend, "auto_wrap_policy", "auto")
+    policy = getattr(used.options, "auto_wrap_policy", "auto")
     run.test(module, loader(2, 2), verbose=False)
     run.fit(module, loader(3, 2), loader(1, 2))
     run.validate(module, loader(2, 2), verbose=False)
@@ -83,7 +83,7 @@ def every_stage(strategy: str, tmp: str, options: dict[str, Any]) -> dict[str, A
     run.validate(module, loader(2, 2), verbose=False)
     return {
         "losses": means(module.losses),
-        "policy": getattr(used.backend, "auto_wrap_policy", "auto")
+        "policy": getattr(used.options, "auto_wrap_policy", "auto")
         is policy
         is options.get("auto_wrap_policy", "auto"),
         "held": held_by(sharded_by(used).root.parameters()),
