@@ -117,6 +117,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"activation_checkpointing": []}, ["activation_checkpointing=[]", "=MyBlock, a list of classes"]),
     ({"activation_checkpointing": Block()}, ["activation_checkpointing=Block(", "=MyBlock, a list of classes"]),
     ({"activation_checkpointing": int}, ["is not a class of modules", "=MyBlock, a list of classes"]),
+    ({"ignored_modules": ["head"]}, ["ignored_modules=['head'] does not name", "ignored_modules=[model.head]"]),
+    ({"ignored_modules": "head"}, ["ignored_modules='head' does not name"]),
+    ({"ignored_modules": [nn.Linear]}, ["does not name what is ignored"]),
+    ({"ignored_states": ["head"]}, ["ignored_states=['head'] does not name", "parameters or modules of it"]),
     ({"device_mesh": 4}, ["device_mesh=4 is not a mesh", "device_mesh=(2, 4)"]),
     ({"device_mesh": "2x2"}, ["device_mesh='2x2' is not a mesh", "device_mesh=(2, 4)"]),
     # what FSDP1 can't do

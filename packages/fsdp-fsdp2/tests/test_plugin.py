@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,18 +78,27 @@ def test_a_platform_without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def pickled(tmp: str) -> tuple[list[float], str]:
-    """The losses of a Trainer that was pickled, and what is said where it is pickled after its fit."""
-    run: Any = pickle.loads(pickle.dumps(new_trainer(tmp, "fsdp2", 2, {"state_dict_type": "full"})))
+def pickled(tmp: str) -> Any:
+    return pickle.loads(pickle.dumps(new_trainer(tmp, "fsdp2", 2, {"state_dict_type": "full"})))
+
+
+def copied(tmp: str) -> Any:
+    return copy.deepcopy(new_trainer(tmp, "fsdp2", 2, {"state_dict_type": "full"}))
+
+
+def trained_elsewhere(make: Callable[[str], Any], tmp: str) -> tuple[list[float], str]:
+    """The losses of a Trainer that was pickled or copied, and what is said where it is pickled after its fit."""
+    run = make(tmp)
     assert run.strategy.state_dict_type == "full"
     module = Lit()
     run.fit(module, loader(2, 2))
     return means(module.losses), refusal(ShardingError, lambda: pickle.dumps(run.strategy))
 
 
-def test_a_trainer_that_was_pickled_trains(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [pickled, copied])
+def test_a_trainer_that_was_pickled_trains(ranks: RankPool, tmp_path: Path, make: Callable[[str], Any]) -> None:
     """As tools pickle it that start its run elsewhere; once it has sharded a module, that is refused."""
     want = ranks.run(2, fit, "fsdp2", str(tmp_path), 2, 2)
-    for (losses, told), (wanted, _) in zip(ranks.run(2, pickled, str(tmp_path)), want, strict=True):
+    for (losses, told), (wanted, _) in zip(ranks.run(2, trained_elsewhere, make, str(tmp_path)), want, strict=True):
         assert losses == wanted
         assert_says(told, "strategy='fsdp2' can't be pickled", "before the first fit()")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 from fsdp_core.lightning import LightningOptions, ShardedStrategy, takes
 from fsdp_core.sharding import ShardingOptions
@@ -34,6 +34,10 @@ class NativeRanks(ShardedStrategy):
     options: NativeOptions
     backend: NativeBackend
 
+    @overload
     @takes(_Options)
+    def __init__(self, **options: Any) -> None: ...
+    @overload
+    def __init__(self, first: object, /, *positional: Any, **options: Any) -> None: ...
     def __init__(self, *positional: Any, **options: Any) -> None:
         super().__init__(*positional, **options)

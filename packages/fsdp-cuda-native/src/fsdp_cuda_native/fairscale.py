@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, cast, overload
 
 import torch
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
@@ -114,7 +114,11 @@ class _Ranks(NativeRanks):
     def new_backend(self) -> NativeBackend:
         return NativeBackend(cast(FairscaleOptions, self.options).as_native)
 
+    @overload
     @takes(_Options)
+    def __init__(self, **options: Any) -> None: ...
+    @overload
+    def __init__(self, first: object, /, *positional: Any, **options: Any) -> None: ...
     def __init__(self, *positional: Any, **options: Any) -> None:
         super().__init__(*positional, **options)
 

@@ -241,6 +241,8 @@ def _check_options(options: NativeOptions) -> None:
         raise UnsupportedCapabilityError(
             "process_group and device_mesh both specify the ranks to shard over.\nWrite device_mesh alone."
         )
+    _check_ignored("ignored_modules", options.ignored_modules, (nn.Module,), "modules of the model")
+    _check_ignored("ignored_states", options.ignored_states, (nn.Module, nn.Parameter), "parameters or modules of it")
     check_mixed_precision(options.mixed_precision)
     if not isinstance(options.device_mesh, DeviceMesh | tuple | None):
         raise UnsupportedCapabilityError(
@@ -256,4 +258,13 @@ def _check_options(options: NativeOptions) -> None:
         raise UnsupportedCapabilityError(
             "sync_each_batch=True can't be combined with cpu_offload: FSDP1 would replace the gradients of earlier "
             "micro-batches instead of adding to them.\nLeave out one of the two, or use strategy='fsdp2'."
+        )
+
+
+def _check_ignored(name: str, ignored: object, kinds: tuple[type, ...], what: str) -> None:
+    if ignored is None or (isinstance(ignored, Iterable) and not isinstance(ignored, Collection | nn.Module)):
+        return  # of a generator, nothing can be looked at before it is used
+    if not isinstance(ignored, Collection) or not all(isinstance(each, kinds) for each in ignored):
+        raise UnsupportedCapabilityError(
+            f"{name}={ignored!r} does not name what is ignored.\nWrite a list of {what}: {name}=[model.head]."
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 from fsdp_core.lightning import LightningOptions, ShardedStrategy, takes
 from fsdp_core.sharding import ShardingOptions
@@ -36,7 +36,11 @@ class FSDP2Ranks(ShardedStrategy):
     options: FSDP2Options
     backend: FSDP2Backend
 
+    @overload
     @takes(_Options)
+    def __init__(self, **options: Any) -> None: ...
+    @overload
+    def __init__(self, first: object, /, *positional: Any, **options: Any) -> None: ...
     def __init__(self, *positional: Any, **options: Any) -> None:
         super().__init__(*positional, **options)
 

@@ -131,12 +131,7 @@ class ShardedTrainerStrategy(ShardedStrategy, ParallelStrategy):
         self._has_stepped = False
         self._is_first_step = False
         self._writes: StepWrites | None = None
-        self._gradients = GuardedGradients(
-            lambda: self.optimizers,
-            lambda: [self.sharded],
-            with_parameters=True,
-            gathers=lambda: self.is_stepping_by_hand,
-        )
+        self._gradients = self._new_gradients()
         self._trainer: pl.Trainer | None = None
         self._fitting = False
         #: What the optimizers of the next fit are to be restored from.
@@ -182,7 +177,16 @@ class ShardedTrainerStrategy(ShardedStrategy, ParallelStrategy):
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
         copied.optimizers = copied.optimizers  # Lightning's wrappers of them are made anew
+        copied._gradients = copied._new_gradients()
         return copied
+
+    def _new_gradients(self) -> GuardedGradients:
+        return GuardedGradients(
+            lambda: self.optimizers,
+            lambda: [self.sharded],
+            with_parameters=True,
+            gathers=lambda: self.is_stepping_by_hand,
+        )
 
     # -- where we run ----------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 from lightning.fabric.plugins import ClusterEnvironment
 
@@ -42,7 +42,11 @@ class XLAFSDPRanks(XLADeviceRanks, ShardedStrategy):
     backend: XLABackend
     runtime: XLARuntime
 
+    @overload
     @takes(_Options)
+    def __init__(self, **options: Any) -> None: ...
+    @overload
+    def __init__(self, first: object, /, *positional: Any, **options: Any) -> None: ...
     def __init__(self, *positional: Any, **options: Any) -> None:
         super().__init__(*positional, **options)
         self.sequential_save = self.options.sequential_save

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -38,7 +38,11 @@ class XLASPMDRanks(OnXLADevices, ShardedStrategy):
     runtime: XLASPMDRuntime
     num_nodes: int
 
+    @overload
     @takes(_Options)
+    def __init__(self, **options: Any) -> None: ...
+    @overload
+    def __init__(self, first: object, /, *positional: Any, **options: Any) -> None: ...
     def __init__(self, *positional: Any, **options: Any) -> None:
         super().__init__(*positional, **options)
 
