@@ -157,7 +157,7 @@ def test_it_is_listed(clean: Environment, tmp_path: Path) -> None:
 
 def test_the_skeleton_of_the_next_one_is_in_the_wheel(clean: Environment, tmp_path: Path) -> None:
     written = clean.run("fsdp", "new-backend", "theirs", folder=tmp_path).split("\n\n")[0].splitlines()
-    assert len(written) == 10
+    assert len(written) == 11
     assert all((tmp_path / name).is_file() for name in written)
 
 
