@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from lightning.fabric.strategies import XLAFSDPStrategy
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from forked_scripts import run_forked
@@ -196,6 +198,33 @@ class TestOldCheckpoints:
         (tmp_path / "parts.py").write_text(PARTS, encoding="utf-8")
         told = run(resumed(NEW[DDP], checkpoint), tmp_path, status=1)
         assert f"`fsdp checkpoint import {checkpoint} NEW`" in told
+
+
+    def test_names_get_the_prefix_of_the_lightningmodule(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """And the line that loads weights alone takes them from a file."""
+        old, new = nn.Linear(3, 2), nn.Linear(3, 2)
+        torch.save(old.state_dict(), tmp_path / "old.pt")
+        torch.save({"state_dict": old.state_dict()}, tmp_path / "old.ckpt")
+        (command,) = [block for block in blocks(CHECKPOINTS, "console") if "--add-prefix" in block]
+        monkeypatch.chdir(tmp_path)
+        done = CliRunner().invoke(fsdp, command.removeprefix("$ fsdp ").split())
+        assert done.exit_code == 0, f"{done.output}\n{done.exception!r}"
+        shown = CliRunner().invoke(fsdp, ["checkpoint", "inspect", "new.ckpt"]).output
+        assert "model.weight" in shown
+        assert "model.bias" in shown
+        (line,) = [block for block in blocks(CHECKPOINTS) if "load_state_dict" in block]
+        exec(line, {"self": new, "torch": torch})
+        assert torch.equal(new.weight, old.weight)
+
+
+def test_the_import_of_the_strategy_for_xla() -> None:
+    """The other package needs another torch, so its source is read."""
+    (block,) = [block for block in blocks(PAGE) if "fsdp_xla.fabric" in block]
+    before, after = block.splitlines()
+    exec(before, {})
+    name = after.split(" import ")[1].split()[0]
+    source = (ROOT / "packages/fsdp-xla/src/fsdp_xla/fabric.py").read_text(encoding="utf-8")
+    assert f'__all__ = ["{name}"' in source
 
 
 class TestTables:

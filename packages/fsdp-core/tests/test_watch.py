@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -249,8 +250,8 @@ def _prepares() -> None:
     _DataConnector.prepare_data(SimpleNamespace(trainer=trainer))  # type: ignore[arg-type]
 
 
-def _goes_second() -> None:
-    with Fabric.rank_zero_first(SimpleNamespace(local_rank=1, global_rank=1)):  # type: ignore[arg-type]
+def _goes_second(local: bool) -> None:
+    with Fabric.rank_zero_first(SimpleNamespace(local_rank=1, global_rank=1), local=local):  # type: ignore[arg-type]
         pass
 
 
@@ -259,7 +260,15 @@ class Prepares(LightningModule):
         raise AssertionError("only rank 0 prepares")
 
 
-@pytest.mark.parametrize(("call", "awaited"), [(_prepares, "prepare_data()"), (_goes_second, "rank_zero_first()")])
+@pytest.mark.parametrize(
+    ("call", "awaited"),
+    [
+        (_prepares, "prepare_data()"),
+        (partial(_goes_second, local=False), "rank_zero_first()"),
+        (partial(_goes_second, local=True), "rank_zero_first()"),  # the first of the host
+    ],
+    ids=["prepare_data", "rank_zero_first", "the host's first"],
+)
 def test_a_rank_that_waits_in_lightnings_barrier_says_so(
     call: Callable[[], None], awaited: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
