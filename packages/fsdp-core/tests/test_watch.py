@@ -13,9 +13,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
