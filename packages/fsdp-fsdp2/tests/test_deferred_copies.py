@@ -208,6 +208,17 @@ def _moment(module: WritesInItsStep, weight: Any) -> Any:
     return module.trainer.optimizers[0].state[weight]["exp_avg"]
 
 
+def _step_fused(_: Any, weight: Any) -> None:
+    part = torch.nn.Parameter(weight.to_local().detach())  # of the same memory
+    part.grad = torch.ones_like(part)
+    torch.optim.SGD([part], lr=0.5, fused=True).step()
+
+
+@torch.library.custom_op("fsdp_tests::halve", mutates_args=("part",))
+def _halve(part: Tensor) -> None:
+    part.numpy()[:] *= 0.5  # as an operator in C++ writes that declares it
+
+
 #: Writes to the part that this rank holds. The copy is made when it is asked for.
 TO_PARTS: dict[str, Callable[[WritesInItsStep, Any], Any]] = {
     "rows": lambda _, weight: weight.to_local()[1:2].fill_(3.0),
@@ -219,6 +230,8 @@ TO_PARTS: dict[str, Callable[[WritesInItsStep, Any], Any]] = {
     ".data, rows": lambda _, weight: weight.data.to_local()[1:2].fill_(3.0),
     "exp_avg, rows": lambda module, weight: _moment(module, weight).to_local()[1:2].fill_(3.0),
     "set_": lambda _, weight: weight.to_local().set_(weight.to_local().clone()),
+    "a fused step": _step_fused,
+    "an operator of one's own": lambda _, weight: _halve(weight.detach().to_local()[1:2]),
 }
 
 
