@@ -40,7 +40,7 @@ _TURNED: dict[Any, str] = {getattr(Tensor, name).__get__: name for name in ("T",
 _OF_GRADIENT = f"of a gradient would see this rank's piece of it alone.\n{_INSTEAD}"
 
 _OF_PARAMETER = (
-    "of a parameter would see this rank's piece of it alone.\n"
+    "of a parameter would see this rank's piece of it alone: parameters are shards.\n"
     "A penalty over all parameters belongs into the optimizer (weight_decay); one on the parameters of a unit is right "
     "in the unit's own forward(), and one on what belongs to no unit in training_step(), under Fabric in a method that "
     "model.mark_forward_method() names. For values, write with fsdp_core.gathered(module): on all ranks, between "

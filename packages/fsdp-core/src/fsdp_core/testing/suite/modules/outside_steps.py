@@ -357,7 +357,7 @@ class OutsideStepsSuite(Clauses):
         """If a part of the model can't be called since parameters are shards, what to write must be told."""
         for told in ranks.run(2, _use_a_shard, self.strategy, str(tmp_path)):
             for note in told:
-                assert_says(note, "with fsdp_core.gathered(module):")
+                assert_says(note, "parameters are shards", "with fsdp_core.gathered(module):")
 
     def test_gathered(self, ranks: Ranks) -> None:
         """In ``gathered()``, one rank must read, call and write whole parameters; all ranks train with its values."""
