@@ -199,7 +199,6 @@ class TestOldCheckpoints:
         told = run(resumed(NEW[DDP], checkpoint), tmp_path, status=1)
         assert f"`fsdp checkpoint import {checkpoint} NEW`" in told
 
-
     def test_names_get_the_prefix_of_the_lightningmodule(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """And the line that loads weights alone takes them from a file."""
         old, new = nn.Linear(3, 2), nn.Linear(3, 2)

@@ -74,7 +74,7 @@ def run_pytest(
 ) -> subprocess.CompletedProcess[str]:
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / name).write_text(dedent(source))
-    words = ("-v", "-p", "no:cacheprovider", f"--rootdir={folder}", *words, str(folder))
+    words = ("-v", "-rN", "-p", "no:cacheprovider", f"--rootdir={folder}", *words, str(folder))
     environment = {**fresh_environment(), "PYTHONPATH": str(ROOT), **variables}
     return subprocess.run(
         [sys.executable, "-m", "pytest", *words],
