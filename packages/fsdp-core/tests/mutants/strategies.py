@@ -55,8 +55,7 @@ class TakesPolicy(LoopbackTrainerStrategy):
 class ComparesNothing(LoopbackFabricStrategy):
     """Takes the ranks' models for the same."""
 
-    def _facts(self, module: nn.Module) -> dict[str, str]:
-        return {}
+    def _compare_between_ranks(self, module: nn.Module, plan: ShardingPlan | None) -> None: ...
 
 
 class ShowsPieces(LoopbackTrainerStrategy):
