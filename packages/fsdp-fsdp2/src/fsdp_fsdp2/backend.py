@@ -62,7 +62,7 @@ from fsdp_fsdp2.tensor_parallel.styles import (
     tensor_parallelize,
     tie_again,
 )
-from fsdp_fsdp2.torch_private import is_unshardable, offloaded_parameters, parameters_of, take_filled
+from fsdp_fsdp2.torch_private.parameter_groups import is_unshardable, offloaded_parameters, parameters_of, take_filled
 from fsdp_fsdp2.user_sharding.built_parameters import follow_building, note_built
 from fsdp_fsdp2.user_sharding.parallelize_fn import call_parallelize_fn
 from fsdp_fsdp2.user_sharding.takeover import (
