@@ -1,4 +1,4 @@
-"""Re-points an optimizer that was built over unsharded parameters to the sharded ones."""
+"""Rebinds an optimizer that was built over unsharded parameters to the sharded ones."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.runtime import Runtime
-from fsdp_core.sharding.optimizer_trial.trial import check_steps
-from fsdp_core.sharding.owner_compute.owners import step_on_owners
+from fsdp_core.sharding.optimizers.owner_compute import step_on_owners
+from fsdp_core.sharding.optimizers.trial import check_steps
 from fsdp_core.state.layout import Layout, Part, how_to_separate
 from fsdp_core.state.owned import owners_of
 
-__all__ = ["repoint"]
+__all__ = ["rebind_optimizer"]
 
 
-def repoint(
+def rebind_optimizer(
     optimizer: torch.optim.Optimizer,
     sharded: Callable[[nn.Parameter], nn.Parameter | None],
     layout: Layout,
@@ -71,7 +71,7 @@ def repoint(
     if counts:
         state = _moved_state(optimizer, held)
         for inner in _optimizers_in(vars(optimizer), [optimizer]):
-            repoint(inner, sharded, layout)
+            rebind_optimizer(inner, sharded, layout)
         for name, value in list(vars(optimizer).items()):
             if name != "state":
                 vars(optimizer)[name] = _follow(value, held, optimizer)
