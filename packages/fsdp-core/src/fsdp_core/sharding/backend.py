@@ -81,8 +81,8 @@ class Backend(ABC):
     #: The device types this backend can run on.
     accelerators: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
     #: Whether an optimizer that looks at whole parameters, such as Muon, may step over each of them on one rank
-    #: (see :func:`~fsdp_core.sharding.optimizers.owner_compute.step_on_owners`): what an optimizer holds has its gradient
-    #: in ``grad``.
+    #: (see :func:`~fsdp_core.sharding.optimizers.owner_compute.step_on_owners`): what an optimizer holds has its
+    #: gradient in ``grad``.
     owner_compute: ClassVar[bool] = False
 
     #: With context parallelism, the sequence dimension of each entry of a batch to split; see :class:`SequenceSplit`.

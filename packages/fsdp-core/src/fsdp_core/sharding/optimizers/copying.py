@@ -35,7 +35,7 @@ def copy_optimizer(optimizer: torch.optim.Optimizer, replacements: Mapping[int, 
     }
     vars(duplicate).update(copy.deepcopy(attributes, {**replacements, id(optimizer): duplicate}))
     if "state" in vars(optimizer):  # otherwise the state is an inner optimizer's
-        state = {
+        state: dict[Tensor, Any] = {
             replacements[id(p)]: {key: _small_state(value, p, replacements[id(p)]) for key, value in values.items()}
             for p, values in optimizer.state.items()
             if id(p) in replacements

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.runtime import Runtime
+from fsdp_core.sharding.optimizers.copying import nested_values
 from fsdp_core.sharding.optimizers.owner_compute import step_on_owners
 from fsdp_core.sharding.optimizers.trial import check_steps
 from fsdp_core.state.layout import Layout, Part, how_to_separate
@@ -70,7 +71,12 @@ def rebind_optimizer(
             raise _divided(optimizer, layout[target])
     if counts:
         state = _moved_state(optimizer, held)
-        for inner in _optimizers_in(vars(optimizer), [optimizer]):
+        inner_optimizers = {
+            id(value): value
+            for value in nested_values(list(vars(optimizer).values()))
+            if isinstance(value, torch.optim.Optimizer) and value is not optimizer
+        }
+        for inner in inner_optimizers.values():
             rebind_optimizer(inner, sharded, layout)
         for name, value in list(vars(optimizer).items()):
             if name != "state":
@@ -129,20 +135,6 @@ def _is_first(key: str, value: Any) -> bool:
         same = not value.numel() or bool((value == value.reshape(-1)[0]).all())
         return same and not (key == "step" and value.any())
     return value is None or (isinstance(value, bool | int | float | str) and not (key == "step" and value))
-
-
-def _optimizers_in(value: Any, known: list[Any]) -> Iterator[torch.optim.Optimizer]:
-    """The optimizers inside an optimizer, such as the one whose steps it averages."""
-    if isinstance(value, torch.optim.Optimizer):
-        if not any(value is one for one in known):
-            known.append(value)
-            yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _optimizers_in(inner, known)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _optimizers_in(inner, known)
 
 
 def _follow(value: Any, held: Mapping[Tensor, nn.Parameter], optimizer: torch.optim.Optimizer) -> Any:

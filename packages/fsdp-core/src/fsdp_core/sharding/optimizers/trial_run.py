@@ -158,8 +158,8 @@ def run_steps(
         return torch.tensor(losses[number % len(losses)])
 
     is_dtensor = view is as_dtensor
-    # Ranks of DTensors are processes, and wait for each other in their steps. Others may be threads, which share torch's
-    # stance and generators; and a collective of theirs would wait for ranks that have failed.
+    # Ranks of DTensors are processes, and wait for each other in their steps. Others may be threads, which share
+    # torch's stance and generators; and a collective of theirs would wait for ranks that have failed.
     with (
         nullcontext() if is_dtensor else _ALONE,
         torch.compiler.set_stance("force_eager"),
