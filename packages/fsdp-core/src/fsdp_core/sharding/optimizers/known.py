@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["COMPUTES_HESSIAN", "ELEMENTWISE", "KNOWN_CLOSURES", "REFUSED", "is_right_over_shards"]
+__all__ = ["COMPUTES_HESSIAN", "ELEMENTWISE", "REFUSED", "is_of_torch", "is_right_over_shards"]
 
 #: Each element is updated by itself: right over any shards. Subclasses may do something else.
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
@@ -24,9 +24,6 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     }
 )
 
-#: Looks at losses to stop early, which users can average over ranks; its state is saved by code of its own.
-KNOWN_CLOSURES: frozenset[type[torch.optim.Optimizer]] = frozenset({torch.optim.LBFGS})
-
 #: What is said of optimizers that need gradients with a graph.
 COMPUTES_HESSIAN = (
     "differentiates gradients once more, and those of shards know nothing of how they were computed. Use another "
@@ -39,6 +36,14 @@ REFUSED = {
     "nn.Embedding(sparse=False).",
     "Adahessian": COMPUTES_HESSIAN,
 }
+
+
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is one of torch's, whose state can be saved, and which look at losses at most to stop early.
+
+    LBFGS does, and users can average its losses over ranks.
+    """
+    return type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
 
 
 def is_right_over_shards(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> bool:

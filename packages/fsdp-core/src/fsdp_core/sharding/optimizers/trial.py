@@ -17,7 +17,7 @@ from fsdp_core.errors import OptimizerMismatchError, first_line
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.observed_communication import Communicates, ObservedCommunication
 from fsdp_core.sharding.optimizers.copying import keeps_parameters, requires_closure, takes_closure
-from fsdp_core.sharding.optimizers.known import COMPUTES_HESSIAN, KNOWN_CLOSURES, REFUSED, is_right_over_shards
+from fsdp_core.sharding.optimizers.known import COMPUTES_HESSIAN, REFUSED, is_of_torch, is_right_over_shards
 from fsdp_core.sharding.optimizers.small_params import (
     Specs,
     View,
@@ -159,7 +159,7 @@ class _Trial:
             error = raised
         is_right = self.on_all_ranks(is_right)
         gathers = not self.on_all_ranks(not gathers)
-        if is_right and type(self.optimizer) not in KNOWN_CLOSURES and self.on_all_ranks(problem is None):
+        if is_right and self.on_all_ranks(problem is None):
             problem = why_not_resumed(self.optimizer, self.specs, reference, run, view)
         is_usable = self.on_all_ranks(is_right and problem is None)
         if is_usable and not gathers:
@@ -221,7 +221,7 @@ class _Trial:
                     f"{self.name} draws random numbers in its step, and ranks would draw others for their shards than "
                     "one process does for whole parameters.\nUse an optimizer that draws none, such as AdamW."
                 )
-        if not takes_closure(self.optimizer) or type(self.optimizer) in KNOWN_CLOSURES:
+        if not takes_closure(self.optimizer) or is_of_torch(self.optimizer):
             return
         self.question = "whether its steps depend on the loss"
         try:

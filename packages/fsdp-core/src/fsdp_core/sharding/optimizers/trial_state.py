@@ -18,7 +18,7 @@ from fsdp_core.errors import CheckpointValueError, FSDPError
 from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.sharding.optimizers.copying import nested_values
-from fsdp_core.sharding.optimizers.known import KNOWN_CLOSURES
+from fsdp_core.sharding.optimizers.known import is_of_torch
 from fsdp_core.sharding.optimizers.small_params import Key, SmallParam, Specs, View, as_dtensor, as_unsharded
 from fsdp_core.sharding.optimizers.trial_run import COARSE, STEPS, TrialRun, allclose, run_steps, shard_values
 from fsdp_core.state.block_quantised import is_of_blocks, quantises
@@ -45,7 +45,8 @@ def why_not_saved(run: TrialRun, *, is_sharded: bool) -> str | None:
     """
     names = {params: part.name for params, (part,) in layout_of_small_params(run.small_params).items()}
     state = holder_of_state(run.optimizer).state
-    for param, values in state.items() if is_sharded and type(run.optimizer) not in KNOWN_CLOSURES else ():
+    has_own_format = isinstance(run.optimizer, torch.optim.LBFGS)
+    for param, values in state.items() if is_sharded and not has_own_format else ():
         for name, value in values.items() if param in names else ():
             for tensor in nested_values(value):
                 if isinstance(tensor, Tensor) and tensor.numel() != 1 and tensor.shape != param.shape:
@@ -86,8 +87,8 @@ def why_not_resumed(
         run: The steps over what ``view`` returns.
         view: What the optimizer gets of a small parameter: all of it, on its owner, or a DTensor.
     """
-    if quantises(optimizer):
-        return None  # what ranks have of it is for the sizes of real parameters
+    if is_of_torch(optimizer) or quantises(optimizer):  # what ranks have of codes is for the sizes of real parameters
+        return None
     resumed = partial(run_steps, optimizer, specs, by_closure=expected.by_closure, steps=_RESUMED_STEPS)
     try:
         further = resumed(as_unsharded, start=partial(_load_plainly, expected)).values
