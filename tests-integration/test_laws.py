@@ -108,7 +108,7 @@ def test_core_imports_no_plugin() -> None:
 
 #: Where core names strategies of this project: to say which package to install, which names are Lightning's too, and
 #: with which strategy an optimizer works.
-NAMES_STRATEGIES = ("plugins/registry.py", "plugins/lightning_names.py", "sharding/optimizer_trial/trial.py")
+NAMES_STRATEGIES = ("plugins/registry.py", "plugins/lightning_names.py", "sharding/optimizers/trial.py")
 OUR_STRATEGY = re.compile(r"(?<![-\w])(fsdp2|fsdp_native|ddp_fully_sharded|xla_fsdp)(_\w+)?\b")
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fsdp_core.checkpoint import ChunkedTensor, fill
 from fsdp_core.errors import CheckpointMismatchError, OptimizerMismatchError
 from fsdp_core.runtime import ProcessGroupRuntime
-from fsdp_core.sharding.repointing import repoint
+from fsdp_core.sharding.optimizers.rebinding import rebind_optimizer
 from fsdp_core.state.coverage import find_fault
 from fsdp_core.state.full_tensor import whole
 from fsdp_core.state.layout import FlatRange, Part, boxes
@@ -152,8 +152,8 @@ def test_repointing_to_a_flat_parameter(groups: list[list[str]], refused: bool) 
 
     if refused:
         with pytest.raises(OptimizerMismatchError, match="are one flat parameter here") as told:
-            repoint(optimizer, sharded, flat.layout)
+            rebind_optimizer(optimizer, sharded, flat.layout)
         assert "in one group; or use a strategy that keeps parameters separate." in str(told.value)
     else:
-        repoint(optimizer, sharded, flat.layout)
+        rebind_optimizer(optimizer, sharded, flat.layout)
         assert [p is flat.held for group in optimizer.param_groups for p in group["params"]] == [True]

@@ -18,11 +18,11 @@ from torch.distributed.tensor import Replicate, Shard
 
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.runtime import ProcessGroupRuntime
-from fsdp_core.sharding.optimizer_trial import duration as trial_duration
-from fsdp_core.sharding.optimizer_trial.small_tensors import Kind, as_it_is, new_small
-from fsdp_core.sharding.optimizer_trial.state import layout_of_smalls
-from fsdp_core.sharding.optimizer_trial.trial import check_steps
-from fsdp_core.sharding.repointing import repoint
+from fsdp_core.sharding.optimizers import trial
+from fsdp_core.sharding.optimizers.rebinding import rebind_optimizer
+from fsdp_core.sharding.optimizers.small_params import ParamSpec, as_unsharded, new_small_param
+from fsdp_core.sharding.optimizers.trial import check_steps
+from fsdp_core.sharding.optimizers.trial_state import layout_of_small_params
 from fsdp_core.state.layout import FlatRange, Layout, Part, stand_in
 from fsdp_core.state.optimizer import load_optimizer_state, optimizer_state
 
@@ -50,7 +50,7 @@ class Model:
 
     def repoint(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         pieces = dict(zip(self.written, self.held, strict=True))
-        return repoint(optimizer, lambda p: p if p in self.layout else pieces.get(p), self.layout)
+        return rebind_optimizer(optimizer, lambda p: p if p in self.layout else pieces.get(p), self.layout)
 
 
 def variants(name: str) -> list[dict[str, Any]]:
@@ -429,16 +429,16 @@ class RowsWithAMemory(Rows):
 
 def test_small_tensors_of_one_shape_have_names_of_their_own() -> None:
     """As a tensor-parallel model's biases and norms: divided, whole, and frozen ones."""
-    kinds = [
-        Kind(shape=(150,), is_flat=False, trained=trained, placements=placements)
-        for trained in (True, False)
+    specs = [
+        ParamSpec(shape=(150,), is_flat=False, requires_grad=requires_grad, placements=placements)
+        for requires_grad in (True, False)
         for placements in ((Replicate(),), (Shard(0),), (Shard(0), Shard(0)))
     ]
     drawn = torch.Generator().manual_seed(0)
-    smalls = {(0, kind): new_small(kind, torch.device("cpu"), as_it_is, drawn) for kind in kinds}
-    layout = layout_of_smalls(smalls)
-    assert [small.held for small in smalls.values()] == list(layout)
-    assert len({parts[0].name for parts in layout.values()}) == len(kinds)
+    small_params = {(0, spec): new_small_param(spec, torch.device("cpu"), as_unsharded, drawn) for spec in specs}
+    layout = layout_of_small_params(small_params)
+    assert [small.param for small in small_params.values()] == list(layout)
+    assert len({parts[0].name for parts in layout.values()}) == len(specs)
 
 
 class Box:
@@ -520,13 +520,13 @@ def test_a_trial_that_takes_long_says_what_it_does(monkeypatch: pytest.MonkeyPat
             assert told.wait(30.0)
             return super().step(closure)
 
-    monkeypatch.setattr(trial_duration, "_SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(trial, "_SILENT_SECONDS", 0.0)
     listener, model = Listener(), Model((6, 4))
-    trial_duration._log.addHandler(listener)
+    trial._log.addHandler(listener)
     try:
         check_steps(Waits(model.held, lr=0.1), model.layout)
     finally:
-        trial_duration._log.removeHandler(listener)
+        trial._log.removeHandler(listener)
     assert "Waits has been tried over small tensors, to find out its steps over whole parameters" in said[0]
 
 

@@ -55,7 +55,7 @@ from fsdp_core.sharding.host_agreement import check_same_packages, versions_of
 from fsdp_core.sharding.late_parameters import refuse_late
 from fsdp_core.sharding.local_pieces import refuse_files_of_optimizer, refuse_files_of_shards, refuse_state_dicts
 from fsdp_core.sharding.mixed_precision import ShardPrecision
-from fsdp_core.sharding.optimizer_agreement import check_same_optimizers
+from fsdp_core.sharding.optimizers.agreement import check_same_optimizers
 from fsdp_core.sharding.options import ShardingOptions, option_names
 from fsdp_core.sharding.plan import ShardingPlan
 from fsdp_core.sharding.rank_agreement import check_same, facts_of_options, facts_of_packages

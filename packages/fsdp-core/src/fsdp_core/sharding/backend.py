@@ -18,10 +18,10 @@ from fsdp_core.initialization.wrap import mark_by_torch_wrap
 from fsdp_core.mesh import Mesh
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.mixed_precision import ShardPrecision
+from fsdp_core.sharding.optimizers.rebinding import rebind_optimizer
 from fsdp_core.sharding.options import ShardingOptions
 from fsdp_core.sharding.plan import ParameterPlan, ShardingPlan, plan_module
 from fsdp_core.sharding.replaced_parameters import mark_replaced
-from fsdp_core.sharding.repointing import repoint
 from fsdp_core.sharding.sequence import SequenceSplit, use_split
 from fsdp_core.sharding.shardable import check_shardable
 from fsdp_core.sharding.sharded import Sharded, keep, sharded_of
@@ -81,8 +81,8 @@ class Backend(ABC):
     #: The device types this backend can run on.
     accelerators: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
     #: Whether an optimizer that looks at whole parameters, such as Muon, may step over each of them on one rank
-    #: (see :func:`~fsdp_core.sharding.owner_compute.owners.step_on_owners`): what an optimizer holds has its gradient
-    #: in ``grad``.
+    #: (see :func:`~fsdp_core.sharding.optimizers.owner_compute.step_on_owners`): what an optimizer holds has its
+    #: gradient in ``grad``.
     owner_compute: ClassVar[bool] = False
 
     #: With context parallelism, the sequence dimension of each entry of a batch to split; see :class:`SequenceSplit`.
@@ -320,7 +320,7 @@ class Backend(ABC):
             return None
 
         for optimizer in optimizers:
-            repoint(optimizer, sharded, layout, self.runtime if self.owner_compute else None)
+            rebind_optimizer(optimizer, sharded, layout, self.runtime if self.owner_compute else None)
 
     def full_tensor(self, value: Any) -> Any:
         """Gather a state tensor on the CPU of rank 0; ``None`` on other ranks. All ranks must call it."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
 from fsdp_core.initialization.sharded_init import is_part
@@ -302,6 +303,7 @@ def _describe_tensor(tensor: Tensor) -> str:
 
 def _describe_layer(module: nn.Module) -> str:
     """A layer's class, and what torch's own layers show of their settings."""
-    layer_class = type(module)
+    # what fully_shard has made of a class has another name, until a module of it was set up in this process
+    layer_class = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
     settings = module.extra_repr() if layer_class.__module__.startswith("torch.nn.modules.") else ""
     return f"{layer_class.__qualname__}({settings})" if settings else layer_class.__qualname__

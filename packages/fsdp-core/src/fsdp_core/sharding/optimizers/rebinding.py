@@ -1,9 +1,9 @@
-"""Re-points an optimizer that was built over unsharded parameters to the sharded ones."""
+"""Rebinds an optimizer that was built over unsharded parameters to the sharded ones."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,15 +12,16 @@ from torch import Tensor, nn
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.runtime import Runtime
-from fsdp_core.sharding.optimizer_trial.trial import check_steps
-from fsdp_core.sharding.owner_compute.owners import step_on_owners
+from fsdp_core.sharding.optimizers.copying import nested_values
+from fsdp_core.sharding.optimizers.owner_compute import step_on_owners
+from fsdp_core.sharding.optimizers.trial import check_steps
 from fsdp_core.state.layout import Layout, Part, how_to_separate
 from fsdp_core.state.owned import owners_of
 
-__all__ = ["repoint"]
+__all__ = ["rebind_optimizer"]
 
 
-def repoint(
+def rebind_optimizer(
     optimizer: torch.optim.Optimizer,
     sharded: Callable[[nn.Parameter], nn.Parameter | None],
     layout: Layout,
@@ -44,7 +45,7 @@ def repoint(
     """
     _check_keys(optimizer)
     groups: list[list[nn.Parameter]] = []
-    held: dict[Tensor, nn.Parameter] = {}
+    replacements: dict[Tensor, nn.Parameter] = {}
     counts: dict[nn.Parameter, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         now: dict[nn.Parameter, None] = {}
@@ -60,21 +61,26 @@ def repoint(
                 )
             if target is not parameter:
                 if target in counts and target not in now:
-                    raise _divided(optimizer, layout[target])
+                    raise _error_of_divided(optimizer, layout[target])
                 counts[target] = counts.get(target, 0) + 1
-            held[parameter] = target
+            replacements[parameter] = target
             now[target] = None
         groups.append(list(now))
     for target, count in counts.items():
         if len(layout.get(target, ())) > 1 and count < len(layout[target]):
-            raise _divided(optimizer, layout[target])
+            raise _error_of_divided(optimizer, layout[target])
     if counts:
-        state = _moved_state(optimizer, held)
-        for inner in _optimizers_in(vars(optimizer), [optimizer]):
-            repoint(inner, sharded, layout)
+        state = _recreate_state(optimizer, replacements)
+        inner_optimizers = {
+            id(value): value
+            for value in nested_values(list(vars(optimizer).values()))
+            if isinstance(value, torch.optim.Optimizer) and value is not optimizer
+        }
+        for inner in inner_optimizers.values():
+            rebind_optimizer(inner, sharded, layout)
         for name, value in list(vars(optimizer).items()):
             if name != "state":
-                vars(optimizer)[name] = _follow(value, held, optimizer)
+                vars(optimizer)[name] = _replace_params(value, replacements, optimizer)
         for group, params in zip(optimizer.param_groups, groups, strict=True):
             group["params"][:] = params  # in place: LBFGS, for one, holds this very list
         optimizer.state.clear()
@@ -95,18 +101,20 @@ def _check_keys(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def _moved_state(optimizer: torch.optim.Optimizer, held: Mapping[Tensor, nn.Parameter]) -> dict[Any, dict[str, Any]]:
+def _recreate_state(
+    optimizer: torch.optim.Optimizer, replacements: Mapping[Tensor, nn.Parameter]
+) -> dict[Any, dict[str, Any]]:
     """The state that an optimizer created before its first step, recreated for the shards."""
     on_device = {p for g in optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]}
-    made: dict[Any, dict[str, Any]] = {}
+    new_state: dict[Any, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
-        target = held.get(parameter, cast("nn.Parameter", parameter))
+        target = replacements.get(parameter, cast("nn.Parameter", parameter))
         if target is parameter:  # it was a shard before, and may have stepped
-            made[target] = values
+            new_state[target] = values
             continue
-        remade = {}
+        new_values = {}
         for key, value in values.items():
-            if not _is_first(key, value):
+            if not _is_initial(key, value):
                 raise OptimizerMismatchError(
                     f"{type(optimizer).__name__} has stepped over the unsharded parameters already, or has copied "
                     f"them, and its state ({key!r}) can't follow them into shards.\n"
@@ -115,15 +123,15 @@ def _moved_state(optimizer: torch.optim.Optimizer, held: Mapping[Tensor, nn.Para
             if key == "step" or not isinstance(value, Tensor) or value.shape != parameter.shape:
                 device = local_tensor(target).device
                 to_move = isinstance(value, Tensor) and (key != "step" or parameter in on_device)
-                remade[key] = value.to(device) if to_move else copy.deepcopy(value)
+                new_values[key] = value.to(device) if to_move else copy.deepcopy(value)
             else:
                 fill = value.reshape(-1)[0].item() if value.numel() else 0.0
-                remade[key] = torch.full_like(target.detach(), fill, dtype=value.dtype)
-        made[target] = remade
-    return made
+                new_values[key] = torch.full_like(target.detach(), fill, dtype=value.dtype)
+        new_state[target] = new_values
+    return new_state
 
 
-def _is_first(key: str, value: Any) -> bool:
+def _is_initial(key: str, value: Any) -> bool:
     """Whether a state value may be from before the first step, and does not depend on a parameter's values."""
     if isinstance(value, Tensor):
         same = not value.numel() or bool((value == value.reshape(-1)[0]).all())
@@ -131,61 +139,52 @@ def _is_first(key: str, value: Any) -> bool:
     return value is None or (isinstance(value, bool | int | float | str) and not (key == "step" and value))
 
 
-def _optimizers_in(value: Any, known: list[Any]) -> Iterator[torch.optim.Optimizer]:
-    """The optimizers inside an optimizer, such as the one whose steps it averages."""
-    if isinstance(value, torch.optim.Optimizer):
-        if not any(value is one for one in known):
-            known.append(value)
-            yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _optimizers_in(inner, known)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _optimizers_in(inner, known)
-
-
-def _follow(value: Any, held: Mapping[Tensor, nn.Parameter], optimizer: torch.optim.Optimizer) -> Any:
+def _replace_params(value: Any, replacements: Mapping[Tensor, nn.Parameter], optimizer: torch.optim.Optimizer) -> Any:
     """A value that an optimizer keeps, with parameters replaced; containers are changed in place."""
     if isinstance(value, Tensor):
-        known = value in held or any(value is target for target in held.values())
-        shapes = (parameter.shape for parameter, target in held.items() if target is not parameter)
-        if not known and value.numel() > 1 and value.shape in shapes:
+        is_param = value in replacements or any(value is target for target in replacements.values())
+        shapes = (parameter.shape for parameter, target in replacements.items() if target is not parameter)
+        if not is_param and value.numel() > 1 and value.shape in shapes:
             raise OptimizerMismatchError(
                 f"{type(optimizer).__name__} keeps tensors of its parameters' shapes outside of its state, which can't "
                 "follow them into shards.\nUse another optimizer; or one that makes them at its first step, in "
                 "self.state[parameter]."
             )
-        return held.get(value, value)
+        return replacements.get(value, value)
     if isinstance(value, dict):
-        items = [(_follow(key, held, optimizer), _follow(kept, held, optimizer)) for key, kept in value.items()]
+        items = [
+            (_replace_params(key, replacements, optimizer), _replace_params(kept, replacements, optimizer))
+            for key, kept in value.items()
+        ]
         value.clear()
         value.update(items)
     elif isinstance(value, list):
-        value[:] = _each(value, held, optimizer)
+        value[:] = _replace_members(value, replacements, optimizer)
     elif isinstance(value, set):
-        members = _each(value, held, optimizer)
+        members = _replace_members(value, replacements, optimizer)
         value.clear()
         value.update(members)
     elif type(value) is tuple:
-        return tuple(_each(value, held, optimizer))
+        return tuple(_replace_members(value, replacements, optimizer))
     return value
 
 
-def _each(values: Iterable[Any], held: Mapping[Tensor, nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Any]:
+def _replace_members(
+    values: Iterable[Any], replacements: Mapping[Tensor, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> list[Any]:
     """The replaced members of a container; a flat parameter replaces all its parts once."""
     members: list[Any] = []
     for value in values:
-        now = _follow(value, held, optimizer)
+        now = _replace_params(value, replacements, optimizer)
         if now is value or not isinstance(value, Tensor) or not any(now is one for one in members):
             members.append(now)
     return members
 
 
-def _divided(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> OptimizerMismatchError:
-    told = ", ".join(repr(part.name) for part in parts[:5]) + (f" and {len(parts) - 5} more" if len(parts) > 5 else "")
+def _error_of_divided(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> OptimizerMismatchError:
+    names = ", ".join(repr(part.name) for part in parts[:5]) + (f" and {len(parts) - 5} more" if len(parts) > 5 else "")
     return OptimizerMismatchError(
-        f"{told} are one flat parameter here, and {type(optimizer).__name__} has them in "
+        f"{names} are one flat parameter here, and {type(optimizer).__name__} has them in "
         "different param groups, or has not all of them.\n"
         f"Give the optimizer all of them, in one group; or {how_to_separate(parts[0])}"
     )

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from fsdp_core.errors import ShardingError
 from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.runtime import Runtime
-from fsdp_core.sharding.optimizer_trial.trial import moves_without_gradients
-from fsdp_core.sharding.owner_compute.failures import OwnerFailure, failed_in, raise_together
+from fsdp_core.sharding.optimizers.owner_failures import OwnerFailure, failed_in, raise_together
+from fsdp_core.sharding.optimizers.trial import moves_without_gradients
 from fsdp_core.state.chunks import ChunkedTensor, chunked
 from fsdp_core.state.coverage import Box
 from fsdp_core.state.full_tensor import each_whole

@@ -1,0 +1,351 @@
+"""Tries an optimizer on small parameters: whether its steps over shards are its steps over whole parameters."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from textwrap import shorten
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from fsdp_core.errors import OptimizerMismatchError, first_line
+from fsdp_core.runtime import Runtime
+from fsdp_core.sharding.observed_communication import Communicates, ObservedCommunication
+from fsdp_core.sharding.optimizers.copying import keeps_parameters, requires_closure, takes_closure
+from fsdp_core.sharding.optimizers.known import COMPUTES_HESSIAN, REFUSED, is_of_torch, is_right_over_shards
+from fsdp_core.sharding.optimizers.small_params import (
+    Specs,
+    View,
+    as_dtensor,
+    as_first_shard,
+    as_last_shard,
+    as_unsharded,
+    smaller,
+    spec_of,
+)
+from fsdp_core.sharding.optimizers.trial_run import (
+    COARSE,
+    FINE,
+    SLIGHT,
+    TrialRun,
+    Values,
+    allclose,
+    ends_close,
+    join_shards,
+    keeps_same_numbers,
+    run_steps,
+    shard_values,
+)
+from fsdp_core.sharding.optimizers.trial_state import why_not_resumed, why_not_saved
+from fsdp_core.state.block_quantised import quantises
+from fsdp_core.state.layout import Layout
+
+__all__ = ["check_steps", "moves_without_gradients"]
+
+_log = logging.getLogger(__name__)
+
+#: After so many seconds, and again, a trial logs what it is doing: some optimizers take long for each step.
+_SILENT_SECONDS = 20.0
+
+#: The losses of a trial that looks whether they matter: rising and falling, no two of them equal.
+_VARIED_LOSSES = (8.0, 3.0, 5.0, 0.1)
+
+
+def check_steps(
+    optimizer: torch.optim.Optimizer, layout: Layout, *, owners: bool = False, runtime: Runtime | None = None
+) -> bool:
+    """Refuse an optimizer whose steps over shards are not its steps over whole parameters. All ranks must call it.
+
+    Of torch's elementwise optimizers that is known. Of any other, a copy steps over small parameters, both whole and as
+    this strategy would shard them, and a further copy resumes from its state. An optimizer that can't be copied, or
+    that fails over whole parameters too, is accepted with a warning.
+
+    Args:
+        optimizer: An optimizer that holds the sharded parameters. It is not changed.
+        layout: The parts of the user's parameters that each of them holds.
+        owners: Whether the backend can let an optimizer step over whole parameters, each on one rank.
+        runtime: The ranks, which then take one decision; ``None`` if each decides by itself, over flat shards.
+
+    Returns:
+        Whether the optimizer has to be run like that: its update looks at more of a parameter than single elements,
+        and over shards it would be wrong, or every rank would compute over every matrix; and it looks at no other one.
+
+    Raises:
+        OptimizerMismatchError: Its step fails over shards, or has a different result; or its state can't be saved and
+            resumed; or it depends on the loss, which each rank has of its own.
+    """
+    name = type(optimizer).__name__
+    if name in REFUSED:
+        raise OptimizerMismatchError(f"{name} {REFUSED[name]}")
+    specs = {p: spec_of(p, layout) for group in optimizer.param_groups for p in group["params"] if p in layout}
+    mesh = next((spec.mesh for spec in specs.values() if spec.mesh is not None), None)
+    if mesh is None and not any(spec.is_flat for spec in specs.values()):
+        return False
+    if is_right_over_shards(optimizer, list(specs)):
+        return False
+
+    def on_all_ranks(is_true: bool) -> bool:
+        if runtime is not None:
+            return not runtime.total([not is_true])[0]
+        if mesh is None:
+            return is_true
+        flag = torch.tensor(float(is_true), device=mesh.device_type)
+        dist.all_reduce(flag, dist.ReduceOp.MIN)  # not over one parameter's mesh: others may have larger ones
+        return bool(flag)
+
+    return _Trial(optimizer, specs, on_all_ranks).needs_owners(owners and all(len(layout[p]) == 1 for p in specs))
+
+
+def moves_without_gradients(optimizer: torch.optim.Optimizer, layout: Layout) -> bool:
+    """Whether a step also changes parameters that have no gradient, as if it were zero.
+
+    A copy of the optimizer steps over small parameters, with gradients and then without. No rank waits for another.
+
+    Args:
+        optimizer: An optimizer that holds the sharded parameters. It is not changed.
+        layout: The parts of the user's parameters that each of them holds.
+    """
+    specs = {p: spec_of(p, layout) for group in optimizer.param_groups for p in group["params"]}
+    try:
+        run = run_steps(optimizer, specs, as_unsharded, steps=range(2), steps_with_gradients=1)
+    except Exception:  # it needs gradients
+        return False
+    return any(not torch.equal(values[1], values[2]) for values in run.values.values())
+
+
+class _Trial:
+    """A trial of one optimizer.
+
+    Args:
+        optimizer: The optimizer.
+        specs: Of its parameters.
+        on_all_ranks: Whether something is so on every rank; all ranks call it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, specs: Specs, on_all_ranks: Callable[[bool], bool]) -> None:
+        self.optimizer, self.specs, self.on_all_ranks = optimizer, specs, on_all_ranks
+        self.name = type(optimizer).__name__
+        self.is_flat = any(spec.is_flat for spec in specs.values())
+        self.tolerance = COARSE if quantises(optimizer) else FINE
+        self.by_closure = requires_closure(optimizer)
+        self.question, self.start, self.last_report = "", time.monotonic(), time.monotonic()
+
+    def needs_owners(self, may_have_owners: bool) -> bool:
+        """Whether the optimizer has to step on owners. Raises if it can't be used at all."""
+        reference, error = self._run_unsharded()
+        if not self.on_all_ranks(reference is not None) or reference is None:
+            warnings.warn(
+                f"{self.name} could not be tried over small tensors{_describe_error(error)}, so it is not known "
+                "whether its steps over shards are right. Compare some losses with those of devices=1.",
+                stacklevel=3,
+            )
+            return False
+        self.question = "whether its steps over shards are those over whole parameters"
+        is_right, gathers, problem, error = False, False, None, None
+        try:
+            if self.is_flat:
+                is_right, shards = self._compare_flat(self.specs, reference, self.tolerance)
+                problem = next(filter(None, (why_not_saved(run, is_sharded=True) for run in shards)), None)
+                run, view = reference, as_unsharded
+            else:
+                is_right, gathers, run = self._compare_dtensors(reference)
+                problem, view = why_not_saved(run, is_sharded=True), as_dtensor
+        except Exception as raised:
+            error = raised
+        is_right = self.on_all_ranks(is_right)
+        gathers = not self.on_all_ranks(not gathers)
+        if is_right and self.on_all_ranks(problem is None):
+            problem = why_not_resumed(self.optimizer, self.specs, reference, run, view)
+        is_usable = self.on_all_ranks(is_right and problem is None)
+        if is_usable and not gathers:
+            return False
+        problem = problem if is_right else None
+        if may_have_owners:
+            self.question = "whether each parameter can be updated apart from the others, on one rank"
+            needs_whole, owner_problem = self._compare_owners(reference)
+            if self.on_all_ranks(needs_whole and owner_problem is None):
+                return True
+            problem = owner_problem if needs_whole and not is_usable else problem
+        if is_usable:
+            return False
+        self._refuse(problem, error)
+
+    def _run(self, view: View, specs: Specs | None = None, **settings: Any) -> TrialRun:
+        settings = {"by_closure": self.by_closure, "before_step": self._log_if_slow, **settings}
+        return run_steps(self.optimizer, self.specs if specs is None else specs, view, **settings)
+
+    def _run_unsharded(self) -> tuple[TrialRun | None, Exception | None]:
+        """The steps over whole parameters, or why they fail there too; with a closure only if there has to be one.
+
+        Raises:
+            OptimizerMismatchError: Steps depend on losses or on random numbers, or differentiate, or communicate.
+        """
+        self.question = "its steps over whole parameters"
+        few = None
+        with suppress(Exception):  # what fails over few elements may not over more
+            few = self._run(as_unsharded, smaller(self.specs))
+        if few is not None and few.drew:  # those that draw may take seconds for each step over more
+            self._check_inputs(few, smaller(self.specs))
+        try:
+            reference = self._run(as_unsharded)
+        except Communicates:
+            raise OptimizerMismatchError(
+                f"{self.name} communicates in its step, as if every process had whole parameters: it expects to run "
+                "without sharding, and would wait for ranks that do something else.\n"
+                "Use one for a single device instead, such as torch.optim.Muon; or another optimizer, such as AdamW."
+            ) from None
+        except Exception as error:
+            if "does not require grad" in str(error):
+                raise OptimizerMismatchError(f"{self.name} {COMPUTES_HESSIAN}") from None
+            if self.by_closure or not takes_closure(self.optimizer):
+                return None, error
+            self.by_closure = True  # it says that it can do without, and can't
+            try:
+                reference = self._run(as_unsharded)
+            except Exception:
+                return None, error
+        self._check_inputs(reference, self.specs)
+        return reference, None
+
+    def _check_inputs(self, reference: TrialRun, specs: Specs) -> None:
+        """Refuse steps that depend on what each rank has of its own: random numbers and losses."""
+        if reference.drew:
+            self.question = "whether its steps depend on random numbers"
+            if not ends_close(reference, self._run(as_unsharded, specs, seed=1)):
+                raise OptimizerMismatchError(
+                    f"{self.name} draws random numbers in its step, and ranks would draw others for their shards than "
+                    "one process does for whole parameters.\nUse an optimizer that draws none, such as AdamW."
+                )
+        if not takes_closure(self.optimizer) or is_of_torch(self.optimizer):
+            return
+        self.question = "whether its steps depend on the loss"
+        try:
+            varied = self._run(as_unsharded, specs, by_closure=True, losses=_VARIED_LOSSES)
+            if ends_close(reference, varied):
+                return
+            level = reference if self.by_closure else self._run(as_unsharded, specs, by_closure=True)
+        except Exception:  # it fails with a closure
+            return
+        if not ends_close(level, varied):
+            raise OptimizerMismatchError(
+                f"{self.name} scales its steps by the loss that its closure returns, and each rank has the loss of its "
+                "own part of the batch: ranks would make different steps of one.\n"
+                "Use an optimizer that does not look at the loss, such as AdamW."
+            )
+
+    def _compare_flat(
+        self, specs: Specs, reference: TrialRun | None, tolerance: float
+    ) -> tuple[bool, tuple[TrialRun, TrialRun]]:
+        """Whether steps over flat shards are those over whole parameters; and the steps that show it.
+
+        Few elements come first: an optimizer of matrices may make one with a row for each element of a shard.
+        """
+        few = smaller(specs)
+        for some, unsharded, scale in ((few, None, 1.0), (few, None, SLIGHT), (specs, reference, 1.0)):
+            expected = unsharded or self._run(as_unsharded, some, scale=scale)
+            shards = self._run(as_first_shard, some, scale=scale), self._run(as_last_shard, some, scale=scale)
+            keeps = all(keeps_same_numbers(expected, shard) for shard in shards)
+            if not keeps or not allclose(expected.values, join_shards(*(run.values for run in shards)), tolerance):
+                return False, shards
+        return True, shards
+
+    def _compare_dtensors(self, reference: TrialRun) -> tuple[bool, bool, TrialRun]:
+        """Whether steps over DTensors are those over whole parameters; whether they gather matrices; and they."""
+        with ObservedCommunication() as communication:
+            run = self._run(as_dtensor)
+        # norms and the like are scalars, or have an element for each row or column
+        gathers = max(communication.sizes, default=0) > max(sum(spec.shape) for spec in self.specs.values())
+        is_close = allclose(shard_values(reference.values), run.values, COARSE if gathers else self.tolerance)
+        return is_close and keeps_same_numbers(reference, run), gathers, run
+
+    def _compare_owners(self, reference: TrialRun) -> tuple[bool, str | None]:
+        """Whether an optimizer can step over each parameter apart from the others, and only then is right.
+
+        One whose update is elementwise needs no whole parameters. One that keeps its parameters besides its groups
+        would go on with the shards. One that needs a parameter in each group would fail on a rank that owns none. One
+        that steps with a closure may compute losses at several points, for which all shards would have to follow.
+
+        Returns:
+            The answer; and, if it can, why it must not nevertheless.
+        """
+        if keeps_parameters(self.optimizer) or callable(getattr(self.optimizer, "eval", None)) or self.by_closure:
+            return False, None
+        if not self.is_flat and self._is_right_over_flat_shards()[0]:
+            return False, None
+        if reference.drew:
+            return True, (
+                "it draws random numbers in its step, and each owner would draw others than one process does.\n"
+                "Use an optimizer that draws none, such as AdamW."
+            )
+
+        def run_each(**settings: Any) -> tuple[Values, bool]:
+            runs = {key: self._run(as_unsharded, only=[key], **settings) for key in reference.values}
+            keeps = all(keeps_same_numbers(reference, run) for run in runs.values())
+            return {key: run.values[key] for key, run in runs.items()}, keeps
+
+        try:
+            self._run(as_unsharded, only=[])
+            (apart, keeps), (beside, keeps_beside) = run_each(), run_each(has_neighbour=True)
+            if not (
+                keeps and keeps_beside and allclose(reference.values, apart, FINE) and allclose(apart, beside, FINE)
+            ):
+                return False, None
+            if not allclose(run_each(scale=SLIGHT)[0], run_each(scale=SLIGHT, has_neighbour=True)[0], FINE):
+                return False, None
+        except Exception:
+            return False, None
+        problem = why_not_saved(reference, is_sharded=False)
+        return True, problem or why_not_resumed(self.optimizer, self.specs, reference, reference, as_unsharded)
+
+    def _is_right_over_flat_shards(self) -> tuple[bool, bool]:
+        """Whether steps over flat shards instead of DTensors would be right; and whether their state can be saved."""
+        specs = {p: spec.flattened() for p, spec in self.specs.items()}
+        try:
+            is_right, shards = self._compare_flat(specs, None, FINE)
+        except Exception:  # then nothing is said of them
+            return False, False
+        return is_right, all(why_not_saved(run, is_sharded=True) is None for run in shards)
+
+    def _refuse(self, problem: str | None, error: Exception | None) -> NoReturn:
+        if problem is not None:
+            raise OptimizerMismatchError(f"{self.name} can't be run over shards: {problem}")
+        if self.is_flat:
+            raise OptimizerMismatchError(
+                f"{self.name} looks at more of a parameter than single elements, such as its shape or a norm, and this "
+                f"strategy shows each rank a 1-D piece: it would silently train something else{_describe_error(error)}."
+                "\nUse an optimizer whose update is elementwise, such as AdamW; or a strategy that shows whole shapes, "
+                "such as strategy='fsdp2': the table of optimizers in the documentation says for which that is enough."
+            )
+        options = [name for name in ("fused", "foreach") if any(g.get(name) for g in self.optimizer.param_groups)]
+        advice = f"Leave {options[0]}=True out, or use" if options else "Use"
+        verb = "fails over" if error is not None else "silently trains something else over"
+        other = "; or strategy='fsdp_native', which shows plain pieces: over those its steps are right"
+        raise OptimizerMismatchError(
+            f"a step of {self.name} {verb} DTensors, which this strategy shows as parameters{_describe_error(error)}.\n"
+            f"{advice} another optimizer, such as AdamW{other if all(self._is_right_over_flat_shards()) else ''}."
+        )
+
+    def _log_if_slow(self) -> None:
+        now = time.monotonic()
+        if now - self.last_report >= _SILENT_SECONDS and not (dist.is_initialized() and dist.get_rank()):
+            self.last_report = now
+            _log.warning(
+                "For %.0f s, %s has been tried over small tensors, to find out %s. This is done once, before training; "
+                "an optimizer of torch.optim takes less than a second.",
+                now - self.start,
+                self.name,
+                self.question,
+            )
+
+
+def _describe_error(error: BaseException | None) -> str:
+    if error is None:
+        return ""
+    message = first_line(error)
+    words = f": {shorten(message, 200, placeholder=' …')}" if message else ""
+    return f" ({type(error).__name__}{words})"
