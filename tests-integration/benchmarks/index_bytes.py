@@ -25,7 +25,7 @@ from typing import Any
 from fsdp_core.checkpoint.format.chunks import files_of
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest
 from fsdp_core.checkpoint.format.patterns import PatternedChunks
-from fsdp_core.checkpoint.indexes import Index, Message, Remembered, TensorKind, Told, packed, table_digest
+from fsdp_core.checkpoint.indexes import Index, KnownToFirst, Message, Remembered, TensorKind, packed, table_digest
 from fsdp_core.checkpoint.merging import merged_from
 from fsdp_core.state.boxes import boxes
 from fsdp_core.state.coverage import Box
@@ -159,7 +159,7 @@ def manifest_of(kinds: Sequence[TensorKind], messages: Sequence[Message], last: 
 def measure(sharding: str, ranks: int) -> dict[str, Any]:
     """Two saves on so many ranks."""
     at_first = _resident("VmRSS")
-    told, remembered = Told(table_digest(tensors()), None), dict[int, Remembered]()
+    known, remembered = KnownToFirst(table_digest(tensors()), None), dict[int, Remembered]()
     result: dict[str, Any] = {"sharding": sharding, "ranks": ranks, "tensors": len(tensors())}
     last: Remembered | None = None
     for number, name in enumerate(("first save", "second save")):
@@ -168,7 +168,7 @@ def measure(sharding: str, ranks: int) -> dict[str, Any]:
         for rank in range(ranks):
             if rank == ranks - 1:
                 tracemalloc.start()
-            sent.append(pickle.dumps(packed(index_of(sharding, ranks, rank, save=number), told, remembered.get(rank))))
+            sent.append(pickle.dumps(packed(index_of(sharding, ranks, rank, save=number), known, remembered.get(rank))))
         peak_elsewhere = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         _forget_peak()
@@ -186,7 +186,7 @@ def measure(sharding: str, ranks: int) -> dict[str, Any]:
         }
         last = Remembered(save_id, messages[0].plan, merged)
         remembered = {rank: Remembered(save_id, one.plan, None) for rank, one in enumerate(messages)}
-        told = Told(told.table, save_id)
+        known = KnownToFirst(known.table, save_id)
     begin = time.perf_counter()
     manifest = Manifest.from_json(text)
     result["seconds to read the manifest"] = time.perf_counter() - begin

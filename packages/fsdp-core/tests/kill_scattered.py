@@ -32,7 +32,7 @@ RANKS = 2
 STEPS: dict[str, tuple[int, Any, str, str]] = {
     "claimed by rank 0": (0, part_places.Stand, "claim_first", "after"),
     "claimed": (1, part_places.Stand, "claim", "after"),
-    "recorded": (1, saving.Scattering, "record", "after"),
+    "recorded": (1, saving.PerHostSave, "record", "after"),
     "merged": (0, saving, "_write_state", "after"),
     "published": (1, part_places.Stand, "publish", "after"),
     "before the commit": (0, commit.Place, "commit", "before"),

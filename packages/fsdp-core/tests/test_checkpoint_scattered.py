@@ -294,7 +294,7 @@ def test_a_save_that_fails_at_any_step_leaves_what_was_there(
 
     for owner, name in (
         (part_places.Stand, "claim"),
-        (saving.Scattering, "record"),
+        (saving.PerHostSave, "record"),
         (part_places.Stand, "publish"),
         (commit.Place, "commit"),
     ):

@@ -14,7 +14,7 @@ import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import xxhash
@@ -30,12 +30,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Index",
+    "KnownToFirst",
     "Memory",
     "Message",
+    "PackedBoxes",
     "RankBoxes",
     "Remembered",
     "TensorKind",
-    "Told",
     "boxes_of_ranks",
     "memory_of",
     "packed",
@@ -69,8 +70,8 @@ class Index:
     files: dict[Section, FileEntry] = field(default_factory=dict)
 
 
-class Told(NamedTuple):
-    """What rank 0 tells the other ranks before a save: what they need not send.
+class KnownToFirst(NamedTuple):
+    """What rank 0 knows before a save, so that the other ranks need not send it.
 
     Attributes:
         table: The digest of its table of tensors.
@@ -95,23 +96,37 @@ class Remembered(NamedTuple):
     merged: Merged | None
 
 
+class PackedBoxes(NamedTuple):
+    """A rank's tensors and boxes, each part compressed by itself.
+
+    Attributes:
+        table: The tensors in JSON; empty if they are those of rank 0.
+        alike: The numbers of their kinds.
+        kinds: The boxes of each kind in JSON.
+    """
+
+    table: bytes
+    alike: bytes
+    kinds: bytes
+
+
 class Message(NamedTuple):
     """What one rank sends to rank 0, all of it bytes.
 
     Attributes:
         plan: The digest of ``boxes``.
-        boxes: The compressed tensors and boxes; ``None`` if they are those of the save that rank 0 remembers.
+        boxes: The tensors and boxes; ``None`` if they are those of the save that rank 0 remembers.
         files: The files.
     """
 
     plan: bytes
-    boxes: bytes | None
+    boxes: PackedBoxes | None
     files: bytes
 
     @property
     def nbytes(self) -> int:
         """How many bytes that are."""
-        return len(self.plan) + len(self.boxes or b"") + len(self.files)
+        return len(self.plan) + sum(map(len, self.boxes or ())) + len(self.files)
 
     def entries(self, save_id: str, rank: int) -> Iterator[tuple[str, FileEntry]]:
         """Yield the names and entries of the files that a rank has written."""
@@ -134,83 +149,48 @@ class RankBoxes(NamedTuple):
     kinds: list[tuple[Box, ...]]
 
     @classmethod
-    def unpacked(cls, data: bytes) -> RankBoxes:
+    def unpacked(cls, packed: PackedBoxes) -> RankBoxes:
         """Read :attr:`Message.boxes`."""
-        table, alike, numbers = _parts(zlib.decompress(data), 3)
-        tensors = [TensorKind(key, tuple(shape), dtype) for key, shape, dtype in json.loads(table)] if table else None
-        return cls(tensors, alike, _boxes_in(_numbers(numbers)))
+        table, alike, kinds = map(zlib.decompress, packed)
+        return cls(
+            [TensorKind(key, tuple(shape), dtype) for key, shape, dtype in json.loads(table)] if table else None,
+            alike,
+            [tuple((tuple(offsets), tuple(lengths)) for offsets, lengths in boxes) for boxes in json.loads(kinds)],
+        )
 
 
 def table_digest(tensors: Sequence[TensorKind]) -> bytes:
     """Return a digest that is equal for equal tables."""
-    return xxhash.xxh3_128_digest(_table(tensors))
+    return xxhash.xxh3_128_digest(_json(tensors))
 
 
-def packed(index: Index, told: Told, last: Remembered | None) -> Message:
+def packed(index: Index, known: KnownToFirst, last: Remembered | None) -> Message:
     """Return what this rank sends.
 
     Args:
         index: What this rank has written.
-        told: What rank 0 has told.
+        known: What rank 0 knows.
         last: What this rank remembers.
     """
     kinds: dict[tuple[tuple[int, ...], tuple[Box, ...]], int] = {}
     alike = array("I")
-    for tensor, held in zip(index.tensors, index.boxes, strict=True):
-        alike.append(kinds.setdefault((tensor.shape, held), len(kinds)))
-    numbers = array("q")
-    for shape, held in kinds:
-        numbers.extend((len(shape), len(held)))
-        for offsets, lengths in held:
-            numbers.extend((*offsets, *lengths))
-    table = _table(index.tensors)
-    whole = _joined(table, alike.tobytes(), numbers.tobytes())
-    plan = xxhash.xxh3_128_digest(whole)
+    for tensor, boxes in zip(index.tensors, index.boxes, strict=True):
+        alike.append(kinds.setdefault((tensor.shape, boxes), len(kinds)))
+    table, numbers, boxes_of_kinds = _json(index.tensors), alike.tobytes(), _json([boxes for _, boxes in kinds])
+    plan = xxhash.xxh3_128_digest(table + numbers + boxes_of_kinds)
     files = b"".join(
         _FILE.pack(_SECTIONS.index(section), entry.size, int(entry.checksum.removeprefix("xxh3:"), 16))
         for section, entry in index.files.items()
     )
-    if last is not None and (last.save_id, last.plan) == (told.last, plan):
+    if last is not None and (last.save_id, last.plan) == (known.last, plan):
         return Message(plan, None, files)
-    if xxhash.xxh3_128_digest(table) == told.table:
-        whole = _joined(b"", alike.tobytes(), numbers.tobytes())
-    return Message(plan, zlib.compress(whole), files)
+    if xxhash.xxh3_128_digest(table) == known.table:
+        table = b""
+    return Message(plan, PackedBoxes(*map(zlib.compress, (table, numbers, boxes_of_kinds))), files)
 
 
-def _table(tensors: Sequence[TensorKind]) -> bytes:
-    return json.dumps(tensors, separators=(",", ":")).encode("utf-8", "surrogatepass")
-
-
-def _joined(*parts: bytes) -> bytes:
-    return b"".join(struct.pack("<Q", len(part)) + part for part in parts)
-
-
-def _parts(data: bytes, count: int) -> Iterator[bytes]:
-    at = 0
-    for _ in range(count):
-        (length,) = struct.unpack_from("<Q", data, at)
-        yield data[at + 8 : at + 8 + length]
-        at += 8 + length
-
-
-def _numbers(data: bytes) -> list[int]:
-    numbers = array("q")
-    numbers.frombytes(data)
-    return numbers.tolist()
-
-
-def _boxes_in(numbers: Sequence[int]) -> list[tuple[Box, ...]]:
-    kinds, at = [], 0
-    while at < len(numbers):
-        dimensions, count = numbers[at], numbers[at + 1]
-        at += 2
-        held = []
-        for _ in range(count):
-            middle = at + dimensions
-            held.append((tuple(numbers[at:middle]), tuple(numbers[middle : middle + dimensions])))
-            at = middle + dimensions
-        kinds.append(tuple(held))
-    return kinds
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
 
 class Memory:
@@ -229,23 +209,22 @@ def memory_of(runtime: Runtime) -> Memory:
         return _memories.setdefault(runtime, Memory())
 
 
-def boxes_of_ranks(messages: Sequence[Message], last: Remembered | None) -> list[bytes]:
+def boxes_of_ranks(messages: Sequence[Message], last: Remembered | None) -> list[PackedBoxes]:
     """Return the packed boxes of all ranks: those that were sent, and those that rank 0 remembers.
 
     Raises:
         CheckpointError: A rank refers to a save that rank 0 does not remember so.
     """
-    before: Mapping[int, tuple[bytes, bytes]] = {} if last is None or last.merged is None else last.merged.sent
-    found = []
+    before: Mapping[int, tuple[bytes, PackedBoxes]] = {} if last is None or last.merged is None else last.merged.sent
+    boxes = []
     for rank, message in enumerate(messages):
         if message.boxes is not None:
-            found.append(message.boxes)
-            continue
-        plan, data = before.get(rank, (b"", b""))
-        if plan != message.plan:
+            boxes.append(message.boxes)
+        elif rank in before and before[rank][0] == message.plan:
+            boxes.append(before[rank][1])
+        else:
             raise CheckpointError(
                 f"rank {rank} refers to a plan that rank 0 does not have.\n"
                 "Save again; if that fails too, please report it."
             )
-        found.append(data)
-    return found
+    return boxes

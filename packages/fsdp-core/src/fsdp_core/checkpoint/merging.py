@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fsdp_core.checkpoint.format.chunks import StoredChunk, chunk_name, file_of_rank, files_of
 from fsdp_core.checkpoint.format.manifest import StoredTensor
 from fsdp_core.checkpoint.format.patterns import Pattern, PatternedChunks
-from fsdp_core.checkpoint.indexes import Message, RankBoxes, Remembered, TensorKind, boxes_of_ranks
+from fsdp_core.checkpoint.indexes import Message, PackedBoxes, RankBoxes, Remembered, TensorKind, boxes_of_ranks
 from fsdp_core.checkpoint.recognising import pattern_of
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.state.coverage import Box
@@ -42,7 +42,7 @@ class Merged:
 
     tensors: Sequence[TensorKind]
     layouts: Sequence[Pattern | Held]
-    sent: Mapping[int, tuple[bytes, bytes]]
+    sent: Mapping[int, tuple[bytes, PackedBoxes]]
 
     def stored(self, named: Callable[[str], str]) -> dict[str, StoredTensor]:
         """Return every tensor with its chunks, in rank 0's order.
@@ -99,8 +99,8 @@ def merged_from(tensors: Sequence[TensorKind], messages: Sequence[Message], last
     packed = boxes_of_ranks(messages, last)
     if last is not None and last.merged is not None and all(message.boxes is None for message in messages):
         return last.merged
-    layouts = merge(tensors, [RankBoxes.unpacked(data) for data in packed])
-    sent = {rank: (one.plan, data) for rank, (one, data) in enumerate(zip(messages, packed, strict=True))}
+    layouts = merge(tensors, [RankBoxes.unpacked(boxes) for boxes in packed])
+    sent = {rank: (message.plan, boxes) for rank, (message, boxes) in enumerate(zip(messages, packed, strict=True))}
     return Merged(tensors=tensors, layouts=layouts, sent=sent)
 
 
@@ -186,19 +186,17 @@ def _recognised(tensors: Sequence[TensorKind], ordered: Sequence[_Ordered]) -> l
     for numbers in tables.values():
         seen: dict[tuple[int, int], int] = {}
         everywhere = [seen.setdefault(both, len(seen)) for both in zip(everywhere, numbers, strict=True)]
-    made: dict[int, Pattern | Held] = {}
+    layouts: dict[int, Pattern | Held] = {}
     for at, (tensor, kind) in enumerate(zip(tensors, everywhere, strict=True)):
-        if kind not in made:
-            held = [
-                (rank, boxes)
-                for alike, ranks in groups.items()
-                for number in (tables[alike][at],)
-                for rank in ranks
-                if (boxes := ordered[rank][1][number])
-            ]
-            held.sort(key=lambda of_rank: of_rank[0])
-            made[kind] = pattern_of(tensor.shape, held) or held
-    return [made[kind] for kind in everywhere]
+        if kind in layouts:
+            continue
+        boxes_by_rank: Held = []
+        for alike, ranks in groups.items():
+            number = tables[alike][at]
+            boxes_by_rank += [(rank, boxes) for rank in ranks if (boxes := ordered[rank][1][number])]
+        boxes_by_rank.sort(key=lambda rank_and_boxes: rank_and_boxes[0])
+        layouts[kind] = pattern_of(tensor.shape, boxes_by_rank) or boxes_by_rank
+    return [layouts[kind] for kind in everywhere]
 
 
 def _mismatch(faults: Mapping[str, str]) -> CheckpointMismatchError:

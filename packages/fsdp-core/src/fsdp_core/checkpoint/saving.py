@@ -6,8 +6,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -17,29 +16,28 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fsdp_core.checkpoint.collective import together_each, together_first, together_to_first, total
+from fsdp_core.checkpoint.collective import together_each, together_first, total
 from fsdp_core.checkpoint.format.chunks import Section, chunk_name, file_name, files_of
 from fsdp_core.checkpoint.format.json_text import check_texts
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest
 from fsdp_core.checkpoint.format.safetensors_file import write_safetensors
 from fsdp_core.checkpoint.indexes import (
     Index,
+    KnownToFirst,
     Memory,
     Message,
     Remembered,
     TensorKind,
-    Told,
     memory_of,
     packed,
     table_digest,
 )
 from fsdp_core.checkpoint.merging import Merged, merged_from
 from fsdp_core.checkpoint.planning import Plan, plan_save
-from fsdp_core.checkpoint.scattering import Scattering
+from fsdp_core.checkpoint.save_targets import PerHostSave, SharedSave
 from fsdp_core.checkpoint.storage.commit import Place, choose_place
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath
 from fsdp_core.checkpoint.storage.part_places import Stand, choose_stand, first_stand
-from fsdp_core.checkpoint.storage.writers import writing
 from fsdp_core.errors import CheckpointError, CheckpointValueError
 from fsdp_core.runtime import Runtime
 from fsdp_core.state.chunks import TensorSource
@@ -150,32 +148,34 @@ def prepare_save(
     memory = memory_of(runtime)
     last = memory.last
 
-    def prepare() -> tuple[Place, Told, str] | None:
+    def prepare() -> tuple[Place, KnownToFirst, str] | None:
         nonlocal plan
         plan = stage(plan_save(state, kinds, aliases or {}, runtime.rank))
         if runtime.rank:
             return None
-        told = Told(table_digest(_tensors(plan)), None if last is None else last.save_id)
+        known = KnownToFirst(table_digest(_tensors(plan)), None if last is None else last.save_id)
         place = choose_place(path, secrets.token_hex(6), overwrite=overwrite)
-        return place, told, first_stand(place).path
+        return place, known, first_stand(place).path
 
-    def stand() -> Stand:
-        assert told is not None
-        first = first_stand(told[0])
-        return first if runtime.rank == 0 else choose_stand(path, first, overwrite=overwrite)
+    action = f"preparing to save {os.fspath(path)}"
+    decision = together_first(runtime, action, prepare)
+    assert decision is not None  # rank 0 returns it
+    place, known, first_path = decision
+    target = SharedSave(place, runtime.rank)
+    if scattered:
+        first = first_stand(place)
 
-    doing = f"preparing to save {os.fspath(path)}"
-    told = together_first(runtime, doing, prepare)
-    assert told is not None  # rank 0 returns all
-    scattering = Scattering(together_each(runtime, doing, stand), told[2]) if scattered else None
+        def choose() -> Stand:
+            return choose_stand(path, first, overwrite=overwrite) if runtime.rank else first
+
+        target = PerHostSave(together_each(runtime, action, choose), runtime.rank, first_path)
     return PreparedSave(
-        _place=told[0] if scattering is None else scattering.stand.place,
-        _scattering=scattering,
+        _target=target,
         _plan=plan,
         _strategy=strategy,
         _kinds=dict(kinds),
         _versions=dict(versions or {}),
-        _told=told[1],
+        _known=known,
         _last=last,
         _memory=memory,
     )
@@ -185,13 +185,12 @@ def prepare_save(
 class PreparedSave:
     """A save that is planned but not written."""
 
-    _place: Place
-    _scattering: Scattering | None
+    _target: SharedSave
     _plan: Plan
     _strategy: str
     _kinds: dict[str, str]
     _versions: dict[str, str]
-    _told: Told
+    _known: KnownToFirst
     _last: Remembered | None
     _memory: Memory
 
@@ -205,87 +204,80 @@ class PreparedSave:
         Raises:
             CheckpointError: As in :func:`save`, for errors that are detected only while writing.
         """
-        with writing(self._place.writer) if runtime.rank == 0 or self._scattering is not None else nullcontext():
-            self._write(runtime, one_after_another=one_after_another)
-
-    def _write(self, runtime: Runtime, *, one_after_another: bool) -> None:
-        place, plan, scattering = self._place, self._plan, self._scattering
-        folder, save_id, doing = place.folder, place.save_id, f"writing {place.final}"
-        data: bytes | None = None
-        previous: bytes | None = None
-        merged: Merged | None = None
-        mine: list[Message] = []
-        try:
-            # Before anything is written there, so that leftover files can be attributed to this save.
-            if scattering is None:
-                together_each(runtime, doing, lambda: place.begin() if runtime.rank == 0 else None)
+        target, place = self._target, self._target.place
+        commit = _Commit(place)
+        with target.running():
+            try:
+                action = f"writing {place.final}"
+                target.begin(runtime, action)
+                message = self._write_in_turns(runtime, action, one_after_another)
+                messages = runtime.gather_objects_to(message)
+                self._commit(runtime, commit, messages)
+            except CheckpointError:
+                target.discard(runtime, commit.manifest)
+                raise
+            self._memory.last = Remembered(place.save_id, message.plan, commit.merged)
+            if runtime.rank == 0:
+                commit.tidy()
             else:
-                scattering.begin(runtime, doing)
-            by_rank: dict[int, Message] = {}
-            turn, left = 0, 1
-            while left:
-                if not one_after_another or runtime.local_rank == turn:
-                    write: Callable[[], Message | None] = partial(self._write_chunks, runtime, mine)
-                else:
-                    write = _nothing
-                written = together_to_first(runtime, doing, write)
-                by_rank.update((rank, one) for rank, one in enumerate(written or ()) if one is not None)
-                turn += 1
-                left = total(runtime, [runtime.local_rank >= turn])[0] if one_after_another else 0
+                target.tidy()
 
-            manifest: Manifest | None = None
+    def _write_in_turns(self, runtime: Runtime, action: str, one_after_another: bool) -> Message:
+        """Write this rank's chunks, at once or after those of the ranks of its host that come before it."""
+        message: Message | None = None
+        turn = 0
+        ranks_left = 1
+        while ranks_left:
+            is_my_turn = not one_after_another or runtime.local_rank == turn
+            step = partial(self._write_chunks, runtime) if is_my_turn else lambda: None
+            message = together_each(runtime, action, step) or message
+            turn += 1
+            ranks_left = total(runtime, [runtime.local_rank >= turn])[0] if one_after_another else 0
+        assert message is not None  # every rank has had its turn
+        return message
 
-            def merge() -> None:
-                nonlocal data, merged, manifest
-                if runtime.rank == 0:
-                    messages = [by_rank[rank] for rank in range(runtime.world_size)]
-                    merged = merged_from(_tensors(plan), messages, self._last)
-                    manifest = Manifest(
-                        save_id=save_id,
-                        created=datetime.now(UTC).isoformat(timespec="seconds"),
-                        strategy=self._strategy,
-                        versions=_own_versions() | self._versions,
-                        world_size=runtime.world_size,
-                        kinds=self._kinds,
-                        tensors=merged.stored(lambda key: files_of(plan.section_of[key], save_id)),
-                        aliases=plan.aliases,
-                        places=() if scattering is None else scattering.places(),
-                        **_write_state(folder, save_id, plan, messages, scattering),
-                    )
-                    data = manifest.to_json().encode()
+    def _commit(self, runtime: Runtime, commit: _Commit, messages: list[Message] | None) -> None:
+        """Merge what all ranks have written, and commit it; in one step, if no rank has a folder of its own."""
+        action = f"committing {self._target.place.final}"
 
-            def commit() -> None:
-                nonlocal previous
-                if manifest is not None and data is not None:  # on rank 0
-                    here = manifest.files if scattering is None else scattering.files_here(manifest.files)
-                    previous = place.commit(data, here)
+        def merge() -> None:
+            if messages is not None:  # on rank 0
+                self._merge(commit, messages)
 
-            def in_one_step() -> None:
-                merge()
-                commit()
+        def merge_and_commit() -> None:
+            merge()
+            commit.run()
 
-            doing = f"committing {place.final}"
-            if scattering is None or not scattering.is_apart:
-                together_each(runtime, doing, in_one_step)
-            else:
-                together_each(runtime, doing, merge)
-                scattering.publish(runtime, doing)
-                together_each(runtime, doing, commit)
-        except CheckpointError:
-            if scattering is None:
-                _discard(place, runtime, data)
-            else:
-                scattering.discard(runtime, data)
-            raise
-        self._memory.last = Remembered(save_id, mine[0].plan, merged)
-        if data is not None:  # on rank 0
-            place.tidy(data, previous)
-        elif scattering is not None:
-            scattering.tidy()
+        if self._target.is_apart:
+            together_each(runtime, action, merge)
+            together_each(runtime, action, self._target.publish)
+            together_each(runtime, action, commit.run)
+        else:
+            together_each(runtime, action, merge_and_commit)
 
-    def _write_chunks(self, runtime: Runtime, mine: list[Message]) -> Message:
-        """Write this rank's chunks, and return what rank 0 is to know, which is also put into ``mine``."""
-        plan, save_id, rank = self._plan, self._place.save_id, runtime.rank
+    def _merge(self, commit: _Commit, messages: list[Message]) -> None:
+        """Write the plain data, and make the manifest."""
+        target, plan = self._target, self._plan
+        save_id = target.place.save_id
+        commit.merged = merged_from(_tensors(plan), messages, self._last)
+        manifest = Manifest(
+            save_id=save_id,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            strategy=self._strategy,
+            versions=_own_versions() | self._versions,
+            world_size=len(messages),
+            kinds=self._kinds,
+            tensors=commit.merged.stored(lambda key: files_of(plan.section_of[key], save_id)),
+            aliases=plan.aliases,
+            places=target.places(),
+            **_write_state(target, plan, messages),
+        )
+        commit.files = target.files_of_first(manifest.files)
+        commit.manifest = manifest.to_json().encode()
+
+    def _write_chunks(self, runtime: Runtime) -> Message:
+        """Write this rank's chunks, and return what rank 0 is to know."""
+        plan, place, rank = self._plan, self._target.place, runtime.rank
         contents: dict[Section, dict[str, Tensor | TensorSource]] = {}
         index = Index(tensors=_tensors(plan))
         for key, tensor in plan.stored.items():
@@ -297,16 +289,37 @@ class PreparedSave:
                     contents.setdefault(plan.section_of[key], {})[chunk_name(key, tensor.shape, box)] = chunk.data
             index.boxes.append(tuple(boxes))
         for section, content in contents.items():
-            index.files[section] = _write_tensors(self._place.folder, file_name(section, save_id, rank), content)
-        if self._scattering is not None:
-            files = {file_name(section, save_id, rank): entry for section, entry in index.files.items()}
-            self._scattering.record(runtime, files)
-        mine.append(packed(index, self._told, self._last))
-        return mine[0]
+            index.files[section] = _write_tensors(place.folder, file_name(section, place.save_id, rank), content)
+        files = {file_name(section, place.save_id, rank): entry for section, entry in index.files.items()}
+        self._target.record(runtime, files)
+        return packed(index, self._known, self._last)
 
 
-def _nothing() -> None:
-    """The step of a rank whose turn it is not."""
+@dataclass
+class _Commit:
+    """The last step of a save, on rank 0; on other ranks it stays empty and does nothing.
+
+    Attributes:
+        place: Where the manifest goes.
+        merged: The merged indexes of all ranks.
+        manifest: The manifest, as soon as it is made.
+        files: The files beside it.
+        previous: The manifest that it has replaced.
+    """
+
+    place: Place
+    merged: Merged | None = None
+    manifest: bytes | None = None
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    previous: bytes | None = None
+
+    def run(self) -> None:
+        if self.manifest is not None:
+            self.previous = self.place.commit(self.manifest, self.files)
+
+    def tidy(self) -> None:
+        assert self.manifest is not None
+        self.place.tidy(self.manifest, self.previous)
 
 
 def _tensors(plan: Plan) -> list[TensorKind]:
@@ -319,12 +332,11 @@ def _write_tensors(folder: Folder, name: str, tensors: Mapping[str, Tensor | Ten
     return FileEntry(size=size, checksum=f"xxh3:{digest}")
 
 
-def _write_state(
-    folder: Folder, save_id: str, plan: Plan, messages: Sequence[Message], scattering: Scattering | None
-) -> dict[str, Any]:
+def _write_state(target: SharedSave, plan: Plan, messages: Sequence[Message]) -> dict[str, Any]:
     """Write the plain data and its tensors, and return the manifest's fields about files."""
-    files = dict(entry for rank, one in enumerate(messages) for entry in one.entries(save_id, rank))
-    for name, entry in (files if scattering is None else scattering.files_here(files)).items():
+    folder, save_id = target.place.folder, target.place.save_id
+    files = dict(entry for rank, message in enumerate(messages) for entry in message.entries(save_id, rank))
+    for name, entry in target.files_of_first(files).items():
         if (size := folder.size(name)) != entry.size:
             seen = "no file" if size is None else f"{size} bytes"
             raise CheckpointError(
@@ -362,14 +374,3 @@ def _own_versions() -> dict[str, str]:
     except PackageNotFoundError:  # run from a source tree that is not installed
         versions["fsdp-core"] = "unknown"
     return versions
-
-
-def _discard(place: Place, runtime: Runtime, manifest: bytes | None) -> None:
-    """Remove the files of a failed save, unless its last step has committed it nevertheless."""
-    undone = together_first(runtime, "reading the manifest", lambda: runtime.rank == 0 and place.withdraw(manifest))
-    if undone:
-        rank = None if runtime.rank == 0 else runtime.rank
-        together_each(runtime, "removing a failed save", lambda: place.remove_files(of_rank=rank))
-        if runtime.rank == 0:
-            with suppress(OSError):  # the failure itself is raised, not errors of the cleanup
-                place.leave()

@@ -235,7 +235,7 @@ def _memory_of(value: Any) -> int:
     kind: type = type(value)
     if kind in _CONTAINERS:
         return _CONTAINERS[kind] + (_ENTRY * len(value) if kind is dict else 0)
-    if kind is Named:
+    if isinstance(value, Named):
         return _NAMED + _ENTRY * (len(value.pairs) + len(value.items))
     if kind is str:
         return _VALUE + len(value) + int(_TIMES_JSON * json_bytes(value))

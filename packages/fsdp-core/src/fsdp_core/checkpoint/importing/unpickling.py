@@ -1,12 +1,12 @@
-"""Reads pickles as data: names in a pickle are recorded, and never imported, called or looked up."""
+"""Reads pickles as data: Python's unpickler gets a record for each name, and nothing is imported, looked up or run."""
 
 from __future__ import annotations
 
 import io
 import pickletools
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from pickle import Unpickler
 from typing import Any
 
 from fsdp_core.checkpoint.format.json_text import MAX_DIGITS
@@ -24,16 +24,18 @@ _TOO_LARGE = 10**MAX_DIGITS  # Python could not even show it
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Name:
-    """A name that the pickle would import, such as ``collections.OrderedDict``."""
+class Name(type):
+    """A name that the pickle would import, such as ``collections.OrderedDict``: a class, which can be called.
+
+    Attributes:
+        name: The name.
+    """
 
     name: str
 
 
-@dataclass(eq=False, kw_only=True, slots=True)
 class Named:
-    """An object that the pickle would create by calling a name.
+    """An object that the pickle would create by calling a name. Its class is the :class:`Name`.
 
     Attributes:
         name: The name.
@@ -44,12 +46,35 @@ class Named:
         items: Items that would be appended or added.
     """
 
+    __slots__ = ("args", "items", "kwargs", "pairs", "state")
+
     name: str
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    state: Any = None
-    pairs: list[tuple[Any, Any]] = field(default_factory=list)
-    items: list[Any] = field(default_factory=list)
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    state: Any
+    pairs: list[tuple[Any, Any]]
+    items: list[Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Named:
+        """Record a call."""
+        named = super().__new__(cls)
+        named.args, named.kwargs, named.state = args, kwargs, None
+        named.pairs, named.items = [], []
+        return named
+
+    # What the unpickler calls:
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.pairs.append((key, value))
+
+    def append(self, item: Any) -> None:
+        """Record an item."""
+        self.items.append(item)
+
+    add = append
 
 
 def unpickle(data: bytes, where: str, on_persistent: Callable[[Any], Any] | None = None) -> Any:
@@ -74,48 +99,127 @@ def unpickle(data: bytes, where: str, on_persistent: Callable[[Any], Any] | None
         ('posix.system', ('rm -r /',))
     """
     budget = current_budget()
-    machine = _Machine(on_persistent, budget)
     try:
-        budget.charge(len(data))
-        for operation, argument in _operations(data, budget):
-            machine.take(operation, argument)
-        (result,) = machine.stack
+        budget.charge(2 * len(data))
+        _charge(data, budget)
+        return _Recorder(data, on_persistent).load()
     except CheckpointFormatError:
         raise
     except Exception as error:
         raise CheckpointFormatError(
             f"{where} can't be read as a pickle: {type(error).__name__}: {error}. Restore it from a backup."
         ) from error
-    return result
 
 
-_PUSHED = {
-    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
-    *("STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
-    *("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
-}
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_MADE: dict[str, Callable[[], Any]] = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": set, "EMPTY_TUPLE": tuple}
-_OF_MARKED: dict[str, Callable[[list[Any]], Any]] = {
-    "LIST": list,
-    "TUPLE": tuple,
-    "FROZENSET": frozenset,
-    "DICT": lambda items: dict(_in_pairs(items)),
-}
+class _Recorder(Unpickler):
+    """Python's unpickler, for which every name is a record."""
+
+    def __init__(self, data: bytes, on_persistent: Callable[[Any], Any] | None) -> None:
+        super().__init__(io.BytesIO(data), encoding="latin-1")
+        self._names: dict[str, Name] = {}
+        self._on_persistent = on_persistent
+
+    def find_class(self, module: str, name: str) -> Name:
+        """Return a record of the name, the same one each time."""
+        full = f"{_OLD_MODULES.get(module, module)}.{name}"
+        if full not in self._names:
+            if len(full) > _LONGEST_NAME:
+                raise ValueError(f"a name of more than {_LONGEST_NAME} characters")
+            self._names[full] = Name("Named", (Named,), {"__slots__": (), "name": full})
+        return self._names[full]
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Return what a persistent id stands for."""
+        if self._on_persistent is None:
+            raise ValueError("it refers to something outside of itself")
+        return self._on_persistent(pid)
+
+
+# -- memory, before anything is made -----------------------------------------------------------------------------------
 
 # What is charged, in bytes, beside the size of an object itself: at most what CPython allocates.
 _LONGEST_NAME = 1000
 _MARK = 100
 _SLOT = 26  # in a list that grows, and in the list that is made of what is on the stack
+_MADE = 220  # an empty list, tuple, dict or set
 _ENTRY = 110  # of a dict that grows
 _FIRST_ENTRY = 170
 _ITEM = 100  # of a set that grows
+_MEMO = 16  # of the unpickler's memo, an array
+_NAME = 2000  # a class
 _NAMED = 400  # an object of this module with its parts
 _LONG = 2**16  # an argument that is worth a look before it is read
 _TIMES_LONG = 5  # a text of which one character is not Latin takes four bytes for each
+_MOST_HASHED = 2**40
+
+_PUTS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
+_GETS = ("GET", "BINGET", "LONG_BINGET")
+_TUPLES = ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3")
+_KEYED = ("DICT", "SETITEM", "SETITEMS")
+_OF_ITEMS = ("FROZENSET", "ADDITEMS")
+_COSTS = {
+    **dict.fromkeys(("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "EMPTY_TUPLE"), _MADE),
+    **dict.fromkeys(("LIST", "DICT", "FROZENSET", *_TUPLES), _MADE),
+    **dict.fromkeys(("GLOBAL", "STACK_GLOBAL", "INST"), _NAME),
+    **dict.fromkeys(("REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "PERSID", "BINPERSID"), _NAMED),
+    "MARK": _MARK,
+}
+_REFUSED = ("EXT1", "EXT2", "EXT4", "BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER")
 
 
-def _operations(data: bytes, budget: MemoryBudget) -> Iterator[tuple[str, Any]]:
+def _charge(data: bytes, budget: MemoryBudget) -> None:
+    """Charge for all that a pickle would make. The stack here holds a weight for each value, not the value.
+
+    A weight is how many objects are hashed with a value: a tuple is hashed with what it holds, as often as it holds it.
+    Operations take from the stack and put there what :mod:`pickletools` documents of them.
+    """
+    stack: list[int] = []
+    marks: list[int] = []
+    memo: dict[int, int] = {}
+    memo_length = 0
+    for operation, argument in _operations(data, budget):
+        name = operation.name
+        if name in _REFUSED:
+            raise ValueError(f"{name} has no place in a checkpoint")
+        if type(argument) is int and abs(argument) >= _TOO_LARGE:
+            raise ValueError(f"an integer of more than {MAX_DIGITS} digits")
+        budget.charge(_COSTS.get(name, 0) + _SLOT * len(operation.stack_after))
+        if name in _PUTS:
+            at = len(memo) if argument is None else int(argument)
+            memo[at] = stack[-1] if stack else 1
+            budget.charge(_ENTRY + _MEMO * max(0, at + 1 - memo_length))
+            memo_length = max(memo_length, at + 1)
+            continue
+        if name in _GETS:
+            stack.append(memo.get(argument, 1))
+            continue
+        if name == "POP" and marks and marks[-1] == len(stack):
+            marks.pop()
+            continue
+        below = operation.stack_before  # what is taken from the stack, without what lies above a mark
+        if pickletools.markobject in below:
+            begin = marks.pop() if marks else 0
+            below = below[: below.index(pickletools.markobject)]
+            items = stack[begin:]
+            del stack[begin:]
+        else:
+            items = stack[max(0, len(stack) - len(below)) :]
+        del stack[max(0, len(stack) - len(below)) :]
+        if name == "MARK":
+            marks.append(len(stack))
+            continue
+        if argument is not None:
+            budget.charge(sys.getsizeof(argument))
+        if name in _KEYED:
+            keys = items[-2:-1] if name == "SETITEM" else items[::2]
+            budget.charge(_FIRST_ENTRY + _ENTRY * len(keys) + _SLOT * sum(keys))
+        elif name in _OF_ITEMS:
+            budget.charge(_ITEM * len(items) + _SLOT * sum(items))
+        weight = min(1 + sum(items), _MOST_HASHED) if name in _TUPLES else items[-1] if name == "DUP" else 1
+        stack += [weight] * len(operation.stack_after)
+
+
+def _operations(data: bytes, budget: MemoryBudget) -> Iterator[tuple[pickletools.OpcodeInfo, Any]]:
     """Yield each operation with its argument, as :func:`pickletools.genops` does, but look at long ones before."""
     stream = io.BytesIO(data)
     while True:
@@ -125,12 +229,12 @@ def _operations(data: bytes, budget: MemoryBudget) -> Iterator[tuple[str, Any]]:
             what = f"an unknown operation {code!r}" if code else "no end"
             raise ValueError(f"it has {what} at byte {stream.tell()}")
         if operation.arg is None:
-            yield operation.name, None
+            yield operation, None
         else:
             at = stream.tell()
             if (length := min(_length(data, at, operation.arg), len(data) - at)) > _LONG:
                 budget.require(_TIMES_LONG * length)
-            yield operation.name, operation.arg.reader(stream)
+            yield operation, operation.arg.reader(stream)
         if operation.name == "STOP":
             return
 
@@ -151,203 +255,3 @@ _LENGTH_BYTES = {
     pickletools.TAKEN_FROM_ARGUMENT4U: 4,
     pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
-
-
-class _Machine:
-    """The stack and the memo of a pickle. Supports only the operations that libraries write."""
-
-    def __init__(self, on_persistent: Callable[[Any], Any] | None, budget: MemoryBudget) -> None:
-        self._charge = budget.charge
-        self.stack: list[Any] = []
-        self._marked: list[list[Any]] = []
-        self._memo: dict[int, Any] = {}
-        self._on_persistent = on_persistent
-
-    def take(self, operation: str, argument: Any) -> None:
-        """Take one step."""
-        if operation in _PUSHED:
-            self._charge(sys.getsizeof(argument) + _SLOT)
-            if type(argument) is int and abs(argument) >= _TOO_LARGE:
-                raise ValueError(f"an integer of more than {MAX_DIGITS} digits")
-            self.stack.append(argument)
-        elif operation in _CONSTANTS:
-            self._charge(_SLOT)
-            self.stack.append(_CONSTANTS[operation])
-        elif operation in _MADE:
-            self._push(_MADE[operation]())
-        elif operation in _OF_MARKED:
-            items = self._since_mark()  # which puts the stack before the mark in its place
-            if operation == "FROZENSET":
-                self._charge_for_hashes(items)
-            elif operation == "DICT":
-                self._charge_for_entries(items[::2])
-            self._push(_OF_MARKED[operation](items))
-        elif operation in ("GET", "BINGET", "LONG_BINGET"):
-            self._charge(_SLOT)
-            self.stack.append(self._memo[argument])
-        elif operation in ("PUT", "BINPUT", "LONG_BINPUT"):
-            self._charge(_ENTRY + sys.getsizeof(argument))
-            self._memo[argument] = self.stack[-1]
-        else:
-            step = getattr(self, f"_{operation.lower()}", None)
-            if step is None:
-                raise ValueError(f"{operation} has no place in a checkpoint")
-            step(argument)
-
-    def _push(self, value: Any) -> None:
-        self._charge(sys.getsizeof(value) + _SLOT)
-        self.stack.append(value)
-
-    def _charge_for_entries(self, keys: list[Any]) -> None:
-        """Charge for entries of a dict before they are made."""
-        self._charge(_FIRST_ENTRY + _ENTRY * len(keys))
-        self._charge_for_hashes(keys)
-
-    def _charge_for_hashes(self, values: Iterable[Any]) -> None:
-        """Charge for what is hashed: a tuple is hashed with all that it holds, as often as it holds it."""
-        waiting = [value for value in values if type(value) is tuple]
-        while waiting:
-            held = waiting.pop()
-            self._charge(_SLOT * (1 + len(held)))
-            waiting += [value for value in held if type(value) is tuple]
-
-    def _since_mark(self) -> list[Any]:
-        items, self.stack = self.stack, self._marked.pop()
-        return items
-
-    def _proto(self, argument: Any) -> None:
-        """Nothing: the protocol only says which operations follow."""
-
-    _frame = _stop = _proto
-
-    def _mark(self, argument: Any) -> None:
-        self._charge(_MARK)
-        self._marked.append(self.stack)
-        self.stack = []
-
-    def _pop_mark(self, argument: Any) -> None:
-        self._since_mark()
-
-    def _pop(self, argument: Any) -> None:
-        if self.stack:
-            self.stack.pop()
-        else:
-            self._since_mark()
-
-    def _dup(self, argument: Any) -> None:
-        self._charge(_SLOT)
-        self.stack.append(self.stack[-1])
-
-    def _memoize(self, argument: Any) -> None:
-        self._charge(_ENTRY)
-        self._memo[len(self._memo)] = self.stack[-1]
-
-    def _tuple1(self, argument: Any) -> None:
-        self._tuple(1)
-
-    def _tuple2(self, argument: Any) -> None:
-        self._tuple(2)
-
-    def _tuple3(self, argument: Any) -> None:
-        self._tuple(3)
-
-    def _tuple(self, length: int) -> None:
-        items = tuple(self.stack[-length:])
-        if len(items) < length:
-            raise IndexError("a tuple of more than there is")
-        del self.stack[-length:]
-        self._push(items)
-
-    def _append(self, argument: Any) -> None:
-        item = self.stack.pop()
-        self._add([item], list)
-
-    def _appends(self, argument: Any) -> None:
-        self._add(self._since_mark(), list)
-
-    def _additems(self, argument: Any) -> None:
-        self._add(self._since_mark(), set)
-
-    def _add(self, items: list[Any], kind: type) -> None:
-        target = self.stack[-1]
-        if isinstance(target, Named):
-            target.items.extend(items)
-        elif kind is list and type(target) is list:
-            target.extend(items)
-        elif kind is set and type(target) is set:
-            self._charge(_ITEM * len(items))
-            self._charge_for_hashes(items)
-            target.update(items)
-        else:
-            raise TypeError(f"items for a {type(target).__name__}")
-
-    def _setitem(self, argument: Any) -> None:
-        items = self.stack[-2:]
-        del self.stack[-2:]
-        self._set(items)
-
-    def _setitems(self, argument: Any) -> None:
-        self._set(self._since_mark())
-
-    def _set(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if isinstance(target, Named):
-            self._charge(_ITEM * len(items))
-            target.pairs.extend(_in_pairs(items))
-        elif type(target) is dict:
-            self._charge_for_entries(items[::2])
-            target.update(_in_pairs(items))
-        else:
-            raise TypeError(f"keys for a {type(target).__name__}")
-
-    def _global(self, argument: Any) -> None:
-        module, _, name = argument.partition(" ")
-        self._name(module, name)
-
-    def _stack_global(self, argument: Any) -> None:
-        name, module = self.stack.pop(), self.stack.pop()
-        self._name(module, name)
-
-    def _name(self, module: Any, name: Any) -> None:
-        if not isinstance(module, str) or not isinstance(name, str):
-            raise TypeError("a name that is not a string")
-        if len(module) + len(name) > _LONGEST_NAME:
-            raise ValueError(f"a name of more than {_LONGEST_NAME} characters")
-        self._charge(_NAMED)
-        self.stack.append(Name(name=f"{_OLD_MODULES.get(module, module)}.{name}"))
-
-    def _reduce(self, argument: Any) -> None:
-        args, called = self.stack.pop(), self.stack.pop()
-        self._call(called, args, {})
-
-    _newobj = _reduce
-
-    def _newobj_ex(self, argument: Any) -> None:
-        kwargs, args, called = self.stack.pop(), self.stack.pop(), self.stack.pop()
-        self._call(called, args, kwargs)
-
-    def _call(self, called: Any, args: Any, kwargs: Any) -> None:
-        if not isinstance(called, Name) or type(args) is not tuple or type(kwargs) is not dict:
-            raise TypeError("it calls something that is not a name")
-        self._charge(_NAMED)
-        self.stack.append(Named(name=called.name, args=args, kwargs=kwargs))
-
-    def _build(self, argument: Any) -> None:
-        state = self.stack.pop()
-        if not isinstance(self.stack[-1], Named):
-            raise TypeError(f"state for a {type(self.stack[-1]).__name__}")
-        self.stack[-1].state = state
-
-    def _persid(self, argument: Any) -> None:
-        self.stack.append(argument)
-        self._binpersid(argument)
-
-    def _binpersid(self, argument: Any) -> None:
-        if self._on_persistent is None:
-            raise ValueError("it refers to something outside of itself")
-        self._charge(_NAMED)
-        self.stack.append(self._on_persistent(self.stack.pop()))
-
-
-def _in_pairs(items: list[Any]) -> list[tuple[Any, Any]]:
-    return list(zip(items[::2], items[1::2], strict=True))

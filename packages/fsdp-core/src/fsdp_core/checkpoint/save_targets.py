@@ -1,0 +1,174 @@
+"""Where the ranks of a save write: all to one folder, or each where it stands (a scattered save).
+
+Both take the same steps, and all ranks take each of them. Up to the last one, no folder looks complete: only rank 0's
+gets a manifest, after what the others have written is at its path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import NamedTuple
+
+from fsdp_core.checkpoint.collective import together_each, together_first, together_to_first, total
+from fsdp_core.checkpoint.format.chunks import rank_in
+from fsdp_core.checkpoint.format.manifest import MANIFEST, FileEntry
+from fsdp_core.checkpoint.format.part_record import PartRecord, record_name
+from fsdp_core.checkpoint.format.places import PlaceOfRanks, grouped
+from fsdp_core.checkpoint.storage.commit import Place
+from fsdp_core.checkpoint.storage.part_places import Stand
+from fsdp_core.checkpoint.storage.writers import writing
+from fsdp_core.runtime import Runtime
+
+__all__ = ["PerHostSave", "SharedSave"]
+
+
+class SharedSave:
+    """All ranks write to one folder, which rank 0 looks after.
+
+    Args:
+        place: The folder, as rank 0 has chosen it.
+        rank: This rank.
+
+    Attributes:
+        is_apart: Whether any rank writes elsewhere than rank 0.
+    """
+
+    is_apart = False
+
+    def __init__(self, place: Place, rank: int) -> None:
+        self.place, self.rank = place, rank
+
+    def running(self) -> AbstractContextManager[None]:
+        """A context in which this process counts as a writer."""
+        return writing(self.place.writer) if self.rank == 0 else nullcontext()
+
+    def begin(self, runtime: Runtime, action: str) -> None:
+        """Mark what is written to, before anything else, so that leftover files can be attributed to this save."""
+        together_each(runtime, action, lambda: self.place.begin() if self.rank == 0 else None)
+
+    def record(self, runtime: Runtime, files: Mapping[str, FileEntry]) -> None:
+        """Write what makes this rank's folder recognised, after its other files."""
+
+    def files_of_first(self, files: Mapping[str, FileEntry]) -> Mapping[str, FileEntry]:
+        """Those of the files that were written to rank 0's folder; on rank 0."""
+        return files
+
+    def places(self) -> tuple[PlaceOfRanks, ...]:
+        """The manifest's entries of where ranks have written; on rank 0."""
+        return ()
+
+    def publish(self) -> None:
+        """Move what was written to the path, everywhere but with rank 0, before rank 0 commits the manifest."""
+
+    def tidy(self) -> None:
+        """Remove what the path held before; not rank 0's, which has a manifest to go by."""
+
+    def discard(self, runtime: Runtime, manifest: bytes | None) -> None:
+        """Remove what a failed save has written, unless its last step has committed it nevertheless."""
+        undone = together_first(
+            runtime, "reading the manifest", lambda: self.rank == 0 and self.place.withdraw(manifest)
+        )
+        if undone:
+            together_each(runtime, "removing a failed save", self._remove_files)
+            with suppress(OSError):  # the failure itself is raised, not errors of the cleanup
+                self._leave()
+
+    def _remove_files(self) -> None:
+        self.place.remove_files(of_rank=None if self.rank == 0 else self.rank)
+
+    def _leave(self) -> None:
+        if self.rank == 0:
+            self.place.leave()
+
+
+class _Address(NamedTuple):
+    """Where a rank writes, for rank 0."""
+
+    host: str
+    path: str
+    with_first: bool
+
+
+class PerHostSave(SharedSave):
+    """Each rank writes to a path of its own, and ranks that see one folder share it.
+
+    Args:
+        stand: Where this rank writes.
+        rank: This rank.
+        first_path: The place of rank 0, as rank 0 names it.
+    """
+
+    def __init__(self, stand: Stand, rank: int, first_path: str) -> None:
+        super().__init__(stand.place, rank)
+        self.stand, self._first_path = stand, first_path
+        self._leads = self._with_first = False
+        self._addresses: list[_Address] = []
+
+    def running(self) -> AbstractContextManager[None]:
+        return writing(self.place.writer)
+
+    def begin(self, runtime: Runtime, action: str) -> None:
+        """Find out who writes where."""
+        stand = self.stand
+
+        def claim_first() -> None:
+            if self.rank == 0:
+                self._with_first = self._leads = True
+                stand.claim_first()
+
+        def claim() -> None:
+            if self.rank:
+                self._with_first = stand.is_with_first()
+                self._leads = not self._with_first and stand.claim()
+
+        together_each(runtime, action, claim_first)
+        together_each(runtime, action, claim)
+        address = _Address(stand.host, stand.path, self._with_first)
+        self._addresses = together_to_first(runtime, action, lambda: address) or []
+        self.is_apart = total(runtime, [not self._with_first])[0] > 0
+
+    def record(self, runtime: Runtime, files: Mapping[str, FileEntry]) -> None:
+        if self._with_first:
+            return
+        record = PartRecord(
+            save_id=self.place.save_id,
+            rank=self.rank,
+            world_size=runtime.world_size,
+            host=self.stand.host,
+            path=self.stand.path,
+            manifest_host=self.stand.first.host,
+            manifest_path=self._first_path,
+            files=files,
+        )
+        with self.place.folder.writing(record_name(self.place.save_id, self.rank)) as stream:
+            stream.write(record.to_json().encode())
+
+    def files_of_first(self, files: Mapping[str, FileEntry]) -> Mapping[str, FileEntry]:
+        ranks = {name: file_rank[1] for name in files if (file_rank := rank_in(name)) is not None}
+        return {
+            name: entry for name, entry in files.items() if name not in ranks or self._addresses[ranks[name]].with_first
+        }
+
+    def places(self) -> tuple[PlaceOfRanks, ...]:
+        return grouped((address.host, address.path) for address in self._addresses) if self.is_apart else ()
+
+    def publish(self) -> None:
+        if self._leads and self.rank:
+            self.stand.publish()
+
+    def tidy(self) -> None:
+        if self._leads and self.rank:
+            self.stand.tidy()
+
+    def _remove_files(self) -> None:
+        if self.rank:
+            self.stand.remove_files(self.rank)
+            return
+        self.place.remove_files()
+        if self.place.aside:
+            self.place.folder.remove(MANIFEST)
+
+    def _leave(self) -> None:
+        if self._leads:
+            self.stand.leave()
