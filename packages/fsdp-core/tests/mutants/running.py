@@ -32,7 +32,11 @@ _ENTRY_POINTS = "[fsdp.strategies]\nmutants = mutants.plugin\n"
 
 _MODULE = """\
 import pytest
-from fsdp_core.testing.suite import AdapterSuite, StrategySuite
+
+pytest.register_assert_rewrite("adapter_clauses")
+
+from adapter_clauses import AdapterSuite
+from fsdp_core.testing.suite import StrategySuite
 from mutants.running import POOL
 
 

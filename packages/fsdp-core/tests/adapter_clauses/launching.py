@@ -18,11 +18,12 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DistributedSampler
 
 import fsdp_core
+from adapter_clauses.scripts import start_script
 from fsdp_core.lightning.capabilities import capability_of
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing.forking import within
 from fsdp_core.testing.oracle import FP32_TOLERANCE
-from fsdp_core.testing.processes import SECONDS, TORCHRUN, Ended, start
+from fsdp_core.testing.processes import SECONDS, TORCHRUN, Ended
 from fsdp_core.testing.suite.base_class import Clauses, starts_scripts
 
 __all__ = ["COMMAND", "LaunchingSuite"]
@@ -104,25 +105,25 @@ class LaunchingSuite(Clauses):
     @starts_scripts
     def test_plain_python_under_trainer_then_fabric(self, tmp_path: Path) -> None:
         """A script that the Trainer launches must be able to fit twice, validate, and use Fabric afterwards."""
-        ended = start(tmp_path, "train.py", "trainer", "fabric", f"--strategy={self.strategy}")
+        ended = start_script(tmp_path, "train.py", "trainer", "fabric", f"--strategy={self.strategy}")
         self.assert_trained(ended, "trainer", "fabric", cpu_offload=self.offloads)
 
     @starts_scripts
     def test_plain_python_under_fabric_as_a_module(self, tmp_path: Path) -> None:
         """A script started with ``python -m`` must be launched by Fabric, which repeats the command for each rank."""
-        ended = start(tmp_path, "-m", "train", "fabric", f"--strategy={self.strategy}")
+        ended = start_script(tmp_path, "-m", "train", "fabric", f"--strategy={self.strategy}")
         self.assert_trained(ended, "fabric", cpu_offload=self.offloads)
 
     @starts_scripts
     def test_torchrun(self, tmp_path: Path) -> None:
         """A script started by torchrun must train under Trainer and Fabric."""
-        ended = start(tmp_path, *TORCHRUN, "train.py", "trainer", "fabric", f"--strategy={self.strategy}")
+        ended = start_script(tmp_path, *TORCHRUN, "train.py", "trainer", "fabric", f"--strategy={self.strategy}")
         self.assert_trained(ended, "trainer", "fabric")
 
     @starts_scripts
     def test_spawned_workers(self, tmp_path: Path) -> None:
         """Ranks spawned with ``torch.multiprocessing`` must train under Trainer and Fabric."""
-        self.assert_trained(start(tmp_path, "spawned.py", self.strategy), "trainer", "fabric")
+        self.assert_trained(start_script(tmp_path, "spawned.py", self.strategy), "trainer", "fabric")
 
     @starts_scripts
     def test_command_line_takes_the_name_and_the_class_with_options(self, tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ class LaunchingSuite(Clauses):
         listed = {option.name for option in fsdp_core.describe(self.strategy).options}
         given = {one: value for one, value in _OPTIONS.items() if one in listed and self._declares(one, value)}
         options = [f"--trainer.strategy.{one}={value}" for one, value in given.items()]
-        ended = start(tmp_path, "-m", "cli", *COMMAND, name, "--then", *COMMAND, made, *options)
+        ended = start_script(tmp_path, "-m", "cli", *COMMAND, name, "--then", *COMMAND, made, *options)
         self.assert_trained(ended, "cli 0", passes=1, cpu_offload=self.offloads, state_dict_type="sharded")
         offloads = given.get("cpu_offload") == "true"
         kind = given.get("state_dict_type", "sharded")
@@ -146,7 +147,7 @@ class LaunchingSuite(Clauses):
     @starts_scripts
     def test_without_torchs_entry_points_an_import_does_it(self, tmp_path: Path) -> None:
         """With torch's autoload disabled, the name must be unknown, and importing the package must register it."""
-        ended = start(tmp_path, "by_hand.py", self.strategy, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+        ended = start_script(tmp_path, "by_hand.py", self.strategy, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
         assert ended.status == 0, ended.output
         (told,) = [one["before"] for one in ended.said if "before" in one]
         for message in told:
@@ -161,7 +162,7 @@ class LaunchingSuite(Clauses):
     @pytest.mark.parametrize(("front_end", "rank"), [("trainer", 1), ("fabric", 0)])
     def test_exception_on_one_rank_ends_the_run(self, tmp_path: Path, front_end: str, rank: int) -> None:
         """An exception on one rank must end all ranks within a minute, with a nonzero exit status."""
-        ended = start(tmp_path, "train.py", front_end, f"--fails-on={rank}", f"--strategy={self.strategy}")
+        ended = start_script(tmp_path, "train.py", front_end, f"--fails-on={rank}", f"--strategy={self.strategy}")
         assert ended.status != 0, f"the script exited with status 0 although a rank failed: {ended.output}"
         assert f"RuntimeError: rank {rank} fails" in ended.output
         assert not ended.reports(front_end)
@@ -171,7 +172,9 @@ class LaunchingSuite(Clauses):
     @pytest.mark.skipif(sys.platform == "win32", reason="there are no process groups to send SIGINT to")
     def test_interrupt_ends_every_rank(self, tmp_path: Path) -> None:
         """An interrupt (Ctrl-C) must end every rank without a crash."""
-        ended = start(tmp_path, "train.py", "trainer", "--forever", f"--strategy={self.strategy}", meanwhile=_interrupt)
+        ended = start_script(
+            tmp_path, "train.py", "trainer", "--forever", f"--strategy={self.strategy}", meanwhile=_interrupt
+        )
         # Lightning kills the other ranks, and its watcher of ranks, if it looks just then, kills this one too
         was_watched = "Forcefully terminating all other processes" in ended.output
         assert ended.status == 1 or (ended.status == -signal.SIGKILL and was_watched), ended.output

@@ -9,11 +9,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_core.plugins.strategy_info import Capability
-from fsdp_core.testing import Ranks
-from fsdp_core.testing.refusals import assert_says
-from fsdp_core.testing.suite.base_class import Clauses, each_ranks, on_ranks, requires, shares_of
-from fsdp_core.testing.suite.checkpoints.loader_runs import (
+from adapter_clauses.loader_runs import (
     FULL,
     TWO_EPOCHS,
     Run,
@@ -29,6 +25,10 @@ from fsdp_core.testing.suite.checkpoints.loader_runs import (
     refused,
     steps_after,
 )
+from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.testing import Ranks
+from fsdp_core.testing.refusals import assert_says
+from fsdp_core.testing.suite.base_class import Clauses, each_ranks, on_ranks, requires, shares_of
 
 __all__ = ["LoaderPositionsSuite"]
 
