@@ -122,22 +122,6 @@ def r1_lazy(f, data, keep):
     return G, D
 
 
-def pgd(f, data, keep):
-    torch.manual_seed(0)
-    net, o = pair(f, mlp())
-    for i, x, y in data():
-        a = x + torch.empty_like(x).uniform_(-0.1, 0.1)
-        for _ in range(3):
-            a.requires_grad_()
-            (g,) = autograd.grad(F.cross_entropy(net(a), y), a)
-            a = (x + (a.detach() + 0.05 * g.sign() - x).clamp(-0.1, 0.1)).detach()
-        l = keep(F.cross_entropy(net(a), y))
-        o.zero_grad()
-        f.backward(l)
-        o.step()
-    return net
-
-
 def freelb(f, data, keep):
     torch.manual_seed(0)
     net, o = pair(f, mlp())
@@ -232,20 +216,6 @@ def moco(f, data, keep):
         f.backward(l)
         o.step()
     return m
-
-
-def saliency(f, data, keep):
-    torch.manual_seed(0)
-    net, o = pair(f, mlp())
-    for i, x, y in data():
-        x.requires_grad_()
-        lp = net(x).log_softmax(1)
-        (g,) = autograd.grad(lp.sum(), x, create_graph=True)
-        l = keep(F.nll_loss(lp, y) + g.pow(2).mean())
-        o.zero_grad()
-        f.backward(l)
-        o.step()
-    return net
 
 
 def hnn(f, data, keep):
@@ -525,24 +495,6 @@ def pcgrad(f, data, keep):
             p.grad = a + c - (d * (a + c) * 0.01 if d < 0 else 0)
         o.step()
         keep(*ls)
-    return net
-
-
-def input_grad_via_backward(f, data, keep):
-    """FGSM by fabric.backward, x.grad, zero_grad."""
-    torch.manual_seed(0)
-    net, o = pair(f, mlp())
-    for i, x, y in data():
-        x.requires_grad = True
-        l = F.cross_entropy(net(x), y)
-        f.backward(l)
-        a = (x + 0.1 * x.grad.sign()).detach()
-        o.zero_grad()
-        l2 = F.cross_entropy(net(a), y)
-        f.backward(l2)
-        o.step()
-        o.zero_grad()
-        keep(l, l2)
     return net
 
 

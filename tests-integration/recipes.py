@@ -575,20 +575,6 @@ class vat(Lit):
         return self.keep(F.cross_entropy(self.net(x), b[1]) + lds)
 
 
-class mixup_adversarial(Lit):
-    def build(self):
-        self.net = mlp()
-
-    def training_step(self, b, i):
-        lam = float(torch.distributions.Beta(1.0, 1.0).sample())
-        perm = torch.randperm(8)
-        x = (lam * b[0] + (1 - lam) * b[0][perm]).requires_grad_()
-        ce = lambda o: lam * F.cross_entropy(o, b[1]) + (1 - lam) * F.cross_entropy(o, b[1][perm])
-        clean = ce(self.net(x))
-        (g,) = autograd.grad(clean, x, retain_graph=True)
-        return self.keep(clean + ce(self.net((x + 0.1 * g.sign()).detach())))
-
-
 class moco(Lit):
     """facebookresearch/moco: the key encoder's weights are assigned at the start of forward()."""
 
@@ -927,20 +913,6 @@ class smart(Lit):
         return self.keep(F.cross_entropy(state, b[1]) + 0.5 * skl(per, state))
 
 
-class saliency(Lit):
-    """Right for the right reasons."""
-
-    def build(self):
-        self.net = mlp()
-
-    def training_step(self, b, i):
-        x = b[0].requires_grad_()
-        lp = F.log_softmax(self.net(x), 1)
-        mask = (x > 0).float()
-        (g,) = autograd.grad(lp, x, torch.ones_like(lp), create_graph=True)
-        return self.keep(F.nll_loss(lp, b[1]) + (mask * g).pow(2).sum() / 8)
-
-
 class checkpointed_penalty(Lit):
     """Double backprop through activation checkpointing."""
 
@@ -996,35 +968,6 @@ class hnn(Lit):
         for _ in range(2):
             x = (x + 0.1 * self(x)).detach()
         self.keep((self(x) - x.roll(1, 1)).pow(2).mean())
-
-
-class sliced_score(Lit):
-    """ermongroup/sliced_score_matching."""
-
-    def build(self):
-        self.score = mlp(8, 8)
-
-    def training_step(self, b, i):
-        x = b[0].unsqueeze(0).expand(2, 8, 8).contiguous().view(-1, 8).requires_grad_()
-        v = torch.randn_like(x).sign()
-        s = self.score(x)
-        gv = (s * v).sum()
-        l1 = (s * v).sum(-1) ** 2 * 0.5
-        g = autograd.grad(gv, x, create_graph=True)[0]
-        return self.keep(((v * g).sum(-1) + l1).mean())
-
-
-class sliced_score_energy(Lit):
-    def build(self):
-        self.e = mlp(8, 1)
-
-    def training_step(self, b, i):
-        x = b[0].requires_grad_()
-        v = torch.randn_like(x)
-        lp = -self.e(x).sum()
-        g1 = autograd.grad(lp, x, create_graph=True)[0]
-        g2 = autograd.grad((g1 * v).sum(), x, create_graph=True)[0]
-        return self.keep(((v * g2).sum(-1) + 0.5 * (g1 * v).sum(-1) ** 2).mean())
 
 
 class ebm(Lit):

@@ -19,7 +19,6 @@ from fsdp_core.testing.oracle import (
     adamw_groups,
     dataset,
     global_batches,
-    momentum,
     new_net,
     sgd,
     train_plain,
@@ -91,37 +90,6 @@ def test_gradients_that_are_read_after_clipping(spmd: LaunchingSPMD) -> None:
         optimizer.step()
         want = {name: p.detach() for name, p in net.named_parameters()}
         torch.testing.assert_close(weights, want, rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options"),
-    [
-        ({}, {}),
-        ({"accumulate": 2, "clip": {"max_norm": 0.1}}, {"accumulate": 2, "clip_norm": 0.1}),
-        ({"optimizer": "momentum", "options": {"auto_wrap_policy": {Block}}}, {"make_optimizer": momentum}),
-    ],
-    ids=["plain", "accumulation, clipped by norm", "units of a class, momentum"],
-)
-def test_fabric_trains_as_one_process_does(
-    spmd: LaunchingSPMD, arguments: dict[str, Any], options: dict[str, Any]
-) -> None:
-    found = spmd.call(DEVICES, under_fabric, arguments)
-    assert_same_training(found, *train_plain(4, **{"make_optimizer": adamw_groups, **options}))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options"),
-    [
-        ({}, {}),
-        ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {"accumulate": 2, "clip_norm": 0.1}),
-    ],
-    ids=["plain", "accumulation, clipped by norm"],
-)
-def test_the_trainer_trains_as_one_process_does(
-    spmd: LaunchingSPMD, tmp_path: Any, arguments: dict[str, Any], options: dict[str, Any]
-) -> None:
-    found = spmd.call(DEVICES, under_trainer, str(tmp_path), arguments)
-    assert_same_training(found, *train_plain(4, adamw_groups, **options))
 
 
 def assert_quarters(after: dict[str, Any]) -> None:

@@ -18,15 +18,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from adapter_clauses.scripts import start_script
-from fsdp_core.checkpoint import compare, is_checkpoint, load, read_manifest, verify
+from fsdp_core.checkpoint import compare, is_checkpoint, verify
 from fsdp_core.errors import CheckpointError
-from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.disks import disk
 from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.state import full_optimizer_state, full_state
-from fsdp_core.testing.suite.base_class import KINDS, Clauses, on_ranks, requires, starts_scripts
+from fsdp_core.testing.suite.base_class import KINDS, Clauses, on_ranks
 from fsdp_core.testing.suite.checkpoints.async_saves import ASYNC, AtStep, options_of
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import assert_bit_equal
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
@@ -237,7 +235,6 @@ _WHEN = ("step", "save", "end")
 class AsyncSavesSuite(Clauses):
     """With ``async_save=True``, checkpoints are the same, training continues meanwhile, and no failure is lost."""
 
-    @requires("async_save", Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("save_last", [True, "link"])
     def test_callbacks_keep_what_they_keep_in_a_synchronous_run(
         self, ranks: Ranks, tmp_path: Path, save_last: Any
@@ -259,7 +256,6 @@ class AsyncSavesSuite(Clauses):
                 assert one["losses"] == other["losses"]
                 assert_bit_equal(other, one)
 
-    @requires("async_save")
     @KINDS
     def test_training_goes_on_while_a_slow_disk_writes(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
         """Training must continue while a checkpoint is written, and ``fit()`` must wait for it at the end."""
@@ -268,13 +264,12 @@ class AsyncSavesSuite(Clauses):
             assert waited, "fit() did not wait for the save"
             assert whole, "fit() returned before the checkpoint was complete"
 
-    @requires("async_save")
     @on_ranks("processes")  # each with its own disk
     @pytest.mark.parametrize(
         ("kind", "when"),
         [
-            *(pytest.param("sharded", when, marks=requires(Capability.SHARDED_CHECKPOINT)) for when in _WHEN),
-            pytest.param("full", "step", marks=requires(Capability.FULL_CHECKPOINT)),
+            *(pytest.param("sharded", when) for when in _WHEN),
+            pytest.param("full", "step"),
         ],
     )
     def test_a_save_that_fails_ends_the_fit_on_every_rank(
@@ -291,7 +286,6 @@ class AsyncSavesSuite(Clauses):
         if when == "step":
             assert 3 <= first["losses"] < 400, f"the fit ended after {first['losses']} steps, not after 3 to 399"
 
-    @requires("async_save", Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize(
         "exception",
         # Lightning handles interrupts in the main thread only
@@ -304,41 +298,14 @@ class AsyncSavesSuite(Clauses):
         for notes in ranks.run(2, _exception, self.strategy, str(tmp_path), exception, None):
             assert notes == ""
 
-    @requires("async_save", Capability.SHARDED_CHECKPOINT)
     def test_an_exception_takes_the_failure_with_it(self, ranks: Ranks, tmp_path: Path) -> None:
         """An exception in a step must carry the error of a pending save that failed, as a note."""
         for notes in ranks.run(2, _exception, self.strategy, str(tmp_path), ZeroDivisionError, 10):
             assert "No space left on device" in notes
 
-    @requires("async_save", Capability.SHARDED_CHECKPOINT)
     @on_ranks("processes")  # each with its own disk
     def test_fabric_tells_a_failure_at_one_step(self, ranks: Ranks, tmp_path: Path) -> None:
         """Under Fabric, a failed background save must raise at the same step on every rank."""
         first, second = ranks.run(2, _fabric_steps, self.strategy, str(tmp_path))
         assert first == second
         assert "No space left on device" in first["told"]
-
-    @requires("async_save", Capability.SHARDED_CHECKPOINT)
-    @starts_scripts
-    def test_a_script_that_ends_leaves_it_complete(self, tmp_path: Path) -> None:
-        """A script that ends while a save is pending must complete it and exit without errors."""
-        ended = start_script(tmp_path, "async_save.py", self.strategy, str(tmp_path), "ends")
-        assert ended.status == 0, ended.output
-        assert [one["loaded"] for one in ended.said] == [2, 2]
-        for name, step in (("1", 1), ("2", 3)):
-            verify(tmp_path / name)
-            assert load(tmp_path / name)["step"] == step
-        for trouble in ("Traceback", "terminate called", "destroy_process_group() was not called"):
-            assert trouble not in ended.output, ended.output
-
-    @requires("async_save", Capability.SHARDED_CHECKPOINT)
-    @starts_scripts
-    def test_a_script_that_ends_tells_what_nobody_was_told(self, tmp_path: Path) -> None:
-        """If the last background save fails, the script must print the error and exit with status 1."""
-        ended = start_script(tmp_path, "async_save.py", self.strategy, str(tmp_path), "fails")
-        assert ended.status == 1, ended.output
-        assert "No space left on device" in ended.output
-        step, world_size = load(tmp_path / "2")["step"], read_manifest(tmp_path / "2").world_size
-        assert (step, world_size) == (2, 2), (
-            f"the checkpoint is of step {step} on {world_size} ranks, not of step 2 on 2"
-        )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,16 @@ from lightning.pytorch import LightningDataModule
 from torch import nn
 
 import fsdp_core
-from adapter_clauses.corruption import DAMAGE, OF_RANK_ONE
 from fsdp_core.errors import (
     CheckpointError,
     CheckpointExistsError,
     CheckpointFormatError,
     CheckpointValueError,
 )
-from fsdp_core.plugins.strategy_info import Capability
-from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing import RankPool, Ranks, oracle
 from fsdp_core.testing.refusals import assert_says, assert_unchanged, refusal
 from fsdp_core.testing.state import copied_state, full_state
-from fsdp_core.testing.suite.base_class import KINDS, on_ranks, requires
+from fsdp_core.testing.suite.base_class import KINDS, on_ranks
 from fsdp_core.testing.suite.refusals.bad_checkpoints import (
     MISFITS,
     WIDTH,
@@ -41,6 +41,35 @@ from fsdp_core.testing.suite.refusals.bad_checkpoints import (
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
 
 __all__ = ["BadCheckpointsOfAdaptersSuite"]
+
+
+def _flip_a_weight_of_rank_one(path: Path) -> None:
+    (file,) = path.glob("model/*-rank-00001.*")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def _replace_by_pickle(path: Path) -> None:
+    shutil.rmtree(path)
+    torch.save({"state_dict": {}, "hyper_parameters": RankPool}, path)
+
+
+def _move_a_part_out(path: Path) -> None:
+    (file,) = path.glob("model/*-rank-00000.*")
+    file.rename(path.parent / "outside")
+    file.symlink_to(path.parent / "outside")
+
+
+#: Damage to a valid checkpoint, and parts of the error. test_checkpoint_faults.py has all that readers refuse.
+DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "missing": (shutil.rmtree, ["there is no checkpoint", "Check the path"]),
+    "flipped weight": (
+        _flip_a_weight_of_rank_one,
+        ["rank-00001.safetensors has the checksum", "Restore these files"],
+    ),
+    "part outside": (_move_a_part_out, ["is a link to", "outside of the checkpoint", "Nothing was read"]),
+    "pickle": (_replace_by_pickle, ["can't be read", "RankPool", "add_safe_globals"]),
+}
 
 
 def _load_damaged(strategy: str, tmp: str, path: str) -> list[str]:
@@ -143,11 +172,8 @@ def _save_objects(strategy: str, tmp: str) -> list[str]:
 class BadCheckpointsOfAdaptersSuite(SavesOnce):
     """Trainer and Fabric raise the error on every rank, before they change anything."""
 
-    @requires(Capability.SHARDED_CHECKPOINT)
-    @pytest.mark.parametrize(
-        "case",
-        [pytest.param(one, marks=on_ranks("processes", "threads") if one in OF_RANK_ONE else []) for one in DAMAGE],
-    )
+    @on_ranks("processes", "threads")  # a controller writes no file of rank 1
+    @pytest.mark.parametrize("case", DAMAGE)
     def test_what_is_no_checkpoint(self, ranks: Ranks, tmp_path: Path, saved: SavedAt, case: str) -> None:
         """Loading a damaged or foreign file or folder must be refused on every rank, and change nothing."""
         path = tmp_path / "checkpoint"
@@ -171,7 +197,6 @@ class BadCheckpointsOfAdaptersSuite(SavesOnce):
             if module_class is Renamed:
                 assert_says(told, "strict=False")
 
-    @requires(Capability.SHARDED_CHECKPOINT)
     def test_new_param_groups_on_purpose(self, ranks: Ranks, tmp_path: Path, saved: SavedAt) -> None:
         """Param groups changed in ``on_train_start``, as the error suggests, must take effect after a resume."""
         saved("trainer", "sharded", tmp_path / "checkpoint")
@@ -180,7 +205,6 @@ class BadCheckpointsOfAdaptersSuite(SavesOnce):
             told = f"{sorted(changed)} have changed, and the new group holds {kept}"
             assert set(kept) <= set(changed) <= {*kept, "net.out.weight"}, told  # tied to the first
 
-    @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_checkpoint_without_a_key(self, ranks: Ranks, tmp_path: Path, saved: SavedAt) -> None:
         """``fabric.load`` with a key that was not saved must be refused; so must ``fit`` from Fabric's checkpoint."""
         saved("fabric", "sharded", tmp_path / "checkpoint")
@@ -201,7 +225,6 @@ class BadCheckpointsOfAdaptersSuite(SavesOnce):
         assert {path.name: path.read_text() for path in (tmp_path / "mine").iterdir()} == mine
         assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
-    @requires(Capability.SHARDED_CHECKPOINT)
     def test_objects_are_refused_before_anything_is_trained_or_written(self, ranks: Ranks, tmp_path: Path) -> None:
         """Objects in hyper-parameters or state must be refused before training and before anything is written."""
         ((module, datamodule, fabric),) = ranks.run(1, _save_objects, self.strategy, str(tmp_path))

@@ -14,11 +14,10 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from fsdp_core.errors import CheckpointMismatchError, ShardingError, UnsupportedCapabilityError
-from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
-from fsdp_core.testing.suite.base_class import Clauses, on_ranks, requires
+from fsdp_core.testing.suite.base_class import Clauses, on_ranks
 from fsdp_core.testing.suite.refusals.bad_options import set_up
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
 
@@ -238,13 +237,6 @@ def _unlike_in_loops(strategy: str, tmp: str) -> tuple[str, int]:
     return refusal(ShardingError, lambda: run.fit(module, loader(2, 2))), len(module.losses)
 
 
-_NEEDS = {
-    "a buffer that nothing fills": [requires(Capability.META_INIT)],
-    "initialised in vain": [requires(Capability.META_INIT)],
-    "optimizer over fewer parameters": [requires(Capability.SHARDED_CHECKPOINT)],
-}
-
-
 def refused_setup(strategy: str, case: str, path: str) -> str:
     """The error of a case of ``REFUSED`` under Fabric."""
     fabric = new_fabric(strategy)
@@ -291,7 +283,7 @@ class BadModulesOfAdaptersSuite(Clauses):
             assert_says(told, "log_graph=True", repr(self.own_name("trainer")), "rank 0 alone", "Leave log_graph out")
             assert not steps
 
-    @pytest.mark.parametrize("case", [pytest.param(one, marks=_NEEDS.get(one, [])) for one in REFUSED])
+    @pytest.mark.parametrize("case", REFUSED)
     def test_module_that_is_refused(self, ranks: Ranks, tmp_path: Path, case: str) -> None:
         """The model, or the operation on it, must be refused on every rank, with an error that says what to do."""
         for told in ranks.run(2, refused_setup, self.strategy, case, str(tmp_path / "checkpoint")):
@@ -315,7 +307,6 @@ class BadModulesOfAdaptersSuite(Clauses):
             assert_says(under_fabric, "the class of optimizer 0 is SGD on rank 0, and AdamW on rank 1")
 
     @on_ranks("processes", "threads")
-    @requires(Capability.GRADIENT_ACCUMULATION)
     def test_ranks_with_different_loops(self, ranks: Ranks, tmp_path: Path) -> None:
         """If ``accumulate_grad_batches`` differs between ranks, each must raise an error before training."""
         for told, steps in ranks.run(2, _unlike_in_loops, self.strategy, str(tmp_path)):

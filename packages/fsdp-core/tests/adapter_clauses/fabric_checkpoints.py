@@ -11,11 +11,10 @@ import torch
 from torch.nn.functional import mse_loss
 
 from fsdp_core.checkpoint import SavedTensor
-from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.refusals import assert_says
 from fsdp_core.testing.state import full_optimizer_state, full_state
-from fsdp_core.testing.suite.base_class import Clauses, on_ranks, requires
+from fsdp_core.testing.suite.base_class import Clauses, on_ranks
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
 
 __all__ = ["FabricFilesSuite"]
@@ -83,7 +82,6 @@ class FabricFilesSuite(Clauses):
     """Which files are written and read where arguments of Fabric say so."""
 
     @on_ranks("processes", "threads")  # one controller has one path
-    @requires(Capability.SHARDED_CHECKPOINT)
     def test_ranks_that_name_different_paths(self, ranks: Ranks, tmp_path: Path) -> None:
         """A checkpoint for which ranks name different paths must be whole at rank 0's, and warnings must say so."""
         got = ranks.run(2, _apart, self.strategy, str(tmp_path))
@@ -93,18 +91,15 @@ class FabricFilesSuite(Clauses):
             assert_says(told, "rank 1 was told to save to", "of rank 1", "Give all ranks the same path")
             assert_says(told, "rank 1 was told to load")
 
-    @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_filter(self, ranks: Ranks, tmp_path: Path) -> None:
         """``fabric.save(filter=...)`` must save the matching weights only."""
         for saved, expected in ranks.run(2, _filtered, self.strategy, str(tmp_path)):
             assert saved == expected
 
-    @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_leaves_an_optimizer_that_nobody_asked_for_in_its_files(self, ranks: Ranks, tmp_path: Path) -> None:
         """``fabric.load`` without the optimizer must return its state as ``SavedTensor``, without reading it."""
         ranks.run(2, _partly, self.strategy, str(tmp_path))
 
-    @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_reads_the_trainers_folder(self, ranks: Ranks, tmp_path: Path) -> None:
         """``fabric.load`` must restore the weights of the Trainer's sharded checkpoint bit for bit."""
         ranks.run(2, _trainer_to_fabric, self.strategy, str(tmp_path))

@@ -104,7 +104,6 @@ class LightningToolsSuite(Clauses):
             assert steps == 3, f"the scaler made {steps} steps instead of 3"
             assert losses == pytest.approx(want, rel=HALF_TOLERANCE)
 
-    @requires(Capability.SHARDED_CHECKPOINT)
     def test_lr_finder_restores_the_weights(self, ranks: Ranks, tmp_path: Path) -> None:
         """``Tuner.lr_find`` must try all rates, restore the weights, and delete its checkpoint."""
         for tried, (before, after), leftovers in ranks.run(2, _find_learning_rate, self.strategy, str(tmp_path)):

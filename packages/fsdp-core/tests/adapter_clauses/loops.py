@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE
 from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.suite.base_class import Clauses, on_ranks, precisions, requires
+from fsdp_core.testing.suite.base_class import Clauses, on_ranks, precisions
 from fsdp_core.testing.suite.training.loops import losses_of
 from fsdp_core.testing.training import Lit, loader, means, new_trainer
 
@@ -129,7 +128,6 @@ def _evaluate_apart(strategy: str, tmp: str) -> list[str]:
 class LoopsOfAdaptersSuite(Clauses):
     """Schedulers, targets, and evaluations of uneven numbers."""
 
-    @requires(Capability.SHARDED_CHECKPOINT)
     def test_scheduler_and_its_resumption(self, ranks: Ranks, tmp_path: Path) -> None:
         """A scheduler must be restored, with the same learning rates on another number of ranks."""
         plain = Scheduled()
@@ -139,7 +137,6 @@ class LoopsOfAdaptersSuite(Clauses):
         second = ranks.run(3, _scheduled, self.strategy, str(tmp_path), 3, None, path, 3)[0]
         assert first + second == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
 
-    @requires(Capability.SHARDED_CHECKPOINT)
     def test_tensor_learning_rate_and_file_url(self, ranks: Ranks, tmp_path: Path) -> None:
         """A learning rate that is a tensor must be restored, from a checkpoint at a ``file://`` URL."""
         plain = TensorRate()

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_core.plugins.strategy_info import Capability, FrontEnd
+from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import Ranks
-from fsdp_core.testing.suite.base_class import Clauses, on_ranks, requires
+from fsdp_core.testing.suite.base_class import Clauses, on_ranks
 from fsdp_core.testing.suite.training.resource_leaks import NOTHING, left_behind
 
 __all__ = ["LeftoversOfSavesSuite"]
@@ -18,11 +18,8 @@ __all__ = ["LeftoversOfSavesSuite"]
 class LeftoversOfSavesSuite(Clauses):
     """Saves and loads leave nothing behind but checkpoints."""
 
-    @requires(Capability.SHARDED_CHECKPOINT)
     @on_ranks("processes", "one controller")  # threads share what this looks at
-    @pytest.mark.parametrize(
-        "options", [{}, pytest.param({"async_save": True}, marks=requires("async_save"))], ids=["at once", "async_save"]
-    )
+    @pytest.mark.parametrize("options", [{}, {"async_save": True}], ids=["at once", "async_save"])
     @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
     def test_checkpoints_leave_nothing_else_behind(
         self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd, options: dict[str, Any]

@@ -13,11 +13,10 @@ from torch.nn.functional import mse_loss
 
 import fsdp_core
 from fsdp_core.errors import CheckpointMismatchError
-from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_optimizer_state, full_state
-from fsdp_core.testing.suite.base_class import Clauses, each_ranks, on_ranks, requires
+from fsdp_core.testing.suite.base_class import Clauses, each_ranks, on_ranks
 from fsdp_core.testing.suite.checkpoints.resuming import (
     MOMENTS,
     OF_BACKENDS,
@@ -157,14 +156,12 @@ def _cast_for_a_test(strategy: str, tmp: str) -> tuple[list[str], dict[str, Tens
 class ResumeMomentsSuite(Clauses):
     """The same whenever a checkpoint is saved, and whatever loaders draw: what adapters keep of Lightning's loops."""
 
-    @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("moment", [moment for moment in MOMENTS if moment not in OF_BACKENDS])
     def test_resume_at_any_moment(self, ranks: Ranks, tmp_path: Path, moment: str) -> None:
         """A resumed run must repeat the uninterrupted one bit for bit, whenever the checkpoint was saved."""
         for whole, resumed in ranks.run(2, continued, self.strategy, str(tmp_path), moment, {}):
             assert_same(resumed, whole)
 
-    @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
     @on_ranks("processes", "one controller")  # threads draw from one generator, in any order
     @pytest.mark.parametrize("moment", BETWEEN_EPOCHS)
     def test_order_and_seeds_that_loaders_draw(self, ranks: Ranks, tmp_path: Path, moment: str) -> None:
@@ -172,7 +169,6 @@ class ResumeMomentsSuite(Clauses):
         for whole, resumed in ranks.run(2, continued, self.strategy, str(tmp_path), moment, {}, True):
             assert_same(resumed, whole)
 
-    @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("kind", ["sharded", "full"])
     def test_buffers_that_a_module_resizes_as_it_loads(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
         """As observers and vocabularies do. One that does not resize them must be refused."""
@@ -180,7 +176,6 @@ class ResumeMomentsSuite(Clauses):
             assert torch.equal(seen, torch.ones(4))
             assert_says(told, "growing.seen", "Load it into the model that it was saved from")
 
-    @requires(Capability.SHARDED_CHECKPOINT)
     def test_another_precision_is_cast_for_an_evaluation(self, ranks: Ranks, tmp_path: Path) -> None:
         """And told once; a fit, which would not go on as it was, must not be resumed so."""
         for rank, (told, saved, tested) in enumerate(ranks.run(2, _cast_for_a_test, self.strategy, str(tmp_path))):
@@ -192,21 +187,18 @@ class ResumeMomentsSuite(Clauses):
                 assert torch.equal(tested[name], tensor.to(tested[name].dtype)), name
             assert torch.bfloat16 in {tensor.dtype for tensor in tested.values()}
 
-    @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("kind", ["sharded", "full"])
     def test_optimizer_states_that_come_before_the_optimizers(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
         """``strategy.load_optimizer_state_dict`` may be called in ``configure_model``: it waits for the optimizers."""
         for loaded, saved in ranks.run(2, _loaded_early, self.strategy, str(tmp_path), kind):
             assert_bit_equal(loaded, saved)
 
-    @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
     def test_saving_and_validating_change_nothing(self, ranks: Ranks, tmp_path: Path) -> None:
         """Saving a checkpoint, and validating within an epoch, must not change training."""
         for never, amid_step, amid_epoch in ranks.run(2, _saved_or_not, self.strategy, str(tmp_path)):
             assert_same(amid_step, never)  # validates only after the epoch
             assert_same(amid_epoch, never)
 
-    @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
     @on_ranks("processes", "one controller")  # threads have one list of warnings
     def test_fabric_says_what_a_save_leaves_out(self, ranks: Ranks, tmp_path: Path) -> None:
         """``fabric.save`` must warn, on rank 0, if it leaves out accumulated gradients."""

@@ -14,12 +14,11 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 import fsdp_core
 from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.checkpoints.full.opening import read_whole
-from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.base_class import KINDS, Clauses, each_ranks, requires, shares_of
+from fsdp_core.testing.suite.base_class import KINDS, Clauses, each_ranks, shares_of
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import two_epochs
 from fsdp_core.testing.suite.training.loops import losses_of
 from fsdp_core.testing.training import Lit, loader, new_trainer
@@ -109,7 +108,6 @@ def _exported(strategy: str, tmp: str, kind: str) -> dict[str, Any]:
 class CheckpointFilesSuite(Clauses):
     """What is in a checkpoint can be read elsewhere, and is what hooks have made of it."""
 
-    @requires(Capability.SHARDED_CHECKPOINT)
     def test_folder_holds_no_pickle_and_is_read_without_lightning(self, ranks: Ranks, tmp_path: Path) -> None:
         """A sharded checkpoint must hold JSON and safetensors only, which ``fsdp_core.load_state_dict`` reads."""
         path = tmp_path / "checkpoint"
@@ -122,7 +120,6 @@ class CheckpointFilesSuite(Clauses):
         assert state.keys() == saved["model"].keys()
         assert all(torch.equal(state[name], tensor) for name, tensor in saved["model"].items())
 
-    @requires(Capability.FULL_CHECKPOINT)
     def test_full_file_is_a_plain_checkpoint(self, ranks: Ranks, tmp_path: Path) -> None:
         """A full checkpoint must load in plain torch, ``load_from_checkpoint`` and an unsharded Trainer."""
         path, tmp, options = tmp_path / "full.ckpt", str(tmp_path), {"state_dict_type": "full"}
@@ -139,7 +136,6 @@ class CheckpointFilesSuite(Clauses):
         sharded = ranks.run(2, two_epochs, *run)[0]
         assert sharded["losses"] == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
 
-    @requires(Capability.FULL_CHECKPOINT)
     def test_plain_checkpoint_goes_on_in_shards(self, ranks: Ranks, tmp_path: Path) -> None:
         """Training must resume from an unsharded Trainer's checkpoint."""
         path, tmp = str(tmp_path / "plain.ckpt"), str(tmp_path)
@@ -152,7 +148,6 @@ class CheckpointFilesSuite(Clauses):
         for got in ranks.run(3, two_epochs, self.strategy, tmp, 3, "adamw_groups", None, path):
             assert got["losses"] == pytest.approx(losses_of(whole)[2:], abs=FP32_TOLERANCE)
 
-    @requires(Capability.FULL_CHECKPOINT)
     def test_hooks_see_a_whole_average(self, ranks: Ranks, tmp_path: Path) -> None:
         """With ``EMAWeightAveraging``, ``on_save_checkpoint`` must see the whole averages, on rank 0."""
         first, *others = each_ranks(ranks, ranks.run(2, _average_saved, self.strategy, str(tmp_path)))
@@ -192,13 +187,11 @@ class CheckpointFilesSuite(Clauses):
         for name, tensor in {**kept, "renamed": want["net.frozen.weight"]}.items():
             assert torch.equal(state["state_dict"][name], tensor.cpu().to(torch.bfloat16)), name
 
-    @requires(Capability.SHARDED_CHECKPOINT, Capability.FULL_CHECKPOINT)
     def test_either_kind_replaces_the_other(self, ranks: Ranks, tmp_path: Path) -> None:
         """Saving to the path of an older checkpoint must replace it, whatever the kinds."""
         kinds = ["sharded", "full", "full", "sharded", "sharded"]
         ranks.run(2, _overwritten, self.strategy, str(tmp_path), kinds)
 
-    @requires(Capability.SHARDED_CHECKPOINT)
     def test_weights_only(self, ranks: Ranks, tmp_path: Path) -> None:
         """``weights_only=True`` must save the model alone, which can be validated but not resumed from."""
         assert ranks.run(2, _weights_only, self.strategy, str(tmp_path)) == [["model"], ["model"]]

@@ -20,10 +20,9 @@ import pytest
 
 from fsdp_core.testing.forking import within
 
-__all__ = ["SECONDS", "TORCHRUN", "Ended", "fresh_environment", "interruptible", "start"]
+__all__ = ["SECONDS", "Ended", "fresh_environment", "interruptible", "start"]
 
 SECONDS = 120  # per script, which takes about ten
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 _TOKEN = "FSDP_TESTS_STARTED_THIS"
 #: The variables that launchers set for ranks; training in the tests' own process leaves some of them behind.
 _OF_RANKS = (
