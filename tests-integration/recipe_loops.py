@@ -282,27 +282,6 @@ def deq(f, data, keep):
     return net
 
 
-def gradcache(f, data, keep):
-    torch.manual_seed(0)
-    (q, oq), (k, ok) = pair(f, mlp()), pair(f, mlp())
-    for i, x, y in data():
-        xs = list(zip(x.split(4), x.roll(1, 1).split(4)))
-        with torch.no_grad():
-            rq, rk = torch.cat([q(a) for a, _ in xs]), torch.cat([k(c) for _, c in xs])
-        rq.requires_grad_()
-        rk.requires_grad_()
-        l = keep(F.cross_entropy(rq @ rk.T, torch.arange(8)))
-        gq, gk = autograd.grad(l, [rq, rk])
-        oq.zero_grad()
-        ok.zero_grad()
-        for j, (a, c) in enumerate(xs):
-            with f.no_backward_sync(q, enabled=j == 0), f.no_backward_sync(k, enabled=j == 0):
-                f.backward((q(a) * gq[4 * j : 4 * j + 4]).sum() + (k(c) * gk[4 * j : 4 * j + 4]).sum())
-        oq.step()
-        ok.step()
-    return q, k
-
-
 def tbptt(f, data, keep):
     torch.manual_seed(0)
 
@@ -399,21 +378,6 @@ def maml_whole(f, data, keep):
 
 
 maml_whole.options = {"auto_wrap_policy": None}
-
-
-def freeze_layers(f, data, keep):
-    torch.manual_seed(0)
-    n = mlp(n=3)
-    net, o = f.setup(n, sgd(n.parameters()))
-    for i, x, y in data():
-        for k, b in enumerate(n.blocks):
-            for p in b.parameters():
-                p.requires_grad = k >= 3 - i
-        l = keep(F.cross_entropy(net(x), y))
-        o.zero_grad()
-        f.backward(l)
-        o.step()
-    return net
 
 
 def dann(f, data, keep):

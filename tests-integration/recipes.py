@@ -932,19 +932,6 @@ class checkpointed_penalty(Lit):
         return self.keep(y.pow(2).mean() + (g.norm(dim=1) - 1).pow(2).mean())
 
 
-class checkpointed_by_strategy(Lit):
-    options = {"activation_checkpointing_policy": {Block}}
-
-    def build(self):
-        self.net = mlp(8, 1)
-
-    def training_step(self, b, i):
-        x = b[0].requires_grad_()
-        y = self.net(x)
-        (g,) = autograd.grad(y.sum(), x, create_graph=True)
-        return self.keep(y.pow(2).mean() + (g.norm(dim=1) - 1).pow(2).mean())
-
-
 class hnn(Lit):
     """greydanus/hamiltonian-nn: forward() differentiates, in validation too."""
 
@@ -1373,19 +1360,6 @@ class gradual_unfreeze(Lit):
         self.net.inp.requires_grad_(i == 3)
 
     def training_step(self, b, i):
-        return self.keep(F.cross_entropy(self.net(b[0]), b[1]))
-
-
-class layer_freeze_in_step(Lit):
-    """As gradual_unfreeze, but inside the step."""
-
-    def build(self):
-        self.net = mlp(n=3)
-
-    def training_step(self, b, i):
-        for k, blk in enumerate(self.net.blocks):
-            for p in blk.parameters():
-                p.requires_grad = (k + i) % 2 == 0
         return self.keep(F.cross_entropy(self.net(b[0]), b[1]))
 
 
@@ -1903,31 +1877,6 @@ class lookahead_bilevel(Lit):
         wt = (-ge).clamp(min=0)
         wt = wt / wt.sum().clamp(min=1e-6)
         return self.keep((F.cross_entropy(self.net(x), y, reduction="none") * wt.detach()).sum())
-
-
-class gradcache(Lit):
-    """A large contrastive batch in chunks: representations without graph, their gradients, then surrogates with self.manual_backward."""
-
-    manual = True
-
-    def build(self):
-        self.q, self.k = mlp(drop=0.0), mlp()
-
-    def training_step(self, b, i):
-        opt = self.optimizers()
-        opt.zero_grad()
-        xs = list(zip(b[0].split(2), b[0].roll(1, 1).split(2)))
-        with torch.no_grad():
-            rq, rk = [torch.cat([f(c[j]) for c in xs]) for j, f in enumerate((self.q, self.k))]
-        rq.requires_grad_()
-        rk.requires_grad_()
-        loss = F.cross_entropy(F.normalize(rq, dim=1) @ F.normalize(rk, dim=1).T / 0.2, torch.arange(8))
-        loss.backward()
-        for j, c in enumerate(xs):
-            self.manual_backward((self.q(c[0]) * rq.grad[2 * j : 2 * j + 2]).sum())
-            self.manual_backward((self.k(c[1]) * rk.grad[2 * j : 2 * j + 2]).sum())
-        opt.step()
-        self.keep(loss)
 
 
 class madry_pgd(Lit):

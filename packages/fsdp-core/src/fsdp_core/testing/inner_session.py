@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,8 +47,8 @@ class _Session:
         items[:] = [item for item in items if (item.cls.strategy, item.name) in self.chosen]
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: Any, call: Any) -> Iterator[None]:
-        report: Any = yield
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Generator[None, Any, Any]:
+        report = yield
         if report.when == "call" or not report.passed:
             lines = str(report.longrepr).splitlines()
             said = "\n".join(line for line in lines if line.startswith((">", "E")))
