@@ -6,7 +6,7 @@ import copy
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, ClassVar, TypeVar
 
@@ -18,6 +18,7 @@ from fsdp_core.checkpoint import fill_all
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.gradients.clipping import clip_grads_by_norm
 from fsdp_core.initialization.sharded_init import kept_as_built, let_go_of
+from fsdp_core.sharding.plan import ParameterPlan, ShardingPlan
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.layout import FlatRange, Part
 from fsdp_core.testing.loopback.backend import LoopbackBackend
@@ -154,8 +155,8 @@ class GathersEachCall(LoopbackBackend):
 
     shard_class = LastCall
 
-    def shard_module(self, module: nn.Module) -> LoopbackSharded:
-        sharded = super().shard_module(module)
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> LoopbackSharded:
+        sharded = super().shard_module(module, plan)
         for one in module.modules():
             own = [shard for shard in sharded.shards if one is not module and shard.places[0][0] is one]
             one.register_forward_pre_hook(lambda _, __, own=own: self._anew(sharded, own))
@@ -205,13 +206,13 @@ class SumsInHalf(FlatShard):
 class OwnBuffers(LoopbackBackend):
     """Buffers that are not saved are each rank's own."""
 
-    def shard_module(self, module: nn.Module) -> LoopbackSharded:
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> LoopbackSharded:
         own = {
             f"{prefix}.{name}".lstrip("."): one.get_buffer(name).clone()
             for prefix, one in module.named_modules()
             for name in one._non_persistent_buffers_set
         }
-        sharded = super().shard_module(module)
+        sharded = super().shard_module(module, plan)
         for name, buffer in own.items():
             if not buffer.is_meta:
                 module.get_buffer(name).copy_(buffer)
@@ -222,8 +223,8 @@ class OwnBuffers(LoopbackBackend):
 class SeedsRanks(LoopbackBackend):
     """Sharding leaves all ranks with one seed, so that they drop out the same elements."""
 
-    def shard_module(self, module: nn.Module) -> LoopbackSharded:
-        sharded = super().shard_module(module)
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> LoopbackSharded:
+        sharded = super().shard_module(module, plan)
         torch.manual_seed(0)
         return sharded
 
@@ -256,8 +257,8 @@ class Stale(FlatShard):
 
 @backend("frozen_trained")
 class Unfreezing(LoopbackBackend):
-    def shard(self, module: nn.Module) -> Sharded:
-        sharded: Any = super().shard(module)
+    def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
+        sharded: Any = super().shard(module, plan)
         for shard in sharded.shards:
             shard.held.requires_grad_(True)
         return sharded
@@ -278,21 +279,36 @@ class FreezesAsEvaluated(LoopbackSharded):
             shard.gathered.requires_grad_(False)
 
 
-@backend("tied_untied")
-class Untying(LoopbackBackend):
-    def shard_module(self, module: nn.Module) -> LoopbackSharded:
+@backend("plan_unties")
+class UntiesWhilePlanning(LoopbackBackend):
+    def units(self, module: nn.Module) -> list[nn.Module]:
         for parameter, _, places in list(places_of(module)):
             for owner, name in places[1:]:
                 owner._parameters[name] = nn.Parameter(parameter.detach().clone())
-        return super().shard_module(module)
+        return []
+
+
+@backend("plan_miscounts")
+class CountsPadding(LoopbackBackend):
+    def local_numels(self, parameters: Sequence[ParameterPlan]) -> list[int]:
+        return [-(-parameter.numel // self.runtime.world_size) for parameter in parameters]
+
+
+@backend("tied_untied")
+class Untying(LoopbackBackend):
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> LoopbackSharded:
+        for parameter, _, places in list(places_of(module)):
+            for owner, name in places[1:]:
+                owner._parameters[name] = nn.Parameter(parameter.detach().clone())
+        return super().shard_module(module, plan)
 
 
 @backend("rank_0_not_heard")
 class OwnValues(LoopbackBackend):
-    def shard_module(self, module: nn.Module) -> LoopbackSharded:
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> LoopbackSharded:
         own = {p: p.detach().clone() for p in module.parameters() if p.ndim}
         written = list(own.values())
-        sharded = super().shard_module(module)
+        sharded = super().shard_module(module, plan)
         for shard, value in zip(sharded.shards, written, strict=True):
             shard.held.data = shard.padded(value).view(-1, shard.length)[self.runtime.rank].clone()
         return sharded
@@ -324,12 +340,12 @@ class PartsOfItsOwn(LoopbackBackend):
     def wrap_context(self) -> AbstractContextManager[Any]:
         return kept_as_built(vars(self).get("runtime"))
 
-    def shard_module(self, module: nn.Module) -> LoopbackSharded:
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> LoopbackSharded:
         for parameter in module.parameters():
             part = let_go_of(parameter)
             if part is not None:
                 parameter.data = part.opened().nan_to_num()
-        return super().shard_module(module)
+        return super().shard_module(module, plan)
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
@@ -568,11 +584,11 @@ def _copied_if_container(given: Any) -> Any:
 class CopiesContainers(LoopbackBackend):
     """Units are called with copies of the lists and dictionaries that they are given."""
 
-    def shard_module(self, module: nn.Module) -> LoopbackSharded:
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> LoopbackSharded:
         for unit in module.modules():
             if unit is not module:
                 unit.register_forward_pre_hook(lambda _, args: tuple(map(_copied_if_container, args)))
-        return super().shard_module(module)
+        return super().shard_module(module, plan)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -768,8 +784,8 @@ class LoadsThenChecks(LoopbackSharded):
 class WithoutTerms(LoopbackBackend):
     """Goes on with a sharded module whatever it is asked for."""
 
-    def terms(self) -> dict[str, Any]:
-        return dict.fromkeys(super().terms())
+    def sharding_config(self) -> dict[str, Any]:
+        return dict.fromkeys(super().sharding_config())
 
 
 # -- leftovers ---------------------------------------------------------------------------------------------------------
@@ -777,40 +793,40 @@ class WithoutTerms(LoopbackBackend):
 
 @backend("group_left_open")
 class LeavesGroup(LoopbackBackend):
-    def shard(self, module: nn.Module) -> Sharded:
+    def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
         torch.distributed.new_group()
-        return super().shard(module)
+        return super().shard(module, plan)
 
 
 @backend("thread_left_running")
 class LeavesThread(LoopbackBackend):
-    def shard(self, module: nn.Module) -> Sharded:
+    def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
         threading.Thread(target=threading.Event().wait, daemon=True).start()
-        return super().shard(module)
+        return super().shard(module, plan)
 
 
 @backend("variable_left_set")
 class LeavesVariable(LoopbackBackend):
-    def shard(self, module: nn.Module) -> Sharded:
+    def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
         os.environ["LOOPBACK"] = "1"
-        return super().shard(module)
+        return super().shard(module, plan)
 
 
 @backend("file_left_behind")
 class LeavesFile(LoopbackBackend):
-    def shard(self, module: nn.Module) -> Sharded:
+    def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
         with tempfile.NamedTemporaryFile(delete=False) as file:
             file.write(b"a cache of its own")
-        return super().shard(module)
+        return super().shard(module, plan)
 
 
 @backend("module_kept")
 class KeepsModules(LoopbackBackend):
     kept: ClassVar[list[nn.Module]] = []
 
-    def shard(self, module: nn.Module) -> Sharded:
+    def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
         self.kept.append(module)
-        return super().shard(module)
+        return super().shard(module, plan)
 
 
 # -- what the plugin says ----------------------------------------------------------------------------------------------

@@ -198,7 +198,7 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         around = sharded_around(written_of(module)) if sharded is None else None
         if around is not None:
             raise ShardingError(
-                f"{type(module).__name__} is a part of {around[0].class_name}, which is sharded as a whole.\n"
+                f"{type(module).__name__} is a part of {around[0].plan.class_name}, which is sharded as a whole.\n"
                 "Pass the model that fabric.setup() returned."
             )
         if sharded is None:
@@ -517,9 +517,9 @@ class _NoSync(BackwardSyncControl):
             left = sorted(names & root.accumulated_gradients().own.keys())
             if left:
                 raise ShardingError(
-                    f"a step of {type(optimizer).__name__} while gradients of {root.class_name} are not reduced, such "
-                    f"as that of {left[0]!r}: the last backward pass before it was inside fabric.no_backward_sync(), "
-                    "so the step would leave them out.\n"
+                    f"a step of {type(optimizer).__name__} while gradients of {root.plan.class_name} are not reduced, "
+                    f"such as that of {left[0]!r}: the last backward pass before it was inside "
+                    "fabric.no_backward_sync(), so the step would leave them out.\n"
                     "Leave the context for the last backward pass before each step: `with "
                     "fabric.no_backward_sync(model, enabled=is_accumulating): ...`, and is_accumulating is False there."
                 )

@@ -30,7 +30,7 @@ from fsdp_core.initialization.sharded_init import check_same_parts
 from fsdp_core.lightning.capabilities import check_checkpoint, check_materialization, check_options, require
 from fsdp_core.lightning.checkpoints.sharded_or_full import SavePlace
 from fsdp_core.lightning.finite_gradients import check_error_if_nonfinite
-from fsdp_core.lightning.hooks.redirection import call_targets, follow_calls, is_inside_forward, normal_tensors
+from fsdp_core.lightning.hooks.redirection import follow_calls, is_inside_forward, normal_tensors
 from fsdp_core.lightning.launch_checks import check_launched
 from fsdp_core.lightning.notebooks import check_interactive, is_interactive
 from fsdp_core.lightning.options import describe_class, signature_of, strategy_options
@@ -49,7 +49,7 @@ from fsdp_core.mesh import DATA_AXES, GRADIENT_AXES, Mesh
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.plugins.unknown_options import refuse_unknown_options
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
-from fsdp_core.sharding.backend import Backend, terms_of
+from fsdp_core.sharding.backend import Backend, sharding_config_of
 from fsdp_core.sharding.gradient_hooks import refuse_gradient_hooks
 from fsdp_core.sharding.host_agreement import check_same_packages, versions_of
 from fsdp_core.sharding.late_parameters import refuse_late
@@ -57,11 +57,11 @@ from fsdp_core.sharding.local_pieces import refuse_files_of_optimizer, refuse_fi
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.optimizer_agreement import check_same_optimizers
 from fsdp_core.sharding.options import ShardingOptions, option_names
-from fsdp_core.sharding.rank_agreement import check_same, facts_of_module, facts_of_options, facts_of_packages
+from fsdp_core.sharding.plan import ShardingPlan
+from fsdp_core.sharding.rank_agreement import check_same, facts_of_options, facts_of_packages
 from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.fqn import clean_name
 from fsdp_core.state.full_tensor import check_not_gathered
-from fsdp_core.state.layout import bytes_of_wholes
 from fsdp_core.watch import watch
 
 __all__ = ["ShardedStrategy", "size_in_words"]
@@ -74,7 +74,6 @@ _held: WeakKeyDictionary[Optimizer, list[ref[Tensor]]] = WeakKeyDictionary()
 #: How long torch's collectives wait. Those of NCCL wait a third of it, but Lightning's strategies give them as long.
 _TORCHS_TIMEOUT = timedelta(minutes=30)
 
-_NOT_SHARDED = "not sharded yet"
 
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -247,41 +246,33 @@ class ShardedStrategy:
                 "Call fabric.launch() of the same Fabric before its setup(); where launch(function) starts the ranks, "
                 "do in the function what needs them."
             )
-        if self.runtime.world_size > 1:
-            facts = self._facts(module)
-            check_same(self.runtime, type(module).__name__, facts)
-            if facts["state"] == _NOT_SHARDED:  # otherwise sharding raises on all ranks, or is not needed
-                check_same_parts(module, self.runtime)
+        reused = sharded_of(module)
+        plan = self.backend.plan(module) if reused is None else None
+        self._compare_between_ranks(module, plan)
         check_materialization(self.strategy_name, module)
-        is_sharded = sharded_of(module) is not None
-        if not is_sharded:
-            with normal_tensors():
-                self.backend.prepare(module)
-        units = () if is_sharded else self.backend.units(module)
-        parts = None if is_sharded else call_targets(module, units)
         with normal_tensors():
-            sharded = self.backend.shard(module)
-        if is_sharded:
-            self._refuse_late(sharded)
-        else:
+            sharded = self.backend.shard(module, plan)
+        if reused is None:
             sharded.strategy_name = self.strategy_name
+        else:
+            self._refuse_late(sharded)
         layout = sharded.layout()
         has_parts = any(isinstance(p, DTensor) or sharded.holds_part(p) for p in layout)
-        if parts is not None and (has_parts or sharded.written is not sharded.root):
-            follow_calls(sharded.root, parts, meet=has_parts)
-        refuse_state_dicts(sharded.root, sharded.names, layout, self.strategy_name)
+        if has_parts or sharded.written is not sharded.root:
+            follow_calls(sharded, meet=has_parts)
+        refuse_state_dicts(sharded.root, sharded.plan.names, layout, self.strategy_name)
         refuse_files_of_shards(sharded.root, self.strategy_name)
         held = [(clean_name(name), parameter) for name, parameter in sharded.root.named_parameters()]
         optimizer_params = [(of[0].name, parameter) for parameter, of in layout.items()]
         refuse_gradient_hooks([*held, *optimizer_params], sharded.called_hooks)
-        if not is_sharded:
-            _announce(self.log, len(units), sharded)
+        if reused is None:
+            _announce(self.log, sharded)
         return sharded
 
     def _refuse_late(self, sharded: Sharded, optimizers: Iterable[Optimizer] = ()) -> None:
         """Refuse parameters that were added to the module after it was sharded."""
         with sharded.as_written():
-            refuse_late(sharded.written, sharded.names, optimizers, self.make_before)
+            refuse_late(sharded.written, sharded.plan.names, optimizers, self.make_before)
 
     def _take_optimizers(self, optimizers: Sequence[Optimizer], roots: Sequence[Sharded]) -> None:
         """Compare new optimizers over all ranks, and make them hold shards. All ranks must call it."""
@@ -342,9 +333,28 @@ class ShardedStrategy:
             if held := [p for p in _parameters_of(optimizer) if p in layout]:
                 root.check_gradients(held)
 
-    def _facts(self, module: nn.Module) -> dict[str, str]:
-        """Describe what this rank is about to do, for comparison with the other ranks."""
-        terms = terms_of(self.backend)
+    def _compare_between_ranks(self, module: nn.Module, plan: ShardingPlan | None) -> None:
+        """Raise on all ranks if they are about to do different things. All ranks must call it.
+
+        Args:
+            module: The module.
+            plan: How this rank is about to shard it; ``None`` if it is sharded already.
+        """
+        if self.runtime.world_size == 1:
+            return
+        facts = self._describe_run(module, sharding_config_of(self.backend) if plan is None else plan.config)
+        facts |= {"state": "sharded already"} if plan is None else plan.describe()
+        check_same(self.runtime, type(module).__name__, facts)
+        if plan is not None and plan.refusal is None:  # otherwise sharding raises on all ranks, or is not needed
+            check_same_parts(module, self.runtime)
+
+    def _describe_run(self, module: nn.Module, config: Mapping[str, Any]) -> dict[str, str]:
+        """Describe packages and options, by topic, for comparison with the other ranks.
+
+        Args:
+            module: The module that is sharded.
+            config: How it is sharded.
+        """
         options = {
             "state_dict_type": self.state_dict_type,
             "async_save": self.async_saves is not None,
@@ -352,21 +362,14 @@ class ShardedStrategy:
             "scattered_save": self.scattered_save,
             "error_if_nonfinite": self.error_if_nonfinite,
             "hang_timeout": self.hang_timeout,
-            **{name: terms[name] for name in terms if name != "precision"},
+            **{name: value for name, value in config.items() if name != "precision"},
         }
-        facts = {
+        return {
             **facts_of_packages(module, type(self), type(self.backend)),
             "strategy": repr(self.strategy_name),
             "precision": repr(self.shard_precision.name),
             **facts_of_options(options),
         }
-        if sharded_of(module) is not None:
-            return {**facts, "state": "sharded already"}
-        try:
-            self.backend.check_shardable(module)
-        except ShardingError as error:  # sharding raises it, on all ranks if all have it
-            return {**facts, "state": str(error)}
-        return {**facts, "state": _NOT_SHARDED, **facts_of_module(module, self.backend.units)}
 
     @contextmanager
     def _no_sync(self, sharded: Sharded) -> Iterator[None]:
@@ -641,7 +644,7 @@ def _progress_of(strategy: ref[ShardedStrategy]) -> str:
 def _discard_unreduced(of: ref[Sharded], unreduced: WeakSet[Sharded]) -> None:
     root = of()
     if root is not None and root in unreduced:
-        root.forget_unreduced(set(root.names))
+        root.forget_unreduced(root.plan.parameters)
 
 
 def _held_in_parts(optimizer: Optimizer, roots: Sequence[Sharded]) -> Callable[[Tensor], bool]:
@@ -670,16 +673,16 @@ def _is_held(root: Sharded, optimizers: Iterable[Optimizer]) -> bool:
     return any(p in layout or id(p) in now or root.name_of(cast(nn.Parameter, p)) is not None for p in held)
 
 
-def _announce(log: logging.Logger, units: int, sharded: Sharded) -> None:
+def _announce(log: logging.Logger, sharded: Sharded) -> None:
     """Log on rank 0 what was sharded, over what, and what a rank holds of it."""
-    runtime = sharded.runtime
+    runtime, plan = sharded.runtime, sharded.plan
     if runtime.rank != 0 or not log.isEnabledFor(logging.INFO):
         return
+    units = len(plan.units)
     in_units = f"{units} unit{'s' if units > 1 else ''} and the root" if units else "the root alone"
-    held, whole = sharded.bytes_held(), bytes_of_wholes(sharded.layout())
     log.info(
-        f"{sharded.strategy_name}: {sharded.class_name} is sharded over {runtime.described()}, in {in_units}; "
-        f"the first holds {size_in_words(held)} of {size_in_words(whole)} of parameters."
+        f"{sharded.strategy_name}: {plan.class_name} is sharded over {runtime.described()}, in {in_units}; "
+        f"the first holds {size_in_words(sharded.bytes_held())} of {size_in_words(plan.nbytes)} of parameters."
     )
 
 

@@ -291,7 +291,7 @@ class ShardedTrainerStrategy(ShardedStrategy, ParallelStrategy):
             with sharded.as_written():
                 self.setup_optimizers(trainer)
                 # check here: what was added to the module in this context may be gone after it
-                refuse_late(sharded.written, sharded.names, self.optimizers, self.make_before)
+                refuse_late(sharded.written, sharded.plan.names, self.optimizers, self.make_before)
             self._take_optimizers(self.optimizers, [sharded])
             if self._awaited_optimizer_states is not None:
                 load_optimizers(self, self._awaited_optimizer_states, check_only=False)
@@ -339,8 +339,8 @@ class ShardedTrainerStrategy(ShardedStrategy, ParallelStrategy):
     def _sharded_or_none(self) -> Sharded | None:
         return None if self.model is None else sharded_of(self.model)
 
-    def _facts(self, module: nn.Module) -> dict[str, str]:
-        trainer, facts = self._trainer, super()._facts(module)
+    def _describe_run(self, module: nn.Module, config: Mapping[str, Any]) -> dict[str, str]:
+        trainer, facts = self._trainer, super()._describe_run(module, config)
         if trainer is None or not isinstance(module, pl.LightningModule):
             return facts
         loop = {f"Trainer's {name}": repr(getattr(trainer, name)) for name in _SAME_IN_LOOPS}

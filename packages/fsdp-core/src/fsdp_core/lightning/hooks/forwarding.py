@@ -63,8 +63,8 @@ class ShardedForward(nn.Module):
     def _check_backward(self, _: Tensor) -> None:
         if not self._is_stepping() and self.sharded.accumulates():
             raise UnsupportedCapabilityError(
-                f"loss.backward() of {self.sharded.class_name} bypasses Fabric, which then does not know of gradients "
-                "to reduce, unscale and check.\n"
+                f"loss.backward() of {self.sharded.plan.class_name} bypasses Fabric, which then does not know of "
+                "gradients to reduce, unscale and check.\n"
                 "Write fabric.backward(loss). torch.autograd.grad(...), which adds to no gradient, needs nothing else."
             )
 
