@@ -122,22 +122,6 @@ def r1_lazy(f, data, keep):
     return G, D
 
 
-def pgd(f, data, keep):
-    torch.manual_seed(0)
-    net, o = pair(f, mlp())
-    for i, x, y in data():
-        a = x + torch.empty_like(x).uniform_(-0.1, 0.1)
-        for _ in range(3):
-            a.requires_grad_()
-            (g,) = autograd.grad(F.cross_entropy(net(a), y), a)
-            a = (x + (a.detach() + 0.05 * g.sign() - x).clamp(-0.1, 0.1)).detach()
-        l = keep(F.cross_entropy(net(a), y))
-        o.zero_grad()
-        f.backward(l)
-        o.step()
-    return net
-
-
 def freelb(f, data, keep):
     torch.manual_seed(0)
     net, o = pair(f, mlp())
@@ -234,20 +218,6 @@ def moco(f, data, keep):
     return m
 
 
-def saliency(f, data, keep):
-    torch.manual_seed(0)
-    net, o = pair(f, mlp())
-    for i, x, y in data():
-        x.requires_grad_()
-        lp = net(x).log_softmax(1)
-        (g,) = autograd.grad(lp.sum(), x, create_graph=True)
-        l = keep(F.nll_loss(lp, y) + g.pow(2).mean())
-        o.zero_grad()
-        f.backward(l)
-        o.step()
-    return net
-
-
 def hnn(f, data, keep):
     torch.manual_seed(0)
 
@@ -310,27 +280,6 @@ def deq(f, data, keep):
         f.backward(l)
         o.step()
     return net
-
-
-def gradcache(f, data, keep):
-    torch.manual_seed(0)
-    (q, oq), (k, ok) = pair(f, mlp()), pair(f, mlp())
-    for i, x, y in data():
-        xs = list(zip(x.split(4), x.roll(1, 1).split(4)))
-        with torch.no_grad():
-            rq, rk = torch.cat([q(a) for a, _ in xs]), torch.cat([k(c) for _, c in xs])
-        rq.requires_grad_()
-        rk.requires_grad_()
-        l = keep(F.cross_entropy(rq @ rk.T, torch.arange(8)))
-        gq, gk = autograd.grad(l, [rq, rk])
-        oq.zero_grad()
-        ok.zero_grad()
-        for j, (a, c) in enumerate(xs):
-            with f.no_backward_sync(q, enabled=j == 0), f.no_backward_sync(k, enabled=j == 0):
-                f.backward((q(a) * gq[4 * j : 4 * j + 4]).sum() + (k(c) * gk[4 * j : 4 * j + 4]).sum())
-        oq.step()
-        ok.step()
-    return q, k
 
 
 def tbptt(f, data, keep):
@@ -431,21 +380,6 @@ def maml_whole(f, data, keep):
 maml_whole.options = {"auto_wrap_policy": None}
 
 
-def freeze_layers(f, data, keep):
-    torch.manual_seed(0)
-    n = mlp(n=3)
-    net, o = f.setup(n, sgd(n.parameters()))
-    for i, x, y in data():
-        for k, b in enumerate(n.blocks):
-            for p in b.parameters():
-                p.requires_grad = k >= 3 - i
-        l = keep(F.cross_entropy(net(x), y))
-        o.zero_grad()
-        f.backward(l)
-        o.step()
-    return net
-
-
 def dann(f, data, keep):
     torch.manual_seed(0)
 
@@ -525,24 +459,6 @@ def pcgrad(f, data, keep):
             p.grad = a + c - (d * (a + c) * 0.01 if d < 0 else 0)
         o.step()
         keep(*ls)
-    return net
-
-
-def input_grad_via_backward(f, data, keep):
-    """FGSM by fabric.backward, x.grad, zero_grad."""
-    torch.manual_seed(0)
-    net, o = pair(f, mlp())
-    for i, x, y in data():
-        x.requires_grad = True
-        l = F.cross_entropy(net(x), y)
-        f.backward(l)
-        a = (x + 0.1 * x.grad.sign()).detach()
-        o.zero_grad()
-        l2 = F.cross_entropy(net(a), y)
-        f.backward(l2)
-        o.step()
-        o.zero_grad()
-        keep(l, l2)
     return net
 
 

@@ -575,20 +575,6 @@ class vat(Lit):
         return self.keep(F.cross_entropy(self.net(x), b[1]) + lds)
 
 
-class mixup_adversarial(Lit):
-    def build(self):
-        self.net = mlp()
-
-    def training_step(self, b, i):
-        lam = float(torch.distributions.Beta(1.0, 1.0).sample())
-        perm = torch.randperm(8)
-        x = (lam * b[0] + (1 - lam) * b[0][perm]).requires_grad_()
-        ce = lambda o: lam * F.cross_entropy(o, b[1]) + (1 - lam) * F.cross_entropy(o, b[1][perm])
-        clean = ce(self.net(x))
-        (g,) = autograd.grad(clean, x, retain_graph=True)
-        return self.keep(clean + ce(self.net((x + 0.1 * g.sign()).detach())))
-
-
 class moco(Lit):
     """facebookresearch/moco: the key encoder's weights are assigned at the start of forward()."""
 
@@ -927,20 +913,6 @@ class smart(Lit):
         return self.keep(F.cross_entropy(state, b[1]) + 0.5 * skl(per, state))
 
 
-class saliency(Lit):
-    """Right for the right reasons."""
-
-    def build(self):
-        self.net = mlp()
-
-    def training_step(self, b, i):
-        x = b[0].requires_grad_()
-        lp = F.log_softmax(self.net(x), 1)
-        mask = (x > 0).float()
-        (g,) = autograd.grad(lp, x, torch.ones_like(lp), create_graph=True)
-        return self.keep(F.nll_loss(lp, b[1]) + (mask * g).pow(2).sum() / 8)
-
-
 class checkpointed_penalty(Lit):
     """Double backprop through activation checkpointing."""
 
@@ -956,19 +928,6 @@ class checkpointed_penalty(Lit):
     def training_step(self, b, i):
         x = b[0].requires_grad_()
         y = self.call(x)
-        (g,) = autograd.grad(y.sum(), x, create_graph=True)
-        return self.keep(y.pow(2).mean() + (g.norm(dim=1) - 1).pow(2).mean())
-
-
-class checkpointed_by_strategy(Lit):
-    options = {"activation_checkpointing_policy": {Block}}
-
-    def build(self):
-        self.net = mlp(8, 1)
-
-    def training_step(self, b, i):
-        x = b[0].requires_grad_()
-        y = self.net(x)
         (g,) = autograd.grad(y.sum(), x, create_graph=True)
         return self.keep(y.pow(2).mean() + (g.norm(dim=1) - 1).pow(2).mean())
 
@@ -996,35 +955,6 @@ class hnn(Lit):
         for _ in range(2):
             x = (x + 0.1 * self(x)).detach()
         self.keep((self(x) - x.roll(1, 1)).pow(2).mean())
-
-
-class sliced_score(Lit):
-    """ermongroup/sliced_score_matching."""
-
-    def build(self):
-        self.score = mlp(8, 8)
-
-    def training_step(self, b, i):
-        x = b[0].unsqueeze(0).expand(2, 8, 8).contiguous().view(-1, 8).requires_grad_()
-        v = torch.randn_like(x).sign()
-        s = self.score(x)
-        gv = (s * v).sum()
-        l1 = (s * v).sum(-1) ** 2 * 0.5
-        g = autograd.grad(gv, x, create_graph=True)[0]
-        return self.keep(((v * g).sum(-1) + l1).mean())
-
-
-class sliced_score_energy(Lit):
-    def build(self):
-        self.e = mlp(8, 1)
-
-    def training_step(self, b, i):
-        x = b[0].requires_grad_()
-        v = torch.randn_like(x)
-        lp = -self.e(x).sum()
-        g1 = autograd.grad(lp, x, create_graph=True)[0]
-        g2 = autograd.grad((g1 * v).sum(), x, create_graph=True)[0]
-        return self.keep(((v * g2).sum(-1) + 0.5 * (g1 * v).sum(-1) ** 2).mean())
 
 
 class ebm(Lit):
@@ -1430,19 +1360,6 @@ class gradual_unfreeze(Lit):
         self.net.inp.requires_grad_(i == 3)
 
     def training_step(self, b, i):
-        return self.keep(F.cross_entropy(self.net(b[0]), b[1]))
-
-
-class layer_freeze_in_step(Lit):
-    """As gradual_unfreeze, but inside the step."""
-
-    def build(self):
-        self.net = mlp(n=3)
-
-    def training_step(self, b, i):
-        for k, blk in enumerate(self.net.blocks):
-            for p in blk.parameters():
-                p.requires_grad = (k + i) % 2 == 0
         return self.keep(F.cross_entropy(self.net(b[0]), b[1]))
 
 
@@ -1960,31 +1877,6 @@ class lookahead_bilevel(Lit):
         wt = (-ge).clamp(min=0)
         wt = wt / wt.sum().clamp(min=1e-6)
         return self.keep((F.cross_entropy(self.net(x), y, reduction="none") * wt.detach()).sum())
-
-
-class gradcache(Lit):
-    """A large contrastive batch in chunks: representations without graph, their gradients, then surrogates with self.manual_backward."""
-
-    manual = True
-
-    def build(self):
-        self.q, self.k = mlp(drop=0.0), mlp()
-
-    def training_step(self, b, i):
-        opt = self.optimizers()
-        opt.zero_grad()
-        xs = list(zip(b[0].split(2), b[0].roll(1, 1).split(2)))
-        with torch.no_grad():
-            rq, rk = [torch.cat([f(c[j]) for c in xs]) for j, f in enumerate((self.q, self.k))]
-        rq.requires_grad_()
-        rk.requires_grad_()
-        loss = F.cross_entropy(F.normalize(rq, dim=1) @ F.normalize(rk, dim=1).T / 0.2, torch.arange(8))
-        loss.backward()
-        for j, c in enumerate(xs):
-            self.manual_backward((self.q(c[0]) * rq.grad[2 * j : 2 * j + 2]).sum())
-            self.manual_backward((self.k(c[1]) * rk.grad[2 * j : 2 * j + 2]).sum())
-        opt.step()
-        self.keep(loss)
 
 
 class madry_pgd(Lit):

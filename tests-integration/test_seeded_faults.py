@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 
+from fsdp_core.testing.inner_session import Outcome
 from seeded.changes import DECLARED, EXAMPLES
 from seeded.numbers import OF_NUMBERS
-from seeded.running import Outcome, run
+from seeded.running import run
 from seeded.state import AFTERWARDS, OF_STATE
 
 FAULTS = OF_NUMBERS | OF_STATE | AFTERWARDS

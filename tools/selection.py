@@ -121,8 +121,16 @@ def is_drawn(item: pytest.Item, position: int, seed: int) -> bool:
     is_of_adapters = getattr(getattr(item, "cls", None), "__name__", "").startswith("TestAdapters")
     if is_of_adapters and strategy == "loopback":  # they are core's, and its ranks are the cheapest
         return turn % 6 != _THIRDS["fsdp2"]
-    parts = 6 if is_of_adapters else 3
+    parts = 6 if is_of_adapters and _loopback_runs(item) else 3
     return turn % parts == _THIRDS.get(strategy, zlib.crc32(strategy.encode()) % 3)
+
+
+def _loopback_runs(item: pytest.Item) -> bool:
+    """Whether core's backend for tests declares what a clause needs."""
+    from fsdp_core.testing.loopback.plugin import LOOPBACK
+
+    declared = {*LOOPBACK.capabilities, *(option.name for option in LOOPBACK.options)}
+    return all(need in declared for mark in item.iter_markers("fsdp_requires") for need in mark.args)
 
 
 def _strategy(item: pytest.Item) -> str:

@@ -58,7 +58,6 @@ CLAUSES = (
     "test_batch_norm[bf16-mixed]",
     "test_meta_init[bf16-true]",
     "test_tied_parameters_are_trained_as_one",
-    "test_predictions_of_uneven_numbers[loaders with a length]",
     "test_on_another_number_of_ranks[2 to 1]",
     "test_stages_in_any_order[blocks]",
     "test_nothing_is_left_behind[trainer]",
@@ -71,6 +70,7 @@ CLAUSES = (
 ADAPTERS = (
     "test_callbacks_keep_what_they_keep_in_a_synchronous_run[True]",
     "test_a_rate_that_one_rank_changes[hook]",
+    "test_predictions_of_uneven_numbers[loaders with a length]",
 )
 
 #: Tests of meshes: tensor parallelism, replicas, context parallelism.

@@ -34,7 +34,7 @@ SET_BY_PACKAGES = {
     ),
 }
 # Of these, the names of their clauses, by which expected_failures goes.
-SUITE = ("AdapterSuite", "PresetSuite", "StrategySuite")
+SUITE = ("PresetSuite", "StrategySuite")
 # What plugins write themselves: core calls it, so that an argument more is one that theirs don't take.
 WRITTEN_BY_PLUGINS = (
     "fsdp_core.sharding.Backend.",

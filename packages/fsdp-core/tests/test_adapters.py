@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from fsdp_core.plugins.discovery import discover
-from fsdp_core.testing.suite import AdapterSuite
+
+pytest.register_assert_rewrite("adapter_clauses")
+
+from adapter_clauses import AdapterSuite  # noqa: E402
 
 #: Where the backend is found, as an installed package is.
 SITE = str(Path(__file__).parent / "loopback_site")

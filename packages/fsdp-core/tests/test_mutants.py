@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 
+from fsdp_core.testing.inner_session import Outcome
 from mutants.faults import CAUGHT
 from mutants.plugin import CHANGES
-from mutants.running import SOUND, Outcome, run
+from mutants.running import SOUND, run
 
 pytestmark = pytest.mark.cpu_limit(400)  # the first of these tests waits for all the clauses
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
-from fsdp_core.testing.suite import AdapterSuite
+pytest.register_assert_rewrite("adapter_clauses")
+sys.path.append(str(Path(__file__).parents[2] / "fsdp-core/tests"))  # ranks search where this process does
+
+from adapter_clauses import AdapterSuite  # noqa: E402
 
 pytestmark = pytest.mark.everything
 

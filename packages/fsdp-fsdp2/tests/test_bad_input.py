@@ -17,7 +17,6 @@ from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.suite.refusals.bad_modules import refused_setup
 from fsdp_core.testing.suite.refusals.bad_options import BOTH, assert_refused_at_once, unfit_options
 from fsdp_core.testing.training import new_fabric
 
@@ -136,8 +135,14 @@ def test_option_of_fsdp2_that_is_misused(ranks: RankPool, tmp_path: Path, front_
     assert as_it_was
 
 
-def test_gradient_hook_is_told_where_to_go(ranks: RankPool, tmp_path: Path) -> None:
-    for told in ranks.run(2, refused_setup, "fsdp2", "gradient hook", str(tmp_path / "checkpoint")):
+def hooked() -> str:
+    net: Any = oracle.new_net()
+    net.blocks[0].up.weight.register_hook(lambda grad: grad * 0)
+    return refusal(ShardingError, lambda: new_fabric("fsdp2").setup(net))
+
+
+def test_gradient_hook_is_told_where_to_go(ranks: RankPool) -> None:
+    for told in ranks.run(2, hooked):
         assert_says(told, "register_post_accumulate_grad_hook")
 
 

@@ -23,11 +23,8 @@ from fsdp_core.testing.oracle import (
     FEATURES,
     FP32_TOLERANCE,
     HALF_TOLERANCE,
-    RESUME_TOLERANCE,
     Block,
-    Net,
     Trained,
-    adamw_groups,
     global_batches,
     momentum,
     new_net,
@@ -190,59 +187,6 @@ def test_shards_of_whole_rows(launching: Launching, tmp_path: Path) -> None:
         torch.testing.assert_close(value, net.state_dict()[name], atol=FP32_TOLERANCE, rtol=0)
 
 
-def from_meta(path: Path) -> None:
-    """Built without memory, and filled as it is sharded."""
-
-    def train(fabric: L.Fabric) -> Any:
-        with fabric.init_module(empty_init=True):
-            net = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, FEATURES))
-        assert all(p.is_meta for p in net.parameters())
-        fabric.save(path, {"model": fabric.setup_module(net)})
-
-    L.seed_everything(5, verbose=False)  # which every rank does again
-    L.Fabric(strategy="xla_fsdp", devices=devices()).launch(train)
-
-
-def test_a_model_built_on_the_meta_device_is_filled_as_it_is_elsewhere(launching: Launching, tmp_path: Path) -> None:
-    launching.call(2, from_meta, tmp_path / "from-meta")
-    found, net = load_state_dict(tmp_path / "from-meta"), mlp()
-    assert list(found) == list(net.state_dict())
-    for name, value in found.items():
-        assert torch.equal(value, net.state_dict()[name]), name
-
-
-def fabric_trained(path: Path) -> Any:
-    def train(fabric: L.Fabric) -> Any:
-        with fabric.init_module():  # ranks are threads, and torch's random generator is the process's
-            net = new_net()
-        net = fabric.setup_module(net)
-        optimizer = fabric.setup_optimizers(momentum(net))
-        losses = []
-        for x, y in fabric.setup_dataloaders(loader(fabric.global_rank, STEPS), use_distributed_sampler=False):
-            loss = mse_loss(net(x), y)
-            fabric.backward(loss)
-            norm = fabric.clip_gradients(net, optimizer, max_norm=0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(fabric.all_reduce(loss.detach()).item())
-        fabric.save(path, {"model": net, "optimizer": optimizer, "step": STEPS})
-        again = fabric.setup_module(Net())
-        state = {"model": again, "step": 0}
-        fabric.load(path, state, strict=False)
-        same = mse_loss(net(x), again(x)).item()
-        return {"losses": losses, "norm": norm.item(), "step": state["step"], "same": same}
-
-    result = L.Fabric(strategy="xla_fsdp", devices=devices()).launch(train)
-    return {**result, "weights": load_state_dict(path)}
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_fabric_trains_saves_and_loads(launching: Launching, tmp_path: Path, world_size: int) -> None:
-    result = launching.call(world_size, fabric_trained, tmp_path / "fabric")
-    assert_same(result, train_plain(STEPS, momentum, clip_norm=0.5))
-    assert (result["step"], result["same"]) == (STEPS, 0.0)
-
-
 def gathered_weights() -> Any:
     def gather(fabric: L.Fabric) -> Any:
         with fabric.init_module():
@@ -343,51 +287,6 @@ def test_lightnings_xla_precision_means_its_string(monkeypatch: pytest.MonkeyPat
     with pytest.raises(UnsupportedCapabilityError, match="precision='bf16-true' can't be used with 'xla_fsdp'"):
         fsdp_core.resolve("xla_fsdp", front_end)(precision=made("bf16-true"))
     assert "XLA_USE_BF16" not in os.environ  # XLA would compute all that is fp32 in bf16
-
-
-def stages(path: Path) -> Any:
-    """Validate and test after a fit, from its checkpoint."""
-    module, stage = Module(path), trainer(path.parent, limit_val_batches=1.0)
-    stage.fit(module)
-    return {
-        "fit": [stage.callback_metrics["val_loss"].item()],
-        "validate": [row["val_loss"] for row in stage.validate(module, ckpt_path=str(path), verbose=False)],
-        "test": [row["test_loss"] for row in stage.test(module, ckpt_path=str(path), verbose=False)],
-    }
-
-
-def test_stages_from_a_checkpoint(launching: Launching, tmp_path: Path) -> None:
-    result = launching.call(2, stages, tmp_path / "stages")
-    assert result["validate"] == result["fit"] == result["test"]
-
-
-def resumed(folder: Path, **module: Any) -> Any:
-    """An epoch and another from its checkpoint, and two at once."""
-    trained(folder / "first", None, module, max_epochs=1)
-    on = trained(folder / "on", None, module, max_epochs=2, ckpt_path=str(folder / "first"))
-    return on, trained(folder / "whole", None, module, max_epochs=2)
-
-
-def resumed_with_state(folder: Path) -> Any:
-    return resumed(folder, optimizer="adamw_groups", steps=2)
-
-
-def resumed_with_dropout(folder: Path) -> Any:
-    return resumed(folder, optimizer="sgd", dropout=0.5, steps=2)
-
-
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_resuming_repeats_the_very_same_losses(launching: Launching, tmp_path: Path, world_size: int) -> None:
-    on, whole = launching.call(world_size, resumed_with_state, tmp_path)
-    assert on["losses"] == whole["losses"][2:]  # bit for bit on the same layout
-    for name, value in whole["weights"].items():
-        assert torch.equal(on["weights"][name], value), name
-    assert whole["losses"][:2] == pytest.approx(train_plain(2, adamw_groups)[0], abs=RESUME_TOLERANCE)
-
-
-def test_resuming_goes_on_with_the_random_numbers_of_dropout(launching: Launching, tmp_path: Path) -> None:
-    on, whole = launching.call(2, resumed_with_dropout, tmp_path)
-    assert on["losses"] == whole["losses"][2:]
 
 
 class Buffers(nn.Module):

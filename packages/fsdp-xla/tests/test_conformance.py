@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from conformance_expected import CLASSIC, DIFFERENTIATED, SPMD
-from fsdp_core.testing.suite import AdapterSuite, PresetSuite, StrategySuite
+from fsdp_core.testing.suite import PresetSuite, StrategySuite
 from fsdp_core.testing.suite.checkpoints.fabric_checkpoints import FabricCheckpointsSuite
 from fsdp_core.testing.suite.checkpoints.resuming import ExactResumeSuite
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import CheckpointsSuite
@@ -22,6 +24,11 @@ from fsdp_core.testing.suite.refusals.bad_modules import BadModulesSuite
 from fsdp_core.testing.suite.training.exceptions import ExceptionsSuite
 from fsdp_core.testing.suite.training.optimizers import OptimizersSuite
 from fsdp_xla.testing import SPMDRanks, ThreadRanks
+
+pytest.register_assert_rewrite("adapter_clauses")
+sys.path.append(str(Path(__file__).parents[2] / "fsdp-core/tests"))
+
+from adapter_clauses import AdapterSuite  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

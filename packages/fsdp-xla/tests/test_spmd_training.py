@@ -19,7 +19,6 @@ from fsdp_core.testing.oracle import (
     adamw_groups,
     dataset,
     global_batches,
-    momentum,
     new_net,
     sgd,
     train_plain,
@@ -56,10 +55,6 @@ def under_fabric(arguments: dict[str, Any]) -> dict[str, Any]:
     return fabric_fit(**arguments, after=looked_at)
 
 
-def under_trainer(tmp: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    return fit(tmp, **arguments)
-
-
 def gradients_read_after_clipping() -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """The gradients as they are after clipping, and the weights after the step, of two orders of the norm."""
     found = []
@@ -91,37 +86,6 @@ def test_gradients_that_are_read_after_clipping(spmd: LaunchingSPMD) -> None:
         optimizer.step()
         want = {name: p.detach() for name, p in net.named_parameters()}
         torch.testing.assert_close(weights, want, rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options"),
-    [
-        ({}, {}),
-        ({"accumulate": 2, "clip": {"max_norm": 0.1}}, {"accumulate": 2, "clip_norm": 0.1}),
-        ({"optimizer": "momentum", "options": {"auto_wrap_policy": {Block}}}, {"make_optimizer": momentum}),
-    ],
-    ids=["plain", "accumulation, clipped by norm", "units of a class, momentum"],
-)
-def test_fabric_trains_as_one_process_does(
-    spmd: LaunchingSPMD, arguments: dict[str, Any], options: dict[str, Any]
-) -> None:
-    found = spmd.call(DEVICES, under_fabric, arguments)
-    assert_same_training(found, *train_plain(4, **{"make_optimizer": adamw_groups, **options}))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options"),
-    [
-        ({}, {}),
-        ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, {"accumulate": 2, "clip_norm": 0.1}),
-    ],
-    ids=["plain", "accumulation, clipped by norm"],
-)
-def test_the_trainer_trains_as_one_process_does(
-    spmd: LaunchingSPMD, tmp_path: Any, arguments: dict[str, Any], options: dict[str, Any]
-) -> None:
-    found = spmd.call(DEVICES, under_trainer, str(tmp_path), arguments)
-    assert_same_training(found, *train_plain(4, adamw_groups, **options))
 
 
 def assert_quarters(after: dict[str, Any]) -> None:
@@ -174,14 +138,6 @@ def test_fabric_trains_in_half_precision_over_quarters_in_fp32(spmd: LaunchingSP
     found = spmd.call(DEVICES, under_fabric, {"precision": "bf16-mixed"})
     assert_same_but_for_rounding(found, plain, torch.float32)
     assert_quarters(found["after"])
-
-
-@pytest.mark.parametrize(("precision", "stored"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)])
-def test_half_precision_trains_as_fp32_but_for_rounding(
-    spmd: LaunchingSPMD, plain: dict[str, Any], tmp_path: Any, precision: str, stored: torch.dtype
-) -> None:
-    found = spmd.call(DEVICES, under_trainer, str(tmp_path), {"precision": precision})
-    assert_same_but_for_rounding(found, plain, stored)
 
 
 def test_a_tensor_plan_cuts_weights_along_the_second_axis(spmd: LaunchingSPMD) -> None:
@@ -305,25 +261,6 @@ def test_units_may_take_keywords_and_give_nests_that_are_changed_in_place(spmd: 
     found = {**found, "state": {name: value for name, value in found["state"].items() if name not in statistics}}
     assert_same_training(found, losses, state)
     assert {m for m in net.modules() if isinstance(m, Block)}, "the case has blocks with 0-dim parameters"
-
-
-def from_meta() -> dict[str, Any]:
-    fabric = new_fabric()
-
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6))
-
-    with fabric.init_module(empty_init=True):
-        net = build()
-    torch.manual_seed(7)
-    fabric.setup(net)
-    torch.manual_seed(7)
-    return {"state": whole_state(fabric.strategy, net), "expected": build().state_dict()}
-
-
-def test_a_module_from_the_meta_device_is_initialised(spmd: LaunchingSPMD) -> None:
-    found = spmd.call(DEVICES, from_meta)
-    assert_same_training({**found, "losses": []}, [], found["expected"])
 
 
 def averaged(tmp: str) -> dict[str, Any]:

@@ -20,11 +20,9 @@ import pytest
 
 from fsdp_core.testing.forking import within
 
-__all__ = ["SCRIPTS", "SECONDS", "TORCHRUN", "Ended", "fresh_environment", "interruptible", "start"]
+__all__ = ["SECONDS", "Ended", "fresh_environment", "interruptible", "start"]
 
-SCRIPTS = Path(__file__).parent / "scripts"
 SECONDS = 120  # per script, which takes about ten
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 _TOKEN = "FSDP_TESTS_STARTED_THIS"
 #: The variables that launchers set for ranks; training in the tests' own process leaves some of them behind.
 _OF_RANKS = (
@@ -90,13 +88,18 @@ def interruptible() -> Iterator[None]:
 
 
 def start(
-    tmp: Path, *command: str, meanwhile: Callable[[subprocess.Popen[bytes], Path], None] | None = None, **environ: str
+    tmp: Path,
+    *command: str,
+    folder: Path | None = None,
+    meanwhile: Callable[[subprocess.Popen[bytes], Path], None] | None = None,
+    **environ: str,
 ) -> Ended:
-    """Run Python with a command line in the folder of the scripts, and check that it leaves no process behind.
+    """Run Python with a command line, and check that it leaves no process behind.
 
     Args:
         tmp: The folder for its output file; a pipe would stay open as long as a process that is left behind.
         *command: The arguments of ``python``.
+        folder: Where it runs, if not in ``tmp``.
         meanwhile: Called with the process and its output file while it runs.
         **environ: Environment variables.
     """
@@ -105,7 +108,7 @@ def start(
     with file.open("wb") as out, interruptible():
         process = subprocess.Popen(
             [sys.executable, *command],
-            cwd=SCRIPTS,
+            cwd=folder or tmp,
             env={**fresh_environment(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", _TOKEN: token, **environ},
             stdin=subprocess.DEVNULL,
             stdout=out,

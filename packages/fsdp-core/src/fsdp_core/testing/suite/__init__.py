@@ -22,12 +22,11 @@ from fsdp_core.testing import forking
 
 if TYPE_CHECKING:
     from fsdp_core.testing.suite.base_class import Clauses, requires
-    from fsdp_core.testing.suite.strategy_suite import AdapterSuite, PresetSuite, StrategySuite
+    from fsdp_core.testing.suite.strategy_suite import PresetSuite, StrategySuite
 
-__all__ = ["AdapterSuite", "Clauses", "PresetSuite", "StrategySuite", "requires"]
+__all__ = ["Clauses", "PresetSuite", "StrategySuite", "requires"]
 
 _HOMES = {
-    "AdapterSuite": "strategy_suite",
     "Clauses": "base_class",
     "PresetSuite": "strategy_suite",
     "StrategySuite": "strategy_suite",

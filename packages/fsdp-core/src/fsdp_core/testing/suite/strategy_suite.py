@@ -1,15 +1,12 @@
-"""The suite in classes: for a strategy, for a preset of one, and for the adapters that all strategies share."""
+"""The suite in classes: for a strategy, and for a preset of one."""
 
 from __future__ import annotations
 
-from fsdp_core.testing.suite.checkpoints.async_saves import AsyncSavesSuite, DeferredCopiesSuite
+from fsdp_core.testing.suite.checkpoints.async_saves import DeferredCopiesSuite
 from fsdp_core.testing.suite.checkpoints.fabric_checkpoints import FabricCheckpointsSuite
 from fsdp_core.testing.suite.checkpoints.late_param_groups import LateParamGroupsSuite
-from fsdp_core.testing.suite.checkpoints.loader_positions import LoaderPositionsSuite
-from fsdp_core.testing.suite.checkpoints.resuming import ExactResumeSuite, ResumeMomentsSuite
-from fsdp_core.testing.suite.checkpoints.scattered_saves import ScatteredSavesSuite
+from fsdp_core.testing.suite.checkpoints.resuming import ExactResumeSuite
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import CheckpointsSuite
-from fsdp_core.testing.suite.checkpoints.users_checkpoint_io import UsersCheckpointIOSuite
 from fsdp_core.testing.suite.interface.capabilities import CapabilitiesSuite
 from fsdp_core.testing.suite.interface.contract import ContractSuite
 from fsdp_core.testing.suite.interface.listing import ListingSuite
@@ -29,18 +26,14 @@ from fsdp_core.testing.suite.numerics.random_steps import RandomStepsSuite
 from fsdp_core.testing.suite.numerics.unused_parameters import BranchesSuite
 from fsdp_core.testing.suite.refusals.bad_checkpoints import BadCheckpointsSuite
 from fsdp_core.testing.suite.refusals.bad_modules import BadModulesSuite
-from fsdp_core.testing.suite.refusals.bad_options import BadOptionsSuite
 from fsdp_core.testing.suite.training.exceptions import ExceptionsSuite
-from fsdp_core.testing.suite.training.finite_gradients import FiniteGradientsSuite
-from fsdp_core.testing.suite.training.launching import LaunchingSuite
 from fsdp_core.testing.suite.training.lightning_regressions import BrokenElsewhereSuite
 from fsdp_core.testing.suite.training.loops import LoopsSuite
 from fsdp_core.testing.suite.training.optimizers import OptimizersSuite
-from fsdp_core.testing.suite.training.preemption import PreemptionSuite
 from fsdp_core.testing.suite.training.resource_leaks import LeftoversSuite
 from fsdp_core.testing.suite.training.whole_matrices import WholeMatricesSuite
 
-__all__ = ["AdapterSuite", "PresetSuite", "StrategySuite"]
+__all__ = ["PresetSuite", "StrategySuite"]
 
 
 class StrategySuite(
@@ -60,7 +53,6 @@ class StrategySuite(
     PrecisionSuite,
     OptimizersSuite,
     WholeMatricesSuite,
-    FiniteGradientsSuite,
     LoopsSuite,
     ExceptionsSuite,
     OutsideStepsSuite,
@@ -69,9 +61,7 @@ class StrategySuite(
     ExactResumeSuite,
     LateParamGroupsSuite,
     DeferredCopiesSuite,
-    ScatteredSavesSuite,
     LeftoversSuite,
-    BadOptionsSuite,
     BadModulesSuite,
     ShardedModulesSuite,
     BadCheckpointsSuite,
@@ -79,7 +69,7 @@ class StrategySuite(
 ):
     """All requirements of a strategy, on real ranks, under Trainer and Fabric.
 
-    What all strategies inherit from core is in :class:`AdapterSuite`, which core itself runs.
+    What all strategies inherit from core, core tests by itself.
 
     Example:
         .. code-block:: python
@@ -101,25 +91,4 @@ class PresetSuite(ListingSuite, ContractSuite, CapabilitiesSuite, LeftoversSuite
             class TestTheirsOffloaded(PresetSuite):
                 strategy = "theirs_offloaded"
                 preset_of = "theirs"
-    """
-
-
-class AdapterSuite(
-    LaunchingSuite,
-    PreemptionSuite,
-    LoaderPositionsSuite,
-    ResumeMomentsSuite,
-    AsyncSavesSuite,
-    UsersCheckpointIOSuite,
-):
-    """What the adapters of core do, whatever the backend: launching, signals, loaders, moments of a resume, files.
-
-    Core runs it over a backend for tests and over ``fsdp2``. It is worth running for a strategy that overrides what it
-    inherits from the adapters, or whose ranks are neither processes on a CPU nor on GPUs.
-
-    Example:
-        .. code-block:: python
-
-            class TestAdaptersOverMine(AdapterSuite):
-                strategy = "theirs"
     """

@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
@@ -124,24 +123,6 @@ def _losses_after_no_sync(strategy: str, tmp: str, of: str) -> list[float]:
     return means(losses)
 
 
-class RaisesWhenArmed(pl.Callback):
-    """Raises before a stage is set up."""
-
-    armed = False
-
-    def setup(self, *args: Any, **kwargs: Any) -> None:
-        if self.armed:
-            raise ZeroDivisionError("between two stages")
-
-
-def _between_stages(strategy: str, tmp: str) -> str:
-    module, callback = Lit("sgd"), RaisesWhenArmed()
-    run = new_trainer(tmp, strategy, 2, callbacks=[callback])
-    run.fit(module, loader(1, 2))
-    callback.armed = True
-    return refusal(ZeroDivisionError, lambda: run.fit(module, loader(1, 2)))
-
-
 class ExceptionsSuite(Clauses):
     """After an exception, a module is trained correctly, or refused: its losses are never wrong.
 
@@ -164,11 +145,6 @@ class ExceptionsSuite(Clauses):
         want, _ = oracle.train_plain(2, oracle.sgd, net=net)
         for losses in ranks.run(2, _fit_after_forward, self.strategy, str(tmp_path)):
             assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
-
-    def test_an_exception_between_stages_shows_itself(self, ranks: Ranks, tmp_path: Path) -> None:
-        """An exception between two stages must reach the user unchanged."""
-        for told in ranks.run(2, _between_stages, self.strategy, str(tmp_path)):
-            assert told == "between two stages"
 
     @requires(Capability.GRADIENT_ACCUMULATION)
     @pytest.mark.parametrize("of", ["trainer", "fabric", "backend"])

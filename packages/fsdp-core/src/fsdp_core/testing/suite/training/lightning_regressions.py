@@ -9,10 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelSummary, StochasticWeightAveraging
-from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.tuner import Tuner
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
@@ -20,7 +17,7 @@ from fsdp_core.errors import ShardingError
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.collectives import count_collectives
-from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, WIDE, Block, Trained
+from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE, WIDE, Block, Trained
 from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import assert_sharded, full_state, held_by, poison_gradient, sharded_by, trained_by
@@ -92,23 +89,6 @@ def every_stage(strategy: str, tmp: str, options: dict[str, Any]) -> dict[str, A
     }
 
 
-class Tunable(Lit):
-    """Has the attribute ``lr`` that the tuner needs; its optimizer uses a fixed learning rate."""
-
-    lr = 0.05
-
-
-def _find_learning_rate(strategy: str, tmp: str) -> tuple[int, list[float], list[str]]:
-    module = Tunable("sgd")
-    run = new_trainer(tmp, strategy, 2, enable_checkpointing=True)
-    before = means([mse_loss(module.net(x), y) for x, y in oracle.global_batches(1)])
-    found = Tuner(run).lr_find(module, loader(10, 2), num_training=8, update_attr=False)
-    assert found is not None
-    run.validate(module, loader(1, 2), verbose=False)
-    after = means(module.validation_losses)
-    return len(found.results["loss"]), [*before, *after], [p.name for p in Path(tmp).iterdir() if "lr_find" in p.name]
-
-
 class SaveOnce(pl.Callback):
     """Saves at the end of the first epoch."""
 
@@ -143,29 +123,6 @@ def _averaging_oracle(batches: list[tuple[Tensor, Tensor]], decay: float) -> dic
         now = {n: p.detach().clone() for n, p in net.state_dict().items()}
         average = {n: decay * average[n] + (1 - decay) * now[n] for n in now} if average else now
     return average
-
-
-def _stochastic_averaging(strategy: str, tmp: str) -> str:
-    run = new_trainer(tmp, strategy, 2, callbacks=[StochasticWeightAveraging(swa_lrs=0.01)])
-    return refusal(MisconfigurationException, lambda: run.fit(Lit(), loader(1, 2)))
-
-
-class Counts(ModelSummary):
-    """Records the parameter counts that it would print."""
-
-    counts: Any = None
-
-    def summarize(  # type: ignore[override]
-        self, summary_data: Any, total_parameters: int, trainable_parameters: int, *args: Any, **kwargs: Any
-    ) -> None:
-        self.counts = (total_parameters, trainable_parameters, dict(summary_data)["Params"])
-
-
-def _summary(strategy: str, tmp: str) -> Any:
-    callback = Counts(max_depth=1)
-    run = new_trainer(tmp, strategy, 2, callbacks=[callback], enable_model_summary=True)
-    run.fit(Lit(), loader(1, 2))
-    return callback.counts
 
 
 def _reductions(strategy: str, tmp: str, batches: int, options: Mapping[str, Any]) -> tuple[int, int]:
@@ -220,24 +177,6 @@ def _norm_after(strategy: str, enabled: bool) -> float:
     fabric.backward(mse_loss(model(x), y))
     norm: Any = fabric.clip_gradients(model, optimizer, max_norm=1e9)
     return float(norm)
-
-
-class CountingScaler(torch.amp.GradScaler):
-    """Counts its steps."""
-
-    steps = 0
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        self.steps += 1
-        return super().step(*args, **kwargs)
-
-
-def _custom_scaler(strategy: str, tmp: str) -> tuple[int, list[float]]:
-    scaler = CountingScaler("cpu", init_scale=2.0**8)
-    module = Lit("sgd")
-    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
-    new_trainer(tmp, strategy, 2, plugins=[plugin]).fit(module, loader(3, 2))
-    return scaler.steps, means(module.losses)
 
 
 class WithoutLogging(Lit):
@@ -308,14 +247,6 @@ class BrokenElsewhereSuite(Clauses):
         assert_sharded([one["held"] for one in got], sum(p.numel() for p in oracle.new_net(width=WIDE).parameters()))
 
     @requires(Capability.SHARDED_CHECKPOINT)
-    def test_lr_finder_restores_the_weights(self, ranks: Ranks, tmp_path: Path) -> None:
-        """``Tuner.lr_find`` must try all rates, restore the weights, and delete its checkpoint."""
-        for tried, (before, after), leftovers in ranks.run(2, _find_learning_rate, self.strategy, str(tmp_path)):
-            assert tried == 8, f"the learning-rate finder tried {tried} rates instead of 8"
-            assert after == pytest.approx(before, abs=FP32_TOLERANCE)
-            assert not leftovers
-
-    @requires(Capability.SHARDED_CHECKPOINT)
     def test_weight_averaging(self, ranks: Ranks, tmp_path: Path) -> None:
         """``EMAWeightAveraging`` must give plain torch's averages, also after a resume on other numbers of ranks."""
         want = _averaging_oracle(oracle.global_batches(2) * 2, 0.5)
@@ -326,18 +257,6 @@ class BrokenElsewhereSuite(Clauses):
         for state in (*uninterrupted, *resumed, *elsewhere):
             for name, tensor in want.items():
                 torch.testing.assert_close(state[f"net.{name}"], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE)
-
-    def test_stochastic_weight_averaging_is_refused_before_training(self, ranks: Ranks, tmp_path: Path) -> None:
-        """``StochasticWeightAveraging`` must be refused before training."""
-        for message in ranks.run(2, _stochastic_averaging, self.strategy, str(tmp_path)):
-            assert_says(message, "sharded")
-
-    def test_model_summary_counts_the_whole_model(self, ranks: Ranks, tmp_path: Path) -> None:
-        """The model summary must count the parameters of the whole model, not of a shard."""
-        net = oracle.new_net()
-        total = sum(p.numel() for p in net.parameters())
-        trainable = sum(p.numel() for p in net.parameters() if p.requires_grad)
-        assert ranks.run(2, _summary, self.strategy, str(tmp_path))[0][:2] == (total, trainable)
 
     @requires(Capability.GRADIENT_ACCUMULATION)
     @on_ranks("processes")  # torch's profiler records the collectives of process groups only
@@ -377,14 +296,6 @@ class BrokenElsewhereSuite(Clauses):
             want = _with_or_without_a_step(not was_refused(said))
             for name, tensor in want.items():
                 torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
-
-    @requires(Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING)
-    def test_custom_gradient_scaler(self, ranks: Ranks, tmp_path: Path) -> None:
-        """A user's own ``GradScaler`` must be used, and losses must equal the oracle's."""
-        want, _ = oracle.train_plain(3, oracle.sgd)
-        for steps, losses in ranks.run(2, _custom_scaler, self.strategy, str(tmp_path)):
-            assert steps == 3, f"the scaler made {steps} steps instead of 3"
-            assert losses == pytest.approx(want, rel=HALF_TOLERANCE)
 
     def test_compiled_module(self, ranks: Ranks, tmp_path: Path) -> None:
         """A module compiled with ``torch.compile`` must train as the oracle does."""

@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch.nn.functional import mse_loss
 
-from fsdp_core.plugins.strategy_info import Capability, FrontEnd
+from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.rank_context import here
-from fsdp_core.testing.suite.base_class import Clauses, on_ranks, requires
+from fsdp_core.testing.suite.base_class import Clauses, on_ranks
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
 from fsdp_core.torch_private import process_groups
 
-__all__ = ["LeftoversSuite"]
+__all__ = ["NOTHING", "LeftoversSuite", "left_behind"]
 
 
 def _under_trainer(strategy: str, tmp: Path, path: Path | None, options: Mapping[str, Any] | None) -> None:
@@ -53,7 +53,7 @@ def _under_fabric(strategy: str, tmp: Path, path: Path | None, options: Mapping[
     used.teardown()
 
 
-def _left(
+def left_behind(
     strategy: str, tmp: str, front_end: FrontEnd, saves: bool, options: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """What two runs leave behind. Process groups and threads are counted from the second run on.
@@ -134,7 +134,7 @@ def _replaced(fabric: Any) -> dict[str, weakref.ref[Any]]:
     return known
 
 
-_NOTHING = {"environment variables": [], "threads": [], "process groups": 0, "files": []}
+NOTHING = {"environment variables": [], "threads": [], "process groups": 0, "files": []}
 
 
 class LeftoversSuite(Clauses):
@@ -144,8 +144,8 @@ class LeftoversSuite(Clauses):
     @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
     def test_nothing_is_left_behind(self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd) -> None:
         """A run must leave no environment variables, threads, process groups or temporary files behind."""
-        for left in ranks.run(2, _left, self.strategy, str(tmp_path), front_end, False, None):
-            assert left == _NOTHING
+        for left in ranks.run(2, left_behind, self.strategy, str(tmp_path), front_end, False, None):
+            assert left == NOTHING
 
     @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
     def test_what_nobody_holds_is_gone(self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd) -> None:
@@ -155,18 +155,3 @@ class LeftoversSuite(Clauses):
         """
         for alive in ranks.run(2, _alive, self.strategy, str(tmp_path), front_end):
             assert alive == []
-
-    @requires(Capability.SHARDED_CHECKPOINT)
-    @on_ranks("processes", "one controller")  # threads share what this looks at
-    @pytest.mark.parametrize(
-        "options", [{}, pytest.param({"async_save": True}, marks=requires("async_save"))], ids=["at once", "async_save"]
-    )
-    @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
-    def test_checkpoints_leave_nothing_else_behind(
-        self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd, options: dict[str, Any]
-    ) -> None:
-        """A run that saves and resumes must leave nothing behind but its checkpoints."""
-        for left in ranks.run(2, _left, self.strategy, str(tmp_path), front_end, True, options):
-            assert left == _NOTHING
-        kept = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(("cwd", "tmp")))
-        assert kept == ["first", "second"]

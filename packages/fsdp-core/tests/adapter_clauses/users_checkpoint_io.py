@@ -17,11 +17,10 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.base_class import Clauses, on_ranks, requires
+from fsdp_core.testing.suite.base_class import Clauses, on_ranks
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
 
 __all__ = ["UsersCheckpointIOSuite"]
@@ -154,7 +153,6 @@ def _trained_by_fabric(strategy: str, tmp: str) -> tuple[list[str], dict[str, Te
 class UsersCheckpointIOSuite(Clauses):
     """With ``state_dict_type="full"``, a user's ``CheckpointIO`` writes, reads and removes checkpoints."""
 
-    @requires(Capability.FULL_CHECKPOINT)
     @on_ranks("processes")  # which DDP runs on
     @pytest.mark.parametrize(
         ("options", "wraps", "made"),
@@ -162,7 +160,7 @@ class UsersCheckpointIOSuite(Clauses):
             pytest.param({}, False, Compressed, id="alone"),
             pytest.param({}, False, InFolders, id="of folders"),
             pytest.param({}, True, Compressed, id="in Lightning's AsyncCheckpointIO"),
-            pytest.param({"async_save": True}, False, Compressed, id="in the background", marks=requires("async_save")),
+            pytest.param({"async_save": True}, False, Compressed, id="in the background"),
         ],
     )
     def test_users_io_is_asked_as_under_ddp(
@@ -183,7 +181,6 @@ class UsersCheckpointIOSuite(Clauses):
             for name, tensor in wanted_weights.items():
                 assert torch.allclose(weights[name], tensor, rtol=0, atol=FP32_TOLERANCE), name
 
-    @requires(Capability.FULL_CHECKPOINT)
     def test_users_io_is_asked_by_fabric(self, ranks: Ranks, tmp_path: Path) -> None:
         """By rank 0 to save, by all ranks to load; loaded weights must be those that were saved."""
         for rank, (asked, saved, loaded) in enumerate(ranks.run(2, _trained_by_fabric, self.strategy, str(tmp_path))):
@@ -191,7 +188,6 @@ class UsersCheckpointIOSuite(Clauses):
             assert asked == ["save run.ckpt"] * writes + ["load run.ckpt"]
             assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
 
-    @requires(Capability.FULL_CHECKPOINT)
     @on_ranks("processes")
     def test_what_users_io_raises_reaches_its_rank(self, ranks: Ranks, tmp_path: Path) -> None:
         """As it is, for an ``except OSError``; the other ranks must get an error that names the rank and the text."""

@@ -9,11 +9,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_core.plugins.strategy_info import Capability
-from fsdp_core.testing import Ranks
-from fsdp_core.testing.refusals import assert_says
-from fsdp_core.testing.suite.base_class import Clauses, each_ranks, on_ranks, requires, shares_of
-from fsdp_core.testing.suite.checkpoints.loader_runs import (
+from adapter_clauses.loader_runs import (
     FULL,
     TWO_EPOCHS,
     Run,
@@ -29,6 +25,9 @@ from fsdp_core.testing.suite.checkpoints.loader_runs import (
     refused,
     steps_after,
 )
+from fsdp_core.testing import Ranks
+from fsdp_core.testing.refusals import assert_says
+from fsdp_core.testing.suite.base_class import Clauses, each_ranks, on_ranks, shares_of
 
 __all__ = ["LoaderPositionsSuite"]
 
@@ -39,7 +38,6 @@ class LoaderPositionsSuite(Clauses):
     def _fit_of(self, ranks: Ranks, tmp_path: Path, world_size: int, run: Run) -> list[Seen]:
         return each_ranks(ranks, ranks.run(world_size, fit, self.strategy, str(tmp_path), world_size, run))
 
-    @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize(
         ("saved_on", "loaded_on", "run", "following"),
         [
@@ -52,7 +50,7 @@ class LoaderPositionsSuite(Clauses):
             pytest.param(2, 1, Run(data="stateful, persistent", workers=2), {}, id="persistent workers"),
             pytest.param(3, 2, Run(data="plain", size=26, workers=2), {}, id="plain, workers"),
             pytest.param(2, 3, Run(), {"asks_steps": True}, id="loaders made early"),
-            pytest.param(2, 3, Run(options=FULL), {}, id="full", marks=requires(Capability.FULL_CHECKPOINT)),
+            pytest.param(2, 3, Run(options=FULL), {}, id="full"),
         ],
     )
     def test_what_is_left_of_an_epoch_is_divided(
@@ -69,7 +67,6 @@ class LoaderPositionsSuite(Clauses):
         assert_sees(resumed, 2, run.size)
 
     @on_ranks("processes", "threads")  # data are divided between them
-    @requires(Capability.SHARDED_CHECKPOINT)
     def test_divided_again(self, ranks: Ranks, tmp_path: Path) -> None:
         """A run that was resumed within an epoch must be resumable again, on another world size."""
         run, one, two = Run(size=40), str(tmp_path / "one"), str(tmp_path / "two")
@@ -83,7 +80,6 @@ class LoaderPositionsSuite(Clauses):
         assert_sees(last, 2, 40)
 
     @on_ranks("processes", "threads")  # data are divided between them
-    @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize(
         ("data", "save", "trainer"),
         [
@@ -120,7 +116,6 @@ class LoaderPositionsSuite(Clauses):
                 assert_sees(others, 2, run.size)
 
     @on_ranks("processes", "threads")  # data are divided between them
-    @requires(Capability.SHARDED_CHECKPOINT)
     def test_saved_after_a_fit_that_stopped_amid_an_epoch(self, ranks: Ranks, tmp_path: Path) -> None:
         """A checkpoint saved after ``max_steps`` ended a fit must hold the position within the epoch."""
         path = str(tmp_path / "saved")
@@ -130,7 +125,6 @@ class LoaderPositionsSuite(Clauses):
         assert_sees(resumed, 2, 24)
 
     @on_ranks("processes", "threads")  # data are divided between them
-    @requires(Capability.SHARDED_CHECKPOINT)
     def test_batch_of_a_step_that_failed_comes_again(self, ranks: Ranks, tmp_path: Path) -> None:
         """A checkpoint saved in ``on_exception`` must make the resumed run repeat the batch of the failed step."""
         path = str(tmp_path / "saved")
@@ -140,7 +134,6 @@ class LoaderPositionsSuite(Clauses):
         assert_sees(resumed, 2, 24)
 
     @on_ranks("processes", "threads")  # data are divided between them
-    @requires(Capability.SHARDED_CHECKPOINT)
     def test_lightning_validates_at_its_count_of_batches(self, ranks: Ranks, tmp_path: Path) -> None:
         """On another world size, ``val_check_interval`` must count the batches of an epoch on that world size.
 
@@ -156,7 +149,6 @@ class LoaderPositionsSuite(Clauses):
         assert list(dict.fromkeys(resumed[0].validated)) == [(1, 3), (1, 7), (2, 3), (2, 7)]
 
     @on_ranks("processes", "threads")  # data are divided between them
-    @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("loaded_on", [2, 3])
     def test_limited_epochs_and_smaller_batches_left_out(self, ranks: Ranks, tmp_path: Path, loaded_on: int) -> None:
         """``limit_train_batches`` and ``drop_last`` must apply to the resumed epoch."""
@@ -173,7 +165,6 @@ class LoaderPositionsSuite(Clauses):
         assert whole == order_of(2, 50)[: 6 * 2 * loaded_on]
 
     @on_ranks("processes", "threads")  # data are divided between them
-    @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("loaded_on", [2, 3])
     def test_each_of_two_loaders_has_its_own(self, ranks: Ranks, tmp_path: Path, loaded_on: int) -> None:
         """Each of two dataloaders must resume at its own position, also one that has started again."""
@@ -186,7 +177,6 @@ class LoaderPositionsSuite(Clauses):
         assert short == {2: order[4:12], 3: order[4:12] + order[:1]}[loaded_on]
 
     @on_ranks("processes", "threads")  # data are divided between them
-    @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize(
         "run",
         [Run(data="stream"), Run(data="stream", workers=2), Run(data="counting"), Run(data="own sampler")],
@@ -204,7 +194,6 @@ class LoaderPositionsSuite(Clauses):
             assert_says(message, "over 3 ranks", "StatefulDataLoader over", "on 2", "Resume on 2", "end of an epoch")
 
     @on_ranks("processes", "threads")  # data are divided between them
-    @requires(Capability.SHARDED_CHECKPOINT)
     def test_another_dataset(self, ranks: Ranks, tmp_path: Path) -> None:
         """Within an epoch, a dataset of another size must be refused; at the end of an epoch it must work."""
         path = str(tmp_path / "saved")
@@ -215,7 +204,6 @@ class LoaderPositionsSuite(Clauses):
         self._fit_of(ranks, tmp_path, 2, Run(save=("epoch end", 0, 5), path=path, trainer=TWO_EPOCHS))
         assert_sees(self._fit_of(ranks, tmp_path, 2, run), 1, 30)
 
-    @requires(Capability.SHARDED_CHECKPOINT)
     def test_samples_divided_by_hand(self, ranks: Ranks, tmp_path: Path) -> None:
         """A loader without a position must train the rest of the epoch from its first samples, with a warning."""
         results = ranks.run(2, divided_by_hand, self.strategy, str(tmp_path))
@@ -223,7 +211,6 @@ class LoaderPositionsSuite(Clauses):
         texts = [text for _, warnings in results for text in warnings]
         assert any("does not hold the position of the data loader" in text for text in texts)
 
-    @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize(
         ("data", "words"),
         [
@@ -243,7 +230,6 @@ class LoaderPositionsSuite(Clauses):
         assert "state_dict() and load_state_dict()" in texts[0]
 
     @on_ranks("processes", "threads")  # data are divided between them
-    @requires(Capability.FULL_CHECKPOINT)
     def test_checkpoint_of_a_plain_trainer(self, ranks: Ranks, tmp_path: Path) -> None:
         """From an unsharded Trainer, a plain loader must resume with a warning; a stateful one must be refused."""
         path = str(tmp_path / "plain.ckpt")
@@ -257,13 +243,12 @@ class LoaderPositionsSuite(Clauses):
             run = (world_size, refused, self.strategy, str(tmp_path), world_size, Run(resume=path))
             assert_says(ranks.run(*run)[0], words, "end of an epoch")
 
-    @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize(
         ("saved_on", "loaded_on", "run"),
         [
             pytest.param(2, 2, Run(), id="same"),
             pytest.param(2, 3, Run(workers=2), id="more, workers"),
-            pytest.param(3, 1, Run(size=25, options=FULL), id="one, full", marks=requires(Capability.FULL_CHECKPOINT)),
+            pytest.param(3, 1, Run(size=25, options=FULL), id="one, full"),
         ],
     )
     def test_what_is_left_of_an_epoch_under_fabric(
@@ -282,7 +267,6 @@ class LoaderPositionsSuite(Clauses):
             assert in_turns([rank[epoch - 1] for rank in resumed]) == order[begin:] + order[:repeated]
 
     @on_ranks("processes", "threads")  # data are divided between them
-    @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_at_the_end_of_an_epoch(self, ranks: Ranks, tmp_path: Path) -> None:
         """Under Fabric, a checkpoint saved between epochs must resume on any world size, with the next epoch."""
         path = str(tmp_path / "saved")
@@ -294,7 +278,6 @@ class LoaderPositionsSuite(Clauses):
         assert ranks.run(3, fabric_epochs, self.strategy, 3, Run(data="stream", resume=path), [0]) == fresh
 
     @on_ranks("processes", "threads")  # data are divided between them
-    @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("workers", [0, 2])
     def test_fabric_state_of_each_rank(self, ranks: Ranks, tmp_path: Path, workers: int) -> None:
         """Under Fabric, a loader with a state per rank must resume on as many ranks, and be refused on others."""
@@ -306,7 +289,6 @@ class LoaderPositionsSuite(Clauses):
         for message in ranks.run(3, fabric_refused, self.strategy, 3, replace(run, resume=path)):
             assert_says(message, "over 3 ranks", "StatefulDataLoader over Stream", "Resume on 2")
 
-    @requires(Capability.SHARDED_CHECKPOINT)
     def test_fabric_needs_a_loader_that_tells(self, ranks: Ranks, tmp_path: Path) -> None:
         """Under Fabric, a loader without a state must be left out of checkpoints, with one warning."""
         plain = Run(data="plain", path=str(tmp_path / "saved"), resume=str(tmp_path / "saved"))

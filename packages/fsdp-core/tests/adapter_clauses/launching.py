@@ -1,4 +1,4 @@
-"""Launching scripts: plain Python, a module, torchrun, spawn, Lightning's command line."""
+"""Launching scripts, and how they end; tests-integration/launchers has torchrun and others."""
 
 from __future__ import annotations
 
@@ -17,25 +17,19 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.nn.functional import mse_loss
 from torch.utils.data import DistributedSampler
 
-import fsdp_core
-from fsdp_core.lightning.capabilities import capability_of
+from adapter_clauses.scripts import start_script
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing.forking import within
 from fsdp_core.testing.oracle import FP32_TOLERANCE
-from fsdp_core.testing.processes import SECONDS, TORCHRUN, Ended, start
+from fsdp_core.testing.processes import SECONDS, Ended
 from fsdp_core.testing.suite.base_class import Clauses, starts_scripts
 
-__all__ = ["COMMAND", "LaunchingSuite"]
+__all__ = ["LaunchingSuite"]
 
 FULL = 66  # numbers in the model: 2 × 32 weights and 2 biases
 
-#: Arguments of Lightning's command line.
-COMMAND = ("fit", "--trainer.limit_train_batches=3", "--trainer.limit_val_batches=2")
 
-_OPTIONS = {"cpu_offload": "true", "state_dict_type": "full", "auto_wrap_policy": "auto"}
-
-
-def _val_loss(passes: int, *, shuffled: bool) -> float:
+def _val_loss(*, shuffled: bool) -> float:
     """The validation loss of one process of plain torch on the ranks' batches, of one row per rank."""
     L.seed_everything(1, verbose=False)
     layer = BoringModel().layer
@@ -47,7 +41,7 @@ def _val_loss(passes: int, *, shuffled: bool) -> float:
     samplers: list[DistributedSampler[Any]] = [
         DistributedSampler(train, 2, rank, shuffle=shuffled, seed=2) for rank in (0, 1)
     ]
-    for epoch in range(passes):
+    for epoch in range(2):
         for sampler in samplers:
             sampler.set_epoch(epoch)
         for rows in list(zip(*samplers, strict=True))[:3]:
@@ -74,7 +68,7 @@ class LaunchingSuite(Clauses):
     These clauses apply to ranks that are processes. Threads end when ``fit`` returns, and a controller starts nothing.
     """
 
-    def assert_trained(self, ended: Ended, *front_ends: str, passes: int = 2, **expected: Any) -> None:
+    def assert_trained(self, ended: Ended, *front_ends: str) -> None:
         """Assert that both ranks held half of the model, got the oracle's loss, and exited without errors."""
         assert ended.status == 0, ended.output
         for trouble in ("Traceback", "terminate called", "Aborted", "destroy_process_group() was not called"):
@@ -83,85 +77,31 @@ class LaunchingSuite(Clauses):
             reports = ended.reports(front_end)
             assert [one["rank"] for one in reports] == [0, 1], ended.output
             class_of: FrontEnd = "fabric" if front_end == "fabric" else "trainer"
-            want = _val_loss(passes, shuffled=class_of == "trainer")  # the Trainer shuffles training data
+            used = self.strategy_class(class_of)
+            class_path = f"{used.__module__}.{used.__qualname__}"
+            want = _val_loss(shuffled=class_of == "trainer")  # the Trainer shuffles training data
             for one in reports:
-                assert one["strategy"] == self.class_path(class_of)
+                assert one["strategy"] == class_path
                 assert one["world_size"] == 2, f"rank {one['rank']} reports world size {one['world_size']} instead of 2"
                 assert one["held"] == FULL // 2, f"rank {one['rank']} holds {one['held']} of {FULL} elements, not half"
                 assert one["val_loss"] == pytest.approx(want, abs=FP32_TOLERANCE)
-                assert {key: one[key] for key in expected} == expected
-
-    def class_path(self, front_end: FrontEnd) -> str:
-        """The dotted name of the class behind the strategy's name."""
-        made = self.strategy_class(front_end)
-        return f"{made.__module__}.{made.__qualname__}"
-
-    @property
-    def offloads(self) -> bool:
-        """Whether the strategy is a preset with CPU offload."""
-        return bool(fsdp_core.describe(self.strategy).presets.get("cpu_offload", False))
 
     @starts_scripts
     def test_plain_python_under_trainer_then_fabric(self, tmp_path: Path) -> None:
-        """A script that the Trainer launches must be able to fit twice, validate, and use Fabric afterwards."""
-        ended = start(tmp_path, "train.py", "trainer", "fabric", f"--strategy={self.strategy}")
-        self.assert_trained(ended, "trainer", "fabric", cpu_offload=self.offloads)
-
-    @starts_scripts
-    def test_plain_python_under_fabric_as_a_module(self, tmp_path: Path) -> None:
-        """A script started with ``python -m`` must be launched by Fabric, which repeats the command for each rank."""
-        ended = start(tmp_path, "-m", "train", "fabric", f"--strategy={self.strategy}")
-        self.assert_trained(ended, "fabric", cpu_offload=self.offloads)
-
-    @starts_scripts
-    def test_torchrun(self, tmp_path: Path) -> None:
-        """A script started by torchrun must train under Trainer and Fabric."""
-        ended = start(tmp_path, *TORCHRUN, "train.py", "trainer", "fabric", f"--strategy={self.strategy}")
+        """A script that the Trainer launches, here as a module, must fit twice, validate, and use Fabric afterwards."""
+        ended = start_script(tmp_path, "-m", "train", "trainer", "fabric", f"--strategy={self.strategy}")
         self.assert_trained(ended, "trainer", "fabric")
 
     @starts_scripts
     def test_spawned_workers(self, tmp_path: Path) -> None:
         """Ranks spawned with ``torch.multiprocessing`` must train under Trainer and Fabric."""
-        self.assert_trained(start(tmp_path, "spawned.py", self.strategy), "trainer", "fabric")
-
-    @starts_scripts
-    def test_command_line_takes_the_name_and_the_class_with_options(self, tmp_path: Path) -> None:
-        """LightningCLI must accept the strategy's name, and its class with options."""
-        pytest.importorskip("jsonargparse")
-        name = f"--trainer.strategy={self.strategy}"
-        made = f"--trainer.strategy={self.class_path('trainer')}"
-        listed = {option.name for option in fsdp_core.describe(self.strategy).options}
-        given = {one: value for one, value in _OPTIONS.items() if one in listed and self._declares(one, value)}
-        options = [f"--trainer.strategy.{one}={value}" for one, value in given.items()]
-        ended = start(tmp_path, "-m", "cli", *COMMAND, name, "--then", *COMMAND, made, *options)
-        self.assert_trained(ended, "cli 0", passes=1, cpu_offload=self.offloads, state_dict_type="sharded")
-        offloads = given.get("cpu_offload") == "true"
-        kind = given.get("state_dict_type", "sharded")
-        self.assert_trained(ended, "cli 1", passes=1, cpu_offload=offloads, state_dict_type=kind)
-
-    def _declares(self, option: str, value: str) -> bool:
-        capability = capability_of(option, value)
-        return capability is None or capability in fsdp_core.describe(self.strategy).capabilities
-
-    @starts_scripts
-    def test_without_torchs_entry_points_an_import_does_it(self, tmp_path: Path) -> None:
-        """With torch's autoload disabled, the name must be unknown, and importing the package must register it."""
-        ended = start(tmp_path, "by_hand.py", self.strategy, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-        assert ended.status == 0, ended.output
-        (told,) = [one["before"] for one in ended.said if "before" in one]
-        for message in told:
-            assert message.startswith(
-                f"ValueError: You selected an invalid strategy name: `strategy={self.strategy!r}`"
-            )
-        for front_end in ("trainer", "fabric"):
-            (report,) = ended.reports(front_end)
-            assert (report["world_size"], report["held"]) == (1, FULL)
+        self.assert_trained(start_script(tmp_path, "spawned.py", self.strategy), "trainer", "fabric")
 
     @starts_scripts
     @pytest.mark.parametrize(("front_end", "rank"), [("trainer", 1), ("fabric", 0)])
     def test_exception_on_one_rank_ends_the_run(self, tmp_path: Path, front_end: str, rank: int) -> None:
         """An exception on one rank must end all ranks within a minute, with a nonzero exit status."""
-        ended = start(tmp_path, "train.py", front_end, f"--fails-on={rank}", f"--strategy={self.strategy}")
+        ended = start_script(tmp_path, "train.py", front_end, f"--fails-on={rank}", f"--strategy={self.strategy}")
         assert ended.status != 0, f"the script exited with status 0 although a rank failed: {ended.output}"
         assert f"RuntimeError: rank {rank} fails" in ended.output
         assert not ended.reports(front_end)
@@ -171,7 +111,9 @@ class LaunchingSuite(Clauses):
     @pytest.mark.skipif(sys.platform == "win32", reason="there are no process groups to send SIGINT to")
     def test_interrupt_ends_every_rank(self, tmp_path: Path) -> None:
         """An interrupt (Ctrl-C) must end every rank without a crash."""
-        ended = start(tmp_path, "train.py", "trainer", "--forever", f"--strategy={self.strategy}", meanwhile=_interrupt)
+        ended = start_script(
+            tmp_path, "train.py", "trainer", "--forever", f"--strategy={self.strategy}", meanwhile=_interrupt
+        )
         # Lightning kills the other ranks, and its watcher of ranks, if it looks just then, kills this one too
         was_watched = "Forcefully terminating all other processes" in ended.output
         assert ended.status == 1 or (ended.status == -signal.SIGKILL and was_watched), ended.output

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 from fsdp_core.checkpoint import gather, is_checkpoint, load, load_state_dict, read_manifest, verify
 from fsdp_core.errors import CheckpointFormatError
-from fsdp_core.plugins.strategy_info import Capability, FrontEnd
+from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal
@@ -82,7 +82,7 @@ def _under_fabric(strategy: str, world_size: int, path: Any, save: bool) -> dict
 class ScatteredSavesSuite(Clauses):
     """With ``scattered_save=True``, each rank saves where it stands, and ``gather`` joins the places."""
 
-    @requires(Capability.SHARDED_CHECKPOINT, "async_save", "scattered_save")
+    @requires("scattered_save")
     @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
     def test_scattered_save(self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd) -> None:
         """Places must be loaded, and joined, as what was saved, bit for bit; one of them alone must be refused."""

@@ -19,13 +19,12 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, IterableDataset
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks
 from fsdp_core.testing.oracle import BATCH, FP32_TOLERANCE, dataset, new_net
 from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.base_class import Clauses, on_ranks, requires
+from fsdp_core.testing.suite.base_class import Clauses, on_ranks
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 
 __all__ = ["PreemptionSuite"]
@@ -170,7 +169,6 @@ class PreemptionSuite(Clauses):
     """A signal to any rank ends a fit on all ranks at one step, and the next fit goes on from there."""
 
     @on_ranks("processes")
-    @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize(
         ("kind", "signum", "at"),
         [
@@ -203,7 +201,6 @@ class PreemptionSuite(Clauses):
             torch.testing.assert_close(rest["state"], want["state"], rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE)
 
     @on_ranks("processes")
-    @requires(Capability.SHARDED_CHECKPOINT)
     def test_a_signal_to_one_rank_under_fabric(self, ranks: Ranks, tmp_path: Path) -> None:
         """``told_to_end()`` must say so on all ranks after the same step, and a run go on from what was saved then."""
         folder = str(tmp_path / "checkpoint")

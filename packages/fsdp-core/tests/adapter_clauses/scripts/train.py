@@ -62,8 +62,6 @@ def report(front_end: str, strategy: Any, optimizer: Any, val_loss: float) -> No
         rank=strategy.global_rank,
         world_size=strategy.world_size,
         strategy=f"{type(strategy).__module__}.{type(strategy).__qualname__}",
-        cpu_offload=bool(getattr(strategy.backend, "cpu_offload", False)),
-        state_dict_type=strategy.state_dict_type,
         held=held_by(optimizer),
         val_loss=val_loss,
     )

@@ -14,13 +14,12 @@ from torch.nn.functional import mse_loss
 
 from fsdp_core import load_state_dict
 from fsdp_core.errors import NonFiniteGradientError, UnsupportedCapabilityError
-from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE, WIDE
 from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state, poison_gradient, sharded_by, trained_by
-from fsdp_core.testing.suite.base_class import Clauses, requires
+from fsdp_core.testing.suite.base_class import Clauses
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
 
 __all__ = ["FiniteGradientsSuite"]
@@ -102,8 +101,7 @@ def _stepped(strategy: str, clip: bool) -> tuple[list[str], list[str], dict[str,
 class FiniteGradientsSuite(Clauses):
     """With ``error_if_nonfinite=True``, no rank takes a step whose gradients are not finite on one of them."""
 
-    @requires("error_if_nonfinite")
-    @pytest.mark.parametrize("clip", [False, pytest.param(True, marks=requires(Capability.CLIP_BY_NORM))])
+    @pytest.mark.parametrize("clip", [False, pytest.param(True)])
     def test_all_ranks_stop_before_a_step_that_is_not_finite(self, ranks: Ranks, clip: bool) -> None:
         """Under Fabric all ranks must raise, name the parameter, leave the weights, and be able to go on."""
         got = ranks.run(2, _stepped, self.strategy, clip)
@@ -112,12 +110,11 @@ class FiniteGradientsSuite(Clauses):
             assert_says(told, "before step 2 of this run", "1 parameter of SGD", repr(name), "set_detect_anomaly")
             torch.testing.assert_close(after, before, rtol=0, atol=0)
 
-    @requires("error_if_nonfinite")
     @pytest.mark.parametrize(
         ("module_class", "trainer", "steps"),
         [
-            pytest.param(Breaks, {"accumulate_grad_batches": 2}, 0, marks=requires(Capability.GRADIENT_ACCUMULATION)),
-            pytest.param(BreaksByHand, {}, 1, marks=requires(Capability.CLIP_BY_NORM)),
+            pytest.param(Breaks, {"accumulate_grad_batches": 2}, 0),
+            pytest.param(BreaksByHand, {}, 1),
         ],
         ids=["accumulated", "by hand"],
     )
@@ -129,7 +126,6 @@ class FiniteGradientsSuite(Clauses):
             assert_says(told, f"before step {steps + 1},", "1 parameter of SGD", "'net.inp.weight'", "learning rate")
             assert taken == steps
 
-    @requires("error_if_nonfinite", Capability.SHARDED_CHECKPOINT, Capability.CLIP_BY_NORM)
     def test_checkpoint_of_the_exception_is_that_of_the_step_before(self, ranks: Ranks, tmp_path: Path) -> None:
         """A checkpoint that Lightning saves on the exception must hold the weights of the last good step."""
         want_losses, want = oracle.train_plain(1, oracle.sgd, clip_norm=1.0)
@@ -142,7 +138,6 @@ class FiniteGradientsSuite(Clauses):
                 torch.testing.assert_close(state[f"net.{name}"], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE)
                 assert torch.equal(saved[f"net.{name}"], state[f"net.{name}"].cpu()), name
 
-    @requires("error_if_nonfinite")
     def test_error_if_nonfinite_is_a_bool(self) -> None:
         """Anything but a bool must be refused."""
         told = refusal(UnsupportedCapabilityError, lambda: new_fabric(self.strategy, options={"error_if_nonfinite": 1}))

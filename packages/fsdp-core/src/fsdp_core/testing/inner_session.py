@@ -1,0 +1,96 @@
+"""A session of pytest inside another one: chosen clauses are run for backends, and how each has ended is told."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from fsdp_core.plugins.discovery import discover
+from fsdp_core.testing.suite.numerics.pairs import COUNT, SEED
+
+__all__ = ["Outcome", "run_clauses", "searched_first"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a clause has ended.
+
+    Attributes:
+        result: ``"passed"``, ``"failed"`` or ``"skipped"``.
+        said: The lines that failed, and what was wrong with them.
+    """
+
+    result: str
+    said: str
+
+
+@dataclass
+class _Session:
+    """Follows the session inside."""
+
+    chosen: set[tuple[str, str]]
+    outcomes: dict[tuple[str, str], Outcome] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self.errors += [str(report.longrepr)] if report.failed else []
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = [item for item in items if (item.cls.strategy, item.name) in self.chosen]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Generator[None, Any, Any]:
+        report = yield
+        if report.when == "call" or not report.passed:
+            lines = str(report.longrepr).splitlines()
+            said = "\n".join(line for line in lines if line.startswith((">", "E")))
+            self.outcomes[item.cls.strategy, item.name] = Outcome(
+                result=report.outcome, said=said or str(report.longrepr)
+            )
+        return report
+
+
+@contextmanager
+def searched_first(*folders: Path) -> Iterator[None]:
+    """A context in which plugins are looked for in folders too, by this process, its ranks and its subprocesses."""
+    paths = list(map(str, folders))
+    searched = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+    with mock.patch.object(sys, "path", [*paths, *sys.path]), mock.patch.dict(os.environ, PYTHONPATH=searched):
+        for variable in (COUNT, SEED):  # what is chosen is of the draw that the suite makes by itself
+            os.environ.pop(variable, None)
+        discover.cache_clear()
+        try:
+            yield
+        finally:
+            discover.cache_clear()
+
+
+def run_clauses(folder: Path, source: str, chosen: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Outcome]:
+    """Run clauses.
+
+    Args:
+        folder: An empty folder.
+        source: A module with a class of the suite for each strategy.
+        chosen: Strategies, each with the name of a clause as pytest shows it.
+
+    Returns:
+        How each has ended; without those that were not found.
+    """
+    session = _Session(set(chosen))
+    file = folder / "test_clauses.py"
+    file.write_text(source)
+    # plugins that would take over what is this session's: output, timers, handlers
+    without = ("cacheprovider", "xdist", "timeout", "faulthandler", "unraisableexception", "threadexception")
+    quiet = [word for name in without for word in ("-p", f"no:{name}")]
+    words = ["-vv", "-s", f"--rootdir={folder}", "-c", os.devnull, f"--basetemp={folder / 'tmp'}", *quiet]
+    pytest.main([str(file), *words], plugins=[session])
+    assert not session.errors, "\n".join(session.errors)
+    return session.outcomes
