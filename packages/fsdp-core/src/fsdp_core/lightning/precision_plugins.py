@@ -24,14 +24,16 @@ from torch import Tensor, nn
 
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.initialization.deferred_init import continue_deferred
+from fsdp_core.lightning.capabilities import check_precision
 from fsdp_core.lightning.private import DtypeContext, convert_fp_tensor
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.runtime import Runtime
+from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.torch_private import forget_unscaled, make_scaler_sharded, plain_tensors_replicated
 
-__all__ = ["ShardedFabricPrecision", "ShardedTrainerPrecision", "asked_precision"]
+__all__ = ["ShardedFabricPrecision", "ShardedTrainerPrecision", "asked_precision", "shard_dtypes"]
 
 #: Plugins that are fully described by their precision string, and possibly a gradient scaler.
 _TRANSLATED = (
@@ -49,6 +51,8 @@ _TRANSLATED = (
 
 
 class _Strategy(Protocol):
+    strategy_name: str
+    backend: Backend
     runtime: Runtime
 
     def require(self, capability: Capability, asked: str) -> None: ...
@@ -61,6 +65,8 @@ class _Strategy(Protocol):
 
 
 class _TrainerStrategy(_Strategy, Protocol):
+    def guarding_gradients(self) -> AbstractContextManager[Any]: ...
+
     @property
     def sharded(self) -> Sharded: ...
 
@@ -70,11 +76,12 @@ class _TrainerStrategy(_Strategy, Protocol):
     def is_stepping_by_hand(self) -> bool: ...
 
 
-def asked_precision(plugin: Any) -> tuple[str, torch.amp.GradScaler | None]:
-    """Return the requested precision of one of Lightning's plugins, and the user's own gradient scaler.
+def asked_precision(strategy: _Strategy, plugin: Any) -> tuple[ShardPrecision, torch.amp.GradScaler | None]:
+    """Return the dtypes that one of Lightning's plugins asks a strategy for, and the user's own gradient scaler.
 
     Raises:
-        UnsupportedCapabilityError: The plugin does something that does not work with shards.
+        UnsupportedCapabilityError: The plugin does something that does not work with shards, or the strategy does not
+            declare what it asks for.
     """
     if type(plugin) not in _TRANSLATED:
         raise UnsupportedCapabilityError(
@@ -85,7 +92,14 @@ def asked_precision(plugin: Any) -> tuple[str, torch.amp.GradScaler | None]:
         plugin.teardown()  # its environment variables would make XLA compute fp32 in another dtype
     # Lightning creates FSDPPrecision's scaler itself and drops the user's; ours is created for the device in use
     own = None if isinstance(plugin, FSDPPrecision | FabricFSDPPrecision) else getattr(plugin, "scaler", None)
-    return str(plugin.precision), own
+    asked = ShardPrecision.named(str(plugin.precision))
+    check_precision(strategy.strategy_name, asked)
+    return strategy.backend.effective_precision(asked), own
+
+
+def shard_dtypes(plugin: Any) -> ShardPrecision:
+    """The dtypes of shards under a plugin of a strategy: fp32 if it is not replaced by one of this module's yet."""
+    return plugin.dtypes if isinstance(plugin, _ShardedPrecision) else ShardPrecision()
 
 
 def compute_context(precision: ShardPrecision, device: str) -> AbstractContextManager[Any]:
@@ -222,30 +236,19 @@ class ShardedTrainerPrecision(_ShardedPrecision, Precision):
         precision: The dtypes.
         strategy: The strategy that it belongs to.
         scaler: The user's gradient scaler.
-        guarding: The context in which the user's hooks that see gradients run.
     """
 
     _strategy: _TrainerStrategy
-
-    def __init__(
-        self,
-        precision: ShardPrecision,
-        strategy: _TrainerStrategy,
-        scaler: torch.amp.GradScaler | None,
-        guarding: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        super().__init__(precision, strategy, scaler)
-        self._guarding = guarding
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         return super().pre_backward(self._scale(tensor), module)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        with self._guarding():
+        with self._strategy.guarding_gradients():
             return super().post_backward(tensor, module)
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
-        with self._guarding():
+        with self._strategy.guarding_gradients():
             super()._after_closure(model, optimizer)
 
     def optimizer_step(  # type: ignore[override]  # as Lightning's own plugins for the Trainer have it
