@@ -11,6 +11,7 @@ from fsdp_core import Backend, Sharded
 from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.sharding.mixed_precision import ShardPrecision
+from fsdp_core.sharding.plan import ShardingPlan
 
 
 class Whole(Sharded):
@@ -22,10 +23,10 @@ class WithoutSuper(Backend):
         self.level = level
         self.bind(ProcessGroupRuntime(), ShardPrecision())
 
-    def terms(self) -> dict[str, Any]:
+    def sharding_config(self) -> dict[str, Any]:
         return {"level": self.level}
 
-    def shard_module(self, module: nn.Module) -> Sharded:
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> Sharded:
         return Whole(module)
 
 

@@ -153,7 +153,7 @@ def test_its_tests_and_what_fails_first_say_what_to_write_next(site: Site, writt
 
 
 WHOLE = """
-    def shard_module(self, module):
+    def shard_module(self, module, plan):
         place(list(module.modules()), self.runtime)
         from fsdp_core.gradients.replicated import ReplicatedParameters
         self.replicated = ReplicatedParameters(list(module.parameters()), module, self.runtime)

@@ -19,6 +19,7 @@ from fsdp_core.gradients.replicated import ReplicatedParameters
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.mixed_precision import ShardPrecision
+from fsdp_core.sharding.plan import ShardingPlan
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.held_gradients import HeldGradients, described, of_this_rank
 
@@ -38,7 +39,7 @@ class Replicated(Sharded):
 
 
 class Replicating(Backend):
-    def shard_module(self, module: nn.Module) -> Sharded:
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> Sharded:
         return Replicated(module, self.runtime)
 
 

@@ -19,21 +19,9 @@ from checkpoint_ranks import started
 from fsdp_core.errors import ShardingError
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.optimizer_agreement import check_same_optimizers
-from fsdp_core.sharding.rank_agreement import check_same, facts_of_module, facts_of_options, facts_of_packages
+from fsdp_core.sharding.rank_agreement import check_same, facts_of_options, facts_of_packages
 from fsdp_core.sharding.wrap_policy import describe_policy
 from fsdp_core.testing import RankPool
-
-
-class Tiny(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(3, 3), nn.LazyLinear(2)
-        self.register_buffer("table", torch.zeros(2, dtype=torch.int64))
-
-
-class Twin(Tiny):
-    """Another class of the same shapes."""
-
 
 #: What ranks have, and what is said of it.
 DIFFERENT: dict[str, tuple[list[Mapping[str, str]], str]] = {
@@ -68,41 +56,12 @@ def test_every_rank_is_told_at_once() -> None:
         assert "Rank 2 differs from it too" in first[case]
 
 
-def test_a_module_is_described_as_it_is_built() -> None:
-    net = Tiny()
-    net.one.requires_grad_(False)
-    facts = facts_of_module(net, lambda module: [net.one])
-    assert facts == {
-        "class of the module": "Tiny",
-        "layer 'one'": "Linear(in_features=3, out_features=3, bias=True)",
-        "layer 'two'": "LazyLinear(in_features=0, out_features=2, bias=True)",
-        "parameter 'one.weight'": "(3, 3) in torch.float32, frozen",
-        "parameter 'one.bias'": "(3,) in torch.float32, frozen",
-        "parameter 'two.weight'": "not known yet, trained",
-        "parameter 'two.bias'": "not known yet, trained",
-        "buffer 'table'": "(2,) in torch.int64",
-        "units of sharding": "one",
-    }
-    with torch.device("meta"):
-        assert facts_of_module(Tiny(), lambda module: [module.one]) == facts | {
-            "parameter 'one.weight'": "(3, 3) in torch.float32, trained",
-            "parameter 'one.bias'": "(3,) in torch.float32, trained",
-        }
-
-
-def test_a_policy_that_fails_is_left_to_the_set_up() -> None:
-    def units(module: nn.Module) -> list[nn.Module]:
-        raise ShardingError("matches nothing")
-
-    assert facts_of_module(Tiny(), units)["units of sharding"] == "ShardingError: matches nothing"
-
-
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: ModuleWrapPolicy({nn.Linear, Tiny, Twin, nn.Conv1d, nn.LayerNorm, nn.Embedding}),
+        lambda: ModuleWrapPolicy({nn.Linear, nn.GELU, nn.GLU, nn.Conv1d, nn.LayerNorm, nn.Embedding}),
         lambda: functools.partial(size_based_auto_wrap_policy, min_num_params=100),
-        lambda: {nn.Linear, Tiny},
+        lambda: {nn.Linear, nn.GELU},
         lambda: lambda module: True,
         lambda: MixedPrecision(param_dtype=torch.bfloat16),
         lambda: ShardingStrategy.HYBRID_SHARD,
@@ -130,7 +89,7 @@ def test_options_that_differ_are_described_differently() -> None:
 def test_packages_of_the_models_classes_are_named() -> None:
     from torchmetrics import SumMetric
 
-    facts = facts_of_packages(nn.ModuleList([SumMetric()]), Twin)
+    facts = facts_of_packages(nn.ModuleList([SumMetric()]), nn.GELU)
     assert {"version of torch", "version of torchmetrics", "version of fsdp_core"} <= facts.keys()
     assert "version of builtins" not in facts
 

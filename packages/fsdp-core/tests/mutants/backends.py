@@ -18,6 +18,7 @@ from fsdp_core.checkpoint import fill_all
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.gradients.clipping import clip_grads_by_norm
 from fsdp_core.initialization.sharded_init import kept_as_built, let_go_of
+from fsdp_core.sharding.plan import ShardingPlan
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.layout import FlatRange, Part
 from fsdp_core.testing.loopback.backend import LoopbackBackend
@@ -154,8 +155,8 @@ class GathersEachCall(LoopbackBackend):
 
     shard_class = LastCall
 
-    def shard_module(self, module: nn.Module) -> LoopbackSharded:
-        sharded = super().shard_module(module)
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> LoopbackSharded:
+        sharded = super().shard_module(module, plan)
         for one in module.modules():
             own = [shard for shard in sharded.shards if one is not module and shard.places[0][0] is one]
             one.register_forward_pre_hook(lambda _, __, own=own: self._anew(sharded, own))
@@ -205,13 +206,13 @@ class SumsInHalf(FlatShard):
 class OwnBuffers(LoopbackBackend):
     """Buffers that are not saved are each rank's own."""
 
-    def shard_module(self, module: nn.Module) -> LoopbackSharded:
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> LoopbackSharded:
         own = {
             f"{prefix}.{name}".lstrip("."): one.get_buffer(name).clone()
             for prefix, one in module.named_modules()
             for name in one._non_persistent_buffers_set
         }
-        sharded = super().shard_module(module)
+        sharded = super().shard_module(module, plan)
         for name, buffer in own.items():
             if not buffer.is_meta:
                 module.get_buffer(name).copy_(buffer)
@@ -222,8 +223,8 @@ class OwnBuffers(LoopbackBackend):
 class SeedsRanks(LoopbackBackend):
     """Sharding leaves all ranks with one seed, so that they drop out the same elements."""
 
-    def shard_module(self, module: nn.Module) -> LoopbackSharded:
-        sharded = super().shard_module(module)
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> LoopbackSharded:
+        sharded = super().shard_module(module, plan)
         torch.manual_seed(0)
         return sharded
 
@@ -280,19 +281,19 @@ class FreezesAsEvaluated(LoopbackSharded):
 
 @backend("tied_untied")
 class Untying(LoopbackBackend):
-    def shard_module(self, module: nn.Module) -> LoopbackSharded:
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> LoopbackSharded:
         for parameter, _, places in list(places_of(module)):
             for owner, name in places[1:]:
                 owner._parameters[name] = nn.Parameter(parameter.detach().clone())
-        return super().shard_module(module)
+        return super().shard_module(module, plan)
 
 
 @backend("rank_0_not_heard")
 class OwnValues(LoopbackBackend):
-    def shard_module(self, module: nn.Module) -> LoopbackSharded:
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> LoopbackSharded:
         own = {p: p.detach().clone() for p in module.parameters() if p.ndim}
         written = list(own.values())
-        sharded = super().shard_module(module)
+        sharded = super().shard_module(module, plan)
         for shard, value in zip(sharded.shards, written, strict=True):
             shard.held.data = shard.padded(value).view(-1, shard.length)[self.runtime.rank].clone()
         return sharded
@@ -324,12 +325,12 @@ class PartsOfItsOwn(LoopbackBackend):
     def wrap_context(self) -> AbstractContextManager[Any]:
         return kept_as_built(vars(self).get("runtime"))
 
-    def shard_module(self, module: nn.Module) -> LoopbackSharded:
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> LoopbackSharded:
         for parameter in module.parameters():
             part = let_go_of(parameter)
             if part is not None:
                 parameter.data = part.opened().nan_to_num()
-        return super().shard_module(module)
+        return super().shard_module(module, plan)
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
@@ -568,11 +569,11 @@ def _copied_if_container(given: Any) -> Any:
 class CopiesContainers(LoopbackBackend):
     """Units are called with copies of the lists and dictionaries that they are given."""
 
-    def shard_module(self, module: nn.Module) -> LoopbackSharded:
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> LoopbackSharded:
         for unit in module.modules():
             if unit is not module:
                 unit.register_forward_pre_hook(lambda _, args: tuple(map(_copied_if_container, args)))
-        return super().shard_module(module)
+        return super().shard_module(module, plan)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -768,8 +769,8 @@ class LoadsThenChecks(LoopbackSharded):
 class WithoutTerms(LoopbackBackend):
     """Goes on with a sharded module whatever it is asked for."""
 
-    def terms(self) -> dict[str, Any]:
-        return dict.fromkeys(super().terms())
+    def sharding_config(self) -> dict[str, Any]:
+        return dict.fromkeys(super().sharding_config())
 
 
 # -- leftovers ---------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from fsdp_core.errors import NonFiniteGradientError
 from fsdp_core.lightning.checkpoints.saving_strategy import SavePlace
+from fsdp_core.sharding.plan import ShardingPlan
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.testing.loopback.backend import LoopbackBackend
 from fsdp_core.testing.loopback.fabric import LoopbackFabricStrategy
@@ -55,8 +56,8 @@ class TakesPolicy(LoopbackTrainerStrategy):
 class ComparesNothing(LoopbackFabricStrategy):
     """Takes the ranks' models for the same."""
 
-    def _facts(self, module: nn.Module) -> dict[str, str]:
-        return {}
+    def _compare_between_ranks(self, module: nn.Module, plan: ShardingPlan | None) -> None:
+        pass
 
 
 class ShowsPieces(LoopbackTrainerStrategy):

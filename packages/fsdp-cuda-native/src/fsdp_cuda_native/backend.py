@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -18,12 +19,14 @@ from torch.distributed.fsdp import (
 
 from fsdp_core import Backend, UnsupportedCapabilityError
 from fsdp_core.sharding import (
+    ShardingPlan,
     ShardPrecision,
     StepInputs,
     checkpoint_activations,
     describe_policy,
     is_part,
     kept_as_built,
+    modules_by_unit,
     parameter_orders,
     place,
     put_in_place,
@@ -58,9 +61,9 @@ class NativeBackend(Backend):
         super().__init__(options)
         self._ranks: dict[str, Any] | None = None
 
-    def terms(self) -> dict[str, Any]:
+    def sharding_config(self) -> dict[str, Any]:
         policy = describe_policy(self.options.checkpointing_policy)
-        return {**super().terms(), "activation_checkpointing_policy": policy}
+        return {**super().sharding_config(), "activation_checkpointing_policy": policy}
 
     def effective_precision(self, precision: ShardPrecision) -> ShardPrecision:
         if self.options.mixed_precision is None:
@@ -92,47 +95,52 @@ class NativeBackend(Backend):
         with super().wrap_context(), kept_as_built(runtime):
             yield
 
+    def check_shardable(self, module: nn.Module) -> None:
+        super().check_shardable(module)
+        check_not_wrapped(module)
+
     def units(self, module: nn.Module) -> list[nn.Module]:
         return select_units(module, self.options.auto_wrap_policy)
 
-    def shard_module(self, module: nn.Module) -> NativeSharded:
-        check_not_wrapped(module)
-        units = self.units(module)
+    def replicated(self, module: nn.Module) -> list[nn.Parameter]:
+        ignored = {inner for ignored in self._ignored(nn.Module) for inner in ignored.modules()}
+        compute = self._mixed_precision().param_dtype
+        return self._ignored(nn.Parameter) + [
+            parameter
+            for owner in module.modules()
+            for parameter in owner.parameters(recurse=False)
+            if owner in ignored or stays_whole(owner, parameter, compute)
+        ]
+
+    def details(self, module: nn.Module, units: Sequence[nn.Module]) -> dict[str, dict[str, Any]]:
+        replicated = self.replicated(module)
+        for unit, own in modules_by_unit(units, module):
+            check_unit(module, unit, own, replicated, use_orig_params=self.options.use_orig_params)
+        return {}
+
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> NativeSharded:
         checkpoint_activations(module, self.options.checkpointing_policy)
         orders = parameter_orders(module.modules())
-        ignored = {m for one in self._ignored(nn.Module) for m in one.modules()}
-        whole: list[nn.Parameter] = self._ignored(nn.Parameter)
-        given, compute = set(whole), self._mixed_precision().param_dtype
-
-        def is_whole(owner: nn.Module, parameter: nn.Parameter) -> bool:
-            return owner in ignored or stays_whole(owner, parameter, compute)
-
-        sharded: set[nn.Module] = set()
+        replicated: list[nn.Parameter] = []
         root: FullyShardedDataParallel | None = None
-        for unit in (*(called_for(module, unit) for unit in units), module):
-            own = [m for m in unit.modules() if m not in sharded and not isinstance(m, FullyShardedDataParallel)]
-            sharded.update(own)
-            place(
-                own,
-                self.runtime,
-                self.options.param_init_fn,
-                leave=lambda owner, p: is_part(p) and p not in given and not is_whole(owner, p),
-            )
-            for owner in own:
-                whole += [p for p in owner.parameters(recurse=False) if is_whole(owner, p)]
-            check_unit(module, unit, own, whole, use_orig_params=self.options.use_orig_params)
-            kept = renew_parameters(own, whole, self.runtime.device)
+        units = plan.split_by_unit(module)
+        for unit in units:
+            kept_in_parts = {parameter for parameter in unit.parameters() - unit.replicated() if is_part(parameter)}
+            place(unit.own, self.runtime, self.options.param_init_fn, leave=partial(_is_in, kept_in_parts))
+            replicated += unit.replicated()
+            kept = renew_parameters(unit.own, replicated, self.runtime.device)
+            called = called_for(module, unit.module)
             with torch_private.flattening_parts(kept):
-                root = self._wrapped(unit, whole)
+                root = self._wrapped(called, replicated)
             del kept
             give_back()
             torch_private.reduce_unused(root)
-            if unit is not module:
-                put_in_place(module, unit, root)
+            if unit.module is not module:
+                put_in_place(module, called, root)
         assert root is not None
         root.check_is_root()  # now, before anything is moved, so that shards get their final memory
-        self._cast_inputs(module, [m for m in own if m is not module], root)
-        return NativeSharded(root, module, orders, whole, self.runtime)
+        self._cast_inputs(module, [owner for owner in units[-1].own if owner is not module], root)
+        return NativeSharded(root, module, orders, replicated, self.runtime)
 
     def _cast_inputs(self, module: nn.Module, own: Iterable[nn.Module], root: FullyShardedDataParallel) -> None:
         """Cast the arguments of the user's module; with ``mixed_precision``, also of modules that a step calls."""
@@ -204,3 +212,7 @@ class NativeBackend(Backend):
         instance: Any = wrapped
         instance.__class__ = WrappedUnit
         return wrapped
+
+
+def _is_in(parameters: Collection[nn.Parameter], owner: nn.Module, parameter: nn.Parameter) -> bool:
+    return parameter in parameters

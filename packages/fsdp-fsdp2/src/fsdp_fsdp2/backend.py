@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,8 +22,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from fsdp_core import Backend, Sharded, ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding import (
     Mesh,
+    ShardingPlan,
     ShardPrecision,
     StepInputs,
+    UnitModules,
     checkpoint_activations,
     describe_policy,
     kept_as_built,
@@ -32,12 +33,13 @@ from fsdp_core.sharding import (
     offload_activations,
     options_of,
     place,
+    plan_module,
     recompute_all_but,
     select_units,
     sharded_of,
     stays_whole,
 )
-from fsdp_core.state import give_back, named_parameters
+from fsdp_core.state import give_back
 from fsdp_fsdp2.computation.activations import offloaded
 from fsdp_fsdp2.computation.compilation import compile_units
 from fsdp_fsdp2.computation.float8 import check_float8, compute_in_float8
@@ -95,8 +97,6 @@ class FSDP2Backend(Backend):
         self.context_parallel_dims = options.context_parallel_dims
         self._device_mesh: DeviceMesh | None = None
         self._sharding_mesh: DeviceMesh | None = None
-        #: The modules that the user's function has sharded, and the parameters that they had before, by name.
-        self._prepared: WeakKeyDictionary[nn.Module, list[tuple[str, ref[nn.Parameter]]]] = WeakKeyDictionary()
 
     def mesh(self, world_size: int) -> Mesh:
         mesh = Mesh.of(world_size, **self.options.sizes)
@@ -123,10 +123,10 @@ class FSDP2Backend(Backend):
             self._sharding_mesh = sharding_mesh(self.device_mesh, self.runtime.mesh)
         return self._sharding_mesh
 
-    def terms(self) -> dict[str, Any]:
+    def sharding_config(self) -> dict[str, Any]:
         function = self.options.parallelize_fn
         return {
-            **super().terms(),
+            **super().sharding_config(),
             "mesh": self.runtime.mesh.described(),
             "parallelize_fn": None if function is None else describe_policy(function),
         }
@@ -151,28 +151,108 @@ class FSDP2Backend(Backend):
             follow_building()
         return super().init_context(empty)
 
-    def prepare(self, module: nn.Module) -> None:
-        if module in self._prepared:
-            return
+    # -- planning --------------------------------------------------------------------------------------------------
+
+    def check_shardable(self, module: nn.Module) -> None:
+        super().check_shardable(module)
         if was_begun(module):
-            self.check_shardable(module)  # a part may be sharded because it was set up by itself
             given = [name for name in self.options.given() if name not in _BESIDE]
             refuse_beside(module, [*given, "parallelize_fn"] if self.options.parallelize_fn else given)
             check_no_context(self.runtime.mesh, "a module that its own code shards")
+            _check_sharded_by_user(module)
+        if self.options.parallelize_fn is not None:
+            check_no_context(self.runtime.mesh, "parallelize_fn")
+            if marked(module):
+                raise ShardingError(
+                    f"{type(module).__name__} has layers that are marked by wrap(), and parallelize_fn replaces what "
+                    "would make units of them.\n"
+                    "Leave wrap() out and call fully_shard in parallelize_fn, or leave that out."
+                )
+        self._check_modules(module)
+
+    def _check_modules(self, module: nn.Module) -> None:
+        if self.sequence is not None:
+            check_splittable(module)
+        for fqn, submodule in module.named_modules():
+            if options_of(submodule):
+                raise UnsupportedCapabilityError(
+                    f"wrap({fqn}, {', '.join(f'{k}=...' for k in options_of(submodule))}) "
+                    "has options, which 'fsdp2' takes for the whole model.\n"
+                    "Give them to the strategy and write wrap(module), or use strategy='fsdp_native'."
+                )
+
+    def units(self, module: nn.Module) -> list[nn.Module]:
+        by_user = units_of_user(module)
+        if by_user or self.options.parallelize_fn is not None or isinstance(module, FSDPModule):
+            return by_user
+        of_model = own_units(module) if self.options.auto_wrap_policy == "auto" else None
+        return select_units(module, self.options.auto_wrap_policy) if of_model is None else of_model
+
+    def replicated(self, module: nn.Module) -> list[nn.Parameter]:
+        compute = self._mp_policy().param_dtype
+        return [
+            parameter
+            for owner in module.modules()
+            for parameter in owner.parameters(recurse=False)
+            if stays_whole(owner, parameter, compute)
+        ]
+
+    def details(self, module: nn.Module, units: Sequence[nn.Module]) -> dict[str, dict[str, Any]]:
+        """The style of each layer that tensor-parallel ranks divide, and which units reshard after their forward."""
+        for unit in (*units, module):
+            if not isinstance(unit, FSDPModule):
+                _check_bases(type(unit))
+        names = {submodule: name for name, submodule in module.named_modules()}
+        is_by_function = self.options.parallelize_fn is not None
+        ranks = self.runtime.mesh.size(("data_parallel", "context_parallel"))
+        policy = None if is_by_function else self.options.reshard_after_forward
+        resharding = reshards(policy, module, units, ranks, self.runtime.mesh.tensor_parallel)
+        return {
+            _STYLE: {} if is_by_function else self._styles(module),
+            _RESHARDING: {names[unit]: value for unit, value in resharding.items()},
+        }
+
+    def _styles(self, module: nn.Module) -> dict[str, ParallelStyle]:
+        """The style of each submodule that the plan divides, by name."""
+        size = self.runtime.mesh.tensor_parallel
+        if size == 1:
+            return {}
+        if self.options.tp_plan is None:
+            self._check_divided(module)
+            return {}
+        return dict(styles_of(module, self.options.tp_plan, size).values())
+
+    def _check_divided(self, module: nn.Module) -> None:
+        """Refuse tensor-parallel ranks among which nothing divides a layer."""
+        size = self.runtime.mesh.tensor_parallel
+        if size > 1 and not is_divided(module, self.runtime):
+            raise missing_plan(size)
+
+    # -- sharding --------------------------------------------------------------------------------------------------
+
+    def prepare(self, module: nn.Module, plan: ShardingPlan) -> ShardingPlan:
+        """Let the user's own function shard the module, or convert layers to float8."""
         if self.options.parallelize_fn is None:
             compute_in_float8(module, self.options.float8, self.options.float8_filter, self.runtime.device)
-            return
-        check_no_context(self.runtime.mesh, "parallelize_fn")
-        if marked(module):
-            raise ShardingError(
-                f"{type(module).__name__} has layers that are marked by wrap(), and parallelize_fn replaces what would "
-                "make units of them.\nLeave wrap() out and call fully_shard in parallelize_fn, or leave that out."
-            )
-        before = [(name, ref(parameter)) for name, parameter in named_parameters(module)]
+            return plan
         note_built(module)
         place([part for part in module.modules() if not _has_no_memory(part)], self.runtime)
         call_parallelize_fn(self.options.parallelize_fn, module, self.device_mesh, self._arguments(module))
-        self._prepared[module] = before  # not earlier: what the function has left half done is not sharded
+
+        def check_result(module: nn.Module) -> None:
+            Backend.check_shardable(self, module)
+            self._check_modules(module)
+            _check_sharded_by_user(module)
+            self._check_divided(module)
+
+        return plan_module(
+            module,
+            plan.config,
+            check=check_result,
+            units=self.units,
+            replicated=self.replicated,
+            details=self.details,
+        )
 
     def _arguments(self, module: nn.Module) -> Mapping[str, Any]:
         """What the user's function gets beside the module and the mesh."""
@@ -186,87 +266,71 @@ class FSDP2Backend(Backend):
             "compile": self.options.compiler_keywords,
         }
 
-    def units(self, module: nn.Module) -> list[nn.Module]:
-        by_user = units_of_user(module)
-        if by_user or self.options.parallelize_fn is not None or isinstance(module, FSDPModule):
-            return by_user
-        of_model = own_units(module) if self.options.auto_wrap_policy == "auto" else None
-        return select_units(module, self.options.auto_wrap_policy) if of_model is None else of_model
-
-    def shard(self, module: nn.Module) -> Sharded:
+    def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
         known = sharded_of(module)
         if isinstance(known, FSDP2Sharded):
             known.check_not_interrupted()
-        sharded = super().shard(module)
-        if known is None:
-            before = self._prepared.pop(module, [])
-            sharded.remember((name, parameter) for name, one in before if (parameter := one()) is not None)
-        return sharded
+        return super().shard(module, plan)
 
-    def shard_module(self, module: nn.Module) -> FSDP2Sharded:
-        self.prepare(module)
-        units = self.units(module)
-        self._check(module, units)
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> FSDP2Sharded:
+        is_by_function = self.options.parallelize_fn is not None
         by_user = was_begun(module)
         if by_user:
-            check_not_run(module)
-            check_reduces(module)
             check_meshes(module, self.runtime, self._fsdp_mesh)
-            refuse_changed_on_meta(module)
         given = [part for part in module.modules() if isinstance(part, FSDPModule)]
         on_host = {id(parameter) for unit in given for parameter in offloaded_parameters(unit)}
-        styles = self._styles(module)
-        reshard = self._reshard(module, units)
-        ties = _ties(module) if styles else []
-        if self.options.parallelize_fn is None:
-            self._wrap_forward(module, units)
-        for unit, own in _with_own_modules(units, module):
+        styles = {module.get_submodule(name): (name, style) for name, style in plan.details[_STYLE].items()}
+        names = {submodule: name for name, submodule in module.named_modules()}
+        ties = _find_ties(module) if styles else []
+        units = plan.split_by_unit(module)
+        unit_modules = [unit.module for unit in units[:-1]]
+        if not is_by_function:
+            self._wrap_forward(module, unit_modules)
+        for unit in units:
             if by_user:
-                place_sharded(own, module, self.runtime, on_host)
+                place_sharded(unit.own, module, self.runtime, on_host)
             else:
-                place(own, self.runtime)
-            before = _own_parameters(own)
-            noted = [(m, name, dict(vars(p))) for m in own for name, p in _plain(m) if vars(p)]
+                place(unit.own, self.runtime)
+            before = unit.parameters()
+            noted = [(m, name, dict(vars(p))) for m in unit.own for name, p in _plain(m) if vars(p)]
             if styles:
-                tensor_parallelize(own, styles, self.device_mesh["tensor_parallel"])
-                tie_again([places for places in ties if places[0][0] in own], module)
-            if unit in styles:
-                return_no_view(unit)
-            if not isinstance(unit, FSDPModule):  # to which the user has not applied fully_shard
-                self._fully_shard(unit, own, reshard[unit])
-                _free(before - _own_parameters(own))
+                tensor_parallelize(unit.own, styles, self.device_mesh["tensor_parallel"])
+                tie_again([places for places in ties if places[0][0] in unit.own], module)
+            if unit.module in styles:
+                return_no_view(unit.module)
+            if not isinstance(unit.module, FSDPModule):  # to which the user has not applied fully_shard
+                self._fully_shard(unit, plan.details[_RESHARDING][names[unit.module]])
+                _free(before - unit.parameters())
                 for owner, name, attributes in noted:  # that users have set, such as hints to optimizers
                     vars(getattr(owner, name)).update(attributes)
             give_back()
-        if self.options.parallelize_fn is None:
-            prefetch(module, units, self.options.forward_prefetch_depth, self.options.backward_prefetch_depth)
-        for unit in given:
-            take_filled(unit)
+        if not is_by_function:
+            prefetch(module, unit_modules, self.options.forward_prefetch_depth, self.options.backward_prefetch_depth)
+        for fsdp_module in given:
+            take_filled(fsdp_module)
         managed = {id(p) for part in module.modules() if isinstance(part, FSDPModule) for p in parameters_of(part)}
         kept_whole = [p for p in module.parameters() if id(p) not in managed]
         refuse_left_out(module, kept_whole, is_planned=bool(styles))
         if styles:
             explain_errors(module)
         casts = self._mp_policy().param_dtype is not None or by_user
-        sharded = FSDP2Sharded(module, units, kept_whole, casts=casts, runtime=self.runtime)
+        sharded = FSDP2Sharded(module, unit_modules, kept_whole, casts=casts, runtime=self.runtime)
         sharded.context = None if self.sequence is None else ContextParallel(module)
         policy = self.options.mp_policy
         if policy is not None and policy.param_dtype is not None and policy.cast_forward_inputs:
-            StepInputs(module, [part for part in own if part is not module], policy.param_dtype)
+            StepInputs(module, [part for part in units[-1].own if part is not module], policy.param_dtype)
         return sharded
 
-    def _fully_shard(self, unit: nn.Module, own: Sequence[nn.Module], reshard: bool | int | None) -> None:
+    def _fully_shard(self, unit: UnitModules, reshard: bool | int | None) -> None:
         """Apply ``fully_shard`` to a unit, without those of its own parameters that stay whole."""
         policy = self._mp_policy()
-        compute = policy.param_dtype
-        whole = {p for m in own for p in m.parameters(recurse=False) if stays_whole(m, p, compute)}
-        whole |= {p for m in own for p in m.parameters(recurse=False) if is_unshardable(p)}
-        sharded = _own_parameters(own) - whole
-        _check_dtypes(unit, sharded)
+        whole = unit.replicated() | set(filter(is_unshardable, unit.parameters()))
+        sharded = unit.parameters() - whole
+        _check_dtypes(unit.module, sharded)
         if any(parameter.is_complex() for parameter in sharded):  # torch would reduce them in a real dtype, and fail
             policy = replace(policy, param_dtype=None, reduce_dtype=None)
         fully_shard(
-            unit,
+            unit.module,
             mesh=self._fsdp_mesh,
             reshard_after_forward=reshard,
             mp_policy=policy,
@@ -282,34 +346,6 @@ class FSDP2Backend(Backend):
         compile_units(module, units, self.options.compiler_keywords, self.options.activation_memory_budget)
         if self.options.activation_offload:
             offload_activations(offloaded(module, units), pin_memory=self.runtime.device.type == "cuda")
-
-    def _reshard(self, module: nn.Module, units: Sequence[nn.Module]) -> Mapping[nn.Module, bool | int | None]:
-        """Whether each unit that the user has not sharded reshards after its forward pass."""
-        ranks = self.runtime.mesh.size(("data_parallel", "context_parallel"))
-        policy = self.options.reshard_after_forward if self.options.parallelize_fn is None else None
-        return reshards(policy, module, units, ranks, self.runtime.mesh.tensor_parallel)
-
-    def _styles(self, module: nn.Module) -> dict[nn.Module, tuple[str, ParallelStyle]]:
-        """The style of each submodule that the plan divides; none if the user's function divides them."""
-        size = self.runtime.mesh.tensor_parallel
-        if size == 1 or self.options.parallelize_fn is not None or self.options.tp_plan is None:
-            if size > 1 and not is_divided(module, self.runtime):
-                raise missing_plan(size)
-            return {}
-        return styles_of(module, self.options.tp_plan, size)
-
-    def _check(self, module: nn.Module, units: Iterable[nn.Module]) -> None:
-        if self.sequence is not None:
-            check_splittable(module)
-        for cls in {type(unit) for unit in (*units, module) if not isinstance(unit, FSDPModule)}:
-            _check_bases(cls)
-        for fqn, submodule in module.named_modules():
-            if options_of(submodule):
-                raise UnsupportedCapabilityError(
-                    f"wrap({fqn}, {', '.join(f'{k}=...' for k in options_of(submodule))}) "
-                    "has options, which 'fsdp2' takes for the whole model.\n"
-                    "Give them to the strategy and write wrap(module), or use strategy='fsdp_native'."
-                )
 
     def _mp_policy(self) -> MixedPrecisionPolicy:
         if self.options.mp_policy is not None:
@@ -328,6 +364,17 @@ class FSDP2Backend(Backend):
 
 #: Options that also apply to a module whose units the user has sharded.
 _BESIDE = ("activation_checkpointing_policy", "activation_checkpointing_saves")
+
+
+#: What is decided beside units, as in the plan: the style of divided layers, and which units reshard.
+_STYLE, _RESHARDING = "tensor-parallel style", "resharding"
+
+
+def _check_sharded_by_user(module: nn.Module) -> None:
+    """Refuse what a user's own calls of ``fully_shard`` have left in a state to which nothing can be added."""
+    check_not_run(module)
+    check_reduces(module)
+    refuse_changed_on_meta(module)
 
 
 def _check_bases(cls: type[nn.Module]) -> None:
@@ -366,19 +413,6 @@ def _plain(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in named if not isinstance(parameter, DTensor)]
 
 
-def _with_own_modules(units: Iterable[nn.Module], root: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """The units, the root last, with the modules in each that no earlier one holds."""
-    seen: set[nn.Module] = set()
-    for unit in (*units, root):
-        own = [module for module in unit.modules() if module not in seen]
-        seen.update(own)
-        yield unit, own
-
-
-def _own_parameters(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
-    return {parameter for module in modules for parameter in module.parameters(recurse=False)}
-
-
 def _free(replaced: Iterable[nn.Parameter]) -> None:
     """Free the memory of parameters, which shards have replaced, and keep their shape.
 
@@ -389,7 +423,7 @@ def _free(replaced: Iterable[nn.Parameter]) -> None:
             parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
 
 
-def _ties(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+def _find_ties(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     """The modules and names under which each shared parameter is registered."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in root.modules():

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_core import Backend, OptimizerMismatchError, Sharded
-from fsdp_core.sharding import checkpoint_activations, place
+from fsdp_core.sharding import ShardingPlan, checkpoint_activations, place
 from fsdp_example.options import ZeRO1Options
 from fsdp_example.sharded import ZeRO1Sharded
 
@@ -34,7 +34,7 @@ class ZeRO1Backend(Backend):
 
     options: ZeRO1Options
 
-    def shard_module(self, module: nn.Module) -> ZeRO1Sharded:
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> ZeRO1Sharded:
         checkpoint_activations(module, self.options.activation_checkpointing_policy)
         place(list(module.modules()), self.runtime)
         sharded = ZeRO1Sharded(module, self.runtime)

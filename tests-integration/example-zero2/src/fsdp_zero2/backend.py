@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_core import Backend, OptimizerMismatchError, Sharded
-from fsdp_core.sharding import checkpoint_activations, place
+from fsdp_core.sharding import ShardingPlan, checkpoint_activations, place
 from fsdp_zero2.options import ZeRO2Options
 from fsdp_zero2.sharded import ZeRO2Sharded
 
@@ -37,7 +37,7 @@ class ZeRO2Backend(Backend):
 
     options: ZeRO2Options
 
-    def shard_module(self, module: nn.Module) -> ZeRO2Sharded:
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> ZeRO2Sharded:
         checkpoint_activations(module, self.options.activation_checkpointing_policy)
         place(list(module.modules()), self.runtime)
         sharded = ZeRO2Sharded(module, self.runtime, self.options.bucket_bytes)

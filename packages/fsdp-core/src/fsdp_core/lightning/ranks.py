@@ -12,6 +12,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.launch_checks import check_launched
 from fsdp_core.lightning.notebooks import check_interactive, is_interactive
 from fsdp_core.lightning.private import reset_seed
@@ -166,6 +167,14 @@ class StrategyRanks:
         self.backend.bind(self.runtime, self.shard_precision)
         if self.hang_timeout is not None and self.world_size > 1 and isinstance(self.runtime, ProcessGroupRuntime):
             watch(self.runtime, self.hang_timeout, environment.main_address, partial(_progress_of, ref(self)))
+
+    def _check_started(self) -> None:
+        if not hasattr(self.backend, "runtime"):
+            raise ShardingError(
+                f"{self.strategy_name}: its ranks were not started in this process.\n"
+                "Call fabric.launch() of the same Fabric before its setup(); where launch(function) starts the ranks, "
+                "do in the function what needs them."
+            )
 
     def _patience(self) -> timedelta | None:
         """How long a collective waits: longer than it takes to find out which rank hangs, which says more."""

@@ -10,22 +10,20 @@ from typing import Any, ClassVar, Self
 
 from torch import nn
 
-from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.sharded_init import check_same_parts
 from fsdp_core.lightning.capabilities import StrategyCapabilities, check_materialization, check_options
 from fsdp_core.lightning.checkpoints.saving_strategy import SavingStrategy
 from fsdp_core.lightning.constructing import SHARED_OPTIONS, define_constructor, read_options
 from fsdp_core.lightning.features.optimizers import ShardedOptimizers
-from fsdp_core.lightning.hooks.redirection import call_targets, normal_tensors
+from fsdp_core.lightning.hooks.redirection import normal_tensors
 from fsdp_core.lightning.hooks.sharded_modules import announce_shards, guard_module
 from fsdp_core.lightning.ranks import StrategyRanks
-from fsdp_core.sharding.backend import Backend, terms_of
-from fsdp_core.sharding.rank_agreement import check_same, facts_of_module, facts_of_options, facts_of_packages
+from fsdp_core.sharding.backend import Backend, sharding_config_of
+from fsdp_core.sharding.plan import ShardingPlan
+from fsdp_core.sharding.rank_agreement import check_same, facts_of_options, facts_of_packages
 from fsdp_core.sharding.sharded import Sharded, sharded_of
 
 __all__ = ["ShardedStrategy"]
-
-_NOT_SHARDED = "not sharded yet"
 
 
 class ShardedStrategy(StrategyRanks, SavingStrategy, StrategyCapabilities):
@@ -123,38 +121,44 @@ class ShardedStrategy(StrategyRanks, SavingStrategy, StrategyCapabilities):
 
     def _shard(self, module: nn.Module) -> Sharded:
         """Shard a module, or take over one that is sharded already. All ranks must call it."""
-        if not hasattr(self.backend, "runtime"):
-            raise ShardingError(
-                f"{self.strategy_name}: its ranks were not started in this process.\n"
-                "Call fabric.launch() of the same Fabric before its setup(); where launch(function) starts the ranks, "
-                "do in the function what needs them."
-            )
-        if self.runtime.world_size > 1:
-            facts = self._facts(module)
-            check_same(self.runtime, type(module).__name__, facts)
-            if facts["state"] == _NOT_SHARDED:  # otherwise sharding raises on all ranks, or is not needed
-                check_same_parts(module, self.runtime)
+        self._check_started()
+        reused = sharded_of(module)
+        plan = self.backend.plan(module) if reused is None else None
+        self._compare_between_ranks(module, plan)
         check_materialization(self.strategy_name, module)
-        is_sharded = sharded_of(module) is not None
-        if not is_sharded:
-            with normal_tensors():
-                self.backend.prepare(module)
-        units = () if is_sharded else self.backend.units(module)
-        parts = None if is_sharded else call_targets(module, units)
         with normal_tensors():
-            sharded = self.backend.shard(module)
-        if is_sharded:
-            self.sharded_optimizers.refuse_late(sharded)
-        else:
+            sharded = self.backend.shard(module, plan)
+        if reused is None:
             sharded.strategy_name = self.strategy_name
-        guard_module(sharded, parts, self.strategy_name)
-        if not is_sharded:
-            announce_shards(self.log, len(units), sharded)
+        else:
+            self.sharded_optimizers.refuse_late(sharded)
+        guard_module(sharded, self.strategy_name)
+        if reused is None:
+            announce_shards(self.log, sharded)
         return sharded
 
-    def _facts(self, module: nn.Module) -> dict[str, str]:
-        """Describe what this rank is about to do, for comparison with the other ranks."""
-        terms = terms_of(self.backend)
+    def _compare_between_ranks(self, module: nn.Module, plan: ShardingPlan | None) -> None:
+        """Raise on all ranks if they are about to do different things. All ranks must call it.
+
+        Args:
+            module: The module.
+            plan: How this rank is about to shard it; ``None`` if it is sharded already.
+        """
+        if self.runtime.world_size == 1:
+            return
+        facts = self._describe_run(module, sharding_config_of(self.backend) if plan is None else plan.config)
+        facts |= {"state": "sharded already"} if plan is None else plan.describe()
+        check_same(self.runtime, type(module).__name__, facts)
+        if plan is not None and plan.refusal is None:  # otherwise sharding raises on all ranks, or is not needed
+            check_same_parts(module, self.runtime)
+
+    def _describe_run(self, module: nn.Module, config: Mapping[str, Any]) -> dict[str, str]:
+        """Describe packages and options, by topic, for comparison with the other ranks.
+
+        Args:
+            module: The module that is sharded.
+            config: How it is sharded.
+        """
         options = {
             "state_dict_type": self.state_dict_type,
             "async_save": self.async_saves is not None,
@@ -162,21 +166,14 @@ class ShardedStrategy(StrategyRanks, SavingStrategy, StrategyCapabilities):
             "scattered_save": self.scattered_save,
             "error_if_nonfinite": self.error_if_nonfinite,
             "hang_timeout": self.hang_timeout,
-            **{name: terms[name] for name in terms if name != "precision"},
+            **{name: value for name, value in config.items() if name != "precision"},
         }
-        facts = {
+        return {
             **facts_of_packages(module, type(self), type(self.backend)),
             "strategy": repr(self.strategy_name),
             "precision": repr(self.shard_precision.name),
             **facts_of_options(options),
         }
-        if sharded_of(module) is not None:
-            return {**facts, "state": "sharded already"}
-        try:
-            self.backend.check_shardable(module)
-        except ShardingError as error:  # sharding raises it, on all ranks if all have it
-            return {**facts, "state": str(error)}
-        return {**facts, "state": _NOT_SHARDED, **facts_of_module(module, self.backend.units)}
 
     @contextmanager
     def _no_sync(self, sharded: Sharded) -> Iterator[None]:

@@ -199,7 +199,7 @@ class ShardedTrainerStrategy(ShardedStrategy, ParallelStrategy):
             with sharded.as_written():
                 self.setup_optimizers(trainer)
                 # check here: what was added to the module in this context may be gone after it
-                refuse_late(sharded.written, sharded.names, self.optimizers, self.make_before)
+                refuse_late(sharded.written, sharded.plan.names, self.optimizers, self.make_before)
             self.sharded_optimizers.take(self.optimizers, [sharded])
             self.checkpoints.after_optimizers()
             check_finetuning(trainer, sharded, self.strategy_name)
@@ -251,8 +251,8 @@ class ShardedTrainerStrategy(ShardedStrategy, ParallelStrategy):
         """The sharded module alone."""
         return [self.sharded]
 
-    def _facts(self, module: nn.Module) -> dict[str, str]:
-        trainer, facts = self._trainer, super()._facts(module)
+    def _describe_run(self, module: nn.Module, config: Mapping[str, Any]) -> dict[str, str]:
+        trainer, facts = self._trainer, super()._describe_run(module, config)
         if trainer is None or not isinstance(module, pl.LightningModule):
             return facts
         loop = {f"Trainer's {name}": repr(getattr(trainer, name)) for name in _SAME_IN_LOOPS}

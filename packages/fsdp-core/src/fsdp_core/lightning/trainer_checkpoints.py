@@ -239,8 +239,8 @@ class TrainerCheckpoints:
             shown = shown_paths(path)
             raise MissingKeyError(
                 f"{shown} was not saved by a Trainer: it holds {', '.join(map(repr, saved))}, and no {missing[0]!r}.\n"
-                f"Load it with fabric.load(), if Fabric saved it; `fsdp checkpoint consolidate {shown} FILE --to lightning` "
-                "converts its folder to a file that a Trainer opens."
+                "Load it with fabric.load(), if Fabric saved it; `fsdp checkpoint consolidate "
+                f"{shown} FILE --to lightning` converts its folder to a file that a Trainer opens."
             )
         if sharded:
             rest = saved["trainer"]

@@ -26,6 +26,7 @@ from fsdp_core.sharding.flat import (
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.options import ShardingOptions, option
 from fsdp_core.sharding.outside_attributes import OutsideAttributes
+from fsdp_core.sharding.plan import ParameterPlan, ShardingPlan, UnitModules, modules_by_unit, plan_module
 from fsdp_core.sharding.sequence import SequenceSplit, current_split, use_split
 from fsdp_core.sharding.sharded import Sharded, StateTensor, copy_refusal, sharded_around, sharded_of
 from fsdp_core.sharding.step_inputs import StepInputs
@@ -66,6 +67,7 @@ __all__ = [
     "MeshAxis",
     "OutsideAttributes",
     "ParameterOrders",
+    "ParameterPlan",
     "PiecePlace",
     "RefusedTransforms",
     "ReplicatedParameters",
@@ -74,12 +76,14 @@ __all__ = [
     "ShardPrecision",
     "Sharded",
     "ShardingOptions",
+    "ShardingPlan",
     "StateTensor",
     "StepGradients",
     "StepInputs",
     "StepWrites",
     "Tie",
     "UnitCalls",
+    "UnitModules",
     "WrapPolicy",
     "WrittenValues",
     "by_user_names",
@@ -104,6 +108,7 @@ __all__ = [
     "local_tensor",
     "marked",
     "materialize",
+    "modules_by_unit",
     "note_initialisers",
     "offload_activations",
     "option",
@@ -113,6 +118,7 @@ __all__ = [
     "parameter_orders",
     "place",
     "place_piece",
+    "plan_module",
     "put_in_place",
     "recompute_all_but",
     "repeated_blocks",

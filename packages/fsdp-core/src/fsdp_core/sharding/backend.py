@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
-from weakref import ref
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -19,23 +19,24 @@ from fsdp_core.mesh import Mesh
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.options import ShardingOptions
+from fsdp_core.sharding.plan import ShardingPlan, plan_module
 from fsdp_core.sharding.replaced_parameters import mark_replaced
 from fsdp_core.sharding.repointing import repoint
 from fsdp_core.sharding.sequence import SequenceSplit, use_split
 from fsdp_core.sharding.shardable import check_shardable
 from fsdp_core.sharding.sharded import Sharded, keep, sharded_of
-from fsdp_core.state.fqn import clean_name, named_parameters
+from fsdp_core.state.fqn import named_parameters
 from fsdp_core.state.full_tensor import whole
 from fsdp_core.state.layout import Layout
 
-__all__ = ["Backend", "terms_of"]
+__all__ = ["Backend", "sharding_config_of"]
 
 
 class Backend(ABC):
     """Shards modules. It holds what does not depend on a particular module: options, runtime and precision.
 
-    An adapter calls :meth:`bind` once, then :meth:`shard` with each of the user's modules, and from then on uses the
-    returned :class:`~fsdp_core.Sharded`. A backend must implement :meth:`shard_module`.
+    An adapter calls :meth:`bind` once, then :meth:`plan` and :meth:`shard` with each of the user's modules, and from
+    then on uses the returned :class:`~fsdp_core.Sharded`. A backend must implement :meth:`shard_module`.
 
     Example:
         The smallest backend replicates every parameter and averages gradients after the backward pass. It shows what
@@ -56,7 +57,7 @@ class Backend(ABC):
         ...         finally:
         ...             self.parameters.sync = True
         >>> class ReplicatingBackend(Backend):
-        ...     def shard_module(self, module):
+        ...     def shard_module(self, module, plan):
         ...         place(list(module.modules()), self.runtime)
         ...         return Replicated(module, self.runtime)
         >>> from fsdp_core import ProcessGroupRuntime
@@ -129,46 +130,77 @@ class Backend(ABC):
         """A context in which torch's own ``wrap`` marks units, as :func:`fsdp_core.wrap` does anywhere."""
         return mark_by_torch_wrap()
 
-    def prepare(self, module: nn.Module) -> None:
-        """Do what changes a module before its units are known, such as running the user's own function over it.
-
-        The adapters call it once the ranks agree on the module, before :meth:`units` and :meth:`shard`. All ranks must
-        call it. :meth:`shard_module` must not rely on it: not every caller is an adapter.
-
-        Args:
-            module: The root module, not sharded by :meth:`shard` yet.
-
-        Raises:
-            ShardingError: The module can't be sharded as requested.
-        """
-
-    def units(self, module: nn.Module) -> Sequence[nn.Module]:
-        """The submodules that become FSDP units. Used to check that all ranks agree before they shard."""
-        return ()
-
-    def terms(self) -> dict[str, Any]:
+    def sharding_config(self) -> dict[str, Any]:
         """The settings that a sharded module can't change any more, by name, for comparison.
 
         Its options about units, its class and its precision are compared whether or not an override returns them too.
         """
         return {"backend": type(self).__name__, "precision": self.precision, **self.options.sharding_config()}
 
+    # -- planning: nothing of this changes the module ---------------------------------------------------------------
+
+    def plan(self, module: nn.Module) -> ShardingPlan:
+        """Plan how to shard a module, without changing it; one on the meta device too.
+
+        The adapters let ranks compare their plans, and then call :meth:`shard` with it.
+
+        Args:
+            module: The user's module, not sharded yet.
+
+        Returns:
+            The plan. Why the module can't be sharded is its :attr:`~ShardingPlan.refusal`, so that ranks can compare
+            that too: a rank that raised here would leave the others waiting.
+        """
+        return plan_module(
+            module,
+            sharding_config_of(self),
+            check=self.check_shardable,
+            units=self.units,
+            replicated=self.replicated,
+            details=self.details,
+        )
+
     def check_shardable(self, module: nn.Module) -> None:
-        """Refuse a module that no backend can shard.
+        """Refuse a module that can't be sharded. An override calls this default, which no backend's library can do.
 
         Raises:
             ShardingError: It has no parameters, a submodule is sharded already, or a parameter has a gradient hook.
         """
         check_shardable(module, sharded_of)
-        note_initialisers(module)
 
-    def shard(self, module: nn.Module) -> Sharded:
+    def units(self, module: nn.Module) -> Sequence[nn.Module]:
+        """The submodules that become FSDP units, innermost first, without the root."""
+        return ()
+
+    def replicated(self, module: nn.Module) -> Collection[Tensor]:
+        """The parameters of which every rank keeps all, although the others are sharded."""
+        return ()
+
+    def details(self, module: nn.Module, units: Sequence[nn.Module]) -> Mapping[str, Mapping[str, Any]]:
+        """What else the backend decides about a module, by topic and then by the name of a module.
+
+        Args:
+            module: The module.
+            units: What :meth:`units` has returned.
+
+        Returns:
+            Plain data, or objects whose class says enough for ranks to compare.
+
+        Raises:
+            ShardingError: The module can't be sharded in these units.
+        """
+        return {}
+
+    # -- sharding --------------------------------------------------------------------------------------------------
+
+    def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
         """Shard ``module`` over all ranks, or reuse a module that is sharded already. All ranks must call it.
 
         A Trainer calls it again in each stage, and a later strategy with a module that an earlier one has sharded.
 
         Args:
             module: The user's module, unsharded on every rank; or one that is sharded already, or its root.
+            plan: What :meth:`plan` has returned for it; ``None`` to make it here, where ranks don't compare it.
 
         Returns:
             The module's :class:`~fsdp_core.Sharded`; its ``root`` is the module to call.
@@ -178,52 +210,79 @@ class Backend(ABC):
         """
         sharded = sharded_of(module)
         if sharded is None:
-            self.check_shardable(module)
-            names = tuple(clean_name(name) for name, _ in module.named_parameters(remove_duplicate=False))
-            class_name = type(module).__name__
-            # weak references, so that each parameter is freed as soon as sharding has replaced it
-            before = [(name, ref(parameter)) for name, parameter in named_parameters(module)]
-            sharded = self.shard_module(module)
-            sharded.names, sharded.class_name, sharded.terms = names, class_name, terms_of(self)
-            alive = [(name, parameter) for name, one in before if (parameter := one()) is not None]
-            sharded.remember(alive)
-            kept = {id(parameter) for parameter in (*sharded.layout(), *sharded.written.parameters())}
-            mark_replaced((name, parameter) for name, parameter in alive if id(parameter) not in kept)
-            keep(sharded)
+            sharded = self._shard_as_planned(module, self.plan(module) if plan is None else plan)
         else:
-            self._check_terms(sharded)
+            self._check_config(sharded)
         sharded.backend = self
         return sharded
 
-    def _check_terms(self, sharded: Sharded) -> None:
-        if sharded.backend is self:
-            return
-        theirs, ours = sharded.terms, terms_of(self)
-        if theirs["backend"] != ours["backend"]:  # their options can't be compared
-            theirs, ours = {"backend": theirs["backend"]}, {"backend": ours["backend"]}
-        changed = [key for key in ours if ours[key] != theirs.get(key)]
-        differing = [f"{key} {_shown(theirs.get(key))}, now {_shown(ours[key])}" for key in changed]
-        if differing:
-            raise ShardingError(
-                f"{sharded.class_name} was sharded by {sharded.strategy_name!r} before, with other settings: "
-                f"{'; '.join(differing)}.\n"
-                "Use the same options, or build the module again and load its checkpoint."
-            )
+    def _shard_as_planned(self, module: nn.Module, plan: ShardingPlan) -> Sharded:
+        if plan.refusal is not None:
+            raise plan.refusal
+        note_initialisers(module)
+        # weak references, so that each parameter is freed as soon as sharding has replaced it
+        before = [(name, ref(parameter)) for name, parameter in named_parameters(module)]
+        plan = self.prepare(module, plan)
+        if plan.refusal is not None:
+            raise plan.refusal
+        before += [(name, ref(parameter)) for name, parameter in named_parameters(module)]
+        user_modules = WeakValueDictionary(module.named_modules())
+        sharded = self.shard_module(module, plan)
+        sharded.plan, sharded.user_modules = plan, user_modules
+        alive = [(name, parameter) for name, reference in before if (parameter := reference()) is not None]
+        sharded.remember(alive)
+        kept = {id(parameter) for parameter in (*sharded.layout(), *sharded.written.parameters())}
+        mark_replaced((name, parameter) for name, parameter in alive if id(parameter) not in kept)
+        keep(sharded)
+        return sharded
 
-    @abstractmethod
-    def shard_module(self, module: nn.Module) -> Sharded:
-        """Shard a module that is not sharded yet, in place.
-
-        All ranks get rank 0's values, and parameters on the meta device are materialised;
-        :func:`fsdp_core.sharding.place` does both. Called by :meth:`shard`, which first refuses what no backend can
-        shard, and records the result.
+    def prepare(self, module: nn.Module, plan: ShardingPlan) -> ShardingPlan:
+        """Do what changes a module before it is sharded, such as running the user's own function over it.
 
         Args:
-            module: The root module, unsharded on every rank.
+            module: The module.
+            plan: Its plan, which all ranks have agreed on.
+
+        Returns:
+            The plan to shard by: the same one, unless units or parameters have changed.
 
         Raises:
             ShardingError: The module can't be sharded as requested.
         """
+        return plan
+
+    @abstractmethod
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> Sharded:
+        """Shard a module that is not sharded yet, in place.
+
+        All ranks get rank 0's values, and parameters on the meta device are materialised;
+        :func:`fsdp_core.sharding.place` does both. Called by :meth:`shard`, which records the result.
+
+        Args:
+            module: The root module, unsharded on every rank.
+            plan: Which units, and what else, :meth:`plan` and :meth:`prepare` have decided.
+
+        Raises:
+            ShardingError: The module can't be sharded as requested.
+        """
+
+    def _check_config(self, sharded: Sharded) -> None:
+        if sharded.backend is self:
+            return
+        theirs, ours = sharded.plan.config, sharding_config_of(self)
+        if theirs["backend"] != ours["backend"]:  # their options can't be compared
+            theirs, ours = {"backend": theirs["backend"]}, {"backend": ours["backend"]}
+        differing = [
+            f"{name} {_describe_setting(theirs.get(name))}, now {_describe_setting(value)}"
+            for name, value in ours.items()
+            if value != theirs.get(name)
+        ]
+        if differing:
+            raise ShardingError(
+                f"{sharded.plan.class_name} was sharded by {sharded.strategy_name!r} before, with other settings: "
+                f"{'; '.join(differing)}.\n"
+                "Use the same options, or build the module again and load its checkpoint."
+            )
 
     def repoint(self, optimizers: Iterable[torch.optim.Optimizer], roots: Sequence[Sharded]) -> None:
         """Replace the parameters that optimizers were built over by the sharded ones.
@@ -260,10 +319,10 @@ class Backend(ABC):
         return None if self.runtime.rank else gathered.cpu() if isinstance(gathered, Tensor) else gathered
 
 
-def _shown(term: object) -> str:
-    return repr(term.name if isinstance(term, ShardPrecision) else term)
+def _describe_setting(value: object) -> str:
+    return repr(value.name if isinstance(value, ShardPrecision) else value)
 
 
-def terms_of(backend: Backend) -> dict[str, Any]:
-    """A backend's :meth:`Backend.terms`, with those of all backends, which an override may have left out."""
-    return {**Backend.terms(backend), **backend.terms()}
+def sharding_config_of(backend: Backend) -> dict[str, Any]:
+    """A backend's :meth:`Backend.sharding_config`, with what is compared of all, which an override may leave out."""
+    return {**Backend.sharding_config(backend), **backend.sharding_config()}

@@ -32,7 +32,7 @@ def norms_of_gradients(sharded: Sharded, order: float) -> dict[str, Tensor]:
     """
     runtime = sharded.runtime
     parts = {part.name: (p, part) for p, of_it in sharded.layout().items() for part in of_it}
-    names = [name for name in dict.fromkeys(sharded.names) if name in parts]
+    names = [name for name in sharded.plan.parameters if name in parts]
     # a rank that holds no part of a parameter may have no gradient for it
     has, powers, is_nan = (torch.zeros(len(names), dtype=torch.float64) for _ in range(3))
     for index, name in enumerate(names):

@@ -7,7 +7,7 @@ import hashlib
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from enum import Enum
@@ -19,11 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.initialization.sharded_init import is_part
 from fsdp_core.runtime import Runtime
-from fsdp_core.state.fqn import clean_name
 
-__all__ = ["check_same", "described", "facts_of_module", "facts_of_options", "facts_of_packages"]
+__all__ = ["check_same", "described", "facts_of_options", "facts_of_packages"]
 
 
 def check_same(runtime: Runtime, what: str, facts: Mapping[str, str]) -> None:
@@ -57,47 +55,6 @@ def check_same(runtime: Runtime, what: str, facts: Mapping[str, str]) -> None:
         "Build the same model on every rank, with the same options and packages. Only the values of parameters and "
         "buffers may differ, of which rank 0's are taken."
     )
-
-
-def facts_of_module(module: nn.Module, units: Callable[[nn.Module], Iterable[nn.Module]]) -> dict[str, str]:
-    r"""A module's parameters, buffers, layers and FSDP units, in order.
-
-    Devices are not compared: rank 0 may have loaded the weights, with other ranks on the meta device. Whether ranks
-    already keep only parts of a tensor is compared, because then rank 0 has no values for the others any more. Of
-    layers it is the classes, and of those in torch.nn their settings too, such as the p of a Dropout.
-
-    Args:
-        module: The module.
-        units: Returns the submodules that will be FSDP units. An exception from it is recorded as a fact.
-
-    Example:
-        >>> facts = facts_of_module(nn.Sequential(nn.Linear(2, 1, bias=False), nn.GELU()), lambda module: [])
-        >>> print(*facts.items(), sep="\n")
-        ("parameter '0.weight'", '(1, 2) in torch.float32, trained')
-        ('class of the module', 'Sequential')
-        ("layer '0'", 'Linear(in_features=2, out_features=1, bias=False)')
-        ("layer '1'", "GELU(approximate='none')")
-        ('units of sharding', 'the whole alone')
-    """
-    facts: dict[str, str] = {}
-    first: dict[int, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(parameter), name)
-        trained = "trained" if parameter.requires_grad else "frozen"
-        built = ", sharded as it was built" if is_part(parameter) else ""
-        told = f"{_shape(parameter)}, {trained}{built}"
-        facts[f"parameter {name!r}"] = f"tied to {known!r}" if known != name else told
-    for name, buffer in module.named_buffers():
-        facts[f"buffer {name!r}"] = _shape(buffer)
-    names = {one: name for name, one in module.named_modules()}
-    for one, name in names.items():
-        facts[f"layer {name!r}" if name else "class of the module"] = _layer(one)
-    try:
-        chosen = ", ".join(clean_name(names[unit]) for unit in units(module)) or "the whole alone"
-    except Exception as error:  # sharding runs into it again, and raises
-        chosen = f"{type(error).__name__}: {error}"
-    facts["units of sharding"] = chosen
-    return facts
 
 
 def facts_of_options(options: Mapping[str, Any]) -> dict[str, str]:
@@ -139,13 +96,6 @@ def _difference(of_rank_0: list[tuple[str, str]], own: list[tuple[str, str]]) ->
 
 def _shape(tensor: Tensor) -> str:
     return "not known yet" if is_lazy(tensor) else f"{tuple(tensor.shape)} in {tensor.dtype}"
-
-
-def _layer(module: nn.Module) -> str:
-    """A layer's class, and what torch's own show of their settings."""
-    kind = type(module)
-    settings = module.extra_repr() if kind.__module__.startswith("torch.nn.modules.") else ""
-    return f"{kind.__qualname__}({settings})" if settings else kind.__qualname__
 
 
 def _number(tensor: Tensor) -> str:

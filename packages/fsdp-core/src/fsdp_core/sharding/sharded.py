@@ -22,6 +22,7 @@ from fsdp_core.gradients.gathered_values import WrittenValues
 from fsdp_core.gradients.step_writes import StepWrites
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.mixed_precision import ShardPrecision
+from fsdp_core.sharding.plan import ShardingPlan
 from fsdp_core.state.chunks import ChunkedTensor
 from fsdp_core.state.filling import fill_all
 from fsdp_core.state.fqn import aliases, clean_name, named_parameters
@@ -52,7 +53,7 @@ class Sharded(ABC):
     """A module that a backend has sharded.
 
     A module outlives its strategy: this object stays with the module, and the next strategy reuses it if its backend
-    has the same :meth:`~fsdp_core.Backend.terms`. A copy or a pickle of the module has none.
+    has the same :meth:`~fsdp_core.Backend.sharding_config`. A copy or a pickle of the module has none.
 
     A backend must implement :meth:`no_sync`. The other methods work for libraries that shard in place, expose
     parameters as DTensors and whose ``state_dict()`` shares memory with the module. For other representations, override
@@ -71,17 +72,15 @@ class Sharded(ABC):
         root: The module to call.
         written: The user's module inside the root.
         backend: The current strategy's backend, with its options, runtime and precision.
-        terms: The settings that the module was sharded with; see :meth:`~fsdp_core.Backend.terms`.
-        names: The names of the module's parameters before it was sharded, tied ones under each of their names.
-        class_name: The name of the module's class before it was sharded, for messages; libraries change it.
+        plan: By which the module was sharded: its class, its parameters before that, its units.
+        user_modules: The user's modules by their names in ``named_modules()`` before sharding.
         strategy_name: The name of the strategy that sharded it, for messages.
         written_values: What this rank has written to gathered parameters, where that is kept.
     """
 
     backend: Backend
-    terms: Mapping[str, Any]
-    names: tuple[str, ...]
-    class_name: str = "a module"
+    plan: ShardingPlan = ShardingPlan()
+    user_modules: Mapping[str, nn.Module] = {}
     strategy_name: str = "a strategy"
 
     def __init__(self, root: nn.Module, written: nn.Module | None = None) -> None:
@@ -100,13 +99,13 @@ class Sharded(ABC):
         """
         is_with_module = any(id(module) in memo for module in self._modules())
         if self.root not in gathered_modules and (self._is_in_pieces() or not is_with_module):
-            raise copy_refusal(self.class_name, self.strategy_name)
+            raise copy_refusal(self.plan.class_name, self.strategy_name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.root not in gathered_modules and self._is_in_pieces():
             raise ShardingError(
-                f"{self.class_name} can't be pickled while {self.strategy_name!r} has it sharded: the file would hold "
-                "what the rank that writes it has of it.\n"
+                f"{self.plan.class_name} can't be pickled while {self.strategy_name!r} has it sharded: the file would "
+                "hold what the rank that writes it has of it.\n"
                 "Save fsdp_core.full_state_dict(module), which all ranks call, or a checkpoint; or pickle the user's "
                 "module within fsdp_core.gathered(module)."
             )

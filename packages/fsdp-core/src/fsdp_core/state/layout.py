@@ -20,7 +20,6 @@ __all__ = [
     "Part",
     "boxes",
     "bytes_held",
-    "bytes_of_wholes",
     "how_to_separate",
     "stand_in",
     "whole_parts",
@@ -111,11 +110,6 @@ def bytes_held(layout: Layout) -> int:
         for held, parts in layout.items()
         for part in parts
     )
-
-
-def bytes_of_wholes(layout: Layout) -> int:
-    """Return the size in bytes of the unsharded parameters, each counted once."""
-    return sum(prod(part.shape) * held.element_size() for held, parts in layout.items() for part in parts)
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fsdp_core import Backend, Sharded, ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding import (
+    ShardingPlan,
     ShardPrecision,
     checkpoint_activations,
     in_backward,
@@ -75,55 +76,8 @@ class XLABackend(Backend):
         with self.runtime.building(), super().wrap_context(), kept_as_built(self.runtime):
             yield
 
-    def units(self, module: nn.Module) -> list[nn.Module]:
-        return select_units(module, _as_torch_policy(self.options.auto_wrap_policy))
-
-    def shard(self, module: nn.Module) -> Sharded:
-        self.runtime.claim(module)
-        return super().shard(module)
-
-    def shard_module(self, module: nn.Module) -> XLASharded:
-        self._check(module)
-        chosen = self.units(module)
-        checkpoint_activations(module, self.options.activation_checkpointing_policy, recompute)
-        for submodule in module.modules():
-            forward = submodule.__dict__.get("forward")
-            if forward is not None and not hasattr(forward, "__func__"):  # of activation checkpointing, or compiled
-                forward.__func__ = type(submodule).forward  # torch_xla looks for it
-        orders = parameter_orders(module.modules())
-        sharded: set[nn.Module] = set()
-        buffers: list[tuple[nn.Module, str, Tensor]] = []
-        root: XlaFullyShardedDataParallel | None = None
-        for unit in (*chosen, module):
-            own = [
-                m
-                for m in unit.modules()
-                if m not in sharded and not isinstance(m, XlaFullyShardedDataParallel) and not _is_flattener(m)
-            ]
-            sharded.update(own)
-            _place(own, self.runtime)
-            buffers += [(m, name, buffer) for m in own for name, buffer in m.named_buffers(recurse=False)]
-            root = self._wrapped(unit)
-            units.free_originals(root)
-            if unit is not module:
-                put_in_place(module, unit, root)
-        assert root is not None
-        if self.options.buffer_dtype is None:
-            for owner, name, buffer in buffers:
-                owner._buffers[name] = buffer  # in its own dtype; torch_xla casts all buffers to one
-        for shard in units.shards_of(root):
-            # the root's own shards: an optimizer over module.parameters() would miss them otherwise
-            module.register_parameter(shard._name, shard)
-        units.reduce_pending(root)
-        units.watch_calls(root)
-        units.follow_freezing(root)
-        units.show_shards(root, module)
-        root.register_forward_pre_hook(_before_call)
-        gc.collect()
-        xla.settle()
-        return XLASharded(root, module, orders)
-
-    def _check(self, module: nn.Module) -> None:
+    def check_shardable(self, module: nn.Module) -> None:
+        super().check_shardable(module)
         check_collectives(self.options.passed_on(), on_cpu=torch_xla.runtime.device_type() == "CPU")
         if type(module).forward is nn.Module.forward:
             raise ShardingError(
@@ -148,6 +102,45 @@ class XLABackend(Backend):
                     f"{type(module).__name__} is already sharded: {fqn or 'the root'!r} is an "
                     "XlaFullyShardedDataParallel.\nRemove it, and give the strategy auto_wrap_policy={MyBlock} instead."
                 )
+
+    def units(self, module: nn.Module) -> list[nn.Module]:
+        return select_units(module, _as_torch_policy(self.options.auto_wrap_policy))
+
+    def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
+        self.runtime.claim(module)
+        return super().shard(module, plan)
+
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> XLASharded:
+        checkpoint_activations(module, self.options.activation_checkpointing_policy, recompute)
+        for submodule in module.modules():
+            forward = submodule.__dict__.get("forward")
+            if forward is not None and not hasattr(forward, "__func__"):  # of activation checkpointing, or compiled
+                forward.__func__ = type(submodule).forward  # torch_xla looks for it
+        orders = parameter_orders(module.modules())
+        buffers: list[tuple[nn.Module, str, Tensor]] = []
+        root: XlaFullyShardedDataParallel | None = None
+        for unit in plan.split_by_unit(module):
+            _place(unit.own, self.runtime)
+            buffers += [(m, name, buffer) for m in unit.own for name, buffer in m.named_buffers(recurse=False)]
+            root = self._wrapped(unit.module)
+            units.free_originals(root)
+            if unit.module is not module:
+                put_in_place(module, unit.module, root)
+        assert root is not None
+        if self.options.buffer_dtype is None:
+            for owner, name, buffer in buffers:
+                owner._buffers[name] = buffer  # in its own dtype; torch_xla casts all buffers to one
+        for shard in units.shards_of(root):
+            # the root's own shards: an optimizer over module.parameters() would miss them otherwise
+            module.register_parameter(shard._name, shard)
+        units.reduce_pending(root)
+        units.watch_calls(root)
+        units.follow_freezing(root)
+        units.show_shards(root, module)
+        root.register_forward_pre_hook(_before_call)
+        gc.collect()
+        xla.settle()
+        return XLASharded(root, module, orders)
 
     def _wrapped(self, unit: nn.Module) -> XlaFullyShardedDataParallel:
         wrapped = XlaFullyShardedDataParallel(
@@ -184,7 +177,7 @@ def _before_call(root: nn.Module, args: Any) -> None:
         raise refused_in_backward()
 
 
-def _place(modules: list[nn.Module], runtime: XLARuntime) -> None:
+def _place(modules: Sequence[nn.Module], runtime: XLARuntime) -> None:
     """Move a unit's parameters and buffers to the device, with rank 0's values; tied parameters stay tied.
 
     Args:
@@ -211,10 +204,6 @@ def _place(modules: list[nn.Module], runtime: XLARuntime) -> None:
             module._parameters[name] = moved[id(parameter)][0]
         for name, buffer in list(module.named_buffers(recurse=False)):
             module._buffers[name] = runtime.broadcast_object(buffer.cpu()).to(device)
-
-
-def _is_flattener(module: nn.Module) -> bool:
-    return type(module).__name__ == "XlaFlattenParamsWrapper"
 
 
 def _as_torch_policy(policy: Any) -> Any:

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_core import Backend, Sharded, UnsupportedCapabilityError
 from fsdp_core.sharding import (
+    ShardingPlan,
     ShardPrecision,
     checkpoint_activations,
     materialize,
@@ -57,8 +58,8 @@ class XLASPMDBackend(Backend):
         assert isinstance(self.runtime, XLASPMDRuntime), "XLASPMDBackend runs on an XLASPMDRuntime"
         return self.runtime
 
-    def terms(self) -> dict[str, Any]:
-        return {**super().terms(), "mesh": dict(self.spmd.device_mesh.shape())}
+    def sharding_config(self) -> dict[str, Any]:
+        return {**super().sharding_config(), "mesh": dict(self.spmd.device_mesh.shape())}
 
     def effective_precision(self, precision: ShardPrecision) -> ShardPrecision:
         if torch.float16 in (precision.storage, precision.compute):
@@ -71,32 +72,8 @@ class XLASPMDBackend(Backend):
 
     # -- sharding --------------------------------------------------------------------------------------------------
 
-    def units(self, module: nn.Module) -> list[nn.Module]:
-        return select_units(module, self.options.auto_wrap_policy)
-
-    def shard_module(self, module: nn.Module) -> XLASPMDSharded:
-        self._check(module)
-        planned = planned_dims(module, described_plan(self.options.tensor_plan))
-        units = self.units(module)
-        checkpoint_activations(module, self.options.activation_checkpointing_policy, recompute)
-        names = {id(parameter): name for name, parameter in named_parameters(module)}
-        dims = {key: planned.get(name) for key, name in names.items()}
-        placed: dict[int, nn.Parameter] = {}
-        written: list[nn.Parameter] = []  # kept alive: a freed parameter's id could be reused
-        done: set[nn.Module] = set()
-        for unit in (*units, module):
-            own = [one for one in unit.modules() if one not in done]
-            done.update(own)
-            if any(t.is_meta for one in own for t in (*one.parameters(False), *one.buffers(False))):
-                dims.update(_materialize(own, dims))
-            for one in own:
-                self._place(one, dims, placed, written)
-        module.to(self.runtime.device)  # anything else that follows a module's device, such as metrics
-        sharded = XLASPMDSharded(module, Boundaries(module, units, self.spmd.device_mesh))
-        self.spmd.settle()
-        return sharded
-
-    def _check(self, module: nn.Module) -> None:
+    def check_shardable(self, module: nn.Module) -> None:
+        super().check_shardable(module)
         if described_plan(self.options.tensor_plan) and self.spmd.tensor_parallel_size == 1:
             raise UnsupportedCapabilityError(
                 "tensor_plan says how to shard weights along the mesh axis 'model', and there is none.\n"
@@ -108,6 +85,30 @@ class XLASPMDBackend(Backend):
                     f"wrap({name}, {', '.join(f'{k}=...' for k in options_of(submodule))}) has options, which "
                     "'xla_fsdp_spmd' takes for the whole model.\nGive them to the strategy and write wrap(module)."
                 )
+
+    def units(self, module: nn.Module) -> list[nn.Module]:
+        return select_units(module, self.options.auto_wrap_policy)
+
+    def details(self, module: nn.Module, units: Sequence[nn.Module]) -> dict[str, dict[str, Any]]:
+        return {"divided dimension": planned_dims(module, described_plan(self.options.tensor_plan))}
+
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> XLASPMDSharded:
+        checkpoint_activations(module, self.options.activation_checkpointing_policy, recompute)
+        divided = plan.details["divided dimension"]
+        dims = {id(parameter): divided.get(name) for name, parameter in named_parameters(module)}
+        placed: dict[int, nn.Parameter] = {}
+        written: list[nn.Parameter] = []  # kept alive: a freed parameter's id could be reused
+        units = plan.split_by_unit(module)
+        for unit in units:
+            if any(t.is_meta for one in unit.own for t in (*one.parameters(False), *one.buffers(False))):
+                dims.update(_materialize(unit.own, dims))
+            for submodule in unit.own:
+                self._place(submodule, dims, placed, written)
+        module.to(self.runtime.device)  # anything else that follows a module's device, such as metrics
+        boundaries = Boundaries(module, [unit.module for unit in units[:-1]], self.spmd.device_mesh)
+        sharded = XLASPMDSharded(module, boundaries)
+        self.spmd.settle()
+        return sharded
 
     def _place(
         self,

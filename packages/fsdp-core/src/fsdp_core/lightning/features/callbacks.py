@@ -139,7 +139,7 @@ def check_finetuning(trainer: pl.Trainer, sharded: Sharded, strategy: str) -> No
     sharded.reshard()
     shown = {clean_name(name): p for name, p in sharded.written.named_parameters(remove_duplicate=False)}
     held = set(map(id, shown.values()))
-    hidden = [name for name in sharded.names if name not in shown]
+    hidden = [name for name in sharded.plan.parameters if name not in shown]
     hidden += [part.name for p, parts in sharded.layout().items() if id(p) not in held for part in parts]
     if hidden:
         raise UnsupportedCapabilityError(

@@ -79,9 +79,9 @@ class NoSync(BackwardSyncControl):
             left = sorted(names & root.accumulated_gradients().own.keys())
             if left:
                 raise ShardingError(
-                    f"a step of {type(optimizer).__name__} while gradients of {root.class_name} are not reduced, such "
-                    f"as that of {left[0]!r}: the last backward pass before it was inside fabric.no_backward_sync(), "
-                    "so the step would leave them out.\n"
+                    f"a step of {type(optimizer).__name__} while gradients of {root.plan.class_name} are not reduced, "
+                    f"such as that of {left[0]!r}: the last backward pass before it was inside "
+                    "fabric.no_backward_sync(), so the step would leave them out.\n"
                     "Leave the context for the last backward pass before each step: `with "
                     "fabric.no_backward_sync(model, enabled=is_accumulating): ...`, and is_accumulating is False there."
                 )

@@ -59,7 +59,7 @@ class ShardedOptimizers:
     def refuse_late(self, sharded: Sharded, optimizers: Iterable[Optimizer] = ()) -> None:
         """Refuse parameters that were added to the module after it was sharded."""
         with sharded.as_written():
-            refuse_late(sharded.written, sharded.names, optimizers, self._strategy.make_before)
+            refuse_late(sharded.written, sharded.plan.names, optimizers, self._strategy.make_before)
 
     def check_first_gradients(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
         """Let roots check the gradients of an optimizer's first step. All ranks must call it.
@@ -113,7 +113,7 @@ class ShardedOptimizers:
 def _discard_unreduced(of: ref[Sharded], unreduced: WeakSet[Sharded]) -> None:
     root = of()
     if root is not None and root in unreduced:
-        root.forget_unreduced(set(root.names))
+        root.forget_unreduced(root.plan.parameters)
 
 
 def _held_in_parts(optimizer: Optimizer, roots: Sequence[Sharded]) -> Callable[[Tensor], bool]:

@@ -31,7 +31,7 @@ class FirstForwards:
         self._sharded = ref(sharded)
         has_parts = any(isinstance(p, DTensor) or sharded.holds_part(p) for p in sharded.layout())
         self._ranks = sharded.runtime if has_parts else None  # otherwise a rank may call it alone
-        self._name = sharded.class_name
+        self._name = sharded.plan.class_name
         self._writes: StepWrites | None = None
         self._seen = False
         _watched[sharded.root] = _watched[sharded.written] = self

@@ -64,8 +64,8 @@ class ShardedForward(nn.Module):
     def _check_backward(self, _: Tensor) -> None:
         if not self._is_stepping() and self.sharded.accumulates():
             raise UnsupportedCapabilityError(
-                f"loss.backward() of {self.sharded.class_name} bypasses Fabric, which then does not know of gradients "
-                "to reduce, unscale and check.\n"
+                f"loss.backward() of {self.sharded.plan.class_name} bypasses Fabric, which then does not know of "
+                "gradients to reduce, unscale and check.\n"
                 "Write fabric.backward(loss). torch.autograd.grad(...), which adds to no gradient, needs nothing else."
             )
 
@@ -113,7 +113,7 @@ def set_up_model(module: nn.Module) -> Sharded:
     around = sharded_around(written_of(module)) if sharded is None else None
     if around is not None:
         raise ShardingError(
-            f"{type(module).__name__} is a part of {around[0].class_name}, which is sharded as a whole.\n"
+            f"{type(module).__name__} is a part of {around[0].plan.class_name}, which is sharded as a whole.\n"
             "Pass the model that fabric.setup() returned."
         )
     if sharded is None:

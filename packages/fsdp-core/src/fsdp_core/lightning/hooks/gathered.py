@@ -118,7 +118,7 @@ def _check_at_rest(root: nn.Module) -> None:
 def _whole_parameters(sharded: Sharded, prefix: str, first: Mapping[str, str]) -> dict[str, Tensor]:
     """The parameters of a part of a root, each once, on this rank's device."""
     state = sharded.model_state()
-    names = dict.fromkeys(first.get(name, name) for name in sharded.names if name.startswith(prefix))
+    names = dict.fromkeys(first.get(name, name) for name in sharded.plan.parameters if name.startswith(prefix))
     wholes = each_whole({name: state[name] for name in names}, sharded.runtime)
     # a copy, for parameters that are not sharded are the module's own
     return {name: full.to(sharded.runtime.device, copy=True) for name, full in wholes}

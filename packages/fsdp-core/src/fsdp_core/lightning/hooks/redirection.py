@@ -8,9 +8,8 @@ import math
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -28,9 +27,7 @@ from fsdp_core.state.full_tensor import check_not_gathered, gathered_modules, ru
 from fsdp_core.torch_private import in_backward, is_recomputing, outside_of_compilation
 
 __all__ = [
-    "CallTargets",
     "call_inside_forward",
-    "call_targets",
     "called_as_written",
     "explain_shards",
     "explain_uncaught_error",
@@ -148,42 +145,7 @@ def normal_tensors() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallTargets:
-    """What :func:`follow_calls` needs to know about a module before it is sharded.
-
-    Attributes:
-        outside: By name, the modules with parameters that are not in a unit, including the module itself.
-        units: By name, the units.
-        written: All modules.
-    """
-
-    outside: dict[str, nn.Module]
-    units: dict[str, nn.Module]
-    written: frozenset[nn.Module]
-
-
-def call_targets(module: nn.Module, units: Collection[nn.Module]) -> CallTargets:
-    """The parts of a module whose calls need parameters of the root, and its units.
-
-    Args:
-        module: A module that is not sharded yet.
-        units: The submodules that become units.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 1)))
-        >>> parts = call_targets(model, [model[2]])
-        >>> list(parts.outside), list(parts.units)
-        (['', '0'], ['2'])
-    """
-    chosen, within = set(units), {inner for unit in units for inner in unit.modules()}
-    named = dict(module.named_modules())
-    parts = {name: part for name, part in named.items() if part not in within and any(True for _ in part.parameters())}
-    chosen_by_name = {name: unit for name, unit in named.items() if unit in chosen}
-    return CallTargets(outside=parts, units=chosen_by_name, written=frozenset(named.values()))
-
-
-def follow_calls(root: nn.Module, parts: CallTargets, *, meet: bool) -> None:
+def follow_calls(sharded: Sharded, *, meet: bool) -> None:
     """Let a root, and parts of it, be called outside of its forward pass: in hooks, and after training.
 
     The root's own parameters are gathered for its forward pass, so a call of a part that may need them becomes one; so
@@ -191,21 +153,25 @@ def follow_calls(root: nn.Module, parts: CallTargets, *, meet: bool) -> None:
     the call, parameters are resharded, for hooks that read them. Idempotent.
 
     Args:
-        root: A sharded root.
-        parts: What :func:`call_targets` returned for the module that it stands for.
+        sharded: Of the root.
         meet: Whether all ranks must make such a call; not if each has the full model.
     """
+    root, user_modules = sharded.root, sharded.user_modules
     if root in _followed:
         return
     _followed[root] = meet
+    known = set(user_modules.values())
     wrappers: dict[str, nn.Module] = {}
     for raw, module in root.named_modules():
-        if module not in parts.written:
+        if module not in known:
             wrappers.setdefault(clean_name(raw), module)
-    for name, part in parts.outside.items():
-        _parts[part] = ref(root), clean_name(name)
-        _let_forward_ask(part)
-    for name, unit in parts.units.items():
+    units = {name: user_modules[name] for name in sharded.plan.units}
+    in_units = {inner for unit in units.values() for inner in unit.modules()}
+    for name, part in user_modules.items():
+        if part not in in_units and sharded.plan.has_parameters(name):
+            _parts[part] = ref(root), clean_name(name)
+            _let_forward_ask(part)
+    for name, unit in units.items():
         called = wrappers.get(clean_name(name), unit)
         _parts[called] = ref(root), clean_name(name)
         if called is unit:

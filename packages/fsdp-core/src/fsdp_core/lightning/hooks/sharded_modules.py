@@ -6,24 +6,22 @@ import logging
 
 from torch.distributed.tensor import DTensor
 
-from fsdp_core.lightning.hooks.redirection import CallTargets, follow_calls
+from fsdp_core.lightning.hooks.redirection import follow_calls
 from fsdp_core.sharding.gradient_hooks import refuse_gradient_hooks
 from fsdp_core.sharding.local_pieces import refuse_files_of_shards, refuse_state_dicts
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.fqn import clean_name
-from fsdp_core.state.layout import bytes_of_wholes
 
 __all__ = ["announce_shards", "guard_module", "size_in_words"]
 
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def guard_module(sharded: Sharded, targets: CallTargets | None, strategy_name: str) -> None:
+def guard_module(sharded: Sharded, strategy_name: str) -> None:
     """Let parts of a sharded module be called outside of steps, and refuse what would only see this rank's shards.
 
     Args:
         sharded: The module.
-        targets: Its parts and units, from before it was sharded; ``None`` if it is followed already.
         strategy_name: The name that users type.
 
     Raises:
@@ -31,25 +29,25 @@ def guard_module(sharded: Sharded, targets: CallTargets | None, strategy_name: s
     """
     layout = sharded.layout()
     has_parts = any(isinstance(p, DTensor) or sharded.holds_part(p) for p in layout)
-    if targets is not None and (has_parts or sharded.written is not sharded.root):
-        follow_calls(sharded.root, targets, meet=has_parts)
-    refuse_state_dicts(sharded.root, sharded.names, layout, strategy_name)
+    if has_parts or sharded.written is not sharded.root:
+        follow_calls(sharded, meet=has_parts)
+    refuse_state_dicts(sharded.root, sharded.plan.names, layout, strategy_name)
     refuse_files_of_shards(sharded.root, strategy_name)
     held = [(clean_name(name), parameter) for name, parameter in sharded.root.named_parameters()]
     optimizer_params = [(of[0].name, parameter) for parameter, of in layout.items()]
     refuse_gradient_hooks([*held, *optimizer_params], sharded.called_hooks)
 
 
-def announce_shards(log: logging.Logger, units: int, sharded: Sharded) -> None:
+def announce_shards(log: logging.Logger, sharded: Sharded) -> None:
     """Log on rank 0 what was sharded, over what, and what a rank holds of it."""
-    runtime = sharded.runtime
+    runtime, plan = sharded.runtime, sharded.plan
     if runtime.rank != 0 or not log.isEnabledFor(logging.INFO):
         return
+    units = len(plan.units)
     in_units = f"{units} unit{'s' if units > 1 else ''} and the root" if units else "the root alone"
-    held, whole = sharded.bytes_held(), bytes_of_wholes(sharded.layout())
     log.info(
-        f"{sharded.strategy_name}: {sharded.class_name} is sharded over {runtime.described()}, in {in_units}; "
-        f"the first holds {size_in_words(held)} of {size_in_words(whole)} of parameters."
+        f"{sharded.strategy_name}: {plan.class_name} is sharded over {runtime.described()}, in {in_units}; "
+        f"the first holds {size_in_words(sharded.bytes_held())} of {size_in_words(plan.nbytes)} of parameters."
     )
 
 

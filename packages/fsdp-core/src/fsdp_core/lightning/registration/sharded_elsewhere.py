@@ -40,7 +40,7 @@ def _refuses_shards(take: Callable[..., Any]) -> Callable[..., Any]:
                 from fsdp_core.lightning.private import forget_module
 
                 forget_module(self)  # otherwise its teardown would move shards, and end in torch's error anyway
-                raise _refusal(type(self).__name__, sharded[0].strategy_name, sharded[0].class_name)
+                raise _refusal(type(self).__name__, sharded[0].strategy_name, sharded[0].plan.class_name)
         return take(self, *args, **kwargs)
 
     return marked(take_or_refuse, take, _refuses_shards)

@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import nn
 
 from fsdp_core import Backend
-from fsdp_core.sharding import place
+from fsdp_core.sharding import ShardingPlan, place
 from fsdp_core.testing.loopback.flat_shards import FlatShard
 from fsdp_core.testing.loopback.sharded import LoopbackSharded
 
@@ -23,6 +23,6 @@ class LoopbackBackend(Backend):
     shard_class: ClassVar[type[FlatShard]] = FlatShard
     sharded_class: ClassVar[type[LoopbackSharded]] = LoopbackSharded
 
-    def shard_module(self, module: nn.Module) -> LoopbackSharded:
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> LoopbackSharded:
         place(list(module.modules()), self.runtime)
         return self.sharded_class(module, self.shard_class, self.runtime)

@@ -1,0 +1,262 @@
+"""What a backend is about to do with a module, as plain data: made without changing it, and compared between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_core.initialization.sharded_init import is_part
+from fsdp_core.sharding.rank_agreement import described
+from fsdp_core.state.fqn import clean_name
+
+__all__ = ["ParameterPlan", "ShardingPlan", "UnitModules", "modules_by_unit", "plan_module"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterPlan:
+    """One parameter of a module that is about to be sharded, under one of its names.
+
+    Attributes:
+        shape: Its unsharded shape.
+        dtype: The dtype that it has before it is sharded.
+        requires_grad: Whether it is trained.
+        unit: The FQN of the unit that gathers it; empty for the root.
+        is_replicated: Whether every rank keeps all of it.
+        is_built_in_parts: Whether ranks keep only their part of it already; see :func:`fsdp_core.wrap`.
+        tied_to: The first of its names, if this is another one.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    unit: str
+    is_replicated: bool = False
+    is_built_in_parts: bool = False
+    tied_to: str | None = None
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements."""
+        return torch.Size(self.shape).numel()
+
+    def __str__(self) -> str:
+        if self.tied_to is not None:
+            return f"tied to {self.tied_to!r}"
+        trained = "trained" if self.requires_grad else "frozen"
+        replicated = ", whole on every rank" if self.is_replicated else ""
+        in_parts = ", sharded as it was built" if self.is_built_in_parts else ""
+        return f"{self.shape} in {self.dtype}, {trained}{replicated}{in_parts}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingPlan:
+    r"""How a backend will shard a module. Made by :meth:`Backend.plan <fsdp_core.Backend.plan>`.
+
+    Two plans of the same model are equal, on every rank and wherever its parameters are: on the meta device too.
+
+    Attributes:
+        class_name: The name of the module's class. Libraries change the class.
+        parameters: The parameters by FQN, in their order, tied ones under each of their names.
+        buffers: Shape and dtype of the buffers, in words, by FQN.
+        layers: The classes of the modules by name, and the settings of those in ``torch.nn``, such as the p of a
+            Dropout.
+        units: The names of the FSDP units, innermost first, without the root, as in ``named_modules()``.
+        details: What else the backend has decided, by topic and then by the name of a module.
+        config: The settings that the sharded module can't change any more, by name.
+        refusal: Why the module can't be sharded. Everything but :attr:`class_name` and :attr:`config` is empty then.
+
+    Example:
+        >>> plan = plan_module(nn.Linear(2, 1, device="meta"), {"cpu_offload": True}, units=lambda module: [])
+        >>> print(*plan.describe().items(), sep="\n")
+        ('state', 'not sharded yet')
+        ("parameter 'weight'", '(1, 2) in torch.float32, trained')
+        ("parameter 'bias'", '(1,) in torch.float32, trained')
+        ('class of the module', 'Linear(in_features=2, out_features=1, bias=True)')
+        ('units of sharding', 'the whole alone')
+        >>> plan.numel, plan.nbytes
+        (3, 12)
+    """
+
+    class_name: str = "a module"
+    parameters: Mapping[str, ParameterPlan] = field(default_factory=dict)
+    buffers: Mapping[str, str] = field(default_factory=dict)
+    layers: Mapping[str, str] = field(default_factory=dict)
+    units: tuple[str, ...] = ()
+    details: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    refusal: Exception | None = field(default=None, compare=False)
+
+    @property
+    def names(self) -> list[str]:
+        """The FQNs of the parameters, tied ones under each of their names."""
+        return list(self.parameters)
+
+    @property
+    def numel(self) -> int:
+        """The number of the elements of all parameters, tied ones counted once."""
+        return sum(parameter.numel for parameter in self.parameters.values() if parameter.tied_to is None)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all unsharded parameters, tied ones counted once."""
+        sizes = ((p.numel, p.dtype) for p in self.parameters.values() if p.tied_to is None)
+        return sum(numel * dtype.itemsize for numel, dtype in sizes)
+
+    def has_parameters(self, name: str) -> bool:
+        """Whether a module has parameters, its own or those of modules in it.
+
+        Args:
+            name: Its name in ``named_modules()``.
+        """
+        return clean_name(name) in self._owner_names
+
+    @cached_property
+    def _owner_names(self) -> set[str]:
+        parts = (name.split(".") for name in self.parameters)
+        return {".".join(path[:length]) for path in parts for length in range(len(path))}
+
+    def split_by_unit(self, module: nn.Module) -> list[UnitModules]:
+        """The units of a module, innermost first, and the root last.
+
+        Args:
+            module: The module that was planned, before units in it are replaced by a library's wrappers.
+        """
+        names = {submodule: clean_name(name) for name, submodule in module.named_modules()}
+
+        def replicated(owner: nn.Module) -> list[str]:
+            attributes = (attribute for attribute, _ in owner.named_parameters(recurse=False, remove_duplicate=False))
+            fqns = {attribute: f"{names[owner]}.{attribute}".removeprefix(".") for attribute in attributes}
+            return [attribute for attribute, fqn in fqns.items() if self.parameters[fqn].is_replicated]
+
+        units = [module.get_submodule(name) for name in self.units]
+        return [
+            UnitModules(module=unit, own=own, replicated_names={owner: replicated(owner) for owner in own})
+            for unit, own in modules_by_unit(units, module)
+        ]
+
+    def ties(self) -> list[list[str]]:
+        """The names of each parameter that has several."""
+        names: dict[str, list[str]] = {}
+        for name, parameter in self.parameters.items():
+            names.setdefault(parameter.tied_to or name, []).append(name)
+        return [tied for tied in names.values() if len(tied) > 1]
+
+    def describe(self) -> dict[str, str]:
+        """Describe the module and its units by topic, for :func:`~fsdp_core.sharding.rank_agreement.check_same`.
+
+        Devices are not described: rank 0 may have loaded the weights, with other ranks on the meta device.
+        """
+        if self.refusal is not None:
+            return {"state": f"{type(self.refusal).__name__}: {self.refusal}"}
+        facts = {"state": "not sharded yet"}
+        facts |= {f"parameter {name!r}": str(parameter) for name, parameter in self.parameters.items()}
+        facts |= {f"buffer {name!r}": buffer for name, buffer in self.buffers.items()}
+        facts |= {f"layer {name!r}" if name else "class of the module": layer for name, layer in self.layers.items()}
+        facts["units of sharding"] = ", ".join(map(clean_name, self.units)) or "the whole alone"
+        for topic, by_name in self.details.items():
+            facts |= {f"{topic} of {name or 'the root'!r}": described(value) for name, value in by_name.items()}
+        return facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitModules:
+    """A unit of a plan in the module that is being sharded.
+
+    Attributes:
+        module: The unit.
+        own: The modules in it that no earlier unit holds.
+        replicated_names: The names of their own parameters of which every rank keeps all.
+    """
+
+    module: nn.Module
+    own: Sequence[nn.Module]
+    replicated_names: Mapping[nn.Module, Sequence[str]]
+
+    def parameters(self) -> set[nn.Parameter]:
+        """The parameters that the modules own, as they are now."""
+        return {parameter for owner in self.own for parameter in owner.parameters(recurse=False)}
+
+    def replicated(self) -> set[nn.Parameter]:
+        """Those of which every rank keeps all."""
+        named = ((owner, name) for owner, names in self.replicated_names.items() for name in names)
+        return {getattr(owner, name) for owner, name in named}
+
+
+def plan_module(
+    module: nn.Module,
+    config: Mapping[str, Any],
+    *,
+    check: Callable[[nn.Module], object] = lambda module: None,
+    units: Callable[[nn.Module], Sequence[nn.Module]],
+    replicated: Callable[[nn.Module], Collection[Tensor]] = lambda module: (),
+    details: Callable[[nn.Module, Sequence[nn.Module]], Mapping[str, Mapping[str, Any]]] = lambda module, units: {},
+) -> ShardingPlan:
+    """Plan how a module will be sharded.
+
+    Args:
+        module: The module; it is not changed.
+        config: The settings that it can't change once it is sharded.
+        check: Raises if the module can't be sharded. What it raises, and what the following functions raise, becomes
+            the plan's :attr:`~ShardingPlan.refusal`.
+        units: Returns the submodules that become FSDP units, innermost first.
+        replicated: Returns the parameters of which every rank keeps all.
+        details: Returns what else is decided for the module and its units.
+    """
+    empty = ShardingPlan(class_name=type(module).__name__, config=config)
+    try:
+        check(module)
+        chosen = list(units(module))
+        kept_whole = {id(parameter) for parameter in replicated(module)}
+        decided = details(module, chosen)
+    except Exception as refusal:  # of a function that the user gave, too: ranks compare it, and each raises its own
+        return replace(empty, refusal=refusal)
+    names = {submodule: name for name, submodule in module.named_modules()}
+    unit_names = {
+        id(parameter): clean_name(names[unit])
+        for unit, own in modules_by_unit(chosen, module)
+        for submodule in own
+        for parameter in submodule.parameters(recurse=False)
+    }
+    first_names: dict[int, str] = {}
+    parameters: dict[str, ParameterPlan] = {}
+    for raw_name, parameter in module.named_parameters(remove_duplicate=False):
+        name = clean_name(raw_name)
+        first_name = first_names.setdefault(id(parameter), name)
+        parameters[name] = ParameterPlan(
+            shape=tuple(parameter.shape),
+            dtype=parameter.dtype,
+            requires_grad=parameter.requires_grad,
+            unit=unit_names.get(id(parameter), ""),
+            is_replicated=id(parameter) in kept_whole,
+            is_built_in_parts=is_part(parameter),
+            tied_to=None if first_name == name else first_name,
+        )
+    return replace(
+        empty,
+        parameters=parameters,
+        buffers={name: f"{tuple(buffer.shape)} in {buffer.dtype}" for name, buffer in module.named_buffers()},
+        layers={name: _describe_layer(submodule) for submodule, name in names.items()},
+        units=tuple(names[unit] for unit in chosen),
+        details=decided,
+    )
+
+
+def modules_by_unit(units: Iterable[nn.Module], root: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """The units, innermost first, and the root last, each with the modules in it that no earlier one holds."""
+    seen: set[nn.Module] = set()
+    for unit in (*units, root):
+        own = [module for module in unit.modules() if module not in seen]
+        seen.update(own)
+        yield unit, own
+
+
+def _describe_layer(module: nn.Module) -> str:
+    """A layer's class, and what torch's own layers show of their settings."""
+    layer_class = type(module)
+    settings = module.extra_repr() if layer_class.__module__.startswith("torch.nn.modules.") else ""
+    return f"{layer_class.__qualname__}({settings})" if settings else layer_class.__qualname__

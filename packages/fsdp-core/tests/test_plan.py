@@ -1,0 +1,123 @@
+"""Plans say all that is about to happen to a module, change nothing, and are the same wherever its parameters are."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.runtime import ProcessGroupRuntime
+from fsdp_core.sharding.mixed_precision import ShardPrecision
+from fsdp_core.sharding.plan import ParameterPlan, ShardingPlan, plan_module
+from fsdp_core.sharding.sharded import sharded_of
+from fsdp_core.sharding.wrap_policy import select_units
+from fsdp_core.testing.loopback.backend import LoopbackBackend
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+
+
+def plan(module: nn.Module) -> ShardingPlan:
+    return plan_module(
+        module,
+        {"backend": "Mine"},
+        units=lambda module: select_units(module, "auto"),
+        replicated=lambda module: [parameter for parameter in module.parameters() if parameter.ndim == 0],
+        details=lambda module, units: {"depth": {"blocks.0": len(units)}},
+    )
+
+
+def test_parameters_units_and_ties_are_planned() -> None:
+    made = plan(Net())
+    assert made.units == ("blocks.0", "blocks.1")
+    assert made.parameters["blocks.1.linear.weight"] == ParameterPlan(
+        shape=(4, 4), dtype=torch.float32, requires_grad=True, unit="blocks.1"
+    )
+    assert made.parameters["head.weight"].tied_to == "embedding.weight"
+    assert made.ties() == [["embedding.weight", "head.weight"]]
+    assert [name for name, parameter in made.parameters.items() if parameter.is_replicated] == ["scale"]
+    assert made.numel == 6 * 4 + 2 * (16 + 8) + 1
+    assert made.nbytes == 4 * made.numel
+    assert [made.has_parameters(name) for name in ("", "blocks", "blocks.0.norm", "blocks.0.dropout")] == [True] * 3 + [
+        False
+    ]
+
+
+def test_what_ranks_compare_is_all_of_it() -> None:
+    facts = plan(Net()).describe()
+    assert facts["parameter 'scale'"] == "() in torch.float32, frozen, whole on every rank"
+    assert facts["parameter 'head.weight'"] == "tied to 'embedding.weight'"
+    assert facts["buffer 'blocks.0.norm.running_mean'"] == "(4,) in torch.float32"
+    assert facts["layer 'blocks.0.linear'"] == "Linear(in_features=4, out_features=4, bias=False)"
+    assert facts["class of the module"] == "Net"
+    assert facts["units of sharding"] == "blocks.0, blocks.1"
+    assert facts["depth of 'blocks.0'"] == "2"
+
+
+def test_it_is_the_same_on_the_meta_device_and_plain_data() -> None:
+    with torch.device("meta"):
+        on_meta = plan(Net())
+    assert on_meta == plan(Net())
+    assert on_meta.describe() == plan(Net()).describe()
+    assert pickle.loads(pickle.dumps(on_meta)) == on_meta
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        on_meta.units = ()  # type: ignore[misc]
+
+
+def test_units_own_what_no_unit_in_them_has() -> None:
+    net = Net()
+    first, second, root = plan(net).split_by_unit(net)
+    assert (first.module, second.module, root.module) == (net.blocks[0], net.blocks[1], net)
+    assert root.parameters() == {net.scale, net.embedding.weight}
+    assert root.replicated() == {net.scale}
+    assert not first.replicated()
+    net.scale = nn.Parameter(torch.tensor(3.0))  # as where it gets memory
+    assert root.replicated() == {net.scale}
+
+
+def refuse(module: nn.Module, *units: nn.Module) -> None:
+    raise ShardingError("matches nothing")
+
+
+@pytest.mark.parametrize("asked", ["check", "units", "replicated", "details"])
+def test_a_refusal_is_planned_and_raised_by_the_set_up(asked: str) -> None:
+    made = plan_module(Net(), {"backend": "Mine"}, **{"units": lambda module: [], asked: refuse})  # type: ignore[arg-type]
+    assert made.describe() == {"state": "ShardingError: matches nothing"}
+    assert (made.class_name, made.config) == ("Net", {"backend": "Mine"})
+    backend = LoopbackBackend()
+    backend.bind(ProcessGroupRuntime(), ShardPrecision())
+    net = Net()
+    with pytest.raises(ShardingError, match="matches nothing"):
+        backend.shard(net, made)
+    assert sharded_of(net) is None
+
+
+def test_to_plan_changes_nothing() -> None:
+    net, backend = Net(), LoopbackBackend()
+    backend.bind(ProcessGroupRuntime(), ShardPrecision())
+    before = {name: id(value) for name, value in (*net.named_parameters(), *net.named_buffers())}
+    state = copy.deepcopy(net.state_dict())
+    made = backend.plan(net)
+    assert before == {name: id(value) for name, value in (*net.named_parameters(), *net.named_buffers())}
+    assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
+    assert not any(vars(module).get("_fsdp_core_sharded") for module in net.modules())
+    sharded = backend.shard(net, made)
+    assert sharded.plan is made
+    assert sharded.user_modules["blocks.0"] is net.blocks[0]
