@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.strategies import FSDPStrategy, Strategy
@@ -59,8 +59,7 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
 
     def __init__(self, *positional: Any, **options: Any) -> None:
         self._take_options(positional, options)
-        self._roots: list[weakref.ref[Sharded]] = []
-        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.optimizers: WeakSet[Optimizer] = WeakSet()
         self.steps = FabricSteps(self)
         self._signals = Signals(self)
         self._num_nodes = 1
@@ -125,24 +124,12 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         return self.backend.wrap_context()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        return self.steps.set_up(module, self._shard_root)
-
-    def _shard_root(self, module: nn.Module) -> tuple[Sharded, bool]:
-        """The module's sharded state, and whether it was not set up before."""
-        sharded = self._shard(module)
-        is_new = not any(root is sharded for root in self.roots)
-        if is_new:
-            self._roots.append(weakref.ref(sharded))
-        return sharded, is_new
+        return self.steps.set_up(module, self._shard)
 
     @property
     def roots(self) -> list[Sharded]:
-        """The models that were set up, without those that nobody holds any longer.
-
-        The garbage collector decides when one of the latter leaves, on each rank for itself: what all ranks do together
-        must not depend on how many there are.
-        """
-        return [root for known in self._roots if (root := known()) is not None]
+        """The models that were set up, without those that nobody holds any longer."""
+        return self.steps.roots
 
     trained_roots = roots
     is_stepping_by_hand = True  # nothing tells when the user calls a model next

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins.precision import Precision as FabricPrecision
@@ -27,11 +27,12 @@ from fsdp_core.initialization.deferred_init import continue_deferred
 from fsdp_core.lightning.capabilities import check_precision
 from fsdp_core.lightning.private import DtypeContext, convert_fp_tensor
 from fsdp_core.plugins.strategy_info import Capability
-from fsdp_core.runtime import Runtime
-from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.mixed_precision import ShardPrecision
-from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.torch_private import forget_unscaled, make_scaler_sharded, plain_tensors_replicated
+
+if TYPE_CHECKING:
+    from fsdp_core.lightning.strategy import ShardedStrategy
+    from fsdp_core.lightning.trainer import ShardedTrainerStrategy
 
 __all__ = ["ShardedFabricPrecision", "ShardedTrainerPrecision", "asked_precision", "shard_dtypes"]
 
@@ -50,33 +51,7 @@ _TRANSLATED = (
 )
 
 
-class _Strategy(Protocol):
-    strategy_name: str
-    backend: Backend
-    runtime: Runtime
-
-    def require(self, capability: Capability, asked: str) -> None: ...
-
-    @property
-    def root_device(self) -> torch.device: ...
-
-    @property
-    def optimizers(self) -> Collection[torch.optim.Optimizer]: ...
-
-
-class _TrainerStrategy(_Strategy, Protocol):
-    def guarding_gradients(self) -> AbstractContextManager[Any]: ...
-
-    @property
-    def sharded(self) -> Sharded: ...
-
-    def check_gradients(self, optimizer: torch.optim.Optimizer) -> None: ...
-
-    @property
-    def is_stepping_by_hand(self) -> bool: ...
-
-
-def asked_precision(strategy: _Strategy, plugin: Any) -> tuple[ShardPrecision, torch.amp.GradScaler | None]:
+def asked_precision(strategy: ShardedStrategy, plugin: Any) -> tuple[ShardPrecision, torch.amp.GradScaler | None]:
     """Return the dtypes that one of Lightning's plugins asks a strategy for, and the user's own gradient scaler.
 
     Raises:
@@ -128,9 +103,7 @@ class _ShardedPrecision:
         UnsupportedCapabilityError: A gradient scaler was given, but the precision does not need one.
     """
 
-    def __init__(
-        self, precision: ShardPrecision, strategy: _Strategy, scaler: torch.amp.GradScaler | None = None
-    ) -> None:
+    def __init__(self, precision: ShardPrecision, strategy: Any, scaler: torch.amp.GradScaler | None = None) -> None:
         if scaler is not None and not precision.scaled:
             raise UnsupportedCapabilityError(
                 f"precision={precision.name!r} needs no gradient scaler, but got {type(scaler).__name__}.\n"
@@ -238,7 +211,7 @@ class ShardedTrainerPrecision(_ShardedPrecision, Precision):
         scaler: The user's gradient scaler.
     """
 
-    _strategy: _TrainerStrategy
+    _strategy: ShardedTrainerStrategy
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         return super().pre_backward(self._scale(tensor), module)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ShardingError
+from fsdp_core.lightning.constructing import ConstructedStrategy
 from fsdp_core.lightning.launch_checks import check_launched
 from fsdp_core.lightning.notebooks import check_interactive, is_interactive
 from fsdp_core.lightning.private import reset_seed
@@ -31,7 +32,7 @@ __all__ = ["StrategyRanks"]
 _TORCHS_TIMEOUT = timedelta(minutes=30)
 
 
-class StrategyRanks:
+class StrategyRanks(ConstructedStrategy):
     """The half of a strategy that starts, numbers and connects ranks. Comes before Lightning's class.
 
     Attributes:
@@ -44,8 +45,6 @@ class StrategyRanks:
     launcher_class: ClassVar[Any]
     _fork_launcher_class: ClassVar[Any]  # in notebooks
 
-    strategy_name: str
-    options: Any
     backend: Backend
     runtime: Runtime
     timeout: timedelta | None

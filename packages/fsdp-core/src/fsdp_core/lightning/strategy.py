@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from torch import nn
 
 from fsdp_core.initialization.sharded_init import check_same_parts
-from fsdp_core.lightning.capabilities import StrategyCapabilities, check_materialization, check_options
+from fsdp_core.lightning.capabilities import check_materialization
 from fsdp_core.lightning.checkpoints.saving_strategy import SavingStrategy
-from fsdp_core.lightning.constructing import SHARED_OPTIONS, define_constructor, read_options
+from fsdp_core.lightning.constructing import define_constructor
 from fsdp_core.lightning.features.optimizers import ShardedOptimizers
 from fsdp_core.lightning.hooks.redirection import normal_tensors
 from fsdp_core.lightning.hooks.sharded_modules import announce_shards, guard_module
-from fsdp_core.lightning.ranks import StrategyRanks
 from fsdp_core.sharding.backend import Backend, sharding_config_of
 from fsdp_core.sharding.plan import ShardingPlan
 from fsdp_core.sharding.rank_agreement import check_same, facts_of_options, facts_of_packages
@@ -26,7 +24,7 @@ from fsdp_core.sharding.sharded import Sharded, sharded_of
 __all__ = ["ShardedStrategy"]
 
 
-class ShardedStrategy(StrategyRanks, SavingStrategy, StrategyCapabilities):
+class ShardedStrategy(SavingStrategy):
     """The half of a strategy that is the same under Trainer and Fabric. Comes before Lightning's class.
 
     A package's strategy names its options and its backend, once for both front ends, and inherits the rest::
@@ -55,34 +53,14 @@ class ShardedStrategy(StrategyRanks, SavingStrategy, StrategyCapabilities):
         log: Lightning's logger for rank 0, whose level users set.
     """
 
-    strategy_name: str
-    options_class: ClassVar[type[Any]] = SHARED_OPTIONS
     backend_class: ClassVar[type[Any]]  # a Backend, made of the options
-    positional: ClassVar[Sequence[str]] = ()
-    left_out: ClassVar[Collection[str]] = ()
-    others_options: ClassVar[Mapping[str, str]] = {}
-    happens_anyway: ClassVar[Mapping[str, Collection[object]]] = {}
-
     make_before: ClassVar[str]
     log: ClassVar[logging.Logger]
-    __signature__: ClassVar[inspect.Signature]
-
-    options: Any  # of options_class
-    backend: Backend
     error_if_nonfinite: bool = False
-
-    _built_with: tuple[tuple[Any, ...], dict[str, Any]]  # the constructor's arguments
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         define_constructor(cls, ShardedStrategy)
-
-    def __new__(cls, *args: Any, **options: Any) -> Self:
-        # before the constructor, which may not accept the refused options at all
-        check_options(cls, args, options)
-        strategy = super().__new__(cls)
-        strategy._built_with = args, options
-        return strategy
 
     def _take_options(self, positional: Sequence[Any], given: Mapping[str, Any]) -> None:
         """Read the constructor's arguments, and make the backend and the runtime, before Lightning's constructor runs.
@@ -94,25 +72,12 @@ class ShardedStrategy(StrategyRanks, SavingStrategy, StrategyCapabilities):
         Raises:
             UnsupportedCapabilityError: An option is unknown, or can't be used.
         """
-        self.options = read_options(type(self), self._by_name(positional, given))
+        self.options = self._read_options(positional, given)
         self.error_if_nonfinite = self.options.error_if_nonfinite
         self._take_rank_options()
         self.backend, self.runtime = self.new_backend(), self.new_runtime()
         self._take_saving_options()
         self.sharded_optimizers = ShardedOptimizers(self)
-
-    def _by_name(self, positional: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """The constructor's arguments by name."""
-        values = dict(zip(self.positional, positional, strict=False))
-        twice = [name for name in values if name in given]
-        if len(positional) > len(self.positional) or twice:
-            name = type(self).__name__
-            why = f"{twice[0]} is given by keyword too" if twice else f"only {len(self.positional)} can be so given"
-            raise TypeError(
-                f"{name} was given {len(positional)} options by position, and {why}.\n"
-                f"Write keywords: {name}({', '.join(f'{each}=...' for each in self.positional[:2])}, ...)."
-            )
-        return {**values, **given}
 
     def new_backend(self) -> Backend:
         """The backend, made of the options."""

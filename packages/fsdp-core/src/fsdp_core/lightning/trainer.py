@@ -185,13 +185,13 @@ class ShardedTrainerStrategy(ShardedStrategy, ParallelStrategy):
         always_say_what_is_saved(trainer)
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        for feature in self.features:
+        for feature in self.features.in_order:
             feature.setup(trainer, fitting=fitting)
         module = self.lightning_module
         self.step_methods.begin_stage(module, fitting=fitting)
         sharded = self._shard_converted(module)
         sharded.follow_inner_passes(WeakMethod(self._note_inner_pass))
-        for feature in self.features:
+        for feature in self.features.in_order:
             feature.module_sharded(trainer, sharded, fitting=fitting)
         if fitting:
             self.checkpoints.before_optimizers()
@@ -289,16 +289,13 @@ class ShardedTrainerStrategy(ShardedStrategy, ParallelStrategy):
         return self.step_methods.evaluate(name, *args, **kwargs)
 
     def on_validation_start(self) -> None:
-        assert self.lightning_module is not None
-        self.features.even_batches.check("val", self.lightning_module.trainer.num_val_batches)
+        self.features.even_batches.check("val")
 
     def on_test_start(self) -> None:
-        assert self.lightning_module is not None
-        self.features.even_batches.check("test", self.lightning_module.trainer.num_test_batches)
+        self.features.even_batches.check("test")
 
     def on_predict_start(self) -> None:
-        assert self.lightning_module is not None
-        self.features.even_batches.follow_prediction(self.lightning_module.trainer)
+        self.features.even_batches.follow_prediction()
 
     def on_validation_end(self) -> None:
         self.step_methods.compare_writes("validation_step()")
@@ -363,7 +360,7 @@ class ShardedTrainerStrategy(ShardedStrategy, ParallelStrategy):
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
         self.sharded_optimizers.refuse_late(self.sharded, self.optimizers)
-        for feature in self.features:
+        for feature in self.features.in_order:
             feature.train_start(self.lightning_module.trainer, self.sharded)
         self.step_methods.gradients.guard_parameters()
 
@@ -417,7 +414,7 @@ class ShardedTrainerStrategy(ShardedStrategy, ParallelStrategy):
     def teardown(self) -> None:
         trainer = None if self.lightning_module is None else self._trainer  # None too where the ranks ran elsewhere
         self.step_methods.end_stage()
-        for feature in self.features:
+        for feature in self.features.in_order:
             feature.teardown(trainer)
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()

@@ -16,9 +16,7 @@ from fsdp_core.checkpoint.storage.joined import shown_paths
 from fsdp_core.errors import CheckpointError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.lightning.capabilities import check_checkpoint
 from fsdp_core.lightning.hooks.redirection import is_inside_forward
-from fsdp_core.lightning.ray_train import RayWorker
-from fsdp_core.runtime import Runtime
-from fsdp_core.sharding.backend import Backend
+from fsdp_core.lightning.ranks import StrategyRanks
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.full_tensor import check_not_gathered
 
@@ -45,7 +43,7 @@ class SavePlace:
     is_reported: bool = False
 
 
-class SavingStrategy:
+class SavingStrategy(StrategyRanks):
     """The half of a strategy that saves. Comes before Lightning's class.
 
     Attributes:
@@ -55,16 +53,10 @@ class SavingStrategy:
         scattered_save: Whether each rank saves a checkpoint where it stands.
     """
 
-    strategy_name: str
-    options: Any
-    backend: Backend
-    runtime: Runtime
-    num_nodes: int
     state_dict_type: Literal["sharded", "full"]
     async_saves: AsyncSaves | None
     sequential_save: bool = False
     scattered_save: bool = False
-    _worker: RayWorker | None = None  # under Ray Train
     _checkpoint_io: CheckpointIO | None
 
     def _take_saving_options(self) -> None:

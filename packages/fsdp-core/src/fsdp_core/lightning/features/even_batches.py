@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from fsdp_core.errors import ShardingError
@@ -41,23 +40,24 @@ class EvenBatches:
     """
 
     def __init__(self, strategy: ShardedTrainerStrategy) -> None:
-        self._strategy = strategy
+        self._strategy: Any = strategy
         self._keeps = self._has_told = False
         self._of: int | None = None
         self._last: tuple[Any, ...] = ()
 
-    def check(self, stage: str, batches: Sequence[float]) -> None:
+    def check(self, stage: str) -> None:
         """Raise on every rank if the loaders of a validation or a test differ in their numbers of batches.
 
         All ranks must call it.
 
         Args:
             stage: ``"val"`` or ``"test"``, as in ``limit_val_batches``.
-            batches: How many batches this rank takes from each loader; infinite where a loader has no length.
 
         Raises:
             ShardingError: Two ranks differ. The message gives the numbers by rank.
         """
+        trainer = self._strategy.lightning_module.trainer
+        batches = trainer.num_val_batches if stage == "val" else trainer.num_test_batches
         everyones = _of_ranks(self._strategy.runtime, batches)
         if everyones is None:
             return
@@ -69,13 +69,14 @@ class EvenBatches:
             f"Trainer(limit_{stage}_batches=N) with what the shortest has."
         )
 
-    def follow_prediction(self, trainer: pl.Trainer) -> None:
+    def follow_prediction(self) -> None:
         """Compare the numbers of batches, and let this rank run those that it lacks. All ranks must call it.
 
         Raises:
             ShardingError: A rank lacks batches of a loader and can't run its last one again.
         """
         name, runtime = self._strategy.strategy_name, self._strategy.runtime
+        trainer = self._strategy.lightning_module.trainer
         batches = lengths_of_predictions(trainer)
         everyones = _of_ranks(runtime, batches)
         around_predictions(trainer)

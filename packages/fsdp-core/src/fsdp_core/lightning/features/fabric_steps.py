@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakMethod
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
@@ -51,20 +51,26 @@ class FabricSteps:
         self.gradients = GuardedGradients(strategy)
         self.counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self.no_sync = NoSync(strategy)
+        self._roots: list[ref[Sharded]] = []
         self._first_forwards: list[FirstForwards] = []
         self._in_backward = False
 
-    def set_up(self, module: nn.Module, shard: Callable[[nn.Module], tuple[Sharded, bool]]) -> ShardedForward:
-        """Shard a module, and follow its passes.
+    @property
+    def roots(self) -> list[Sharded]:
+        """The models that were set up, without those that nobody holds any longer.
 
-        Args:
-            module: The module.
-            shard: Shards it, and says whether it is a new one.
+        The garbage collector decides when one of the latter leaves, on each rank for itself: what all ranks do together
+        must not depend on how many there are.
         """
+        return [root for known in self._roots if (root := known()) is not None]
+
+    def set_up(self, module: nn.Module, shard: Callable[[nn.Module], Sharded]) -> ShardedForward:
+        """Shard a module, and follow its passes."""
         unguard_parameters(module.parameters())  # of one that is sharded already, maybe by another Fabric
-        sharded, is_new = shard(module)
+        sharded = shard(module)
         explain_uncaught(explain_uncaught_error)  # between calls, no code of a strategy is around the user's
-        if is_new:
+        if not any(root is sharded for root in self.roots):
+            self._roots.append(ref(sharded))
             self._first_forwards.append(FirstForwards(sharded))
         call_before_passes(WeakMethod(self._before_pass))
         self.gradients.add(sharded)
@@ -77,7 +83,7 @@ class FabricSteps:
             loss: What it begins with.
             run: Runs it.
         """
-        roots = self._strategy.roots
+        roots = self.roots
         for forwards in self._first_forwards:
             forwards.check()
         self.gradients.off()
@@ -106,7 +112,7 @@ class FabricSteps:
             self._mend_roots(outputs)
 
     def _mend_roots(self, outputs: Sequence[Tensor | GradientEdge]) -> None:
-        for root in self._strategy.roots:
+        for root in self.roots:
             try:
                 mend_caught(root)
             except ShardingError:
@@ -121,7 +127,7 @@ class FabricSteps:
             closure: What it evaluates, if anything.
             step: Makes the step, with ``closure=`` if there is one.
         """
-        strategy, roots = self._strategy, self._strategy.roots
+        strategy, roots = self._strategy, self.roots
         self.gradients.off()
         strategy.sharded_optimizers.follow_added_parameters(optimizer, roots)
         for root in roots:
@@ -168,9 +174,10 @@ class FabricSteps:
         Where there is a gradient scaler, it decides of the latter.
         """
         strategy = self._strategy
-        self.no_sync.check_reduced(optimizer, strategy.roots)
-        strategy.sharded_optimizers.check_first_gradients(optimizer, strategy.roots)
+        roots = self.roots
+        self.no_sync.check_reduced(optimizer, roots)
+        strategy.sharded_optimizers.check_first_gradients(optimizer, roots)
         scaler = getattr(strategy.precision, "scaler", None)
         if strategy.error_if_nonfinite and not (scaler is not None and scaler.is_enabled()):
             step = f"step {self.counts.get(optimizer, 0) + 1} of this run"
-            refuse_nonfinite(optimizer, strategy.roots, strategy.runtime, step)
+            refuse_nonfinite(optimizer, roots, strategy.runtime, step)

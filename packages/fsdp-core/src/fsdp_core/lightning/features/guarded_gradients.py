@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torch import Tensor
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from fsdp_core.gradients.step_gradients import guard, guard_parameters, unguard, unguard_parameters
 from fsdp_core.lightning.hooks.exporting import refuse_values_of_parts
 from fsdp_core.sharding.sharded import Sharded
 
+if TYPE_CHECKING:
+    from fsdp_core.lightning.fabric import ShardedFabricStrategy
+    from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+
 __all__ = ["GuardedGradients"]
-
-
-class _Strategy(Protocol):
-    @property
-    def optimizers(self) -> Iterable[Optimizer]: ...
-
-    @property
-    def trained_roots(self) -> Sequence[Sharded]: ...
-
-    @property
-    def is_stepping_by_hand(self) -> bool: ...
 
 
 class GuardedGradients:
@@ -44,7 +36,7 @@ class GuardedGradients:
         strategy: The strategy, whose optimizers and roots are guarded.
     """
 
-    def __init__(self, strategy: _Strategy) -> None:
+    def __init__(self, strategy: ShardedTrainerStrategy | ShardedFabricStrategy) -> None:
         self._strategy = strategy
         self._held: list[ref[Tensor]] = []  # what was held when the next was computed, which is rarely changed
         self._in_pieces: list[ref[Tensor]] = []

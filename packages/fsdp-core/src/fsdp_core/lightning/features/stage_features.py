@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fsdp_core.lightning.features.background_saves import BackgroundSaves
@@ -50,6 +49,3 @@ class StageFeatures:
             self.exact_resume,
             self.late_param_groups,
         )
-
-    def __iter__(self) -> Iterator[Feature]:
-        return iter(self.in_order)
