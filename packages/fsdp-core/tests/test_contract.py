@@ -52,7 +52,7 @@ def test_the_record_holds_what_plugins_need_one_line_each() -> None:
         assert name in recorded
     for module in (fsdp_core, plugins, state, sharding, checkpoint, lightning, testing, suite):
         assert {f"{module.__name__}.{name}" for name in module.__all__} <= recorded.keys()
-    assert recorded["fsdp_core.sharding.Backend.shard"] == "(self, module: nn.Module) -> Sharded"
+    assert recorded["fsdp_core.sharding.Backend.units"] == "(self, module: nn.Module) -> Sequence[nn.Module]"
     assert recorded["fsdp_core.sharding.Sharded.no_sync"] == "@abstractmethod (self) -> AbstractContextManager[None]"
     assert len(FILE.read_text(encoding="utf-8").splitlines()) == len(recorded) + 6
 

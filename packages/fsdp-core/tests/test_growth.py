@@ -20,7 +20,7 @@ from fsdp_core.errors import CheckpointError
 from fsdp_core.initialization.sharded_init import check_same_parts
 from fsdp_core.sharding.host_agreement import check_same_packages, versions_of
 from fsdp_core.sharding.mixed_precision import ShardPrecision
-from fsdp_core.sharding.rank_agreement import check_same, facts_of_module
+from fsdp_core.sharding.rank_agreement import check_same
 from fsdp_core.testing.loopback.backend import LoopbackBackend
 from fsdp_core.testing.refusals import refusal
 
@@ -87,11 +87,12 @@ def measured(world: int, path: Path, what: str) -> list[tuple[dict[str, int], di
 
 def set_up(runtime: RecordingRuntime, path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    check_same(runtime, "Sequential", facts_of_module(model, lambda module: module.children()))
-    check_same_parts(model, runtime)
     backend = LoopbackBackend()
     backend.bind(runtime, ShardPrecision())
-    backend.shard(model)
+    plan = backend.plan(model)
+    check_same(runtime, "Sequential", plan.describe())
+    check_same_parts(model, runtime)
+    backend.shard(model, plan)
 
 
 def meet_on_hosts(runtime: RecordingRuntime, path: Path) -> None:

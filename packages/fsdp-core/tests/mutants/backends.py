@@ -6,7 +6,7 @@ import copy
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, ClassVar, TypeVar
 
@@ -18,7 +18,7 @@ from fsdp_core.checkpoint import fill_all
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.gradients.clipping import clip_grads_by_norm
 from fsdp_core.initialization.sharded_init import kept_as_built, let_go_of
-from fsdp_core.sharding.plan import ShardingPlan
+from fsdp_core.sharding.plan import ParameterPlan, ShardingPlan
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.layout import FlatRange, Part
 from fsdp_core.testing.loopback.backend import LoopbackBackend
@@ -257,8 +257,8 @@ class Stale(FlatShard):
 
 @backend("frozen_trained")
 class Unfreezing(LoopbackBackend):
-    def shard(self, module: nn.Module) -> Sharded:
-        sharded: Any = super().shard(module)
+    def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
+        sharded: Any = super().shard(module, plan)
         for shard in sharded.shards:
             shard.held.requires_grad_(True)
         return sharded
@@ -277,6 +277,21 @@ class FreezesAsEvaluated(LoopbackSharded):
         for shard in self.frozen:
             assert shard.gathered is not None
             shard.gathered.requires_grad_(False)
+
+
+@backend("plan_unties")
+class UntiesWhilePlanning(LoopbackBackend):
+    def units(self, module: nn.Module) -> list[nn.Module]:
+        for parameter, _, places in list(places_of(module)):
+            for owner, name in places[1:]:
+                owner._parameters[name] = nn.Parameter(parameter.detach().clone())
+        return []
+
+
+@backend("plan_miscounts")
+class CountsPadding(LoopbackBackend):
+    def local_numels(self, parameters: Sequence[ParameterPlan]) -> list[int]:
+        return [-(-parameter.numel // self.runtime.world_size) for parameter in parameters]
 
 
 @backend("tied_untied")
@@ -778,40 +793,40 @@ class WithoutTerms(LoopbackBackend):
 
 @backend("group_left_open")
 class LeavesGroup(LoopbackBackend):
-    def shard(self, module: nn.Module) -> Sharded:
+    def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
         torch.distributed.new_group()
-        return super().shard(module)
+        return super().shard(module, plan)
 
 
 @backend("thread_left_running")
 class LeavesThread(LoopbackBackend):
-    def shard(self, module: nn.Module) -> Sharded:
+    def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
         threading.Thread(target=threading.Event().wait, daemon=True).start()
-        return super().shard(module)
+        return super().shard(module, plan)
 
 
 @backend("variable_left_set")
 class LeavesVariable(LoopbackBackend):
-    def shard(self, module: nn.Module) -> Sharded:
+    def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
         os.environ["LOOPBACK"] = "1"
-        return super().shard(module)
+        return super().shard(module, plan)
 
 
 @backend("file_left_behind")
 class LeavesFile(LoopbackBackend):
-    def shard(self, module: nn.Module) -> Sharded:
+    def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
         with tempfile.NamedTemporaryFile(delete=False) as file:
             file.write(b"a cache of its own")
-        return super().shard(module)
+        return super().shard(module, plan)
 
 
 @backend("module_kept")
 class KeepsModules(LoopbackBackend):
     kept: ClassVar[list[nn.Module]] = []
 
-    def shard(self, module: nn.Module) -> Sharded:
+    def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
         self.kept.append(module)
-        return super().shard(module)
+        return super().shard(module, plan)
 
 
 # -- what the plugin says ----------------------------------------------------------------------------------------------

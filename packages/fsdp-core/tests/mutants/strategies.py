@@ -56,8 +56,7 @@ class TakesPolicy(LoopbackTrainerStrategy):
 class ComparesNothing(LoopbackFabricStrategy):
     """Takes the ranks' models for the same."""
 
-    def _compare_between_ranks(self, module: nn.Module, plan: ShardingPlan | None) -> None:
-        pass
+    def _compare_between_ranks(self, module: nn.Module, plan: ShardingPlan | None) -> None: ...
 
 
 class ShowsPieces(LoopbackTrainerStrategy):

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import (
 
 from fsdp_core import Backend, UnsupportedCapabilityError
 from fsdp_core.sharding import (
+    ParameterPlan,
     ShardingPlan,
     ShardPrecision,
     StepInputs,
@@ -35,7 +37,7 @@ from fsdp_core.sharding import (
 )
 from fsdp_core.state import give_back
 from fsdp_cuda_native.meshes import ranks_to_shard_over
-from fsdp_cuda_native.options import NativeOptions
+from fsdp_cuda_native.options import HYBRID, NativeOptions
 from fsdp_cuda_native.sharded import NativeSharded
 from fsdp_cuda_native.torch_private import flat_parameters as torch_private
 from fsdp_cuda_native.unit_checks import check_not_wrapped, check_unit, unit_options
@@ -117,6 +119,22 @@ class NativeBackend(Backend):
         for unit, own in modules_by_unit(units, module):
             check_unit(module, unit, own, replicated, use_orig_params=self.options.use_orig_params)
         return {}
+
+    def local_numels(self, parameters: Sequence[ParameterPlan]) -> list[int] | None:
+        """Of a unit's parameters one after the other, each aligned to 16 bytes with ``use_orig_params``."""
+        if not self.shards:
+            return [parameter.numel for parameter in parameters]
+        if self.options.strategy in HYBRID or self.options.process_group is not None:
+            return None  # over which ranks is known when they have met
+        align = 16 // parameters[0].dtype.itemsize if self.options.use_orig_params else 1
+        starts = list(accumulate((-(-p.numel // align) * align for p in parameters), initial=0))
+        total = starts[-2] + parameters[-1].numel
+        length = -(-total // self.runtime.world_size)
+        begin, end = self.runtime.rank * length, (self.runtime.rank + 1) * length
+        return [
+            max(0, min(start + parameter.numel, end) - max(start, begin))
+            for start, parameter in zip(starts, parameters, strict=False)
+        ]
 
     def shard_module(self, module: nn.Module, plan: ShardingPlan) -> NativeSharded:
         checkpoint_activations(module, self.options.checkpointing_policy)

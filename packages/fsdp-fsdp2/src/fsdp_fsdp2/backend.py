@@ -22,6 +22,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from fsdp_core import Backend, Sharded, ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding import (
     Mesh,
+    MeshAxis,
+    ParameterPlan,
     ShardingPlan,
     ShardPrecision,
     StepInputs,
@@ -212,6 +214,19 @@ class FSDP2Backend(Backend):
             _RESHARDING: {names[unit]: value for unit, value in resharding.items()},
         }
 
+    def local_numels(self, parameters: Sequence[ParameterPlan]) -> list[int] | None:
+        mesh = self.runtime.mesh
+        if self.options.parallelize_fn is not None or mesh.tensor_parallel > 1:
+            return None  # styles decide, which may be the user's own
+        axes: tuple[MeshAxis, ...] = ("data_parallel", "context_parallel")
+        ranks, index = mesh.size(axes), mesh.coordinate(self.runtime.rank, axes)
+        numels = []
+        for parameter in parameters:
+            rows = -(-parameter.shape[0] // ranks)  # as torch.chunk: the last ranks have less, or nothing
+            local_rows = max(0, min(rows, parameter.shape[0] - index * rows))
+            numels.append(local_rows * (parameter.numel // parameter.shape[0]))
+        return numels
+
     def _styles(self, module: nn.Module) -> dict[str, ParallelStyle]:
         """The style of each submodule that the plan divides, by name."""
         size = self.runtime.mesh.tensor_parallel
@@ -252,6 +267,7 @@ class FSDP2Backend(Backend):
             units=self.units,
             replicated=self.replicated,
             details=self.details,
+            local_numels=self.local_numels,
         )
 
     def _arguments(self, module: nn.Module) -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ from fsdp_core.mesh import Mesh
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.options import ShardingOptions
-from fsdp_core.sharding.plan import ShardingPlan, plan_module
+from fsdp_core.sharding.plan import ParameterPlan, ShardingPlan, plan_module
 from fsdp_core.sharding.replaced_parameters import mark_replaced
 from fsdp_core.sharding.repointing import repoint
 from fsdp_core.sharding.sequence import SequenceSplit, use_split
@@ -158,6 +158,7 @@ class Backend(ABC):
             units=self.units,
             replicated=self.replicated,
             details=self.details,
+            local_numels=self.local_numels,
         )
 
     def check_shardable(self, module: nn.Module) -> None:
@@ -190,6 +191,14 @@ class Backend(ABC):
             ShardingError: The module can't be sharded in these units.
         """
         return {}
+
+    def local_numels(self, parameters: Sequence[ParameterPlan]) -> Sequence[int] | None:
+        """How many elements this rank will keep of each parameter that one unit shards; ``None``: it does not say.
+
+        Args:
+            parameters: The parameters, in the order of the module's, without replicated ones.
+        """
+        return None
 
     # -- sharding --------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ class ParameterPlan:
         is_replicated: Whether every rank keeps all of it.
         is_built_in_parts: Whether ranks keep only their part of it already; see :func:`fsdp_core.wrap`.
         tied_to: The first of its names, if this is another one.
+        local_numel: The number of its elements that this rank will keep; ``None`` if the backend does not say so.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +39,7 @@ class ParameterPlan:
     is_replicated: bool = False
     is_built_in_parts: bool = False
     tied_to: str | None = None
+    local_numel: int | None = field(default=None, compare=False)
 
     @property
     def numel(self) -> int:
@@ -106,6 +108,13 @@ class ShardingPlan:
         """The bytes of all unsharded parameters, tied ones counted once."""
         sizes = ((p.numel, p.dtype) for p in self.parameters.values() if p.tied_to is None)
         return sum(numel * dtype.itemsize for numel, dtype in sizes)
+
+    @property
+    def local_nbytes(self) -> int | None:
+        """The bytes of parameters that this rank will keep, without padding; ``None`` if the backend does not say."""
+        kept = [(p.local_numel, p.dtype.itemsize) for p in self.parameters.values() if p.tied_to is None]
+        sizes = [numel * itemsize for numel, itemsize in kept if numel is not None]
+        return sum(sizes) if len(sizes) == len(kept) else None
 
     def has_parameters(self, name: str) -> bool:
         """Whether a module has parameters, its own or those of modules in it.
@@ -195,6 +204,7 @@ def plan_module(
     units: Callable[[nn.Module], Sequence[nn.Module]],
     replicated: Callable[[nn.Module], Collection[Tensor]] = lambda module: (),
     details: Callable[[nn.Module, Sequence[nn.Module]], Mapping[str, Mapping[str, Any]]] = lambda module, units: {},
+    local_numels: Callable[[Sequence[ParameterPlan]], Sequence[int] | None] = lambda parameters: None,
 ) -> ShardingPlan:
     """Plan how a module will be sharded.
 
@@ -206,6 +216,7 @@ def plan_module(
         units: Returns the submodules that become FSDP units, innermost first.
         replicated: Returns the parameters of which every rank keeps all.
         details: Returns what else is decided for the module and its units.
+        local_numels: Returns how many elements this rank will keep of each parameter that a unit shards.
     """
     empty = ShardingPlan(class_name=type(module).__name__, config=config)
     try:
@@ -238,12 +249,28 @@ def plan_module(
         )
     return replace(
         empty,
-        parameters=parameters,
+        parameters={**parameters, **_plan_sizes(parameters, local_numels)},
         buffers={name: f"{tuple(buffer.shape)} in {buffer.dtype}" for name, buffer in module.named_buffers()},
         layers={name: _describe_layer(submodule) for submodule, name in names.items()},
         units=tuple(names[unit] for unit in chosen),
         details=decided,
     )
+
+
+def _plan_sizes(
+    parameters: Mapping[str, ParameterPlan], local_numels: Callable[[Sequence[ParameterPlan]], Sequence[int] | None]
+) -> dict[str, ParameterPlan]:
+    """The parameters of which is known what this rank keeps, with that."""
+    sized = {name: replace(p, local_numel=p.numel) for name, p in parameters.items() if p.is_replicated}
+    by_unit: dict[str, list[str]] = {}
+    for name, parameter in parameters.items():
+        if parameter.tied_to is None and not parameter.is_replicated:
+            by_unit.setdefault(parameter.unit, []).append(name)
+    for names in by_unit.values():
+        numels = local_numels([parameters[name] for name in names])
+        for name, numel in zip(names, numels or (), strict=numels is not None):
+            sized[name] = replace(parameters[name], local_numel=numel)
+    return sized
 
 
 def modules_by_unit(units: Iterable[nn.Module], root: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any, ClassVar, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_core import Backend, Sharded, UnsupportedCapabilityError
 from fsdp_core.sharding import (
+    ParameterPlan,
     ShardingPlan,
     ShardPrecision,
     checkpoint_activations,
@@ -91,6 +93,18 @@ class XLASPMDBackend(Backend):
 
     def details(self, module: nn.Module, units: Sequence[nn.Module]) -> dict[str, dict[str, Any]]:
         return {"divided dimension": planned_dims(module, described_plan(self.options.tensor_plan))}
+
+    def local_numels(self, parameters: Sequence[ParameterPlan]) -> list[int] | None:
+        """Of the first device, whose part the others pad theirs to."""
+        if self.options.tensor_plan:
+            return None
+        shards = self.spmd.device_mesh.shape()[FSDP_AXIS]
+        numels = []
+        for parameter in parameters:
+            spec = parameter_spec(parameter.shape, shards)
+            sizes = zip(parameter.shape, spec, strict=True)
+            numels.append(prod(-(-size // shards) if axis == FSDP_AXIS else size for size, axis in sizes))
+        return numels
 
     def shard_module(self, module: nn.Module, plan: ShardingPlan) -> XLASPMDSharded:
         checkpoint_activations(module, self.options.activation_checkpointing_policy, recompute)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import ceil
 from typing import ClassVar
 
 from torch import nn
 
 from fsdp_core import Backend
-from fsdp_core.sharding import ShardingPlan, place
+from fsdp_core.sharding import ParameterPlan, ShardingPlan, place
 from fsdp_core.testing.loopback.flat_shards import FlatShard
 from fsdp_core.testing.loopback.sharded import LoopbackSharded
 
@@ -22,6 +24,14 @@ class LoopbackBackend(Backend):
     #: How a parameter is split, and what is done with the shards; tests give others.
     shard_class: ClassVar[type[FlatShard]] = FlatShard
     sharded_class: ClassVar[type[LoopbackSharded]] = LoopbackSharded
+
+    def replicated(self, module: nn.Module) -> list[nn.Parameter]:
+        return [parameter for parameter in module.parameters() if not parameter.ndim]
+
+    def local_numels(self, parameters: Sequence[ParameterPlan]) -> list[int]:
+        lengths = [ceil(parameter.numel / self.runtime.world_size) for parameter in parameters]
+        lefts = [p.numel - self.runtime.rank * length for p, length in zip(parameters, lengths, strict=True)]
+        return [max(0, min(length, left)) for length, left in zip(lengths, lefts, strict=True)]
 
     def shard_module(self, module: nn.Module, plan: ShardingPlan) -> LoopbackSharded:
         place(list(module.modules()), self.runtime)

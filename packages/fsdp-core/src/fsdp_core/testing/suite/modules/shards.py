@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import lightning.pytorch as pl
 import pytest
@@ -21,6 +21,7 @@ from torch.nn.functional import mse_loss
 from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.hooks.sharded_modules import size_in_words
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd
+from fsdp_core.sharding.backend import Backend
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, WIDE, Block
 from fsdp_core.testing.rank_context import here
@@ -346,6 +347,32 @@ def _drawn_after_setup(strategy: str) -> tuple[list[float], list[float]]:
     return draw(), want
 
 
+class Planned(NamedTuple):
+    """What a rank has planned for a module, on the meta device and with values, and what it then holds."""
+
+    on_meta: dict[str, str]
+    with_values: dict[str, str]
+    was_changed: bool
+    local_nbytes: int | None
+    bytes_held: int
+
+
+def _planned(strategy: str, options: dict[str, Any]) -> Planned:
+    fabric = new_fabric(strategy, 3, options)
+    backend: Backend = cast(Any, fabric.strategy).backend
+    with torch.device("meta"):
+        on_meta = backend.plan(Shared())
+    net = Shared()
+    names = {id(tensor): name for name, tensor in (*net.named_parameters(), *net.named_buffers())}
+    attributes = {name: set(vars(module)) for name, module in net.named_modules()}
+    plan = backend.plan(net)
+    is_as_before = names == {id(tensor): name for name, tensor in (*net.named_parameters(), *net.named_buffers())}
+    is_as_before &= attributes == {name: set(vars(module)) for name, module in net.named_modules()}
+    fabric.setup_module(net)
+    sharded = sharded_by(fabric.strategy)
+    return Planned(on_meta.describe(), plan.describe(), not is_as_before, plan.local_nbytes, sharded.bytes_held())
+
+
 class ShardsSuite(Clauses):
     """Each rank holds its shard of the user's parameters, under the user's names."""
 
@@ -367,6 +394,16 @@ class ShardsSuite(Clauses):
         for largest in ranks.run(2, _largest_tensor, self.strategy):
             told = f"a tensor of {largest:,} bytes is left; the largest whole weight has {4 * 512 * 512:,}"
             assert largest < 0.6 * 4 * 512 * 512, told
+
+    @pytest.mark.parametrize("options", [{}, with_options({"auto_wrap_policy": None})], ids=["as it is", "root alone"])
+    def test_plan_is_what_is_sharded(self, ranks: Ranks, options: dict[str, Any]) -> None:
+        """A plan must change nothing, be the same on every rank and the meta device, and count what a rank holds."""
+        plans = ranks.run(3, _planned, self.strategy, options)
+        for plan in plans:
+            assert not plan.was_changed, "to plan has changed the module"
+            assert plan.on_meta == plan.with_values == plans[0].on_meta
+            told = f"{plan.local_nbytes} bytes were planned, and {plan.bytes_held} are held"
+            assert plan.local_nbytes in (None, plan.bytes_held), told
 
     @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
     def test_one_line_says_what_was_sharded(self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd) -> None:
