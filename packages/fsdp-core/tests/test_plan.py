@@ -99,7 +99,10 @@ def refuse(module: nn.Module, *units: nn.Module) -> None:
 @pytest.mark.parametrize("asked", ["check", "units", "replicated", "details"])
 def test_a_refusal_is_planned_and_raised_by_the_set_up(asked: str) -> None:
     made = plan_module(Net(), {"backend": "Mine"}, **{"units": lambda module: [], asked: refuse})  # type: ignore[arg-type]
-    assert made.describe() == {"state": "ShardingError: matches nothing"}
+    facts = made.describe()
+    assert facts.pop("state") == "ShardingError: matches nothing"
+    assert facts["parameter 'head.weight'"] == "tied to 'embedding.weight'"  # what ranks differ in is said first
+    assert facts["units of sharding"] == "the whole alone"
     assert (made.class_name, made.config) == ("Net", {"backend": "Mine"})
     backend = LoopbackBackend()
     backend.bind(ProcessGroupRuntime(), ShardPrecision())
@@ -107,6 +110,14 @@ def test_a_refusal_is_planned_and_raised_by_the_set_up(asked: str) -> None:
     with pytest.raises(ShardingError, match="matches nothing"):
         backend.shard(net, made)
     assert sharded_of(net) is None
+
+
+def test_a_lazy_module_is_planned_to_be_refused() -> None:
+    backend = LoopbackBackend()
+    backend.bind(ProcessGroupRuntime(), ShardPrecision())
+    made = backend.plan(nn.LazyLinear(2))
+    assert "'weight' belongs to a lazy module" in str(made.refusal)
+    assert made.describe()["class of the module"] == "LazyLinear(in_features=0, out_features=2, bias=True)"
 
 
 def test_to_plan_changes_nothing() -> None:

@@ -87,9 +87,9 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-    from fsdp_fsdp2 import torch_private as of_fsdp2
+    from fsdp_fsdp2.torch_private import unit_calls
 
-    monkeypatch.setattr(of_fsdp2, "needs_argument", True)
+    monkeypatch.setattr(unit_calls, "needs_argument", True)
     begin, calls = FSDPState._root_pre_forward, list[Any]()
 
     def as_on_gpu(self: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -35,8 +35,8 @@ from fsdp_core.testing.suite.numerics.many_passes import (
 )
 from fsdp_core.testing.training import loader, new_fabric, new_trainer
 from fsdp_core.watch import watcher
-from fsdp_fsdp2 import torch_private
 from fsdp_fsdp2.sharded import FSDP2Sharded
+from fsdp_fsdp2.torch_private import forward_passes, frozen_shards, unused_parameters
 
 
 def counted() -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
@@ -65,28 +65,28 @@ def test_steps_of_many_passes_communicate_as_by_hand(ranks: RankPool) -> None:
 
 
 def ends_for_torch_alone(unused: Any, of: Any) -> None:
-    torch_private._end_backward(of())
+    forward_passes.end_backward(of())
 
 
 def needed() -> dict[str, NeededPart]:
     """What steps of many passes need, by a name."""
     return {
         "forward passes go on": NeededPart(
-            target=torch_private,
-            name="_running",
+            target=unused_parameters,
+            name="running_states",
             instead=lambda state: [],
             front="automatic",
             what="adversarial example",
         ),
         "frozen and unfrozen shards": NeededPart(
-            target=torch_private,
-            name="_carry_requires_grad",
+            target=frozen_shards,
+            name="carry_requires_grad",
             instead=lambda group: None,
             front="automatic",
             what="parameters frozen for a call",
         ),
         "ends of all units": NeededPart(
-            target=torch_private,
+            target=unused_parameters,
             name="_agree_last",
             instead=ends_for_torch_alone,
             front="fabric",
@@ -96,7 +96,7 @@ def needed() -> dict[str, NeededPart]:
             target=FSDP2Sharded, name="is_idle", instead=lambda sharded: False, front="automatic", what="cached loss"
         ),
         "passes without gradients": NeededPart(
-            target=torch_private.UnusedParameters,
+            target=unused_parameters.UnusedParameters,
             name="accumulates",
             instead=lambda unused: True,
             front="fabric",

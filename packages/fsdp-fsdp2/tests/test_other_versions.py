@@ -18,7 +18,7 @@ from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state, sharded_by
 from fsdp_core.testing.training import new_fabric
-from fsdp_fsdp2 import torch_private
+from fsdp_fsdp2.torch_private import forward_passes, parameter_groups, unused_parameters
 
 
 def interrupted() -> tuple[str, str, bool]:
@@ -92,11 +92,11 @@ class State:
 
 def test_the_end_of_a_backward_pass_has_the_mode_that_later_versions_expect() -> None:
     later = State(manual_backward_finalization=True, manual_backward_finalization_active=None)
-    torch_private._end_backward(later)
+    forward_passes.end_backward(later)
     later._state_ctx.manual_backward_finalization_active = False  # as torch's registration sets it
-    torch_private._end_backward(later)
+    forward_passes.end_backward(later)
     today = State()
-    torch_private._end_backward(today)
+    forward_passes.end_backward(today)
     assert (later.modes, today.modes) == ([True, False], ["unknown"])
 
 
@@ -115,12 +115,12 @@ def test_an_accumulated_gradient_is_set_where_the_version_keeps_it() -> None:
     grad = torch.tensor([1.5], dtype=torch.float64)
     for grad_dtype, want in ((torch.float32, torch.float32), (None, torch.bfloat16)):
         later = Later(grad_dtype)
-        torch_private._set_accumulated(later, grad)
+        parameter_groups.set_accumulated_gradient(later, grad)
         assert torch.equal(later.unsharded_accumulated_grad, grad.to(want))
-        torch_private._set_accumulated(later, None)
+        parameter_groups.set_accumulated_gradient(later, None)
         assert later.unsharded_accumulated_grad is None
     today = SimpleNamespace(unsharded_accumulated_grad=None)
-    torch_private._set_accumulated(today, grad)
+    parameter_groups.set_accumulated_gradient(today, grad)
     assert today.unsharded_accumulated_grad is grad
 
 
@@ -143,10 +143,10 @@ def test_a_unit_goes_on_without_the_object_that_counted_its_calls() -> None:
     group, state, gone = Group(), State(), weakref.ref(Group())
     unused: Any = gone
     assert unused() is None
-    assert torch_private._count_first(unused, weakref.ref(group), 1, 2) == "as it was"
-    torch_private._fill_first(unused, weakref.ref(group), 3)
-    torch_private._agree_last(unused, weakref.ref(state))
-    torch_private._fill_first(unused, unused, 4)  # of a unit that is gone too
-    torch_private._agree_last(unused, unused)
+    assert unused_parameters._count_first(unused, weakref.ref(group), 1, 2) == "as it was"
+    unused_parameters._fill_first(unused, weakref.ref(group), 3)
+    unused_parameters._agree_last(unused, weakref.ref(state))
+    unused_parameters._fill_first(unused, unused, 4)  # of a unit that is gone too
+    unused_parameters._agree_last(unused, unused)
     assert group.called == [("forward", 1, 2), ("backward", 3)]
     assert state.modes == ["unknown"]

@@ -21,7 +21,7 @@ from fsdp_core.testing.suite.refusals.bad_modules import (
     trained_over_integers,
 )
 from fsdp_core.testing.training import new_fabric
-from fsdp_fsdp2 import torch_private
+from fsdp_fsdp2.torch_private import parameter_groups
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
@@ -37,8 +37,8 @@ def test_integers_are_not_cast(ranks: RankPool, precision: str) -> None:
 
 def held_with(old_torch: bool) -> tuple[bool, list[float]]:
     """Whether integers are sharded under bf16-mixed, and the losses."""
-    looks = nn.Module.forward if old_torch else torch_private.FSDPParam.init_dtype_attrs  # the first reads no dtype
-    with mock.patch.object(torch_private, "FSDPParam", mock.Mock(init_dtype_attrs=looks)):
+    looks = nn.Module.forward if old_torch else parameter_groups.FSDPParam.init_dtype_attrs  # the first reads no dtype
+    with mock.patch.object(parameter_groups, "FSDPParam", mock.Mock(init_dtype_attrs=looks)):
         fabric = new_fabric("fsdp2", precision="bf16-mixed")
         with fabric.init_module(empty_init=True):
             net = over_integers()

@@ -20,7 +20,7 @@ from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.training import new_fabric, new_trainer
-from fsdp_fsdp2.torch_private import parameters_of
+from fsdp_fsdp2.torch_private.parameter_groups import parameters_of
 from test_parallel_axes import WIDTH, Normed, OwnLoader, options_of
 
 pytestmark = pytest.mark.everything

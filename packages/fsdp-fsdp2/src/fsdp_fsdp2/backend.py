@@ -62,7 +62,7 @@ from fsdp_fsdp2.tensor_parallel.styles import (
     tensor_parallelize,
     tie_again,
 )
-from fsdp_fsdp2.torch_private import is_unshardable, offloaded_parameters, parameters_of, take_filled
+from fsdp_fsdp2.torch_private.parameter_groups import is_unshardable, offloaded_parameters, parameters_of, take_filled
 from fsdp_fsdp2.user_sharding.built_parameters import follow_building, note_built
 from fsdp_fsdp2.user_sharding.parallelize_fn import call_parallelize_fn
 from fsdp_fsdp2.user_sharding.takeover import (
@@ -233,15 +233,10 @@ class FSDP2Backend(Backend):
         if size == 1:
             return {}
         if self.options.tp_plan is None:
-            self._check_divided(module)
+            if not was_begun(module):
+                raise missing_plan(size)
             return {}
         return dict(styles_of(module, self.options.tp_plan, size).values())
-
-    def _check_divided(self, module: nn.Module) -> None:
-        """Refuse tensor-parallel ranks among which nothing divides a layer."""
-        size = self.runtime.mesh.tensor_parallel
-        if size > 1 and not is_divided(module, self.runtime):
-            raise missing_plan(size)
 
     # -- sharding --------------------------------------------------------------------------------------------------
 
@@ -258,7 +253,8 @@ class FSDP2Backend(Backend):
             Backend.check_shardable(self, module)
             self._check_modules(module)
             _check_sharded_by_user(module)
-            self._check_divided(module)
+            if self.runtime.mesh.tensor_parallel > 1 and not was_begun(module):
+                raise missing_plan(self.runtime.mesh.tensor_parallel)
 
         return plan_module(
             module,
@@ -293,6 +289,9 @@ class FSDP2Backend(Backend):
         by_user = was_begun(module)
         if by_user:
             check_meshes(module, self.runtime, self._fsdp_mesh)
+            size = self.runtime.mesh.tensor_parallel
+            if size > 1 and (is_by_function or self.options.tp_plan is None) and not is_divided(module, self.runtime):
+                raise missing_plan(size)
         given = [part for part in module.modules() if isinstance(part, FSDPModule)]
         on_host = {id(parameter) for unit in given for parameter in offloaded_parameters(unit)}
         styles = {module.get_submodule(name): (name, style) for name, style in plan.details[_STYLE].items()}

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_core import Runtime, UnsupportedCapabilityError
 from fsdp_core.sharding import MESH_AXES, Mesh, MeshAxis
-from fsdp_fsdp2.torch_private import joined_axes, side_by_side
+from fsdp_fsdp2.torch_private.meshes import joined_axes, side_by_side
 
 __all__ = [
     "AxesMesh",

@@ -23,28 +23,24 @@ from fsdp_core.sharding import (
 )
 from fsdp_core.state import HeldGradients, SavedTensor, clean_name, gathered_modules, refuse_half_gradients
 from fsdp_fsdp2.tensor_parallel.unplanned_gradients import check_unplanned
-from fsdp_fsdp2.torch_private import (
+from fsdp_fsdp2.torch_private.conversions import allow_conversions
+from fsdp_fsdp2.torch_private.forward_passes import abandon_forward, is_idle, resume_forward
+from fsdp_fsdp2.torch_private.frozen_shards import take_unfrozen
+from fsdp_fsdp2.torch_private.gathered_values import written_since
+from fsdp_fsdp2.torch_private.gathered_writes import GatheredWrites
+from fsdp_fsdp2.torch_private.hooks import refuse_copies, without_hooks
+from fsdp_fsdp2.torch_private.parameter_groups import (
     AssignedData,
-    GatheredWrites,
     Gathering,
-    UnusedParameters,
-    abandon_forward,
-    allow_conversions,
-    finish_backward,
-    free_written,
     gathered_parameters,
     has_run,
-    is_idle,
-    refuse_copies,
-    resume_forward,
     set_unreduced_gradients,
-    speed_up,
-    take_unfrozen,
     unreduced_gradients,
-    watch_calls,
-    without_hooks,
-    written_since,
 )
+from fsdp_fsdp2.torch_private.profiling import speed_up
+from fsdp_fsdp2.torch_private.recorded_graphs import free_written
+from fsdp_fsdp2.torch_private.unit_calls import watch_calls
+from fsdp_fsdp2.torch_private.unused_parameters import UnusedParameters, finish_backward
 
 if TYPE_CHECKING:
     from fsdp_fsdp2.backend import FSDP2Backend

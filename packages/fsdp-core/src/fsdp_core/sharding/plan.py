@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fsdp_core.initialization.sharded_init import is_part
 from fsdp_core.sharding.rank_agreement import described
@@ -35,7 +36,7 @@ class ParameterPlan:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    unit: str
+    unit: str = ""
     is_replicated: bool = False
     is_built_in_parts: bool = False
     tied_to: str | None = None
@@ -70,16 +71,16 @@ class ShardingPlan:
         units: The names of the FSDP units, innermost first, without the root, as in ``named_modules()``.
         details: What else the backend has decided, by topic and then by the name of a module.
         config: The settings that the sharded module can't change any more, by name.
-        refusal: Why the module can't be sharded. Everything but :attr:`class_name` and :attr:`config` is empty then.
+        refusal: Why the module can't be sharded. What else would be decided is not known then.
 
     Example:
         >>> plan = plan_module(nn.Linear(2, 1, device="meta"), {"cpu_offload": True}, units=lambda module: [])
         >>> print(*plan.describe().items(), sep="\n")
-        ('state', 'not sharded yet')
         ("parameter 'weight'", '(1, 2) in torch.float32, trained')
         ("parameter 'bias'", '(1,) in torch.float32, trained')
         ('class of the module', 'Linear(in_features=2, out_features=1, bias=True)')
         ('units of sharding', 'the whole alone')
+        ('state', 'not sharded yet')
         >>> plan.numel, plan.nbytes
         (3, 12)
     """
@@ -160,15 +161,15 @@ class ShardingPlan:
 
         Devices are not described: rank 0 may have loaded the weights, with other ranks on the meta device.
         """
-        if self.refusal is not None:
-            return {"state": f"{type(self.refusal).__name__}: {self.refusal}"}
-        facts = {"state": "not sharded yet"}
-        facts |= {f"parameter {name!r}": str(parameter) for name, parameter in self.parameters.items()}
+        facts = {f"parameter {name!r}": str(parameter) for name, parameter in self.parameters.items()}
         facts |= {f"buffer {name!r}": buffer for name, buffer in self.buffers.items()}
         facts |= {f"layer {name!r}" if name else "class of the module": layer for name, layer in self.layers.items()}
         facts["units of sharding"] = ", ".join(map(clean_name, self.units)) or "the whole alone"
         for topic, by_name in self.details.items():
             facts |= {f"{topic} of {name or 'the root'!r}": described(value) for name, value in by_name.items()}
+        facts["state"] = "not sharded yet"
+        if self.refusal is not None:
+            facts["state"] = f"{type(self.refusal).__name__}: {self.refusal}"
         return facts
 
 
@@ -218,14 +219,20 @@ def plan_module(
         details: Returns what else is decided for the module and its units.
         local_numels: Returns how many elements this rank will keep of each parameter that a unit shards.
     """
-    empty = ShardingPlan(class_name=type(module).__name__, config=config)
+    plan = ShardingPlan(
+        class_name=type(module).__name__,
+        parameters=_plan_parameters(module),
+        buffers={name: _describe_tensor(buffer) for name, buffer in module.named_buffers()},
+        layers={name: _describe_layer(submodule) for name, submodule in module.named_modules()},
+        config=config,
+    )
     try:
         check(module)
         chosen = list(units(module))
         kept_whole = {id(parameter) for parameter in replicated(module)}
         decided = details(module, chosen)
     except Exception as refusal:  # of a function that the user gave, too: ranks compare it, and each raises its own
-        return replace(empty, refusal=refusal)
+        return replace(plan, refusal=refusal)
     names = {submodule: name for name, submodule in module.named_modules()}
     unit_names = {
         id(parameter): clean_name(names[unit])
@@ -233,28 +240,35 @@ def plan_module(
         for submodule in own
         for parameter in submodule.parameters(recurse=False)
     }
+    ids = {clean_name(name): id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
+    parameters = {
+        name: replace(parameter, unit=unit_names.get(ids[name], ""), is_replicated=ids[name] in kept_whole)
+        for name, parameter in plan.parameters.items()
+    }
+    return replace(
+        plan,
+        parameters={**parameters, **_plan_sizes(parameters, local_numels)},
+        units=tuple(names[unit] for unit in chosen),
+        details=decided,
+    )
+
+
+def _plan_parameters(module: nn.Module) -> dict[str, ParameterPlan]:
+    """The parameters as they are, before units are known; without those of lazy modules, which have no shape yet."""
     first_names: dict[int, str] = {}
     parameters: dict[str, ParameterPlan] = {}
     for raw_name, parameter in module.named_parameters(remove_duplicate=False):
         name = clean_name(raw_name)
         first_name = first_names.setdefault(id(parameter), name)
-        parameters[name] = ParameterPlan(
-            shape=tuple(parameter.shape),
-            dtype=parameter.dtype,
-            requires_grad=parameter.requires_grad,
-            unit=unit_names.get(id(parameter), ""),
-            is_replicated=id(parameter) in kept_whole,
-            is_built_in_parts=is_part(parameter),
-            tied_to=None if first_name == name else first_name,
-        )
-    return replace(
-        empty,
-        parameters={**parameters, **_plan_sizes(parameters, local_numels)},
-        buffers={name: f"{tuple(buffer.shape)} in {buffer.dtype}" for name, buffer in module.named_buffers()},
-        layers={name: _describe_layer(submodule) for submodule, name in names.items()},
-        units=tuple(names[unit] for unit in chosen),
-        details=decided,
-    )
+        if not is_lazy(parameter):
+            parameters[name] = ParameterPlan(
+                shape=tuple(parameter.shape),
+                dtype=parameter.dtype,
+                requires_grad=parameter.requires_grad,
+                is_built_in_parts=is_part(parameter),
+                tied_to=None if first_name == name else first_name,
+            )
+    return parameters
 
 
 def _plan_sizes(
@@ -280,6 +294,10 @@ def modules_by_unit(units: Iterable[nn.Module], root: nn.Module) -> Iterator[tup
         own = [module for module in unit.modules() if module not in seen]
         seen.update(own)
         yield unit, own
+
+
+def _describe_tensor(tensor: Tensor) -> str:
+    return "not known yet" if is_lazy(tensor) else f"{tuple(tensor.shape)} in {tensor.dtype}"
 
 
 def _describe_layer(module: nn.Module) -> str:

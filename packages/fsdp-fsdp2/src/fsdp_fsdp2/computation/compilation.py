@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_core import ShardingError, UnsupportedCapabilityError
 from fsdp_core.state import unwrap_compiled
-from fsdp_fsdp2.torch_private import BudgetedCompiler
+from fsdp_fsdp2.torch_private.compilation import BudgetedCompiler
 
 __all__ = ["CompiledForward", "check_compile", "compile_units", "described_compile"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_core import ShardingError, UnsupportedCapabilityError
-from fsdp_fsdp2.torch_private import has_hooks
+from fsdp_fsdp2.torch_private.parameter_groups import has_hooks
 
 __all__ = ["check_float8", "compute_in_float8", "described_filter", "described_float8"]
 

@@ -23,7 +23,7 @@ from fsdp_core.sharding import SequenceSplit, current_split, outside_of_compilat
 from fsdp_core.state import gathered_modules
 from fsdp_fsdp2.context_parallel.first_pass import FirstPass, not_split
 from fsdp_fsdp2.context_parallel.transformers_models import check_transformers, follow_transformers
-from fsdp_fsdp2.torch_private import recomputes
+from fsdp_fsdp2.torch_private.forward_passes import recomputes
 
 __all__ = ["ContextParallel", "check_splittable", "checked_dims"]
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from fsdp_core import UnsupportedCapabilityError
-from fsdp_fsdp2.torch_private import is_loss_parallel
+from fsdp_fsdp2.torch_private.tensor_parallel import is_loss_parallel
 
 __all__ = ["check_loss_parallel", "with_parallel_loss"]
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_core import Runtime, ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding import Mesh, marked
 from fsdp_core.state import clean_name
-from fsdp_fsdp2.torch_private import has_run, one_for_each_state, parameters_of, reduces_gradients
+from fsdp_fsdp2.torch_private.parameter_groups import has_run, one_for_each_state, parameters_of, reduces_gradients
 
 __all__ = [
     "check_meshes",

@@ -1,0 +1,36 @@
+"""Compilation with a budget of memory for activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.utils
+from torch._functorch import config as functorch_config
+
+__all__ = ["BudgetedCompiler"]
+
+
+class BudgetedCompiler:
+    """A backend of :func:`torch.compile` that keeps a share of the activations.
+
+    torch takes the share from a setting of the process when it compiles. It would also use graphs again that were
+    compiled with another share, for another model of the same classes, if the backend were the same object.
+
+    Args:
+        share: The share, from 0 to 1.
+        backend: The name of the backend that compiles.
+        mode: As in :func:`torch.compile`, for inductor.
+        options: As in :func:`torch.compile`, for inductor.
+        dynamic: As in :func:`torch.compile`.
+    """
+
+    def __init__(self, share: float, backend: str = "inductor", *, mode: Any, options: Any, dynamic: Any) -> None:
+        self._share = share
+        if backend == "inductor":
+            self._compile: Any = torch._TorchCompileInductorWrapper(mode, options, dynamic)
+        else:
+            self._compile = torch._TorchCompileWrapper(backend, mode, options, dynamic)
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        with functorch_config.patch(activation_memory_budget=self._share):
+            return self._compile(graph, inputs)

@@ -1,0 +1,85 @@
+"""Forward passes in progress: whether one runs, is a recomputation, is to go on, or is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch.utils
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_fsdp2.torch_private.parameter_groups import param_groups_in, param_groups_of
+
+__all__ = [
+    "abandon_forward",
+    "end_backward",
+    "is_idle",
+    "recomputes",
+    "resume_forward",
+    "resume_states",
+    "running_states",
+]
+
+
+def running_states(state: Any) -> list[Any]:
+    """The states of the modules whose forward pass is running."""
+    states = state._state_ctx.all_states
+    return [one for one in states if one._training_state.name == "FORWARD" and len(one._modules) == 1]
+
+
+def resume_states(states: Sequence[Any], iteration: Any) -> None:
+    """Let forward passes go on that a backward pass inside them has ended for torch.
+
+    Args:
+        states: The states of their modules.
+        iteration: The state of the module that was called first.
+    """
+    for state in states:
+        for group in param_groups_in(state):
+            group.unshard()
+            group.wait_for_unshard()
+            group._training_state = type(group._training_state).FORWARD
+        state._training_state = type(state._training_state).FORWARD
+        state._state_ctx.iter_forward_root = iteration
+
+
+def resume_forward(root: FSDPModule) -> None:
+    """Let the root's forward pass go on after a backward pass or an optimizer's step by hand."""
+    state: Any = root._get_fsdp_state()
+    resume_states([state], state)
+
+
+def is_idle(root: FSDPModule) -> bool:
+    """Whether neither a forward nor a backward pass of the root runs."""
+    state: Any = root._get_fsdp_state()
+    return bool(state._training_state.name == "IDLE")
+
+
+def end_backward(state: Any) -> None:
+    """Call the callback that ``fully_shard`` registers for the end of a backward pass.
+
+    From torch 2.15 on the callback expects a mode that its registration sets, and clears it; set here if missing.
+    """
+    context = state._state_ctx
+    if getattr(context, "manual_backward_finalization_active", False) is None:
+        context.manual_backward_finalization_active = context.manual_backward_finalization
+    type(state)._root_post_backward_final_callback(state)
+
+
+def abandon_forward(root: FSDPModule, units: Iterable[FSDPModule]) -> None:
+    """Make units idle after an exception in a forward pass, as torch does, and leave gradients unchanged."""
+    for unit in units:
+        state: Any = unit._get_fsdp_state()
+        state._training_state = type(state._training_state).IDLE
+        getattr(state, "_modules_to_run_forward", set()).clear()
+        for group in param_groups_of(unit):
+            if group._all_gather_result is not None:
+                group.wait_for_unshard()
+            group._training_state = type(group._training_state).IDLE
+    root_state: Any = root._get_fsdp_state()
+    root_state._state_ctx.iter_forward_root = None
+
+
+def recomputes() -> bool:
+    """Whether a backward pass is running in this thread, in which activation checkpointing may recompute a module."""
+    return torch._C._current_graph_task_id() != -1

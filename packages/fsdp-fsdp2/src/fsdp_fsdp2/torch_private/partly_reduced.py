@@ -1,0 +1,91 @@
+"""Gradients that some units have reduced, and others not yet."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fsdp_core import ShardingError
+from fsdp_fsdp2.torch_private.parameter_groups import trainable_params
+
+__all__ = ["PartlyReduced"]
+
+
+class PartlyReduced:
+    """Gradients that are reduced within a replica and wait for the all-reduce across replicas.
+
+    ``fully_shard`` keeps them per unit in one flat tensor, in the order of the parameters that had gradients, without
+    saying which these were. It would add the flat tensor of other parameters to it, and leaves it behind for a later
+    step if the last backward pass of an accumulation does not reach the unit.
+
+    Attributes:
+        used: The parameters for which this rank has computed a gradient since the last all-reduce.
+    """
+
+    def __init__(self) -> None:
+        self.used: set[Any] = set()
+        self._members: dict[Any, list[Any]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._members)
+
+    def waits(self, group: Any) -> bool:
+        """Whether a unit must take part in this all-reduce even if no backward pass reaches it."""
+        return group.all_reduce_grads and group in self._members
+
+    def check(self, group: Any) -> None:
+        """Refuse to add gradients of other parameters than those that wait.
+
+        Raises:
+            ShardingError: Parameters of the unit were frozen or unfrozen since the last micro-batch.
+        """
+        members = self._members.get(group)
+        if members is not None and (changed := set(trainable_params(group)).symmetric_difference(members)):
+            name = min(parameter._param_fqn or parameter._module_info.param_name for parameter in changed)
+            raise ShardingError(
+                f"{name!r} was frozen or unfrozen between two micro-batches of one optimizer step, whose gradients "
+                "wait for the all-reduce across replicas: sync_each_batch='within_replica' keeps them per unit in one "
+                "tensor.\nFreeze it after the step or optimizer.zero_grad(), or write sync_each_batch=False or True."
+            )
+
+    def keep(self, group: Any) -> None:
+        """Record what waits after a unit was reduced."""
+        if group._partial_reduce_output is None:
+            self._members.pop(group, None)
+        else:
+            self._members[group] = trainable_params(group)
+
+    def zero(self, shards: Collection[int]) -> None:
+        """Give up the gradients of some parameters.
+
+        Args:
+            shards: The ids of their shards.
+        """
+        self.used = {parameter for parameter in self.used if id(parameter.sharded_param) not in shards}
+        for group, members in list(self._members.items()):
+            sizes = [parameter.padded_sharded_param_size.numel() for parameter in members]
+            for parameter, part in zip(members, group._partial_reduce_output.split(sizes), strict=True):
+                if id(parameter.sharded_param) in shards:
+                    part.zero_()
+            if all(id(parameter.sharded_param) in shards for parameter in members):
+                group._partial_reduce_output = None
+                del self._members[group]
+
+    def forget(self) -> None:
+        """Give up all of them."""
+        for group in self._members:
+            group._partial_reduce_output = None
+        self._members.clear()
+        self.used.clear()
+
+    def take(self) -> dict[Any, tuple[list[Any], Tensor]]:
+        """All that waits, for :meth:`put_back`."""
+        return {group: (members, group._partial_reduce_output) for group, members in self._members.items()}
+
+    def put_back(self, waiting: Mapping[Any, tuple[list[Any], Tensor]], used: set[Any]) -> None:
+        """Let gradients wait again that were taken."""
+        self.used = used
+        for group, (members, flat) in waiting.items():
+            self._members[group], group._partial_reduce_output = members, flat

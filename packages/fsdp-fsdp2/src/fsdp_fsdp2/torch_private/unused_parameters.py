@@ -1,0 +1,464 @@
+"""Backward passes that ranks end together, although some use parameters that others don't."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+import torch.distributed as dist
+import torch.utils
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from fsdp_core import Runtime
+from fsdp_core.sharding import GRADIENT_AXES, StepGradients, is_accumulated, without_torch_function
+from fsdp_fsdp2.torch_private import frozen_shards
+from fsdp_fsdp2.torch_private.forward_passes import end_backward, resume_states, running_states
+from fsdp_fsdp2.torch_private.frozen_shards import update_requires_grad
+from fsdp_fsdp2.torch_private.gathered_values import ENTER, follow_gathered
+from fsdp_fsdp2.torch_private.parameter_groups import (
+    has_gradient,
+    param_groups_in,
+    param_groups_of,
+    set_accumulated_gradient,
+    trainable_params,
+)
+from fsdp_fsdp2.torch_private.partly_reduced import PartlyReduced
+from fsdp_fsdp2.torch_private.recorded_graphs import RecordedGraphs
+
+__all__ = ["UnusedParameters", "finish_backward"]
+
+
+class UnusedParameters:
+    """Lets ranks use different parameters of one unit, such as a layer's experts, and keeps their gradients correct.
+
+    ``fully_shard`` reduces the gradients of a unit that exist on this rank together. If ranks have gradients of
+    different parameters, their inputs to the reduce-scatter don't match: one parameter's gradient is added to another's
+    if the sizes agree, and gloo aborts the process if they don't. Therefore a parameter without a gradient takes part
+    with zeros, in every unit that was reached by this backward pass, or by an earlier one that did not reduce. A
+    parameter that no rank has used has no gradient afterwards, as in plain torch. There can be one only if every rank
+    has unused parameters; :class:`_Lacking` finds out whether, without a collective while one rank uses all. Then, and
+    from then on, ranks exchange on the host which parameters they have used, once per backward pass, and only a rank
+    with unused ones waits for the result.
+
+    A unit that was called several times is reduced when the backward pass has visited it as many times, and at each
+    visit after that: a function whose own backward pass runs inside of it may call the unit again. At which visit
+    autograd delivers a gradient depends on the calls in which this rank has used the parameter, so ranks that reduced
+    at every visit would issue different numbers of collectives.
+
+    A backward pass may run inside a forward pass, of the root or of a unit: for an adversarial example, a penalty, or
+    with manual optimization. At its end torch makes all units idle, and reshards them. The forward passes that are
+    running then go on as they were (:func:`resume_states`). ``torch.autograd.grad`` adds to no parameter's gradient, so
+    nothing is reduced in it.
+
+    torch 2.13 can fill in zeros too (``set_reduce_scatter_unused_params``), but it passes them to the optimizer, which
+    then applies weight decay and momentum to parameters that no rank has used.
+
+    Args:
+        units: The units, the root last; in the same order on every rank.
+        runtime: The ranks.
+        step: What gathered parameters show as their gradients inside a forward pass of the root.
+        ended: Called after each backward pass inside a forward pass that has added to gradients.
+
+    Attributes:
+        due: Whether a backward pass inside the root's forward pass has begun whose end autograd has not reported.
+        partly: The gradients that wait for the all-reduce across replicas.
+        recorded: The units that the graph of a backward pass needs.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[FSDPModule],
+        runtime: Runtime,
+        step: StepGradients,
+        ended: weakref.WeakMethod[Callable[[], None]],
+    ) -> None:
+        self._peers = runtime.along(*GRADIENT_AXES)
+        self._lacking = _Lacking(runtime, self._peers)
+        self._exchanges = False
+        self._index: dict[Any, int] = {}
+        self._filled: dict[int, tuple[nn.Parameter, bool]] = {}
+        self._calls: dict[Any, int] = {}
+        self._visits: dict[Any, int] = {}
+        self._waiting: set[Any] = set()
+        self._ending = self._ended = self.due = False
+        self._step, self._inside_ended = step, ended
+        self._accumulates, self._task = False, -2
+        self.partly = PartlyReduced()
+        self._root = list(param_groups_of(units[-1]))
+        self._groups = [group for unit in units for group in param_groups_of(unit)]
+        for group in self._groups:  # by weak references, or a cycle would delay the release of memory
+            for parameter in group.fsdp_params:
+                self._index[parameter] = len(self._index)
+            group.pre_forward = partial(_count_first, weakref.ref(self), weakref.ref(group))
+            group.pre_backward = partial(_note_first, weakref.ref(self), weakref.ref(group))
+            group.post_backward = partial(_fill_first, weakref.ref(self), weakref.ref(group))
+        self._count = len(self._index)
+        self._telling: tuple[Any, Tensor] | None = None  # held until the next one: it may still be running
+        self._called_again: dict[Any, weakref.ref[Any]] = {}
+        for unit in units:  # torch queues that of the unit whose output a backward pass reaches first
+            state: Any = unit._get_fsdp_state()
+            state._root_post_backward_final_callback = partial(_agree_last, weakref.ref(self), weakref.ref(state))
+            if unit is not units[-1] and len(state._modules) == 1:
+                self._called_again.update((group, weakref.ref(state)) for group in param_groups_in(state))
+        root_state: Any = units[-1]._get_fsdp_state()
+        self._context: Any = root_state._state_ctx  # that of all units from the first call on
+        self.recorded = RecordedGraphs(self._groups, weakref.ref(root_state))
+        for group in self._groups:
+            follow_gathered(group, state if group in self._root else None)
+
+    def count(self, group: Any) -> None:
+        """Record a call of a unit: a backward pass visits it once per call.
+
+        Modules that a user has sharded together are called one by one, which is one call for torch.
+        """
+        if group._training_state is TrainingState.FORWARD:
+            return
+        frozen_shards.carry_requires_grad(group)
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # otherwise it is a recomputation
+            if self._ended:
+                self._calls.clear()  # not earlier: another backward pass may visit the same calls
+                self._ended = False
+            self._calls[group] = self._calls.get(group, 0) + 1
+
+    def is_interrupted(self) -> bool:
+        """Whether a backward pass has begun and not ended. Asked outside of such passes."""
+        return bool(self._context.post_backward_final_callback_queued)
+
+    def begin(self) -> None:
+        """Record that a backward pass begins inside the root's forward pass, for which autograd calls no hook."""
+        self.due = True
+        self._waiting.update(self._root)
+
+    def pre_backward(self) -> None:
+        """Record that a backward pass has reached a unit."""
+        self._step.on = False
+        if torch.is_grad_enabled():  # off in a backward pass, unless it was given create_graph=True
+            self.recorded.begin()
+
+    def post_backward(self, group: Any, *args: Any) -> None:
+        """Reduce a unit's gradients unless the backward pass visits it again, and free its parameters.
+
+        A unit that no forward pass has called yet has nothing to do, but torch would look for its gradients while
+        micro-batches accumulate in a reduce dtype of their own, and fail.
+        """
+        self._step.on = False  # the pass may have reached the output of no unit
+        if not all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
+            return
+        if group.reduce_grads and not self.accumulates():
+            _post_backward_without_reduction(group, *args)
+            return
+        if group._training_state is TrainingState.PRE_BACKWARD:
+            self._visits[group] = self._visits.get(group, 0) + 1
+            self._waiting.add(group)
+            if (of := self._called_again.get(group)) is not None and (state := of()) is not None:
+                state._training_state = TrainingState.IDLE  # torch would take another call for a recomputation
+        waits = group in self._waiting or self.partly.waits(group) or any(has_gradient(p) for p in group.fsdp_params)
+        if not group.reduce_grads or not waits:
+            type(group).post_backward(group, *args)
+        elif self._ending or self._visits.get(group, 0) >= self._calls.get(group, 0):
+            self._waiting.discard(group)
+            self._fill(group)
+            self.partly.check(group)
+            type(group).post_backward(group, *args)
+            self.partly.keep(group)
+        else:
+            _post_backward_without_reduction(group, *args)
+
+    def call_in_backward(self, state: Any) -> None:
+        """Record a call of a unit in a backward pass, which may be differentiated in another one inside of that.
+
+        To torch, which takes the call for the recomputation of one that the pass has still to visit, it is no call. If
+        the pass has visited the root, or modules that are sharded together, the end of the pass reduces them again.
+        """
+        for group in param_groups_in(state):
+            if state._training_state is TrainingState.PRE_BACKWARD is not group._training_state:
+                group._training_state = TrainingState.IDLE
+                self._waiting.add(group)
+
+    def accumulates(self) -> bool:
+        """Whether the backward pass that runs adds to gradients: ``torch.autograd.grad`` only returns some."""
+        task = torch._C._current_graph_task_id()
+        if not self._accumulates and task != self._task:
+            for group in self._groups:
+                update_requires_grad(group)
+            gathered = (p._unsharded_param for group in self._groups for p in trainable_params(group))
+            self._accumulates = task == -1 or any(map(is_accumulated, gathered)) or _reaches_leaf()
+            self._task = task
+        return self._accumulates  # also if it is one inside of this one that does
+
+    def finish(self, state: Any) -> None:
+        """End a backward pass: reduce what is pending, and agree on what was used. All ranks must call it."""
+        self._step.on = False  # a pass in a hook of this one's loss may have ended, and this one have reached no unit
+        accumulates, running = self.accumulates(), running_states(state)
+        iteration = state._state_ctx.iter_forward_root
+        kept = self._groups if self.recorded else [group for one in running for group in param_groups_in(one)]
+        settings = [(group, group.reshard_after_backward) for group in kept]
+        self._ending = True
+        try:
+            for group, _ in settings:
+                group.reshard_after_backward = False
+            end_backward(state)
+        finally:
+            self._ending = False
+            for group, reshards in settings:
+                group.reshard_after_backward = reshards
+        if accumulates:
+            self._agree()
+        else:
+            self._ended = True
+            self._visits.clear()
+        self._accumulates = False
+        if running:
+            resume_states(running, iteration)
+            self.show_gradients()
+            if accumulates and (call := self._inside_ended()) is not None:
+                call()
+        self.recorded.end(is_last=not running)
+
+    def show_gradients(self) -> None:
+        """Let parameters that are gathered inside a forward pass of the root show the gradients of their shards."""
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):
+                    self._step.follow(parameter._unsharded_param, parameter.sharded_param, is_part=False)
+        self._step.on = True
+
+    def expect(self) -> None:
+        """Reduce all units at the next opportunity: they hold gradients that came from no backward pass."""
+        self._waiting.update(self._groups)
+
+    def _fill(self, group: Any) -> None:
+        """Give zero gradients to the parameters that this rank has not used."""
+        if not self._filled and group.all_reduce_grads and _has_new_gradients(group):
+            return
+        trainable = trainable_params(group)
+        without = [p for p in trainable if not has_gradient(p)]
+        for parameter in trainable if self._filled else ():
+            if parameter not in without:
+                self._filled.pop(self._index[parameter], None)
+        for parameter in without:
+            gathered = parameter._unsharded_param
+            gathered.grad = torch.zeros_like(gathered, dtype=getattr(gathered, "grad_dtype", None))
+            shard = parameter.sharded_param
+            if group.all_reduce_grads and parameter not in self.partly.used:
+                self._filled.setdefault(self._index[parameter], (shard, shard.grad is None))
+                if not self._exchanges:
+                    self._lacking.tell()
+        if not group.all_reduce_grads:
+            self.partly.used.update(p for p in trainable if p not in without)
+        # gradients of earlier micro-batches are in the reduce dtype, and all must share one dtype
+        dtypes = {p.unsharded_accumulated_grad.dtype for p in trainable if p.unsharded_accumulated_grad is not None}
+        for parameter in trainable if dtypes else ():
+            if parameter.unsharded_accumulated_grad is None:
+                set_accumulated_gradient(parameter, parameter._unsharded_param.grad.to(next(iter(dtypes))))
+                parameter._unsharded_param.grad = None
+
+    def _agree(self) -> None:
+        """Remove the zero gradients of parameters that no rank has used."""
+        filled, self._filled, self._ended, self.due = self._filled, {}, True, False
+        self._visits.clear()
+        if not any(group.reduce_grads and group.all_reduce_grads for group in self._groups):
+            return
+        self.partly.used.clear()
+        everywhere = self._lacking.end()
+        self._exchanges = self._exchanges or everywhere
+        if not self._exchanges and self._peers.world_size > 1:
+            return  # one rank has used all parameters
+        used = torch.ones(self._count, dtype=torch.uint8)
+        used[list(filled)] = 0
+        if self._peers.world_size > 1:
+            # on the host, or the step would wait for the device; on the device if no host backend is available
+            on_host = self._peers.device.type == "cpu" or "cpu" in dist.get_backend_config()
+            used = used if on_host else used.to(self._peers.device)
+            group = self._peers.process_group
+            self._telling = dist.all_reduce(used, dist.ReduceOp.MAX, group=group, async_op=True), used
+        if not filled:
+            return  # a rank that has used everything informs the others, and needs no result
+        if self._telling is not None:
+            self._telling[0].wait()
+        for index, (shard, had_none) in filled.items():
+            if had_none and not used[index]:
+                shard.grad = None
+
+    def forget(self) -> None:
+        """Reset, whatever an exception has interrupted."""
+        self._calls.clear()
+        self._visits.clear()
+        self._waiting.clear()
+        for parameter in (parameter for group in self._groups for parameter in group.fsdp_params):
+            if has_gradient(parameter):
+                set_accumulated_gradient(parameter, None)
+                parameter._unsharded_param.grad = None
+        self._lacking.take_back()
+        self.partly.forget()
+        self.recorded.release()
+        self._filled, self.due, self._accumulates = {}, False, False
+
+    @contextmanager
+    def all_reduced(self, root: FSDPModule) -> Iterator[None]:
+        """A context in which the shards have the gradients that wait for an all-reduce. All ranks must enter it.
+
+        It ends the accumulation as a backward pass that reaches no parameter would, and takes that back on exit.
+        """
+        waiting = self.partly.take()
+        if not any(self._peers.gather_objects(bool(waiting))):
+            yield
+            return
+        used, state = set(self.partly.used), root._get_fsdp_state()
+        shards = [parameter.sharded_param for group in self._groups for parameter in group.fsdp_params]
+        before = [(shard, shard.grad) for shard in shards]
+        for shard, grad in before:
+            shard.grad = None if grad is None else grad.clone()  # torch adds to it in place
+        settings = [(group, group.reduce_grads, group.all_reduce_grads) for group in self._groups]
+        try:
+            for group, *_ in settings:
+                group.reduce_grads = group.all_reduce_grads = True
+            self.finish(state)
+            yield
+        finally:
+            for group, reduces, all_reduces in settings:
+                group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+            for shard, grad in before:
+                shard.grad = grad
+            self.partly.put_back(waiting, used)
+
+
+class _Lacking:
+    """Whether every rank has unused parameters in a backward pass, found out without a collective.
+
+    A rank that has some counts itself, once per backward pass, in the process group's store, before it joins the
+    reduction of the unit that they are in. When its own reductions have ended, every rank has joined all of them, so
+    the count is final. A rank that uses all parameters, as in most trainings every rank does, does nothing.
+
+    Args:
+        runtime: All ranks.
+        peers: Those that reduce gradients together.
+    """
+
+    def __init__(self, runtime: Runtime, peers: Runtime) -> None:
+        self._peers = peers
+        self._pass, self._told = 0, False
+        self._before: str | None = None
+        if peers.world_size > 1:
+            self._store: Any = dist.distributed_c10d._get_default_store()
+            # the same on all ranks, since they shard the same modules with this store
+            number = self._store.add(f"fsdp2/modules of rank {runtime.rank}", 1)
+            self._name = f"fsdp2/lacking/{number}/{min(runtime.mesh.peers(runtime.rank, GRADIENT_AXES))}"
+
+    def _key(self) -> str:
+        return f"{self._name}/{self._pass}"
+
+    def tell(self) -> None:
+        """Count this rank. Called before it joins a reduction."""
+        if not self._told and self._peers.world_size > 1:
+            self._store.add(self._key(), 1)
+            self._told = True
+
+    def take_back(self) -> None:
+        """Forget a backward pass that an exception has ended, and that is run again."""
+        if self._told:
+            self._store.add(self._key(), -1)
+            self._told = False
+
+    def end(self) -> bool:
+        """End a backward pass: whether all ranks have counted themselves."""
+        told, self._told = self._told, False
+        key = self._key() if told else None
+        self._pass += 1
+        if key is None:
+            return False
+        if self._peers.device.type != "cpu":
+            torch.get_device_module(self._peers.device).current_stream().synchronize()  # it waits for reductions
+        if self._before is not None:  # all ranks have read it: they have joined a later reduction
+            self._store.delete_key(self._before)
+        self._before = key
+        return bool(self._store.add(key, 0) == self._peers.world_size)
+
+
+_GRADIENT = operator.attrgetter("_unsharded_param.grad")
+
+_WAITING = operator.attrgetter("unsharded_accumulated_grad")
+
+
+def _has_new_gradients(group: Any) -> bool:
+    """Whether each parameter of a unit has a gradient of this backward pass, and none waits from an earlier one."""
+    with without_torch_function():
+        gradients = list(map(_GRADIENT, group.fsdp_params))
+    waiting = map(_WAITING, group.fsdp_params)
+    return all(map(operator.is_not, gradients, repeat(None))) and all(map(operator.is_, waiting, repeat(None)))
+
+
+def _count_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *args: Any) -> Any:
+    group, counting = of(), unused()
+    assert group is not None  # it is the caller
+    if counting is not None:
+        counting.count(group)
+    if not torch.is_inference_mode_enabled():
+        return type(group).pre_forward(group, *args)
+    with torch.inference_mode(False), torch.no_grad():  # what is gathered now is gathered again in training
+        return type(group).pre_forward(group, *args)
+
+
+def _note_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *args: Any) -> None:
+    own = unused()
+    group: Any = of()
+    if own is not None:
+        own.pre_backward()
+    if (enter := vars(group).get(ENTER)) is not None:
+        enter()
+    type(group).pre_backward(group, *args)
+
+
+def _fill_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *args: Any) -> None:
+    group, filling = of(), unused()
+    if group is not None and filling is not None:
+        filling.post_backward(group, *args)
+    elif group is not None:
+        type(group).post_backward(group, *args)
+
+
+def _agree_last(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any]) -> None:
+    state, agreeing = of(), unused()
+    if state is not None and agreeing is not None:
+        agreeing.finish(state)
+    elif state is not None:
+        end_backward(state)
+
+
+def _post_backward_without_reduction(group: Any, *args: Any) -> None:
+    reduces, group.reduce_grads = group.reduce_grads, False
+    try:
+        type(group).post_backward(group, *args)
+    finally:
+        group.reduce_grads = reduces
+    group._training_state = type(group._training_state).IDLE  # the end of the backward pass handles it again
+
+
+def _reaches_leaf() -> bool:
+    """Whether the backward pass that runs adds to the gradient of a leaf that the running node leads to."""
+    node: Any = torch._C._current_autograd_node()
+    while node is not None and not hasattr(node, "variable"):
+        node = next((after for after, _ in node.next_functions if after is not None), None)
+    return node is not None and is_accumulated(node.variable)
+
+
+def finish_backward(root: FSDPModule, unused: UnusedParameters) -> None:
+    """Do what ``fully_shard`` does at the end of a backward pass: reduce what is left, and reshard.
+
+    ``fully_shard`` registers this as a callback when a gradient reaches the output of a unit that has run forward. A
+    backward pass inside the root's forward pass that uses only the root's own parameters reaches no such output, so
+    their gradients would never arrive at the shards. A second call has no effect: ranks exchange what they have used
+    only once, even if autograd has run the callback on some of them.
+    """
+    state: Any = root._get_fsdp_state()
+    if unused.due:
+        unused.finish(state)
+    else:
+        end_backward(state)
