@@ -160,14 +160,14 @@ NEVER = {
     ),
     "checkpoint/tools/**": ("checkpoint.importing", "checkpoint.saving"),
     "lightning/registration/**": ("lightning.trainer", "lightning.fabric", "lightning.strategy", "lightning.loaders"),
-    "lightning/checkpoints/**": ("lightning.trainer", "lightning.fabric", "lightning.strategy"),
+    "lightning/checkpoints/**": ("lightning.trainer", "lightning.fabric", "lightning.strategy", "lightning.features"),
     "lightning/loaders/**": (
         *("lightning.trainer", "lightning.fabric", "lightning.strategy"),
-        *("lightning.checkpoints", "lightning.hooks", "lightning.registration"),
+        *("lightning.checkpoints", "lightning.hooks", "lightning.registration", "lightning.features"),
     ),
     "lightning/hooks/**": (
         *("lightning.trainer", "lightning.fabric", "lightning.strategy"),
-        *("lightning.checkpoints", "lightning.loaders", "lightning.registration"),
+        *("lightning.checkpoints", "lightning.loaders", "lightning.registration", "lightning.features"),
     ),
     "doctor/**": ("gradients", "state", "initialization", "sharding", "checkpoint", *ABOVE),
     "cli/**": ("gradients", "state", "initialization", "sharding"),
@@ -189,6 +189,31 @@ def test_folders_of_core_import_what_is_below_them(pattern: str) -> None:
     files = files_of(pattern)
     assert files, f"nothing matches {pattern}"
     assert {shown(path): found for path in files if (found := within(imported(path), *forbidden))} == {}
+
+
+#: From how many modules of ours the adapters import at most. What they would need more for is a feature's business.
+MODULES_OF_ADAPTERS = {"trainer.py": 15, "strategy.py": 12, "fabric.py": 12}
+
+
+def modules_imported(path: Path) -> set[str]:
+    """The modules of this project that a file imports from, in functions and for type checkers too."""
+    named = within(imported(path), *map(import_name, PACKAGES))
+    files = [shown(file).partition("/src/")[2].removesuffix(".py").removesuffix("/__init__") for file in SOURCES]
+    modules = {file.replace("/", ".") for file in files}
+    return {name if name in modules else name.rpartition(".")[0] for name in named}
+
+
+@pytest.mark.parametrize("name", MODULES_OF_ADAPTERS)
+def test_adapters_import_from_few_modules(name: str) -> None:
+    modules = modules_imported(CORE / "lightning" / name)
+    assert len(modules) > 5
+    assert len(modules) <= MODULES_OF_ADAPTERS[name], sorted(modules)
+
+
+def test_features_know_their_adapter_by_its_type_alone() -> None:
+    adapters = [f"fsdp_core.lightning.{Path(name).stem}" for name in MODULES_OF_ADAPTERS]
+    assert files_of("lightning/features/**")
+    assert imports_within(files_of("lightning/features/**"), *adapters, types=False) == {}
 
 
 def test_every_folder_of_core_has_its_law() -> None:
@@ -295,8 +320,8 @@ KNOWN_ATTRIBUTES = {
     "state/block_quantised.py": {"_subclass_zeros"},  # of torchao's optimizers: makes the kind of state that one keeps
     "state/fqn.py": {"_orig_mod", "_non_persistent_buffers_set"},  # where torch.compile keeps the module; of nn.Module
     "hooks/exporting.py": {"_original_module"},  # where Fabric keeps it
-    "hooks/callbacks.py": {"_average_model"},  # of Lightning's WeightAveraging
-    "checkpoints/late_param_groups.py": {"_restarting"},  # of Lightning's BaseFinetuning: to restore groups again
+    "features/callbacks.py": {"_average_model"},  # of Lightning's WeightAveraging
+    "features/late_param_groups.py": {"_restarting"},  # of Lightning's BaseFinetuning: to restore groups again
     "checkpoints/patched_io.py": {
         "_fs",
         "_find_last_checkpoints",

@@ -73,6 +73,9 @@ def members() -> dict[str, str]:
                 of_it = dict(_of(public, _definition(home, name)))
                 kept: Iterable[str] = (public, f"{public}.__init__") if public in CONSTRUCTORS else of_it
                 if public in SET_BY_PACKAGES:
+                    for base, its_home in _bases(home, name):
+                        of_it = {**dict(_of(public, _definition(its_home, base))), **of_it}
+                    of_it[public] = "class ()"  # what it inherits from is core's own too
                     kept = (public, *(f"{public}.{member}" for member in SET_BY_PACKAGES[public]))
                 found.update((member, of_it[member]) for member in kept)
     return dict(sorted(found.items()))
@@ -196,6 +199,21 @@ def _definition(module: str, name: str) -> ast.stmt:
     tree = _parsed(_file(module))
     defined = dict(_definitions(tree.body))
     return defined[name] if name in defined else _definition(_homes(module)[name], name)
+
+
+def _bases(module: str, name: str) -> Iterator[tuple[str, str]]:
+    """The classes of core that a class inherits from, the nearest first, and their modules."""
+    node = _definition(module, name)
+    imported = {
+        alias.name: statement.module
+        for statement in _parsed(_file(module)).body
+        if isinstance(statement, ast.ImportFrom) and statement.module is not None
+        for alias in statement.names
+    }
+    for base in map(ast.unparse, node.bases if isinstance(node, ast.ClassDef) else ()):
+        if imported.get(base, "").startswith("fsdp_core."):
+            yield base, imported[base].removeprefix("fsdp_core.")
+            yield from _bases(imported[base].removeprefix("fsdp_core."), base)
 
 
 def _definitions(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:

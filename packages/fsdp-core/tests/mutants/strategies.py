@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from fsdp_core.errors import NonFiniteGradientError
-from fsdp_core.lightning.checkpoints.sharded_or_full import SavePlace
+from fsdp_core.lightning.checkpoints.saving_strategy import SavePlace
 from fsdp_core.sharding.plan import ShardingPlan
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.testing.loopback.backend import LoopbackBackend
@@ -25,7 +25,7 @@ class ForgetsRandomNumbers(LoopbackTrainerStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        self._exact_resume._to_restore = None
+        self.features.exact_resume._to_restore = None
 
 
 class SavesWhatChanges(LoopbackTrainerStrategy):
@@ -72,14 +72,21 @@ class ShowsPieces(LoopbackTrainerStrategy):
 class TakesLateParameters(LoopbackFabricStrategy):
     """Takes parameters that came after sharding for some that stay whole."""
 
-    def _refuse_late(self, sharded: Sharded, optimizers: Any = ()) -> None:
-        pass
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        optimizers: Any = self.sharded_optimizers
+        optimizers.refuse_late = lambda *_: None
 
 
 class LooksAtOwnGradients(LoopbackFabricStrategy):
     """Stops before a step on those ranks alone whose own gradients are not finite."""
 
-    def _check_gradients(self, optimizer: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        steps: Any = self.steps
+        steps.check_gradients = self.check_own_gradients
+
+    def check_own_gradients(self, optimizer: Any) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if not all(bool(p.grad.isfinite().all()) for p in held if p.grad is not None):
             raise NonFiniteGradientError("before step 2 of this run, 1 parameter of SGD.\nset_detect_anomaly")
@@ -106,7 +113,7 @@ class GuardsNothing(LoopbackFabricStrategy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        gradients: Any = self._gradients
+        gradients: Any = self.steps.gradients
         gradients.on = lambda: None
 
 
@@ -130,7 +137,7 @@ class ComparesRatesOnce(LoopbackTrainerStrategy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        signals: Any = self._preemption._signals
+        signals: Any = self.features.preemption._signals
         agree = signals.agree
         signals.agree = lambda is_last, *_: [*agree(is_last), 0, 0]
 

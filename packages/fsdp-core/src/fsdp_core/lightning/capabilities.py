@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
+    "StrategyCapabilities",
     "capability_of",
     "check_checkpoint",
     "check_loop",
@@ -48,6 +49,20 @@ def require(strategy: str, capability: Capability, asked: str, instead: str = "L
     info = registry.strategies().get(strategy)
     if info is not None and capability not in info.capabilities:
         raise _refusal(info, capability, asked, instead)
+
+
+class StrategyCapabilities:
+    """The half of a strategy that refuses what it does not declare."""
+
+    strategy_name: str
+
+    def require(self, capability: Capability, asked: str) -> None:
+        """Raise :class:`~fsdp_core.errors.UnsupportedCapabilityError` if the strategy does not declare it."""
+        require(self.strategy_name, capability, asked)
+
+    def _check_empty_init(self, empty_init: bool | None) -> None:
+        if empty_init:
+            self.require(Capability.META_INIT, "empty_init=True")
 
 
 def capability_of(option: str, value: Any) -> Capability | None:

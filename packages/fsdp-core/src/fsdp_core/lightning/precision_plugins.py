@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins.precision import Precision as FabricPrecision
@@ -24,14 +24,17 @@ from torch import Tensor, nn
 
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.initialization.deferred_init import continue_deferred
+from fsdp_core.lightning.capabilities import check_precision
 from fsdp_core.lightning.private import DtypeContext, convert_fp_tensor
 from fsdp_core.plugins.strategy_info import Capability
-from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.mixed_precision import ShardPrecision
-from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.torch_private import forget_unscaled, make_scaler_sharded, plain_tensors_replicated
 
-__all__ = ["ShardedFabricPrecision", "ShardedTrainerPrecision", "asked_precision"]
+if TYPE_CHECKING:
+    from fsdp_core.lightning.strategy import ShardedStrategy
+    from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+
+__all__ = ["ShardedFabricPrecision", "ShardedTrainerPrecision", "asked_precision", "shard_dtypes"]
 
 #: Plugins that are fully described by their precision string, and possibly a gradient scaler.
 _TRANSLATED = (
@@ -48,33 +51,12 @@ _TRANSLATED = (
 )
 
 
-class _Strategy(Protocol):
-    runtime: Runtime
-
-    def require(self, capability: Capability, asked: str) -> None: ...
-
-    @property
-    def root_device(self) -> torch.device: ...
-
-    @property
-    def optimizers(self) -> Collection[torch.optim.Optimizer]: ...
-
-
-class _TrainerStrategy(_Strategy, Protocol):
-    @property
-    def sharded(self) -> Sharded: ...
-
-    def check_gradients(self, optimizer: torch.optim.Optimizer) -> None: ...
-
-    @property
-    def is_stepping_by_hand(self) -> bool: ...
-
-
-def asked_precision(plugin: Any) -> tuple[str, torch.amp.GradScaler | None]:
-    """Return the requested precision of one of Lightning's plugins, and the user's own gradient scaler.
+def asked_precision(strategy: ShardedStrategy, plugin: Any) -> tuple[ShardPrecision, torch.amp.GradScaler | None]:
+    """Return the dtypes that one of Lightning's plugins asks a strategy for, and the user's own gradient scaler.
 
     Raises:
-        UnsupportedCapabilityError: The plugin does something that does not work with shards.
+        UnsupportedCapabilityError: The plugin does something that does not work with shards, or the strategy does not
+            declare what it asks for.
     """
     if type(plugin) not in _TRANSLATED:
         raise UnsupportedCapabilityError(
@@ -85,7 +67,14 @@ def asked_precision(plugin: Any) -> tuple[str, torch.amp.GradScaler | None]:
         plugin.teardown()  # its environment variables would make XLA compute fp32 in another dtype
     # Lightning creates FSDPPrecision's scaler itself and drops the user's; ours is created for the device in use
     own = None if isinstance(plugin, FSDPPrecision | FabricFSDPPrecision) else getattr(plugin, "scaler", None)
-    return str(plugin.precision), own
+    asked = ShardPrecision.named(str(plugin.precision))
+    check_precision(strategy.strategy_name, asked)
+    return strategy.backend.effective_precision(asked), own
+
+
+def shard_dtypes(plugin: Any) -> ShardPrecision:
+    """The dtypes of shards under a plugin of a strategy: fp32 if it is not replaced by one of this module's yet."""
+    return plugin.dtypes if isinstance(plugin, _ShardedPrecision) else ShardPrecision()
 
 
 def compute_context(precision: ShardPrecision, device: str) -> AbstractContextManager[Any]:
@@ -114,9 +103,7 @@ class _ShardedPrecision:
         UnsupportedCapabilityError: A gradient scaler was given, but the precision does not need one.
     """
 
-    def __init__(
-        self, precision: ShardPrecision, strategy: _Strategy, scaler: torch.amp.GradScaler | None = None
-    ) -> None:
+    def __init__(self, precision: ShardPrecision, strategy: Any, scaler: torch.amp.GradScaler | None = None) -> None:
         if scaler is not None and not precision.scaled:
             raise UnsupportedCapabilityError(
                 f"precision={precision.name!r} needs no gradient scaler, but got {type(scaler).__name__}.\n"
@@ -222,30 +209,19 @@ class ShardedTrainerPrecision(_ShardedPrecision, Precision):
         precision: The dtypes.
         strategy: The strategy that it belongs to.
         scaler: The user's gradient scaler.
-        guarding: The context in which the user's hooks that see gradients run.
     """
 
-    _strategy: _TrainerStrategy
-
-    def __init__(
-        self,
-        precision: ShardPrecision,
-        strategy: _TrainerStrategy,
-        scaler: torch.amp.GradScaler | None,
-        guarding: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        super().__init__(precision, strategy, scaler)
-        self._guarding = guarding
+    _strategy: ShardedTrainerStrategy
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         return super().pre_backward(self._scale(tensor), module)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
-        with self._guarding():
+        with self._strategy.guarding_gradients():
             return super().post_backward(tensor, module)
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
-        with self._guarding():
+        with self._strategy.guarding_gradients():
             super()._after_closure(model, optimizer)
 
     def optimizer_step(  # type: ignore[override]  # as Lightning's own plugins for the Trainer have it

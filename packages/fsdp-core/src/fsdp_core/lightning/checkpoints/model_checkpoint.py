@@ -32,21 +32,20 @@ def treat_pending_saves_as_done(callbacks: Iterable[pl.Callback]) -> None:
 
 
 def _file_exists(callback: ModelCheckpoint, filepath: str | Path, trainer: pl.Trainer) -> bool:
-    strategy: Any = trainer.strategy
-    saved: dict[str, bool] = getattr(strategy, "async_saved", {})
-    if str(filepath) in saved:
-        return saved[str(filepath)]
+    features: Any = getattr(trainer.strategy, "features", None)
+    if features is not None and str(filepath) in features.saves.saved:
+        return bool(features.saves.saved[str(filepath)])
     return type(callback).file_exists(callback, filepath, trainer)
 
 
 def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
-    strategy: Any = trainer.strategy
-    apart = getattr(strategy, "scattered_save", False)  # each rank links what it sees
-    if getattr(strategy, "fit_saves", None) is None and not apart:  # the callback is used by another Trainer now
+    features: Any = getattr(trainer.strategy, "features", None)
+    apart = getattr(trainer.strategy, "scattered_save", False)  # each rank links what it sees
+    if features is None or (features.saves.of_fit is None and not apart):  # another Trainer uses the callback now
         ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
     elif os.path.abspath(filepath) != os.path.abspath(linkpath):
         job = partial(link, filepath, linkpath)
-        strategy.in_order(f"linking {linkpath} to {filepath}", job, {linkpath: True})
+        features.saves.in_order(f"linking {linkpath} to {filepath}", job, {linkpath: True})
 
 
 def link(filepath: str, linkpath: str) -> None:

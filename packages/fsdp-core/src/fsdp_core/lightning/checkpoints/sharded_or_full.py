@@ -6,9 +6,8 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from torch import Tensor
@@ -21,13 +20,10 @@ from fsdp_core.checkpoint.storage.recognition import is_sharded
 from fsdp_core.errors import CheckpointError, FSDPError
 from fsdp_core.lightning.capabilities import check_checkpoint
 from fsdp_core.lightning.checkpoints.full.file import read_full_file, write_full
+from fsdp_core.lightning.checkpoints.saving_strategy import SavePlace, SavingStrategy
 from fsdp_core.lightning.checkpoints.shared_disk import check_folder_around
-from fsdp_core.runtime import Runtime
-from fsdp_core.sharding.backend import Backend
 
 __all__ = [
-    "SavePlace",
-    "SavingStrategy",
     "io_for",
     "own_exceptions",
     "read_checkpoint",
@@ -35,54 +31,6 @@ __all__ = [
     "write_file",
     "write_folder",
 ]
-
-
-@dataclass(frozen=True)
-class SavePlace:
-    """Where a rank saves.
-
-    Attributes:
-        path: A folder for sharded checkpoints, a file for full ones.
-        scattered: Whether other ranks may save elsewhere, each where it stands.
-        is_reported: Whether the caller hands the folder on as soon as the call returns, so that a save in the
-            background would come too late.
-    """
-
-    path: str
-    scattered: bool = False
-    is_reported: bool = False
-
-
-class SavingStrategy(Protocol):
-    """What saving and loading need from a strategy, under both front ends."""
-
-    backend: Backend
-    runtime: Runtime
-    strategy_name: str
-
-    @property
-    def num_nodes(self) -> int:
-        """The number of hosts."""
-        ...
-
-    @property
-    def state_dict_type(self) -> str:
-        """``"sharded"`` for a folder, ``"full"`` for one file."""
-        ...
-
-    @property
-    def sequential_save(self) -> bool:
-        """Whether the ranks of a host write their shards one after another."""
-        ...
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """Writes full files; what a user has given reads and removes them, too."""
-        ...
-
-    def refuse_storage_options(self, storage_options: Any) -> None:
-        """Refuse options for a ``CheckpointIO`` if none writes."""
-        ...
 
 
 def write_file(

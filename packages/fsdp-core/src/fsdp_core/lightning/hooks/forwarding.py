@@ -8,13 +8,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
+from fsdp_core.lightning.hooks.exporting import written_of
 from fsdp_core.lightning.hooks.redirection import called_as_written, explain_shards, normal_tensors
-from fsdp_core.sharding.sharded import Sharded, sharded_of
+from fsdp_core.sharding.sharded import Sharded, sharded_around, sharded_of
 from fsdp_core.state.full_tensor import gathered_modules
 from fsdp_core.torch_private import in_backward, tree_flatten
 
-__all__ = ["ShardedForward", "sharded_in"]
+__all__ = ["ShardedForward", "root_around", "set_up_model", "sharded_in"]
 
 
 class ShardedForward(nn.Module):
@@ -97,3 +98,34 @@ class ShardedForward(nn.Module):
 def sharded_in(module: nn.Module) -> Sharded | None:
     """The sharded root of a module that Fabric passes to its strategy; ``None`` if it is not sharded."""
     return module.sharded if isinstance(module, ShardedForward) else sharded_of(module)
+
+
+def set_up_model(module: nn.Module) -> Sharded:
+    """The sharded state of a model that was set up.
+
+    Args:
+        module: What ``fabric.setup`` returned, or the user's module.
+
+    Raises:
+        ShardingError: The module was not set up, or is only a part of a model that was.
+    """
+    sharded = sharded_in(written_of(module))
+    around = sharded_around(written_of(module)) if sharded is None else None
+    if around is not None:
+        raise ShardingError(
+            f"{type(module).__name__} is a part of {around[0].plan.class_name}, which is sharded as a whole.\n"
+            "Pass the model that fabric.setup() returned."
+        )
+    if sharded is None:
+        raise ShardingError(
+            f"{type(module).__name__} is not sharded.\n"
+            "Write `model = fabric.setup(model)` first, and pass what that returns."
+        )
+    return sharded
+
+
+def root_around(module: nn.Module) -> Sharded:
+    """The root of a model that was set up, given the model, a part of it, or a module around it."""
+    around = sharded_around(written_of(module))
+    inside = (sharded for part in module.modules() if (sharded := sharded_in(part)) is not None)
+    return around[0] if around is not None else next(inside, None) or set_up_model(module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -23,6 +23,7 @@ from fsdp_core.lightning.loaders.loader_states import (
     states_in,
 )
 from fsdp_core.lightning.loaders.position import position_of, sampler_of
+from fsdp_core.lightning.loaders.split_batches import split_in_fabric
 from fsdp_core.runtime import Runtime
 
 __all__ = ["follow_in_fabric", "is_left_out", "is_loader", "load_loader", "loader_state"]
@@ -55,14 +56,20 @@ class FabricEpochs:
         self._set(epoch)
 
 
-def follow_in_fabric(loader: object) -> None:
-    """Track a loader that Fabric has set up, if it has a state."""
-    if not isinstance(loader, DataLoader) or not hasattr(loader, "state_dict"):
-        return
-    followed(loader)
-    sampler = sampler_of(loader)
-    if hasattr(sampler, "set_epoch") and _epochs_of(loader) is None:
-        FabricEpochs(sampler)
+def follow_in_fabric(loader: object, split: Callable[[Any], Any] | None) -> None:
+    """Track a loader that Fabric has set up, if it has a state.
+
+    Args:
+        loader: The loader, changed in place.
+        split: From a batch to this rank's part, which the loader is to yield; ``None`` for whole batches.
+    """
+    if isinstance(loader, DataLoader) and hasattr(loader, "state_dict"):
+        followed(loader)
+        sampler = sampler_of(loader)
+        if hasattr(sampler, "set_epoch") and _epochs_of(loader) is None:
+            FabricEpochs(sampler)
+    if split is not None:
+        split_in_fabric(loader, split)
 
 
 def _epochs_of(loader: Any) -> FabricEpochs | None:

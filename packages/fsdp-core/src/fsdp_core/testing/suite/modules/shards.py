@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.lightning.strategy import size_in_words
+from fsdp_core.lightning.hooks.sharded_modules import size_in_words
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.testing import Ranks, oracle

@@ -1,4 +1,4 @@
-"""Exact resume under the Trainer: each rank's random state, and gradients accumulated for the next step."""
+"""Exact resume under the Trainer: positions of loaders, random states, and gradients accumulated for the next step."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from torch.optim import Optimizer
 
 from fsdp_core.lightning.checkpoints.attempts import Attempts
+from fsdp_core.lightning.features.feature import Feature
+from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.held_gradients import described, of_this_rank
@@ -22,7 +24,7 @@ __all__ = ["KEY", "ExactResume"]
 KEY = "fsdp_core"
 
 
-class ExactResume:
+class ExactResume(Feature):
     """Lets a run that resumes from a checkpoint do what the run that saved it did next.
 
     The random state is restored after a validation, so that training draws the same numbers with and without it: on
@@ -38,8 +40,9 @@ class ExactResume:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._loaders = TrainingLoaders()
         #: What has led to this state.
-        self.attempts = Attempts()
+        self._attempts = Attempts()
         self._to_restore: Mapping[str, Any] | None = None
         self._gradients: Mapping[str, Any] | None = None
         self._at_iterators = False
@@ -60,29 +63,32 @@ class ExactResume:
         of_ranks = [mine] if by_rank is None else self._runtime.by_data_parallel_rank(by_rank)
         state: dict[str, Any] = {
             "ranks": [{"random": one} for one in of_ranks],
-            "attempts": self.attempts.state(),
+            "attempts": self._attempts.state(),
         }
         gradients = described(sharded.accumulated_gradients(), self._runtime) if self._waiting else None
         return state if gradients is None else {**state, "gradients": gradients}
 
-    def take(self, state: Mapping[str, Any] | None) -> None:
-        """Store what :meth:`state` returned, to restore it later.
+    def with_positions(self, checkpoint: Mapping[str, Any], trainer: pl.Trainer) -> dict[str, Any]:
+        """Lightning's checkpoint dict with the positions of all ranks' training loaders. All ranks must call it."""
+        return self._loaders.save(checkpoint, trainer, self._runtime)
+
+    def take_positions(self, saved: dict[str, Any], trainer: pl.Trainer) -> dict[str, Any]:
+        """A saved checkpoint dict with this rank's positions where Lightning looks for them."""
+        return self._loaders.load(saved, trainer, self._runtime)
+
+    def take(self, state: Mapping[str, Any] | None, trainer: pl.Trainer) -> None:
+        """Store what :meth:`state` returned, to restore it later, once Lightning has restored its loops.
 
         Args:
             state: ``None`` if the checkpoint holds none.
+            trainer: The Trainer.
         """
-        self.attempts.take(state)
+        self._loaders.progress_restored(trainer)
+        self._attempts.take(state)
         self._to_restore = self._gradients = None
         if state is not None:
             self._to_restore = state_of_rank([of_rank["random"] for of_rank in state["ranks"]], self._runtime)
             self._gradients = state.get("gradients")
-
-    def restore_gradients(self, sharded: Sharded, optimizers: Sequence[Optimizer]) -> None:
-        """Restore accumulated gradients. All ranks must call it, after Lightning has zeroed them as a fit begins."""
-        gradients, self._gradients = self._gradients, None
-        if gradients is not None:
-            sharded.restore_gradients(of_this_rank(gradients, self._runtime), gradients["reduced"])
-            self.on_backward(optimizers)
 
     # -- when gradients wait ---------------------------------------------------------------------------------------
 
@@ -96,23 +102,48 @@ class ExactResume:
 
     # -- when random numbers are set -------------------------------------------------------------------------------
 
-    def follow(self, trainer: pl.Trainer) -> None:
-        """Hook into the Trainer's loops where they iterate their loaders and validate, until :meth:`leave`."""
-        self.leave()
-        self._waiting = []
-        loop = trainer.fit_loop
-        validation = loop.epoch_loop.val_loop
-        self._around(loop, "setup_data", self._iterating)
-        self._around(validation, "run", self._validating)
-        self._around(validation, "increment_progress_to_evaluation_end", self._validating)
+    def module_sharded(self, trainer: pl.Trainer, sharded: Sharded, *, fitting: bool) -> None:
+        """Hook into the Trainer's loops where they iterate their loaders and validate, until the stage ends."""
+        if fitting:
+            self._leave_loops()
+            self._waiting = []
+            loop = trainer.fit_loop
+            validation = loop.epoch_loop.val_loop
+            self._around(loop, "setup_data", self._iterating)
+            self._around(validation, "run", self._validating)
+            self._around(validation, "increment_progress_to_evaluation_end", self._validating)
 
-    def leave(self) -> None:
-        """Remove the hooks from the Trainer's loops."""
+    def prepare_loader(self, loader: object, trainer: pl.Trainer) -> object:
+        """Track a loader that Lightning has prepared, or copy one whose position is that of another stage."""
+        if not trainer.training:
+            return self._loaders.apart(loader)
+        loader = self._loaders.prepare(loader, trainer)
+        self._before_iterators()
+        return loader
+
+    def train_start(self, trainer: pl.Trainer, sharded: Sharded) -> None:
+        """Restore gradients, which Lightning has zeroed as the fit began; then positions, then the random state."""
+        gradients, self._gradients = self._gradients, None
+        if gradients is not None:
+            sharded.restore_gradients(of_this_rank(gradients, self._runtime), gradients["reduced"])
+            self.on_backward(trainer.optimizers)
+        self._before_iterators()
+        self._loaders.start(trainer)
+        self._before_first_batch(trainer)
+        self._attempts.begin(trainer)
+
+    def teardown(self, trainer: pl.Trainer | None) -> None:
+        """Record the positions of loaders, and remove the hooks from the loops."""
+        if trainer is not None:
+            self._loaders.finish(trainer)
+            self._leave_loops()
+
+    def _leave_loops(self) -> None:
         for loop, name in self._followed:
             loop.__dict__.pop(name, None)
         self._followed = []
 
-    def before_iterators(self) -> None:
+    def _before_iterators(self) -> None:
         """Set the random state that the iterators of the training loaders draw from.
 
         To be called whenever they may be created next; possibly several times before the first batch.
@@ -121,7 +152,7 @@ class ExactResume:
             set_random_state(self._to_restore, self._runtime)
             self._at_iterators = True
 
-    def before_first_batch(self, trainer: pl.Trainer) -> None:
+    def _before_first_batch(self, trainer: pl.Trainer) -> None:
         """Set the random state that the first batch draws from, or what remains to be done of the last epoch.
 
         To be called right after iterators may have been created for the last time, with nothing else in between.

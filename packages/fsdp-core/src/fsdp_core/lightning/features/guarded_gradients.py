@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torch import Tensor
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from fsdp_core.gradients.step_gradients import guard, guard_parameters, unguard, unguard_parameters
 from fsdp_core.lightning.hooks.exporting import refuse_values_of_parts
 from fsdp_core.sharding.sharded import Sharded
+
+if TYPE_CHECKING:
+    from fsdp_core.lightning.fabric import ShardedFabricStrategy
+    from fsdp_core.lightning.trainer import ShardedTrainerStrategy
 
 __all__ = ["GuardedGradients"]
 
@@ -28,34 +33,25 @@ class GuardedGradients:
     a result that is not reduced yet can't be read.
 
     Args:
-        optimizers: Returns the optimizers whose parameters' gradients are guarded.
-        roots: Returns the modules that they train.
-        with_parameters: Whether pieces of parameters are guarded too.
-        gathers: Whether a library may gather from flat parameters while this is on, as inside a step by hand.
+        strategy: The strategy, whose optimizers and roots are guarded.
     """
 
-    def __init__(
-        self,
-        optimizers: Callable[[], Iterable[Optimizer]],
-        roots: Callable[[], Sequence[Sharded]],
-        *,
-        with_parameters: bool = False,
-        gathers: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._optimizers, self._roots, self._with_parameters = optimizers, roots, with_parameters
-        self._gathers = gathers
+    def __init__(self, strategy: ShardedTrainerStrategy | ShardedFabricStrategy) -> None:
+        self._strategy = strategy
         self._held: list[ref[Tensor]] = []  # what was held when the next was computed, which is rarely changed
         self._in_pieces: list[ref[Tensor]] = []
         self._shown: list[ref[Tensor]] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GuardedGradients:
+        return GuardedGradients(copy.deepcopy(self._strategy, memo))
 
     def on(self) -> None:
         """Refuse them from now on: a backward pass or a step has ended."""
         self._find_pieces()
         guard(self._gradients())
-        if self._with_parameters:
-            guard_parameters(self._pieces())
-            if not self._gathers():
-                guard_parameters(self._held_flat())
+        guard_parameters(self._pieces())
+        if not self._strategy.is_stepping_by_hand:  # else a library may gather from flat parameters
+            guard_parameters(self._held_flat())
         refuse_values_of_parts(True)
 
     def off(self) -> None:
@@ -121,11 +117,11 @@ class GuardedGradients:
 
     def _find_pieces(self) -> None:
         # without a step of Python for each parameter
-        groups = [group["params"] for optimizer in self._optimizers() for group in optimizer.param_groups]
+        groups = [group["params"] for optimizer in self._strategy.optimizers for group in optimizer.param_groups]
         held = list(chain.from_iterable(groups))
         if len(held) != len(self._held) or not all(map(operator.is_, held, map(operator.call, self._held))):
             self._held = [ref(p) for p in held]
-            roots = self._roots()
+            roots = self._strategy.trained_roots
             pieces = (p for p in held if not isinstance(p, DTensor) and any(root.holds_part(p) for root in roots))
             self._in_pieces = [ref(p) for p in pieces]
             for root in roots:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import lightning.pytorch as pl
@@ -13,14 +13,33 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.lightning.features.feature import Feature
 from fsdp_core.lightning.hooks.exporting import whole_state
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.fqn import clean_name
 
-__all__ = ["check_finetuning", "check_pruning", "shard_averages", "show_written_shapes"]
+if TYPE_CHECKING:
+    from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+
+__all__ = ["CallbacksOverShards", "check_finetuning", "check_pruning"]
 
 
-def shard_averages(trainer: pl.Trainer, sharded: Sharded, *, full: bool) -> None:
+class CallbacksOverShards(Feature):
+    """Lets Lightning's callbacks see the module as it was written, and keep shards.
+
+    Args:
+        strategy: The strategy.
+    """
+
+    def __init__(self, strategy: ShardedTrainerStrategy) -> None:
+        self._strategy = strategy
+
+    def module_sharded(self, trainer: pl.Trainer, sharded: Sharded, *, fitting: bool) -> None:
+        _shard_averages(trainer, sharded, full=self._strategy.state_dict_type == "full")
+        _show_written_shapes(trainer, sharded)
+
+
+def _shard_averages(trainer: pl.Trainer, sharded: Sharded, *, full: bool) -> None:
     """Shard the copies of the module that weight-averaging callbacks keep, and let the callbacks save and load shards.
 
     The callback saves and restores state with ``state_dict`` and ``load_state_dict`` of both modules, for which a
@@ -75,7 +94,7 @@ def _take_shards(module: nn.Module, prefix: str, sharded: Sharded, *, full: bool
     instance.state_dict, instance.load_state_dict = state_dict, load_state_dict
 
 
-def show_written_shapes(trainer: pl.Trainer, sharded: Sharded) -> None:
+def _show_written_shapes(trainer: pl.Trainer, sharded: Sharded) -> None:
     """Show the summary callbacks of ``trainer`` the module as it was written.
 
     It is already sharded when they run, and they would count shards. An ``example_input_array`` yields sizes only:

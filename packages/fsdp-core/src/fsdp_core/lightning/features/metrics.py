@@ -6,14 +6,17 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
+import lightning.pytorch as pl
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from fsdp_core.lightning.features.feature import Feature
 from fsdp_core.mesh import GRADIENT_AXES
 from fsdp_core.runtime import Runtime
+from fsdp_core.sharding.sharded import Sharded
 
-__all__ = ["gather_metrics_over_data"]
+__all__ = ["MetricsOverData"]
 
 Gather = Callable[..., list[Tensor]]
 
@@ -49,21 +52,32 @@ def _gather_all() -> Gather:
     return gather
 
 
-def gather_metrics_over_data(module: nn.Module, runtime: Runtime) -> None:
-    """Let the metrics in a module gather their states from the ranks that see different batches, or parts of them.
+class MetricsOverData(Feature):
+    """Lets the metrics in a module gather their states from the ranks that see different batches, or parts of them.
 
     torchmetrics gathers them from all ranks: tensor-parallel peers, which see the same batch, would each count.
     A metric with a ``process_group`` or ``dist_sync_fn`` of the user's own keeps it.
 
     Args:
-        module: The user's module.
         runtime: The ranks.
     """
-    if runtime.mesh.size(GRADIENT_AXES) == runtime.world_size:
-        return
-    data = runtime.along(*GRADIENT_AXES)  # creates a group of processes the first time, on all ranks
-    for one in module.modules():
-        if not isinstance(one, Metric) or one.process_group is not None:
-            continue
-        if one.dist_sync_fn is None or isinstance(one.dist_sync_fn, _OverData):
-            one.dist_sync_fn = _OverData(data)
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def module_sharded(self, trainer: pl.Trainer, sharded: Sharded, *, fitting: bool) -> None:
+        self._gather_over_data(trainer.lightning_module)
+
+    def train_start(self, trainer: pl.Trainer, sharded: Sharded) -> None:
+        self._gather_over_data(trainer.lightning_module)  # its own hook may have made some
+
+    def _gather_over_data(self, module: nn.Module) -> None:
+        runtime = self._runtime
+        if runtime.mesh.size(GRADIENT_AXES) == runtime.world_size:
+            return
+        data = runtime.along(*GRADIENT_AXES)  # creates a group of processes the first time, on all ranks
+        for metric in module.modules():
+            if not isinstance(metric, Metric) or metric.process_group is not None:
+                continue
+            if metric.dist_sync_fn is None or isinstance(metric.dist_sync_fn, _OverData):
+                metric.dist_sync_fn = _OverData(data)

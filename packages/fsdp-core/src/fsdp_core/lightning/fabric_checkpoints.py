@@ -3,50 +3,37 @@
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_core import checkpoint as checkpoints
-from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.collective import together_each
 from fsdp_core.checkpoint.format.paths import join_path
-from fsdp_core.checkpoint.storage.joined import Paths, shown_paths
+from fsdp_core.checkpoint.storage.joined import Paths, paths_of, shown_paths
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError, OptimizerMismatchError
 from fsdp_core.lightning.checkpoints.accumulated_gradients import AccumulatedGradients
 from fsdp_core.lightning.checkpoints.full.file import gathered
 from fsdp_core.lightning.checkpoints.full.layout import as_trainers_file, numbered
 from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
-from fsdp_core.lightning.checkpoints.sharded_or_full import (
-    SavePlace,
-    SavingStrategy,
-    read_checkpoint,
-    write_file,
-    write_folder,
-)
+from fsdp_core.lightning.checkpoints.saving_strategy import SavePlace
+from fsdp_core.lightning.checkpoints.sharded_or_full import read_checkpoint, write_file, write_folder
 from fsdp_core.lightning.hooks.forwarding import sharded_in
+from fsdp_core.lightning.hooks.redirection import normal_tensors
 from fsdp_core.lightning.loaders.fabric_loaders import is_left_out, is_loader, load_loader, loader_state
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.fqn import aliases
 from fsdp_core.state.random_state import RandomState, of_ranks
 
-__all__ = ["load_checkpoint", "owner_of", "restore_unsharded", "save_checkpoint"]
+if TYPE_CHECKING:
+    from fsdp_core.lightning.fabric import ShardedFabricStrategy
+
+__all__ = ["load_checkpoint", "load_module", "module_state", "owner_of", "save_checkpoint"]
 
 _INSTEAD = 'Give the objects themselves: fabric.save(path, {"model": model, "optimizer": optimizer}).'
-
-
-class _Strategy(SavingStrategy, Protocol):
-    optimizers: weakref.WeakSet[Optimizer]
-    async_saves: AsyncSaves | None
-
-    @property
-    def roots(self) -> list[Sharded]: ...
-
-    @property
-    def accumulating(self) -> Collection[Sharded]: ...
 
 
 def owner_of(optimizer: Optimizer, roots: Sequence[Sharded]) -> Sharded:
@@ -70,9 +57,27 @@ def owner_of(optimizer: Optimizer, roots: Sequence[Sharded]) -> Sharded:
     )
 
 
+@normal_tensors()
+def module_state(module: nn.Module) -> dict[str, Any]:
+    """The state of a module, whether it was set up or not."""
+    sharded = sharded_in(module)
+    return module.state_dict() if sharded is None else sharded.model_state()
+
+
+@normal_tensors()
+def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool, *, check_only: bool = False) -> None:
+    """Restore a module, whether it was set up or not."""
+    sharded = sharded_in(module)
+    if sharded is None:
+        _restore_unsharded(module, state, strict, check_only=check_only)
+    else:
+        sharded.load_model_state(state, strict, check_only=check_only)
+
+
+@normal_tensors()
 def save_checkpoint(
-    strategy: _Strategy,
-    place: SavePlace,
+    strategy: ShardedFabricStrategy,
+    path: str | Path,
     state: dict[str, Any],
     storage_options: Any,
     filters: dict[str, Callable[[str, Any], bool]],
@@ -81,11 +86,26 @@ def save_checkpoint(
 
     Args:
         strategy: Its backend, runtime and kind of checkpoint.
-        place: A folder for sharded checkpoints, a file for full ones.
+        path: A folder for sharded checkpoints, a file for full ones.
         state: The user's objects by key.
         storage_options: For the ``CheckpointIO`` that writes full checkpoints.
         filters: By key of ``state``: which names of its state to keep.
     """
+    strategy.check_saving(strategy.roots)
+    place = strategy.place_of(path)
+    with strategy.steps.gradients.while_off():
+        _write(strategy, place, state, storage_options, filters)
+    if place.is_reported:
+        strategy.wait_for_saves()
+
+
+def _write(
+    strategy: ShardedFabricStrategy,
+    place: SavePlace,
+    state: dict[str, Any],
+    storage_options: Any,
+    filters: dict[str, Callable[[str, Any], bool]],
+) -> None:
     async_saves = strategy.async_saves
     if async_saves is not None:
         async_saves.wait()  # before memory is allocated for this one
@@ -122,7 +142,7 @@ def save_checkpoint(
     write_folder(strategy, place, converted, storage_options, async_saves, kinds=kinds, aliases=tied)
 
 
-def _warn_of_gradients(strategy: _Strategy, state: dict[str, Any]) -> None:
+def _warn_of_gradients(strategy: ShardedFabricStrategy, state: dict[str, Any]) -> None:
     """Warn of accumulated gradients that are not saved."""
     saved = [obj.module for obj in state.values() if isinstance(obj, AccumulatedGradients)]
     roots = [root for root in strategy.accumulating if any(sharded_in(o) is root for o in _modules(state))]
@@ -140,14 +160,15 @@ def _modules(state: dict[str, Any]) -> list[nn.Module]:
     return [obj for obj in state.values() if isinstance(obj, nn.Module)]
 
 
+@normal_tensors()
 def load_checkpoint(
-    strategy: _Strategy, path: Paths, state: Any, strict: bool, weights_only: bool | None
+    strategy: ShardedFabricStrategy, path_or_paths: Paths, state: Any, strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
     """Restore what :func:`save_checkpoint` saved, in place.
 
     Args:
         strategy: Its backend and models.
-        path: A sharded folder or a full file, which is detected; or several, the places of a scattered save.
+        path_or_paths: A sharded folder or a full file, which is detected; or several, the places of a scattered save.
         state: The user's objects by key; a module or an optimizer alone, whose state is the whole checkpoint; or
             nothing, to get everything back.
         strict: Whether every key must exist, and the FQNs in modules must match.
@@ -161,6 +182,15 @@ def load_checkpoint(
         MissingKeyError: A key does not exist.
         CheckpointMismatchError: A name, shape or dtype doesn't fit.
     """
+    strategy.wait_for_saves()
+    with strategy.steps.gradients.while_off():
+        path = strategy.first_of(paths_of(path_or_paths), "load")
+        return _load(strategy, path, state, strict, weights_only)
+
+
+def _load(
+    strategy: ShardedFabricStrategy, path: Paths, state: Any, strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
     saved, _ = read_checkpoint(strategy, path, weights_only)
     if isinstance(state, dict) and "state_dict" in state and "state_dict" not in saved:
         saved = as_trainers_file(saved) or saved
@@ -189,14 +219,10 @@ def load_checkpoint(
     return {key: _whole(value) if everything else value for key, value in saved.items() if key not in state}
 
 
-def _restore(strategy: _Strategy, obj: Any, value: Any, strict: bool, *, check_only: bool = False) -> bool:
+def _restore(strategy: ShardedFabricStrategy, obj: Any, value: Any, strict: bool, *, check_only: bool = False) -> bool:
     """Restore one object in place; ``False`` if it is plain data, which can't be."""
     if isinstance(obj, nn.Module):
-        sharded = sharded_in(obj)
-        if sharded is None:
-            restore_unsharded(obj, value, strict, check_only=check_only)
-        else:
-            sharded.load_model_state(value, strict, check_only=check_only)
+        load_module(obj, value, strict, check_only=check_only)
     elif isinstance(obj, Optimizer):
         owner_of(obj, strategy.roots).load_optimizer_state(obj, value, check_only=check_only)
     elif is_loader(obj):
@@ -212,7 +238,7 @@ def _restore(strategy: _Strategy, obj: Any, value: Any, strict: bool, *, check_o
     return True
 
 
-def restore_unsharded(module: nn.Module, value: Mapping[str, Any], strict: bool, *, check_only: bool) -> None:
+def _restore_unsharded(module: nn.Module, value: Mapping[str, Any], strict: bool, *, check_only: bool) -> None:
     """Restore a module that was not set up, as plain Fabric does.
 
     Args:

@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from fsdp_core.errors import ShardingError
+from fsdp_core.lightning.features.feature import Feature
 from fsdp_core.lightning.global_batch import keeps_global_batch
 from fsdp_core.lightning.private import (
     around_each_batch,
@@ -37,10 +38,10 @@ from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.sharding.optimizers.agreement import are_equal, check_same_rates, digest_of_rates
 
 if TYPE_CHECKING:
-    from fsdp_core.lightning.strategy import ShardedStrategy
+    from fsdp_core.lightning.fabric import ShardedFabricStrategy
     from fsdp_core.lightning.trainer import ShardedTrainerStrategy
 
-__all__ = ["Preemption", "Signals", "requeue"]
+__all__ = ["Preemption", "Signals"]
 
 
 class Signals:
@@ -54,10 +55,11 @@ class Signals:
         agreed: The signal that has come to any rank, as of the last agreement; 0 if none has.
     """
 
-    def __init__(self, strategy: ShardedStrategy) -> None:
+    def __init__(self, strategy: ShardedTrainerStrategy | ShardedFabricStrategy) -> None:
         self._strategy = strategy
         self.told: int | None = None
         self.agreed = 0
+        self._are_noted = False
 
     def requeue_signal(self) -> int | None:
         """The signal by which SLURM announces the end of a job that is to be queued again; ``None`` elsewhere."""
@@ -89,6 +91,23 @@ class Signals:
 
         return note
 
+    def told_to_end(self) -> bool:
+        """Whether any rank was told to end, as of now. The signals are noted from the first call on.
+
+        All ranks must call it.
+        """
+        if not self._are_noted:
+            self._are_noted = True
+            if isinstance(self._strategy.runtime, ProcessGroupRuntime):  # ranks that are threads get no signals
+                self.register()
+        self.agree()
+        return bool(self.agreed)
+
+    def requeue_agreed(self) -> None:
+        """Let SLURM queue this job again, once its checkpoint is complete, if it has announced that."""
+        if self.agreed and self.agreed == self.requeue_signal() and self._strategy.is_global_zero:
+            requeue()
+
     def agree(self, *others: int) -> list[int]:
         """Add up what the ranks were told; :attr:`agreed` holds it then. All ranks must call it.
 
@@ -106,7 +125,7 @@ class Signals:
         return sums
 
 
-class Preemption:
+class Preemption(Feature):
     """The end of a Trainer's stages by a signal.
 
     Args:
@@ -118,7 +137,7 @@ class Preemption:
         self._signals = Signals(strategy)
         self._ended = False
 
-    def follow(self, trainer: pl.Trainer, *, fitting: bool) -> None:
+    def setup(self, trainer: pl.Trainer, *, fitting: bool) -> None:
         """Take over the signals of a stage, which Lightning is about to register. All ranks must call it."""
         if not isinstance(self._strategy.runtime, ProcessGroupRuntime):
             return
@@ -135,7 +154,7 @@ class Preemption:
         """Warn of no signal any more: an exception ends the stage."""
         self._ended = True
 
-    def finish(self) -> None:
+    def teardown(self, trainer: pl.Trainer | None) -> None:
         """Warn of a signal that came during the last batch of a fit, which has ended as it would have without it."""
         told = self._signals.told
         if told is not None and not self._ended:

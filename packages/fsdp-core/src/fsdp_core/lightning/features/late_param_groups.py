@@ -14,13 +14,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_core.errors import CheckpointError, CheckpointMismatchError
+from fsdp_core.lightning.features.feature import Feature
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.optimizer import state_by_name
 
 __all__ = ["LateParamGroups"]
 
 
-class LateParamGroups:
+class LateParamGroups(Feature):
     """The saved state of param groups that an optimizer does not hold yet.
 
     A hook such as ``on_train_start`` may add param groups after the checkpoint was loaded, as it did in the run that
@@ -31,11 +32,12 @@ class LateParamGroups:
     def __init__(self) -> None:
         self._pending: dict[Optimizer, Mapping[str, Any]] = {}
 
-    def clear(self) -> None:
-        """Discard what an earlier fit left."""
-        for optimizer in self._pending:
-            _when_added.pop(optimizer, None)
-        self._pending.clear()
+    def module_sharded(self, trainer: pl.Trainer, sharded: Sharded, *, fitting: bool) -> None:
+        """Discard what an earlier fit left, as a fit begins."""
+        if fitting:
+            for optimizer in self._pending:
+                _when_added.pop(optimizer, None)
+            self._pending.clear()
 
     def divide(
         self, optimizer: Optimizer, sharded: Sharded, saved: Mapping[str, Any], elsewhere: Collection[str]

@@ -4,7 +4,7 @@ Every forward pass needs the shards of all ranks, so all must take as many steps
 are averaged, other numbers raise. In prediction Lightning divides the samples without repeating any, so that ranks
 differ by a batch wherever the number of samples is not a multiple: those with fewer run their last batch once more, and
 what it returns is dropped. Loaders without a length are compared before each of their batches. In training, the ranks
-compare after each batch: see :mod:`fsdp_core.lightning.preemption`.
+compare after each batch: see :mod:`fsdp_core.lightning.features.preemption`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from __future__ import annotations
 import inspect
 import math
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from fsdp_core.errors import ShardingError
@@ -23,61 +22,63 @@ from fsdp_core.lightning.private import around_predictions, lengths_of_predictio
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.optimizers.agreement import are_equal
 
-__all__ = ["RepeatedPredictions", "check_same_batches"]
+if TYPE_CHECKING:
+    from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+
+__all__ = ["EvenBatches"]
 
 
-def check_same_batches(strategy_name: str, runtime: Runtime, stage: str, batches: Sequence[float]) -> None:
-    """Raise on every rank if the loaders of a validation or a test differ in their numbers of batches.
+class EvenBatches:
+    """Compares the ranks' numbers of batches, and repeats those that a rank lacks of a prediction.
 
-    All ranks must call it.
-
-    Args:
-        strategy_name: The name of the strategy, for the error.
-        runtime: The ranks.
-        stage: ``"val"`` or ``"test"``, as in ``limit_val_batches``.
-        batches: How many batches this rank takes from each loader; infinite where a loader has no length.
-
-    Raises:
-        ShardingError: Two ranks differ. The message gives the numbers by rank.
-    """
-    everyones = _of_ranks(runtime, batches)
-    if everyones is None:
-        return
-    verb = "validates" if stage == "val" else "tests"
-    raise ShardingError(
-        f"{strategy_name}: {_told(everyones, verb)}. All ranks must take as many steps: each needs the shards of all, "
-        "and what is logged is averaged over them.\n"
-        "Give each rank as many batches: datasets of the same length, whose sampler is left to Lightning, or "
-        f"Trainer(limit_{stage}_batches=N) with what the shortest has."
-    )
-
-
-class RepeatedPredictions:
-    """Steps of a prediction that a rank takes for the sake of the others, with its last batch.
-
-    How many it has to take is known before the first step if all loaders have a length. Otherwise ranks compare before
-    each batch whose next one is of which loader.
+    A rank takes such a step for the sake of the others, with its last batch. How many it has to take is known before
+    the first step if all loaders have a length. Otherwise ranks compare before each batch whose next one is of which
+    loader.
 
     Args:
-        strategy_name: The name of the strategy, for messages.
-        runtime: The ranks.
-        predict_step: The strategy's own, which runs a batch again.
+        strategy: The strategy, whose ``predict_step`` runs a batch again.
     """
 
-    def __init__(self, strategy_name: str, runtime: Runtime, predict_step: Callable[..., Any]) -> None:
-        self._strategy_name, self._runtime, self._predict_step = strategy_name, runtime, predict_step
+    def __init__(self, strategy: ShardedTrainerStrategy) -> None:
+        self._strategy: Any = strategy
         self._keeps = self._has_told = False
         self._of: int | None = None
         self._last: tuple[Any, ...] = ()
 
-    def follow(self, trainer: pl.Trainer) -> None:
+    def check(self, stage: str) -> None:
+        """Raise on every rank if the loaders of a validation or a test differ in their numbers of batches.
+
+        All ranks must call it.
+
+        Args:
+            stage: ``"val"`` or ``"test"``, as in ``limit_val_batches``.
+
+        Raises:
+            ShardingError: Two ranks differ. The message gives the numbers by rank.
+        """
+        trainer = self._strategy.lightning_module.trainer
+        batches = trainer.num_val_batches if stage == "val" else trainer.num_test_batches
+        everyones = _of_ranks(self._strategy.runtime, batches)
+        if everyones is None:
+            return
+        verb = "validates" if stage == "val" else "tests"
+        raise ShardingError(
+            f"{self._strategy.strategy_name}: {_told(everyones, verb)}. All ranks must take as many steps: each needs "
+            "the shards of all, and what is logged is averaged over them.\n"
+            "Give each rank as many batches: datasets of the same length, whose sampler is left to Lightning, or "
+            f"Trainer(limit_{stage}_batches=N) with what the shortest has."
+        )
+
+    def follow_prediction(self) -> None:
         """Compare the numbers of batches, and let this rank run those that it lacks. All ranks must call it.
 
         Raises:
             ShardingError: A rank lacks batches of a loader and can't run its last one again.
         """
-        name, batches = self._strategy_name, lengths_of_predictions(trainer)
-        everyones = _of_ranks(self._runtime, batches)
+        name, runtime = self._strategy.strategy_name, self._strategy.runtime
+        trainer = self._strategy.lightning_module.trainer
+        batches = lengths_of_predictions(trainer)
+        everyones = _of_ranks(runtime, batches)
         around_predictions(trainer)
         self._keeps = self._has_told = False
         self._of, self._last = None, ()
@@ -90,7 +91,7 @@ class RepeatedPredictions:
         module: Any = trainer.lightning_module
         takes_itself = "dataloader_iter" in inspect.signature(module.predict_step).parameters
         if math.inf in (count for counts in everyones or [batches] for count in counts):
-            if self._runtime.world_size > 1 and not takes_itself:
+            if runtime.world_size > 1 and not takes_itself:
                 self._keeps = True
                 loaders = len(batches)
                 around_predictions(
@@ -120,7 +121,7 @@ class RepeatedPredictions:
         def after(batch_idx: int, dataloader_idx: int) -> None:
             if batch_idx + 1 == batches[dataloader_idx]:
                 for _ in range(lacking[dataloader_idx]):
-                    self._predict_step(*self._last)
+                    self._strategy.predict_step(*self._last)
                 self._last = ()
 
         if any(lacking):
@@ -141,7 +142,7 @@ class RepeatedPredictions:
         Raises:
             ShardingError: This rank has had no batch of a loader of which another rank has one.
         """
-        name, runtime = self._strategy_name, self._runtime
+        name, runtime = self._strategy.strategy_name, self._strategy.runtime
         while True:
             counts = runtime.total([int(of == loader) for loader in range(loaders)])
             now = next((loader for loader, count in enumerate(counts) if count), None)
@@ -156,7 +157,7 @@ class RepeatedPredictions:
                     "must take as many steps: each needs the shards of all, and this rank has none to run again.\n"
                     "Give each rank one batch of each loader at least: use fewer ranks, or smaller batches."
                 )
-            self._predict_step(*self._last)
+            self._strategy.predict_step(*self._last)
         self._of = now
         if now is None:
             self._last = ()

@@ -1,0 +1,126 @@
+"""What a strategy's class takes: its options by name and by position, and the signature that follows from them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.lightning.capabilities import StrategyCapabilities, check_options
+from fsdp_core.lightning.features.finite_gradients import check_error_if_nonfinite
+from fsdp_core.lightning.options import describe_class, signature_of, strategy_options
+from fsdp_core.lightning.setup_checks import (
+    check_scattered_save,
+    check_state_dict_type,
+    check_waiting,
+)
+from fsdp_core.plugins.unknown_options import refuse_unknown_options
+from fsdp_core.sharding.options import ShardingOptions, option_names
+
+__all__ = ["ConstructedStrategy", "define_constructor"]
+
+
+def define_constructor(cls: Any, base: type) -> None:
+    """Give a strategy's class the signature, the constructor and the docstring that follow from its options.
+
+    Args:
+        cls: The class.
+        base: The base that all strategies have.
+    """
+    cls.options_class = strategy_options(cls.options_class)
+    cls.__signature__ = signature_of(cls, base)  # otherwise Sphinx would show that of __new__
+    if "__init__" not in vars(cls):
+        cls.__init__ = _constructor(cls)  # of its own, for jsonargparse to read
+    cls.__doc__ = describe_class(cls, cls.options_class, cls.__signature__.parameters)
+
+
+def _constructor(cls: Any) -> Callable[..., None]:
+    """A constructor that passes everything on, with the signature of its class."""
+
+    def __init__(self: Any, *positional: Any, **options: Any) -> None:
+        super(cls, self).__init__(*positional, **options)
+
+    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    constructor: Any = __init__
+    constructor.__qualname__, constructor.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
+    constructor.__signature__ = cls.__signature__.replace(parameters=[this, *cls.__signature__.parameters.values()])
+    constructor.is_generated = True
+    return __init__
+
+
+class ConstructedStrategy(StrategyCapabilities):
+    """The half of a strategy that takes options. Comes before Lightning's class.
+
+    Attributes:
+        strategy_name: The name that users type.
+        options_class: The class of the options.
+        positional: The names of the options that may be given by position.
+        left_out: The names of options of all strategies that this one does not take.
+        others_options: By option of another library, what to write instead.
+        happens_anyway: Values of such options that ask for what happens anyway.
+        options: The options of this strategy.
+    """
+
+    options_class: ClassVar[type[ShardingOptions]] = strategy_options(ShardingOptions)
+    positional: ClassVar[Sequence[str]] = ()
+    left_out: ClassVar[Collection[str]] = ()
+    others_options: ClassVar[Mapping[str, str]] = {}
+    happens_anyway: ClassVar[Mapping[str, Collection[object]]] = {}
+    __signature__: ClassVar[inspect.Signature]
+
+    options: Any  # of options_class
+    _built_with: tuple[tuple[Any, ...], dict[str, Any]]  # the constructor's arguments
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        # before the constructor, which may not accept the refused options at all
+        check_options(cls, args, options)
+        strategy = super().__new__(cls)
+        strategy._built_with = args, options
+        return strategy
+
+    def _by_name(self, positional: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """The constructor's arguments by name."""
+        values = dict(zip(self.positional, positional, strict=False))
+        twice = [name for name in values if name in given]
+        if len(positional) > len(self.positional) or twice:
+            name = type(self).__name__
+            why = f"{twice[0]} is given by keyword too" if twice else f"only {len(self.positional)} can be so given"
+            raise TypeError(
+                f"{name} was given {len(positional)} options by position, and {why}.\n"
+                f"Write keywords: {name}({', '.join(f'{each}=...' for each in self.positional[:2])}, ...)."
+            )
+        return {**values, **given}
+
+    def _read_options(self, positional: Sequence[Any], given: Mapping[str, Any]) -> Any:
+        """The options from the constructor's arguments.
+
+        Args:
+            positional: Those that were given by position.
+            given: Those that were given by keyword.
+
+        Raises:
+            UnsupportedCapabilityError: An option is unknown, or can't be used.
+        """
+        values = self._by_name(positional, given)
+        names = [name for name in option_names(self.options_class) if name not in self.left_out]
+        unknown = {name: value for name, value in values.items() if name not in names}
+        near = {"backend": "Did you mean 'process_group_backend'?"} if "process_group_backend" in names else {}
+        refused: list[str] = []
+        try:
+            refuse_unknown_options(
+                self.strategy_name, type(self), unknown, {**near, **self.others_options}, always=self.happens_anyway
+            )
+        except UnsupportedCapabilityError as error:
+            refused.append(str(error))
+        try:
+            options = self.options_class(**{name: values[name] for name in names if name in values})
+        except UnsupportedCapabilityError as error:
+            refused.append(str(error))
+        if refused:
+            raise UnsupportedCapabilityError("\n".join(refused))
+        check_state_dict_type(options.state_dict_type)
+        check_waiting(options.timeout, options.async_save)
+        check_error_if_nonfinite(options.error_if_nonfinite)
+        check_scattered_save(options.scattered_save, options.state_dict_type)
+        return options

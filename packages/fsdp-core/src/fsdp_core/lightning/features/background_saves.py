@@ -1,0 +1,92 @@
+"""Writes in the background of a fit, and what must wait for them: names, links and removals of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from torch.optim import Optimizer
+
+from fsdp_core.checkpoint.async_save import AsyncSaves
+from fsdp_core.checkpoint.collective import together_each
+from fsdp_core.lightning.checkpoints.deferred_copies import copied_after
+from fsdp_core.lightning.checkpoints.model_checkpoint import treat_pending_saves_as_done
+from fsdp_core.lightning.features.feature import Feature
+from fsdp_core.runtime import Runtime
+
+if TYPE_CHECKING:
+    from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+
+__all__ = ["BackgroundSaves"]
+
+
+class BackgroundSaves(Feature):
+    """The saves of a fit.
+
+    Args:
+        strategy: The strategy.
+
+    Attributes:
+        of_fit: Writes in the background of a fit; ``None`` without training, where a save returns once all is written.
+        saved: By path, whether a checkpoint exists once all pending saves are done.
+    """
+
+    def __init__(self, strategy: ShardedTrainerStrategy) -> None:
+        self._strategy = strategy
+        self.of_fit: AsyncSaves | None = None
+        self.saved: dict[str, bool] = {}
+
+    def setup(self, trainer: pl.Trainer, *, fitting: bool) -> None:
+        self.of_fit = self._strategy.async_saves if fitting else None
+        if self.of_fit is not None or (fitting and self._strategy.scattered_save):
+            treat_pending_saves_as_done(trainer.checkpoint_callbacks)
+
+    def before_step(self) -> None:
+        """Raise on all ranks what a save has failed with since the last step."""
+        if self.of_fit is not None:
+            self.of_fit.step()
+
+    def before_optimizer_step(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        """The closure that an optimizer is to call: the last save is copied before it writes."""
+        return closure if self.of_fit is None else copied_after(closure, self.of_fit, optimizer)
+
+    def before_save(self, path: str) -> None:
+        """Wait for the save before, whose memory this one needs."""
+        if self.of_fit is not None:
+            self.of_fit.wait()
+            self.saved = {path: True}
+
+    def in_order(self, doing: str, job: Callable[[], None], saved: Mapping[str, bool]) -> None:
+        """Run a job on rank 0, after all pending saves. All ranks must call it.
+
+        Of scattered saves, every rank runs it: the first of each host, and then the others, which may see others.
+
+        Args:
+            doing: What the job does, for error messages.
+            job: The job.
+            saved: By path, whether a checkpoint exists afterwards.
+        """
+        scattered = self._strategy.scattered_save
+
+        def run(ranks: Runtime) -> None:
+            is_first = (ranks.local_rank if scattered else ranks.rank) == 0
+            together_each(ranks, doing, lambda: job() if is_first else None)
+            if scattered:
+                together_each(ranks, doing, lambda: None if is_first else job())
+
+        if self.of_fit is None:
+            run(self._strategy.runtime)
+        else:
+            self.saved.update(saved)
+            self.of_fit.run(doing, run)
+
+    def close(self) -> None:
+        """Wait for what is pending as a stage ends, once everything else has ended.
+
+        Raises:
+            CheckpointError: A checkpoint could not be saved.
+        """
+        saves, self.of_fit = self.of_fit, None
+        if saves is not None:
+            saves.close()

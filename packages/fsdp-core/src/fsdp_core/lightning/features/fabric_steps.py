@@ -1,0 +1,183 @@
+"""The steps of a loop under Fabric, which tells of forward passes, backward passes and steps, and of nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakMethod, ref
+
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.optim import Optimizer
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.gradients.step_gradients import unguard_parameters
+from fsdp_core.lightning.features.finite_gradients import refuse_nonfinite
+from fsdp_core.lightning.features.guarded_gradients import GuardedGradients
+from fsdp_core.lightning.features.no_sync import NoSync
+from fsdp_core.lightning.hooks.first_forwards import FirstForwards
+from fsdp_core.lightning.hooks.forwarding import ShardedForward
+from fsdp_core.lightning.hooks.redirection import (
+    explain_shards,
+    explain_uncaught_error,
+    is_inside_forward,
+    mend_caught,
+)
+from fsdp_core.sharding.sharded import Sharded
+from fsdp_core.torch_private import call_before_passes, in_backward, reaches
+from fsdp_core.watch import explain_uncaught
+
+if TYPE_CHECKING:
+    from fsdp_core.lightning.fabric import ShardedFabricStrategy
+
+__all__ = ["FabricSteps"]
+
+
+class FabricSteps:
+    """Follows the passes and steps of the models that were set up.
+
+    Args:
+        strategy: The strategy.
+
+    Attributes:
+        gradients: Refuses what users compute of pieces, between the library's own computations.
+        counts: How many steps an optimizer has taken.
+        no_sync: Lets backward passes leave gradients unreduced.
+    """
+
+    def __init__(self, strategy: ShardedFabricStrategy) -> None:
+        self._strategy = strategy
+        self.gradients = GuardedGradients(strategy)
+        self.counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self.no_sync = NoSync(strategy)
+        self._roots: list[ref[Sharded]] = []
+        self._first_forwards: list[FirstForwards] = []
+        self._in_backward = False
+
+    @property
+    def roots(self) -> list[Sharded]:
+        """The models that were set up, without those that nobody holds any longer.
+
+        The garbage collector decides when one of the latter leaves, on each rank for itself: what all ranks do together
+        must not depend on how many there are.
+        """
+        return [root for known in self._roots if (root := known()) is not None]
+
+    def set_up(self, module: nn.Module, shard: Callable[[nn.Module], Sharded]) -> ShardedForward:
+        """Shard a module, and follow its passes."""
+        unguard_parameters(module.parameters())  # of one that is sharded already, maybe by another Fabric
+        sharded = shard(module)
+        explain_uncaught(explain_uncaught_error)  # between calls, no code of a strategy is around the user's
+        if not any(root is sharded for root in self.roots):
+            self._roots.append(ref(sharded))
+            self._first_forwards.append(FirstForwards(sharded))
+        call_before_passes(WeakMethod(self._before_pass))
+        self.gradients.add(sharded)
+        return ShardedForward(sharded, lambda: self._in_backward)
+
+    def run_backward(self, loss: Tensor, run: Callable[[], None]) -> None:
+        """Run a backward pass.
+
+        Args:
+            loss: What it begins with.
+            run: Runs it.
+        """
+        roots = self.roots
+        for forwards in self._first_forwards:
+            forwards.check()
+        self.gradients.off()
+        self._mend_roots([loss])
+        self._in_backward = True
+        try:
+            with self._strategy.backward_context():
+                run()
+        except BaseException as error:
+            if isinstance(error, RuntimeError):
+                explain_shards(error, roots)
+            self.gradients.guard_parameters()
+            raise
+        finally:
+            self._in_backward = False
+        for root in roots:
+            if root.is_called_in_backward and not in_backward():  # libraries may leave it gathered
+                root.is_called_in_backward = False
+                root.end_call()
+        self.no_sync.after_backward(roots)
+        self.gradients.on()
+
+    def _before_pass(self, outputs: Sequence[Tensor | GradientEdge]) -> None:
+        """Mend roots before a backward pass without Fabric: nothing else would before gradients are read by hand."""
+        if not self._in_backward:
+            self._mend_roots(outputs)
+
+    def _mend_roots(self, outputs: Sequence[Tensor | GradientEdge]) -> None:
+        for root in self.roots:
+            try:
+                mend_caught(root)
+            except ShardingError:
+                if reaches(outputs, [leaf for leaf in root.leaves() if leaf.requires_grad]):
+                    raise  # another pass may belong to another model
+
+    def step_optimizer(self, optimizer: Any, closure: Callable[[], Any] | None, step: Callable[..., Any]) -> Any:
+        """Step over shards.
+
+        Args:
+            optimizer: The optimizer.
+            closure: What it evaluates, if anything.
+            step: Makes the step, with ``closure=`` if there is one.
+        """
+        strategy, roots = self._strategy, self.roots
+        self.gradients.off()
+        strategy.sharded_optimizers.follow_added_parameters(optimizer, roots)
+        for root in roots:
+            try:
+                mend_caught(root)
+            except ShardingError:
+                stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+                if not stepped.isdisjoint(map(id, root.leaves())):
+                    raise  # another model's optimizer may step
+        inside = [root for root in roots if is_inside_forward(root.root)]  # a method that does a whole step
+        for root in inside:
+            root.keep_writes()
+        if closure is None:
+            self.check_gradients(optimizer)
+            output = step()
+        else:
+            output = step(closure=partial(self._evaluate, closure, optimizer, inside))
+        self.counts[optimizer] = self.counts.get(optimizer, 0) + 1
+        self._first_forwards = [forwards for forwards in self._first_forwards if not forwards.stop()]
+        self.no_sync.stepped()
+        strategy.sharded_optimizers.unreduced.clear()
+        for root in roots:
+            if not root.is_interrupted:
+                root.reshard()
+        for root in inside:
+            root.stepped_inside()
+        self.gradients.on()
+        return output
+
+    def _evaluate(self, closure: Callable[[], Any], optimizer: Any, inside: Iterable[Sharded]) -> Any:
+        for root in inside:
+            root.stepped_inside()
+        self.gradients.guard_parameters()
+        result = closure()
+        self.gradients.off()
+        for root in inside:
+            root.keep_writes()
+        self.check_gradients(optimizer)
+        return result
+
+    def check_gradients(self, optimizer: Optimizer) -> None:
+        """Raise if gradients are not reduced, or not finite though ``error_if_nonfinite`` was given.
+
+        Where there is a gradient scaler, it decides of the latter.
+        """
+        strategy = self._strategy
+        roots = self.roots
+        self.no_sync.check_reduced(optimizer, roots)
+        strategy.sharded_optimizers.check_first_gradients(optimizer, roots)
+        scaler = getattr(strategy.precision, "scaler", None)
+        if strategy.error_if_nonfinite and not (scaler is not None and scaler.is_enabled()):
+            step = f"step {self.counts.get(optimizer, 0) + 1} of this run"
+            refuse_nonfinite(optimizer, roots, strategy.runtime, step)

@@ -1,0 +1,53 @@
+"""What a stage refuses before anything is sharded, rather than an hour later."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import lightning.pytorch as pl
+
+from fsdp_core.lightning.capabilities import check_loop
+from fsdp_core.lightning.checkpoints.hyper_parameters import check_hyper_parameters
+from fsdp_core.lightning.checkpoints.shared_disk import check_all_resume, check_folders_of
+from fsdp_core.lightning.features.callbacks import check_pruning
+from fsdp_core.lightning.features.feature import Feature
+from fsdp_core.lightning.loaders.split_batches import refuse_loader_steps
+from fsdp_core.lightning.ray_train import check_reports
+from fsdp_core.lightning.setup_checks import check_loggers
+
+if TYPE_CHECKING:
+    from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+
+__all__ = ["FitChecks"]
+
+
+class FitChecks(Feature):
+    """Refuses loops, callbacks, loggers, steps and folders that do not go with the strategy.
+
+    Args:
+        strategy: The strategy.
+    """
+
+    def __init__(self, strategy: ShardedTrainerStrategy) -> None:
+        self._strategy = strategy
+
+    def setup(self, trainer: pl.Trainer, *, fitting: bool) -> None:
+        strategy, name = self._strategy, self._strategy.strategy_name
+        module = trainer.lightning_module
+        if fitting:
+            check_loop(name, strategy.state_dict_type, trainer, module)
+            check_pruning(trainer, name)
+            check_loggers(name, trainer, module)
+            if strategy.async_saves is not None:
+                check_reports(trainer.callbacks, name)  # type: ignore[attr-defined]
+            check_all_resume(strategy.resumes_from, strategy.runtime)
+        if strategy.backend.sequence is not None:
+            refuse_loader_steps(module, name)
+        if fitting and trainer.checkpoint_callbacks and strategy.state_dict_type == "sharded":
+            # fail now rather than at the first checkpoint, which may be hours away
+            check_hyper_parameters(module, "hyper_parameters")
+            datamodule = getattr(trainer, "datamodule", None)
+            if datamodule is not None:
+                check_hyper_parameters(datamodule, "datamodule_hyper_parameters")
+            if strategy.num_nodes > 1 and not strategy.scattered_save:
+                check_folders_of(trainer, strategy.runtime)

@@ -1,0 +1,91 @@
+"""``fabric.no_backward_sync()``: gradients that are not reduced, which no step may miss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp_core.errors import ShardingError
+from fsdp_core.lightning.private import BackwardSyncControl
+from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.sharding.sharded import Sharded
+
+if TYPE_CHECKING:
+    from fsdp_core.lightning.fabric import ShardedFabricStrategy
+
+__all__ = ["NoSync"]
+
+
+class NoSync(BackwardSyncControl):
+    """Lets Fabric skip the reduction of gradients, and steps see that it was not left off.
+
+    Args:
+        strategy: The strategy.
+
+    Attributes:
+        accumulating: The roots whose gradients were not reduced in some backward pass since the last step.
+    """
+
+    def __init__(self, strategy: ShardedFabricStrategy) -> None:
+        self._strategy = strategy
+        self.accumulating: WeakSet[Sharded] = WeakSet()
+        self._off: WeakSet[Sharded] = WeakSet()  # inside the context
+        self._last_was_off: WeakSet[Sharded] = WeakSet()
+
+    @contextmanager
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
+        if not enabled:
+            yield
+            return
+        self._strategy.require(Capability.GRADIENT_ACCUMULATION, "no_backward_sync()")
+        sharded = self._strategy.sharded_of(module)
+        self.accumulating.add(sharded)
+        self._strategy.sharded_optimizers.unreduced.add(sharded)
+        self._off.add(sharded)
+        try:
+            with self._strategy._no_sync(sharded):
+                yield
+        finally:
+            self._off.discard(sharded)
+
+    def after_backward(self, roots: Iterable[Sharded]) -> None:
+        """Note of which roots the last backward pass has left gradients unreduced."""
+        if self._off or self._last_was_off:
+            for root in roots:
+                (self._last_was_off.add if root in self._off else self._last_was_off.discard)(root)
+
+    def check_reduced(self, optimizer: Optimizer, roots: Iterable[Sharded]) -> None:
+        """Refuse a step whose last backward pass has left gradients unreduced, which the step would not see.
+
+        Raises:
+            ShardingError: It has.
+        """
+        if not self._last_was_off:
+            return
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for root in [root for root in roots if root in self._last_was_off]:
+            names = {
+                part.name
+                for p, parts in root.layout().items()
+                if id(p) in held and (isinstance(p, DTensor) or root.holds_part(p))
+                for part in parts
+            }
+            left = sorted(names & root.accumulated_gradients().own.keys())
+            if left:
+                raise ShardingError(
+                    f"a step of {type(optimizer).__name__} while gradients of {root.plan.class_name} are not reduced, "
+                    f"such as that of {left[0]!r}: the last backward pass before it was inside "
+                    "fabric.no_backward_sync(), so the step would leave them out.\n"
+                    "Leave the context for the last backward pass before each step: `with "
+                    "fabric.no_backward_sync(model, enabled=is_accumulating): ...`, and is_accumulating is False there."
+                )
+
+    def stepped(self) -> None:
+        """Begin to accumulate anew."""
+        self.accumulating.clear()

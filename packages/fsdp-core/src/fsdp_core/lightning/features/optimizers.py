@@ -1,0 +1,138 @@
+"""The optimizers of a strategy: they hold shards, also of what is added to them later, and are compared over ranks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, cast
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fsdp_core.gradients.zero_grad import on_zero_grad
+from fsdp_core.sharding.late_parameters import refuse_late
+from fsdp_core.sharding.local_pieces import refuse_files_of_optimizer
+from fsdp_core.sharding.optimizers.agreement import check_same_optimizers
+from fsdp_core.sharding.sharded import Sharded
+
+if TYPE_CHECKING:
+    from fsdp_core.lightning.strategy import ShardedStrategy
+
+__all__ = ["ShardedOptimizers"]
+
+#: The parameters that optimizers held when they were last checked.
+_held: WeakKeyDictionary[Optimizer, list[ref[Tensor]]] = WeakKeyDictionary()
+
+
+class ShardedOptimizers:
+    """Makes optimizers hold shards.
+
+    Args:
+        strategy: The strategy.
+
+    Attributes:
+        unreduced: The roots with unreduced backward passes since the last step.
+    """
+
+    def __init__(self, strategy: ShardedStrategy) -> None:
+        self._strategy = strategy
+        self.unreduced: WeakSet[Sharded] = WeakSet()
+        self._steps_compared: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+
+    def take(self, optimizers: Sequence[Optimizer], roots: Sequence[Sharded]) -> None:
+        """Compare new optimizers over all ranks, and make them hold shards. All ranks must call it."""
+        check_same_optimizers(self._strategy.runtime, optimizers)
+        self._repoint(optimizers, roots)
+
+    def follow_added_parameters(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
+        """Re-point or refuse parameters that an optimizer was given since the last check, before it is stepped."""
+        now, known = _parameters_of(optimizer), _held.get(optimizer, [])
+        if len(now) != len(known) or not all(map(operator.is_, now, map(operator.call, known))):
+            name = type(optimizer).__name__
+            self._strategy.runtime.meet(f"a change of the parameters of {name}, of which all ranks hold parts,")
+            self._repoint([optimizer], roots)
+
+    def refuse_late(self, sharded: Sharded, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Refuse parameters that were added to the module after it was sharded."""
+        with sharded.as_written():
+            refuse_late(sharded.written, sharded.plan.names, optimizers, self._strategy.make_before)
+
+    def check_first_gradients(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
+        """Let roots check the gradients of an optimizer's first step. All ranks must call it.
+
+        With tensor parallelism, those of the second, fourth, eighth step and so on too, and of every 1,024th: a
+        gradient may be zero at first, behind a gate or a layer that is initialised to zeros, parameters may be
+        unfrozen or added later, and one rank may draw a random number that its peers do not.
+        """
+        runtime = self._strategy.runtime
+        optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper around the user's
+        step = self._steps_compared[optimizer] = self._steps_compared.get(optimizer, 0) + 1
+        is_due = step == 1 or (runtime.mesh.tensor_parallel > 1 and (step & (step - 1) == 0 or step % 1024 == 0))
+        if not is_due or runtime.world_size == 1:
+            return
+        for root in roots:
+            layout = root.layout()
+            if held := [p for p in _parameters_of(optimizer) if p in layout]:
+                root.check_gradients(held)
+
+    def _repoint(self, optimizers: Sequence[Optimizer], roots: Sequence[Sharded]) -> None:
+        """Make optimizers hold shards, and refuse parameters that were added after sharding."""
+        strategy = self._strategy
+        for root in roots:
+            if _is_held(root, optimizers):
+                self.refuse_late(root, optimizers)
+        strategy.backend.repoint(optimizers, roots)
+        for optimizer in optimizers:
+            self._follow_zero_grad(optimizer, roots)
+            _held[optimizer] = [ref(parameter) for parameter in _parameters_of(optimizer)]
+            refuse_files_of_optimizer(optimizer, _held_in_parts(optimizer, roots), strategy.strategy_name)
+
+    def _follow_zero_grad(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
+        """Make ``zero_grad()`` also discard unreduced gradients, which are not stored at the shards."""
+        held = {id(parameter) for parameter in _parameters_of(optimizer)}
+        trained: list[tuple[ref[Sharded], set[str]]] = []
+        for root in roots:
+            parts = [part for p, parts in root.layout().items() if id(p) in held for part in parts]
+            trained.append((ref(root), {part.name for part in parts}))
+            on_zero_grad(root.written, partial(_discard_unreduced, ref(root), self.unreduced))
+        unreduced = self.unreduced
+
+        def discard() -> None:
+            for root_ref, names in trained:
+                root = root_ref()
+                if root is not None and root in unreduced:
+                    root.forget_unreduced(names)
+
+        on_zero_grad(optimizer, discard)
+
+
+def _discard_unreduced(of: ref[Sharded], unreduced: WeakSet[Sharded]) -> None:
+    root = of()
+    if root is not None and root in unreduced:
+        root.forget_unreduced(root.plan.parameters)
+
+
+def _held_in_parts(optimizer: Optimizer, roots: Sequence[Sharded]) -> Callable[[Tensor], bool]:
+    """Whether an optimizer's parameter is a shard. The optimizer keeps the result, which must not keep the roots."""
+    pieces = WeakTensorKeyDictionary()
+    for parameter in _parameters_of(optimizer):
+        if any(root.holds_part(parameter) for root in roots):
+            pieces[parameter] = True
+    return lambda parameter: parameter in pieces
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+
+
+def _is_held(root: Sharded, optimizers: Iterable[Optimizer]) -> bool:
+    """Whether an optimizer holds a parameter of a root, sharded, from before sharding, or added since."""
+    held = [parameter for optimizer in optimizers for parameter in _parameters_of(optimizer)]
+    with root.as_written():
+        now = {id(parameter) for parameter in root.written.parameters()}
+    layout = root.layout()
+    return any(p in layout or id(p) in now or root.name_of(cast(nn.Parameter, p)) is not None for p in held)

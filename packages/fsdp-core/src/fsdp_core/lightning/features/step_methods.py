@@ -1,0 +1,318 @@
+"""The user's step methods, and the optimizer steps inside them, between which a step goes on with new weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet, ref
+
+import lightning.pytorch as pl
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.gradients.step_gradients import unguard_parameters
+from fsdp_core.gradients.step_writes import StepWrites, check_writes
+from fsdp_core.lightning.features.guarded_gradients import GuardedGradients
+from fsdp_core.lightning.hooks.exporting import refuse_values_of_parts
+from fsdp_core.lightning.hooks.redirection import call_inside_forward, explain_shards, mend_caught
+from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+from fsdp_core.sharding.local_pieces import refuse_again
+from fsdp_core.sharding.sequence import use_split
+from fsdp_core.state.full_tensor import check_not_gathered
+
+if TYPE_CHECKING:
+    from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+
+__all__ = ["StepMethods"]
+
+
+class StepMethods:
+    """Runs the user's step methods inside the root's forward pass, where the root's shards are gathered.
+
+    Where a step method itself runs backward passes and optimizer steps, each ends a part of it: what it has written is
+    checked and the root's shards take part, and the next part begins with what the optimizer has stepped to.
+
+    Args:
+        strategy: The strategy.
+
+    Attributes:
+        gradients: Refuses what users compute of pieces, between the library's own computations.
+        accumulates: Whether backward passes leave gradients unreduced.
+        is_first: Whether the fit has taken no training step yet.
+    """
+
+    def __init__(self, strategy: ShardedTrainerStrategy) -> None:
+        self._strategy = strategy
+        self.gradients = GuardedGradients(strategy)
+        self.accumulates = self.is_first = False
+        self._in_training = self._in_evaluation = self._has_run = False
+        self._is_inside = self._steps_optimizer = False
+        self._followed: WeakSet[Optimizer] = WeakSet()
+        self._writes: StepWrites | None = None
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether a step method itself is running a backward pass or an optimizer step, as in manual optimization."""
+        return self._in_evaluation or (self._in_training and not self._is_automatic)
+
+    @property
+    def _is_automatic(self) -> bool:
+        module = self._strategy.lightning_module
+        return module is not None and module.automatic_optimization
+
+    # -- whole steps -----------------------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``training_step``."""
+        strategy = self._strategy
+        self._in_training = True
+        if self.is_first:
+            self._writes = strategy.sharded.watch_writes()
+        self.gradients.guard_parameters()
+        if self.is_by_hand:
+            self._follow_optimizers()
+        try:
+            output = self._run("training_step", *args, **kwargs)
+            if not self._is_automatic:
+                strategy.sharded.reshard()  # hooks write to shards from now on
+            return output
+        finally:
+            self._in_training = self.is_first = False
+            if self._writes is not None:
+                self._writes.stop()
+                self._writes = None
+            self.gradients.off()
+            if not self._is_automatic:
+                self.gradients.guard_parameters()  # hooks come next
+
+    def evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a step method that does not train, though it may adapt."""
+        self._in_evaluation = True
+        self._follow_optimizers()
+        try:
+            output = self._run(name, *args, **kwargs)
+        finally:
+            self._in_evaluation = False
+            self.gradients.off()
+        self._strategy.sharded.reshard()
+        self.gradients.guard_parameters()
+        return output
+
+    def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        strategy = self._strategy
+        assert strategy.model is not None and strategy.lightning_module is not None
+        self._has_run = True
+        refuse_values_of_parts(False)
+        check_not_gathered(strategy.model, f"a {name}")
+
+        def step() -> Any:
+            if self.is_by_hand and not self._in_evaluation:
+                strategy.sharded.show_gradients()
+            output = getattr(strategy.lightning_module, name)(*args, **kwargs)
+            self._check_writes(strategy.runtime)
+            return output
+
+        self._is_inside = True
+        try:
+            with strategy.precision_plugin.forward_context():
+                return call_inside_forward(strategy.model, strategy.lightning_module, step)
+        finally:
+            self._is_inside = False
+
+    # -- parts of steps --------------------------------------------------------------------------------------------
+
+    def before_backward(self, loss: Tensor) -> None:
+        """End the part of a step method that has computed a loss."""
+        if self.is_by_hand:
+            sharded = self._strategy.sharded
+            self.gradients.off()
+            mend_caught(sharded)
+            self._check_writes()
+            sharded.suspend_forward(loss)
+
+    def after_backward(self) -> None:
+        """Go on after a backward pass."""
+        if self.accumulates:  # not earlier: Lightning zeroes gradients inside the context
+            self._strategy.sharded_optimizers.unreduced.add(self._strategy.sharded)
+        if self.is_by_hand:
+            self._strategy.sharded.resume_forward()
+            self.gradients.on()
+        elif self.accumulates:
+            self.gradients.guard_parameters()  # no optimizer steps before the hooks
+
+    def after_inner_backward(self) -> None:
+        """Go on after a backward pass in a step method of which Lightning does not know."""
+        if self.accumulates:
+            self._strategy.sharded_optimizers.unreduced.add(self._strategy.sharded)
+        if self.is_by_hand:
+            self.gradients.on()
+
+    def step_optimizer(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[..., Any]) -> Any:
+        """Step over shards.
+
+        Args:
+            optimizer: The optimizer.
+            closure: What it evaluates: with automatic optimization, the training step and its backward pass.
+            step: Makes the step with ``closure=``.
+        """
+        strategy, sharded = self._strategy, self._strategy.sharded
+        unreduced, resume = strategy.sharded_optimizers.unreduced, strategy.features.exact_resume
+        if not self.is_by_hand:
+            if not self._is_automatic:
+                self.gradients.off()  # a hook steps; otherwise the closure runs a training step, which ends so
+            output = step(closure=closure)
+            resume.on_step(optimizer)
+            unreduced.clear()
+            sharded.reshard()
+            self.gradients.guard_parameters()
+            return output
+
+        def closure_inside_forward() -> Any:
+            sharded.resume_forward()
+            result = closure()
+            self._end_part()
+            sharded.suspend_forward()
+            return result
+
+        self._check_steps_here(optimizer)
+        mend_caught(sharded)
+        self._check_writes()
+        self._steps_optimizer = True
+        try:
+            return step(closure=closure_inside_forward)
+        finally:
+            self._steps_optimizer = False
+            unreduced.clear()
+            resume.on_step(optimizer)
+            self._begin_part()
+
+    def _end_part(self) -> None:
+        """End a part of a step method before an optimizer steps over the shards."""
+        self.gradients.off()
+        self._check_writes()
+
+    def _begin_part(self) -> None:
+        """Let a step method go on with what an optimizer has stepped to."""
+        self._strategy.sharded.resume_forward()
+        if self._writes is not None:
+            self._writes.renew()
+        self.gradients.on()
+
+    def _follow_optimizers(self) -> None:
+        """Let a step method go on with the weights that an optimizer has stepped to without a call of the strategy."""
+        for optimizer in self._strategy.optimizers:
+            if optimizer not in self._followed:
+                self._followed.add(optimizer)
+                optimizer.register_step_pre_hook(partial(_before_step_inside, ref(self)))
+                optimizer.register_step_post_hook(partial(_after_step_inside, ref(self)))
+
+    @property
+    def _is_stepped_past(self) -> bool:
+        """Whether an optimizer's step that runs is inside a step method, and was not called by way of the strategy."""
+        return self._is_inside and self.is_by_hand and not self._steps_optimizer
+
+    def _check_steps_here(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer's step in ``validation_step`` and the like where gradients of the root would be lost.
+
+        Raises:
+            UnsupportedCapabilityError: They would.
+        """
+        if self._in_evaluation and not self._strategy.sharded.trains_in_evaluation:
+            raise UnsupportedCapabilityError(
+                f"{type(optimizer).__name__}.step() was called in a step method that does not train, where "
+                f"{self._strategy.strategy_name!r} has no gradients of parameters that belong to no unit.\n"
+                "Use a strategy whose sharded parameters are DTensors, which has them; or adapt at test time under "
+                "Fabric, or in training_step() of a fit of its own."
+            )
+
+    # -- what is written -------------------------------------------------------------------------------------------
+
+    def _check_writes(self, ranks: Runtime | None = None) -> None:
+        self._strategy.sharded.keep_writes()
+        if self._writes is not None:
+            check_writes(self._writes, ranks)
+        elif ranks is not None and self.is_first:
+            self.compare_writes("training_step()")
+
+    def compare_writes(self, by: str) -> None:
+        """Refuse what ranks have written differently. All ranks must call it. In a fit, they do after each batch."""
+        values, runtime = self._strategy.sharded.written_values, self._strategy.runtime
+        if isinstance(runtime, ProcessGroupRuntime) and runtime.total([bool(values)])[0]:
+            values.check_same(values.take(), runtime, by)
+
+    def follow_toggling(self) -> None:
+        """Copy ``requires_grad`` from the shards to the parameters that are gathered inside a step."""
+        if self._in_training:
+            self._check_writes()
+            self._strategy.sharded.follow_requires_grad()
+
+    def watch_toggling(self, module: pl.LightningModule) -> None:
+        """Notice when a module toggles an optimizer, which only sees the shards that it holds.
+
+        The strategy is looked up then, since another Trainer's may have replaced this one: one of Lightning's, for
+        example, which has no ``step_methods``.
+        """
+
+        def followed(toggle: Callable[..., None]) -> Callable[..., None]:
+            @wraps(toggle)
+            def toggle_and_follow(optimizer: Any) -> None:
+                toggle(optimizer)
+                methods = getattr(module.trainer.strategy, "step_methods", None)
+                if methods is not None:
+                    methods.follow_toggling()
+
+            return toggle_and_follow
+
+        if "toggle_optimizer" not in module.__dict__:
+            module.toggle_optimizer = followed(module.toggle_optimizer)  # type: ignore[method-assign]
+            module.untoggle_optimizer = followed(module.untoggle_optimizer)  # type: ignore[method-assign]
+
+    # -- stages ----------------------------------------------------------------------------------------------------
+
+    def begin_stage(self, module: pl.LightningModule, *, fitting: bool) -> None:
+        """Let a module be sharded, or taken over, for a stage."""
+        self.is_first = fitting
+        unguard_parameters(module.parameters())  # of one that is sharded already
+
+    def fail(self, exception: BaseException) -> None:
+        """Explain an exception that ends a stage, and end what a step may have left open."""
+        sharded = self._strategy.sharded_or_none
+        if sharded is not None:
+            explain_shards(exception, [sharded])
+            if self._has_run:
+                sharded.reset()
+
+    def end_stage(self) -> None:
+        """Let everything be computed that ends a stage."""
+        if self._strategy.sharded_or_none is not None:
+            self.gradients.off()
+        refuse_values_of_parts(False)
+        use_split(None)
+
+    def leave_module(self, module: pl.LightningModule) -> None:
+        """Remove from a module what stages have put there; see also :mod:`fsdp_core.lightning.features.callbacks`."""
+        for name in ("toggle_optimizer", "untoggle_optimizer", "state_dict", "load_state_dict"):
+            module.__dict__.pop(name, None)
+        refuse_again(module)
+
+
+def _before_step_inside(of: ref[StepMethods], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    methods = of()
+    if methods is None or not methods._is_stepped_past:
+        return
+    if len(args) > 1 or kwargs.get("closure") is not None:
+        raise UnsupportedCapabilityError(
+            f"{type(optimizer).__name__}.step(closure) was called inside a step method, past the strategy: the closure "
+            "would compute with the weights from before the step.\n"
+            "Write self.optimizers().step(closure), with self.automatic_optimization = False; or leave the closure out."
+        )
+    methods._check_steps_here(optimizer)
+    methods._end_part()
+
+
+def _after_step_inside(of: ref[StepMethods], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    methods = of()
+    if methods is not None and methods._is_stepped_past:
+        methods._begin_part()

@@ -1,0 +1,268 @@
+"""What the Trainer's checkpoints hold, as a sharded folder or a full file, and how a stage is restored from one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.migration import migrate_checkpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+
+from fsdp_core import checkpoint as checkpoints
+from fsdp_core.checkpoint.collective import together_each
+from fsdp_core.checkpoint.storage.joined import Paths, paths_of, shown_paths
+from fsdp_core.checkpoint.storage.recognition import holds_ours
+from fsdp_core.errors import CheckpointMismatchError, MissingKeyError
+from fsdp_core.lightning.checkpoints.deferred_copies import copied_before_a_step
+from fsdp_core.lightning.checkpoints.full.file import gathered
+from fsdp_core.lightning.checkpoints.full.layout import numbered
+from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
+from fsdp_core.lightning.checkpoints.patched_io import checkpoint_at
+from fsdp_core.lightning.checkpoints.saving_strategy import SavePlace
+from fsdp_core.lightning.checkpoints.sharded_or_full import (
+    io_for,
+    own_exceptions,
+    read_checkpoint,
+    users_io,
+    write_file,
+    write_folder,
+)
+from fsdp_core.lightning.features.exact_resume import KEY
+from fsdp_core.lightning.hooks.exporting import refuse_values_of_parts, whole_state
+from fsdp_core.lightning.hooks.redirection import normal_tensors
+from fsdp_core.lightning.private import resume_from
+
+if TYPE_CHECKING:
+    from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+
+__all__ = ["TrainerCheckpoints"]
+
+_ALREADY_SAVED = "Leave it out: the checkpoint holds the model and its optimizers anyway."
+
+
+class TrainerCheckpoints:
+    """Saves and restores the state of a strategy's module, its optimizers and what resumes need.
+
+    Args:
+        strategy: The strategy.
+    """
+
+    def __init__(self, strategy: ShardedTrainerStrategy) -> None:
+        self._strategy = strategy
+        #: What the optimizers of the next fit are to be restored from.
+        self._awaited: Sequence[Mapping[str, Any]] | None = None
+        self._are_optimizers_set_up = False
+
+    # -- the module ------------------------------------------------------------------------------------------------
+
+    @normal_tensors()
+    def module_state(self) -> dict[str, Any]:
+        """The module's state, of the kind that checkpoints hold. All ranks must call it."""
+        strategy = self._strategy
+        sharded = strategy.sharded
+        strategy.check_saving([sharded])
+        if (saves := strategy.features.saves.of_fit) is not None:
+            saves.finish_copying()  # of the last save: on_save_checkpoint() of this one may write to shards
+        if strategy.state_dict_type == "full":
+            with strategy.step_methods.gradients.paused():
+                return whole_state(sharded)
+        refuse_values_of_parts(True)  # in hooks, until the checkpoint is saved or a step begins
+        with strategy.step_methods.gradients.paused():
+            return sharded.model_state()
+
+    @normal_tensors()
+    def load_module(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Restore the module. If a fit resumes, the whole checkpoint is compared before anything is changed."""
+        strategy = self._strategy
+        assert strategy.lightning_module is not None
+        if strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint:
+            doing = "comparing the checkpoint with the model"
+            together_each(strategy.runtime, doing, lambda: self._compare(checkpoint, strict))
+        elif strict and (other := self._other_dtypes(checkpoint["state_dict"])):
+            name, saved, here = other[0]
+            rank_zero_warn(
+                f"{strategy.strategy_name}: {len(other)} tensors of the checkpoint are cast as they are loaded, such "
+                f"as {name!r} from {saved} to {here}, because the run that saved it had another precision than "
+                f"{strategy.precision_plugin.precision!r}.",
+                stacklevel=2,
+            )
+            strict = False  # the names are the same
+        with strategy.step_methods.gradients.paused():
+            strategy.sharded.load_model_state(checkpoint["state_dict"], strict)
+
+    def _other_dtypes(self, saved: Mapping[str, Any]) -> list[tuple[str, torch.dtype, torch.dtype]]:
+        """Tensors that have another dtype in a checkpoint, if names are the same: their names, saved dtypes and own."""
+        live = self._strategy.sharded.model_state()
+        if live.keys() != saved.keys():
+            return []  # which is told when it is loaded
+        dtypes = {name: (saved[name].dtype, own.dtype) for name, own in live.items() if hasattr(saved[name], "dtype")}
+        other = [(name, before, now) for name, (before, now) in dtypes.items() if before != now]
+        return other if all(before.is_floating_point and now.is_floating_point for _, before, now in other) else []
+
+    def _compare(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Refuse a checkpoint that does not fit the model or an optimizer, before either is changed."""
+        self._strategy.sharded.load_model_state(checkpoint["state_dict"], strict, check_only=True)
+        self._load_optimizers(checkpoint["optimizer_states"], check_only=True)
+
+    # -- optimizers ------------------------------------------------------------------------------------------------
+
+    def before_optimizers(self) -> None:
+        """A fit is about to make its optimizers: what is loaded before they are there waits for them."""
+        self._are_optimizers_set_up = False
+
+    def after_optimizers(self) -> None:
+        """Restore the optimizers of a fit from what was loaded before they were there."""
+        if self._awaited is not None:
+            self._load_optimizers(self._awaited, check_only=False)
+        self._are_optimizers_set_up, self._awaited = True, None
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the optimizers; or, before a fit has set them up, do so as soon as it has."""
+        strategy = self._strategy
+        if not self._are_optimizers_set_up:
+            self._awaited = checkpoint["optimizer_states"]
+            return
+        with strategy.step_methods.gradients.paused():
+            self._load_optimizers(checkpoint["optimizer_states"], check_only=False)
+        assert strategy.lightning_module is not None
+        strategy.features.exact_resume.take(checkpoint.get(KEY), strategy.lightning_module.trainer)
+
+    def _load_optimizers(self, states: Sequence[Mapping[str, Any]], *, check_only: bool) -> None:
+        """Restore the optimizers, or only check whether they can be.
+
+        Param groups that an optimizer does not hold yet are restored when they are added.
+
+        Raises:
+            CheckpointMismatchError: The number of optimizers differs, or a state does not fit its optimizer.
+        """
+        strategy = self._strategy
+        if len(states) != len(strategy.optimizers):
+            raise CheckpointMismatchError(
+                f"the checkpoint holds the state of {len(states)} optimizers, but configure_optimizers returned "
+                f"{len(strategy.optimizers)}.\nReturn the optimizers that it was saved with."
+            )
+        sharded, late_groups = strategy.sharded, strategy.features.late_param_groups
+        layout = sharded.layout()
+        held = [
+            {part.name for group in optimizer.param_groups for p in group["params"] for part in layout.get(p, ())}
+            for optimizer in strategy.optimizers
+        ]
+        for index, (optimizer, state) in enumerate(zip(strategy.optimizers, states, strict=True)):
+            elsewhere = set().union(*held[:index], *held[index + 1 :])
+            now, late = late_groups.divide(optimizer, sharded, state, elsewhere)
+            sharded.load_optimizer_state(optimizer, now, check_only=check_only)
+            if check_only:
+                late_groups.check(optimizer, sharded, late)
+            else:
+                late_groups.expect(optimizer, late, strategy.param_groups_added)
+        if not check_only:
+            assert strategy.lightning_module is not None
+            late_groups.unfreeze(strategy.optimizers, sharded, strategy.lightning_module.trainer)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state, of the kind that checkpoints hold."""
+        with self._strategy.step_methods.gradients.paused():
+            return self._strategy.sharded.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
+
+    # -- whole checkpoints -----------------------------------------------------------------------------------------
+
+    def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
+        """Save Lightning's checkpoint dict. All ranks must call it.
+
+        Args:
+            checkpoint: Lightning's dict, with the backend's state of the module and the optimizers.
+            path: A folder for sharded checkpoints, a file for full ones.
+            storage_options: For the ``CheckpointIO`` that writes full checkpoints.
+        """
+        strategy = self._strategy
+        refuse_values_of_parts(False)
+        strategy.check_saving(filter(None, [strategy.sharded_or_none]))
+        if "optimizer_states" in checkpoint:
+            strategy.features.late_param_groups.check_saving()
+        place = strategy.place_of(path)
+        strategy.features.saves.before_save(place.path)
+        with strategy.step_methods.gradients.paused():
+            self._write(place, checkpoint, storage_options)
+        if place.is_reported:
+            strategy.wait_for_saves()
+
+    def _write(self, place: SavePlace, checkpoint: dict[str, Any], storage_options: Any) -> None:
+        strategy, resume, saves = self._strategy, self._strategy.features.exact_resume, self._strategy.features.saves
+        assert strategy.lightning_module is not None
+        sharded = strategy.sharded
+        rest = resume.with_positions(checkpoint, strategy.lightning_module.trainer)
+        model, optimizers = rest.pop("state_dict"), rest.pop("optimizer_states", None)
+        refuse_local_shards(rest, [sharded], strategy.optimizers, strategy.runtime, _ALREADY_SAVED)
+        if optimizers is not None:
+            rest[KEY] = resume.state(sharded)
+        if strategy.state_dict_type == "full":
+            whole = gathered({"state_dict": model, **rest}, strategy.backend)
+            if optimizers is not None:
+                whole["optimizer_states"] = [numbered(gathered(state, strategy.backend)) for state in optimizers]
+            write_file(strategy, place.path, whole, [checkpoint, rest], storage_options, saves.of_fit)
+            return
+        tied = sharded.aliases()
+        state = {"model": model, **({} if optimizers is None else {"optimizer": optimizers}), "trainer": rest}
+        kinds = {"model": "model", **{f"optimizer/{i}": "optimizer" for i in range(len(optimizers or ()))}}
+        write_folder(
+            strategy,
+            place,
+            state,
+            storage_options,
+            saves.of_fit,
+            kinds=kinds,
+            aliases={f"model/{a}": f"model/{b}" for a, b in tied.items() if a in model and b in model},
+            deferred=None
+            if saves.of_fit is None or strategy.step_methods.is_first
+            else copied_before_a_step(strategy.lightning_module.trainer, sharded, strategy.optimizers),
+        )
+
+    def load(self, path_or_paths: Paths, weights_only: bool | None) -> dict[str, Any]:
+        """Read a checkpoint of this strategy or another as the dict that Lightning restores from.
+
+        Args:
+            path_or_paths: A sharded folder or a full file, which is detected; or several, the places of a scattered
+                save.
+            weights_only: ``False`` lets a full file execute code.
+        """
+        strategy = self._strategy
+        strategy.wait_for_saves()
+        path = strategy.first_of(paths_of(checkpoint_at(path_or_paths)), "load")
+        saved, sharded = read_checkpoint(strategy, path, weights_only)
+        missing = [key for key in (("model", "trainer") if sharded else ("state_dict",)) if key not in saved]
+        if missing:
+            shown = shown_paths(path)
+            raise MissingKeyError(
+                f"{shown} was not saved by a Trainer: it holds {', '.join(map(repr, saved))}, and no {missing[0]!r}.\n"
+                "Load it with fabric.load(), if Fabric saved it; `fsdp checkpoint consolidate "
+                f"{shown} FILE --to lightning` converts its folder to a file that a Trainer opens."
+            )
+        if sharded:
+            rest = saved["trainer"]
+            optimizers = {"optimizer_states": saved["optimizer"]} if "optimizer" in saved else {}
+            saved = {"state_dict": saved["model"], **optimizers, **rest}
+        assert strategy.lightning_module is not None
+        trainer = strategy.lightning_module.trainer
+        saved = strategy.features.exact_resume.take_positions(saved, trainer)
+        if not isinstance(path_or_paths, str | os.PathLike):  # a list, of which Lightning can do neither
+            resume_from(trainer, path if isinstance(path, str) else path[0])
+            saved, _ = migrate_checkpoint(saved)
+        return saved
+
+    def remove(self, path: str) -> None:
+        """Remove a checkpoint, after all pending saves. All ranks must call it."""
+        strategy = self._strategy
+
+        def remove() -> None:
+            if (io := io_for(strategy, path)) is not None:
+                io.remove_checkpoint(path)
+            elif strategy.local_rank == 0 or not strategy.scattered_save or holds_ours(path):
+                checkpoints.remove(path)
+
+        with own_exceptions(users_io(strategy)):
+            strategy.features.saves.in_order(f"removing {path}", remove, {path: False})
