@@ -20,6 +20,7 @@ from fsdp_core.sharding import (
     StepGradients,
     clip_grads_by_norm,
     is_flattened,
+    outside_of_compilation,
     sharded_of,
 )
 from fsdp_core.state import (
@@ -376,11 +377,13 @@ class NativeSharded(Sharded):
             torch_private.forget_pending(self.root, pending)
 
 
+@outside_of_compilation
 def _follow_gathered(sharded: NativeSharded | None, unit: FullyShardedDataParallel, args: Any, output: Any) -> None:
     if sharded is not None:  # None in the hooks of a deep copy
         sharded._follow(unit)
 
 
+@outside_of_compilation
 def _gather_anew(of: weakref.ref[NativeSharded], root: FullyShardedDataParallel, args: Any) -> None:
     """Free what the root has kept of a forward pass whose backward pass is to come, if shards were written to since.
 

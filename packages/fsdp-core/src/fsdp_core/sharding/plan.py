@@ -80,8 +80,8 @@ class ShardingPlan:
         ("parameter 'weight'", '(1, 2) in torch.float32, trained')
         ("parameter 'bias'", '(1,) in torch.float32, trained')
         ('class of the module', 'Linear(in_features=2, out_features=1, bias=True)')
-        ('units of sharding', 'the whole alone')
         ('state', 'not sharded yet')
+        ('units of sharding', 'the whole alone')
         >>> plan.numel, plan.nbytes
         (3, 12)
     """
@@ -165,12 +165,10 @@ class ShardingPlan:
         facts = {f"parameter {name!r}": str(parameter) for name, parameter in self.parameters.items()}
         facts |= {f"buffer {name!r}": buffer for name, buffer in self.buffers.items()}
         facts |= {f"layer {name!r}" if name else "class of the module": layer for name, layer in self.layers.items()}
+        facts["state"] = "not sharded yet" if self.refusal is None else f"{type(self.refusal).__name__}: {self.refusal}"
         facts["units of sharding"] = ", ".join(map(clean_name, self.units)) or "the whole alone"
         for topic, by_name in self.details.items():
             facts |= {f"{topic} of {name or 'the root'!r}": described(value) for name, value in by_name.items()}
-        facts["state"] = "not sharded yet"
-        if self.refusal is not None:
-            facts["state"] = f"{type(self.refusal).__name__}: {self.refusal}"
         return facts
 
 

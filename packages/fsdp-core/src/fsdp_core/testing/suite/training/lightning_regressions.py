@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.collectives import count_collectives
 from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE, WIDE, Block, Trained
@@ -23,7 +23,7 @@ from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import assert_sharded, full_state, held_by, poison_gradient, sharded_by, trained_by
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks, requires, with_options
 from fsdp_core.testing.suite.modules.parameters import own_share
-from fsdp_core.testing.training import Lit, fabric_fit, fit, loader, means, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, fabric_fit, fit, loader, means, new_fabric, new_trainer, whole_batches
 
 __all__ = ["BrokenElsewhereSuite", "every_stage"]
 
@@ -186,7 +186,19 @@ class WithoutLogging(Lit):
         pass
 
 
-def _compiled(strategy: str, tmp: str) -> list[float]:
+def _compiled(strategy: str, tmp: str, front_end: FrontEnd) -> list[float]:
+    if front_end == "fabric":
+        fabric = new_fabric(strategy)
+        net = oracle.new_net()
+        model, optimizer = fabric.setup(cast(nn.Module, torch.compile(net, backend="eager")), oracle.sgd(net))
+        losses = []
+        for x, y in whole_batches(fabric, 3):
+            loss = mse_loss(model(x), y)
+            losses.append(loss.item())
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
     module = WithoutLogging("sgd")
     compiled: Any = torch.compile(module, backend="eager")
     new_trainer(tmp, strategy, 2).fit(compiled, loader(3, 2))
@@ -297,10 +309,11 @@ class BrokenElsewhereSuite(Clauses):
             for name, tensor in want.items():
                 torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
 
-    def test_compiled_module(self, ranks: Ranks, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
+    def test_compiled_module(self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd) -> None:
         """A module compiled with ``torch.compile`` must train as the oracle does."""
         want, _ = oracle.train_plain(3, oracle.sgd)
-        for losses in ranks.run(2, _compiled, self.strategy, str(tmp_path), timeout=240.0):
+        for losses in ranks.run(2, _compiled, self.strategy, str(tmp_path), front_end, timeout=240.0):
             assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
 
     @requires(Capability.ACTIVATION_CHECKPOINTING)
