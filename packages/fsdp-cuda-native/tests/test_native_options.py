@@ -124,6 +124,8 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"device_mesh": 4}, ["device_mesh=4 is not a mesh", "device_mesh=(2, 4)"]),
     ({"device_mesh": "2x2"}, ["device_mesh='2x2' is not a mesh", "device_mesh=(2, 4)"]),
     # what FSDP1 can't do
+    ({"use_orig_params": "no"}, ["use_orig_params='no' is neither True nor False", "it is True by default"]),
+    ({"limit_all_gathers": 1}, ["limit_all_gathers=1 is neither True nor False"]),
     ({"sync_each_batch": "no"}, ["sync_each_batch='no'", "neither True nor False"]),
     ({"sync_each_batch": True, "cpu_offload": True}, ["sync_each_batch=True", "cpu_offload", "strategy='fsdp2'"]),
 ]

@@ -16,7 +16,7 @@ from fsdp_core.lightning.setup_checks import (
     check_waiting,
 )
 from fsdp_core.plugins.unknown_options import refuse_unknown_options
-from fsdp_core.sharding.options import ShardingOptions, option_names
+from fsdp_core.sharding.options import ShardingOptions, check_switches, option_names
 
 __all__ = ["ConstructedStrategy", "define_constructor"]
 
@@ -123,4 +123,5 @@ class ConstructedStrategy(StrategyCapabilities):
         check_waiting(options.timeout, options.async_save)
         check_error_if_nonfinite(options.error_if_nonfinite)
         check_scattered_save(options.scattered_save, options.state_dict_type)
+        check_switches(options)
         return options

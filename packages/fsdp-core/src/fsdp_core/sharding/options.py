@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["ShardingOptions", "option", "option_names"]
+from fsdp_core.errors import UnsupportedCapabilityError
+
+__all__ = ["ShardingOptions", "check_switches", "option", "option_names"]
 
 
 class _Traits(NamedTuple):
@@ -93,6 +95,25 @@ class ShardingOptions:
             traits: _Traits = each.metadata.get("option", _Traits())
             if traits.part_of == "units":
                 yield each.name, traits
+
+
+def check_switches(options: ShardingOptions) -> None:
+    """Refuse what is neither ``True`` nor ``False`` for an option that is annotated as ``bool``.
+
+    ``"no"`` is true, and libraries would take it for that.
+
+    Raises:
+        UnsupportedCapabilityError: There is such a value.
+
+    Example:
+        >>> check_switches(ShardingOptions(async_save=True))
+    """
+    for each in fields(options):
+        value = getattr(options, each.name)
+        if each.type in ("bool", bool) and not isinstance(value, bool):
+            raise UnsupportedCapabilityError(
+                f"{each.name}={value!r} is neither True nor False.\nWrite one of them; it is {each.default} by default."
+            )
 
 
 def option_names(options_class: type[ShardingOptions]) -> list[str]:
