@@ -29,18 +29,20 @@ __all__ = [
 ]
 
 #: The capability that an option requests, by core's name of the option.
-_ASKED_BY = {one.option: one for one in Capability if one.option not in (None, "state_dict_type")}
+_CAPABILITY_OF_OPTION = {
+    capability.option: capability for capability in Capability if capability.option not in (None, "state_dict_type")
+}
 
 _CHECKPOINTS = {"sharded": Capability.SHARDED_CHECKPOINT, "full": Capability.FULL_CHECKPOINT}
 
 
-def require(strategy: str, capability: Capability, asked: str, instead: str = "Leave it out") -> None:
+def require(strategy: str, capability: Capability, request: str, instead: str = "Leave it out") -> None:
     """Refuse what a strategy does not declare. A name that no plugin lists is let through.
 
     Args:
         strategy: The name that users type.
         capability: The capability that is needed.
-        asked: What the user requested, as it is written.
+        request: What the user requested, as it is written.
         instead: What to write with this strategy.
 
     Raises:
@@ -48,7 +50,7 @@ def require(strategy: str, capability: Capability, asked: str, instead: str = "L
     """
     info = registry.strategies().get(strategy)
     if info is not None and capability not in info.capabilities:
-        raise _refusal(info, capability, asked, instead)
+        raise _refusal(info, capability, request, instead)
 
 
 class StrategyCapabilities:
@@ -56,9 +58,9 @@ class StrategyCapabilities:
 
     strategy_name: str
 
-    def require(self, capability: Capability, asked: str) -> None:
+    def require(self, capability: Capability, request: str) -> None:
         """Raise :class:`~fsdp_core.errors.UnsupportedCapabilityError` if the strategy does not declare it."""
-        require(self.strategy_name, capability, asked)
+        require(self.strategy_name, capability, request)
 
     def _check_empty_init(self, empty_init: bool | None) -> None:
         if empty_init:
@@ -74,43 +76,43 @@ def capability_of(option: str, value: Any) -> Capability | None:
     """
     if option == "state_dict_type":
         return _CHECKPOINTS.get(value) if isinstance(value, str) else None
-    return _ASKED_BY.get(option)
+    return _CAPABILITY_OF_OPTION.get(option)
 
 
-def check_options(made: type, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+def check_options(cls: type, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
     """Refuse options that request what a strategy does not declare, even if its constructor does not take them.
 
     Args:
-        made: The strategy's class, or a subclass of it.
+        cls: The strategy's class, or a subclass of it.
         arguments: The positional arguments.
         options: The keyword arguments.
 
     Raises:
         UnsupportedCapabilityError: There is such an option, or the constructor takes no option of this name.
     """
-    found = _listed(made)
-    if found is None:
+    listed_and_info = _listed(cls)
+    if listed_and_info is None:
         return
-    listed, info = found
-    taken, closed = _parameters(made, listed)
-    given = {**dict(zip(taken, arguments, strict=False)), **options}
+    listed, info = listed_and_info
+    parameters, takes_no_others = _parameters(cls, listed)
+    arguments_by_name = {**dict(zip(parameters, arguments, strict=False)), **options}
     defaults = {option.name: option.default for option in info.options}
     refused: dict[str, str] = {}
-    for name, value in given.items():
+    for name, value in arguments_by_name.items():
         capability = capability_of(name, value)
         if capability is None or capability in info.capabilities:
             continue
         if name not in defaults or not _same(value, defaults[name]):
-            refused[name] = str(_refusal(info, capability, f"{name}={_shown(value)}", "Leave it out"))
+            refused[name] = str(_refusal(info, capability, f"{name}={_describe_value(value)}", "Leave it out"))
     if refused:
-        told = list(refused.values())
+        messages = list(refused.values())
         if refused.keys() <= options.keys():
-            rest = {name: value for name, value in options.items() if name not in refused}
-            told += _refused_besides(made, arguments, rest)
-        raise UnsupportedCapabilityError("\n".join(told))
-    unknown = [name for name in options if name not in taken and closed]
+            other_options = {name: value for name, value in options.items() if name not in refused}
+            messages += _refused_besides(cls, arguments, other_options)
+        raise UnsupportedCapabilityError("\n".join(messages))
+    unknown = [name for name in options if name not in parameters and takes_no_others]
     if unknown:
-        refuse_unknown_options(info.name, made, dict.fromkeys(unknown), {})
+        refuse_unknown_options(info.name, cls, dict.fromkeys(unknown), {})
 
 
 def check_precision(strategy: str, precision: ShardPrecision) -> None:
@@ -123,37 +125,37 @@ def check_precision(strategy: str, precision: ShardPrecision) -> None:
     Raises:
         UnsupportedCapabilityError: The strategy does not declare it.
     """
-    asked, instead = f"precision={precision.name!r}", "Write precision='32-true'"
+    request, instead = f"precision={precision.name!r}", "Write precision='32-true'"
     if precision.compute not in (None, precision.storage):
-        require(strategy, Capability.MIXED_PRECISION, asked, instead)
+        require(strategy, Capability.MIXED_PRECISION, request, instead)
     if precision.scaled:
-        require(strategy, Capability.GRADIENT_SCALING, asked, instead)
+        require(strategy, Capability.GRADIENT_SCALING, request, instead)
 
 
-def check_checkpoint(strategy: str, kind: str, asked: str) -> None:
+def check_checkpoint(strategy: str, layout: str, request: str) -> None:
     """Refuse a kind of checkpoint that the strategy does not declare.
 
     Args:
         strategy: The name that users type.
-        kind: ``"sharded"`` or ``"full"``.
-        asked: What the user requested.
+        layout: ``"sharded"`` or ``"full"``.
+        request: What the user requested.
 
     Raises:
         UnsupportedCapabilityError: The strategy does not declare it.
     """
     info = registry.strategies().get(strategy)
-    other = "full" if kind == "sharded" else "sharded"
-    has_other = info is not None and _CHECKPOINTS[other] in info.capabilities
-    instead = f"Write state_dict_type={other!r}" if has_other else "Leave it out"
-    require(strategy, _CHECKPOINTS[kind], asked, instead)
+    other_layout = "full" if layout == "sharded" else "sharded"
+    has_other = info is not None and _CHECKPOINTS[other_layout] in info.capabilities
+    instead = f"Write state_dict_type={other_layout!r}" if has_other else "Leave it out"
+    require(strategy, _CHECKPOINTS[layout], request, instead)
 
 
-def check_loop(strategy: str, kind: str, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+def check_loop(strategy: str, layout: str, trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Refuse what a fit requests and the strategy does not declare, before training starts.
 
     Args:
         strategy: The name that users type.
-        kind: The kind of its checkpoints, ``"sharded"`` or ``"full"``.
+        layout: The kind of its checkpoints, ``"sharded"`` or ``"full"``.
         trainer: The Trainer, whose arguments are checked.
         module: The module, which may use manual optimization.
 
@@ -161,18 +163,20 @@ def check_loop(strategy: str, kind: str, trainer: pl.Trainer, module: pl.Lightni
         UnsupportedCapabilityError: The strategy does not declare it.
     """
     if trainer.accumulate_grad_batches != 1:
-        asked = f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
-        require(strategy, Capability.GRADIENT_ACCUMULATION, asked)
+        request = f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
+        require(strategy, Capability.GRADIENT_ACCUMULATION, request)
     if trainer.gradient_clip_val:
         by_value = trainer.gradient_clip_algorithm == "value"
-        asked = f"gradient_clip_val={trainer.gradient_clip_val}"
-        asked += f", gradient_clip_algorithm={'value' if by_value else 'norm'!r}"
-        require(strategy, Capability.CLIP_BY_VALUE if by_value else Capability.CLIP_BY_NORM, asked)
+        request = f"gradient_clip_val={trainer.gradient_clip_val}"
+        request += f", gradient_clip_algorithm={'value' if by_value else 'norm'!r}"
+        require(strategy, Capability.CLIP_BY_VALUE if by_value else Capability.CLIP_BY_NORM, request)
     if not module.automatic_optimization:
         require(strategy, Capability.MANUAL_OPTIMIZATION, "automatic_optimization=False")
     if trainer.checkpoint_callbacks:
-        named = type(trainer.checkpoint_callbacks[0]).__name__
-        check_checkpoint(strategy, kind, f"{named} with state_dict_type={kind!r} (see also enable_checkpointing=False)")
+        callback = type(trainer.checkpoint_callbacks[0]).__name__
+        check_checkpoint(
+            strategy, layout, f"{callback} with state_dict_type={layout!r} (see also enable_checkpointing=False)"
+        )
 
 
 def check_materialization(strategy: str, module: nn.Module) -> None:
@@ -185,7 +189,7 @@ def check_materialization(strategy: str, module: nn.Module) -> None:
     Raises:
         UnsupportedCapabilityError: The strategy does not declare it.
     """
-    if any(one.is_meta for of in (module.parameters, module.buffers) for one in of()):
+    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
         require(
             strategy,
             Capability.META_INIT,
@@ -194,28 +198,30 @@ def check_materialization(strategy: str, module: nn.Module) -> None:
         )
 
 
-def _refused_besides(made: Callable[..., object], arguments: tuple[Any, ...], rest: Mapping[str, Any]) -> Iterator[str]:
+def _refused_besides(
+    cls: Callable[..., object], arguments: tuple[Any, ...], options: Mapping[str, Any]
+) -> Iterator[str]:
     """The constructor's error about the remaining options, to be reported with those that are refused already."""
     try:
-        made(*arguments, **rest)
+        cls(*arguments, **options)
     except UnsupportedCapabilityError as error:
         yield str(error)
 
 
-def _listed(made: type) -> tuple[type, StrategyInfo] | None:
+def _listed(cls: type) -> tuple[type, StrategyInfo] | None:
     """The class or first base that a plugin lists, and its entry there; names without presets first."""
     infos = sorted(registry.strategies().values(), key=lambda info: len(info.presets))
-    for one in made.__mro__:
+    for base in cls.__mro__:
         for info in infos:
-            if _is(one, info.trainer) or _is(one, info.fabric):
-                return one, info
+            if _is(base, info.trainer) or _is(base, info.fabric):
+                return base, info
     return None
 
 
-def _parameters(made: type, listed: type) -> tuple[list[str], bool]:
+def _parameters(cls: type, listed: type) -> tuple[list[str], bool]:
     """The names that a constructor takes, or passes on to the listed class; and whether it takes no others."""
     names: list[str] = []
-    for base in made.__mro__[: made.__mro__.index(listed) + 1]:
+    for base in cls.__mro__[: cls.__mro__.index(listed) + 1]:
         constructor = vars(base).get("__init__")
         if constructor is not None and not hasattr(constructor, "is_generated"):
             parameters = list(inspect.signature(constructor).parameters.values())[1:]
@@ -225,28 +231,32 @@ def _parameters(made: type, listed: type) -> tuple[list[str], bool]:
     return [*names, *(name for name in inspect.signature(listed).parameters if name not in names)], False
 
 
-def _is(made: type, reference: str | None) -> bool:
+def _is(cls: type, reference: str | None) -> bool:
     """Whether ``"module:attribute"`` names this class, which has been imported."""
     module, _, attribute = (reference or "").partition(":")
-    found: Any = sys.modules.get(module)
+    named: Any = sys.modules.get(module)
     for part in attribute.split("."):
-        found = getattr(found, part, None)
-    return found is made
+        named = getattr(named, part, None)
+    return named is cls
 
 
 def _same(value: Any, default: Any) -> bool:
     return value is default or (type(value) is type(default) and bool(value == default))
 
 
-def _shown(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if isinstance(value, (set, frozenset, list, tuple)):
-        return "{" + ", ".join(_shown(one) for one in value) + "}"
+        return "{" + ", ".join(_describe_value(element) for element in value) + "}"
     return str(getattr(value, "__name__", None) or repr(value))
 
 
-def _refusal(info: StrategyInfo, capability: Capability, asked: str, instead: str) -> UnsupportedCapabilityError:
-    others = [one.name for one in registry.strategies().values() if capability in one.capabilities]
+def _refusal(info: StrategyInfo, capability: Capability, request: str, instead: str) -> UnsupportedCapabilityError:
+    able_strategies = [other.name for other in registry.strategies().values() if capability in other.capabilities]
     return UnsupportedCapabilityError(
-        f"strategy {info.name!r} can't do {asked}: it does not declare the capability {str(capability)!r}.\n{instead}"
-        + (f", or use a strategy that has it: {', '.join(others)}." if others else "; no installed strategy has it.")
+        f"strategy {info.name!r} can't do {request}: it does not declare the capability {str(capability)!r}.\n{instead}"
+        + (
+            f", or use a strategy that has it: {', '.join(able_strategies)}."
+            if able_strategies
+            else "; no installed strategy has it."
+        )
     )

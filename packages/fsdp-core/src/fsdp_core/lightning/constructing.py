@@ -79,10 +79,10 @@ class ConstructedStrategy(StrategyCapabilities):
         strategy._built_with = args, options
         return strategy
 
-    def _by_name(self, positional: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    def _by_name(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
         """The constructor's arguments by name."""
         values = dict(zip(self.positional, positional, strict=False))
-        twice = [name for name in values if name in given]
+        twice = [name for name in values if name in keywords]
         if len(positional) > len(self.positional) or twice:
             name = type(self).__name__
             why = f"{twice[0]} is given by keyword too" if twice else f"only {len(self.positional)} can be so given"
@@ -90,19 +90,19 @@ class ConstructedStrategy(StrategyCapabilities):
                 f"{name} was given {len(positional)} options by position, and {why}.\n"
                 f"Write keywords: {name}({', '.join(f'{each}=...' for each in self.positional[:2])}, ...)."
             )
-        return {**values, **given}
+        return {**values, **keywords}
 
-    def _read_options(self, positional: Sequence[Any], given: Mapping[str, Any]) -> Any:
+    def _read_options(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         """The options from the constructor's arguments.
 
         Args:
             positional: Those that were given by position.
-            given: Those that were given by keyword.
+            keywords: Those that were given by keyword.
 
         Raises:
             UnsupportedCapabilityError: An option is unknown, or can't be used.
         """
-        values = self._by_name(positional, given)
+        values = self._by_name(positional, keywords)
         names = [name for name in option_names(self.options_class) if name not in self.left_out]
         unknown = {name: value for name, value in values.items() if name not in names}
         near = {"backend": "Did you mean 'process_group_backend'?"} if "process_group_backend" in names else {}

@@ -42,8 +42,8 @@ def owner_of(optimizer: Optimizer, roots: Sequence[Sharded]) -> Sharded:
     Raises:
         OptimizerMismatchError: None does, or more than one.
     """
-    held = {p for group in optimizer.param_groups for p in group["params"]}
-    owners = [root for root in roots if not held.isdisjoint(root.layout())]
+    optimizer_params = {p for group in optimizer.param_groups for p in group["params"]}
+    owners = [root for root in roots if not optimizer_params.isdisjoint(root.layout())]
     if len(owners) == 1:
         return owners[0]
     if not owners:
@@ -92,16 +92,16 @@ def save_checkpoint(
         filters: By key of ``state``: which names of its state to keep.
     """
     strategy.check_saving(strategy.roots)
-    place = strategy.place_of(path)
+    target = strategy.place_of(path)
     with strategy.steps.gradients.while_off():
-        _write(strategy, place, state, storage_options, filters)
-    if place.is_reported:
+        _write(strategy, target, state, storage_options, filters)
+    if target.is_reported:
         strategy.wait_for_saves()
 
 
 def _write(
     strategy: ShardedFabricStrategy,
-    place: SavePlace,
+    target: SavePlace,
     state: dict[str, Any],
     storage_options: Any,
     filters: dict[str, Callable[[str, Any], bool]],
@@ -128,25 +128,25 @@ def _write(
         elif is_loader(obj):
             converted[key] = loader_state(key, obj, strategy.runtime)
         else:
-            held = of_ranks(obj, strategy.runtime) if isinstance(obj, RandomState) else obj
-            converted[key] = held.state_dict() if callable(getattr(held, "state_dict", None)) else held
+            stateful = of_ranks(obj, strategy.runtime) if isinstance(obj, RandomState) else obj
+            converted[key] = stateful.state_dict() if callable(getattr(stateful, "state_dict", None)) else stateful
         if key in filters and isinstance(converted[key], dict):
             converted[key] = {k: v for k, v in converted[key].items() if filters[key](k, v)}
     plain = {key: value for key, value in converted.items() if join_path(key) not in kinds}
     refuse_local_shards(plain, strategy.roots, strategy.optimizers, strategy.runtime, _INSTEAD)
     if strategy.state_dict_type == "full":
-        whole = gathered(converted, strategy.backend)
-        whole = {k: numbered(v) if kinds.get(join_path(k)) == "optimizer" else v for k, v in whole.items()}
-        write_file(strategy, place.path, whole, converted, storage_options, async_saves)
+        full_state = gathered(converted, strategy.backend)
+        full_state = {k: numbered(v) if kinds.get(join_path(k)) == "optimizer" else v for k, v in full_state.items()}
+        write_file(strategy, target.path, full_state, converted, storage_options, async_saves)
         return
-    write_folder(strategy, place, converted, storage_options, async_saves, kinds=kinds, aliases=tied)
+    write_folder(strategy, target, converted, storage_options, async_saves, kinds=kinds, aliases=tied)
 
 
 def _warn_of_gradients(strategy: ShardedFabricStrategy, state: dict[str, Any]) -> None:
     """Warn of accumulated gradients that are not saved."""
     saved = [obj.module for obj in state.values() if isinstance(obj, AccumulatedGradients)]
     roots = [root for root in strategy.accumulating if any(sharded_in(o) is root for o in _modules(state))]
-    forgotten = [root for root in roots if not any(root.written is one for one in saved)]
+    forgotten = [root for root in roots if not any(root.written is module for module in saved)]
     if forgotten and strategy.runtime.rank == 0:
         warnings.warn(
             "this checkpoint is saved between the micro-batches of a step, without the gradients that they have "
@@ -214,9 +214,9 @@ def _load(
     together_each(strategy.runtime, f"comparing {shown_paths(path)} with what it is loaded into", compare)
     for key in order:
         if not _restore(strategy, state[key], saved[key], strict):
-            state[key] = _whole(saved[key])
+            state[key] = _materialize(saved[key])
     # the full state of an optimizer that was not requested may not fit on one rank
-    return {key: _whole(value) if everything else value for key, value in saved.items() if key not in state}
+    return {key: _materialize(value) if everything else value for key, value in saved.items() if key not in state}
 
 
 def _restore(strategy: ShardedFabricStrategy, obj: Any, value: Any, strict: bool, *, check_only: bool = False) -> bool:
@@ -226,13 +226,13 @@ def _restore(strategy: ShardedFabricStrategy, obj: Any, value: Any, strict: bool
     elif isinstance(obj, Optimizer):
         owner_of(obj, strategy.roots).load_optimizer_state(obj, value, check_only=check_only)
     elif is_loader(obj):
-        load_loader(obj, _whole(value), strategy.runtime, check_only=check_only)
+        load_loader(obj, _materialize(value), strategy.runtime, check_only=check_only)
     elif callable(getattr(obj, "load_state_dict", None)):
         if not check_only:
             if isinstance(obj, RandomState):
                 obj = of_ranks(obj, strategy.runtime)
             # each rank reads only its own gradients
-            obj.load_state_dict(value if isinstance(obj, AccumulatedGradients) else _whole(value))
+            obj.load_state_dict(value if isinstance(obj, AccumulatedGradients) else _materialize(value))
     else:
         return False
     return True
@@ -258,19 +258,19 @@ def _restore_unsharded(module: nn.Module, value: Mapping[str, Any], strict: bool
             "Write `model = fabric.setup(model)` first, and load then."
         )
     tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor | checkpoints.SavedTensor)}
-    held = {name: tensor for name, tensor in live.items() if isinstance(tensor, Tensor)}
-    checkpoints.fill_all(held, tensors, strict=strict, cast=not strict, check_only=check_only)
-    extra = {name: _whole(saved) for name, saved in value.items() if name in live and name not in held}
+    live_tensors = {name: tensor for name, tensor in live.items() if isinstance(tensor, Tensor)}
+    checkpoints.fill_all(live_tensors, tensors, strict=strict, cast=not strict, check_only=check_only)
+    extra = {name: _materialize(saved) for name, saved in value.items() if name in live and name not in live_tensors}
     if extra and not check_only:
         module.load_state_dict(extra, strict=False)
 
 
-def _whole(value: Any) -> Any:
+def _materialize(value: Any) -> Any:
     """Replace handles on saved tensors by the tensors."""
     if isinstance(value, dict):
-        return {k: _whole(v) for k, v in value.items()}
+        return {k: _materialize(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_whole(v) for v in value]
+        return [_materialize(v) for v in value]
     if type(value) is tuple:
-        return tuple(_whole(v) for v in value)
+        return tuple(_materialize(v) for v in value)
     return value.full() if isinstance(value, checkpoints.SavedTensor) else value

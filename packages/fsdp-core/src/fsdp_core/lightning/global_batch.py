@@ -38,15 +38,22 @@ def micro_batches(size: int, *, per_rank: int, ranks: int) -> int:
     for name, value in (("size", size), ("per_rank", per_rank), ("ranks", ranks)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ShardingError(f"{name}={value!r} is not a number of samples or ranks.\nWrite a whole number from 1.")
-    together = per_rank * ranks
-    if size % together:
-        sizes = [one for one in (size // together * together, (size // together + 1) * together) if one]
+    samples_per_batch = per_rank * ranks
+    if size % samples_per_batch:
+        sizes = [
+            multiple
+            for multiple in (
+                size // samples_per_batch * samples_per_batch,
+                (size // samples_per_batch + 1) * samples_per_batch,
+            )
+            if multiple
+        ]
         raise ShardingError(
             f"a global batch of {size} samples can't be divided into micro-batches of {per_rank} on {ranks} ranks.\n"
             f"Write {' or '.join(map(str, sizes))}, another number of samples per rank, or start another number of "
             "ranks."
         )
-    return size // together
+    return size // samples_per_batch
 
 
 class GlobalBatch(pl.Callback):
@@ -92,18 +99,21 @@ class GlobalBatch(pl.Callback):
         assert self.per_rank is not None
         ranks = data_parallel_ranks(trainer)
         needed = micro_batches(self.size, per_rank=self.per_rank, ranks=ranks)
-        asked = f"GlobalBatch({self.size}, per_rank={self.per_rank})"
+        request = f"GlobalBatch({self.size}, per_rank={self.per_rank})"
         if not pl_module.automatic_optimization:
             raise ShardingError(
-                f"{asked} can't accumulate in manual optimization, where {type(pl_module).__name__} steps itself.\n"
+                f"{request} can't accumulate in manual optimization, where {type(pl_module).__name__} steps itself.\n"
                 "Leave it out, and accumulate fsdp_core.lightning.micro_batches(...) batches in training_step()."
             )
-        other = next((one for one in trainer.callbacks if isinstance(one, GradientAccumulationScheduler)), None)  # type: ignore[attr-defined]
-        given = trainer.accumulate_grad_batches
-        if other is not None or given not in (1, needed):
-            asks_too = "GradientAccumulationScheduler" if other is not None else f"accumulate_grad_batches={given}"
+        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+        scheduler = next((each for each in callbacks if isinstance(each, GradientAccumulationScheduler)), None)
+        accumulated = trainer.accumulate_grad_batches
+        if scheduler is not None or accumulated not in (1, needed):
+            asks_too = (
+                "GradientAccumulationScheduler" if scheduler is not None else f"accumulate_grad_batches={accumulated}"
+            )
             raise ShardingError(
-                f"{asked} needs accumulate_grad_batches={needed} on {ranks} ranks, and the Trainer also has "
+                f"{request} needs accumulate_grad_batches={needed} on {ranks} ranks, and the Trainer also has "
                 f"{asks_too}.\nLeave one of the two out."
             )
         trainer.accumulate_grad_batches = needed
@@ -125,7 +135,7 @@ class GlobalBatch(pl.Callback):
 def keeps_global_batch(trainer: pl.Trainer) -> bool:
     """Whether the user has given a size that is kept on any number of ranks."""
     callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
-    return any(isinstance(one, GlobalBatch) and one.size != "scaled" for one in callbacks)
+    return any(isinstance(callback, GlobalBatch) and callback.size != "scaled" for callback in callbacks)
 
 
 def data_parallel_ranks(trainer: pl.Trainer) -> int:

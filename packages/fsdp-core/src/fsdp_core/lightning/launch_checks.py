@@ -48,10 +48,10 @@ def check_launched(environment: ClusterEnvironment | None, devices: int, num_nod
         hosts = hosts or max(world // (on_a_host or world), 1)
         right = f"devices={on_a_host or world // hosts}, num_nodes={hosts}"
     started = f"{world} rank{'s' if world > 1 else ''}"
-    where = "" if on_a_host is None or hosts is None else f", {on_a_host} on each of {hosts} host{'s' * (hosts > 1)}"
+    per_host = "" if on_a_host is None or hosts is None else f", {on_a_host} on each of {hosts} host{'s' * (hosts > 1)}"
     raise ShardingError(
         f"devices={devices} and num_nodes={num_nodes} ask for {devices * num_nodes} rank"
-        f"{'s' * (devices * num_nodes > 1)}, {devices} on each host, and {launcher} has started {started}{where}.\n"
+        f"{'s' * (devices * num_nodes > 1)}, {devices} on each host, and {launcher} has started {started}{per_host}.\n"
         f"Write {right}{_read_from(name_of_devices, name_of_hosts)}; or start other ranks."
     )
 

@@ -62,9 +62,9 @@ def strategy_options(options_class: type[ShardingOptions]) -> type[ShardingOptio
     if issubclass(options_class, LightningOptions):
         return options_class
     bases = (options_class, LightningOptions)
-    made = make_dataclass(options_class.__name__, [], bases=bases, frozen=True, kw_only=True)
-    made.__module__, made.__doc__ = options_class.__module__, options_class.__doc__
-    return made
+    combined = make_dataclass(options_class.__name__, [], bases=bases, frozen=True, kw_only=True)
+    combined.__module__, combined.__doc__ = options_class.__module__, options_class.__doc__
+    return combined
 
 
 def signature_of(cls: type, strategy: type) -> inspect.Signature:
@@ -74,7 +74,7 @@ def signature_of(cls: type, strategy: type) -> inspect.Signature:
         cls: The class, whose attributes say which options it takes.
         strategy: The base that all strategies have; what is above it in the MRO is Lightning's.
     """
-    own: dict[str, inspect.Parameter] = {}
+    own_parameters: dict[str, inspect.Parameter] = {}
     outermost: list[inspect.Parameter] = []
     takes_positional = True
     for base in cls.__mro__[: cls.__mro__.index(strategy)]:
@@ -84,13 +84,15 @@ def signature_of(cls: type, strategy: type) -> inspect.Signature:
         parameters = list(inspect.signature(constructor, follow_wrapped=False).parameters.values())[1:]
         outermost = outermost or parameters
         kinds = {each.kind for each in parameters}
-        own.update((each.name, each) for each in parameters if each.kind not in _VARIABLE and each.name not in own)
+        own_parameters.update(
+            (each.name, each) for each in parameters if each.kind not in _VARIABLE and each.name not in own_parameters
+        )
         takes_positional = takes_positional and inspect.Parameter.VAR_POSITIONAL in kinds
         if inspect.Parameter.VAR_KEYWORD not in kinds:
-            return inspect.Signature(list(own.values()))
-    options = [each for each in _options(cls, takes_positional) if each.name not in own]
+            return inspect.Signature(list(own_parameters.values()))
+    options = [each for each in _options(cls, takes_positional) if each.name not in own_parameters]
     try:
-        return inspect.Signature(sorted([*own.values(), *options], key=lambda each: each.kind))
+        return inspect.Signature(sorted([*own_parameters.values(), *options], key=lambda each: each.kind))
     except ValueError:  # a required parameter after optional ones, which no signature can show
         return inspect.Signature(outermost)
 
@@ -134,5 +136,5 @@ def describe_class(cls: type, options_class: type[ShardingOptions], names: Colle
     lines = [f"    {name}: {texts[name]}" for name in names if name in texts]
     if not isinstance(docstring, str) or explained(docstring) or not lines:
         return docstring
-    summary, *rest = inspect.cleandoc(docstring).split("\n\nExample:")
-    return "\n\nExample:".join(["\n".join([f"{summary}\n\nArgs:", *lines]), *rest])
+    summary, *examples = inspect.cleandoc(docstring).split("\n\nExample:")
+    return "\n\nExample:".join(["\n".join([f"{summary}\n\nArgs:", *lines]), *examples])

@@ -66,10 +66,10 @@ def asked_precision(strategy: ShardedStrategy, plugin: Any) -> tuple[ShardPrecis
     if isinstance(plugin, XLAPrecision | FabricXLAPrecision):
         plugin.teardown()  # its environment variables would make XLA compute fp32 in another dtype
     # Lightning creates FSDPPrecision's scaler itself and drops the user's; ours is created for the device in use
-    own = None if isinstance(plugin, FSDPPrecision | FabricFSDPPrecision) else getattr(plugin, "scaler", None)
-    asked = ShardPrecision.named(str(plugin.precision))
-    check_precision(strategy.strategy_name, asked)
-    return strategy.backend.effective_precision(asked), own
+    scaler = None if isinstance(plugin, FSDPPrecision | FabricFSDPPrecision) else getattr(plugin, "scaler", None)
+    precision = ShardPrecision.named(str(plugin.precision))
+    check_precision(strategy.strategy_name, precision)
+    return strategy.backend.effective_precision(precision), scaler
 
 
 def shard_dtypes(plugin: Any) -> ShardPrecision:

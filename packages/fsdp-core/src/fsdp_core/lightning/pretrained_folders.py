@@ -210,10 +210,10 @@ def _free(path: str) -> str:
 def _chosen(module: pl.LightningModule, name: str | None) -> nn.Module:
     if name is None:
         return module
-    found = getattr(module, name, None)
-    if not isinstance(found, nn.Module):
+    submodule = getattr(module, name, None)
+    if not isinstance(submodule, nn.Module):
         raise ShardingError(
             f"model={name!r} names no module of {type(module).__name__}.\n"
-            f"It has {', '.join(repr(known) for known, _ in module.named_children()) or 'none'}."
+            f"It has {', '.join(repr(child) for child, _ in module.named_children()) or 'none'}."
         )
-    return found
+    return submodule

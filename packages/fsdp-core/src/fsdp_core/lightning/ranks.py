@@ -221,5 +221,5 @@ class StrategyRanks(ConstructedStrategy):
 
 
 def _progress_of(strategy: ref[StrategyRanks]) -> str:
-    known = strategy()
-    return "" if known is None else known.progress()
+    ranks = strategy()
+    return "" if ranks is None else ranks.progress()

@@ -69,10 +69,10 @@ class RayWorker:
             UnsupportedCapabilityError: This worker's device is not among them, or there are others.
         """
         number = len(devices)
-        given = f"Ray Train has given worker {self.rank} of {self.world_size} the device {str(self.device)!r}"
+        assignment = f"Ray Train has given worker {self.rank} of {self.world_size} the device {str(self.device)!r}"
         if self.device not in devices:
             raise UnsupportedCapabilityError(
-                f"{given}, which is not among those that accelerator= and devices= name on its node: "
+                f"{assignment}, which is not among those that accelerator= and devices= name on its node: "
                 f"{', '.join(map(str, devices))}.\nWrite accelerator={self.device.type!r} and devices='auto'; "
                 "ScalingConfig(num_workers=..., use_gpu=...) says what Ray gives."
             )
@@ -88,21 +88,21 @@ class RayWorker:
             "Write devices='auto', and choose the number of ranks by ScalingConfig(num_workers=...)."
         )
 
-    def nodes(self, runtime: Runtime, asked: int) -> int:
+    def nodes(self, runtime: Runtime, num_nodes: int) -> int:
         """The number of nodes. All ranks must call it.
 
         Args:
             runtime: The ranks.
-            asked: ``num_nodes`` of the Trainer or Fabric, 1 by default.
+            num_nodes: ``num_nodes`` of the Trainer or Fabric, 1 by default.
 
         Raises:
             UnsupportedCapabilityError: Another number than 1 was asked for, and Ray has another.
         """
         last = runtime.all_reduce(torch.tensor([self.node_rank], device=self.device), "max")
         number = int(last) + 1
-        if asked not in (1, number):
+        if num_nodes not in (1, number):
             raise UnsupportedCapabilityError(
-                f"num_nodes={asked} contradicts Ray Train, whose {self.world_size} workers run on {number} "
+                f"num_nodes={num_nodes} contradicts Ray Train, whose {self.world_size} workers run on {number} "
                 f"node{'s' if number > 1 else ''}.\nLeave num_nodes out: Ray places the workers."
             )
         return number
@@ -148,7 +148,7 @@ def check_reports(callbacks: Iterable[object], strategy: str) -> None:
     """
     for_lightning = sys.modules.get(_FOR_LIGHTNING)
     reporting = getattr(for_lightning, "RayTrainReportCallback", ())
-    if any(isinstance(one, reporting) for one in callbacks):
+    if any(isinstance(callback, reporting) for callback in callbacks):
         raise UnsupportedCapabilityError(
             f"RayTrainReportCallback can't be used with async_save=True of {strategy!r}: it uploads a checkpoint as "
             "soon as the call that saves it returns, and removes it then.\nLeave async_save out; Ray can upload in the "

@@ -61,10 +61,10 @@ def check_loggers(strategy: str, trainer: pl.Trainer, module: pl.LightningModule
     Raises:
         UnsupportedCapabilityError: There is one, there are several ranks, and the module has an example input.
     """
-    asked = next((logger for logger in trainer.loggers if logs_graph(logger)), None)
-    if asked is not None and trainer.world_size > 1 and module.example_input_array is not None:
+    graph_logger = next((logger for logger in trainer.loggers if logs_graph(logger)), None)
+    if graph_logger is not None and trainer.world_size > 1 and module.example_input_array is not None:
         raise UnsupportedCapabilityError(
-            f"{type(asked).__name__}(log_graph=True) runs the model on rank 0 alone to draw its graph, and "
+            f"{type(graph_logger).__name__}(log_graph=True) runs the model on rank 0 alone to draw its graph, and "
             f"{strategy!r} gathers its layers from all ranks.\n"
             "Leave log_graph out, and draw the graph of a model that is not sharded: "
             "logger.experiment.add_graph(model, example) in a script of its own."
@@ -90,11 +90,11 @@ def check_waiting(timeout: timedelta | None, async_save: bool) -> None:
     Raises:
         UnsupportedCapabilityError: One of them is invalid.
     """
-    given: Any = timeout
-    if given is not None and not (isinstance(given, timedelta) and given > timedelta()):
-        seconds = given if isinstance(given, (int, float)) and not isinstance(given, bool) and given > 0 else 1800
+    value: Any = timeout
+    if value is not None and not (isinstance(value, timedelta) and value > timedelta()):
+        seconds = value if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 else 1800
         raise UnsupportedCapabilityError(
-            f"timeout={given!r} is not a duration.\nWrite a datetime.timedelta, such as timedelta(seconds={seconds}), "
+            f"timeout={value!r} is not a duration.\nWrite a datetime.timedelta, such as timedelta(seconds={seconds}), "
             "or leave it out."
         )
     if not isinstance(async_save, bool):
@@ -111,11 +111,11 @@ _LONGEST = timedelta(days=3650)
 _SHORTEST = timedelta(seconds=1)
 
 
-def hang_duration(given: object) -> timedelta | None:
+def hang_duration(value: object) -> timedelta | None:
     """A ``hang_timeout`` as a duration.
 
     Args:
-        given: A duration, or a number of seconds; ``None`` to watch nothing.
+        value: A duration, or a number of seconds; ``None`` to watch nothing.
 
     Raises:
         UnsupportedCapabilityError: It is neither, or below one second, or longer than torch's collectives can wait.
@@ -124,11 +124,11 @@ def hang_duration(given: object) -> timedelta | None:
         >>> hang_duration(90)
         datetime.timedelta(seconds=90)
     """
-    if given is None:
+    if value is None:
         return None
-    is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     try:
-        duration = timedelta(seconds=given) if is_number else given  # type: ignore[arg-type]
+        duration = timedelta(seconds=value) if is_number else value  # type: ignore[arg-type]
     except (OverflowError, ValueError):  # infinite, or not a number
         duration = None
     what = "not a duration"
@@ -137,7 +137,7 @@ def hang_duration(given: object) -> timedelta | None:
             return duration
         what = "longer than ranks can wait" if duration > _LONGEST else "less than a second: ranks wait in every step"
     raise UnsupportedCapabilityError(
-        f"hang_timeout={given!r} is {what}.\n"
+        f"hang_timeout={value!r} is {what}.\n"
         "Write a number of seconds, a datetime.timedelta such as timedelta(minutes=30), or None to let ranks wait."
     )
 

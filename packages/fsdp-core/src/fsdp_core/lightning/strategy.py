@@ -62,17 +62,17 @@ class ShardedStrategy(SavingStrategy):
         super().__init_subclass__(**options)
         define_constructor(cls, ShardedStrategy)
 
-    def _take_options(self, positional: Sequence[Any], given: Mapping[str, Any]) -> None:
+    def _take_options(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> None:
         """Read the constructor's arguments, and make the backend and the runtime, before Lightning's constructor runs.
 
         Args:
             positional: Those that were given by position.
-            given: Those that were given by keyword.
+            keywords: Those that were given by keyword.
 
         Raises:
             UnsupportedCapabilityError: An option is unknown, or can't be used.
         """
-        self.options = self._read_options(positional, given)
+        self.options = self._read_options(positional, keywords)
         self.error_if_nonfinite = self.options.error_if_nonfinite
         self._take_rank_options()
         self.backend, self.runtime = self.new_backend(), self.new_runtime()

@@ -116,8 +116,8 @@ class ShardedTrainerStrategy(ShardedStrategy, ParallelStrategy):
                 "Pickle the Trainer before the first fit(), and save the model as a checkpoint."
             )
         args, options = self._built_with
-        kept = {name: value for name, value in vars(self).items() if name in _SET_BY_LIGHTNING}
-        return _rebuilt, (type(self), args, options), kept
+        attributes = {name: value for name, value in vars(self).items() if name in _SET_BY_LIGHTNING}
+        return _rebuilt, (type(self), args, options), attributes
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -81,14 +81,14 @@ class TrainerCheckpoints:
         strategy = self._strategy
         assert strategy.lightning_module is not None
         if strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint:
-            doing = "comparing the checkpoint with the model"
-            together_each(strategy.runtime, doing, lambda: self._compare(checkpoint, strict))
-        elif strict and (other := self._other_dtypes(checkpoint["state_dict"])):
-            name, saved, here = other[0]
+            description = "comparing the checkpoint with the model"
+            together_each(strategy.runtime, description, lambda: self._compare(checkpoint, strict))
+        elif strict and (cast_tensors := self._other_dtypes(checkpoint["state_dict"])):
+            name, saved, own_dtype = cast_tensors[0]
             rank_zero_warn(
-                f"{strategy.strategy_name}: {len(other)} tensors of the checkpoint are cast as they are loaded, such "
-                f"as {name!r} from {saved} to {here}, because the run that saved it had another precision than "
-                f"{strategy.precision_plugin.precision!r}.",
+                f"{strategy.strategy_name}: {len(cast_tensors)} tensors of the checkpoint are cast as they are loaded, "
+                f"such as {name!r} from {saved} to {own_dtype}, because the run that saved it had another precision "
+                f"than {strategy.precision_plugin.precision!r}.",
                 stacklevel=2,
             )
             strict = False  # the names are the same
@@ -100,9 +100,11 @@ class TrainerCheckpoints:
         live = self._strategy.sharded.model_state()
         if live.keys() != saved.keys():
             return []  # which is told when it is loaded
-        dtypes = {name: (saved[name].dtype, own.dtype) for name, own in live.items() if hasattr(saved[name], "dtype")}
-        other = [(name, before, now) for name, (before, now) in dtypes.items() if before != now]
-        return other if all(before.is_floating_point and now.is_floating_point for _, before, now in other) else []
+        dtypes = {
+            name: (saved[name].dtype, tensor.dtype) for name, tensor in live.items() if hasattr(saved[name], "dtype")
+        }
+        changed = [(name, before, own) for name, (before, own) in dtypes.items() if before != own]
+        return changed if all(before.is_floating_point and own.is_floating_point for _, before, own in changed) else []
 
     def _compare(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Refuse a checkpoint that does not fit the model or an optimizer, before either is changed."""
@@ -148,14 +150,14 @@ class TrainerCheckpoints:
             )
         sharded, late_groups = strategy.sharded, strategy.features.late_param_groups
         layout = sharded.layout()
-        held = [
+        param_names = [
             {part.name for group in optimizer.param_groups for p in group["params"] for part in layout.get(p, ())}
             for optimizer in strategy.optimizers
         ]
         for index, (optimizer, state) in enumerate(zip(strategy.optimizers, states, strict=True)):
-            elsewhere = set().union(*held[:index], *held[index + 1 :])
-            now, late = late_groups.divide(optimizer, sharded, state, elsewhere)
-            sharded.load_optimizer_state(optimizer, now, check_only=check_only)
+            elsewhere = set().union(*param_names[:index], *param_names[index + 1 :])
+            present, late = late_groups.divide(optimizer, sharded, state, elsewhere)
+            sharded.load_optimizer_state(optimizer, present, check_only=check_only)
             if check_only:
                 late_groups.check(optimizer, sharded, late)
             else:
@@ -184,34 +186,34 @@ class TrainerCheckpoints:
         strategy.check_saving(filter(None, [strategy.sharded_or_none]))
         if "optimizer_states" in checkpoint:
             strategy.features.late_param_groups.check_saving()
-        place = strategy.place_of(path)
-        strategy.features.saves.before_save(place.path)
+        target = strategy.place_of(path)
+        strategy.features.saves.before_save(target.path)
         with strategy.step_methods.gradients.paused():
-            self._write(place, checkpoint, storage_options)
-        if place.is_reported:
+            self._write(target, checkpoint, storage_options)
+        if target.is_reported:
             strategy.wait_for_saves()
 
-    def _write(self, place: SavePlace, checkpoint: dict[str, Any], storage_options: Any) -> None:
+    def _write(self, target: SavePlace, checkpoint: dict[str, Any], storage_options: Any) -> None:
         strategy, resume, saves = self._strategy, self._strategy.features.exact_resume, self._strategy.features.saves
         assert strategy.lightning_module is not None
         sharded = strategy.sharded
-        rest = resume.with_positions(checkpoint, strategy.lightning_module.trainer)
-        model, optimizers = rest.pop("state_dict"), rest.pop("optimizer_states", None)
-        refuse_local_shards(rest, [sharded], strategy.optimizers, strategy.runtime, _ALREADY_SAVED)
+        plain = resume.with_positions(checkpoint, strategy.lightning_module.trainer)
+        model, optimizers = plain.pop("state_dict"), plain.pop("optimizer_states", None)
+        refuse_local_shards(plain, [sharded], strategy.optimizers, strategy.runtime, _ALREADY_SAVED)
         if optimizers is not None:
-            rest[KEY] = resume.state(sharded)
+            plain[KEY] = resume.state(sharded)
         if strategy.state_dict_type == "full":
-            whole = gathered({"state_dict": model, **rest}, strategy.backend)
+            full_state = gathered({"state_dict": model, **plain}, strategy.backend)
             if optimizers is not None:
-                whole["optimizer_states"] = [numbered(gathered(state, strategy.backend)) for state in optimizers]
-            write_file(strategy, place.path, whole, [checkpoint, rest], storage_options, saves.of_fit)
+                full_state["optimizer_states"] = [numbered(gathered(state, strategy.backend)) for state in optimizers]
+            write_file(strategy, target.path, full_state, [checkpoint, plain], storage_options, saves.of_fit)
             return
         tied = sharded.aliases()
-        state = {"model": model, **({} if optimizers is None else {"optimizer": optimizers}), "trainer": rest}
+        state = {"model": model, **({} if optimizers is None else {"optimizer": optimizers}), "trainer": plain}
         kinds = {"model": "model", **{f"optimizer/{i}": "optimizer" for i in range(len(optimizers or ()))}}
         write_folder(
             strategy,
-            place,
+            target,
             state,
             storage_options,
             saves.of_fit,
@@ -236,16 +238,17 @@ class TrainerCheckpoints:
         saved, sharded = read_checkpoint(strategy, path, weights_only)
         missing = [key for key in (("model", "trainer") if sharded else ("state_dict",)) if key not in saved]
         if missing:
-            shown = shown_paths(path)
+            displayed_path = shown_paths(path)
             raise MissingKeyError(
-                f"{shown} was not saved by a Trainer: it holds {', '.join(map(repr, saved))}, and no {missing[0]!r}.\n"
+                f"{displayed_path} was not saved by a Trainer: it holds {', '.join(map(repr, saved))}, "
+                f"and no {missing[0]!r}.\n"
                 "Load it with fabric.load(), if Fabric saved it; `fsdp checkpoint consolidate "
-                f"{shown} FILE --to lightning` converts its folder to a file that a Trainer opens."
+                f"{displayed_path} FILE --to lightning` converts its folder to a file that a Trainer opens."
             )
         if sharded:
-            rest = saved["trainer"]
+            plain = saved["trainer"]
             optimizers = {"optimizer_states": saved["optimizer"]} if "optimizer" in saved else {}
-            saved = {"state_dict": saved["model"], **optimizers, **rest}
+            saved = {"state_dict": saved["model"], **optimizers, **plain}
         assert strategy.lightning_module is not None
         trainer = strategy.lightning_module.trainer
         saved = strategy.features.exact_resume.take_positions(saved, trainer)

@@ -33,13 +33,13 @@ class AccumulatedGradients:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        found = [sharded for module in model.modules() if (sharded := sharded_of(module)) is not None]
-        if not found:
+        sharded_modules = [sharded for module in model.modules() if (sharded := sharded_of(module)) is not None]
+        if not sharded_modules:
             raise ShardingError(
                 f"{type(model).__name__} is not sharded, so its gradients are its parameters' own .grad.\n"
                 "Give AccumulatedGradients the model that fabric.setup(model) has returned under a sharded strategy."
             )
-        self._sharded = found[0]
+        self._sharded = sharded_modules[0]
         self.module = self._sharded.written
 
     def state_dict(self) -> dict[str, Any]:

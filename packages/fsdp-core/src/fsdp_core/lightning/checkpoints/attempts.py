@@ -29,7 +29,7 @@ class Attempts:
     def __init__(self) -> None:
         self._before: list[dict[str, Any]] = []
         self._amid_a_step = False
-        self._now: list[dict[str, Any]] = []
+        self._attempts: list[dict[str, Any]] = []
 
     def take(self, state: Mapping[str, Any] | None) -> None:
         """Go on from a checkpoint.
@@ -49,14 +49,14 @@ class Attempts:
         size = batch_size_of(trainer)
         ranks, accumulate = data_parallel_ranks(trainer), trainer.accumulate_grad_batches
         samples = None if size is None else size * ranks * accumulate
-        now = {
+        attempt = {
             "id": secrets.token_hex(4),
             "step": trainer.global_step,
             "ranks": ranks,
             "accumulate": accumulate,
             "samples": samples,
         }
-        chosen = any(isinstance(one, GlobalBatch) for one in trainer.callbacks)  # type: ignore[attr-defined]
+        chosen = any(isinstance(callback, GlobalBatch) for callback in trainer.callbacks)  # type: ignore[attr-defined]
         last = self._before[-1] if self._before else None
         if last is not None and last["ranks"] != ranks:
             if keeps_global_batch(trainer) and self._amid_a_step:
@@ -66,30 +66,31 @@ class Attempts:
                     "or from a checkpoint that was saved after a step."
                 )
             if not chosen:
-                _warn(last, now, size)
+                _warn(last, attempt, size)
         self._amid_a_step = False
-        before = self._before or (self._now if trainer.global_step else [])  # or this Trainer has fitted before
-        self._now, self._before = [*before, now], []
+        before = self._before or (self._attempts if trainer.global_step else [])  # or this Trainer has fitted before
+        self._attempts, self._before = [*before, attempt], []
 
     def state(self) -> list[dict[str, Any]]:
         """What a checkpoint holds of them."""
-        return self._now
+        return self._attempts
 
 
-def _warn(last: Mapping[str, Any], now: Mapping[str, Any], size: int | None) -> None:
-    was, becomes = last["samples"], now["samples"]
+def _warn(last: Mapping[str, Any], current: Mapping[str, Any], size: int | None) -> None:
+    was, becomes = last["samples"], current["samples"]
     if was is not None and was == becomes:
         return
     if was is None or becomes is None:  # the loaders don't say; what a rank takes is taken to be the same
-        if last["ranks"] * last["accumulate"] == now["ranks"] * now["accumulate"]:
+        batches, batches_now = last["ranks"] * last["accumulate"], current["ranks"] * current["accumulate"]
+        if batches == batches_now:
             return
-        told = f"{last['ranks'] * last['accumulate']} batches of the loader and is {now['ranks'] * now['accumulate']}"
+        change = f"{batches} batches of the loader and is {batches_now}"
     else:
-        told = f"{was} samples and is {becomes}"
+        change = f"{was} samples and is {becomes}"
     keep = f"GlobalBatch({was or '...'}, per_rank={size or '...'})"
     rank_zero_warn(
-        f"the checkpoint was saved on {last['ranks']} data-parallel ranks, and there are {now['ranks']} now: the "
-        f"global batch was {told} now.\nTo keep it, by accumulation, give the Trainer the callback "
+        f"the checkpoint was saved on {last['ranks']} data-parallel ranks, and there are {current['ranks']} now: the "
+        f"global batch was {change} now.\nTo keep it, by accumulation, give the Trainer the callback "
         f"fsdp_core.lightning.{keep}. To let it change with the ranks, give it GlobalBatch('scaled'), and adapt the "
         "learning rate if it needs that."
     )
@@ -105,7 +106,7 @@ def newest(paths: Iterable[str]) -> str | None:
         The newest; ``None`` if that is not known: a checkpoint can't be read or tells no attempts, or none goes on
         from all others.
     """
-    found: dict[str, tuple[list[str], int]] = {}
+    candidates: dict[str, tuple[list[str], int]] = {}
     for path in sorted(paths):  # ranks must choose the same of two that are equally new
         try:
             folder = open_folder(path)
@@ -118,13 +119,13 @@ def newest(paths: Iterable[str]) -> str | None:
         )
         if not isinstance(attempts, list) or not attempts or not isinstance(step, int):
             return None
-        found[path] = [str(one["id"]) for one in attempts], step
-    for path, (ids, step) in found.items():
-        if all(_goes_on(ids, step, *other) for other in found.values()):
+        candidates[path] = [str(attempt["id"]) for attempt in attempts], step
+    for path, (ids, step) in candidates.items():
+        if all(_goes_on(ids, step, *candidate) for candidate in candidates.values()):
             return path
     return None
 
 
-def _goes_on(ids: list[str], step: int, others: list[str], other_step: int) -> bool:
+def _goes_on(ids: list[str], step: int, other_ids: list[str], other_step: int) -> bool:
     """Whether the first of two checkpoints is as new as the other, or newer."""
-    return step >= other_step if ids == others else len(ids) > len(others) and ids[: len(others)] == others
+    return step >= other_step if ids == other_ids else len(ids) > len(other_ids) and ids[: len(other_ids)] == other_ids

@@ -69,29 +69,29 @@ def hooks_that_may_write(trainer: pl.Trainer) -> list[str]:
         >>> hooks_that_may_write(trainer)
         ['Clamping.on_train_batch_end']
     """
-    found = []
+    hooks = []
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         is_reader = isinstance(callback, _READERS) and type(callback).__module__.startswith("lightning.")
-        found += _overridden(callback, type(callback) if is_reader else pl.Callback, ())
+        hooks += _overridden(callback, type(callback) if is_reader else pl.Callback, ())
     module = trainer.strategy.lightning_module
     if module is not None:
-        found += _overridden(module, pl.LightningModule, _OF_STEPS)
+        hooks += _overridden(module, pl.LightningModule, _OF_STEPS)
         datamodule = getattr(trainer, "datamodule", None)
         if datamodule is not None:
-            found += _overridden(datamodule, pl.LightningDataModule, _OF_BATCHES, is_all=False)
+            hooks += _overridden(datamodule, pl.LightningDataModule, _OF_BATCHES, is_all=False)
         if not module.automatic_optimization:
-            found.append(f"{type(module).__name__}.training_step")
-    return found
+            hooks.append(f"{type(module).__name__}.training_step")
+    return hooks
 
 
-def _overridden(of: object, base: type, more: Sequence[str], *, is_all: bool = True) -> list[str]:
+def _overridden(obj: object, base: type, more: Sequence[str], *, is_all: bool = True) -> list[str]:
     """The hooks that an object's class has, or the object itself, as ``LambdaCallback`` does."""
-    cls, own = type(of), vars(of)
+    cls, own_attributes = type(obj), vars(obj)
     names = [name for name in dir(base) if is_all and name.startswith("on_") and name not in _ELSEWHERE]
     return [
         f"{cls.__name__}.{name}"
         for name in (*names, *more)
-        if name in own or getattr(cls, name) is not getattr(base, name)
+        if name in own_attributes or getattr(cls, name) is not getattr(base, name)
     ]
 
 
@@ -122,9 +122,9 @@ def copied_before_a_step(
             of_storage.setdefault(local.data_ptr(), []).extend([tensor] if local is tensor else [tensor, local])
 
     def watched(tensor: Tensor) -> Sequence[Tensor] | None:
-        if tensor.nbytes < _SMALL or (found := sharing.get(tensor.untyped_storage().data_ptr())) is None:
+        if tensor.nbytes < _SMALL or (same_storage := sharing.get(tensor.untyped_storage().data_ptr())) is None:
             return None
-        return [tensor, *found.get(tensor.data_ptr(), chain.from_iterable(found.values()))]
+        return [tensor, *same_storage.get(tensor.data_ptr(), chain.from_iterable(same_storage.values()))]
 
     return watched
 
@@ -154,7 +154,7 @@ def copied_after(closure: Callable[[], Any], saves: AsyncSaves, optimizer: Optim
 
 
 def _shards_and_state(sharded: Sharded, optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:
-    yield from (held for held in sharded.layout() if held.requires_grad)
+    yield from (parameter for parameter in sharded.layout() if parameter.requires_grad)
     for optimizer in optimizers:
         for state in optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))

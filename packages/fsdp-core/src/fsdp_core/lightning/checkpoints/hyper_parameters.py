@@ -64,17 +64,19 @@ def refuse_named_classes(checkpoint: Mapping[str, Any], path: object) -> None:
         CheckpointFormatError: Other code is named.
     """
     for key in ("hyper_parameters", "datamodule_hyper_parameters"):
-        held = checkpoint.get(key)
-        if not isinstance(held, Mapping) or INSTANTIATOR not in held:
+        hyper_parameters = checkpoint.get(key)
+        if not isinstance(hyper_parameters, Mapping) or INSTANTIATOR not in hyper_parameters:
             continue
-        given = {key: {name: value for name, value in held.items() if name not in (INSTANTIATOR, _CLASS)}}
-        given.update((old, checkpoint[old]) for old in _OLD_KEYS if old in checkpoint)
+        entries = {key: {name: value for name, value in hyper_parameters.items() if name not in (INSTANTIATOR, _CLASS)}}
+        entries.update((old, checkpoint[old]) for old in _OLD_KEYS if old in checkpoint)
         try:
-            named = [f"  {'/'.join(keys)!r}: {text[:80]!r}" for keys, text in _names(given, (), {})]
+            named = [f"  {'/'.join(keys)!r}: {text[:80]!r}" for keys, text in _names(entries, (), {})]
         except RecursionError as error:
             raise CheckpointFormatError(f"{path} has {key} that are nested too deeply") from error
-        if _CLASS in held and not _is_imported_module(held[_CLASS]):
-            named.append(f"  '{key}/{_CLASS}': {str(held[_CLASS])[:80]!r}, which is not an imported module class")
+        if _CLASS in hyper_parameters and not _is_imported_module(hyper_parameters[_CLASS]):
+            named.append(
+                f"  '{key}/{_CLASS}': {str(hyper_parameters[_CLASS])[:80]!r}, which is not an imported module class"
+            )
         if named:
             more = [f"  … and {len(named) - _SHOWN} more"] if len(named) > _SHOWN else []
             title = f"{path} names code, and Lightning would import and call it to make a module of its {key}:"
@@ -85,7 +87,7 @@ def refuse_named_classes(checkpoint: Mapping[str, Any], path: object) -> None:
             raise CheckpointFormatError("\n".join([title, *named[:_SHOWN], *more, remedy]))
 
 
-def _names(value: Any, keys: tuple[str, ...], seen: dict[int, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+def _names(value: Any, keys: tuple[str, ...], visited: dict[int, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
     """The names of code in a value, or what may hold some."""
     if isinstance(value, PurePath | yaml.ScalarNode):
         value = str(value) if isinstance(value, PurePath) else value.value
@@ -97,11 +99,11 @@ def _names(value: Any, keys: tuple[str, ...], seen: dict[int, Any]) -> Iterator[
         elif len(value) > _LONGEST:
             yield keys, value
         elif (nested := _nest_in(value)) is not None:
-            yield from _names(nested, keys, seen)
+            yield from _names(nested, keys, visited)
         return
-    if id(value) in seen:  # aliases in YAML can repeat the same node many times
+    if id(value) in visited:  # aliases in YAML can repeat the same node many times
         return
-    seen[id(value)] = value  # kept alive, or another object could get its id
+    visited[id(value)] = value  # kept alive, or another object could get its id
     for name, item in _entries(value):
         text = str(name.value if isinstance(name, yaml.ScalarNode) else name)
         inner = (*keys, text)
@@ -112,8 +114,8 @@ def _names(value: Any, keys: tuple[str, ...], seen: dict[int, Any]) -> Iterator[
             continue
         if "class_path" in text or "init_args." in text or ".init_args" in text:
             yield inner, text
-        yield from _names(name, inner, seen)
-        yield from _names(item, inner, seen)
+        yield from _names(name, inner, visited)
+        yield from _names(item, inner, visited)
 
 
 def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -145,9 +147,9 @@ def _is_code(name: str) -> bool:
             return False
     except ValueError:  # a module without a spec
         pass
-    found = _imported(name)
-    harmless = isinstance(found, type) and f"{found.__module__}.".startswith(("torch.nn.modules.", "torch.optim."))
-    return not harmless and not isinstance(found, torch.dtype)
+    obj = _imported(name)
+    harmless = isinstance(obj, type) and f"{obj.__module__}.".startswith(("torch.nn.modules.", "torch.optim."))
+    return not harmless and not isinstance(obj, torch.dtype)
 
 
 def _imported(name: str) -> Any:
@@ -156,8 +158,8 @@ def _imported(name: str) -> Any:
 
 
 def _is_imported_module(name: Any) -> bool:
-    found = _imported(name) if isinstance(name, str) else None
+    obj = _imported(name) if isinstance(name, str) else None
     packages = [sys.modules.get(package) for package in ("lightning.pytorch", "pytorch_lightning")]
-    return isinstance(found, type) and any(
-        issubclass(found, (package.LightningModule, package.LightningDataModule)) for package in packages if package
+    return isinstance(obj, type) and any(
+        issubclass(obj, (package.LightningModule, package.LightningDataModule)) for package in packages if package
     )

@@ -48,16 +48,16 @@ def refuse_local_shards(
             shards.update(dict.fromkeys(_memory([parameter]), f"parameter {parts[0].name!r}"))
         for optimizer in optimizers:
             for parameter in flat.keys() & optimizer.state.keys():
-                held = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
-                told = f"the optimizer's state of {flat[parameter][0].name!r}"
-                shards.update(dict.fromkeys(_memory(one for one in held if one.ndim), told))
+                state_tensors = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
+                description = f"the optimizer's state of {flat[parameter][0].name!r}"
+                shards.update(dict.fromkeys(_memory(tensor for tensor in state_tensors if tensor.ndim), description))
 
     def look() -> None:
         for path, tensor in _tensors(state, ()) if shards else ():
-            for place in _memory([tensor]):
-                if place in shards:
+            for address in _memory([tensor]):
+                if address in shards:
                     raise CheckpointValueError(
-                        f"{join_path(*path)} is a rank's own shard of {shards[place]}. "
+                        f"{join_path(*path)} is a rank's own shard of {shards[address]}. "
                         f"A checkpoint would take it for the whole.\n{remedy}"
                     )
 

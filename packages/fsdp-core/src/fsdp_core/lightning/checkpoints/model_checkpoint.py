@@ -55,11 +55,11 @@ def link(filepath: str, linkpath: str) -> None:
         filepath: The checkpoint.
         linkpath: The path of the link. It may not exist, or be a link, a file or a checkpoint.
     """
-    made = f"{linkpath}.{uuid.uuid4().hex[:12]}.partial"
+    partial = f"{linkpath}.{uuid.uuid4().hex[:12]}.partial"
     try:
-        os.symlink(os.path.relpath(filepath, os.path.dirname(linkpath)), made)
+        os.symlink(os.path.relpath(filepath, os.path.dirname(linkpath)), partial)
     except OSError:
-        (shutil.copytree if is_folder(filepath) else shutil.copy)(filepath, made)
+        (shutil.copytree if is_folder(filepath) else shutil.copy)(filepath, partial)
     if os.path.isdir(linkpath) and not os.path.islink(linkpath):
         remove(linkpath)
-    os.replace(made, linkpath)
+    os.replace(partial, linkpath)

@@ -49,9 +49,9 @@ def install_opening(strategies: ModuleType) -> None:
     """
     for package in _PACKAGES:
         for places, wrap in ((_MAKERS, _makes_modules), (_READERS, _reads_folders), (_WRITERS, _replaces_folders)):
-            for place, name in places:
-                front_end, _, rest = place.partition(".")
-                replace_function(sys.modules.get(f"{package[front_end]}.{rest}"), name, wrap)
+            for function_module, name in places:
+                front_end, _, submodule = function_module.partition(".")
+                replace_function(sys.modules.get(f"{package[front_end]}.{submodule}"), name, wrap)
     for name in _OTHER_LAYOUTS:
         replace_function(vars(strategies).get(name), "load_checkpoint", _refuses_folders)
     replace_function(vars(strategies).get("Strategy"), "load_checkpoint", _warns_of_lost_positions)
@@ -76,8 +76,8 @@ def checkpoint_at(path: Any) -> Any:
         return path
     from fsdp_core.checkpoint.format.manifest import MANIFEST
 
-    given = str(path)
-    return given.removesuffix(f"/{MANIFEST}") if given.endswith(f"/{MANIFEST}") else path
+    written_path = str(path)
+    return written_path.removesuffix(f"/{MANIFEST}") if written_path.endswith(f"/{MANIFEST}") else path
 
 
 @cache  # one wrapper per function, whatever its names
@@ -88,8 +88,8 @@ def _reads_folders(load: Callable[..., Any]) -> Callable[..., Any]:
             return load(path_or_url, *args, **kwargs)
         from fsdp_core.lightning.checkpoints.full.opening import read_whole
 
-        given = inspect.signature(load).bind(path_or_url, *args, **kwargs).arguments
-        return read_whole(checkpoint_at(path_or_url), given.get("map_location"))
+        arguments = inspect.signature(load).bind(path_or_url, *args, **kwargs).arguments
+        return read_whole(checkpoint_at(path_or_url), arguments.get("map_location"))
 
     return marked(load_file_or_folder, load, _reads_folders)
 
@@ -102,8 +102,8 @@ def _makes_modules(load: Callable[..., Any]) -> Callable[..., Any]:
     def load_to_make_a_module(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
         is_folder = _is_sharded_folder(path_or_url)
         checkpoint = read(path_or_url, *args, **kwargs)
-        given = inspect.signature(load).bind(path_or_url, *args, **kwargs).arguments
-        if is_folder and given.get("weights_only") is not False:
+        arguments = inspect.signature(load).bind(path_or_url, *args, **kwargs).arguments
+        if is_folder and arguments.get("weights_only") is not False:
             from fsdp_core.lightning.checkpoints.hyper_parameters import refuse_named_classes
 
             refuse_named_classes(checkpoint, path_or_url)
@@ -145,8 +145,8 @@ def _replaces_folders(save: Callable[..., Any]) -> Callable[..., Any]:
 def _refuses_folders(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(load_checkpoint)
     def load_own_layout(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(load_checkpoint).bind(self, *args, **kwargs).args
-        path = checkpoint_at(given[1]) if len(given) > 1 else None
+        arguments = inspect.signature(load_checkpoint).bind(self, *args, **kwargs).args
+        path = checkpoint_at(arguments[1]) if len(arguments) > 1 else None
         if _is_sharded_folder(path):
             raise UnsupportedCapabilityError(
                 f"Lightning's {type(self).__name__} can't open {path}, a sharded checkpoint of fsdp-core's format.\n"
@@ -164,8 +164,8 @@ def _warns_of_lost_positions(load_checkpoint: Callable[..., Any]) -> Callable[..
     @wraps(load_checkpoint)
     def load_and_warn(self: Any, *args: Any, **kwargs: Any) -> Any:
         checkpoint = load_checkpoint(self, *args, **kwargs)
-        module, given = getattr(self, "lightning_module", None), inspect.signature(load_checkpoint)
-        path = checkpoint_at(given.bind(self, *args, **kwargs).args[1])
+        module, signature = getattr(self, "lightning_module", None), inspect.signature(load_checkpoint)
+        path = checkpoint_at(signature.bind(self, *args, **kwargs).args[1])
         if module is not None and module.trainer.state.fn == "fit" and _is_sharded_folder(path):
             from fsdp_core.lightning.loaders.trainer_loaders import warn_of_lost_positions
 
@@ -179,8 +179,8 @@ def _warns_of_lost_positions(load_checkpoint: Callable[..., Any]) -> Callable[..
 def _finds_whole_ones(find: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(find)
     def find_last(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = (_as_found(path, self._fs) for path in find(self, *args, **kwargs))
-        return {path for path in found if path is not None}
+        checkpoints = (_as_found(path, self._fs) for path in find(self, *args, **kwargs))
+        return {path for path in checkpoints if path is not None}
 
     return marked(find_last, find, _finds_whole_ones)
 
@@ -202,28 +202,28 @@ def _newest_of(connector: Any, selected: Any, ckpt_path: Any) -> Any:
     """What Lightning has selected, or of several that are the last of their names, the newest."""
     if selected is None or ckpt_path not in (None, "last"):
         return selected
-    found = _last_ones(connector.trainer)
-    if str(selected) not in found:
+    last_checkpoints = _last_ones(connector.trainer)
+    if str(selected) not in last_checkpoints:
         return selected
-    if not all(map(_is_sharded_folder, found.values())):
+    if not all(map(_is_sharded_folder, last_checkpoints.values())):
         return selected
     from fsdp_core.lightning.checkpoints.attempts import newest
 
     told_to_end = connector._hpc_resume_path  # where a signal saves, if no callback does; or of another run
-    newer = newest([*found.values(), told_to_end]) if _is_sharded_folder(told_to_end) else None
-    newer = newer or newest(found.values())
-    return next((path for path, folder in found.items() if folder == newer), newer or selected)
+    newer = newest([*last_checkpoints.values(), told_to_end]) if _is_sharded_folder(told_to_end) else None
+    newer = newer or newest(last_checkpoints.values())
+    return next((path for path, folder in last_checkpoints.items() if folder == newer), newer or selected)
 
 
 def _last_ones(trainer: Any) -> dict[str, str]:
     """What Lightning chooses from for ``ckpt_path="last"``, with the folder that each path stands for."""
-    found: set[str] = set()
+    paths: set[str] = set()
     for callback in trainer.callbacks:
         if hasattr(callback, "_find_last_checkpoints"):
-            found |= {str(path) for path in callback._find_last_checkpoints(trainer)}
+            paths |= {str(path) for path in callback._find_last_checkpoints(trainer)}
         elif type(callback).__name__ == "OnExceptionCheckpoint" and _is_sharded_folder(callback.ckpt_path):
-            found.add(str(callback.ckpt_path))
-    return {path: str(checkpoint_at(path)) for path in found}
+            paths.add(str(callback.ckpt_path))
+    return {path: str(checkpoint_at(path)) for path in paths}
 
 
 def _as_found(path: str, fs: Any) -> str | None:

@@ -132,27 +132,27 @@ class SavingStrategy(StrategyRanks):
         Under Ray Train, ranks that name one checkpoint in different folders save apart: each reports its own folder,
         and Ray joins them.
         """
-        own = os.fspath(path)
+        own_path = os.fspath(path)
         if self.scattered_save:
-            return SavePlace(own, scattered=True)
+            return SavePlace(own_path, scattered=True)
         if self._worker is not None:
-            folder, name = os.path.split(own)
-            folder_of_first, name_of_first = os.path.split(self.runtime.broadcast_object(own, 0))
+            folder, name = os.path.split(own_path)
+            folder_of_first, name_of_first = os.path.split(self.runtime.broadcast_object(own_path, 0))
             folders, names = self.runtime.total([folder != folder_of_first, name != name_of_first])
             if folders and not names:
                 if self.state_dict_type == "sharded":
-                    return SavePlace(own, scattered=True, is_reported=True)
+                    return SavePlace(own_path, scattered=True, is_reported=True)
                 return SavePlace(os.path.join(folder_of_first, name))  # one file, which rank 0 reports
-        return SavePlace(self.first_of(own, "save to"))
+        return SavePlace(self.first_of(own_path, "save to"))
 
-    def first_of(self, paths: _Path, doing: str) -> _Path:
+    def first_of(self, paths: _Path, action: str) -> _Path:
         """The path, or the paths, that rank 0 was given; a warning if this rank's differ. All ranks must call it."""
         first: _Path = self.runtime.broadcast_object(paths, 0)
         if _absolute(first) != _absolute(paths):
-            scattered = " scattered_save=True lets each rank save at its own." if doing == "save to" else ""
+            scattered = " scattered_save=True lets each rank save at its own." if action == "save to" else ""
             warnings.warn(
-                f"{self.strategy_name}: rank {self.runtime.rank} was told to {doing} {shown_paths(paths)}, and rank 0 "
-                f"to {doing} {shown_paths(first)}: all ranks take part in one checkpoint, at rank 0's path.\n"
+                f"{self.strategy_name}: rank {self.runtime.rank} was told to {action} {shown_paths(paths)}, and rank 0 "
+                f"to {action} {shown_paths(first)}: all ranks take part in one checkpoint, at rank 0's path.\n"
                 "Give all ranks the same path: leave what differs between them, such as the rank or a metric that was "
                 f"logged without sync_dist=True, out of its name.{scattered}",
                 stacklevel=2,

@@ -36,7 +36,7 @@ __all__ = [
 def write_file(
     strategy: SavingStrategy,
     path: str,
-    whole: dict[str, Any],
+    full_state: dict[str, Any],
     live: Any,
     storage_options: Any,
     async_saves: AsyncSaves | None,
@@ -46,7 +46,7 @@ def write_file(
     Args:
         strategy: The strategy, whose ``CheckpointIO`` writes it.
         path: The file.
-        whole: The gathered state, on rank 0.
+        full_state: The gathered state, on rank 0.
         live: What it was gathered from.
         storage_options: For the ``CheckpointIO``.
         async_saves: Writes in the background; ``None`` to write now.
@@ -55,7 +55,7 @@ def write_file(
     with own_exceptions(io):
         write_full(
             path,
-            whole,
+            full_state,
             live,
             write=lambda it: _write_beside(strategy.checkpoint_io, it, path, storage_options),
             runtime=strategy.runtime,
@@ -64,15 +64,15 @@ def write_file(
         )
 
 
-def _write_beside(io: CheckpointIO, whole: dict[str, Any], path: str, storage_options: Any) -> None:
+def _write_beside(io: CheckpointIO, full_state: dict[str, Any], path: str, storage_options: Any) -> None:
     """Write a file beside the one at a path, and replace that once it is complete: a full disk or a kill leaves it."""
     if type(io) is not TorchCheckpointIO or "://" in path:  # an object store replaces at once
-        io.save_checkpoint(whole, path, storage_options=storage_options)
+        io.save_checkpoint(full_state, path, storage_options=storage_options)
         return
     # a name that no search of Lightning's takes for a checkpoint, if a kill leaves it
     beside = os.path.join(os.path.dirname(path), f".saving-{uuid.uuid4().hex[:8]}")
     try:
-        io.save_checkpoint(whole, beside, storage_options=storage_options)
+        io.save_checkpoint(full_state, beside, storage_options=storage_options)
         os.replace(beside, path)
     finally:
         with suppress(FileNotFoundError):  # which it is, unless something was raised
@@ -81,7 +81,7 @@ def _write_beside(io: CheckpointIO, whole: dict[str, Any], path: str, storage_op
 
 def write_folder(
     strategy: SavingStrategy,
-    place: SavePlace,
+    target: SavePlace,
     state: dict[str, Any],
     storage_options: Any,
     async_saves: AsyncSaves | None,
@@ -94,7 +94,7 @@ def write_folder(
 
     Args:
         strategy: The strategy.
-        place: The folder.
+        target: The folder.
         state: What this rank holds.
         storage_options: Refused: no ``CheckpointIO`` writes folders.
         async_saves: Writes in the background; ``None`` to write now.
@@ -103,12 +103,12 @@ def write_folder(
         deferred: Which tensors are copied in the background as well; see :meth:`AsyncSaves.save`.
     """
     strategy.refuse_storage_options(storage_options)
-    if not place.scattered:
-        check_folder_around(place.path, strategy.num_nodes, strategy.runtime)
+    if not target.scattered:
+        check_folder_around(target.path, strategy.num_nodes, strategy.runtime)
     in_order = partial(checkpoints.save, runtime=strategy.runtime, one_after_another=strategy.sequential_save)
     save = in_order if async_saves is None else partial(async_saves.save, deferred=deferred)
-    options: dict[str, Any] = {"kinds": kinds, "aliases": aliases, "scattered": place.scattered}
-    save(place.path, state, strategy=strategy.strategy_name, **options)
+    options: dict[str, Any] = {"kinds": kinds, "aliases": aliases, "scattered": target.scattered}
+    save(target.path, state, strategy=strategy.strategy_name, **options)
 
 
 def users_io(strategy: SavingStrategy) -> CheckpointIO | None:
@@ -133,16 +133,16 @@ def own_exceptions(io: CheckpointIO | None) -> Iterator[None]:
 
     Other ranks, and all without such a plugin, get the error that names the rank.
     """
-    own: BaseException | None = None
+    original: BaseException | None = None
     try:
         yield
     except CheckpointError as error:
-        own = error.__cause__
-        if io is None or own is None or isinstance(own, FSDPError):
+        original = error.__cause__
+        if io is None or original is None or isinstance(original, FSDPError):
             raise
-        own.add_note(f"{error}\nThe other ranks raise this as CheckpointError.")
-    if own is not None:
-        raise own
+        original.add_note(f"{error}\nThe other ranks raise this as CheckpointError.")
+    if original is not None:
+        raise original
 
 
 def read_checkpoint(strategy: SavingStrategy, path: Paths, weights_only: bool | None) -> tuple[Any, bool]:
@@ -172,7 +172,7 @@ def read_checkpoint(strategy: SavingStrategy, path: Paths, weights_only: bool | 
         return checkpoints.load(path, runtime=runtime), True
     io = users_io(strategy)
     read: Callable[..., Any] = read_full_file if io is None else io.load_checkpoint
-    found: list[Any] = []
+    contents: list[Any] = []
     with own_exceptions(io):
-        together_each(runtime, f"reading {path}", lambda: found.append(read(path, weights_only=weights_only)))
-    return found[0], False
+        together_each(runtime, f"reading {path}", lambda: contents.append(read(path, weights_only=weights_only)))
+    return contents[0], False

@@ -28,10 +28,13 @@ def check_folders_of(trainer: pl.Trainer, runtime: Runtime) -> None:
         CheckpointError: They do not share it.
     """
     callbacks: Any = trainer.checkpoint_callbacks
-    folders = dict.fromkeys(os.fspath(one.dirpath) for one in callbacks if getattr(one, "dirpath", None))
+    folders = dict.fromkeys(os.fspath(callback.dirpath) for callback in callbacks if getattr(callback, "dirpath", None))
     for folder in runtime.broadcast_object(list(folders)):
         check_shared(folder, runtime)
-    saves = any(isinstance(one, OnExceptionCheckpoint) or getattr(one, "save_on_exception", False) for one in callbacks)
+    saves = any(
+        isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False)
+        for callback in callbacks
+    )
     environment: Any = getattr(trainer.strategy, "cluster_environment", None)
     if saves and not (isinstance(environment, SLURMEnvironment) and environment.auto_requeue):
         return
@@ -57,21 +60,23 @@ def check_all_resume(path: str | None, runtime: Runtime) -> None:
     first = runtime.broadcast_object((path, socket.gethostname()))
     if not runtime.total([(path is None) != (first[0] is None)])[0]:
         return
-    others = runtime.gather_objects_to((path, socket.gethostname()))
-    told = None
-    if others is not None:
-        rank, (found, host) = next(
-            (rank, one) for rank, one in enumerate(others) if (one[0] is None) != (first[0] is None)
+    ranks = runtime.gather_objects_to((path, socket.gethostname()))
+    message = None
+    if ranks is not None:
+        rank, (path_there, host) = next(
+            (rank, path_and_host)
+            for rank, path_and_host in enumerate(ranks)
+            if (path_and_host[0] is None) != (first[0] is None)
         )
         has, lacks = (f"rank 0 on {first[1]}", f"rank {rank} on {host}")
-        has, lacks = (has, lacks) if found is None else (lacks, has)
-        told = (
-            f"{has} has found {first[0] or found} to go on from, and {lacks} finds none, or "
+        has, lacks = (has, lacks) if path_there is None else (lacks, has)
+        message = (
+            f"{has} has found {first[0] or path_there} to go on from, and {lacks} finds none, or "
             "has no ckpt_path.\n"
             "Give all ranks the same ckpt_path, and save to a folder that all hosts share. If they do, the second has "
             "not seen yet what is new in it: start again."
         )
-    raise CheckpointError(runtime.broadcast_object(told))
+    raise CheckpointError(runtime.broadcast_object(message))
 
 
 def check_folder_around(path: str, num_nodes: int, runtime: Runtime) -> None:

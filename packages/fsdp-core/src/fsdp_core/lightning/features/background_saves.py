@@ -57,13 +57,13 @@ class BackgroundSaves(Feature):
             self.of_fit.wait()
             self.saved = {path: True}
 
-    def in_order(self, doing: str, job: Callable[[], None], saved: Mapping[str, bool]) -> None:
+    def in_order(self, description: str, job: Callable[[], None], saved: Mapping[str, bool]) -> None:
         """Run a job on rank 0, after all pending saves. All ranks must call it.
 
         Of scattered saves, every rank runs it: the first of each host, and then the others, which may see others.
 
         Args:
-            doing: What the job does, for error messages.
+            description: What the job does, for error messages.
             job: The job.
             saved: By path, whether a checkpoint exists afterwards.
         """
@@ -71,15 +71,15 @@ class BackgroundSaves(Feature):
 
         def run(ranks: Runtime) -> None:
             is_first = (ranks.local_rank if scattered else ranks.rank) == 0
-            together_each(ranks, doing, lambda: job() if is_first else None)
+            together_each(ranks, description, lambda: job() if is_first else None)
             if scattered:
-                together_each(ranks, doing, lambda: None if is_first else job())
+                together_each(ranks, description, lambda: None if is_first else job())
 
         if self.of_fit is None:
             run(self._strategy.runtime)
         else:
             self.saved.update(saved)
-            self.of_fit.run(doing, run)
+            self.of_fit.run(description, run)
 
     def close(self) -> None:
         """Wait for what is pending as a stage ends, once everything else has ended.

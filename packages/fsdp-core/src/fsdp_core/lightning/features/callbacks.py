@@ -68,20 +68,20 @@ def _averages(trainer: pl.Trainer) -> Iterator[Any]:
 
 def _retie(copy: nn.Module, tied: Mapping[str, str]) -> None:
     """Tie again what moving the copy to the device has untied, as a move to an XLA device does."""
-    held = dict(copy.named_parameters(remove_duplicate=False))
+    parameters = dict(copy.named_parameters(remove_duplicate=False))
     for further, first in tied.items():
-        if further in held and first in held and held[further] is not held[first]:
-            place, _, name = further.rpartition(".")
-            setattr(copy.get_submodule(place), name, held[first])
+        if further in parameters and first in parameters and parameters[further] is not parameters[first]:
+            owner, _, name = further.rpartition(".")
+            setattr(copy.get_submodule(owner), name, parameters[first])
 
 
 def _take_shards(module: nn.Module, prefix: str, sharded: Sharded, *, full: bool = False) -> None:
     """Make ``module``, which holds the sharded module under ``prefix``, return and load sharded state."""
 
     def state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        own = dict(module.named_buffers(recurse=False)) if prefix else {}
+        own_buffers = dict(module.named_buffers(recurse=False)) if prefix else {}
         state = whole_state(sharded) if full else sharded.model_state()
-        return {**own, **{prefix + name: value for name, value in state.items()}}
+        return {**own_buffers, **{prefix + name: value for name, value in state.items()}}
 
     def load_state_dict(state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
         named = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
@@ -133,18 +133,18 @@ def check_finetuning(trainer: pl.Trainer, sharded: Sharded, strategy: str) -> No
     Raises:
         UnsupportedCapabilityError: There is such a callback, and the modules lack some of their parameters.
     """
-    asked = [one for one in trainer.callbacks if isinstance(one, BaseFinetuning)]  # type: ignore[attr-defined]
-    if not asked:
+    finetuning = [callback for callback in trainer.callbacks if isinstance(callback, BaseFinetuning)]  # type: ignore[attr-defined]
+    if not finetuning:
         return
     sharded.reshard()
-    shown = {clean_name(name): p for name, p in sharded.written.named_parameters(remove_duplicate=False)}
-    held = set(map(id, shown.values()))
-    hidden = [name for name in sharded.plan.parameters if name not in shown]
-    hidden += [part.name for p, parts in sharded.layout().items() if id(p) not in held for part in parts]
+    visible = {clean_name(name): p for name, p in sharded.written.named_parameters(remove_duplicate=False)}
+    visible_ids = set(map(id, visible.values()))
+    hidden = [name for name in sharded.plan.parameters if name not in visible]
+    hidden += [part.name for p, parts in sharded.layout().items() if id(p) not in visible_ids for part in parts]
     if hidden:
         raise UnsupportedCapabilityError(
-            f"{type(asked[0]).__name__} can't be used with {strategy!r} as it is: it unfreezes the parameters that it "
-            f"finds in modules, and {hidden[0]!r} is kept elsewhere here.\n"
+            f"{type(finetuning[0]).__name__} can't be used with {strategy!r} as it is: it unfreezes the parameters "
+            f"that it finds in modules, and {hidden[0]!r} is kept elsewhere here.\n"
             "Give the optimizer all parameters in configure_optimizers(), and freeze and unfreeze them with "
             "requires_grad_() there and in configure_model(); or use a strategy that keeps sharded parameters in "
             "their modules."
@@ -171,8 +171,8 @@ def _filter_on_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> list
     plain = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper has the user's there
     if plain not in _in_pieces:
         return _lightnings_filter(optimizer, params)
-    held = {id(p) for group in plain.param_groups for p in group["params"]}
-    return [p for p in params if id(p) not in held]
+    optimizer_params = {id(p) for group in plain.param_groups for p in group["params"]}
+    return [p for p in params if id(p) not in optimizer_params]
 
 
 def check_pruning(trainer: pl.Trainer, strategy: str) -> None:
@@ -185,10 +185,10 @@ def check_pruning(trainer: pl.Trainer, strategy: str) -> None:
     Raises:
         UnsupportedCapabilityError: There is such a callback.
     """
-    asked = [one for one in trainer.callbacks if isinstance(one, ModelPruning)]  # type: ignore[attr-defined]
-    if asked:
+    pruning = [callback for callback in trainer.callbacks if isinstance(callback, ModelPruning)]  # type: ignore[attr-defined]
+    if pruning:
         raise UnsupportedCapabilityError(
-            f"{type(asked[0]).__name__} can't be used with {strategy!r}: it chooses among elements of whole weights, "
+            f"{type(pruning[0]).__name__} can't be used with {strategy!r}: it chooses among elements of whole weights, "
             "and replaces them by masks and parameters of its own, but each rank has only a shard of a weight.\n"
             "Leave it out, and prune what was trained: load the checkpoint in one process with "
             "load_from_checkpoint(), and use torch.nn.utils.prune there. To prune while training, use strategy='ddp'."

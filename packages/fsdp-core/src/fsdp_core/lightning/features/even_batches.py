@@ -63,8 +63,8 @@ class EvenBatches:
             return
         verb = "validates" if stage == "val" else "tests"
         raise ShardingError(
-            f"{self._strategy.strategy_name}: {_told(everyones, verb)}. All ranks must take as many steps: each needs "
-            "the shards of all, and what is logged is averaged over them.\n"
+            f"{self._strategy.strategy_name}: {_describe_counts(everyones, verb)}. All ranks must take as many steps: "
+            "each needs the shards of all, and what is logged is averaged over them.\n"
             "Give each rank as many batches: datasets of the same length, whose sampler is left to Lightning, or "
             f"Trainer(limit_{stage}_batches=N) with what the shortest has."
         )
@@ -82,10 +82,10 @@ class EvenBatches:
         around_predictions(trainer)
         self._keeps = self._has_told = False
         self._of, self._last = None, ()
-        told = "" if everyones is None else _told(everyones, "predicts")
+        difference = "" if everyones is None else _describe_counts(everyones, "predicts")
         if everyones is not None and len(set(map(len, everyones))) > 1:
             raise ShardingError(
-                f"{name}: {told}. All ranks must take as many steps: each needs the shards of all.\n"
+                f"{name}: {difference}. All ranks must take as many steps: each needs the shards of all.\n"
                 "Give each rank the same loaders."
             )
         module: Any = trainer.lightning_module
@@ -104,17 +104,17 @@ class EvenBatches:
         empty = [rank for rank, counts in enumerate(everyones) if 0 in counts and counts != most]
         if empty:
             raise ShardingError(
-                f"{name}: {told}. All ranks must take as many steps: each needs the shards of all, and rank "
+                f"{name}: {difference}. All ranks must take as many steps: each needs the shards of all, and rank "
                 f"{', '.join(map(str, empty))} has no batch that it could run again.\n"
                 "Give each rank one batch at least: use fewer ranks, or smaller batches."
             )
         if takes_itself:
             raise ShardingError(
-                f"{name}: {told}. All ranks must take as many steps: each needs the shards of all. "
+                f"{name}: {difference}. All ranks must take as many steps: each needs the shards of all. "
                 "predict_step(dataloader_iter) takes batches from the loader itself, so that none can be run again.\n"
                 "Write predict_step(batch, batch_idx), or give each rank as many batches."
             )
-        rank_zero_info(f"{name}: {told}. {_REPEATED}")
+        rank_zero_info(f"{name}: {difference}. {_REPEATED}")
         lacking = [int(m - n) for n, m in zip(batches, most, strict=True)]
         self._keeps = any(lacking)
 
@@ -145,21 +145,21 @@ class EvenBatches:
         name, runtime = self._strategy.strategy_name, self._strategy.runtime
         while True:
             counts = runtime.total([int(of == loader) for loader in range(loaders)])
-            now = next((loader for loader, count in enumerate(counts) if count), None)
-            if now is not None and counts[now] < runtime.world_size and not self._has_told:
+            current = next((loader for loader, count in enumerate(counts) if count), None)
+            if current is not None and counts[current] < runtime.world_size and not self._has_told:
                 self._has_told = True
-                rank_zero_info(f"{name}: some ranks predict fewer batches of loader {now} than others. {_REPEATED}")
-            if now is None or now == of:
+                rank_zero_info(f"{name}: some ranks predict fewer batches of loader {current} than others. {_REPEATED}")
+            if current is None or current == of:
                 break
-            if self._of != now:
+            if self._of != current:
                 raise ShardingError(
-                    f"{name}: rank {runtime.rank} has no batch of loader {now}, and another rank has one. All ranks "
-                    "must take as many steps: each needs the shards of all, and this rank has none to run again.\n"
-                    "Give each rank one batch of each loader at least: use fewer ranks, or smaller batches."
+                    f"{name}: rank {runtime.rank} has no batch of loader {current}, and another rank has one. All "
+                    "ranks must take as many steps: each needs the shards of all, and this rank has none to run "
+                    "again.\nGive each rank one batch of each loader at least: use fewer ranks, or smaller batches."
                 )
             self._strategy.predict_step(*self._last)
-        self._of = now
-        if now is None:
+        self._of = current
+        if current is None:
             self._last = ()
 
 
@@ -176,22 +176,22 @@ def _of_ranks(runtime: Runtime, batches: Sequence[float]) -> list[list[float]] |
     return None if are_equal(total, of_squares, runtime.world_size) else runtime.gather_objects(list(batches))
 
 
-def _told(everyones: Sequence[Sequence[float]], verb: str) -> str:
+def _describe_counts(everyones: Sequence[Sequence[float]], verb: str) -> str:
     """Numbers of batches by rank, in words.
 
     Example:
-        >>> _told([[4], [3], [4]], "predicts")
+        >>> _describe_counts([[4], [3], [4]], "predicts")
         'rank 0, 2 predicts 4 batches, and rank 1 predicts 3'
-        >>> _told([[4, math.inf], [3, 2]], "tests")
+        >>> _describe_counts([[4, math.inf], [3, 2]], "tests")
         'rank 0 tests 4 + unknown batches, and rank 1 tests 3 + 2'
     """
     ranks: dict[str, list[int]] = {}
     for rank, counts in enumerate(everyones):
         number = " + ".join("unknown" if count == math.inf else str(int(count)) for count in counts) or "no"
         ranks.setdefault(number, []).append(rank)
-    (first, its), *others = ranks.items()
+    (first, its), *further = ranks.items()
     return ", and ".join(
-        [f"{_named(its)} {verb} {first} batches", *(f"{_named(which)} {verb} {n}" for n, which in others)]
+        [f"{_named(its)} {verb} {first} batches", *(f"{_named(which)} {verb} {n}" for n, which in further)]
     )
 
 

@@ -58,11 +58,11 @@ class ExactResume(Feature):
 
         The generators of all ranks are in it on rank 0, which writes them; on the others, their own.
         """
-        mine = random_state(self._runtime) if self._before_validation is None else self._before_validation
-        by_rank = self._runtime.gather_objects_to(mine)
-        of_ranks = [mine] if by_rank is None else self._runtime.by_data_parallel_rank(by_rank)
+        own_state = random_state(self._runtime) if self._before_validation is None else self._before_validation
+        by_rank = self._runtime.gather_objects_to(own_state)
+        states = [own_state] if by_rank is None else self._runtime.by_data_parallel_rank(by_rank)
         state: dict[str, Any] = {
-            "ranks": [{"random": one} for one in of_ranks],
+            "ranks": [{"random": rank_state} for rank_state in states],
             "attempts": self._attempts.state(),
         }
         gradients = described(sharded.accumulated_gradients(), self._runtime) if self._waiting else None
@@ -98,7 +98,7 @@ class ExactResume(Feature):
 
     def on_step(self, optimizer: Optimizer) -> None:
         """Record that an optimizer has used its gradients."""
-        self._waiting = [one for one in self._waiting if one is not optimizer]
+        self._waiting = [waiting for waiting in self._waiting if waiting is not optimizer]
 
     # -- when random numbers are set -------------------------------------------------------------------------------
 
@@ -183,9 +183,9 @@ class ExactResume(Feature):
     def _note_iterators(self) -> None:
         """Record the random state after iterators were created, if there are new ones."""
         if self._to_restore is not None and self._at_iterators:
-            now = random_state(self._runtime)
-            if not torch.equal(now["torch"], self._to_restore["torch"]):
-                self._after_iterators = now
+            current = random_state(self._runtime)
+            if not torch.equal(current["torch"], self._to_restore["torch"]):
+                self._after_iterators = current
             self._at_iterators = False
 
     def _validating(self, run: Callable[[], Any]) -> Any:

@@ -47,28 +47,30 @@ def refuse_nonfinite(optimizer: Optimizer, roots: Sequence[Sharded], runtime: Ru
     Raises:
         NonFiniteGradientError: A gradient holds NaN or infinity.
     """
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    if all_finite((p.grad for p in held if p.grad is not None), runtime):
+    optimizer_params = [p for group in optimizer.param_groups for p in group["params"]]
+    if all_finite((p.grad for p in optimizer_params if p.grad is not None), runtime):
         return
     for root in roots:
         root.abandon_forward()  # that of a step by hand, which shows gathered parameters; the optimizer holds shards
         root.reshard()
     optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper around the user's
     parts = {p: of_root for root in roots for p, of_root in root.layout().items()}
-    in_order = [part.name for p in held for part in parts.get(p, ())]
-    somewhere = runtime.all_reduce(torch.stack([_is_broken(p, runtime.device) for p in held]), "max").tolist()
-    own: set[str] = set()
-    for p in (p for p, broken in zip(held, somewhere, strict=True) if broken):  # the same ones on every rank
-        if p.grad is not None:
+    in_order = [part.name for p in optimizer_params for part in parts.get(p, ())]
+    broken_anywhere = runtime.all_reduce(
+        torch.stack([_is_broken(p, runtime.device) for p in optimizer_params]), "max"
+    ).tolist()
+    broken_here: set[str] = set()
+    for p, is_broken in zip(optimizer_params, broken_anywhere, strict=True):
+        if is_broken and p.grad is not None:  # is_broken is the same on every rank
             # fetched whole: ranks whose pieces differ in number would fetch, and compile, different things
             gradient = p.grad if isinstance(p.grad, DTensor) else plain(p.grad).detach().cpu()
-            own.update(part.name for part in parts.get(p, ()) if not _are_finite(part.of(gradient)))
-    broken = set().union(*runtime.gather_objects(own))
+            broken_here.update(part.name for part in parts.get(p, ()) if not _are_finite(part.of(gradient)))
+    broken = set().union(*runtime.gather_objects(broken_here))
     names = [name for name in dict.fromkeys(in_order) if name in broken]
-    told = ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    listing = ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
     count = f"{len(names)} parameter{'s' if len(names) != 1 else ''} of {type(optimizer).__name__}"
     raise NonFiniteGradientError(
-        f"before {step}, the gradients of {count} hold NaN or infinity: {told}.\n"
+        f"before {step}, the gradients of {count} hold NaN or infinity: {listing}.\n"
         "No rank has taken the step: weights and optimizer state are those of the step before, and can be saved. Look "
         "for the cause with torch.autograd.set_detect_anomaly(True), lower the learning rate, or skip the batch; leave "
         "error_if_nonfinite out to go on regardless."
@@ -84,4 +86,4 @@ def _is_broken(parameter: Tensor, device: torch.device) -> Tensor:
 
 def _are_finite(part: Tensor | ChunkedTensor) -> bool:
     tensors: Iterable[object] = [c.data for c in part.chunks] if isinstance(part, ChunkedTensor) else [part]
-    return all(bool(local_tensor(one).isfinite().all()) for one in tensors if isinstance(one, Tensor))
+    return all(bool(local_tensor(tensor).isfinite().all()) for tensor in tensors if isinstance(tensor, Tensor))

@@ -38,9 +38,9 @@ class GuardedGradients:
 
     def __init__(self, strategy: ShardedTrainerStrategy | ShardedFabricStrategy) -> None:
         self._strategy = strategy
-        self._held: list[ref[Tensor]] = []  # what was held when the next was computed, which is rarely changed
+        self._optimizer_params: list[ref[Tensor]] = []  # those of which the next was computed; they rarely change
         self._in_pieces: list[ref[Tensor]] = []
-        self._shown: list[ref[Tensor]] = []
+        self._module_pieces: list[ref[Tensor]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GuardedGradients:
         return GuardedGradients(copy.deepcopy(self._strategy, memo))
@@ -69,7 +69,7 @@ class GuardedGradients:
 
     def add(self, root: Sharded) -> None:
         """Refuse them for another root too, from now on: it was sharded, and perhaps no optimizer trains it."""
-        self._find_shown(root)
+        self._find_module_pieces(root)
         self.on()
 
     @contextmanager
@@ -113,23 +113,27 @@ class GuardedGradients:
 
     def _pieces(self) -> Iterator[Tensor]:
         """This rank's pieces of parameters that only users look at."""
-        return (p for piece in self._shown if (p := piece()) is not None)
+        return (p for piece in self._module_pieces if (p := piece()) is not None)
 
     def _find_pieces(self) -> None:
         # without a step of Python for each parameter
         groups = [group["params"] for optimizer in self._strategy.optimizers for group in optimizer.param_groups]
-        held = list(chain.from_iterable(groups))
-        if len(held) != len(self._held) or not all(map(operator.is_, held, map(operator.call, self._held))):
-            self._held = [ref(p) for p in held]
+        optimizer_params = list(chain.from_iterable(groups))
+        if len(optimizer_params) != len(self._optimizer_params) or not all(
+            map(operator.is_, optimizer_params, map(operator.call, self._optimizer_params))
+        ):
+            self._optimizer_params = [ref(p) for p in optimizer_params]
             roots = self._strategy.trained_roots
-            pieces = (p for p in held if not isinstance(p, DTensor) and any(root.holds_part(p) for root in roots))
+            pieces = (
+                p for p in optimizer_params if not isinstance(p, DTensor) and any(root.holds_part(p) for root in roots)
+            )
             self._in_pieces = [ref(p) for p in pieces]
             for root in roots:
-                self._find_shown(root)
+                self._find_module_pieces(root)
 
-    def _find_shown(self, root: Sharded) -> None:
+    def _find_module_pieces(self, root: Sharded) -> None:
         # also those that were found before: a root may be gathered, and its modules hold none of them then
-        known = [p for piece in self._shown if (p := piece()) is not None]
-        are_known = set(map(id, known))
-        new = (p for p in root.written.parameters() if id(p) not in are_known and root.shows_piece(p))
-        self._shown = list(map(ref, chain(known, new)))
+        found_before = [p for piece in self._module_pieces if (p := piece()) is not None]
+        ids_found_before = set(map(id, found_before))
+        new = (p for p in root.written.parameters() if id(p) not in ids_found_before and root.shows_piece(p))
+        self._module_pieces = list(map(ref, chain(found_before, new)))

@@ -56,17 +56,17 @@ class LateParamGroups(Feature):
         """
         layout = sharded.layout()
         saved = state_by_name(optimizer, layout, saved)
-        held = set(_names(optimizer, sharded))
-        known = {part.name for parts in layout.values() for part in parts} - set(elsewhere)
-        absent = known - held
+        optimizer_names = set(_names(optimizer, sharded))
+        sharded_names = {part.name for parts in layout.values() for part in parts} - set(elsewhere)
+        absent = sharded_names - optimizer_names
         late = [group for group in saved["param_groups"] if group["params"] and absent.issuperset(group["params"])]
         if not late:
             return saved, {}
         names = {name for group in late for name in group["params"]}
-        now = {name: values for name, values in saved["state"].items() if name not in names}
-        later = {name: values for name, values in saved["state"].items() if name in names}
-        groups = [group for group in saved["param_groups"] if not any(group is one for one in late)]
-        return {**saved, "state": now, "param_groups": groups}, {"state": later, "param_groups": late}
+        present_state = {name: values for name, values in saved["state"].items() if name not in names}
+        late_state = {name: values for name, values in saved["state"].items() if name in names}
+        groups = [group for group in saved["param_groups"] if not any(group is late_group for late_group in late)]
+        return {**saved, "state": present_state, "param_groups": groups}, {"state": late_state, "param_groups": late}
 
     def check(self, optimizer: Optimizer, sharded: Sharded, late: Mapping[str, Any]) -> None:
         """Check that a state fits the parameters, before anything is changed.
@@ -112,9 +112,9 @@ class LateParamGroups(Feature):
             names = _names_of(group, sharded)
             if saved_in.keys().isdisjoint(names):
                 continue
-            found = {saved_in.get(name) for name in names}
+            saved_groups = {saved_in.get(name) for name in names}
             index = saved_in[next(name for name in names if name in saved_in)]
-            if len(found) > 1 or set(names) != set(late["param_groups"][index]["params"]):
+            if len(saved_groups) > 1 or set(names) != set(late["param_groups"][index]["params"]):
                 raise CheckpointMismatchError(
                     f"a param group of {_some(names)} was added to {type(optimizer).__name__}, and the checkpoint's "
                     f"has {_some(late['param_groups'][index]['params'])}.\n"
@@ -129,10 +129,10 @@ class LateParamGroups(Feature):
         state = {name: values for name, values in late["state"].items() if name in names_now}
         with _these_groups_alone(optimizer, arrived):
             sharded.load_optimizer_state(optimizer, {"state": state, "param_groups": groups})
-        left = [group for index, group in enumerate(late["param_groups"]) if index not in indexes]
-        if left:
+        remaining = [group for index, group in enumerate(late["param_groups"]) if index not in indexes]
+        if remaining:
             waiting = {name: values for name, values in late["state"].items() if name not in names_now}
-            self._pending[optimizer] = {"state": waiting, "param_groups": left}
+            self._pending[optimizer] = {"state": waiting, "param_groups": remaining}
         else:
             del self._pending[optimizer]
             _when_added.pop(optimizer, None)
@@ -143,7 +143,7 @@ class LateParamGroups(Feature):
         The callback restores them in ``on_fit_start``, which Lightning calls before it loads a checkpoint into a
         sharded module; and it leaves them frozen.
         """
-        callbacks = [one for one in trainer.callbacks if isinstance(one, BaseFinetuning)]  # type: ignore[attr-defined]
+        callbacks = [callback for callback in trainer.callbacks if isinstance(callback, BaseFinetuning)]  # type: ignore[attr-defined]
         if not callbacks:
             return
         for optimizer in optimizers:
@@ -193,12 +193,12 @@ def _these_groups_alone(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) 
 
     It stays the same object: how its state is kept, whole on owners or quantised, is known of it.
     """
-    held, state = list(optimizer.param_groups), dict(optimizer.state)
+    all_groups, state = list(optimizer.param_groups), dict(optimizer.state)
     optimizer.param_groups[:] = groups  # in place: other objects may hold the list
     try:
         yield
     finally:
-        optimizer.param_groups[:] = held
+        optimizer.param_groups[:] = all_groups
         for parameter, values in state.items():
             optimizer.state.setdefault(parameter, values)
 
@@ -218,12 +218,12 @@ def _parameters(sharded: Sharded, names: Iterable[str]) -> list[nn.Parameter]:
 
 
 def _holds_any(module: nn.Module, parameters: Sequence[nn.Parameter]) -> bool:
-    return any(own is p for own in module.parameters(recurse=False) for p in parameters)
+    return any(parameter is p for parameter in module.parameters(recurse=False) for p in parameters)
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+    listing = ", ".join(repr(name) for name in names[:5])
+    return listing if len(names) <= 5 else f"{listing} and {len(names) - 5} more"
 
 
 # -- being told of added groups ----------------------------------------------------------------------------------------

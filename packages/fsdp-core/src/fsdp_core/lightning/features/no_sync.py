@@ -68,19 +68,19 @@ class NoSync(BackwardSyncControl):
         """
         if not self._last_was_off:
             return
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        optimizer_params = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for root in [root for root in roots if root in self._last_was_off]:
             names = {
                 part.name
                 for p, parts in root.layout().items()
-                if id(p) in held and (isinstance(p, DTensor) or root.holds_part(p))
+                if id(p) in optimizer_params and (isinstance(p, DTensor) or root.holds_part(p))
                 for part in parts
             }
-            left = sorted(names & root.accumulated_gradients().own.keys())
-            if left:
+            unreduced = sorted(names & root.accumulated_gradients().own.keys())
+            if unreduced:
                 raise ShardingError(
                     f"a step of {type(optimizer).__name__} while gradients of {root.plan.class_name} are not reduced, "
-                    f"such as that of {left[0]!r}: the last backward pass before it was inside "
+                    f"such as that of {unreduced[0]!r}: the last backward pass before it was inside "
                     "fabric.no_backward_sync(), so the step would leave them out.\n"
                     "Leave the context for the last backward pass before each step: `with "
                     "fabric.no_backward_sync(model, enabled=is_accumulating): ...`, and is_accumulating is False there."

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["ShardedOptimizers"]
 
 #: The parameters that optimizers held when they were last checked.
-_held: WeakKeyDictionary[Optimizer, list[ref[Tensor]]] = WeakKeyDictionary()
+_last_params: WeakKeyDictionary[Optimizer, list[ref[Tensor]]] = WeakKeyDictionary()
 
 
 class ShardedOptimizers:
@@ -50,8 +50,8 @@ class ShardedOptimizers:
 
     def follow_added_parameters(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
         """Re-point or refuse parameters that an optimizer was given since the last check, before it is stepped."""
-        now, known = _parameters_of(optimizer), _held.get(optimizer, [])
-        if len(now) != len(known) or not all(map(operator.is_, now, map(operator.call, known))):
+        current, previous = _parameters_of(optimizer), _last_params.get(optimizer, [])
+        if len(current) != len(previous) or not all(map(operator.is_, current, map(operator.call, previous))):
             name = type(optimizer).__name__
             self._strategy.runtime.meet(f"a change of the parameters of {name}, of which all ranks hold parts,")
             self._repoint([optimizer], roots)
@@ -76,8 +76,8 @@ class ShardedOptimizers:
             return
         for root in roots:
             layout = root.layout()
-            if held := [p for p in _parameters_of(optimizer) if p in layout]:
-                root.check_gradients(held)
+            if sharded_params := [p for p in _parameters_of(optimizer) if p in layout]:
+                root.check_gradients(sharded_params)
 
     def _repoint(self, optimizers: Sequence[Optimizer], roots: Sequence[Sharded]) -> None:
         """Make optimizers hold shards, and refuse parameters that were added after sharding."""
@@ -88,15 +88,15 @@ class ShardedOptimizers:
         strategy.backend.repoint(optimizers, roots)
         for optimizer in optimizers:
             self._follow_zero_grad(optimizer, roots)
-            _held[optimizer] = [ref(parameter) for parameter in _parameters_of(optimizer)]
+            _last_params[optimizer] = [ref(parameter) for parameter in _parameters_of(optimizer)]
             refuse_files_of_optimizer(optimizer, _held_in_parts(optimizer, roots), strategy.strategy_name)
 
     def _follow_zero_grad(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
         """Make ``zero_grad()`` also discard unreduced gradients, which are not stored at the shards."""
-        held = {id(parameter) for parameter in _parameters_of(optimizer)}
+        optimizer_params = {id(parameter) for parameter in _parameters_of(optimizer)}
         trained: list[tuple[ref[Sharded], set[str]]] = []
         for root in roots:
-            parts = [part for p, parts in root.layout().items() if id(p) in held for part in parts]
+            parts = [part for p, parts in root.layout().items() if id(p) in optimizer_params for part in parts]
             trained.append((ref(root), {part.name for part in parts}))
             on_zero_grad(root.written, partial(_discard_unreduced, ref(root), self.unreduced))
         unreduced = self.unreduced
@@ -131,8 +131,11 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 def _is_held(root: Sharded, optimizers: Iterable[Optimizer]) -> bool:
     """Whether an optimizer holds a parameter of a root, sharded, from before sharding, or added since."""
-    held = [parameter for optimizer in optimizers for parameter in _parameters_of(optimizer)]
+    optimizer_params = [parameter for optimizer in optimizers for parameter in _parameters_of(optimizer)]
     with root.as_written():
-        now = {id(parameter) for parameter in root.written.parameters()}
+        module_params = {id(parameter) for parameter in root.written.parameters()}
     layout = root.layout()
-    return any(p in layout or id(p) in now or root.name_of(cast(nn.Parameter, p)) is not None for p in held)
+    return any(
+        p in layout or id(p) in module_params or root.name_of(cast(nn.Parameter, p)) is not None
+        for p in optimizer_params
+    )

@@ -51,13 +51,13 @@ class Signals:
         strategy: The strategy.
 
     Attributes:
-        told: The signal that has come; ``None`` if none has.
+        received: The signal that has come; ``None`` if none has.
         agreed: The signal that has come to any rank, as of the last agreement; 0 if none has.
     """
 
     def __init__(self, strategy: ShardedTrainerStrategy | ShardedFabricStrategy) -> None:
         self._strategy = strategy
-        self.told: int | None = None
+        self.received: int | None = None
         self.agreed = 0
         self._are_noted = False
 
@@ -83,7 +83,7 @@ class Signals:
         self, before: Callable[..., Any] | None, then: Callable[[int], None] | None
     ) -> Callable[[int, FrameType | None], None]:
         def note(signum: int, frame: FrameType | None) -> None:
-            self.told = signum
+            self.received = signum
             if before is not None:  # the user's own
                 before(signum, frame)
             if then is not None:
@@ -108,20 +108,20 @@ class Signals:
         if self.agreed and self.agreed == self.requeue_signal() and self._strategy.is_global_zero:
             requeue()
 
-    def agree(self, *others: int) -> list[int]:
+    def agree(self, *counts: int) -> list[int]:
         """Add up what the ranks were told; :attr:`agreed` holds it then. All ranks must call it.
 
         Args:
-            *others: Something else to be added up.
+            *counts: Something else to be added up.
 
         Returns:
-            The sums of the others over all ranks.
+            The sums of ``counts`` over all ranks.
         """
-        requeue, was_told = self.requeue_signal(), self.told is not None
-        flags = [int(was_told), int(was_told and self.told == requeue), *others]
-        told, that_requeue, *sums = self._strategy.runtime.total(flags)
-        if told:
-            self.agreed = requeue if that_requeue and requeue is not None else signal.SIGTERM
+        requeue, is_signalled = self.requeue_signal(), self.received is not None
+        flags = [int(is_signalled), int(is_signalled and self.received == requeue), *counts]
+        ranks_signalled, ranks_to_requeue, *sums = self._strategy.runtime.total(flags)
+        if ranks_signalled:
+            self.agreed = requeue if ranks_to_requeue and requeue is not None else signal.SIGTERM
         return sums
 
 
@@ -141,7 +141,7 @@ class Preemption(Feature):
         """Take over the signals of a stage, which Lightning is about to register. All ranks must call it."""
         if not isinstance(self._strategy.runtime, ProcessGroupRuntime):
             return
-        self._signals.told, self._signals.agreed, self._ended = None, 0, False
+        self._signals.received, self._signals.agreed, self._ended = None, 0, False
         if threading.current_thread() is threading.main_thread():  # others get no signals
             then = None if fitting else self._end_at_once
             instead_of_signal_handlers(trainer, lambda: self._signals.register(then))
@@ -156,14 +156,14 @@ class Preemption(Feature):
 
     def teardown(self, trainer: pl.Trainer | None) -> None:
         """Warn of a signal that came during the last batch of a fit, which has ended as it would have without it."""
-        told = self._signals.told
-        if told is not None and not self._ended:
+        signal_received = self._signals.received
+        if signal_received is not None and not self._ended:
             warnings.warn(
-                f"{self._strategy.strategy_name}: {signal.Signals(told).name} came during the last batch, and "
-                "the fit has ended as planned. Send it again to end what the script does next.",
+                f"{self._strategy.strategy_name}: {signal.Signals(signal_received).name} came during the last batch, "
+                "and the fit has ended as planned. Send it again to end what the script does next.",
                 stacklevel=2,
             )
-        self._signals.told = None
+        self._signals.received = None
 
     def _end_at_once(self, signum: int) -> None:
         """End a stage that has nothing to save."""
@@ -178,14 +178,14 @@ class Preemption(Feature):
                 written to gathered parameters.
         """
         strategy, runtime = self._strategy, self._strategy.runtime
-        written = strategy.sharded.written_values
-        values = written.take()
-        rates = digest_of_rates(strategy.optimizers) ^ written.digest(values, runtime.rank)
+        written_values = strategy.sharded.written_values
+        values = written_values.take()
+        rates = digest_of_rates(strategy.optimizers) ^ written_values.digest(values, runtime.rank)
         last, total, of_squares = self._signals.agree(is_last, rates, rates**2)
         if not are_equal(total, of_squares, runtime.world_size):
             batch, epoch = trainer.fit_loop.epoch_loop.batch_idx, trainer.current_epoch
             check_same_rates(runtime, strategy.optimizers, f"after batch {batch} of epoch {epoch}")
-            written.check_same(values, runtime, f"training_step(), in batch {batch} of epoch {epoch},")
+            written_values.check_same(values, runtime, f"training_step(), in batch {batch} of epoch {epoch},")
         if 0 < last < runtime.world_size:
             ended = [rank for rank, has in enumerate(runtime.gather_objects(is_last)) if has]
             raise ShardingError(
@@ -202,24 +202,24 @@ class Preemption(Feature):
         With a global batch that is kept, a step that is begun is done first: what is left of it may not be divisible
         over other ranks.
         """
-        told = self._signals.agreed
-        if told and not (keeps_global_batch(trainer) and is_accumulating(trainer)):
+        agreed_signal = self._signals.agreed
+        if agreed_signal and not (keeps_global_batch(trainer) and is_accumulating(trainer)):
             self._ended = True
             note_sigterm(trainer)
-            self._save(trainer, told)
+            self._save(trainer, agreed_signal)
             # one status tells a launcher; a process of Lightning's that ended with it would have the others killed
-            raise SIGTERMException(128 + told if self._strategy.is_global_zero else 0)
+            raise SIGTERMException(128 + agreed_signal if self._strategy.is_global_zero else 0)
 
-    def _save(self, trainer: pl.Trainer, told: int) -> None:
-        strategy, name = self._strategy, signal.Signals(told).name
-        requeues = told == self._signals.requeue_signal()
+    def _save(self, trainer: pl.Trainer, agreed_signal: int) -> None:
+        strategy, name = self._strategy, signal.Signals(agreed_signal).name
+        requeues = agreed_signal == self._signals.requeue_signal()
         if not requeues and not trainer.checkpoint_callbacks:
             rank_zero_warn(
                 f"{strategy.strategy_name}: {name} ends the fit after step {trainer.global_step}, and nothing is "
                 "saved: the Trainer has no checkpoint callback. Leave enable_checkpointing=False out to have one."
             )
             return
-        if not requeues and any(_saves_on_exception(one) for one in trainer.checkpoint_callbacks):
+        if not requeues and any(_saves_on_exception(callback) for callback in trainer.checkpoint_callbacks):
             rank_zero_info(f"{strategy.strategy_name}: {name} ends the fit after step {trainer.global_step}.")
             return
         path = strategy.broadcast(path_to_resume_from(trainer))
@@ -244,8 +244,8 @@ def requeue() -> None:
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array is not None else os.environ["SLURM_JOB_ID"]
     try:
-        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)
-        failure = done.stderr.strip() or f"it ended with {done.returncode}" if done.returncode else ""
+        result = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)
+        failure = result.stderr.strip() or f"it ended with {result.returncode}" if result.returncode else ""
     except OSError as error:
         failure = str(error)
     if failure:

@@ -48,13 +48,13 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
         >>> full_state_dict(nn.Linear(2, 1)).keys()
         dict_keys(['weight', 'bias'])
     """
-    found = sharded_around(written_of(module))
-    if found is None:
+    owner_and_prefix = sharded_around(written_of(module))
+    if owner_and_prefix is None:
         if dist.is_initialized() and dist.get_rank():
             return _OnRankZero()
         state = written_of(module).state_dict()
         return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
-    sharded, prefix = found
+    sharded, prefix = owner_and_prefix
     check_not_gathered(sharded.root, "full_state_dict()")
     if is_inside_forward(sharded.root):
         raise ShardingError(

@@ -33,7 +33,7 @@ class FirstForwards:
         self._ranks = sharded.runtime if has_parts else None  # otherwise a rank may call it alone
         self._name = sharded.plan.class_name
         self._writes: StepWrites | None = None
-        self._seen = False
+        self._has_begun = False
         _watched[sharded.root] = _watched[sharded.written] = self
         # the first before a library's hooks gather, the second before they free
         self._hooks = [
@@ -46,7 +46,7 @@ class FirstForwards:
         sharded = self._sharded()
         if sharded is not None and sharded.root not in gathered_modules:
             self._forget()
-            self._writes, self._seen = sharded.watch_writes(), True
+            self._writes, self._has_begun = sharded.watch_writes(), True
 
     def check(self) -> None:
         """Refuse what was written since the last forward pass began. All ranks call it at its end, and at its backward.
@@ -57,7 +57,7 @@ class FirstForwards:
         sharded, by = self._sharded(), f"a forward pass of {self._name}"
         if self._writes is not None:
             check_writes(self._writes, self._ranks, by=by, instead="after optimizer.step()")
-        elif self._seen and sharded is not None and sharded.root not in gathered_modules:
+        elif self._has_begun and sharded is not None and sharded.root not in gathered_modules:
             sharded.keep_writes()
             values = sharded.written_values
             values.are_compared = self._ranks is not None
@@ -66,15 +66,15 @@ class FirstForwards:
 
     def stop(self) -> bool:
         """After an optimizer's step, watch no longer, if there was a forward pass. Returns whether there was."""
-        if self._seen:
+        if self._has_begun:
             for hook in self._hooks:
                 hook.remove()
-            for module in [module for module, one in _watched.items() if one is self]:
+            for module in [module for module, watch in _watched.items() if watch is self]:
                 del _watched[module]  # a compiled module may keep calling the hooks
             self._forget()
             if (sharded := self._sharded()) is not None:
                 sharded.written_values.are_compared = False
-        return self._seen
+        return self._has_begun
 
     def _forget(self) -> None:
         if self._writes is not None:
@@ -94,7 +94,7 @@ def _begin(root: nn.Module, args: Any) -> None:
 
 
 @outside_of_compilation
-def _end(written: nn.Module, args: Any, output: Any) -> None:
-    watch = _watched.get(written)
+def _end(module: nn.Module, args: Any, output: Any) -> None:
+    watch = _watched.get(module)
     if watch is not None and not in_backward():
         watch.check()

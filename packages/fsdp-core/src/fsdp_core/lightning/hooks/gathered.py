@@ -59,14 +59,14 @@ def gathered(module: nn.Module, modifier_rank: int | None = None) -> Iterator[No
         >>> model.weight.tolist()
         [[1.0, 1.0]]
     """
-    found = sharded_around(written_of(module))
-    if found is None:
+    owner_and_prefix = sharded_around(written_of(module))
+    if owner_and_prefix is None:
         yield
         if modifier_rank is not None and dist.is_initialized():
             for parameter in written_of(module).parameters():
                 dist.broadcast(parameter.data, modifier_rank)
         return
-    sharded, prefix = found
+    sharded, prefix = owner_and_prefix
     _check_at_rest(sharded.root)
     sharded.reshard()
     first = sharded.aliases()
@@ -79,22 +79,22 @@ def gathered(module: nn.Module, modifier_rank: int | None = None) -> Iterator[No
         user = sharded.written
         part = next(inner for raw, inner in user.named_modules() if clean_name(raw) == prefix.removesuffix("."))
         cleanup.enter_context(not_managed(part))
-        places = _put_in_place(part, prefix, tensors, first)
-        cleanup.callback(_take_back, places, {inner: dict(inner._modules) for inner in part.modules()})
+        replacements = _put_in_place(part, prefix, tensors, first)
+        cleanup.callback(_take_back, replacements, {inner: dict(inner._modules) for inner in part.modules()})
         _refuse_others(user, part, cleanup)
-        known = {sharded.root, user, *part.modules()}
-        gathered_modules.update(known)
-        cleanup.callback(gathered_modules.difference_update, known)
+        gathered_by_now = {sharded.root, user, *part.modules()}
+        gathered_modules.update(gathered_by_now)
+        cleanup.callback(gathered_modules.difference_update, gathered_by_now)
         cleanup.enter_context(_plain_buffers(part))
         buffers = {prefix + clean_name(name): buffer for name, buffer in part.named_buffers()}
         before |= {name: _digest(buffer) for name, buffer in buffers.items()}
         problems: list[str] = []
         try:
             yield
-            problems = _problems(places, part)
+            problems = _problems(replacements, part)
         except Exception as error:  # reported to the other ranks, which wait for this one
             raised, problems = error, [f"{type(error).__name__} was raised: {error}"]
-        values = {place.name: place.shown.detach() for place in places}
+        values = {replacement.name: replacement.full.detach() for replacement in replacements}
     changed = _agree_on_changes(sharded.runtime, values, buffers, before, problems, raised, modifier_rank)
     if changed:
         with normal_tensors():
@@ -127,67 +127,67 @@ def _whole_parameters(sharded: Sharded, prefix: str, first: Mapping[str, str]) -
 @contextmanager
 def _plain_buffers(part: nn.Module) -> Iterator[None]:
     """Show buffers of which tensor-parallel ranks hold copies as what this rank holds, as the parameters are."""
-    held = [
+    dtensor_buffers = [
         (inner, name, buffer)
         for inner in part.modules()
         for name, buffer in inner._buffers.items()
         if isinstance(buffer, DTensor)
     ]
-    for inner, name, buffer in held:
-        is_copy = all(one.is_replicate() for one in buffer.placements)
+    for inner, name, buffer in dtensor_buffers:
+        is_copy = all(placement.is_replicate() for placement in buffer.placements)
         inner._buffers[name] = buffer.to_local() if is_copy else buffer.full_tensor()
     try:
         yield
     finally:
-        for inner, name, buffer in held:
+        for inner, name, buffer in dtensor_buffers:
             inner._buffers[name] = buffer
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Replacement:
     """Where a full parameter replaces what a module held.
 
     Attributes:
         owner: The module.
         attribute: The parameter's name there.
         name: Its FQN in the root, the first one if it is tied.
-        held: The parameter that was there.
-        shown: The full parameter that replaces it.
+        sharded: The parameter that was there.
+        full: The full parameter that replaces it.
     """
 
     owner: nn.Module
     attribute: str
     name: str
-    held: nn.Parameter
-    shown: nn.Parameter
+    sharded: nn.Parameter
+    full: nn.Parameter
 
 
 def _put_in_place(
     part: nn.Module, prefix: str, tensors: Mapping[str, Tensor], first: Mapping[str, str]
-) -> list[_Place]:
-    made: dict[str, nn.Parameter] = {}
-    places: list[_Place] = []
+) -> list[_Replacement]:
+    full_parameters: dict[str, nn.Parameter] = {}
+    replacements: list[_Replacement] = []
     for raw, owner in part.named_modules():
-        for attribute, held in owner._parameters.items():
+        for attribute, parameter in owner._parameters.items():
             name = prefix + clean_name(f"{raw}.{attribute}" if raw else attribute)
             name = first.get(name, name)
-            if held is None or name not in tensors:
+            if parameter is None or name not in tensors:
                 continue
-            if name not in made:
-                made[name] = nn.Parameter(tensors[name], requires_grad=held.requires_grad)
-            places.append(_Place(owner, attribute, name, held, made[name]))
-    for place in places:
-        place.owner._parameters[place.attribute] = place.shown
-    return places
+            if name not in full_parameters:
+                full_parameters[name] = nn.Parameter(tensors[name], requires_grad=parameter.requires_grad)
+            replacements.append(_Replacement(owner, attribute, name, parameter, full_parameters[name]))
+    for replacement in replacements:
+        replacement.owner._parameters[replacement.attribute] = replacement.full
+    return replacements
 
 
-def _take_back(places: list[_Place], children: Mapping[nn.Module, Mapping[str, nn.Module | None]]) -> None:
-    for place in places:
-        place.owner._parameters[place.attribute] = place.held
-    for module, had in children.items():
-        if dict(module._modules) != had:
+def _take_back(replacements: list[_Replacement], children: Mapping[nn.Module, Mapping[str, nn.Module | None]]) -> None:
+    for replacement in replacements:
+        replacement.owner._parameters[replacement.attribute] = replacement.sharded
+    for module, previous in children.items():
+        if dict(module._modules) != previous:
             module._modules.clear()
-            module._modules.update(had)
+            module._modules.update(previous)
 
 
 def _refuse_others(user: nn.Module, part: nn.Module, cleanup: ExitStack) -> None:
@@ -205,26 +205,32 @@ def _refuse_others(user: nn.Module, part: nn.Module, cleanup: ExitStack) -> None
             cleanup.callback(module.register_forward_pre_hook(refuse).remove)
 
 
-def _problems(places: list[_Place], part: nn.Module) -> list[str]:
+def _problems(replacements: list[_Replacement], part: nn.Module) -> list[str]:
     """Changes to full parameters that can't be written back to shards."""
     problems = []
     inside = set(part.modules())
-    for place in places:
-        now = place.owner._parameters.get(place.attribute)
-        if place.owner not in inside or now is not place.shown or now.shape != place.held.shape:
+    for replacement in replacements:
+        current = replacement.owner._parameters.get(replacement.attribute)
+        if (
+            replacement.owner not in inside
+            or current is not replacement.full
+            or current.shape != replacement.sharded.shape
+        ):
             problems.append(
-                f"{place.name!r} was replaced by something else: do that before sharding, in __init__() or "
+                f"{replacement.name!r} was replaced by something else: do that before sharding, in __init__() or "
                 "configure_model()"
             )
-        elif now.dtype != place.held.dtype:
-            problems.append(f"{place.name!r} was converted to {now.dtype}: do that before sharding")
-        elif now.grad is not None:
+        elif current.dtype != replacement.sharded.dtype:
+            problems.append(f"{replacement.name!r} was converted to {current.dtype}: do that before sharding")
+        elif current.grad is not None:
             problems.append(
-                f"{place.name!r} has got a gradient, which ends with the context: take torch.autograd.grad(), or set "
-                "it to None"
+                f"{replacement.name!r} has got a gradient, which ends with the context: take torch.autograd.grad(), or "
+                "set it to None"
             )
-        elif now.requires_grad != place.held.requires_grad:
-            problems.append(f"{place.name!r} was {'unfrozen' if now.requires_grad else 'frozen'}: do that outside")
+        elif current.requires_grad != replacement.sharded.requires_grad:
+            problems.append(
+                f"{replacement.name!r} was {'unfrozen' if current.requires_grad else 'frozen'}: do that outside"
+            )
     return problems
 
 
@@ -243,28 +249,32 @@ def _agree_on_changes(
     everyones: list[tuple[dict[str, str], list[str]]] = runtime.gather_objects((changed, problems))
     if raised is not None:
         raise raised
-    for rank, (_, found) in enumerate(everyones):
-        if found:
-            raise ShardingError(f"within gathered(), on rank {rank}, {found[0]}.\nNothing was changed in the shards.")
-    wanted = {} if modifier_rank is None else everyones[modifier_rank][0]
+    for rank, (_, reported) in enumerate(everyones):
+        if reported:
+            raise ShardingError(
+                f"within gathered(), on rank {rank}, {reported[0]}.\nNothing was changed in the shards."
+            )
+    final_digests = {} if modifier_rank is None else everyones[modifier_rank][0]
     for rank, (digests, _) in enumerate(everyones):
         for name, digest in digests.items():
-            if name in values and digest != wanted.get(name):  # each rank has buffers of its own
-                told = "no rank was to change" if modifier_rank is None else f"rank {modifier_rank} did not change so"
+            if name in values and digest != final_digests.get(name):  # each rank has buffers of its own
+                instead = (
+                    "no rank was to change" if modifier_rank is None else f"rank {modifier_rank} did not change so"
+                )
                 raise ShardingError(
-                    f"within gathered(), rank {rank} changed {name!r}, which {told}. Nothing was changed in the "
+                    f"within gathered(), rank {rank} changed {name!r}, which {instead}. Nothing was changed in the "
                     f"shards.\nWrite gathered(module, modifier_rank={rank}), and change it on that rank."
                 )
-    handed_out: dict[str, Tensor] = {}
-    for name in wanted:
-        held = values[name] if name in values else buffers[name]
-        handed_out[name] = runtime.broadcast_object(
-            held.cpu() if runtime.rank == modifier_rank else None, modifier_rank or 0
+    agreed: dict[str, Tensor] = {}
+    for name in final_digests:
+        agreed_value = values[name] if name in values else buffers[name]
+        agreed[name] = runtime.broadcast_object(
+            agreed_value.cpu() if runtime.rank == modifier_rank else None, modifier_rank or 0
         )
-    for name in buffers.keys() & handed_out.keys():
+    for name in buffers.keys() & agreed.keys():
         with torch.no_grad():
-            buffers[name].copy_(handed_out.pop(name))
-    return handed_out
+            buffers[name].copy_(agreed.pop(name))
+    return agreed
 
 
 def _digest(tensor: Tensor) -> str:

@@ -20,18 +20,18 @@ __all__ = ["install_grad_norm"]
 def install_grad_norm() -> None:
     """Wrap the function in the modules of Lightning that are imported by now. Idempotent; never undone."""
     for package in ("lightning.pytorch", "pytorch_lightning"):
-        for place in ("utilities.grads", "utilities"):
-            replace_function(sys.modules.get(f"{package}.{place}"), "grad_norm", _counts_all_ranks)
+        for submodule in ("utilities.grads", "utilities"):
+            replace_function(sys.modules.get(f"{package}.{submodule}"), "grad_norm", _counts_all_ranks)
 
 
 @cache
 def _counts_all_ranks(grad_norm: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(grad_norm)
     def of_all_ranks(module: Any, norm_type: float | int | str, group_separator: str = "/") -> Any:
-        found = _sharded_around(module)
-        if found is None or not float(norm_type) > 0:
+        owner_and_prefix = _sharded_around(module)
+        if owner_and_prefix is None or not float(norm_type) > 0:
             return grad_norm(module, norm_type, group_separator)
-        return _grad_norm(module, *found, float(norm_type), group_separator)
+        return _grad_norm(module, *owner_and_prefix, float(norm_type), group_separator)
 
     return marked(of_all_ranks, grad_norm, _counts_all_ranks)
 
@@ -60,11 +60,11 @@ def _grad_norm(module: Any, sharded: Any, prefix: str, order: float, separator: 
         )
     sharded.runtime.meet("grad_norm, which needs the gradients of all ranks,")
     norms = norms_of_gradients(sharded, order)
-    found: dict[str, Any] = {
+    norms_by_key: dict[str, Any] = {
         f"grad_{order}_norm{separator}{name.removeprefix(prefix)}": value
         for name, value in norms.items()
         if name.startswith(prefix)
     }
-    if found:
-        found[f"grad_{order}_norm_total"] = torch.stack(list(found.values())).norm(order)
-    return found
+    if norms_by_key:
+        norms_by_key[f"grad_{order}_norm_total"] = torch.stack(list(norms_by_key.values())).norm(order)
+    return norms_by_key

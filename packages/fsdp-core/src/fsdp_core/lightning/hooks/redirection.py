@@ -77,10 +77,10 @@ def call_inside_forward(root: nn.Module, module: nn.Module, call: Callable[[], A
         42
     """
     forward: Callable[..., Any] = module.forward
-    own = "forward" in module.__dict__
+    has_own_forward = "forward" in module.__dict__
 
     def put_back() -> None:
-        if own:
+        if has_own_forward:
             module.forward = forward
         else:
             module.__dict__.pop("forward", None)
@@ -160,10 +160,10 @@ def follow_calls(sharded: Sharded, *, meet: bool) -> None:
     if root in _followed:
         return
     _followed[root] = meet
-    known = set(user_modules.values())
+    unwrapped = set(user_modules.values())
     wrappers: dict[str, nn.Module] = {}
     for raw, module in root.named_modules():
-        if module not in known:
+        if module not in unwrapped:
             wrappers.setdefault(clean_name(raw), module)
     units = {name: user_modules[name] for name in sharded.plan.units}
     in_units = {inner for unit in units.values() for inner in unit.modules()}
@@ -226,8 +226,8 @@ def _leave(module: nn.Module) -> None:
 
 def _root_of(module: nn.Module) -> nn.Module | None:
     """The root that a module is a part of; ``None`` for a copy."""
-    found = _parts.get(module)
-    return None if found is None else found[0]()
+    root_and_name = _parts.get(module)
+    return None if root_and_name is None else root_and_name[0]()
 
 
 def _sharded(root: nn.Module) -> Sharded:
@@ -375,7 +375,7 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
     if any(code.co_name == "resize_token_embeddings" for code in codes):
         exception.add_note(_RESIZED)
         return
-    if _OF_GRAPHS.search(str(exception)) and any(one.has_freed_graph for one in sharded):
+    if _OF_GRAPHS.search(str(exception)) and any(root.has_freed_graph for root in sharded):
         exception.add_note(
             "fsdp-core: a graph that create_graph=True has recorded holds parameters, which were freed since: at the "
             "end of the next backward pass, or by a step.\n"
@@ -436,17 +436,17 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
 
 
 def _listed(names: list[str]) -> str:
-    shown = " or ".join(map(repr, names[:3]))
-    return shown if len(names) <= 3 else f"{shown} or one of {len(names) - 3} more"
+    listing = " or ".join(map(repr, names[:3]))
+    return listing if len(names) <= 3 else f"{listing} or one of {len(names) - 3} more"
 
 
 def _written_since(message: str, sharded: Iterable[Sharded]) -> list[str]:
     """The names of parameters about which torch's error may be that what a graph has saved was written to."""
-    found = _OF_VERSIONS.search(message)
-    if found is None:
+    match = _OF_VERSIONS.search(message)
+    if match is None:
         return []
-    numel, times = math.prod(map(int, re.findall(r"\d+", found[1]))), int(found[2])
-    return [name for one in sharded for name in one.written_since_gathered(numel, times)]
+    numel, times = math.prod(map(int, re.findall(r"\d+", match[1]))), int(match[2])
+    return [name for root in sharded for name in root.written_since_gathered(numel, times)]
 
 
 def _is_of_torch(code: CodeType) -> bool:
@@ -456,16 +456,16 @@ def _is_of_torch(code: CodeType) -> bool:
 
 def _let_forward_ask(module: nn.Module) -> None:
     """Replace a module's ``forward`` by a method of the same signature that checks where it is called."""
-    own = module.__dict__.get("forward")
-    if own is None:
+    own_forward = module.__dict__.get("forward")
+    if own_forward is None:
         function = _asking(type(module).forward)
     else:
-        module.__dict__[_FORWARD] = own
+        module.__dict__[_FORWARD] = own_forward
 
         def function(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return _forward(self, self.__dict__[_FORWARD], args, kwargs)
 
-        signature = inspect.signature(own)
+        signature = inspect.signature(own_forward)
         this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         function.__dict__["__signature__"] = signature.replace(parameters=[this, *signature.parameters.values()])
         function.__name__ = "forward"  # pickle finds it by this name

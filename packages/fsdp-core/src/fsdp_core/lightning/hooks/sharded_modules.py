@@ -33,9 +33,9 @@ def guard_module(sharded: Sharded, strategy_name: str) -> None:
         follow_calls(sharded, meet=has_parts)
     refuse_state_dicts(sharded.root, sharded.plan.names, layout, strategy_name)
     refuse_files_of_shards(sharded.root, strategy_name)
-    held = [(clean_name(name), parameter) for name, parameter in sharded.root.named_parameters()]
-    optimizer_params = [(of[0].name, parameter) for parameter, of in layout.items()]
-    refuse_gradient_hooks([*held, *optimizer_params], sharded.called_hooks)
+    module_params = [(clean_name(name), parameter) for name, parameter in sharded.root.named_parameters()]
+    optimizer_params = [(parts[0].name, parameter) for parameter, parts in layout.items()]
+    refuse_gradient_hooks([*module_params, *optimizer_params], sharded.called_hooks)
 
 
 def announce_shards(log: logging.Logger, sharded: Sharded) -> None:

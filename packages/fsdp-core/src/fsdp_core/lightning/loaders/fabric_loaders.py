@@ -29,7 +29,7 @@ from fsdp_core.runtime import Runtime
 __all__ = ["follow_in_fabric", "is_left_out", "is_loader", "load_loader", "loader_state"]
 
 #: Loaders that were already reported as left out.
-_told: WeakSet[object] = WeakSet()
+_warned_loaders: WeakSet[object] = WeakSet()
 
 
 class FabricEpochs:
@@ -97,14 +97,14 @@ def is_left_out(key: str, obj: object, runtime: Runtime) -> bool:
     """
     if not isinstance(obj, DataLoader) or has_state(obj):
         return False
-    if runtime.rank == 0 and obj not in _told:
+    if runtime.rank == 0 and obj not in _warned_loaders:
         warnings.warn(
             f"{key!r} is left out of checkpoints: under Fabric a {type(obj).__name__} does not know its position, so "
             "a run that resumes starts its epoch over.\nUse torchdata's StatefulDataLoader; or save the number of "
             "batches, and skip as many.",
             stacklevel=2,
         )
-        _told.add(obj)
+        _warned_loaders.add(obj)
     return True
 
 
@@ -118,14 +118,14 @@ def loader_state(key: str, loader: Any, runtime: Runtime) -> dict[str, Any]:
         loader: The loader, which is not left out.
         runtime: The ranks.
     """
-    own: list[Any] = []
+    own_states: list[Any] = []
 
     def read() -> Any:
-        own.append(loader.state_dict())
-        return own[0]
+        own_states.append(loader.state_dict())
+        return own_states[0]
 
     states, epochs = together_to_first(runtime, f"reading the position of {key!r}", read), _epochs_of(loader)
-    saved = entry(described(loader), own if states is None else runtime.by_data_parallel_rank(states))
+    saved = entry(described(loader), own_states if states is None else runtime.by_data_parallel_rank(states))
     if epochs is not None:
         saved["epoch"] = epochs.current
     return {"world_size": runtime.data_parallel_world_size, "loaders": [saved]}
@@ -151,17 +151,17 @@ def load_loader(loader: Any, saved: Any, runtime: Runtime, *, check_only: bool =
         )
     if not (isinstance(saved, Mapping) and saved.keys() == {"world_size", "loaders"}):
         saved = {"world_size": 1, "loaders": [{"loader": described(loader), "ranks": [saved]}]}
-    world_size, (one,) = saved["world_size"], saved["loaders"]
-    finished = all(map(is_finished, states_in(one)))
-    fits = "all" in one or world_size == runtime.data_parallel_world_size
+    world_size, (saved_loader,) = saved["world_size"], saved["loaders"]
+    finished = all(map(is_finished, states_in(saved_loader)))
+    fits = "all" in saved_loader or world_size == runtime.data_parallel_world_size
     position, epochs = position_of(loader), _epochs_of(loader)
-    state = None if finished and not fits else own_state(one, world_size, runtime)
+    state = None if finished and not fits else own_state(saved_loader, world_size, runtime)
     if position is not None and state is not None and not finished:
         position.check(state)
     if check_only:
         return
-    if epochs is not None and "epoch" in one:
-        epochs.resume(one["epoch"] + finished)
+    if epochs is not None and "epoch" in saved_loader:
+        epochs.resume(saved_loader["epoch"] + finished)
     if position is not None and finished:
         position.restart()
     elif state is not None:  # None at the end of an epoch with another world size: a full epoch begins

@@ -51,10 +51,10 @@ def followed(loader: object) -> LoaderPosition | None:
 
 def _is_plain_shuffle(sampler: Any) -> bool:
     """Whether it is the sampler of torchdata's loader for ``shuffle=True``, which Lightning doesn't know."""
-    kind = type(sampler)
+    sampler_class = type(sampler)
     return (
-        kind.__name__ == "RandomSampler"
-        and kind.__module__.startswith("torchdata.")
+        sampler_class.__name__ == "RandomSampler"
+        and sampler_class.__module__.startswith("torchdata.")
         and not sampler.replacement
         and sampler.num_samples == len(sampler.data_source)
     )
@@ -90,14 +90,19 @@ def of_unknown_order(loader: object) -> str | None:
     elif has_state(loader.batch_sampler) or callable(getattr(sampler, "set_epoch", None)):
         unknown = []
     else:
-        unknown = [one for one in (loader.batch_sampler, sampler) if one is not None and not has_state(one)]
-    for one in unknown:
-        if not _repeats_with_torch(one):
+        unknown = [
+            drawn_from
+            for drawn_from in (loader.batch_sampler, sampler)
+            if drawn_from is not None and not has_state(drawn_from)
+        ]
+    for drawn_from in unknown:
+        if not _repeats_with_torch(drawn_from):
             return (
-                f"{type(one).__name__}, the sampler of {described(loader)}, has no state that restores its order "
-                "within an epoch: as many samples as were used are skipped of those that it yields now, and others are "
-                f"left if it draws another order.\nTo resume exactly, {remedy} state_dict() and load_state_dict(), or "
-                "a set_epoch(epoch) that its order follows from; or resume from a checkpoint of the end of an epoch."
+                f"{type(drawn_from).__name__}, the sampler of {described(loader)}, has no state that restores its "
+                "order within an epoch: as many samples as were used are skipped of those that it yields now, and "
+                f"others are left if it draws another order.\nTo resume exactly, {remedy} state_dict() and "
+                "load_state_dict(), or a set_epoch(epoch) that its order follows from; or resume from "
+                "a checkpoint of the end of an epoch."
             )
     return None
 

@@ -84,8 +84,8 @@ class ResumableSampler(DistributedSampler[Any]):
 
     def per_rank(self, start: int) -> int:
         """How many samples each rank gets after ``start`` samples of all ranks."""
-        left = self.size - start
-        return left // self.num_replicas if self.drop_last else math.ceil(left / self.num_replicas)
+        remaining = self.size - start
+        return remaining // self.num_replicas if self.drop_last else math.ceil(remaining / self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
         # A generator: a loader may create iterators that it never draws from; these must not consume the resume point.
@@ -96,10 +96,10 @@ class ResumableSampler(DistributedSampler[Any]):
         else:
             order = torch.arange(self.size)
         turns = self.per_rank(start) * self.num_replicas
-        left = order[start : start + turns]
-        while len(left) < turns:
-            left = torch.cat([left, order[: turns - len(left)]])
-        yield from left[self.rank :: self.num_replicas].tolist()
+        remaining = order[start : start + turns]
+        while len(remaining) < turns:
+            remaining = torch.cat([remaining, order[: turns - len(remaining)]])
+        yield from remaining[self.rank :: self.num_replicas].tolist()
 
 
 class LoaderPosition:
@@ -152,14 +152,14 @@ class LoaderPosition:
             unused: How many of the returned batches count as not returned.
         """
         sampler, iterator = self._sampler, self._iterator() if self._iterator is not None else None
-        given = 0 if iterator is None else batches_yielded(iterator)
-        epoch, start = sampler.began if given else sampler.begins
-        used = max(given - unused, 0) * self._batch_size
-        taken = min(used, sampler.per_rank(start)) * sampler.num_replicas
+        yielded = 0 if iterator is None else batches_yielded(iterator)
+        epoch, start = sampler.began if yielded else sampler.begins
+        used = max(yielded - unused, 0) * self._batch_size
+        samples_used = min(used, sampler.per_rank(start)) * sampler.num_replicas
         return {
             POSITION: {
                 "epoch": epoch,
-                "seen": min(start + taken, sampler.size),
+                "seen": min(start + samples_used, sampler.size),
                 "samples": sampler.size,
                 "shuffle": sampler.shuffle,
                 "seed": sampler.seed,
@@ -233,12 +233,12 @@ def apart(loader: Any) -> Any:
         vars(copied).pop(name, None)
     sampler = sampler_of(loader)
     if isinstance(sampler, ResumableSampler):
-        own = copy.copy(sampler)
-        own.resume(-1, 0)
-        object.__setattr__(copied, "sampler", own)
+        own_sampler = copy.copy(sampler)
+        own_sampler.resume(-1, 0)
+        object.__setattr__(copied, "sampler", own_sampler)
         if copied.batch_sampler is not None:
             object.__setattr__(copied, "batch_sampler", copy.copy(copied.batch_sampler))
-            copied.batch_sampler.sampler = own
+            copied.batch_sampler.sampler = own_sampler
     return copied
 
 
@@ -258,10 +258,10 @@ def follow(loader: DataLoader[Any], order: Any) -> LoaderPosition | None:
         The position; ``None`` if it doesn't follow from the number of returned batches: for the user's own sampler or
         batch sampler, an iterable dataset, or a dataset or loader with its own state.
     """
-    known = position_of(loader)
-    if known is not None:
-        known.restart()
-        return known
+    followed = position_of(loader)
+    if followed is not None:
+        followed.restart()
+        return followed
     dataset: Any = loader.dataset
     if (
         isinstance(dataset, IterableDataset)
@@ -292,5 +292,5 @@ def follow(loader: DataLoader[Any], order: Any) -> LoaderPosition | None:
 
 def _is(obj: object, classes: tuple[type, ...], torchdata: str) -> bool:
     """Whether an object is of exactly one of the classes, or of torchdata's class of that name."""
-    kind = type(obj)
-    return kind in classes or (kind.__name__ == torchdata and kind.__module__.startswith("torchdata."))
+    cls = type(obj)
+    return cls in classes or (cls.__name__ == torchdata and cls.__module__.startswith("torchdata."))

@@ -26,14 +26,14 @@ def split_in_fabric(loader: Any, split: Callable[[Any], Any]) -> Any:
         loader: The loader, changed in place. What another strategy has made of it is replaced.
         split: From a batch to this rank's part.
     """
-    kind = type(loader)
+    loader_class = type(loader)
     if _SPLIT not in vars(loader):
-
-        @wraps(kind.__iter__)  # it creates torch's iterators, so the loader's position can be followed as before
+        # it creates torch's iterators, so the loader's position can be followed as before
+        @wraps(loader_class.__iter__)
         def split_batches(self: Any) -> Iterator[Any]:
-            return map(vars(self)[_SPLIT], kind.__iter__(self))
+            return map(vars(self)[_SPLIT], loader_class.__iter__(self))
 
-        loader.__class__ = type(kind.__name__, (kind,), {"__iter__": split_batches})
+        loader.__class__ = type(loader_class.__name__, (loader_class,), {"__iter__": split_batches})
     vars(loader)[_SPLIT] = split
     return loader
 

@@ -65,10 +65,10 @@ class TrainingLoaders:
             The loader; or a copy of it, if it is also the one for validation.
         """
         if isinstance(loader, DataLoader):
-            own: DataLoader[Any] = apart(loader) if loader in self._elsewhere else loader
-            followed(own)
-            self._followed.add(own)
-            loader = own
+            tracked: DataLoader[Any] = apart(loader) if loader in self._elsewhere else loader
+            followed(tracked)
+            self._followed.add(tracked)
+            loader = tracked
         # Lightning sets it only after the first iterator is created, whose order would be that of epoch 0.
         self._epoch = _epochs_done(trainer) + self._last_batch_was_done
         set_sampler_epoch(loader, self._epoch)
@@ -149,19 +149,19 @@ class TrainingLoaders:
         combined = combined_loader(trainer.fit_loop)
         if loop is None or combined is None:
             return dict(checkpoint)
-        own: list[Any] = []
+        own_states: list[Any] = []
 
         def read() -> list[Any]:
-            own.extend(self._states(trainer))
-            return own
+            own_states.extend(self._states(trainer))
+            return own_states
 
         states = together_to_first(runtime, "reading the positions of the data loaders", read)
-        ranks = [own] if states is None else runtime.by_data_parallel_rank(states)
+        ranks = [own_states] if states is None else runtime.by_data_parallel_rank(states)
         names = [described(loader) for loader in combined.flattened if has_state(loader)]
         loaders = [entry(name, states) for name, *states in zip(names, *ranks, strict=False)]
-        rest = {key: value for key, value in loop["state_dict"].items() if key != "combined_loader"}
+        progress = {key: value for key, value in loop["state_dict"].items() if key != "combined_loader"}
         return {
-            **_with_loop(checkpoint, {**loop, "state_dict": rest}),
+            **_with_loop(checkpoint, {**loop, "state_dict": progress}),
             _KEY: {"world_size": runtime.data_parallel_world_size, "loaders": loaders},
         }
 
@@ -181,8 +181,8 @@ class TrainingLoaders:
             return checkpoint
         saved = checkpoint.get(_KEY) or {"world_size": 1, "loaders": _of_other_strategies(loop["state_dict"])}
         # where no loader has a position, the count of batches alone tells, and Lightning's own is not looked into
-        known = [is_at_end(state) for one in saved["loaders"] for state in states_in(one)]
-        at_end = all(known) and (bool(known) or _KEY not in checkpoint)
+        ends_reached = [is_at_end(state) for saved_loader in saved["loaders"] for state in states_in(saved_loader)]
+        at_end = all(ends_reached) and (bool(ends_reached) or _KEY not in checkpoint)
         loop = _with_true_epochs(loop, at_end or _KEY not in checkpoint)
         batches = loop["epoch_loop.batch_progress"]
         self._epoch_is_over, self._interrupted = _epoch_is_over(loop), _is_mid_epoch(loop)
@@ -195,7 +195,7 @@ class TrainingLoaders:
         states: list[Any] = []
         if self._interrupted or (at_end and saved["world_size"] == runtime.data_parallel_world_size):
             # where an epoch begins, states of another world size, or of loaders that were not exhausted, are of no use
-            states = [own_state(one, saved["world_size"], runtime) for one in saved["loaders"]]
+            states = [own_state(saved_loader, saved["world_size"], runtime) for saved_loader in saved["loaders"]]
         if at_end:
             always_load_loader_states(trainer.fit_loop)
         self._restored = states
@@ -279,12 +279,16 @@ def _with_true_epochs(loop: Mapping[str, Any], at_end: bool) -> dict[str, Any]:
         at_end: Whether the loaders have nothing left of their epoch, as far as is known.
     """
     epochs = {which: dict(counts) for which, counts in loop["epoch_progress"].items()}
-    batches, now = loop["epoch_loop.batch_progress"], epochs["total"]
-    if now["ready"] == now["started"] + 1:
+    batches, total = loop["epoch_loop.batch_progress"], epochs["total"]
+    if total["ready"] == total["started"] + 1:
         # Saved as an epoch began, but the count of batches is that of the previous one.
         for counts in epochs.values():
             counts["ready"] -= 1
-    elif now["ready"] == now["processed"] and batches["current"]["ready"] and not (batches["is_last_batch"] or at_end):
+    elif (
+        total["ready"] == total["processed"]
+        and batches["current"]["ready"]
+        and not (batches["is_last_batch"] or at_end)
+    ):
         # max_steps or a callback has ended the fit, and Lightning has counted the epoch as done.
         for counts in epochs.values():
             counts["processed"] -= 1
@@ -296,21 +300,24 @@ def _recount_batches(loop: Any, combined: Any) -> None:
     """Convert Lightning's count of an epoch's batches, which is per rank, to this number of ranks."""
     progress, batches = loop.epoch_loop.batch_progress, loop.max_batches
     batch_was_done = loop.epoch_loop.restarted_on_train_batch_end
-    counted = done = progress.current.completed + batch_was_done  # where Lightning will continue
+    counted = batches_done = progress.current.completed + batch_was_done  # where Lightning will continue
     position = position_of(deciding_loader(combined))
     if progress.is_last_batch and batches == math.inf:
         if batch_was_done:  # without a length Lightning would continue counting
             for moment in ("ready", "started", "processed", "completed"):
                 setattr(progress.current, moment, getattr(progress.current, moment) - counted)
     elif progress.is_last_batch:
-        done = batches
+        batches_done = batches
     elif position is not None and position.restored is not None:
-        done = position.batches_done(position.restored, batches)
+        batches_done = position.batches_done(position.restored, batches)
     for counts in (progress.total, progress.current):
         for moment in ("ready", "started", "processed", "completed"):
-            setattr(counts, moment, getattr(counts, moment) + done - counted)
+            setattr(counts, moment, getattr(counts, moment) + batches_done - counted)
 
 
 def _of_other_strategies(state: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What Lightning saves: the states of rank 0."""
-    return [{"loader": "the data loader", "ranks": [own]} for own in state.get("combined_loader", [])]
+    return [
+        {"loader": "the data loader", "ranks": [state_of_loader]}
+        for state_of_loader in state.get("combined_loader", [])
+    ]

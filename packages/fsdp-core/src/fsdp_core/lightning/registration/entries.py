@@ -55,6 +55,9 @@ _HOMES = {
     ),
 }
 
+# The method of Lightning's connectors that tests what the user gave as strategy= against the registry's names.
+_CONNECTORS_TEST = "_check_config_and_set_final_flags"
+
 # "auto" never reaches a registry; Lightning registers "single_tpu" only after its strategies module has run.
 _RESERVED = frozenset({"auto", "single_tpu"})
 
@@ -79,11 +82,11 @@ class LazyStrategy:
 
 
 def _of_another_package(what: str, instead: tuple[str, str]) -> StrategyUnavailableError:
-    written, right = instead
+    imported, replacement = instead
     return StrategyUnavailableError(
         f"{what} works with the package 'lightning' (pip install lightning), "
-        f"but this script imports {written.split()[1]!r}, whose classes are others.\n"
-        f"Write `{right}` in place of `{written}`, everywhere in the script."
+        f"but this script imports {imported.split()[1]!r}, whose classes are others.\n"
+        f"Write `{replacement}` in place of `{imported}`, everywhere in the script."
     )
 
 
@@ -94,16 +97,16 @@ def _refuse_elsewhere(strategy: object, module: str) -> None:
         return
     if isinstance(strategy, sys.modules[module].Strategy):
         return
-    written = f"{type(strategy).__module__}.{type(strategy).__qualname__}"
+    class_name = f"{type(strategy).__module__}.{type(strategy).__qualname__}"
     if home.instead is not None:
-        raise _of_another_package(written, home.instead)
+        raise _of_another_package(class_name, home.instead)
     name = strategy.strategy_name
-    right = getattr(registry.describe(name), home.front_end)
-    if right is None:
+    replacement = getattr(registry.describe(name), home.front_end)
+    if replacement is None:
         registry.resolve(name, home.front_end)  # raises with the front ends that it works with
     raise UnsupportedCapabilityError(
-        f"{written} can't be given to {registry.FRONT_ENDS[home.front_end]}, which has a class of its own.\n"
-        f"Write `from {' import '.join(right.split(':'))}`, or strategy={name!r}."
+        f"{class_name} can't be given to {registry.FRONT_ENDS[home.front_end]}, which has a class of its own.\n"
+        f"Write `from {' import '.join(replacement.split(':'))}`, or strategy={name!r}."
     )
 
 
@@ -160,7 +163,7 @@ def _takes_over(name: str, home: _Home) -> bool:
     return (
         name == TAKEN_OVER
         and home.instead is None
-        and any(one.canonical_name == registry.FIRST_PARTY[name] for one in registry.claimants(name))
+        and any(provider.canonical_name == registry.FIRST_PARTY[name] for provider in registry.claimants(name))
     )
 
 
@@ -194,18 +197,22 @@ class StrategyNames(list[str]):
     def __contains__(self, name: object) -> bool:
         if super().__contains__(name):
             return True
-        if sys._getframe(1).f_code.co_name != "_check_config_and_set_final_flags":
-            return False
-        if not isinstance(name, str):
-            _refuse_elsewhere(name, self._module)
-        elif self._looks_like_ours(name):
-            raise registry.unknown_strategy(name, self._lightnings())
+        caller = sys._getframe(1).f_code.co_name
+        if caller == _CONNECTORS_TEST:
+            self._refuse(name)
         return False
 
-    def _looks_like_ours(self, name: str) -> bool:
-        ours, _ = registry.likeness(name, registry.known_names())
-        lightnings, _ = registry.likeness(name, self._lightnings())
-        return "fsdp" in name or (ours >= registry.CUTOFF and ours > lightnings)
+    def _refuse(self, strategy: object) -> None:
+        """Raise our error about what a connector is to use and this registry lacks, if it is ours or looks like it."""
+        if not isinstance(strategy, str):
+            _refuse_elsewhere(strategy, self._module)
+        elif self._looks_like_ours(strategy):
+            raise registry.unknown_strategy(strategy, self._lightning_names())
 
-    def _lightnings(self) -> Iterable[str]:
+    def _looks_like_ours(self, name: str) -> bool:
+        our_likeness, _ = registry.likeness(name, registry.known_names())
+        lightning_likeness, _ = registry.likeness(name, self._lightning_names())
+        return "fsdp" in name or (our_likeness >= registry.CUTOFF and our_likeness > lightning_likeness)
+
+    def _lightning_names(self) -> Iterable[str]:
         return sorted(set(self) - set(registry.known_names()))

@@ -73,23 +73,23 @@ def consolidate_lightning(
     check_file(out, overwrite=overwrite)
     nest = _with_places(files, dtype)
     try:
-        whole = as_trainers_file(nest)
-        chosen = None if whole is not None else _choose(files, nest, key, optimizer_keys)
+        contents = as_trainers_file(nest)
+        chosen = None if contents is not None else _choose(files, nest, key, optimizer_keys)
         if chosen is not None:
-            whole = from_fabric(nest, *chosen, others=_others(files, *chosen), version=_lightning_version())
+            contents = from_fabric(nest, *chosen, left_out=_left_out_keys(files, *chosen), version=_lightning_version())
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointFormatError(
             f"{files.folder} has optimizers in a layout that no strategy saves: {error!r}. Save it again."
         ) from error
-    assert whole is not None
+    assert contents is not None
     if chosen is None and (key not in (None, "model") or optimizer_keys):
         raise CheckpointMismatchError(
             f"{files.folder} was saved by a Trainer: its model is 'model', and it holds all optimizers in order.\n"
             "Leave out key= and optimizer_keys= (--key, --optimizer-key), which are for checkpoints of Fabric."
         )
-    archive = TorchZip(whole)
+    archive = TorchZip(contents)
     manifest = files.manifest
     total = archive.nbytes + (sum(entry.size for entry in manifest.files.values()) if verify else 0)
     on_bytes = counter(total, on_progress)
@@ -101,7 +101,7 @@ def consolidate_lightning(
         tensors=archive.tensors,
         nbytes=archive.nbytes,
         aliases={},
-        left_out={} if chosen is None else dict.fromkeys(_others(files, *chosen), "is not of this model"),
+        left_out={} if chosen is None else dict.fromkeys(_left_out_keys(files, *chosen), "is not of this model"),
     )
 
 
@@ -122,36 +122,40 @@ def _choose(
         )
     if key is None and len(models) > 1:
         raise CheckpointMismatchError(
-            f"{files.folder} holds {len(models)} models ({_shown(models)}): choose one with key= (--key)"
+            f"{files.folder} holds {len(models)} models ({_list_keys(models)}): choose one with key= (--key)"
         )
     model = models[0] if key is None else key
-    for given, known, kind, option in (
-        *((one, optimizers, "optimizer", "optimizer_keys= (--optimizer-key)") for one in optimizer_keys),
+    for chosen, keys, section, option in (
+        *((optimizer, optimizers, "optimizer", "optimizer_keys= (--optimizer-key)") for optimizer in optimizer_keys),
         (model, models, "model", "key= (--key)"),
     ):
-        if given not in known:
+        if chosen not in keys:
             raise MissingKeyError(
-                f"no {kind} under {given!r} in {files.folder}. It holds {_shown(known)}; pass one as {option}"
+                f"no {section} under {chosen!r} in {files.folder}. It holds {_list_keys(keys)}; pass one as {option}"
             )
     for optimizer in optimizer_keys:
         foreign = _trained(nest, optimizer) - nest[model].keys()
         if foreign:
             raise CheckpointMismatchError(
                 f"the optimizer {optimizer!r} in {files.folder} trains {min(foreign)!r}, which is not in the model "
-                f"{model!r}.\nThe optimizers there are {_shown(optimizers)}: pass those of {model!r} as "
+                f"{model!r}.\nThe optimizers there are {_list_keys(optimizers)}: pass those of {model!r} as "
                 "optimizer_keys= (--optimizer-key, once for each)."
             )
     if optimizer_keys:
         return model, tuple(optimizer_keys)
-    fitting = [one for one in optimizers if _trained(nest, one) <= nest[model].keys()]
-    others = [
-        other for other in models if other != model for one in fitting if _trained(nest, one) <= nest[other].keys()
+    fitting = [optimizer for optimizer in optimizers if _trained(nest, optimizer) <= nest[model].keys()]
+    other_models = [
+        other_model
+        for other_model in models
+        if other_model != model
+        for optimizer in fitting
+        if _trained(nest, optimizer) <= nest[other_model].keys()
     ]
-    if len(fitting) > 1 or others:
-        named = " and ".join(["", *map(repr, dict.fromkeys(others))])
+    if len(fitting) > 1 or other_models:
+        named = " and ".join(["", *map(repr, dict.fromkeys(other_models))])
         raise CheckpointMismatchError(
-            f"{files.folder} holds optimizers ({_shown(fitting)}) that may belong to {model!r}{named}: pass those of "
-            f"{model!r}, in the order in which configure_optimizers() returns them, as optimizer_keys= "
+            f"{files.folder} holds optimizers ({_list_keys(fitting)}) that may belong to {model!r}{named}: pass those "
+            f"of {model!r}, in the order in which configure_optimizers() returns them, as optimizer_keys= "
             "(--optimizer-key, once for each)"
         )
     return model, tuple(fitting)
@@ -162,17 +166,21 @@ def _trained(nest: Mapping[str, Any], optimizer: str) -> set[str]:
     return {name for group in nest[optimizer]["param_groups"] for name in group["params"]}
 
 
-def _keys(files: StoredFiles, kind: str) -> list[str]:
+def _keys(files: StoredFiles, section: str) -> list[str]:
     """The user's keys of models, or of optimizers, in a checkpoint of Fabric."""
-    return ["/".join(split_path(path)) for path, found in files.manifest.kinds.items() if found == kind]
+    return [
+        "/".join(split_path(path)) for path, path_section in files.manifest.kinds.items() if path_section == section
+    ]
 
 
-def _shown(keys: Sequence[str]) -> str:
+def _list_keys(keys: Sequence[str]) -> str:
     return ", ".join(map(repr, keys)) or "none"
 
 
-def _others(files: StoredFiles, model: str, optimizers: Sequence[str]) -> list[str]:
-    return [one for kind in ("model", "optimizer") for one in _keys(files, kind) if one not in (model, *optimizers)]
+def _left_out_keys(files: StoredFiles, model: str, optimizers: Sequence[str]) -> list[str]:
+    return [
+        key for section in ("model", "optimizer") for key in _keys(files, section) if key not in (model, *optimizers)
+    ]
 
 
 def _lightning_version() -> str:
@@ -188,7 +196,7 @@ def _lightning_version() -> str:
 def _with_places(files: StoredFiles, dtype: str | None) -> dict[str, Any]:
     """The state, with each tensor replaced by its location in a file."""
     reader, manifest = TensorBytes(files), files.manifest
-    models = tuple(f"{path}/" for path, kind in manifest.kinds.items() if kind == "model")
+    models = tuple(f"{path}/" for path, section in manifest.kinds.items() if section == "model")
 
     small = set() if manifest.state_tensors is None else set(files.header(manifest.state_tensors))
 
@@ -199,8 +207,10 @@ def _with_places(files: StoredFiles, dtype: str | None) -> dict[str, Any]:
         if tag == "$tensor" and isinstance(name, str) and name in small:
             small.discard(name)  # only once, or a small file could request any amount of memory
             return ArrayToWrite(name=f"${name}", source=reader.small_source(name))
-        where = files.folder.path(manifest.state_file)
-        raise CheckpointFormatError(f"{where} refers to a tensor {name!r} that does not exist, or refers to it twice")
+        state_file = files.folder.path(manifest.state_file)
+        raise CheckpointFormatError(
+            f"{state_file} refers to a tensor {name!r} that does not exist, or refers to it twice"
+        )
 
     try:
         nest = decode(read_plain(files), on_tensor)

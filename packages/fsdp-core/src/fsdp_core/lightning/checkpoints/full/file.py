@@ -34,10 +34,10 @@ def gathered(value: Any, backend: Backend) -> Any:
     that share memory stay shared.
     """
     if isinstance(value, dict):
-        done = {k: gathered(value[k], backend) for k in sorted(value, key=str)}  # in one order on all ranks
+        children = {k: gathered(value[k], backend) for k in sorted(value, key=str)}  # in one order on all ranks
         if is_saved_in_blocks(value) and backend.runtime.rank == 0:
-            return whole_again(done)
-        return {k: done[k] for k in value}
+            return whole_again(children)
+        return {k: children[k] for k in value}
     if isinstance(value, list):
         return [gathered(v, backend) for v in value]
     if type(value) is tuple:
@@ -47,7 +47,7 @@ def gathered(value: Any, backend: Backend) -> Any:
 
 def write_full(
     path: str,
-    whole: dict[str, Any],
+    full_state: dict[str, Any],
     live: Any,
     *,
     write: Callable[[dict[str, Any]], None],
@@ -59,7 +59,7 @@ def write_full(
 
     Args:
         path: The file.
-        whole: The gathered state, on rank 0.
+        full_state: The gathered state, on rank 0.
         live: What it was gathered from. Tensors that share memory with it are copied if they are written later.
         write: Writes the file.
         runtime: The ranks.
@@ -70,13 +70,13 @@ def write_full(
         CheckpointError: The file can't be written; or, in the background, the state can't be copied.
     """
     if async_saves is None:
-        write_on_rank_zero(path, lambda: write(whole), runtime, replaces_any)
+        write_on_rank_zero(path, lambda: write(full_state), runtime, replaces_any)
         return
     copy: dict[str, Any] = {}
 
     def stage() -> None:
         if runtime.rank == 0:
-            copy.update(_copied(whole, _host_memory(live), {}))
+            copy.update(_copied(full_state, _host_memory(live), {}))
 
     together_each(runtime, f"preparing to save {path}", stage)
     async_saves.run(f"saving {path}", lambda ranks: write_on_rank_zero(path, lambda: write(copy), ranks, replaces_any))
@@ -167,10 +167,10 @@ def read_full_file(path: str, weights_only: bool | None) -> Any:
     Raises:
         CheckpointFormatError: There is no such file, or it can't be read without executing code.
     """
-    place = open_folder(path)
-    if place.kind() == "missing":
+    folder = open_folder(path)
+    if folder.kind() == "missing":
         raise CheckpointFormatError(f"there is no checkpoint at {path}.\nCheck the path; it is read on every host.")
-    with place.fs.open(place.root, "rb") as stream:
+    with folder.fs.open(folder.root, "rb") as stream:
         if not zipfile.is_zipfile(stream):
             raise CheckpointFormatError(
                 f"{path} is a file, but not one that torch.save has completed: a sharded checkpoint is a folder, a "
@@ -180,8 +180,8 @@ def read_full_file(path: str, weights_only: bool | None) -> Any:
         stream.seek(0)
         try:
             safe = weights_only is not False
-            if place.local:
-                return torch.load(place.root, map_location="cpu", weights_only=safe, mmap=True)
+            if folder.local:
+                return torch.load(folder.root, map_location="cpu", weights_only=safe, mmap=True)
             return torch.load(stream, map_location="cpu", weights_only=safe)
         except Exception as error:
             raise CheckpointFormatError(

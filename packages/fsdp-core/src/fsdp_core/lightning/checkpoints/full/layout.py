@@ -36,11 +36,11 @@ def as_trainers_file(nest: Mapping[str, Any]) -> dict[str, Any] | None:
     Raises:
         CheckpointMismatchError: Its model is no state dict.
     """
-    rest = nest.get("trainer")
-    if "model" not in nest or not isinstance(rest, Mapping) or "pytorch-lightning_version" not in rest:
+    plain = nest.get("trainer")
+    if "model" not in nest or not isinstance(plain, Mapping) or "pytorch-lightning_version" not in plain:
         return None
     optimizers = {"optimizer_states": [numbered(state) for state in nest["optimizer"]]} if "optimizer" in nest else {}
-    return {**rest, "state_dict": _state_dict(nest, "model"), **optimizers}
+    return {**plain, "state_dict": _state_dict(nest, "model"), **optimizers}
 
 
 def _state_dict(nest: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -53,7 +53,7 @@ def _state_dict(nest: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def from_fabric(
-    nest: Mapping[str, Any], model: str, optimizers: Sequence[str], *, others: Sequence[str], version: str
+    nest: Mapping[str, Any], model: str, optimizers: Sequence[str], *, left_out: Sequence[str], version: str
 ) -> dict[str, Any]:
     """The contents of a folder saved by Fabric, under the keys of a Trainer's file.
 
@@ -61,7 +61,7 @@ def from_fabric(
         nest: The user's state.
         model: The key of a model in it.
         optimizers: The keys of its optimizers, in the order in which ``configure_optimizers`` returns them.
-        others: The keys of what is left out: other models and optimizers.
+        left_out: The keys of what is left out: other models and optimizers.
         version: The Lightning version of the layout.
 
     Raises:
@@ -74,11 +74,11 @@ def from_fabric(
         "optimizer_states": [numbered(nest[key]) for key in optimizers],
         "lr_schedulers": [],
     }
-    rest = {key: value for key, value in nest.items() if key not in (model, *optimizers, *others)}
-    taken = sorted(rest.keys() & ours.keys())
-    if taken:
+    plain = {key: value for key, value in nest.items() if key not in (model, *optimizers, *left_out)}
+    conflicts = sorted(plain.keys() & ours.keys())
+    if conflicts:
         raise CheckpointMismatchError(
-            f"the checkpoint of Fabric holds {taken[0]!r}, a key that a Lightning file uses for something else.\n"
+            f"the checkpoint of Fabric holds {conflicts[0]!r}, a key that a Lightning file uses for something else.\n"
             "Save it under another key, or write the model alone by --to safetensors."
         )
-    return {"epoch": 0, "global_step": 0, **rest, **ours}
+    return {"epoch": 0, "global_step": 0, **plain, **ours}

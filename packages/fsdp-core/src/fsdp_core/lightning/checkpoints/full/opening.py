@@ -39,11 +39,11 @@ def read_whole(path: StrPath, map_location: MapLocation = None) -> dict[str, Any
         CheckpointFormatError: There is no complete checkpoint that this version can read.
     """
     nest = load(path)
-    whole = as_trainers_file(nest)
-    if whole is None:
+    contents = as_trainers_file(nest)
+    if contents is None:
         kinds = read_manifest(path).kinds
-        whole = {k: numbered(v) if kinds.get(join_path(k)) == "optimizer" else v for k, v in nest.items()}
-    return _Reader(map_location).read(whole)  # type: ignore[no-any-return]
+        contents = {k: numbered(v) if kinds.get(join_path(k)) == "optimizer" else v for k, v in nest.items()}
+    return _Reader(map_location).read(contents)  # type: ignore[no-any-return]
 
 
 class _Reader:
@@ -72,13 +72,13 @@ class _Reader:
         return self._placed(value) if isinstance(value, Tensor) else value
 
     def _placed(self, tensor: Tensor) -> Tensor:
-        where = self._map_location
-        if callable(where):
-            storage = where(tensor.untyped_storage(), "cpu")
+        map_location = self._map_location
+        if callable(map_location):
+            storage = map_location(tensor.untyped_storage(), "cpu")
             if storage is None:
                 return tensor
-            there = torch.empty(0, dtype=tensor.dtype, device=storage.device)
-            return there.set_(storage, 0, tensor.shape, tensor.stride())
-        if isinstance(where, Mapping):
-            where = where.get("cpu")
-        return tensor if where is None else tensor.to(where)
+            moved = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+            return moved.set_(storage, 0, tensor.shape, tensor.stride())
+        if isinstance(map_location, Mapping):
+            map_location = map_location.get("cpu")
+        return tensor if map_location is None else tensor.to(map_location)
