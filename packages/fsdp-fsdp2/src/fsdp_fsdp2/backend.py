@@ -158,8 +158,8 @@ class FSDP2Backend(Backend):
     def check_shardable(self, module: nn.Module) -> None:
         super().check_shardable(module)
         if was_begun(module):
-            given = [name for name in self.options.given() if name not in _BESIDE]
-            refuse_beside(module, [*given, "parallelize_fn"] if self.options.parallelize_fn else given)
+            options_given = [name for name in self.options.given() if name not in _BESIDE]
+            refuse_beside(module, [*options_given, "parallelize_fn"] if self.options.parallelize_fn else options_given)
             check_no_context(self.runtime.mesh, "a module that its own code shards")
             _check_sharded_by_user(module)
         if self.options.parallelize_fn is not None:
@@ -279,9 +279,9 @@ class FSDP2Backend(Backend):
         }
 
     def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
-        known = sharded_of(module)
-        if isinstance(known, FSDP2Sharded):
-            known.check_not_interrupted()
+        already_sharded = sharded_of(module)
+        if isinstance(already_sharded, FSDP2Sharded):
+            already_sharded.check_not_interrupted()
         return super().shard(module, plan)
 
     def shard_module(self, module: nn.Module, plan: ShardingPlan) -> FSDP2Sharded:
@@ -292,8 +292,8 @@ class FSDP2Backend(Backend):
             size = self.runtime.mesh.tensor_parallel
             if size > 1 and (is_by_function or self.options.tp_plan is None) and not is_divided(module, self.runtime):
                 raise missing_plan(size)
-        given = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        on_host = {id(parameter) for unit in given for parameter in offloaded_parameters(unit)}
+        users_units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        on_host = {id(parameter) for unit in users_units for parameter in offloaded_parameters(unit)}
         styles = {module.get_submodule(name): (name, style) for name, style in plan.details[_STYLE].items()}
         names = {submodule: name for name, submodule in module.named_modules()}
         ties = _find_ties(module) if styles else []
@@ -321,7 +321,7 @@ class FSDP2Backend(Backend):
             give_back()
         if not is_by_function:
             prefetch(module, unit_modules, self.options.forward_prefetch_depth, self.options.backward_prefetch_depth)
-        for fsdp_module in given:
+        for fsdp_module in users_units:
             take_filled(fsdp_module)
         managed = {id(p) for part in module.modules() if isinstance(part, FSDPModule) for p in parameters_of(part)}
         kept_whole = [p for p in module.parameters() if id(p) not in managed]
@@ -339,8 +339,8 @@ class FSDP2Backend(Backend):
     def _fully_shard(self, unit: UnitModules, reshard: bool | int | None) -> None:
         """Apply ``fully_shard`` to a unit, without those of its own parameters that stay whole."""
         policy = self._mp_policy()
-        whole = unit.replicated() | set(filter(is_unshardable, unit.parameters()))
-        sharded = unit.parameters() - whole
+        unsharded = unit.replicated() | set(filter(is_unshardable, unit.parameters()))
+        sharded = unit.parameters() - unsharded
         _check_dtypes(unit.module, sharded)
         if any(parameter.is_complex() for parameter in sharded):  # torch would reduce them in a real dtype, and fail
             policy = replace(policy, param_dtype=None, reduce_dtype=None)
@@ -350,7 +350,7 @@ class FSDP2Backend(Backend):
             reshard_after_forward=reshard,
             mp_policy=policy,
             offload_policy=self._offload_policy(),
-            ignored_params=whole or None,
+            ignored_params=unsharded or None,
         )
 
     def _wrap_forward(self, module: nn.Module, units: Sequence[nn.Module]) -> None:
@@ -399,12 +399,12 @@ def _check_bases(cls: type[nn.Module]) -> None:
     """
     if _can_change(cls):
         return
-    modules = [one for one in reversed(cls.__mro__) if issubclass(one, nn.Module)]
-    unfit = next(one for one in modules if not _can_change(one))
-    first, *others = [base.__name__ for base in unfit.__bases__]
+    modules = [base for base in reversed(cls.__mro__) if issubclass(base, nn.Module)]
+    unfit = next(module_class for module_class in modules if not _can_change(module_class))
+    first, *other_bases = [base.__name__ for base in unfit.__bases__]
     raise ShardingError(
         f"{cls.__name__} can't be sharded by fully_shard, which changes the class of a module: Python refuses that "
-        f"where {first} is the first base.\nWrite class {unfit.__name__}({', '.join([*others, first])}), modules "
+        f"where {first} is the first base.\nWrite class {unfit.__name__}({', '.join([*other_bases, first])}), modules "
         "first; or use strategy='fsdp_native'."
     )
 
@@ -444,15 +444,15 @@ def _find_ties(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     for module in root.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(parameter, []).append((module, name))
-    return [found for found in places.values() if len(found) > 1]
+    return [holders for holders in places.values() if len(holders) > 1]
 
 
 def _check_dtypes(unit: nn.Module, parameters: set[nn.Parameter]) -> None:
     dtypes = {p.dtype for p in parameters if p.requires_grad}
     if len(dtypes) > 1:
         named = {p.dtype: name for name, p in unit.named_parameters() if p in parameters and p.requires_grad}
-        told = ", ".join(f"{name!r} in {dtype}" for dtype, name in named.items())
+        listing = ", ".join(f"{name!r} in {dtype}" for dtype, name in named.items())
         raise ShardingError(
-            f"one unit of sharding, {type(unit).__name__}, holds trainable parameters of several dtypes: {told}.\n"
+            f"one unit of sharding, {type(unit).__name__}, holds trainable parameters of several dtypes: {listing}.\n"
             "Convert them to one dtype, or make units of them that hold one each, with auto_wrap_policy."
         )

@@ -44,10 +44,10 @@ class FSDP2Ranks(ShardedStrategy):
     def __init__(self, *positional: Any, **options: Any) -> None:
         super().__init__(*positional, **options)
 
-    def _by_name(self, positional: Sequence[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        values = dict(given)
+    def _by_name(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+        values = dict(keywords)
         if positional and isinstance(positional[0], int | str):  # as strategies that take sizes first are called
-            sizes = {name: given.get(name, "auto") for name in ("data_parallel_size", "tensor_parallel_size")}
+            sizes = {name: keywords.get(name, "auto") for name in ("data_parallel_size", "tensor_parallel_size")}
             values.update(zip(sizes, sizes_by_position(positional, sizes), strict=True))
             positional = ()
         is_divided = values.get("tensor_parallel_size", "auto") not in (1, "auto")

@@ -34,20 +34,21 @@ class AxesMesh(DeviceMesh):
     _left_out: dict[tuple[str, ...], DeviceMesh] | None = None
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
-        asked = (names,) if isinstance(names, str) else tuple(names)
-        left_out = [name for name in asked if name in MESH_AXES and name not in (self.mesh_dim_names or ())]
+        axes = (names,) if isinstance(names, str) else tuple(names)
+        left_out = [name for name in axes if name in MESH_AXES and name not in (self.mesh_dim_names or ())]
         if not left_out:
             return super().__getitem__(names)
-        kept = tuple(name for name in asked if name not in left_out)
-        if kept:
+        remaining = tuple(name for name in axes if name not in left_out)
+        if remaining:
+            example = remaining if len(remaining) > 1 else remaining[0]
             raise KeyError(
                 f"the mesh axes {', '.join(left_out)} have one rank, and can't be sliced together with others.\n"
-                f"Write device_mesh[{kept if len(kept) > 1 else kept[0]!r}], and device_mesh[{left_out[0]!r}] apart."
+                f"Write device_mesh[{example!r}], and device_mesh[{left_out[0]!r}] apart."
             )
         self._left_out = self._left_out or {}
-        if asked not in self._left_out:
-            self._left_out[asked] = self._of_one_rank(asked)
-        return self._left_out[asked]
+        if axes not in self._left_out:
+            self._left_out[axes] = self._of_one_rank(axes)
+        return self._left_out[axes]
 
     def _of_one_rank(self, names: tuple[str, ...]) -> DeviceMesh:
         """Axes of this rank alone, as a slice of a mesh of all ranks, which torch combines with slices of this one."""
@@ -60,9 +61,9 @@ class AxesMesh(DeviceMesh):
 
 def ranks_along(mesh: DeviceMesh, axis: int) -> set[int]:
     """The ranks that differ from this one along an axis of a mesh only, itself included."""
-    here: list[Any] = list(mesh.get_coordinate() or ())
-    here[axis] = slice(None)
-    return set(mesh.mesh[tuple(here)].tolist())
+    index: list[Any] = list(mesh.get_coordinate() or ())
+    index[axis] = slice(None)
+    return set(mesh.mesh[tuple(index)].tolist())
 
 
 def sharding_mesh(mesh: DeviceMesh, axes: Mesh) -> DeviceMesh:
@@ -90,11 +91,11 @@ def device_mesh(runtime: Runtime) -> AxesMesh:
     return AxesMesh(runtime.device.type, ranks, mesh_dim_names=axes)
 
 
-def sizes_by_position(given: Sequence[Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
+def sizes_by_position(sizes: Sequence[Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
     """The sizes that a strategy was given by position, as NeMo's and Lightning's ``ModelParallelStrategy`` take them.
 
     Args:
-        given: What was given by position.
+        sizes: What was given by position.
         options: The sizes that may be, in their order, with what was given by keyword.
 
     Returns:
@@ -107,14 +108,14 @@ def sizes_by_position(given: Sequence[Any], options: Mapping[str, Any]) -> tuple
         >>> sizes_by_position((2,), {"data_parallel_size": "auto", "tensor_parallel_size": 4})
         (2, 4)
     """
-    by_position = dict(zip(options, given, strict=False))
+    by_position = dict(zip(options, sizes, strict=False))
     twice = [name for name in by_position if options[name] != "auto"]
-    if len(given) > len(options) or twice:
-        shown = ", ".join(map(repr, given))
+    if len(sizes) > len(options) or twice:
+        listing = ", ".join(map(repr, sizes))
         instead = ", ".join(f"{name}={value!r}" for name, value in by_position.items())
         why = f"{twice[0]} is given by keyword, too" if twice else f"only {' and '.join(options)} can be so given"
         raise UnsupportedCapabilityError(
-            f"the strategy was given {shown} by position, and {why}.\nWrite keywords: {instead}, and so on."
+            f"the strategy was given {listing} by position, and {why}.\nWrite keywords: {instead}, and so on."
         )
     return tuple({**options, **by_position}.values())
 
@@ -132,11 +133,11 @@ def check_sized(size_option: str, sizes: Mapping[str, object], **options: object
     Raises:
         UnsupportedCapabilityError: One is given, and the size is ``"auto"``.
     """
-    given = next((name for name, value in options.items() if value is not None and value is not False), None)
-    if given is not None and sizes[size_option] == "auto":
+    option = next((name for name, value in options.items() if value is not None and value is not False), None)
+    if option is not None and sizes[size_option] == "auto":
         raise UnsupportedCapabilityError(
-            f"{given} was given without {size_option}, which is 1 by default, so it would do nothing.\n"
-            f"Write {size_option}=2 or more; or {size_option}=1, which leaves {given} unused."
+            f"{option} was given without {size_option}, which is 1 by default, so it would do nothing.\n"
+            f"Write {size_option}=2 or more; or {size_option}=1, which leaves {option} unused."
         )
 
 

@@ -51,8 +51,8 @@ __all__ = ["FSDP2Sharded"]
 
 def _name_as_written(cls: type[FSDPModule]) -> None:
     """Give the class that ``fully_shard`` has made of a user's the name of that, which reprs and messages show."""
-    written = next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
-    cls.__name__, cls.__qualname__ = written.__name__, written.__qualname__
+    user_class = next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
+    cls.__name__, cls.__qualname__ = user_class.__name__, user_class.__qualname__
 
 
 class FSDP2Sharded(Sharded):
@@ -85,7 +85,7 @@ class FSDP2Sharded(Sharded):
         self,
         module: nn.Module,
         units: Sequence[nn.Module],
-        whole: Sequence[nn.Parameter],
+        unsharded: Sequence[nn.Parameter],
         *,
         casts: bool,
         runtime: Runtime,
@@ -93,7 +93,7 @@ class FSDP2Sharded(Sharded):
         super().__init__(module)
         self._fsdp = _fsdp(module)
         peers = runtime.along(*GRADIENT_AXES)
-        self.replicated = ReplicatedParameters(whole, module, peers, self.asks_accumulates) if whole else None
+        self.replicated = ReplicatedParameters(unsharded, module, peers, self.asks_accumulates) if unsharded else None
         self.units = [_fsdp(unit) for unit in (*units, module)]
         for unit in self.units:
             _name_as_written(type(unit))
@@ -122,9 +122,9 @@ class FSDP2Sharded(Sharded):
             ShardingError: There was such an exception.
         """
         if self.interrupted:
-            own = next(cls for cls in type(self.root).__mro__ if not issubclass(cls, FSDPModule))
+            user_class = next(cls for cls in type(self.root).__mro__ if not issubclass(cls, FSDPModule))
             raise ShardingError(
-                f"an exception has interrupted a step of {own.__name__}, and torch {torch.__version__} "
+                f"an exception has interrupted a step of {user_class.__name__}, and torch {torch.__version__} "
                 "can't recover a sharded module from that: its next losses would be wrong.\n"
                 "Build the module again and load a checkpoint, or upgrade to torch 2.13, which can recover it."
             )
@@ -200,8 +200,8 @@ class FSDP2Sharded(Sharded):
         return [*self.root.parameters(), *self.shards.values(), *gathered_parameters(self.units)]
 
     def written_since_gathered(self, numel: int, times: int) -> list[str]:
-        written = chain.from_iterable(written_since(unit, numel, times) for unit in self.units)
-        ids = set(map(id, written))
+        written_shards = chain.from_iterable(written_since(unit, numel, times) for unit in self.units)
+        ids = set(map(id, written_shards))
         return [clean_name(name) for name, shard in self.shards.items() if id(shard) in ids]
 
     def keep_writes(self) -> None:
@@ -244,11 +244,11 @@ class FSDP2Sharded(Sharded):
     def accumulated_gradients(self) -> HeldGradients:
         self.reshard()  # gathered parameters show the gradients that are collected below
         with self.unused.all_reduced(self._fsdp):
-            held = super().accumulated_gradients()
+            gradients = super().accumulated_gradients()
         layout = self.layout()
         for unit in self.units:
-            held.own.update((layout[shard][0].name, grad) for shard, grad in unreduced_gradients(unit))
-        return held
+            gradients.own.update((layout[shard][0].name, grad) for shard, grad in unreduced_gradients(unit))
+        return gradients
 
     def model_state(self) -> dict[str, Any]:
         self.reshard()

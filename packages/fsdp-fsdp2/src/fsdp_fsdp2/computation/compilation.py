@@ -49,10 +49,10 @@ def check_compile(compile: object, budget: object) -> dict[str, Any] | None:
         )
     backend = (keywords or {}).get("backend", "inductor")
     if isinstance(backend, str) and "backend" in (keywords or {}):
-        known = torch.compiler.list_backends(exclude_tags=())
-        if backend not in known:
+        backends = torch.compiler.list_backends(exclude_tags=())
+        if backend not in backends:
             raise UnsupportedCapabilityError(
-                f"compile has backend={backend!r}, which is none of torch's.\nWrite one of {', '.join(known)}."
+                f"compile has backend={backend!r}, which is none of torch's.\nWrite one of {', '.join(backends)}."
             )
     if budget is not None:
         _check_budget(budget, keywords, backend)
@@ -138,9 +138,12 @@ def compile_units(
                 "already.\nLeave out either the option compile, or torch.compile in the model."
             )
     if budget is not None:
-        others = {name: keywords[name] for name in keywords if name not in ("backend", "mode", "options")}
+        other_keywords = {name: keywords[name] for name in keywords if name not in ("backend", "mode", "options")}
         chosen = {name: keywords.get(name) for name in ("mode", "options", "dynamic")}
-        keywords = {**others, "backend": BudgetedCompiler(budget, keywords.get("backend", "inductor"), **chosen)}
+        keywords = {
+            **other_keywords,
+            "backend": BudgetedCompiler(budget, keywords.get("backend", "inductor"), **chosen),
+        }
     for unit in units:
         unit.forward = CompiledForward(unit.forward, keywords)
 

@@ -120,20 +120,20 @@ def compute_in_float8(
             f"Its linear layers are: {', '.join(list(sizes)[:10]) or 'none'}. Leave float8 out, or change the sizes."
         )
     for name, module in fits.items():
-        own = "hooks" if has_hooks(module) else "a forward of its own" if "forward" in vars(module) else ""
-        if own:
+        obstacle = "hooks" if has_hooks(module) else "a forward of its own" if "forward" in vars(module) else ""
+        if obstacle:
             raise ShardingError(
-                f"{name!r} has {own}, which the layer that torchao puts in its place would not have.\n"
+                f"{name!r} has {obstacle}, which the layer that torchao puts in its place would not have.\n"
                 "Give it to the module around it, or exclude the layer: float8_filter=lambda module, name: ..."
             )
     config = Float8LinearConfig(emulate=_emulated(device)) if float8 is True else float8
     chosen = {id(module) for module in fits.values()}
     convert_to_float8_training(root, config=config, module_filter_fn=lambda module, name: id(module) in chosen)
-    made: dict[int, nn.Module] = {}
+    replacements: dict[int, nn.Module] = {}
     for name, module in fits.items():
         if root.get_submodule(name) is module:  # torchao replaces it under the first of its names in one parent
-            root.set_submodule(name, made[id(module)])
-        new = made[id(module)] = root.get_submodule(name)
+            root.set_submodule(name, replacements[id(module)])
+        new = replacements[id(module)] = root.get_submodule(name)
         assert isinstance(new, Float8Linear)
         new.training = module.training
         for key, value in module.__dict__.items():  # that it is a unit, and what the user has noted

@@ -64,7 +64,7 @@ def check_reshard(policy: object) -> None:
     if isinstance(policy, bool | int | None):
         return
     if isinstance(policy, Collection) and not isinstance(policy, str | bytes) and policy:
-        wrong = [one for one in policy if not (isinstance(one, type) and issubclass(one, nn.Module))]
+        wrong = [element for element in policy if not (isinstance(element, type) and issubclass(element, nn.Module))]
         if not wrong:
             return
         raise UnsupportedCapabilityError(
@@ -105,7 +105,7 @@ def reshards(
             returned something else.
     """
     _check_divides(policy, ranks, tensor_parallel)
-    found: dict[nn.Module, bool | int | None] = {root: False if policy is False else None}
+    decisions: dict[nn.Module, bool | int | None] = {root: False if policy is False else None}
     of_class = tuple(policy) if isinstance(policy, Collection) else None
     if of_class is not None and not any(isinstance(unit, of_class) for unit in units):
         raise ShardingError(
@@ -123,8 +123,8 @@ def reshards(
                 "Return True, False, None, or the number of ranks to shard over."
             )
         _check_divides(chosen, ranks, tensor_parallel)
-        found[unit] = False if chosen is None and unit is units[-1] else chosen
-    return found
+        decisions[unit] = False if chosen is None and unit is units[-1] else chosen
+    return decisions
 
 
 def _check_divides(size: object, ranks: int, tensor_parallel: int) -> None:

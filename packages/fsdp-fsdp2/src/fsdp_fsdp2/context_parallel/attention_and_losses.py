@@ -68,7 +68,7 @@ class ContextParallel:
         self._has_attended = False
         self._running: list[_Before] = []
         self._looked_at: set[bool] = set()
-        self._left = False
+        self._has_left = False
         _replace_functions()
         root.register_forward_pre_hook(_enter)  # after the hook of fully_shard, and before those for transformers
         follow_transformers(root, lambda: _active)
@@ -98,7 +98,7 @@ class ContextParallel:
             ShardingError: It was the first one, and has not called attention.
         """
         global _active
-        self._left = not failed
+        self._has_left = not failed
         if not self._running:
             return
         before = self._running.pop()
@@ -125,8 +125,8 @@ class ContextParallel:
 
     def leave_after_error(self, root: nn.Module) -> None:
         """End a forward pass that an exception has ended: called after every one."""
-        if self._left:
-            self._left = False
+        if self._has_left:
+            self._has_left = False
         else:
             self.leave(root, failed=True)
 
@@ -163,14 +163,14 @@ class ContextParallel:
         """
         split = self.split
         length, keys = query.shape[-2], key.shape[-2]
-        if any(isinstance(one, DTensor) for one in (query, key, value)):
+        if any(isinstance(positions, DTensor) for positions in (query, key, value)):
             raise ShardingError(
                 "attention was called with DTensors, which context parallelism can't gather.\n"
                 "Let the layers before it return local tensors: ColwiseParallel(use_local_output=True), the default."
             )
-        for one in (length, keys):
-            if one not in split.lengths:
-                raise not_split(one, split.lengths)
+        for positions in (length, keys):
+            if positions not in split.lengths:
+                raise not_split(positions, split.lengths)
         if is_causal and (attn_mask is not None or length != keys):
             raise ShardingError(
                 f"is_causal=True with {'an attn_mask' if attn_mask is not None else f'{length} queries, {keys} keys'} "
@@ -240,15 +240,15 @@ def _rows(mask: Tensor, split: SequenceSplit, length: int, keys: int) -> Tensor:
 
 
 def _attend_by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-    theirs = _torchs["scaled_dot_product_attention"]
+    torchs_attention = _torchs["scaled_dot_product_attention"]
     if not isinstance(mask, CausalBias):
-        return theirs(query, key, value, mask, **options)  # type: ignore[no-any-return]
-    ours = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = theirs  # with which a CausalBias compares what it is passed to
+        return torchs_attention(query, key, value, mask, **options)  # type: ignore[no-any-return]
+    replacement = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = torchs_attention  # with which a CausalBias compares what it is passed to
     try:
-        return theirs(query, key, value, mask, **options)  # type: ignore[no-any-return]
+        return torchs_attention(query, key, value, mask, **options)  # type: ignore[no-any-return]
     finally:
-        F.scaled_dot_product_attention = ours
+        F.scaled_dot_product_attention = replacement
 
 
 def _acting() -> ContextParallel | None:
@@ -271,9 +271,9 @@ def _replace_functions() -> None:
         "cross_entropy": _cross_entropy,
         "nll_loss": _nll_loss,
     }
-    for name, ours in replacements.items():
-        _torchs[name] = theirs = getattr(F, name)
-        setattr(F, name, wraps(theirs)(ours))
+    for name, replacement in replacements.items():
+        _torchs[name] = original = getattr(F, name)
+        setattr(F, name, wraps(original)(replacement))
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:
@@ -354,9 +354,9 @@ def _mean_over_ranks(name: str, input: Tensor, target: Tensor, args: tuple[Any, 
                 "logits; or shift labels in the dataset. Models of transformers do it if they are given labels=."
             )
         return loss(input, target, *args, **kwargs)
-    kept = target != options.get("ignore_index", -100)
+    is_counted = target != options.get("ignore_index", -100)
     weight = options.get("weight")
-    count = kept.sum() if weight is None else weight[target[kept]].sum()
+    count = is_counted.sum() if weight is None else weight[target[is_counted]].sum()
     return split.weight(loss(input, target, **{**options, "reduction": "sum"}), count)
 
 

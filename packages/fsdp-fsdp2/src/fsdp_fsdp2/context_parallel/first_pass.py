@@ -29,9 +29,9 @@ def not_split(length: int, lengths: Collection[int]) -> ShardingError:
             "context parallelism was asked for, and no batch has been split: every rank computes on whole sequences.\n"
             "Write batch = fabric.strategy.split_batch(batch), or let fabric.setup_dataloaders() set up the loader."
         )
-    told = ", ".join(map(str, sorted(lengths)[:8]))
+    listing = ", ".join(map(str, sorted(lengths)[:8]))
     return ShardingError(
-        f"attention was called over {length} positions, and the parts of batches on this rank have had {told}.\n"
+        f"attention was called over {length} positions, and the parts of batches on this rank have had {listing}.\n"
         "Was this batch split? fabric.setup_dataloaders() and fabric.strategy.split_batch() do it. Models that add "
         "tokens to a sequence, or generate with a cache, can't be split: leave context_parallel_size out."
     )
@@ -106,8 +106,10 @@ def _plain_tables(root: nn.Module) -> Iterator[Tensor]:
     for module in root.modules():
         for name, value in vars(module).items():
             if name not in ("_parameters", "_buffers", "_modules"):
-                held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-                yield from (one for one in (value, *held) if isinstance(one, Tensor))
+                elements = (
+                    value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+                )
+                yield from (item for item in (value, *elements) if isinstance(item, Tensor))
 
 
 def _counts_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -122,14 +124,14 @@ def _counts_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
 
 def _cut_to(table: Tensor, index: Any, lengths: Collection[int]) -> int | None:
     """The length among some to which an index cuts a dimension that is longer."""
-    indices = [one for one in (index if isinstance(index, tuple) else (index,)) if one is not None]
-    if any(isinstance(one, Tensor) and one.dtype == torch.bool for one in indices):
+    indices = [item for item in (index if isinstance(index, tuple) else (index,)) if item is not None]
+    if any(isinstance(item, Tensor) and item.dtype == torch.bool for item in indices):
         return None  # a mask takes several dimensions
-    if Ellipsis in [one for one in indices if not isinstance(one, Tensor)]:
-        at = next(i for i, one in enumerate(indices) if one is Ellipsis)
+    if Ellipsis in [item for item in indices if not isinstance(item, Tensor)]:
+        at = next(i for i, item in enumerate(indices) if item is Ellipsis)
         indices[at : at + 1] = [slice(None)] * (table.ndim - len(indices) + 1)
-    for size, one in zip(table.shape, indices, strict=False):
-        begins = isinstance(one, slice) and one.start in (None, 0) and one.step in (None, 1)
-        if begins and type(one.stop) is int and one.stop in lengths and size > one.stop:
-            return int(one.stop)
+    for size, item in zip(table.shape, indices, strict=False):
+        begins = isinstance(item, slice) and item.start in (None, 0) and item.step in (None, 1)
+        if begins and type(item.stop) is int and item.stop in lengths and size > item.stop:
+            return int(item.stop)
     return None

@@ -63,8 +63,8 @@ def check_transformers(root: nn.Module) -> None:
 
 
 def _is_causal(model: nn.Module) -> bool | None:
-    said = {bool(module.is_causal) for module in model.modules() if hasattr(module, "is_causal")}
-    return said.pop() if len(said) == 1 else None
+    causal_flags = {bool(module.is_causal) for module in model.modules() if hasattr(module, "is_causal")}
+    return causal_flags.pop() if len(causal_flags) == 1 else None
 
 
 def follow_transformers(root: nn.Module, active: Callable[[], ContextParallel | None]) -> None:
@@ -182,12 +182,12 @@ def _mask(
     """
     if document is None and (padding is None or bool(padding.all())):
         return None
-    whole = document if document is not None else padding
-    assert whole is not None
-    keys = torch.ones_like(whole[0], dtype=torch.int64).cumsum(0) - 1
+    full = document if document is not None else padding
+    assert full is not None
+    keys = torch.ones_like(full[0], dtype=torch.int64).cumsum(0) - 1
     rows = keys.narrow(0, context.split.rank * length, length)
     sees = (rows[:, None] >= keys) if causal else torch.ones(length, len(keys), dtype=torch.bool, device=keys.device)
-    sees = sees.expand(len(whole), -1, -1)
+    sees = sees.expand(len(full), -1, -1)
     if document is not None:
         sees = sees & (document[:, rows, None] == document[:, None, :])
     if padding is not None:
@@ -202,7 +202,7 @@ def _shift(model: nn.Module, named: dict[str, Any], parameters: Any) -> None:
         loss = "ForCausalLM"  # the default of transformers, for a class whose name does not say it
     if loss in _BY_POSITION:
         return
-    takes_more = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    takes_more = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     if loss != "ForCausalLM" or not (takes_more or "shift_labels" in parameters):
         raise ShardingError(
             f"{_name(model)} computes a loss ({loss}) from labels= that is not known to be right on a part of "

@@ -46,21 +46,21 @@ def own_plan(root: nn.Module) -> dict[str, ParallelStyle]:
     Raises:
         ShardingError: None brings one, or one names a style that has no counterpart in torch.
     """
-    found: dict[str, ParallelStyle] = {}
+    styles_by_pattern: dict[str, ParallelStyle] = {}
     for name, style, owner in _plans(root, "_tp_plan"):
         if isinstance(style, str) and style not in _STYLES:
             raise ShardingError(
                 f"tp_plan='auto': {owner} wants the style {style!r} for {name!r}, which "
                 f"has no counterpart in torch.\nWrite the plan yourself; known are {', '.join(_STYLES)}."
             )
-        if name not in found:
-            found[name] = style if isinstance(style, ParallelStyle) else _STYLES[str(style)]()
-    if not found:
+        if name not in styles_by_pattern:
+            styles_by_pattern[name] = style if isinstance(style, ParallelStyle) else _STYLES[str(style)]()
+    if not styles_by_pattern:
         raise ShardingError(
             f"tp_plan='auto', but no submodule of {type(root).__name__} brings a plan as _tp_plan.\n"
             "Write tp_plan={'layers.*.up': ColwiseParallel(), 'layers.*.down': RowwiseParallel()} with its layers."
         )
-    return found
+    return styles_by_pattern
 
 
 def own_units(root: nn.Module) -> list[nn.Module] | None:
@@ -96,10 +96,12 @@ def own_units(root: nn.Module) -> list[nn.Module] | None:
 
 def _plans(root: nn.Module, attribute: str) -> list[tuple[str, object, str]]:
     """The entries of submodules' plans: a pattern of FQNs in ``root``, what it asks for, and whose it is."""
-    found: list[tuple[str, object, str]] = []
+    entries: list[tuple[str, object, str]] = []
     for prefix, module in root.named_modules():
-        own = getattr(module, attribute, None)
-        if isinstance(own, Mapping):
+        plan = getattr(module, attribute, None)
+        if isinstance(plan, Mapping):
             name = type(module).__name__
-            found += [(f"{prefix}.{pattern}" if prefix else pattern, asked, name) for pattern, asked in own.items()]
-    return found
+            entries += [
+                (f"{prefix}.{pattern}" if prefix else pattern, request, name) for pattern, request in plan.items()
+            ]
+    return entries

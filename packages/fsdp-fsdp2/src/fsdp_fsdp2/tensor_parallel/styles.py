@@ -200,7 +200,7 @@ def tensor_parallelize(
         if isinstance(style, ColwiseParallel | RowwiseParallel) and style.use_local_output:
             divided = [layout.dim for layout in style.output_layouts if isinstance(layout, Shard)]
             module.register_forward_hook(partial(_refuse_uneven, name, divided, mesh.size()))  # before the style's
-        frozen = {own for own, parameter in module.named_parameters() if not parameter.requires_grad}
+        frozen = {param_name for param_name, parameter in module.named_parameters() if not parameter.requires_grad}
         try:
             parallelize_module(module, mesh, style, src_data_rank=None)
         except (NotImplementedError, ValueError, AssertionError, RuntimeError) as error:
@@ -209,8 +209,8 @@ def tensor_parallelize(
                 f"{type(module).__name__}: {error}\nGive it another style, or leave it out of the plan."
             ) from error
         module.register_forward_hook(_refuse_recorded)
-        for own, parameter in module.named_parameters():
-            parameter.requires_grad_(own not in frozen)  # SequenceParallel makes new ones, all of them trained
+        for param_name, parameter in module.named_parameters():
+            parameter.requires_grad_(param_name not in frozen)  # SequenceParallel makes new ones, all of them trained
 
 
 def _refuse_recorded(module: nn.Module, args: object, output: object) -> None:
@@ -238,11 +238,12 @@ def _refuse_uneven(name: str, dims: Iterable[int], size: int, module: nn.Module,
         return
     for dim in dims if is_dtensor(output) else ():
         if output.shape[dim] % size:
-            whole = -(-output.shape[dim] // size) * size
+            next_multiple = -(-output.shape[dim] // size) * size
             raise ShardingError(
                 f"tp_plan divides dimension {dim} of what {name!r} returns, of shape {tuple(output.shape)}, among "
                 f"tensor_parallel_size={size} ranks, which does not divide it.\n"
-                f"Pad it, such as a sequence to {whole}; or leave the tensor whole, with output_layouts=Replicate()."
+                f"Pad it, such as a sequence to {next_multiple}; or leave the tensor whole, with "
+                "output_layouts=Replicate()."
             )
 
 
@@ -292,18 +293,22 @@ def tie_again(ties: Iterable[Iterable[tuple[nn.Module, str]]], root: nn.Module) 
     """
     names = {module: name for name, module in root.named_modules()}
     for places in ties:
-        (first, its_name), *others = places
-        kept = getattr(first, its_name)
-        for module, name in others:
-            other = getattr(module, name)
-            if other is kept:
+        (first, its_name), *other_places = places
+        first_parameter = getattr(first, its_name)
+        for module, name in other_places:
+            parameter = getattr(module, name)
+            if parameter is first_parameter:
                 continue
-            same = isinstance(other, DTensor) and isinstance(kept, DTensor) and other.placements == kept.placements
+            same = (
+                isinstance(parameter, DTensor)
+                and isinstance(first_parameter, DTensor)
+                and parameter.placements == first_parameter.placements
+            )
             if not same:
-                told = [f"{names[one]}.{its}".removeprefix(".") for one, its in places]
+                names_of_tied = [f"{names[owner]}.{param_name}".removeprefix(".") for owner, param_name in places]
                 raise ShardingError(
-                    f"{' and '.join(map(repr, told))} are one parameter, and tp_plan would divide it differently in "
-                    "each.\nGive both layers styles that divide the same dimension, such as RowwiseParallel for an "
-                    "nn.Embedding and ColwiseParallel for the nn.Linear that shares its weight; or leave both out."
+                    f"{' and '.join(map(repr, names_of_tied))} are one parameter, and tp_plan would divide it "
+                    "differently in each.\nGive both layers styles that divide the same dimension, such as RowwiseParallel "
+                    "for an nn.Embedding and ColwiseParallel for the nn.Linear that shares its weight; or leave both out."
                 )
-            setattr(module, name, kept)
+            setattr(module, name, first_parameter)

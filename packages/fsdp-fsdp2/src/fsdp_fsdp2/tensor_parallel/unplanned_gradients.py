@@ -56,15 +56,17 @@ def check_unplanned(parameters: Iterable[Tensor], layout: Layout, runtime: Runti
     unplanned = [p for p in parameters if p.requires_grad and not _is_divided(p, is_along_peers)]
     if not unplanned:
         return
-    own = torch.stack([_sketch(p).to(runtime.device) for p in unplanned])  # offloaded ones are on the host
-    mean = peers.all_reduce(own.clone(), "mean")
-    distances, norms = (own - mean).norm(dim=1), mean.norm(dim=1)
+    own_sketches = torch.stack([_sketch(p).to(runtime.device) for p in unplanned])  # offloaded ones are on the host
+    mean = peers.all_reduce(own_sketches.clone(), "mean")
+    distances, norms = (own_sketches - mean).norm(dim=1), mean.norm(dim=1)
     relative = distances / norms.clamp_min(max(float(norms.norm()) * NEGLIGIBLE, torch.finfo(torch.float32).tiny))
     worst = runtime.all_reduce(torch.nan_to_num(relative, nan=0.0, posinf=0.0), "max").tolist()
     names = [layout[p][0].name for p, by in zip(unplanned, worst, strict=True) if by > TOLERANCE]  # type: ignore[index]
     if names:
-        told = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        differ = f"the gradients of {told} differ between tensor-parallel ranks, each of which would train its own copy"
+        listing = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        differ = (
+            f"the gradients of {listing} differ between tensor-parallel ranks, each of which would train its own copy"
+        )
         states = peers.gather_objects(_generators(runtime))
         if any(runtime.gather_objects(states != states[:1] * len(states))):
             raise ShardingError(
@@ -87,7 +89,7 @@ def _is_divided(parameter: Tensor, is_along_peers: Callable[[DeviceMesh, int], b
     if not isinstance(parameter, DTensor):
         return False
     mesh, placements = parameter.device_mesh, parameter.placements
-    return any(is_along_peers(mesh, i) for i, one in enumerate(placements) if not one.is_replicate())
+    return any(is_along_peers(mesh, i) for i, placement in enumerate(placements) if not placement.is_replicate())
 
 
 def _sketch(parameter: Tensor) -> Tensor:

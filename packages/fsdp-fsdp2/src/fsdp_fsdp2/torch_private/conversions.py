@@ -59,13 +59,13 @@ def _swap_changed(swap: Any, t1: Tensor, t2: Tensor) -> None:
 
 def _are_same(a: DTensor, b: DTensor) -> bool:
     """Whether two DTensors are the same shard in the same memory."""
-    one, other = a.to_local().detach(), b.to_local().detach()
+    local_a, local_b = a.to_local().detach(), b.to_local().detach()
     return (
         a.device_mesh == b.device_mesh
         and a.placements == b.placements
         and a.shape == b.shape
-        and one.dtype == other.dtype
-        and one.device == other.device
-        and one.stride() == other.stride()
-        and one.data_ptr() == other.data_ptr()
+        and local_a.dtype == local_b.dtype
+        and local_a.device == local_b.device
+        and local_a.stride() == local_b.stride()
+        and local_a.data_ptr() == local_b.data_ptr()
     )

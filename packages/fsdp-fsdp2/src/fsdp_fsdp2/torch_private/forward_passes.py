@@ -24,7 +24,11 @@ __all__ = [
 def running_states(state: Any) -> list[Any]:
     """The states of the modules whose forward pass is running."""
     states = state._state_ctx.all_states
-    return [one for one in states if one._training_state.name == "FORWARD" and len(one._modules) == 1]
+    return [
+        running_state
+        for running_state in states
+        if running_state._training_state.name == "FORWARD" and len(running_state._modules) == 1
+    ]
 
 
 def resume_states(states: Sequence[Any], iteration: Any) -> None:

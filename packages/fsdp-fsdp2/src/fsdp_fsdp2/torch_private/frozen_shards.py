@@ -39,17 +39,17 @@ def carry_requires_grad(group: Any) -> None:
     ``fully_shard`` copies it from the shard when it gathers, and never back: a unit that stays gathered, as the last
     one and the root do, or sharded over fewer ranks, would forget that it was unfrozen.
     """
-    seen, state = vars(group).get(SEEN), group._sharded_state
-    if not seen or state is ShardedState.SHARDED:
+    previous, state = vars(group).get(SEEN), group._sharded_state
+    if not previous or state is ShardedState.SHARDED:
         return
     with without_torch_function():  # a method of the parameters' class, if they are of a subclass, is not asked for
-        now = list(map(HELD[state], group.fsdp_params))
-    if now == seen:
+        current = list(map(HELD[state], group.fsdp_params))
+    if current == previous:
         return
-    for parameter, before, required in zip(group.fsdp_params, seen, now, strict=True):
+    for parameter, before, required in zip(group.fsdp_params, previous, current, strict=True):
         if required != before:
             parameter.sharded_param.requires_grad_(required)
-    vars(group)[SEEN] = now
+    vars(group)[SEEN] = current
 
 
 def take_requires_grad(unit: FSDPModule) -> None:
@@ -82,8 +82,8 @@ def update_requires_grad(group: Any) -> None:
 
 def _follow_shards(group: Any) -> None:
     """Let what a unit has gathered be frozen and unfrozen as its shards were, which modules show between passes."""
-    seen, required = vars(group).get(SEEN), list(map(REQUIRED, group.fsdp_params))
-    if seen is None or required == seen:
+    previous, required = vars(group).get(SEEN), list(map(REQUIRED, group.fsdp_params))
+    if previous is None or required == previous:
         return
     for parameter, requires in zip(group.fsdp_params, required, strict=True):
         parameter._unsharded_param.requires_grad_(requires)

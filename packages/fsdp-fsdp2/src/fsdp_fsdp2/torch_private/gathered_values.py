@@ -90,10 +90,13 @@ def _places(group: Any) -> list[tuple[Any, list[tuple[nn.Module, str]]]] | None:
         return None
     places = []
     for parameter in group.fsdp_params:
-        of = parameter._module_info
-        held_by = [(of.module, of.param_name), *zip(of.shared_modules, of.shared_param_names, strict=True)]
-        kinds: list[Any] = [type(module) for module, _ in held_by]
-        sets_as_all = all(kind.__setattr__ is nn.Module.__setattr__ for kind in kinds)
+        module_info = parameter._module_info
+        held_by = [
+            (module_info.module, module_info.param_name),
+            *zip(module_info.shared_modules, module_info.shared_param_names, strict=True),
+        ]
+        module_classes: list[Any] = [type(module) for module, _ in held_by]
+        sets_as_all = all(module_class.__setattr__ is nn.Module.__setattr__ for module_class in module_classes)
         if not sets_as_all or type(parameter) is not FSDPParam:
             return None
         places.append((parameter, held_by))
@@ -106,9 +109,9 @@ _compiles_autograd: Callable[[], bool] = getattr(_fsdp_common, "compiled_autogra
 
 def _is_shown_at_once(group: Any) -> bool:
     """Whether a unit is sharded that was gathered before, and of which nothing is unusual."""
-    own = vars(group)
-    places = own[_PLACES]
-    was_gathered = places and SEEN in own and "to_unsharded" not in vars(places[0][0])
+    attributes = vars(group)
+    places = attributes[_PLACES]
+    was_gathered = places and SEEN in attributes and "to_unsharded" not in vars(places[0][0])
     return was_gathered and group._sharded_state is ShardedState.SHARDED
 
 
@@ -116,8 +119,8 @@ def _show_at_once(group: Any) -> bool:
     """Let modules hold the gathered parameters of a unit, in one loop. Nothing if there is more to do than that."""
     if not _is_shown_at_once(group):
         return False
-    own = vars(group)
-    places = own[_PLACES]
+    attributes = vars(group)
+    places = attributes[_PLACES]
     with without_torch_function():
         required = list(map(REQUIRED, group.fsdp_params))
         if required != list(map(HELD[ShardedState.UNSHARDED], group.fsdp_params)):
@@ -127,7 +130,7 @@ def _show_at_once(group: Any) -> bool:
             module._parameters[name] = parameter._unsharded_param
         parameter.sharded_state = ShardedState.UNSHARDED
     group._sharded_state = ShardedState.UNSHARDED
-    own[SEEN] = required
+    attributes[SEEN] = required
     return True
 
 
@@ -227,18 +230,22 @@ def _follow_written(group: Any) -> None:
     A graph that has saved that raises in torch, as in one process, instead of computing with other values.
     """
     attributes = vars(group)
-    before, now = attributes.get(WRITTEN), count_writes(group)
-    if now == before:
+    before, current = attributes.get(WRITTEN), count_writes(group)
+    if current == before:
         return
-    attributes[WRITTEN] = now
+    attributes[WRITTEN] = current
     if before:
-        written = [p for p, one, other in zip(group.fsdp_params, before, now, strict=False) if one != other]
-        gathered = [parameter._unsharded_param for parameter in written]
+        written_params = [
+            p
+            for p, count_before, count in zip(group.fsdp_params, before, current, strict=False)
+            if count_before != count
+        ]
+        gathered = [parameter._unsharded_param for parameter in written_params]
         increment_version(gathered)
         for each in gathered:
             if (value := getattr(each, "_fsdp_value", None)) is not None:
                 value.times += 1  # no write of the user's that the shards lack
-        attributes[_OUTDATED] = written
+        attributes[_OUTDATED] = written_params
 
 
 def written_since(unit: FSDPModule, numel: int, times: int) -> Iterator[nn.Parameter]:

@@ -52,47 +52,49 @@ class GatheredWrites:
         self._places = [parameter._module_info for parameter in self._parameters]
         for parameter, value in self._gathered:
             value.shard = partial(_shard_of, weakref.ref(parameter))
-        own = weakref.ref(self)
+        self_ref = weakref.ref(self)
         for index, (parameter, _) in enumerate(self._gathered):
             # by weak references, or a cycle would delay the release of memory
-            parameter.to_unsharded = partial(_follow_after, own, weakref.ref(parameter), index)
+            parameter.to_unsharded = partial(_follow_after, self_ref, weakref.ref(parameter), index)
         self._by_group: list[tuple[Any, list[Any], list[GatheredValue]]] = []
         values_of = dict(self._gathered)
         for index, group in enumerate(param_groups_of(unit)):
             self._by_group.append((group, list(group.fsdp_params), [values_of[p] for p in group.fsdp_params]))
-            vars(group)[KEEP] = partial(_keep_before, own, index)
+            vars(group)[KEEP] = partial(_keep_before, self_ref, index)
         module = cast("nn.Module", unit)
         self.is_of_root = unit is root
         self.stays_gathered = not self.is_of_root and any(
             not group._reshard_after_forward or group._use_post_forward_mesh for group in param_groups_of(unit)
         )
-        self._kept = (
+        self._staying_gathered = (
             [] if unit is root else [group for group in param_groups_of(unit) if not group._reshard_after_forward]
         )
-        for group in self._kept:
-            vars(group)[ENTER] = partial(_enter_before, own)
-        if self._kept:
-            module.register_forward_hook(partial(_leave, own))
+        for group in self._staying_gathered:
+            vars(group)[ENTER] = partial(_enter_before, self_ref)
+        if self._staying_gathered:
+            module.register_forward_hook(partial(_leave, self_ref))
 
     def check_own(self) -> None:
         """Refuse a call with other parameters than the unit's own."""
-        held = [place.module._parameters.get(place.param_name) for place in self._places]
-        if all(map(operator.is_, held, map(SHARD, self._parameters))):
+        current = [owner.module._parameters.get(owner.param_name) for owner in self._places]
+        if all(map(operator.is_, current, map(SHARD, self._parameters))):
             return
-        for (parameter, value), other in zip(self._gathered, held, strict=True):
-            if other is not parameter.sharded_param:
-                known = (getattr(parameter, name, None) for name in ("_unsharded_param", "_sharded_post_forward_param"))
-                value.check_own(other, *known)
+        for (parameter, value), parameter_there in zip(self._gathered, current, strict=True):
+            if parameter_there is not parameter.sharded_param:
+                gathered_forms = (
+                    getattr(parameter, name, None) for name in ("_unsharded_param", "_sharded_post_forward_param")
+                )
+                value.check_own(parameter_there, *gathered_forms)
 
     def enter(self) -> None:
         """Take parameters back for the unit, at the beginning of a pass, or to free them."""
-        for parameter, value in self._gathered if self._kept else ():
+        for parameter, value in self._gathered if self._staying_gathered else ():
             if hasattr(parameter, "_unsharded_param"):
                 value.enter(parameter._unsharded_param)
 
     def leave(self) -> None:
         """End one, after which its parameters stay gathered."""
-        for group in self._kept:
+        for group in self._staying_gathered:
             for parameter, value in self._gathered:
                 if parameter not in group.fsdp_params or parameter.sharded_state is not ShardedState.UNSHARDED:
                     continue
@@ -112,7 +114,9 @@ class GatheredWrites:
         Args:
             group: The index of the only group of parameters to look at.
         """
-        for own, parameters, values in self._by_group[slice(None) if group is None else slice(group, group + 1)]:
+        for param_group, parameters, values in self._by_group[
+            slice(None) if group is None else slice(group, group + 1)
+        ]:
             if not parameters or parameters[0].sharded_state is not ShardedState.UNSHARDED:
                 continue  # all of a group are in one state
             if _is_unwritten(parameters, values):
@@ -120,18 +124,19 @@ class GatheredWrites:
             for parameter, value in zip(parameters, values, strict=True):
                 if value.is_written(parameter._unsharded_param):
                     self._keep_of(parameter, value)
-            if WRITTEN in vars(own):
-                vars(own)[WRITTEN] = count_writes(own)  # by what is gathered, which need not be gathered again
+            if WRITTEN in vars(param_group):
+                # by what is gathered, which need not be gathered again
+                vars(param_group)[WRITTEN] = count_writes(param_group)
 
     def _keep_of(self, parameter: Any, value: GatheredValue) -> None:
         gathered = parameter._unsharded_param
         is_counted = value.is_counted(times_written(gathered))
         value.taken(gathered)
-        whole = gathered._local_tensor if isinstance(gathered, DTensor) else gathered
+        local_tensor = gathered._local_tensor if isinstance(gathered, DTensor) else gathered
         shard = parameter.sharded_param._local_tensor
         # of a part that tensor parallelism has left to this rank, ranks compare the name
-        shown = whole.new_zeros(1) if isinstance(gathered, DTensor) else whole
-        value.keep(_own_part(parameter, whole), shard, shown, self._values, is_counted=is_counted)
+        compared = local_tensor.new_zeros(1) if isinstance(gathered, DTensor) else local_tensor
+        value.keep(_own_part(parameter, local_tensor), shard, compared, self._values, is_counted=is_counted)
 
 
 _VERSION = operator.attrgetter("_unsharded_param._version")
@@ -190,14 +195,14 @@ def _let_go(of: weakref.ref[Any], of_parameter: weakref.ref[Any]) -> nn.Paramete
     return shard
 
 
-def _own_part(parameter: Any, whole: Tensor) -> Tensor | None:
+def _own_part(parameter: Any, full: Tensor) -> Tensor | None:
     """This rank's part of a gathered parameter; ``None`` for another library's class, which gathers in its own way."""
     if hasattr(parameter._sharded_local_tensor, "fsdp_post_all_gather"):
         return None
     mesh, dim = parameter.mesh_info, parameter.fsdp_placement.dim
-    parts = torch.chunk(whole.detach(), mesh.shard_mesh_size, dim)
+    parts = torch.chunk(full.detach(), mesh.shard_mesh_size, dim)
     if mesh.shard_mesh_rank < len(parts):
         part: Tensor = parts[mesh.shard_mesh_rank]
         return part
     shard: Tensor = parameter.sharded_param._local_tensor
-    return torch.empty_like(shard, dtype=whole.dtype)  # no elements
+    return torch.empty_like(shard, dtype=full.dtype)  # no elements

@@ -36,18 +36,18 @@ def without_hooks(root: nn.Module) -> Iterator[None]:
 
     The order of hooks is preserved.
     """
-    taken: list[tuple[Any, int, Any]] = []
+    torch_hooks: list[tuple[Any, int, Any]] = []
     classes: list[tuple[nn.Module, type]] = []
     states: list[tuple[nn.Module, str, Any]] = []
     for module in root.modules():
         for name in _HOOKS:
             hooks = getattr(module, name)
-            taken += [(hooks, key, hook) for key, hook in hooks.items() if is_of_torch(hook)]
+            torch_hooks += [(hooks, key, hook) for key, hook in hooks.items() if is_of_torch(hook)]
         if isinstance(module, FSDPModule):
             classes.append((module, type(module)))
         # a copy of the module would include these, process groups and all
         states += [(module, key, module.__dict__.pop(key)) for key in (STATE_KEY, REGISTRY_KEY) if key in vars(module)]
-    for hooks, key, _ in taken:
+    for hooks, key, _ in torch_hooks:
         hooks[key] = _nothing
     for module, _ in classes:
         module.__class__ = _users_class(cast(FSDPModule, module))  # FSDP's refuses copies
@@ -56,9 +56,9 @@ def without_hooks(root: nn.Module) -> Iterator[None]:
     finally:
         for module, name, state in states:
             module.__dict__[name] = state
-        for module, kind in classes:
-            module.__class__ = kind
-        for hooks, key, hook in taken:
+        for module, sharded_class in classes:
+            module.__class__ = sharded_class
+        for hooks, key, hook in torch_hooks:
             hooks[key] = hook
 
 

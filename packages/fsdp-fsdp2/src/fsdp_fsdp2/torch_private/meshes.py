@@ -20,5 +20,5 @@ def side_by_side(outer: DeviceMesh, inner: DeviceMesh, root: DeviceMesh) -> Devi
     """Two slices of one mesh as a mesh of two axes. Before torch 2.10, joined axes can be sliced by name instead."""
     if hasattr(DeviceMesh, "_concatenate"):
         return DeviceMesh._concatenate([outer, inner])
-    both: DeviceMesh = root[(*(outer.mesh_dim_names or ()), *(inner.mesh_dim_names or ()))]
-    return both
+    joined: DeviceMesh = root[(*(outer.mesh_dim_names or ()), *(inner.mesh_dim_names or ()))]
+    return joined

@@ -97,8 +97,8 @@ class AssignedData:
 
     def __init__(self, units: Iterable[FSDPModule]) -> None:
         self._parameters = [parameter for unit in units for parameter in fsdp_params_of(unit)]
-        self._seen: list[tuple[Any, Any, Any]] = [(None, None, None)] * len(self._parameters)
-        self._held: list[Any] = []
+        self._last_shards: list[tuple[Any, Any, Any]] = [(None, None, None)] * len(self._parameters)
+        self._last_storages: list[Any] = []
         self.check()
 
     def check(self) -> None:
@@ -109,15 +109,15 @@ class AssignedData:
         """
         with without_torch_function():
             # without a step of Python for each: torch returns the same object for a storage as long as that is held
-            held = [*map(_STORAGE, map(SHARD, self._parameters)), *map(_LOCAL_TENSOR, self._parameters)]
-        if len(held) == len(self._held) and all(map(operator.is_, held, self._held)):
+            storages = [*map(_STORAGE, map(SHARD, self._parameters)), *map(_LOCAL_TENSOR, self._parameters)]
+        if len(storages) == len(self._last_storages) and all(map(operator.is_, storages, self._last_storages)):
             return
-        self._held = held
+        self._last_storages = storages
         for index, parameter in enumerate(self._parameters):
             shard = parameter.sharded_param
             # the storage is kept alive, or another could reuse its address
             storage, local = shard.untyped_storage(), shard._local_tensor
-            before, storage_before, local_before = self._seen[index]
+            before, storage_before, local_before = self._last_shards[index]
             if before is shard and local is local_before and storage._cdata != storage_before._cdata:
                 name = parameter._param_fqn or parameter._module_info.param_name
                 raise ShardingError(
@@ -126,7 +126,7 @@ class AssignedData:
                     "Write parameter.data.copy_(values) instead, or an in-place operation under torch.no_grad(), such "
                     "as average.lerp_(parameter, 0.1)."
                 )
-            self._seen[index] = (shard, storage, local)
+            self._last_shards[index] = (shard, storage, local)
 
 
 def trainable_params(group: Any) -> list[Any]:
@@ -212,11 +212,11 @@ def set_accumulated_gradient(parameter: Any, grad: Tensor | None) -> None:
 
 def one_for_each_state(units: Iterable[nn.Module]) -> list[nn.Module]:
     """One module for each call of ``fully_shard``, which may have been given several modules to gather together."""
-    found: dict[int, nn.Module] = {}
+    first_units: dict[int, nn.Module] = {}
     for unit in units:
         state: Any = unit._get_fsdp_state() if isinstance(unit, FSDPModule) else unit
-        found.setdefault(id(state), unit)
-    return list(found.values())
+        first_units.setdefault(id(state), unit)
+    return list(first_units.values())
 
 
 def has_run(unit: FSDPModule) -> bool:

@@ -34,8 +34,8 @@ def speed_up(unit: FSDPModule) -> None:
         return
     state: Any = unit._get_fsdp_state()
     for each in (state, *param_groups_of(unit)):
-        kind: Any = type(each)
-        each.__class__ = _faster_class(kind)
+        original_class: Any = type(each)
+        each.__class__ = _faster_class(original_class)
     module = cast("nn.Module", unit)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
@@ -63,17 +63,17 @@ _NAMED = "_fsdp_fsdp2_"
 
 
 @functools.cache
-def _faster_class(kind: Any) -> Any:
+def _faster_class(original_class: Any) -> Any:
     """A class with the methods of one of torch's, in which those that are slow without need are faster."""
-    if _IS_FASTER in vars(kind):
-        return kind
-    faster: dict[str, Any] = {_IS_FASTER: True, "__module__": kind.__module__}
-    for name in dir(kind):
-        method = inspect.getattr_static(kind, name)
+    if _IS_FASTER in vars(original_class):
+        return original_class
+    faster: dict[str, Any] = {_IS_FASTER: True, "__module__": original_class.__module__}
+    for name in dir(original_class):
+        method = inspect.getattr_static(original_class, name)
         function = method.__func__ if isinstance(method, staticmethod) else method
-        if isinstance(function, FunctionType) and (own := _faster(function)) is not function:
-            faster[name] = staticmethod(own) if isinstance(method, staticmethod) else own
-    return type(kind.__name__, (kind,), faster)
+        if isinstance(function, FunctionType) and (faster_function := _faster(function)) is not function:
+            faster[name] = staticmethod(faster_function) if isinstance(method, staticmethod) else faster_function
+    return type(original_class.__name__, (original_class,), faster)
 
 
 _IS_FASTER = "_fsdp_fsdp2_is_faster"
@@ -98,9 +98,9 @@ def _faster(function: FunctionType) -> FunctionType:
         return function
     else:
         # in the same module, whose functions others may replace, by names of our own
-        asked = "torch" if "profiler" in code.co_names else "record_function"
-        function.__globals__.setdefault(_NAMED + asked, _NAMING[asked])
-        code = code.replace(co_names=tuple(_NAMED + name if name == asked else name for name in code.co_names))
-    own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells or None)
-    own.__kwdefaults__ = function.__kwdefaults__
-    return cast("FunctionType", functools.update_wrapper(own, function))
+        replaced_name = "torch" if "profiler" in code.co_names else "record_function"
+        function.__globals__.setdefault(_NAMED + replaced_name, _NAMING[replaced_name])
+        code = code.replace(co_names=tuple(_NAMED + name if name == replaced_name else name for name in code.co_names))
+    rebuilt = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells or None)
+    rebuilt.__kwdefaults__ = function.__kwdefaults__
+    return cast("FunctionType", functools.update_wrapper(rebuilt, function))

@@ -37,7 +37,7 @@ class RecordedGraphs:
     def __init__(self, groups: Sequence[Any], of_root: weakref.ref[Any]) -> None:
         self._groups, self._of_root = groups, of_root
         self._hooks: dict[Any, Any] = {}
-        self._kept: set[Any] = set()
+        self._kept_groups: set[Any] = set()
         self._records = self._exists = self.has_freed = False
         for group in groups:
             group.reshard = partial(_reshard_unless_kept, weakref.ref(self), weakref.ref(group))
@@ -67,7 +67,7 @@ class RecordedGraphs:
     def keep(self, group: Any) -> bool:
         """Whether a unit that torch would reshard is kept."""
         if self._exists and group._training_state in (TrainingState.FORWARD, TrainingState.POST_BACKWARD):
-            self._kept.add(group)
+            self._kept_groups.add(group)
             return True
         return False
 
@@ -77,8 +77,8 @@ class RecordedGraphs:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
-        kept, self._kept = self._kept, set()
-        for group in kept:
+        groups, self._kept_groups = self._kept_groups, set()
+        for group in groups:
             if not group.is_sharded:
                 self.has_freed = True
                 group.reshard()
@@ -88,10 +88,10 @@ class RecordedGraphs:
                     forget_writes(each)
 
 
-def _reshard_unless_kept(recorded: weakref.ref[RecordedGraphs], of: weakref.ref[Any]) -> None:
-    own = recorded()
-    group: Any = of()
-    if own is None or not own.keep(group):
+def _reshard_unless_kept(recorded: weakref.ref[RecordedGraphs], group_ref: weakref.ref[Any]) -> None:
+    graphs = recorded()
+    group: Any = group_ref()
+    if graphs is None or not graphs.keep(group):
         type(group).reshard(group)
 
 
@@ -109,8 +109,8 @@ def free_written(unit: FSDPModule, recorded: RecordedGraphs) -> bool:
     """
     freed = False
     for group in param_groups_of(unit):
-        before, now = vars(group).get(WRITTEN), count_writes(group)
-        if group.is_sharded or before is None or now == before:
+        before, current = vars(group).get(WRITTEN), count_writes(group)
+        if group.is_sharded or before is None or current == before:
             continue
         recorded.release()
         group._to_sharded()  # reshard() does nothing in a forward pass of a unit that stays gathered after it

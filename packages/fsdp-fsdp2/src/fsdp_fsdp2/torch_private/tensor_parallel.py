@@ -26,12 +26,12 @@ def _add_rightly() -> None:
     aten = torch.ops.aten
 
     def strategy(linearity: int, op_schema: Any) -> Any:
-        given = [
+        args_placements = [
             each.strategies[0].output_spec.placements for each in op_schema.args_schema if hasattr(each, "strategies")
         ]
-        waits = any(placement.is_partial() for placements in given for placement in placements)
-        is_norm = any(isinstance(one, of_norms) for placements in given for one in placements)
-        is_linear = not is_norm and (linearity == 2 or len(given) == 2)
+        waits = any(placement.is_partial() for placements in args_placements for placement in placements)
+        is_norm = any(isinstance(placement, of_norms) for placements in args_placements for placement in placements)
+        is_linear = not is_norm and (linearity == 2 or len(args_placements) == 2)
         if waits and not is_linear and op_schema.is_inplace_op():
             raise RuntimeError(
                 f"{op_schema.op} on a DTensor that waits for a reduction is wrong in torch {torch.__version__}: "

@@ -56,9 +56,10 @@ def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites, unus
     of_state = weakref.ref(state)
 
     def show(tensors: list[Tensor]) -> None:
-        own = of_state()
-        if own is not None and own._training_state.name != "PRE_BACKWARD":  # otherwise, its activations are recomputed
-            own._register_pre_backward_hook(tensors)
+        live_state = of_state()
+        # in PRE_BACKWARD, its activations are recomputed
+        if live_state is not None and live_state._training_state.name != "PRE_BACKWARD":
+            live_state._register_pre_backward_hook(tensors)
 
     calls = UnitCalls(show, module.modules(), _REFUSED)
     of_root, of_writes, of_unused = weakref.ref(cast("Any", root)), weakref.ref(writes), weakref.ref(unused)
@@ -166,9 +167,9 @@ def _remove_argument(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
 def _put_around(hooks: dict[int, Any], first: Sequence[int], second: Sequence[int]) -> None:
     """Put hooks before and after those of ``fully_shard``, and leave the others in their order."""
     order = [key for key in hooks if key not in (*first, *second)]
-    of_fsdp = [place for place, key in enumerate(order) if is_of_torch(hooks[key], OF_FSDP)]
+    of_fsdp = [index for index, key in enumerate(order) if is_of_torch(hooks[key], OF_FSDP)]
     order[of_fsdp[-1] + 1 : of_fsdp[-1] + 1] = second
     order[of_fsdp[0] : of_fsdp[0]] = first
-    kept = {key: hooks[key] for key in order}
+    ordered_hooks = {key: hooks[key] for key in order}
     hooks.clear()
-    hooks.update(kept)
+    hooks.update(ordered_hooks)

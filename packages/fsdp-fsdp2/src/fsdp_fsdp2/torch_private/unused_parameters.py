@@ -198,8 +198,12 @@ class UnusedParameters:
         self._step.on = False  # a pass in a hook of this one's loss may have ended, and this one have reached no unit
         accumulates, running = self.accumulates(), running_states(state)
         iteration = state._state_ctx.iter_forward_root
-        kept = self._groups if self.recorded else [group for one in running for group in param_groups_in(one)]
-        settings = [(group, group.reshard_after_backward) for group in kept]
+        groups = (
+            self._groups
+            if self.recorded
+            else [group for running_state in running for group in param_groups_in(running_state)]
+        )
+        settings = [(group, group.reshard_after_backward) for group in groups]
         self._ending = True
         try:
             for group, _ in settings:
@@ -344,7 +348,7 @@ class _Lacking:
 
     def __init__(self, runtime: Runtime, peers: Runtime) -> None:
         self._peers = peers
-        self._pass, self._told = 0, False
+        self._pass, self._is_counted = 0, False
         self._before: str | None = None
         if peers.world_size > 1:
             self._store: Any = dist.distributed_c10d._get_default_store()
@@ -357,20 +361,20 @@ class _Lacking:
 
     def tell(self) -> None:
         """Count this rank. Called before it joins a reduction."""
-        if not self._told and self._peers.world_size > 1:
+        if not self._is_counted and self._peers.world_size > 1:
             self._store.add(self._key(), 1)
-            self._told = True
+            self._is_counted = True
 
     def take_back(self) -> None:
         """Forget a backward pass that an exception has ended, and that is run again."""
-        if self._told:
+        if self._is_counted:
             self._store.add(self._key(), -1)
-            self._told = False
+            self._is_counted = False
 
     def end(self) -> bool:
         """End a backward pass: whether all ranks have counted themselves."""
-        told, self._told = self._told, False
-        key = self._key() if told else None
+        was_counted, self._is_counted = self._is_counted, False
+        key = self._key() if was_counted else None
         self._pass += 1
         if key is None:
             return False
@@ -406,11 +410,11 @@ def _count_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *a
         return type(group).pre_forward(group, *args)
 
 
-def _note_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *args: Any) -> None:
-    own = unused()
-    group: Any = of()
-    if own is not None:
-        own.pre_backward()
+def _note_first(unused: weakref.ref[UnusedParameters], group_ref: weakref.ref[Any], *args: Any) -> None:
+    unused_parameters = unused()
+    group: Any = group_ref()
+    if unused_parameters is not None:
+        unused_parameters.pre_backward()
     if (enter := vars(group).get(ENTER)) is not None:
         enter()
     type(group).pre_backward(group, *args)

@@ -68,5 +68,5 @@ def _note_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     """Note the parameters of a module that was copied, which torch does without registering them."""
     for module in () if child is None else child.modules():
         if module not in _built:
-            for own, parameter in module._parameters.items():
-                _note_parameter(module, own, parameter)
+            for attribute, parameter in module._parameters.items():
+                _note_parameter(module, attribute, parameter)

@@ -17,12 +17,12 @@ __all__ = ["ParallelizeFunction", "call_parallelize_fn", "check_parallelize_fn"]
 ParallelizeFunction = Callable[..., nn.Module]
 
 
-def check_parallelize_fn(function: object, given: Collection[str], arguments: Collection[str]) -> None:
+def check_parallelize_fn(function: object, options_given: Collection[str], arguments: Collection[str]) -> None:
     """Refuse what can't be called with a module and a mesh, or would not get an option that was given.
 
     Args:
         function: The option.
-        given: The names of the options that it replaces and that were given.
+        options_given: The names of the options that it replaces and that were given.
         arguments: The names of all that it may take.
 
     Raises:
@@ -37,13 +37,13 @@ def check_parallelize_fn(function: object, given: Collection[str], arguments: Co
         )
     parameters = inspect.signature(function).parameters
     try:
-        inspect.signature(function).bind(None, None, **dict.fromkeys(_taken(parameters, arguments)))
+        inspect.signature(function).bind(None, None, **dict.fromkeys(_accepted_names(parameters, arguments)))
     except TypeError as error:
         raise UnsupportedCapabilityError(
             f"parallelize_fn={_name(function)} can't be called with a module and a mesh: {error}.\n"
             f"Write it as def parallelize(module, device_mesh, **options); options are {', '.join(arguments)}."
         ) from error
-    dropped = [name for name in given if name not in _taken(parameters, given)]
+    dropped = [name for name in options_given if name not in _accepted_names(parameters, options_given)]
     if dropped:
         raise UnsupportedCapabilityError(
             f"{', '.join(dropped)} {'was' if len(dropped) == 1 else 'were'} given, and parallelize_fn="
@@ -67,28 +67,28 @@ def call_parallelize_fn(
     Raises:
         ShardingError: It returned something else than the module.
     """
-    names = _taken(inspect.signature(function).parameters, options)
+    names = _accepted_names(inspect.signature(function).parameters, options)
     returned = function(module, mesh, **{name: options[name] for name in names})
     if returned is module:
         return
     what = "None" if returned is None else f"a {type(returned).__name__}"
-    other = (
+    remedy = (
         "Replace submodules of the module that it gets, and return that module."
         if isinstance(returned, nn.Module)
         else "End it with `return module`."
     )
     raise ShardingError(
         f"parallelize_fn={_name(function)} returned {what} instead of the {type(module).__name__} that it was given, "
-        f"which is what is trained.\n{other}"
+        f"which is what is trained.\n{remedy}"
     )
 
 
-def _taken(parameters: Mapping[str, inspect.Parameter], names: Collection[str]) -> list[str]:
+def _accepted_names(parameters: Mapping[str, inspect.Parameter], names: Collection[str]) -> list[str]:
     """The names that a signature takes as keyword arguments, beyond its first two."""
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return list(names)
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    keywords = [one.name for one in list(parameters.values())[2:] if one.kind in by_keyword]
+    keywords = [parameter.name for parameter in list(parameters.values())[2:] if parameter.kind in by_keyword]
     return [name for name in names if name in keywords]
 
 

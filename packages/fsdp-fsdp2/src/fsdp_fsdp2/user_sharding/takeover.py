@@ -40,15 +40,15 @@ def units_of_user(module: nn.Module) -> list[nn.Module]:
 
     Of modules that were sharded together, by a list, the first stands for all.
     """
-    found = [part for part in _innermost_first(module, set()) if isinstance(part, FSDPModule)]
-    return [unit for unit in one_for_each_state(found) if unit is not module]
+    sharded_parts = [part for part in _innermost_first(module, set()) if isinstance(part, FSDPModule)]
+    return [unit for unit in one_for_each_state(sharded_parts) if unit is not module]
 
 
-def _innermost_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    if module not in seen:
-        seen.add(module)
+def _innermost_first(module: nn.Module, visited: set[nn.Module]) -> Iterator[nn.Module]:
+    if module not in visited:
+        visited.add(module)
         for child in module.children():
-            yield from _innermost_first(child, seen)
+            yield from _innermost_first(child, visited)
         yield module
 
 
@@ -64,7 +64,9 @@ def refuse_beside(module: nn.Module, options: Iterable[str]) -> None:
     """
     name = type(module).__name__
     by_fully_shard = next((fqn for fqn, part in module.named_modules() if isinstance(part, FSDPModule)), None)
-    divided = next((clean_name(fqn) for fqn, one in module.named_parameters() if isinstance(one, DTensor)), "")
+    divided = next(
+        (clean_name(fqn) for fqn, parameter in module.named_parameters() if isinstance(parameter, DTensor)), ""
+    )
     what = (
         f"fully_shard to {by_fully_shard or 'the root'!r}"
         if by_fully_shard is not None
@@ -132,13 +134,16 @@ def check_meshes(module: nn.Module, runtime: Runtime, data: DeviceMesh) -> None:
     """
     mesh = runtime.mesh
     tensor = torch.tensor(mesh.peers(runtime.rank, ("tensor_parallel",)))
-    peers = [mesh.peers(one, ("tensor_parallel",)) for one in data.mesh.flatten().tolist()]
-    both = torch.tensor(peers).view(*data.mesh.shape, -1)
+    peers = [mesh.peers(rank, ("tensor_parallel",)) for rank in data.mesh.flatten().tolist()]
+    data_and_tensor = torch.tensor(peers).view(*data.mesh.shape, -1)
     managed = {id(p) for part in module.modules() if isinstance(part, FSDPModule) for p in parameters_of(part)}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             is_unit = id(parameter) in managed
-            if not any(_same(parameter.device_mesh.mesh, one) for one in ((data.mesh, both) if is_unit else (tensor,))):
+            if not any(
+                _same(parameter.device_mesh.mesh, ranks)
+                for ranks in ((data.mesh, data_and_tensor) if is_unit else (tensor,))
+            ):
                 raise _another_mesh(clean_name(name), parameter, is_unit, data, tensor)
 
 
@@ -168,41 +173,41 @@ def is_divided(module: nn.Module, runtime: Runtime) -> bool:
     return any(peers.issubset(ranks) for ranks in placed)
 
 
-def _same(ranks: Tensor, others: Tensor) -> bool:
-    return ranks.shape == others.shape and bool((ranks == others).all())
+def _same(ranks: Tensor, expected: Tensor) -> bool:
+    return ranks.shape == expected.shape and bool((ranks == expected).all())
 
 
 def _another_mesh(name: str, parameter: DTensor, is_unit: bool, data: DeviceMesh, tensor: Tensor) -> ShardingError:
     axes = data.mesh_dim_names or ()
     named = repr(axes[0]) if len(axes) == 1 else ", ".join(map(repr, axes))
-    asked = (
+    call = (
         f"fully_shard(module, mesh=device_mesh[{named}])"
         if is_unit
         else "parallelize_module(module, device_mesh['tensor_parallel'], plan)"
     )
-    kind, ranks = ("data-parallel", data.mesh) if is_unit else ("tensor-parallel", tensor)
+    axis_name, ranks = ("data-parallel", data.mesh) if is_unit else ("tensor-parallel", tensor)
     return ShardingError(
         f"{name!r} was {'sharded' if is_unit else 'divided'} over the ranks {parameter.device_mesh.mesh.tolist()}, and "
-        f"the strategy trains it over its {kind} ranks {ranks.tolist()}: gradients would be summed over the wrong ones."
-        "\n"
-        f"Write {asked} with the strategy's own mesh: self.device_mesh in a LightningModule, "
+        f"the strategy trains it over its {axis_name} ranks {ranks.tolist()}: gradients would be summed over the "
+        "wrong ones.\n"
+        f"Write {call} with the strategy's own mesh: self.device_mesh in a LightningModule, "
         "fabric.strategy.device_mesh, or what parallelize_fn gets."
     )
 
 
-def refuse_left_out(module: nn.Module, whole: Sequence[nn.Parameter], *, is_planned: bool) -> None:
+def refuse_left_out(module: nn.Module, unsharded: Sequence[nn.Parameter], *, is_planned: bool) -> None:
     """Refuse parameters that tensor-parallel ranks have as DTensors, but that no unit holds.
 
     Args:
         module: The root, sharded.
-        whole: The parameters that no unit holds.
+        unsharded: The parameters that no unit holds.
         is_planned: Whether a plan has made them DTensors, and not the user's code.
 
     Raises:
         ShardingError: One of them is a DTensor.
     """
     names = {id(parameter): clean_name(name) for name, parameter in module.named_parameters()}
-    for parameter in whole:
+    for parameter in unsharded:
         if isinstance(parameter, DTensor):
             why, instead = (
                 "fully_shard was told to ignore it",

@@ -42,38 +42,42 @@ def place_sharded(
     places = _find_places(root)
     for module in modules:
         empty: dict[str, Any] = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
-        sharded = {name: one for name, one in empty.items() if is_dtensor(one)}
-        whole_ones = {name: _as_built(module, name, one, root, places) for name, one in sharded.items()}
-        module._parameters.update(whole_ones)
+        sharded = {name: parameter for name, parameter in empty.items() if is_dtensor(parameter)}
+        unsharded = {name: _as_built(module, name, parameter, root, places) for name, parameter in sharded.items()}
+        module._parameters.update(unsharded)
         place([module], runtime, leave=lambda _, parameter: is_dtensor(parameter))
         for name, before in empty.items():
-            now = module._parameters[name]
-            assert now is not None
+            materialized = module._parameters[name]
+            assert materialized is not None
             if name in sharded:
                 device = torch.device("cpu") if id(before) in offloaded else runtime.device
-                now = _filled(before, now, device)
-                now.__dict__.update(before.__dict__)
-            tied = [(other, own) for other, own in places[id(before)] if other is not module]
-            for owner, own in (*tied, (module, name)):
-                setattr(owner, own, now)  # LSTMs note it in a list
-            del now
-        there: dict[str, Any] = {name: p for name, p in module._parameters.items() if name not in empty}
-        for parameter in there.values():
+                materialized = _filled(before, materialized, device)
+                materialized.__dict__.update(before.__dict__)
+            tied = [
+                (owner_elsewhere, attribute)
+                for owner_elsewhere, attribute in places[id(before)]
+                if owner_elsewhere is not module
+            ]
+            for owner, attribute in (*tied, (module, name)):
+                setattr(owner, attribute, materialized)  # LSTMs note it in a list
+            del materialized
+        present: dict[str, Any] = {name: p for name, p in module._parameters.items() if name not in empty}
+        for parameter in present.values():
             if is_dtensor(parameter):
                 _take_first_copy(parameter, runtime)
 
 
 def _as_built(module: nn.Module, name: str, sharded: DTensor, root: nn.Module, places: Places) -> nn.Parameter:
     """The parameter that was sharded, on the meta device and whole."""
-    noted = [noted_parameter(other, own) for other, own in places[id(sharded)]]
+    noted = [noted_parameter(owner, attribute) for owner, attribute in places[id(sharded)]]
     first = noted_parameter(module, name)
     if first is None and not has_noted(root):
         return nn.Parameter(torch.empty(sharded.shape, dtype=sharded.dtype, device="meta"), sharded.requires_grad)
-    if first is None or first.shape != sharded.shape or any(one is not first for one in noted):
-        told = "was tied or replaced" if first is not None else "was made"
+    if first is None or first.shape != sharded.shape or any(parameter is not first for parameter in noted):
+        history = "was tied or replaced" if first is not None else "was made"
         fqn = next(clean_name(n) for n, p in root.named_parameters() if id(p) == id(sharded))
         raise ShardingError(
-            f"{fqn!r} is sharded and has no memory, and {told} where it was not noted how it is initialised.\n"
+            f"{fqn!r} is sharded and has no memory, and {history} where it was not noted how it is initialised.\n"
             "Build the model under trainer.init_module(empty_init=True) or fabric.init_module(empty_init=True), "
             "tie and replace its parameters there, and apply fully_shard and parallelize_module afterwards; or build "
             "it with memory."
@@ -81,7 +85,7 @@ def _as_built(module: nn.Module, name: str, sharded: DTensor, root: nn.Module, p
     return first
 
 
-def _filled(sharded: DTensor, whole: nn.Parameter, device: torch.device) -> nn.Parameter:
+def _filled(sharded: DTensor, full: nn.Parameter, device: torch.device) -> nn.Parameter:
     local = torch.empty(sharded.to_local().shape, dtype=sharded.dtype, device=device)
     filled = DTensor.from_local(
         local,
@@ -95,7 +99,7 @@ def _filled(sharded: DTensor, whole: nn.Parameter, device: torch.device) -> nn.P
         for chunk in chunked(filled).chunks:
             assert isinstance(chunk.data, torch.Tensor)
             box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.data.shape, strict=True))
-            chunk.data.copy_(whole[box])
+            chunk.data.copy_(full[box])
     return nn.Parameter(filled, requires_grad=sharded.requires_grad)
 
 
@@ -110,14 +114,14 @@ def _find_places(root: nn.Module) -> Places:
 
 def _take_first_copy(parameter: DTensor, runtime: Runtime) -> None:
     """Broadcast a shard along the axes over which ranks hold copies of it: ranks may have drawn other values."""
-    others = set[int]()
+    peers = set[int]()
     for axis, placement in enumerate(parameter.placements):
         if not isinstance(placement, Replicate):
-            others |= ranks_along(parameter.device_mesh, axis)
+            peers |= ranks_along(parameter.device_mesh, axis)
     copies: tuple[MeshAxis, ...] = tuple(
-        axis for axis in MESH_AXES if not others.issuperset(runtime.mesh.peers(runtime.rank, (axis,)))
+        axis for axis in MESH_AXES if not peers.issuperset(runtime.mesh.peers(runtime.rank, (axis,)))
     )
-    if others and runtime.mesh.size(copies) == 1:
+    if peers and runtime.mesh.size(copies) == 1:
         return
     with torch.no_grad():
         local = parameter.to_local()
