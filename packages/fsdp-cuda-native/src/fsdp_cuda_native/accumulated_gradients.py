@@ -29,18 +29,20 @@ def held_by_units(root: FullyShardedDataParallel, runtime: Runtime) -> HeldGradi
     """This rank's part of the units' accumulated gradients. All ranks must call it; the root must be sharded."""
     units = list(units_of(root))
     shards = [reduced_gradient(unit) for unit in units]
-    somewhere = [any(has) for has in zip(*runtime.gather_objects([shard is not None for shard in shards]), strict=True)]
+    is_reduced_anywhere = [
+        any(has) for has in zip(*runtime.gather_objects([shard is not None for shard in shards]), strict=True)
+    ]
     reduced = {
         unit: no_gradient(unit) if shard is None else shard
-        for unit, shard, has in zip(units, shards, somewhere, strict=True)
+        for unit, shard, has in zip(units, shards, is_reduced_anywhere, strict=True)
         if has
     }
-    held = HeldGradients()
-    held.own.update(_unreduced_by_name(root))
+    gradients = HeldGradients()
+    gradients.own.update(_unreduced_by_name(root))
     for name, member in named_members(root):
         if member.unit in reduced and member.held.requires_grad:
-            held.reduced[name] = local_part(name, member).of(reduced[member.unit])
-    return held
+            gradients.reduced[name] = local_part(name, member).of(reduced[member.unit])
+    return gradients
 
 
 def forget(root: FullyShardedDataParallel, names: Collection[str]) -> None:
@@ -65,9 +67,9 @@ def _unreduced_by_name(root: FullyShardedDataParallel) -> Iterator[tuple[str, Te
     """The gradients that this rank has accumulated without reducing them, by the user's names."""
     unreduced = {unit: unreduced_gradients(unit) for unit in units_of(root)}
     for name, member in named_members(root):
-        own = unreduced[member.unit].get((member.owner, member.attribute))
-        if own is not None and member.held.requires_grad:
-            yield name, own
+        gradient = unreduced[member.unit].get((member.owner, member.attribute))
+        if gradient is not None and member.held.requires_grad:
+            yield name, gradient
 
 
 def restore_to_units(

@@ -80,8 +80,8 @@ class NativeBackend(Backend):
             UnsupportedCapabilityError: Nothing is sharded, and units compute in half precision.
         """
         compute = self._mixed_precision().param_dtype
-        whole = self.options.strategy is ShardingStrategy.NO_SHARD
-        if whole and self.options.use_orig_params and compute not in (None, self.precision.storage):
+        is_unsharded = self.options.strategy is ShardingStrategy.NO_SHARD
+        if is_unsharded and self.options.use_orig_params and compute not in (None, self.precision.storage):
             raise UnsupportedCapabilityError(
                 "sharding_strategy='NO_SHARD' can't accumulate gradients without reducing them under mixed precision: "
                 f"FSDP1 would give parameters in {self.precision.storage} gradients in {compute}, which torch "
@@ -116,8 +116,8 @@ class NativeBackend(Backend):
 
     def details(self, module: nn.Module, units: Sequence[nn.Module]) -> dict[str, dict[str, Any]]:
         replicated = self.replicated(module)
-        for unit, own in modules_by_unit(units, module):
-            check_unit(module, unit, own, replicated, use_orig_params=self.options.use_orig_params)
+        for unit, unit_modules in modules_by_unit(units, module):
+            check_unit(module, unit, unit_modules, replicated, use_orig_params=self.options.use_orig_params)
         return {}
 
     def local_numels(self, parameters: Sequence[ParameterPlan]) -> list[int] | None:
@@ -146,11 +146,11 @@ class NativeBackend(Backend):
             kept_in_parts = {parameter for parameter in unit.parameters() - unit.replicated() if is_part(parameter)}
             place(unit.own, self.runtime, self.options.param_init_fn, leave=partial(_is_in, kept_in_parts))
             replicated += unit.replicated()
-            kept = renew_parameters(unit.own, replicated, self.runtime.device)
+            parts = renew_parameters(unit.own, replicated, self.runtime.device)
             called = called_for(module, unit.module)
-            with torch_private.flattening_parts(kept):
+            with torch_private.flattening_parts(parts):
                 root = self._wrapped(called, replicated)
-            del kept
+            del parts
             give_back()
             torch_private.reduce_unused(root)
             if unit.module is not module:
@@ -160,13 +160,15 @@ class NativeBackend(Backend):
         self._cast_inputs(module, [owner for owner in units[-1].own if owner is not module], root)
         return NativeSharded(root, module, orders, replicated, self.runtime)
 
-    def _cast_inputs(self, module: nn.Module, own: Iterable[nn.Module], root: FullyShardedDataParallel) -> None:
+    def _cast_inputs(
+        self, module: nn.Module, unit_modules: Iterable[nn.Module], root: FullyShardedDataParallel
+    ) -> None:
         """Cast the arguments of the user's module; with ``mixed_precision``, also of modules that a step calls."""
         policy = self.options.mixed_precision
         if policy is None:
             cast_inputs_of(module, self._mixed_precision())
         elif policy.param_dtype is not None and policy.cast_root_forward_inputs:
-            StepInputs(module, [*own, *FullyShardedDataParallel.fsdp_modules(root)[1:]], policy.param_dtype)
+            StepInputs(module, [*unit_modules, *FullyShardedDataParallel.fsdp_modules(root)[1:]], policy.param_dtype)
 
     # -- arguments for torch ---------------------------------------------------------------------------------------
 
@@ -175,9 +177,9 @@ class NativeBackend(Backend):
         """Whether ranks hold different elements of flat parameters."""
         return self.options.strategy is not ShardingStrategy.NO_SHARD and self.runtime.world_size > 1
 
-    def _ignored(self, kind: type[Any]) -> list[Any]:
-        given = [*(self.options.ignored_modules or ()), *(self.options.ignored_states or ())]
-        return [one for one in given if isinstance(one, kind)]
+    def _ignored(self, cls: type[Any]) -> list[Any]:
+        ignored = [*(self.options.ignored_modules or ()), *(self.options.ignored_states or ())]
+        return [each for each in ignored if isinstance(each, cls)]
 
     def _ranks_to_shard_over(self) -> dict[str, Any]:
         if self._ranks is None:
@@ -205,7 +207,7 @@ class NativeBackend(Backend):
             param_dtype=self.precision.compute, reduce_dtype=self.precision.reduce, cast_forward_inputs=True
         )
 
-    def _wrapped(self, unit: nn.Module, whole: list[nn.Parameter]) -> FullyShardedDataParallel:
+    def _wrapped(self, unit: nn.Module, replicated: list[nn.Parameter]) -> FullyShardedDataParallel:
         # on the CPU, shards live in host memory already; torch would allocate memory pinned for an accelerator
         offload = self.options.offloads and self.runtime.device.type != "cpu"
         with warnings.catch_warnings():
@@ -223,7 +225,7 @@ class NativeBackend(Backend):
                     "forward_prefetch": self.options.forward_prefetch,
                     "limit_all_gathers": self.options.limit_all_gathers,
                     "use_orig_params": self.options.use_orig_params,
-                    "ignored_states": list(whole) or None,
+                    "ignored_states": list(replicated) or None,
                     **unit_options("", unit),
                 },
             )

@@ -73,12 +73,12 @@ def named_member(option: str, enum: type[E], value: E | str) -> E:
     if isinstance(value, enum):
         return value
     names = {member.name.strip("_"): member for member in enum}
-    found = names.get(str(value).upper().strip("_"))
-    if found is None:
+    named = names.get(str(value).upper().strip("_"))
+    if named is None:
         raise UnsupportedCapabilityError(
             f"{option}={value!r} is not known to 'fsdp_native'.\nWrite one of: {', '.join(map(repr, names))}."
         )
-    return found
+    return named
 
 
 def wants_offload(cpu_offload: bool | CPUOffload | None) -> bool:
@@ -120,7 +120,7 @@ def classes_to_checkpoint(
             "Write activation_checkpointing_policy={MyBlock} alone."
         )
     classes = (old,) if isinstance(old, type) else tuple(old) if isinstance(old, Iterable) else (old,)
-    wrong = [one for one in classes if not (isinstance(one, type) and issubclass(one, nn.Module))]
+    wrong = [element for element in classes if not (isinstance(element, type) and issubclass(element, nn.Module))]
     if wrong or not classes:
         raise UnsupportedCapabilityError(
             f"activation_checkpointing={old!r} is not a class of modules.\n"

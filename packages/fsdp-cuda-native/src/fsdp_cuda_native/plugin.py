@@ -54,7 +54,7 @@ def why_not_here() -> str | None:
         return f"torch has no gloo on the platform {platform!r}, and fsdp_native needs it; use Linux, macOS or Windows"
     torch = find_spec("torch")
     places = list(torch.submodule_search_locations or ()) if torch is not None else []
-    if not any((Path(place) / _FSDP1_FILE).exists() for place in places):
+    if not any((Path(directory) / _FSDP1_FILE).exists() for directory in places):
         return (
             "this torch no longer ships FullyShardedDataParallel (FSDP1); use strategy 'fsdp2', pip install fsdp-fsdp2"
         )

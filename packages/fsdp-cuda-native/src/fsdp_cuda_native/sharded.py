@@ -62,17 +62,17 @@ class NativeSharded(Sharded):
     def __init__(
         self,
         root: FullyShardedDataParallel,
-        written: nn.Module,
+        module: nn.Module,
         orders: ParameterOrders,
-        whole: Sequence[nn.Parameter],
+        replicated: Sequence[nn.Parameter],
         runtime: Runtime,
     ) -> None:
-        super().__init__(root, written)
+        super().__init__(root, module)
         self._orders = orders
         self._layout: tuple[tuple[nn.Parameter, ...], Layout] | None = None
         self._units = tuple(torch_private.units_of(root))
         self._steps = StepGradients(root)
-        names = {part: clean_name(name) for name, part in written.named_modules()}
+        names = {part: clean_name(name) for name, part in module.named_modules()}
         self._writes = [torch_private.GatheredWrites(unit, names, self.written_values) for unit in self._units]
         # set while a forward pass that was suspended is still running
         self._pending: list[torch_private.Pending] | None = None
@@ -95,10 +95,10 @@ class NativeSharded(Sharded):
         if root in self._units:
             root.register_forward_pre_hook(partial(_gather_anew, weakref.ref(self)), prepend=True)
         self.reshard()
-        in_order = [p for p in written.parameters() if any(p is w for w in whole)]
+        in_order = [p for p in module.parameters() if any(p is w for w in replicated)]
         self._replicated = ReplicatedParameters(in_order, root, runtime, self.asks_accumulates) if in_order else None
-        written.register_forward_hook(_leave_gradients)
-        written.register_forward_hook(_forget_after_backward)
+        module.register_forward_hook(_leave_gradients)
+        module.register_forward_hook(_forget_after_backward)
         root.register_forward_hook(_forget_pending)
 
     # -- structure -------------------------------------------------------------------------------------------------
@@ -114,13 +114,17 @@ class NativeSharded(Sharded):
 
     def layout(self) -> Layout:
         self.reshard()
-        held = tuple(self.written.parameters())
-        known, found = self._layout or ((), None)
+        parameters = tuple(self.written.parameters())
+        known_parameters, layout = self._layout or ((), None)
         # a save calls this four times, and the layout changes only if the user replaces a parameter
-        if found is None or len(held) != len(known) or any(a is not b for a, b in zip(held, known, strict=True)):
-            found = layout_of(self.root)
-            self._layout = (held, found)
-        return found
+        if (
+            layout is None
+            or len(parameters) != len(known_parameters)
+            or any(a is not b for a, b in zip(parameters, known_parameters, strict=True))
+        ):
+            layout = layout_of(self.root)
+            self._layout = (parameters, layout)
+        return layout
 
     def holds_part(self, parameter: Tensor) -> bool:
         return self.backend.shards and is_flattened(parameter)
@@ -324,10 +328,10 @@ class NativeSharded(Sharded):
     # -- state -----------------------------------------------------------------------------------------------------
 
     def model_state(self) -> dict[str, Any]:
-        written = self.written
+        module = self.written
         with self.as_written():
-            state = {clean_name(name): value for name, value in type(written).state_dict(written).items()}
-            first = aliases(written)
+            state = {clean_name(name): value for name, value in type(module).state_dict(module).items()}
+            first = aliases(module)
         parts = {name: part.of(flat) for name, part, flat in local_parts(self.root)}
         return {name: parts.get(first.get(name, name), value) for name, value in state.items()}
 
@@ -344,11 +348,11 @@ class NativeSharded(Sharded):
 
     def accumulated_gradients(self) -> HeldGradients:
         self.reshard()
-        held, flattened = held_by_units(self.root, self.runtime), {name for name, _ in named_members(self.root)}
+        gradients, flattened = held_by_units(self.root, self.runtime), {name for name, _ in named_members(self.root)}
         for parameter, (part, *_) in self.layout().items():
             if part.name not in flattened and parameter.grad is not None:  # kept whole
-                held.own[part.name] = parameter.grad
-        return held
+                gradients.own[part.name] = parameter.grad
+        return gradients
 
     def forget_unreduced(self, names: Collection[str]) -> None:
         forget(self.root, names)  # also within the root's forward pass
@@ -358,8 +362,8 @@ class NativeSharded(Sharded):
     ) -> None:
         self.reshard()
         flattened = {name for name, _ in named_members(self.root)}
-        whole = {name: read for name, read in own.items() if name not in flattened}
-        super().restore_gradients(whole, {n: grad for n, grad in reduced.items() if n not in flattened})
+        unflattened = {name: read for name, read in own.items() if name not in flattened}
+        super().restore_gradients(unflattened, {n: grad for n, grad in reduced.items() if n not in flattened})
         restore_to_units(self.root, own, reduced, self.runtime)
 
     # -- called by hooks -------------------------------------------------------------------------------------------

@@ -67,16 +67,16 @@ def as_user_wrote(root: FullyShardedDataParallel, orders: ParameterOrders) -> It
     """
     units = list(units_of(root))
     members = {name: (member, member.held) for name, member in named_members(root)}
-    shown = {name: stand_in(member.shape, held) for name, (member, held) in members.items()}
+    stand_in_params = {name: stand_in(member.shape, parameter) for name, (member, parameter) in members.items()}
     with (
         stand_ins_in_place(
-            shown,
+            stand_in_params,
             members,
             ties=[tie for unit in units for tie in tied_members(unit)],
             orders=orders,
             holders=[unit.module for unit in units],
             is_flat=lambda name, _: name == "_flat_param",
         ),
-        unwrapped(root.module, lambda one: one.module if isinstance(one, FullyShardedDataParallel) else None),
+        unwrapped(root.module, lambda module: module.module if isinstance(module, FullyShardedDataParallel) else None),
     ):
-        yield shown
+        yield stand_in_params

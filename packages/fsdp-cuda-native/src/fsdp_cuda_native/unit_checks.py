@@ -45,8 +45,8 @@ def unit_options(name: str, module: nn.Module) -> dict[str, Any]:
 def check_unit(
     root: nn.Module,
     unit: nn.Module,
-    own: Sequence[nn.Module],
-    whole: Sequence[nn.Parameter],
+    unit_modules: Sequence[nn.Module],
+    replicated: Sequence[nn.Parameter],
     *,
     use_orig_params: bool,
 ) -> None:
@@ -55,16 +55,16 @@ def check_unit(
     Args:
         root: The module that holds the unit, for names.
         unit: The unit.
-        own: Its modules that are in no other unit.
-        whole: Parameters that are not flattened.
+        unit_modules: Its modules that are in no other unit.
+        replicated: Parameters that are not flattened.
         use_orig_params: Whether optimizers hold the original parameters.
 
     Raises:
         ShardingError: They are integers or complex, or differ in dtype; or, without ``use_orig_params``, only some of
             them are trainable.
     """
-    out = {id(p) for p in whole}
-    inside = {id(p) for m in own for p in m.parameters(recurse=False)} - out
+    out = {id(p) for p in replicated}
+    inside = {id(p) for m in unit_modules for p in m.parameters(recurse=False)} - out
     named = [(name, p) for name, p in unit.named_parameters() if id(p) in inside]
     integers = [p for _, p in named if not (p.is_floating_point() or p.is_complex())]
     if integers:
@@ -84,9 +84,9 @@ def check_unit(
         )
     by_dtype = {p.dtype: name for name, p in named}
     if len(by_dtype) > 1:
-        told = ", ".join(f"{name!r} in {dtype}" for dtype, name in by_dtype.items())
+        listing = ", ".join(f"{name!r} in {dtype}" for dtype, name in by_dtype.items())
         raise ShardingError(
-            f"one unit of sharding, {type(unit).__name__}, holds parameters of several dtypes: {told}.\n"
+            f"one unit of sharding, {type(unit).__name__}, holds parameters of several dtypes: {listing}.\n"
             "Convert them to one dtype, or make units of them that hold one each, with auto_wrap_policy."
         )
     by_grad = {p.requires_grad: name for name, p in named}

@@ -45,7 +45,7 @@ def called_for(root: nn.Module, module: nn.Module) -> nn.Module:
 
 
 def renew_parameters(
-    modules: Iterable[nn.Module], whole: Sequence[nn.Parameter], device: torch.device
+    modules: Iterable[nn.Module], replicated: Sequence[nn.Parameter], device: torch.device
 ) -> dict[nn.Parameter, KeptPart]:
     """Replace the parameters that modules own with new ones of the same data and attributes.
 
@@ -54,14 +54,14 @@ def renew_parameters(
 
     Args:
         modules: The modules, each without its children.
-        whole: Parameters to leave as they are.
+        replicated: Parameters to leave as they are.
         device: The device of the units.
 
     Returns:
         The parts of new parameters that were sharded while they were built; these parameters have no memory.
     """
-    renewed: dict[int, nn.Parameter] = {id(p): p for p in whole}
-    kept: dict[nn.Parameter, KeptPart] = {}
+    renewed: dict[int, nn.Parameter] = {id(p): p for p in replicated}
+    parts: dict[nn.Parameter, KeptPart] = {}
     for module in modules:
         for name, old in list(module.named_parameters(recurse=False)):
             if id(old) not in renewed:
@@ -71,11 +71,11 @@ def renew_parameters(
                 new.__dict__.update(old.__dict__)
                 renewed[id(old)] = renewed[id(new)] = new
                 if part is not None:
-                    kept[new] = part
+                    parts[new] = part
                 # an optimizer that is re-pointed later still holds it: keep its shape, but free its memory
                 old.data = old.data.new_empty(()).expand(old.shape)
             module._parameters[name] = renewed[id(old)]
-    return kept
+    return parts
 
 
 def _unfilled(part: KeptPart, device: torch.device) -> torch.Tensor:

@@ -107,16 +107,16 @@ STAY_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_
 
 
 @contextmanager
-def flattening_parts(kept: Mapping[nn.Parameter, KeptPart]) -> Iterator[None]:
+def flattening_parts(parts: Mapping[nn.Parameter, KeptPart]) -> Iterator[None]:
     """Context in which units are flattened from parameters without memory, whose parts are spread over the ranks.
 
     FSDP1 copies parameters into one flat tensor, so that a unit exists twice. Here the parts are gathered directly
     into the flat tensor.
 
     Args:
-        kept: The parts.
+        parts: The parts.
     """
-    if not kept:
+    if not parts:
         yield
         return
     handles: Any = FlatParamHandle
@@ -125,11 +125,11 @@ def flattening_parts(kept: Mapping[nn.Parameter, KeptPart]) -> Iterator[None]:
     def put_together(handle: FlatParamHandle, tensors: list[Tensor], aligned_numel: int) -> Tensor:
         # aligned_numel is 0 for parameters: FSDP1 passes what pads them as tensors
         flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
-        for tensor, place in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-            if isinstance(tensor, nn.Parameter) and tensor in kept:
-                kept[tensor].gather(place)
+        for tensor, target in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            if isinstance(tensor, nn.Parameter) and tensor in parts:
+                parts[tensor].gather(target)
             else:
-                place.copy_(tensor.detach().as_strided((tensor.numel(),), (1,)))  # in memory order
+                target.copy_(tensor.detach().as_strided((tensor.numel(),), (1,)))  # in memory order
         return flat
 
     handles.flatten_tensors = put_together
@@ -237,12 +237,12 @@ def flat_members(unit: FullyShardedDataParallel) -> Iterator[FlatMember]:
     else:
         replica = between.rank() if between is not None else 0
     infos = zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
-    for index, (place, shape, info) in enumerate(infos):
+    for index, (param_info, shape, info) in enumerate(infos):
         offset, length, start = info.offset_in_shard or 0, info.numel_in_shard or 0, info.intra_param_start_idx or 0
         yield FlatMember(
             unit=unit,
-            owner=place.module,
-            attribute=place.param_name,
+            owner=param_info.module,
+            attribute=param_info.param_name,
             shape=tuple(shape),
             held=flat._params[index] if handle._use_orig_params else flat,
             offset=0 if handle._use_orig_params else offset,
@@ -314,10 +314,10 @@ def gathered_parameters(unit: FullyShardedDataParallel) -> Iterator[tuple[Tensor
     """
     handle = handle_of(unit)
     flat = handle.flat_param
-    for index, place in enumerate(flat._param_infos):
-        shown = place.module._parameters.get(place.param_name)
-        if handle._use_orig_params and shown is not None and shown is not flat._params[index]:
-            yield shown, flat._params[index], handle.uses_sharded_strategy
+    for index, param_info in enumerate(flat._param_infos):
+        gathered = param_info.module._parameters.get(param_info.param_name)
+        if handle._use_orig_params and gathered is not None and gathered is not flat._params[index]:
+            yield gathered, flat._params[index], handle.uses_sharded_strategy
 
 
 class GatheredWrites:
@@ -332,20 +332,20 @@ class GatheredWrites:
     def __init__(self, unit: FullyShardedDataParallel, names: Mapping[nn.Module, str], values: WrittenValues) -> None:
         self._handle, self._values, self._unit = handle_of(unit), values, weakref.ref(unit)
         self._gathered: list[tuple[GatheredValue, nn.Module, str]] = []
-        own, of = weakref.ref(self), weakref.ref(self._handle)
+        self_ref, handle_ref = weakref.ref(self), weakref.ref(self._handle)
         params = self._handle.flat_param._params
         for index, (attribute, module, _) in enumerate(self._handle.flat_param._param_infos):
             name = f"{names[module]}.{attribute}".removeprefix(".")
             trained = self._handle.flat_param if params is None else params[index]
-            train = None if params is None else partial(_train, own, index)
+            train = None if params is None else partial(_train, self_ref, index)
             value = GatheredValue(name, partial(getattr, trained, "requires_grad"), train)
             if params is not None:
                 value.shard = partial(_refuse_hook, name)
             self._gathered.append((value, module, attribute))
         vars(self._handle)[_NAMES] = [value.name for value, *_ in self._gathered]
-        unit.register_forward_pre_hook(partial(_check_own, own), prepend=True)
-        self._handle._use_unsharded_views = partial(_follow_after, own, of)
-        self._handle._use_sharded_flat_param = partial(_keep_before, own, of)
+        unit.register_forward_pre_hook(partial(_check_own, self_ref), prepend=True)
+        self._handle._use_unsharded_views = partial(_follow_after, self_ref, handle_ref)
+        self._handle._use_sharded_flat_param = partial(_keep_before, self_ref, handle_ref)
         speed_up(self._handle)
 
     def is_of(self, unit: FullyShardedDataParallel) -> bool:
@@ -356,9 +356,9 @@ class GatheredWrites:
         """Refuse a call with other parameters than the unit's own."""
         params = self._handle.flat_param._params
         for index, (value, module, attribute) in enumerate(self._gathered):
-            held = module._parameters.get(attribute)
-            if params is None or held is not params[index]:
-                value.check_own(held)
+            current = module._parameters.get(attribute)
+            if params is None or current is not params[index]:
+                value.check_own(current)
 
     def follow_requires_grad(self) -> None:
         """Let a unit that is about to be called have a gradient if a parameter was unfrozen since FSDP1 has looked.
@@ -384,30 +384,30 @@ class GatheredWrites:
 
     def _freeze(self, index: int) -> None:
         value, module, attribute = self._gathered[index]
-        held: Any = module._parameters.get(attribute, module.__dict__.get(attribute))
-        if getattr(held, "_fsdp_value", None) is not value:
+        current: Any = module._parameters.get(attribute, module.__dict__.get(attribute))
+        if getattr(current, "_fsdp_value", None) is not value:
             return
-        view, trained = value.unfrozen(held), value.is_trained()
-        if trained == (held is view):
+        view, trained = value.unfrozen(current), value.is_trained()
+        if trained == (current is view):
             return
         if not trained and needs_gradient(view):
             self._show(index, value.frozen(view))
         else:
-            self._show(index, view if held is view else value.replaced(held, view))
+            self._show(index, view if current is view else value.replaced(current, view))
 
-    def _show(self, index: int, shown: Tensor) -> None:
+    def _show(self, index: int, view: Tensor) -> None:
         """Let modules hold another view. Their own loops over parameters may be running: no name is removed."""
         _, module, attribute = self._gathered[index]
         saved = self._handle.flat_param._tensors
         if saved[index] is not None:  # a unit that stays gathered refuses what modules hold instead of it
-            saved[index] = shown
+            saved[index] = view
         ties = self._handle.flat_param._shared_param_infos
         places = [(i.module, i.param_name) for i in ties if (i.prim_module, i.prim_param_name) == (module, attribute)]
         for owner, name in [(module, attribute), *places]:
             if name in owner._parameters:
-                owner._parameters[name] = shown
+                owner._parameters[name] = view
             else:
-                owner.__dict__[name] = shown
+                owner.__dict__[name] = view
 
     def train(self, index: int, is_trained: bool) -> None:
         """Freeze or unfreeze a parameter whose view the user holds."""
@@ -427,9 +427,9 @@ class GatheredWrites:
         unit: Any = self._unit()
         _register_post_backward_hook(unit, handle)
         for index, (value, module, attribute) in enumerate(self._gathered):
-            held: Any = module._parameters.get(attribute, module.__dict__.get(attribute))
-            if getattr(held, "_fsdp_value", None) is value:
-                flat._tensors[index] = value.replaced(held, views[index])
+            current: Any = module._parameters.get(attribute, module.__dict__.get(attribute))
+            if getattr(current, "_fsdp_value", None) is value:
+                flat._tensors[index] = value.replaced(current, views[index])
                 self._show(index, flat._tensors[index])
                 self._freeze(index)
 
@@ -470,7 +470,7 @@ class GatheredWrites:
         if not self._may_be_written(is_counted=is_counted):
             return
         times = 0
-        written: list[tuple[GatheredValue, Tensor, bool]] = []
+        written_views: list[tuple[GatheredValue, Tensor, bool]] = []
         for value, module, attribute in self._gathered:
             view: Any = module._parameters.get(attribute)
             if view is None:
@@ -479,15 +479,15 @@ class GatheredWrites:
                 times = times or times_written(view)  # of all views: they share the memory of the flat parameter
                 changed = value.has_changed or (is_counted and value.is_counted(times))
                 if changed or value.is_noted:
-                    written.append((value, view, changed))
-        if not written:
+                    written_views.append((value, view, changed))
+        if not written_views:
             return
         flat = self._handle.flat_param
         is_copy = self._handle.uses_sharded_strategy or flat.dtype != flat._local_shard.dtype
         part = _gathered_part(self._handle) if is_copy else flat._local_shard
         if part is None:  # nothing is gathered: FSDP1 has freed what a view still stands for
             return
-        for value, view, is_certain in written:
+        for value, view, is_certain in written_views:
             value.taken(view)
             value.keep(part, flat._local_shard, view, self._values, is_counted=is_certain)
 
@@ -574,8 +574,8 @@ def _gathered_part(handle: Any) -> Tensor | None:
     """This rank's part of the unit's gathered flat parameter, in the shape of its shard; ``None`` if it is freed."""
     local = handle.flat_param._local_shard
     if not handle.uses_sharded_strategy:
-        whole: Tensor = handle.flat_param.detach()
-        return whole.view_as(local)
+        unsharded: Tensor = handle.flat_param.detach()
+        return unsharded.view_as(local)
     padded: Tensor = handle._get_padded_unsharded_flat_param().detach()
     if not padded.untyped_storage().size():
         return None
@@ -675,11 +675,11 @@ def check_unwritten(unit: FullyShardedDataParallel, before: list[int]) -> None:
     Raises:
         ShardingError: A parameter was written to since that the graph needs, as torch raises in one process.
     """
-    now = times_each_written(unit)
-    if now == before:
+    current = times_each_written(unit)
+    if current == before:
         return
-    written = [index for index, times in enumerate(before) if times != now[index]]
-    if needed := _saved_among(unit, written):
+    written_indices = [index for index, times in enumerate(before) if times != current[index]]
+    if needed := _saved_among(unit, written_indices):
         names = [repr(vars(handle_of(unit))[_NAMES][index]) for index in needed]
         were = f"{names[0]} was" if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} were"
         raise ShardingError(
@@ -700,20 +700,20 @@ def _saved_among(unit: FullyShardedDataParallel, indices: Sequence[int]) -> list
     gathered = handle._get_padded_unsharded_flat_param() if handle.uses_sharded_strategy else flat
     offsets, storage = handle.offsets(), gathered.untyped_storage()._cdata
     spans = {index: (offsets[index], offsets[index] + flat._numels[index]) for index in indices}
-    found: set[int] = set()
+    saved_indices: set[int] = set()
     nodes: list[Any] = [torch._C._current_autograd_node()]
-    seen: set[Any] = set(nodes)
+    visited: set[Any] = set(nodes)
     while nodes:
         node = nodes.pop()
         for tensor in _saved_by(node):
             if tensor.layout == torch.strided and tensor.untyped_storage()._cdata == storage:
                 start = tensor.storage_offset()
                 end = start + 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-                found.update(index for index, (first, last) in spans.items() if start < last and first < end)
-        nexts = [after for after, _ in node.next_functions if after is not None and after not in seen]
-        seen.update(nexts)
+                saved_indices.update(index for index, (first, last) in spans.items() if start < last and first < end)
+        nexts = [after for after, _ in node.next_functions if after is not None and after not in visited]
+        visited.update(nexts)
         nodes += nexts
-    return sorted(found)
+    return sorted(saved_indices)
 
 
 #: Whether what a node has saved can be looked at without unpacking it. Not on torch 2.9.
@@ -819,16 +819,16 @@ def watch_calls(
         show_first: Called with the unit and the tensors that leave it where FSDP1 looks for none, before FSDP1 is shown
             them.
     """
-    own = weakref.ref(unit)
+    unit_ref = weakref.ref(unit)
 
     def show(tensors: list[Tensor]) -> None:
-        unit = own()
+        unit = unit_ref()
         if unit is not None:
             show_first(unit, tensors)
             _register_pre_backward_hooks(unit, unit.module, tensors, handle_of(unit))
 
     def abandon() -> None:
-        unit = own()
+        unit = unit_ref()
         if unit is not None:
             _abandon_call(unit)
 
@@ -919,13 +919,15 @@ def _view_returned_inputs(module: nn.Module, args: Any, kwargs: Any, output: Any
     if not torch.is_grad_enabled():
         return None
     returned = [output] if type(output) is Tensor else tree_leaves(output)
-    candidates = [one for one in returned if isinstance(one, Tensor) and one.requires_grad]
+    candidates = [leaf for leaf in returned if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not candidates:
         return None
     values = [*args, *kwargs.values()]
-    given = values if all(map(_is_leaf, values)) else tree_leaves(values)
-    same = {id(one) for one in candidates if _is_among(one, given)}
-    return tree_map_only(Tensor, lambda one: one.view_as(one) if id(one) in same else one, output) if same else None
+    passed = values if all(map(_is_leaf, values)) else tree_leaves(values)
+    returned_inputs = {id(candidate) for candidate in candidates if _is_among(candidate, passed)}
+    if not returned_inputs:
+        return None
+    return tree_map_only(Tensor, lambda leaf: leaf.view_as(leaf) if id(leaf) in returned_inputs else leaf, output)
 
 
 def tensors_in(output: Any) -> list[Tensor]:
@@ -1024,8 +1026,8 @@ class _LastOfNodes:
     def _reach(self, index: int, *gradients: Any) -> None:
         self._reached.add(index)
         if all(
-            other in self._reached or not torch._C._will_engine_execute_node(node)
-            for other, node in enumerate(self.nodes)
+            reached_index in self._reached or not torch._C._will_engine_execute_node(node)
+            for reached_index, node in enumerate(self.nodes)
         ):
             self._reached.clear()
             unit = self._unit()
@@ -1121,7 +1123,7 @@ def _reduce_once(unit: FullyShardedDataParallel, node: Any, *gradients: Any) -> 
     Of two, the second has nothing to reduce, except where FSDP1 has given parameters their gradients for hooks.
     """
     handle = handle_of(unit)
-    if not (handle._has_optim_in_backward and any(known is node for known in nodes_of(unit))):
+    if not (handle._has_optim_in_backward and any(last_node is node for last_node in nodes_of(unit))):
         _post_backward_hook(unit, handle, *gradients)
 
 
@@ -1201,8 +1203,8 @@ def suspend_forward(root: FullyShardedDataParallel, loss: Tensor | None, pending
         _forget_unfit_hooks(handle.flat_param)
         hooks: tuple[Any, ...] = getattr(handle.flat_param, "_post_backward_hook_state", ())
         node = hooks[0] if len(hooks) == 2 else None
-        known = any(one.unit is unit and one.node is node for one in pending)
-        if not known and (node is not None or handle._needs_pre_backward_unshard):
+        is_pending = any(entry.unit is unit and entry.node is node for entry in pending)
+        if not is_pending and (node is not None or handle._needs_pre_backward_unshard):
             pending.append(Pending(unit=unit, node=node))
     if root.training_state == TrainingState.FORWARD_BACKWARD:
         leave_gradients(root)
@@ -1312,10 +1314,12 @@ def finish_frozen(root: FullyShardedDataParallel) -> None:
             # this pass has set its gradient aside and not visited it, or added to it: with original parameters FSDP1
             # takes it back from them, and otherwise drops it
             flat._post_backward_called = True
-    if left := [unit for unit in units if not (is_sharded(unit) or handle_of(unit).flat_param.requires_grad)]:
+    if gathered_frozen := [
+        unit for unit in units if not (is_sharded(unit) or handle_of(unit).flat_param.requires_grad)
+    ]:
         # FSDP1's end takes them for resharded, since they have the memory of their shards: modules would show no
         # parameters, and optimizers would hold others than those that the next call computes with
-        torch.autograd.Variable._execution_engine.queue_callback(partial(_reshard_all, left))
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_reshard_all, gathered_frozen))
     if saved := [flat for flat in flat_params if not flat.requires_grad and hasattr(flat, "_saved_grad_shard")]:
         # when that end has freed them: a gradient has the size of its parameter
         torch.autograd.Variable._execution_engine.queue_callback(partial(_restore_saved_gradients, saved))
@@ -1359,11 +1363,11 @@ def resume_forward(root: FullyShardedDataParallel, pending: list[Pending]) -> No
         _forget_hooks(handle_of(root).flat_param)
     _root_pre_forward(root, root, (), {})
     _pre_forward(root, handle_of(root), _pre_forward_unshard, root, (), {})
-    for one in pending:
-        if one.unit is not root:
-            handle_of(one.unit)._needs_pre_backward_unshard = True
-        if one.node is not None and one.hook is None:
-            one.hook = one.node.register_hook(partial(_reduce_once, one.unit, one.node))
+    for entry in pending:
+        if entry.unit is not root:
+            handle_of(entry.unit)._needs_pre_backward_unshard = True
+        if entry.node is not None and entry.hook is None:
+            entry.hook = entry.node.register_hook(partial(_reduce_once, entry.unit, entry.node))
 
 
 def leave_gradients(root: FullyShardedDataParallel) -> None:
@@ -1394,9 +1398,9 @@ def forget_pending(root: FullyShardedDataParallel, pending: list[Pending]) -> No
     for unit in units_of(root):
         _forget_hooks(handle_of(unit).flat_param)
         handle_of(unit)._needs_pre_backward_unshard = False
-    for one in pending:
-        if one.hook is not None:
-            one.hook.remove()
+    for entry in pending:
+        if entry.hook is not None:
+            entry.hook.remove()
 
 
 def follow_requires_grad(root: FullyShardedDataParallel) -> bool:
@@ -1412,9 +1416,9 @@ def follow_requires_grad(root: FullyShardedDataParallel) -> bool:
     if handle_of(root) is None:
         return False
     flat = handle_of(root).flat_param
-    held = [getattr(place.module, place.param_name) for place in flat._param_infos]
+    views = [getattr(param_info.module, param_info.param_name) for param_info in flat._param_infos]
     # torch may let a view of a tensor that is unfrozen require a gradient, for which FSDP1 has no hook
-    views_do = had_gradient and any(needs_gradient(vars(one).get("_fsdp_trained", one)) for one in held)
+    views_do = had_gradient and any(needs_gradient(vars(view).get("_fsdp_trained", view)) for view in views)
     return views_do != bool(flat.requires_grad)
 
 

@@ -118,14 +118,14 @@ class _Handle(FlatParamHandle):
         if self.uses_sharded_strategy:
             shapes = [(info.numel_in_shard if info.in_shard else 0,) for info in infos]
             strides: list[tuple[int, ...]] = [(1,)] * len(shapes)
-            own = [parameter for parameter, info in zip(params, infos, strict=True) if info.in_shard]
+            sharded_params = [parameter for parameter, info in zip(params, infos, strict=True) if info.in_shard]
         else:
-            shapes, strides, own = flat._shapes, flat._strides, params
+            shapes, strides, sharded_params = flat._shapes, flat._strides, params
         return (
             list(map(_DTYPE, params)) == [flat.dtype] * len(params)
             and list(map(_SHAPE, params)) == list(shapes)
             and list(map(Tensor.stride, params)) == list(strides)
-            and _are_parts(own, flat, [info.offset_in_shard for info in infos if info.in_shard])
+            and _are_parts(sharded_params, flat, [info.offset_in_shard for info in infos if info.in_shard])
         )
 
     @outside_of_compilation

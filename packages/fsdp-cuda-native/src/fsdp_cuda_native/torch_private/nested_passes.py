@@ -69,11 +69,11 @@ class NestedPasses:
         self._outer = self._inner = -2
         self._without_gradients: set[int] = set()
         self._tasks = weakref.WeakKeyDictionary[FullyShardedDataParallel, int]()
-        own = weakref.ref(self)
+        self_ref = weakref.ref(self)
         for unit in self.units:
-            unit.module.register_forward_hook(partial(_show_output, own, weakref.ref(unit)))
+            unit.module.register_forward_hook(partial(_show_output, self_ref, weakref.ref(unit)))
             if handle_of(unit) is not None:
-                unit.module.register_forward_pre_hook(partial(_show_parameters, own, weakref.ref(unit)))
+                unit.module.register_forward_pre_hook(partial(_show_parameters, self_ref, weakref.ref(unit)))
 
     def follows(self) -> bool:
         """Whether backward passes follow from calls of units now, for which FSDP1 gathers."""
@@ -179,10 +179,10 @@ class NestedPasses:
 
     def begin_at(self, unit: FullyShardedDataParallel, tensors: Iterable[Tensor]) -> None:
         """Prepare for backward passes that reach a unit at tensors which leave its call."""
-        of, of_unit = weakref.ref(self), weakref.ref(unit)
+        passes_ref, of_unit = weakref.ref(self), weakref.ref(unit)
 
         def begin(_: Tensor) -> None:
-            passes, unit = of(), of_unit()
+            passes, unit = passes_ref(), of_unit()
             if passes is not None and unit is not None:
                 if times is not None:
                     check_unwritten(unit, times)
@@ -191,7 +191,7 @@ class NestedPasses:
         # a root without parameters of its own stands for all units
         has_own = handle_of(unit) is not None
         times = times_each_written(unit) if has_own else None
-        nodes = nodes_of(unit) if has_own else [node for one in self.units for node in nodes_of(one)]
+        nodes = nodes_of(unit) if has_own else [node for each_unit in self.units for node in nodes_of(each_unit)]
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(begin)
@@ -263,9 +263,9 @@ def _gather_for_pass(unit: FullyShardedDataParallel) -> None:
     """Gather a unit until the end of a backward pass that adds to no gradients, and let FSDP1 do nothing in it."""
     state: Any = unit
     handle = handle_of(unit)
-    ran = state._post_backward_callback_queued if handle is None else _has_begun(handle)
+    has_begun = state._post_backward_callback_queued if handle is None else _has_begun(handle)
     gathered = handle is None or _is_gathered(handle)
-    if ran and gathered:
+    if has_begun and gathered:
         return
     if not gathered:
         _gather(unit)
@@ -274,15 +274,15 @@ def _gather_for_pass(unit: FullyShardedDataParallel) -> None:
     else:
         handle._ran_pre_backward_hook = True
     states = unit.training_state, None if handle is None else handle._training_state  # a frozen unit leaves others
-    end = partial(_end_pass, unit, states, ran=ran, gathered=gathered)
+    end = partial(_end_pass, unit, states, has_begun=has_begun, gathered=gathered)
     torch.autograd.Variable._execution_engine.queue_callback(end)
 
 
-def _end_pass(unit: FullyShardedDataParallel, states: tuple[Any, Any], *, ran: bool, gathered: bool) -> None:
+def _end_pass(unit: FullyShardedDataParallel, states: tuple[Any, Any], *, has_begun: bool, gathered: bool) -> None:
     state: Any = unit
     handle = handle_of(unit)
     if handle is None:
-        state._post_backward_callback_queued = ran
+        state._post_backward_callback_queued = has_begun
         state.training_state = TrainingState.IDLE
         return
     state.training_state, handle._training_state = states
@@ -290,7 +290,7 @@ def _end_pass(unit: FullyShardedDataParallel, states: tuple[Any, Any], *, ran: b
         before, handle._training_state = handle._training_state, HandleTrainingState.FORWARD
         _post_forward_reshard(unit, handle)
         handle._training_state = before
-    handle._ran_pre_backward_hook = ran
+    handle._ran_pre_backward_hook = has_begun
     handle._needs_pre_backward_unshard = True
 
 
@@ -334,6 +334,6 @@ def _new_nodes(unit: FullyShardedDataParallel) -> Sequence[Any]:
         return ()
     hook = handle_of(unit).flat_param._post_backward_hook_state[1]
     first = getattr(hook, "first", hook).id  # of this hook alone, unlike the node, which another may come to look like
-    before, shown = unit.__dict__.get(_SHOWN, (None, 0))
+    before, already_known = unit.__dict__.get(_SHOWN, (None, 0))
     unit.__dict__[_SHOWN] = first, len(nodes)
-    return nodes[shown if before == first else 0 :]
+    return nodes[already_known if before == first else 0 :]

@@ -38,9 +38,9 @@ def keep_gradients_of_frozen(unit: FullyShardedDataParallel) -> None:
     """
     handle = handle_of(unit)
     if handle._use_orig_params:
-        shown = _ShownGradients(handle)
-        handle._use_sharded_grad_views = shown.show_guarded
-        handle._use_unsharded_grad_views = shown.show_unreduced
+        shown_gradients = _ShownGradients(handle)
+        handle._use_sharded_grad_views = shown_gradients.show_guarded
+        handle._use_unsharded_grad_views = shown_gradients.show_unreduced
 
 
 class _ShownGradients:
@@ -75,21 +75,21 @@ class _ShownGradients:
         """Show gradients, as FSDP1 does when nothing waits for a reduction."""
         handle: Any = self._handle()
         params = handle.flat_param._params
-        kept: dict[int, Tensor] = {}
+        retained: dict[int, Tensor] = {}
         waiting, self._waiting = self._waiting, set()
         waited = [i for i in waiting if params[i].grad is not None and not params[i].requires_grad]
         if not all(map(_is_trained, params)):
-            for index, (parameter, shown) in enumerate(zip(params, self._shown, strict=True)):
-                held: Tensor | None = parameter.grad
-                if held is None or parameter.requires_grad or shown is None:
+            for index, (parameter, shown_ref) in enumerate(zip(params, self._shown, strict=True)):
+                gradient_there: Tensor | None = parameter.grad
+                if gradient_there is None or parameter.requires_grad or shown_ref is None:
                     continue
-                if shown() is held:
-                    kept[index] = held
+                if shown_ref() is gradient_there:
+                    retained[index] = gradient_there
         type(handle)._use_sharded_grad_views(handle)
         self._note(params)
         for index in waited:  # they were frozen since: what is reduced now is theirs
             info, reduced = handle.flat_param._shard_param_infos[index], handle.sharded_grad
-            kept.pop(index, None)
+            retained.pop(index, None)
             if handle.uses_sharded_strategy:
                 self._copied.discard(index)
             else:  # it may still be to be reduced, where it is
@@ -97,13 +97,13 @@ class _ShownGradients:
                 self._waiting.add(index)
             if info.in_shard and reduced is not None:
                 part = reduced[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
-                kept[index] = part.view(params[index].shape).to(params[index].dtype)
-        for index, gradient in kept.items():
+                retained[index] = part.view(params[index].shape).to(params[index].dtype)
+        for index, gradient in retained.items():
             if index not in self._copied:
                 gradient = gradient.clone()
             params[index].grad = gradient
             self._shown[index] = weakref.ref(gradient)
-        self._copied = set(kept)
+        self._copied = set(retained)
 
     def show_unreduced(self) -> None:
         """Show gradients before they are reduced, which is where reduced ones are, without sharding."""
@@ -155,12 +155,12 @@ def set_unreduced_gradients(
     handle = handle_of(unit)
     flat = handle.flat_param
     flat._post_backward_called = True
-    found = {place: read() for place, read in gradients.items()}
+    values = {owner_and_name: read() for owner_and_name, read in gradients.items()}
     # without sharding they are reduced ones, in the dtype of the parameters
     dtype = handle._fwd_bwd_param_dtype if handle.uses_sharded_strategy else flat.dtype
     grad = torch.zeros(flat._unpadded_unsharded_size, dtype=dtype, device=handle.device)
     for info, view in zip(flat._param_infos, handle._get_unflat_views(grad), strict=True):
-        value = found.get((info.module, info.param_name))
+        value = values.get((info.module, info.param_name))
         if value is not None:
             view.copy_(value)
     if not handle.uses_sharded_strategy:
