@@ -308,7 +308,8 @@ def tie_again(ties: Iterable[Iterable[tuple[nn.Module, str]]], root: nn.Module) 
                 names_of_tied = [f"{names[owner]}.{param_name}".removeprefix(".") for owner, param_name in places]
                 raise ShardingError(
                     f"{' and '.join(map(repr, names_of_tied))} are one parameter, and tp_plan would divide it "
-                    "differently in each.\nGive both layers styles that divide the same dimension, such as RowwiseParallel "
-                    "for an nn.Embedding and ColwiseParallel for the nn.Linear that shares its weight; or leave both out."
+                    "differently in each.\nGive both layers styles that divide the same dimension, such as "
+                    "RowwiseParallel for an nn.Embedding and ColwiseParallel for the nn.Linear that shares its weight; "
+                    "or leave both out."
                 )
             setattr(module, name, first_parameter)
