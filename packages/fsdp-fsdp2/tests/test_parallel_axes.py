@@ -620,10 +620,10 @@ class Backwards:
 def sampled_on(mesh: str) -> tuple[list[tuple[int, int]], list[list[float]], str, list[list[float]]]:
     """What the sampler was given under Fabric, the batches, a refusal, and the batches under the Trainer."""
     backwards, data = Backwards(), [float(i) for i in range(8)]
-    options = {**options_of(mesh), "data_sampler": backwards.transform_dataloader}
+    samplers = [backwards.transform_dataloader, lambda loader: None]
+    options = {**options_of(mesh), "data_sampler": lambda loader: samplers.pop(0)(loader)}
     fabric = new_fabric("fsdp2", MESHES[mesh][1], options)
     batches = [batch.tolist() for batch in fabric.setup_dataloaders(DataLoader(cast("Any", data), batch_size=2))]
-    fabric.strategy.data_sampler = lambda loader: None  # type: ignore[attr-defined]
     told = refusal(ShardingError, lambda: fabric.setup_dataloaders(DataLoader(cast("Any", data), batch_size=2)))
     seen = list(backwards.seen)
 

@@ -296,7 +296,7 @@ class FSDP2Backend(Backend):
         on_host = {id(parameter) for unit in users_units for parameter in offloaded_parameters(unit)}
         styles = {module.get_submodule(name): (name, style) for name, style in plan.details[_STYLE].items()}
         names = {submodule: name for name, submodule in module.named_modules()}
-        ties = _find_ties(module) if styles else []
+        ties = [[_find_owner(module, name) for name in tied] for tied in plan.ties()] if styles else []
         units = plan.split_by_unit(module)
         unit_modules = [unit.module for unit in units[:-1]]
         if not is_by_function:
@@ -310,7 +310,7 @@ class FSDP2Backend(Backend):
             noted = [(m, name, dict(vars(p))) for m in unit.own for name, p in _plain(m) if vars(p)]
             if styles:
                 tensor_parallelize(unit.own, styles, self.device_mesh["tensor_parallel"])
-                tie_again([places for places in ties if places[0][0] in unit.own], module)
+                tie_again([owners for owners in ties if owners[0][0] in unit.own], module)
             if unit.module in styles:
                 return_no_view(unit.module)
             if not isinstance(unit.module, FSDPModule):  # to which the user has not applied fully_shard
@@ -438,13 +438,10 @@ def _free(replaced: Iterable[nn.Parameter]) -> None:
             parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
 
 
-def _find_ties(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """The modules and names under which each shared parameter is registered."""
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in root.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(parameter, []).append((module, name))
-    return [holders for holders in places.values() if len(holders) > 1]
+def _find_owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a parameter, and the parameter's name there."""
+    path, _, attribute = name.rpartition(".")
+    return root.get_submodule(path), attribute
 
 
 def _check_dtypes(unit: nn.Module, parameters: set[nn.Parameter]) -> None:
