@@ -14,7 +14,7 @@ from fsdp_core.checkpoint.storage.remedies import remedy
 from fsdp_core.errors import FSDPError
 from fsdp_core.runtime import Runtime
 
-__all__ = ["together", "together_each", "together_first", "together_to_first", "total"]
+__all__ = ["gather_to_all", "gather_to_first", "run_on_all", "run_on_first", "total"]
 
 T = TypeVar("T")
 
@@ -25,11 +25,11 @@ _RANKS_SHOWN = 64
 _MESSAGES_SHOWN = 16
 
 
-def together(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> list[T]:
+def gather_to_all(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> list[T]:
     """Run a step on every rank, and return the results of all ranks on each.
 
-    Each rank receives what all ranks return: for small results that every rank needs. :func:`together_each`,
-    :func:`together_first` and :func:`together_to_first` send less.
+    Each rank receives what all ranks return: for small results that every rank needs. :func:`run_on_all`,
+    :func:`run_on_first` and :func:`gather_to_first` send less.
 
     Args:
         runtime: The ranks; this process alone if ``None``.
@@ -43,11 +43,11 @@ def together(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> list
         CheckpointError: The step failed on some rank. The error names the ranks. Its class is that of the first failing
             rank's error, if that is a class of :mod:`fsdp_core.errors`.
     """
-    result = together_each(runtime, doing, step)
+    result = run_on_all(runtime, doing, step)
     return [result] if runtime is None else runtime.gather_objects(result)
 
 
-def together_each(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> T:
+def run_on_all(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> T:
     """Run a step on every rank, and return this rank's own result, which is sent to no other.
 
     Args:
@@ -56,7 +56,7 @@ def together_each(runtime: Runtime | None, doing: str, step: Callable[[], T]) ->
         step: This rank's step, which must not wait for another rank.
 
     Raises:
-        CheckpointError: As :func:`together` raises it.
+        CheckpointError: As :func:`gather_to_all` raises it.
     """
     if runtime is None:
         return step()
@@ -71,7 +71,7 @@ def together_each(runtime: Runtime | None, doing: str, step: Callable[[], T]) ->
     return result  # type: ignore[return-value]
 
 
-def together_first(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> T:
+def run_on_first(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> T:
     """Run a step on every rank, and return rank 0's result on all of them.
 
     Args:
@@ -81,13 +81,13 @@ def together_first(runtime: Runtime | None, doing: str, step: Callable[[], T]) -
             sent to none.
 
     Raises:
-        CheckpointError: As :func:`together` raises it.
+        CheckpointError: As :func:`gather_to_all` raises it.
     """
-    result = together_each(runtime, doing, step)
+    result = run_on_all(runtime, doing, step)
     return result if runtime is None else runtime.broadcast_object(result)
 
 
-def together_to_first(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> list[T] | None:
+def gather_to_first(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> list[T] | None:
     """Run a step on every rank, and return the results of all ranks on rank 0.
 
     Args:
@@ -99,9 +99,9 @@ def together_to_first(runtime: Runtime | None, doing: str, step: Callable[[], T]
         The results by rank, on rank 0; ``None`` elsewhere.
 
     Raises:
-        CheckpointError: As :func:`together` raises it.
+        CheckpointError: As :func:`gather_to_all` raises it.
     """
-    result = together_each(runtime, doing, step)
+    result = run_on_all(runtime, doing, step)
     return [result] if runtime is None else runtime.gather_objects_to(result)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_core.checkpoint.collective import together_each, total
+from fsdp_core.checkpoint.collective import run_on_all, total
 from fsdp_core.checkpoint.format.manifest import StoredTensor
 from fsdp_core.checkpoint.format.plain_data import decode
 from fsdp_core.checkpoint.storage.folder import Folder
@@ -55,10 +55,10 @@ def load(path: Paths, *, runtime: Runtime | None = None, verify: bool = True) ->
     """
     doing = f"loading {shown_paths(path)}"
     one = isinstance(path, str | os.PathLike)  # of which nothing is read yet, so no rank can fail alone
-    folder = open_places(path) if one else together_each(runtime, doing, lambda: open_places(path))
+    folder = open_places(path) if one else run_on_all(runtime, doing, lambda: open_places(path))
     for attempt in range(ATTEMPTS):
         reading = _Reading(folder, runtime, checksums=verify)
-        save_id, faults, replaced = together_each(runtime, doing, reading.examine)
+        save_id, faults, replaced = run_on_all(runtime, doing, reading.examine)
         firsts = save_id if runtime is None else runtime.broadcast_object(save_id)
         others, changing, damaged = total(runtime, [save_id != firsts, replaced, bool(faults)])
         alike = not others
@@ -66,7 +66,7 @@ def load(path: Paths, *, runtime: Runtime | None = None, verify: bool = True) ->
             if damaged and runtime is not None:  # rarely: each rank needs the faults of all
                 faults = {name: fault for of_rank in runtime.gather_objects(faults) for name, fault in of_rank.items()}
             refuse_damage(reading.files, faults)
-            if not total(runtime, [not together_each(runtime, doing, reading.decode)])[0]:
+            if not total(runtime, [not run_on_all(runtime, doing, reading.decode)])[0]:
                 return reading.nest
         pause(attempt)
     if alike:

@@ -29,7 +29,7 @@ OnBytes = Callable[[str, int], None]
 _BLOCK_BYTES = 2**18  # stays in the processor's cache between reading and hashing
 _REMOTE_BLOCK_BYTES = 8 * 2**20
 _THREADS = 4
-_SHOWN = 20
+_MOST_SHOWN = 20
 _MISSING = "is missing"
 
 
@@ -142,8 +142,8 @@ def refuse_damage(files: StoredFiles, faults: Mapping[str, str]) -> None:
     elsewhere = elsewhere_of(files.manifest, faults)
     if len(elsewhere) == len(faults):
         raise CheckpointFormatError(described_rest(files.folder, files.manifest, elsewhere))
-    lines = [f"  {name} {fault}" for name, fault in list(faults.items())[:_SHOWN]]
-    lines += [f"  … and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+    lines = [f"  {name} {fault}" for name, fault in list(faults.items())[:_MOST_SHOWN]]
+    lines += [f"  … and {len(faults) - _MOST_SHOWN} more"] if len(faults) > _MOST_SHOWN else []
     title, remedy = f"the checkpoint {files.folder} is damaged:", "Restore these files, or load an earlier checkpoint."
     more = [described_rest(files.folder, files.manifest, elsewhere)] if elsewhere else []
     raise CheckpointFormatError("\n".join([title, *lines, remedy, *more]))

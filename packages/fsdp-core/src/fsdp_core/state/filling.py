@@ -16,7 +16,7 @@ from fsdp_core.state.saved_tensor import SavedTensor
 
 __all__ = ["KeyDifferences", "fill", "fill_all"]
 
-_SHOWN = 20
+_MOST_SHOWN = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +103,8 @@ def fill_all(
         for title, names in groups:
             if names:
                 lines.append(f"  {len(names)} {title}:")
-                lines += [f"    {name}" for name in names[:_SHOWN]]
-                lines += [f"    … and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+                lines += [f"    {name}" for name in names[:_MOST_SHOWN]]
+                lines += [f"    … and {len(names) - _MOST_SHOWN} more"] if len(names) > _MOST_SHOWN else []
         if unlike:
             lines.append("Load it into the model that it was saved from, at its precision.")
             if all(" dtype " in fault for fault in unlike):

@@ -13,7 +13,7 @@ from fsdp_core.checkpoint.format.patterns import Ranks
 __all__ = ["PlaceOfRanks", "grouped", "place_of"]
 
 _LONGEST = 4096
-_SHOWN = 16
+_MOST_SHOWN = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +102,12 @@ def grouped(stands: Iterable[tuple[str, str]]) -> tuple[PlaceOfRanks, ...]:
 
 def _shown(ranks: Ranks) -> str:
     told = list(_in_words(ranks))
-    return ", ".join(told[:_SHOWN]) + (" and more" if len(told) > _SHOWN else "")
+    return ", ".join(told[:_MOST_SHOWN]) + (" and more" if len(told) > _MOST_SHOWN else "")
 
 
 def _in_words(ranks: Ranks) -> Iterator[str]:
-    for first, step, count in ranks.runs[: _SHOWN + 1]:
+    for first, step, count in ranks.runs[: _MOST_SHOWN + 1]:
         if step == 1 and count > 1:
             yield f"{first}-{first + count - 1}"
         else:
-            yield from (str(first + step * number) for number in range(min(count, _SHOWN + 1)))
+            yield from (str(first + step * number) for number in range(min(count, _MOST_SHOWN + 1)))

@@ -43,7 +43,7 @@ class Storage:
 
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_SHOWN = 20
+_MOST_SHOWN = 20
 
 # What is charged for a value that is read, in bytes, as often as it is read: the copies that are made of it until it
 # is written as JSON. What a part holds is charged by itself.
@@ -151,13 +151,13 @@ class PlainReader:
     def refuse(self, keys: Keys, why: str) -> None:
         """Record that a value can't be read."""
         self.refusals += 1
-        if len(self.refused) < _SHOWN:
+        if len(self.refused) < _MOST_SHOWN:
             self.refused.setdefault(join_path(*keys), why)
 
     def refuse_with(self, other: PlainReader) -> None:
         """Record what another reader has refused."""
         self.refusals += other.refusals
-        self.refused.update(list(other.refused.items())[: _SHOWN - len(self.refused)])
+        self.refused.update(list(other.refused.items())[: _MOST_SHOWN - len(self.refused)])
 
     def drops(self, keys: Keys) -> bool:
         """Return whether a path is dropped."""

@@ -17,7 +17,7 @@ from fsdp_core.errors import CheckpointFormatError
 
 __all__ = ["children", "leaves", "part_at", "read_plain", "scalar", "tensor_of"]
 
-_SHOWN = 20
+_MOST_SHOWN = 20
 _DAMAGED = "It is damaged: restore it from a copy, or use an earlier checkpoint."
 _MOST_CHARACTERS = 2**28
 _MAPPINGS = ("$dict", "$ordered", "$counter", "$namespace")
@@ -53,8 +53,8 @@ def read_plain(files: StoredFiles) -> Any:
             f"can't read {folder.path(manifest.state_file)}: {error}. {remedy(error) or _DAMAGED}"
         ) from error
     if named := find_named_code(state):
-        lines = [f"  {'/'.join(keys)!r}: {why}." for keys, why in named[:_SHOWN]]
-        more = [f"  … and {len(named) - _SHOWN} more"] if len(named) > _SHOWN else []
+        lines = [f"  {'/'.join(keys)!r}: {why}." for keys, why in named[:_MOST_SHOWN]]
+        more = [f"  … and {len(named) - _MOST_SHOWN} more"] if len(named) > _MOST_SHOWN else []
         rest = "Nothing was run. Load a checkpoint that you trust; if you trust this one, save it again without these."
         where = folder.path(manifest.state_file)
         raise CheckpointFormatError("\n".join([f"{where} names code, and is not read:", *lines, *more, rest]))

@@ -21,7 +21,7 @@ from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError, Che
 
 __all__ = ["Consolidated", "consolidate_huggingface", "consolidate_safetensors"]
 
-_SHOWN = 5
+_MOST_SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,14 +141,14 @@ def consolidate_huggingface(
     """
     files = open_files(path)
     check_apart(out, files.folder)
-    check_folder(out, overwrite=overwrite, ours=OWN_FILES)
+    check_folder(out, overwrite=overwrite, own_files=OWN_FILES)
     if config is not None:
         _check_config(config)
     weights = _Weights(files, key, strip_prefix, dtype, copy_tied)
     on_bytes = counter(weights.prepare(verify=verify), on_progress)
     shards = split_into_files({name: source.nbytes for name, source in weights.sources.items()}, max_shard_size)
     weights.verify(verify, on_bytes)
-    with new_folder(out, overwrite=overwrite, ours=OWN_FILES) as folder:
+    with new_folder(out, overwrite=overwrite, own_files=OWN_FILES) as folder:
         for name, shard in shards.items():
             with folder.writing(name) as stream:
                 write_sources(stream, {tensor: weights.sources[tensor] for tensor in shard}, on_bytes=on_bytes)
@@ -203,7 +203,9 @@ class _Weights:
             self.sources[name] = reader.source(stored, dtype_name=dtype if floating else None)
         if not self.sources:
             names = list(self.left_out)
-            shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+            shown = ", ".join(names[:_MOST_SHOWN]) + (
+                f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
+            )
             begin = f" that begins with {strip_prefix!r}" if outside else ""
             raise CheckpointMismatchError(
                 f"the model in {files.folder} has no tensor{begin}; it has {shown or 'nothing'}.\n"

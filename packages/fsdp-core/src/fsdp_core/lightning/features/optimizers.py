@@ -53,7 +53,7 @@ class ShardedOptimizers:
         now, known = _parameters_of(optimizer), _held.get(optimizer, [])
         if len(now) != len(known) or not all(map(operator.is_, now, map(operator.call, known))):
             name = type(optimizer).__name__
-            self._strategy.runtime.meet(f"a change of the parameters of {name}, of which all ranks hold parts,")
+            self._strategy.runtime.rendezvous(f"a change of the parameters of {name}, of which all ranks hold parts,")
             self._repoint([optimizer], roots)
 
     def refuse_late(self, sharded: Sharded, optimizers: Iterable[Optimizer] = ()) -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from fsdp_core.checkpoint.collective import together_each, together_first, total
+from fsdp_core.checkpoint.collective import run_on_all, run_on_first, total
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
 from fsdp_core.errors import CheckpointError
 from fsdp_core.runtime import Runtime
@@ -53,12 +53,12 @@ def check_shared(path: StrPath, runtime: Runtime) -> None:
         CheckpointError: A host does not see it, or rank 0 can't write there. The message names hosts and path.
     """
     known = _shared.setdefault(runtime, set())
-    sign = together_first(runtime, f"looking at {os.fspath(path)}", lambda: _sign(path, runtime, known))
+    sign = run_on_first(runtime, f"looking at {os.fspath(path)}", lambda: _sign(path, runtime, known))
     if sign is None:
         return
     folder = open_folder(sign.path)
     try:
-        together_each(runtime, f"writing to {folder}", lambda: folder.mark(sign.name) if runtime.rank == 0 else None)
+        run_on_all(runtime, f"writing to {folder}", lambda: folder.mark(sign.name) if runtime.rank == 0 else None)
         looks = runtime.local_rank == 0 and runtime.rank != 0
         sees = not looks or _sees(folder, sign)
         lacking = total(runtime, [not sees])[0]
