@@ -67,7 +67,7 @@ def run_on_all(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> T:
     except Exception as error:
         own = error
     if runtime.total([own is not None])[0]:
-        _raise(runtime, doing, own)
+        _raise_on_all(runtime, doing, own)
     return result  # type: ignore[return-value]
 
 
@@ -110,35 +110,35 @@ def total(runtime: Runtime | None, numbers: Sequence[int]) -> list[int]:
     return list(numbers) if runtime is None else runtime.total(numbers)
 
 
-def _raise(runtime: Runtime, doing: str, own: Exception | None) -> NoReturn:
+def _raise_on_all(runtime: Runtime, doing: str, own_error: Exception | None) -> NoReturn:
     """Raise the same error on every rank. All ranks must call it."""
-    by_rank = runtime.gather_objects_to(None if own is None else _describe(own, doing))
-    told: Failure | None = None
+    by_rank = runtime.gather_objects_to(None if own_error is None else _describe_failure(own_error, doing))
+    summary: Failure | None = None
     if by_rank is not None:
         failures = {rank: failure for rank, failure in enumerate(by_rank) if failure is not None}
-        told = _summary(failures, len(by_rank), doing)
-    name, message = runtime.broadcast_object(told)
-    raise getattr(errors, name)(message) from own
+        summary = _summarize(failures, len(by_rank), doing)
+    name, message = runtime.broadcast_object(summary)
+    raise getattr(errors, name)(message) from own_error
 
 
-def _summary(failures: Mapping[int, Failure], world_size: int, doing: str) -> Failure:
+def _summarize(failures: Mapping[int, Failure], world_size: int, doing: str) -> Failure:
     """One error for all that have failed, at most a few kilobytes more than the longest message."""
     name, first = failures[min(failures)]
     message = first
-    ranks = [rank for rank, (_, other) in failures.items() if other == first]
+    ranks = [rank for rank, (_, message_of_rank) in failures.items() if message_of_rank == first]
     if len(ranks) < world_size:
-        shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
+        rank_list = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
         more = f" and {len(ranks) - _RANKS_SHOWN} more" if len(ranks) > _RANKS_SHOWN else ""
-        message = f"{message}\n(on rank {shown}{more} of {world_size}, while {doing})"
-    others = sorted({other for _, other in failures.values()} - {first})
-    for other in others[:_MESSAGES_SHOWN]:
-        message += f"\nanother rank: {other}"
-    if len(others) > _MESSAGES_SHOWN:
-        message += f"\n… and {len(others) - _MESSAGES_SHOWN} other messages"
+        message = f"{message}\n(on rank {rank_list}{more} of {world_size}, while {doing})"
+    other_messages = sorted({message_of_rank for _, message_of_rank in failures.values()} - {first})
+    for message_of_rank in other_messages[:_MESSAGES_SHOWN]:
+        message += f"\nanother rank: {message_of_rank}"
+    if len(other_messages) > _MESSAGES_SHOWN:
+        message += f"\n… and {len(other_messages) - _MESSAGES_SHOWN} other messages"
     return name, message
 
 
-def _describe(error: Exception, doing: str) -> Failure:
+def _describe_failure(error: Exception, doing: str) -> Failure:
     """Return the name of an error class of :mod:`fsdp_core.errors` that every rank can raise, and the message."""
     if isinstance(error, FSDPError) and hasattr(errors, type(error).__name__):
         return type(error).__name__, str(error)

@@ -225,8 +225,8 @@ def _check_doubles(
     for (name, tensor), (twin_name, twin) in doubles:
         if tensor.entry.dtype_name != twin.entry.dtype_name or not _same_bytes(reader, tensor, twin):
             raise CheckpointMismatchError(
-                f"{name!r} and {twin_name!r} are one parameter of this {model}, and {reader.folder} has other values for "
-                "each, so nothing was loaded from it.\nBuild the model with tie_word_embeddings=False in its "
+                f"{name!r} and {twin_name!r} are one parameter of this {model}, and {reader.folder} has other values "
+                "for each, so nothing was loaded from it.\nBuild the model with tie_word_embeddings=False in its "
                 "configuration, or untie the parameter before it is sharded; or remove the stale one from the folder."
             )
 

@@ -122,7 +122,8 @@ def _build_model(config: str | os.PathLike[str]) -> tuple[nn.Module, list[str]]:
     cls = getattr(transformers, architectures[0], None) if architectures else None
     if cls is None:
         raise CheckpointValueError(
-            f"config.json in {os.fspath(config)} names no class of transformers as its architecture ({architectures}).\n"
+            f"config.json in {os.fspath(config)} names no class of transformers as its architecture "
+            f"({architectures}).\n"
             'Add "architectures": ["LlamaForCausalLM"], with the class of the model that was trained.'
         )
     with torch.device("meta"):

@@ -124,8 +124,8 @@ def _name_source_in_errors(source_folder: Folder) -> Iterator[None]:
         raise type(error)(f"can't import {source_folder}: {error}") from error
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointFormatError(
-            f"can't import {source_folder}: it holds data that no library writes ({type(error).__name__}: {error}). Restore it "
-            "from a backup."
+            f"can't import {source_folder}: it holds data that no library writes ({type(error).__name__}: {error}). "
+            "Restore it from a backup."
         ) from error
 
 

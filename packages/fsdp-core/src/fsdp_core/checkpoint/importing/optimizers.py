@@ -155,16 +155,16 @@ class ParameterOrder:
         self._used += len(numbers)
         if len(listed_names) != len(numbers) or len(set(listed_names)) != len(listed_names):
             raise CheckpointMismatchError(
-                f"{optimizer} has {len(numbers)} parameters, and --parameter-order gives {len(set(listed_names))} different names "
-                "for them. Write one name per line, one optimizer after the other."
+                f"{optimizer} has {len(numbers)} parameters, and --parameter-order gives {len(set(listed_names))} "
+                "different names for them. Write one name per line, one optimizer after the other."
             )
         for name, fit in zip(listed_names, fits, strict=True):
             if name not in shapes:
                 raise CheckpointMismatchError(f"--parameter-order names {name!r}, which the model does not have.")
             if not fit(shapes[name]):
                 raise CheckpointMismatchError(
-                    f"--parameter-order lists {name!r} of shape {shapes[name]} where {optimizer} holds state of another "
-                    "shape. Correct the order."
+                    f"--parameter-order lists {name!r} of shape {shapes[name]} where {optimizer} holds state of "
+                    "another shape. Correct the order."
                 )
         return dict(zip(numbers, listed_names, strict=True))
 
@@ -176,8 +176,8 @@ class ParameterOrder:
         """
         if self._listed_names is not None and self._used != len(self._listed_names):
             raise CheckpointMismatchError(
-                f"--parameter-order gives {len(self._listed_names)} names, and the optimizers have {self._used} numbered "
-                "parameters."
+                f"--parameter-order gives {len(self._listed_names)} names, and the optimizers have {self._used} "
+                "numbered parameters."
             )
 
 

@@ -100,7 +100,8 @@ def _as_trainers(imported: Imported) -> Imported:
     if conflicting := [key for key in other_state if key in _TRAINERS_OWN]:
         raise CheckpointMismatchError(
             f"the Trainer reads {', '.join(map(repr, conflicting))} as its own progress, and would resume from there.\n"
-            f"Leave it out with `{' '.join(f'--drop {key}' for key in conflicting)}`: training begins at its first epoch."
+            f"Leave it out with `{' '.join(f'--drop {key}' for key in conflicting)}`: training begins at its first "
+            "epoch."
         )
     trainer: dict[str, Any] = {**other_state, TRAINER_MARK: _AS_SAVED_BY, "epoch": 0, "global_step": 0}
     state: dict[str, Any] = {"model": imported.state[models[0]]}

@@ -83,8 +83,8 @@ def read_safetensors_folder(folder: Folder) -> dict[str, StridedTensor | InPiece
     missing_names = [name for name in file_of_tensor or () if name not in tensors]
     if missing_names:
         raise CheckpointFormatError(
-            f"{folder} is not complete: {indexes[0]} lists {missing_names[0]!r} and {len(missing_names) - 1} more tensors that its "
-            "files don't hold. Restore the files."
+            f"{folder} is not complete: {indexes[0]} lists {missing_names[0]!r} and {len(missing_names) - 1} more "
+            "tensors that its files don't hold. Restore the files."
         )
     for name, parts in pieces.items():
         dims = range(len(parts[0].offsets))

@@ -140,8 +140,8 @@ class FlatRange:
         available = sum(piece.shape[0] for piece in self.pieces)
         if not 0 <= self.start <= self.start + math.prod(self.shape) <= available:
             raise CheckpointFormatError(
-                f"a tensor of shape {self.shape} should begin at element {self.start} of a flat one that has {available}: "
-                "the metadata and the shards are not of one checkpoint"
+                f"a tensor of shape {self.shape} should begin at element {self.start} of a flat one that has "
+                f"{available}: the metadata and the shards are not of one checkpoint"
             )
 
     def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:

@@ -93,7 +93,7 @@ class LocalTarget:
         target.folder.sync()
         with final.locked():
             try:
-                target.folder.move_to(final, aside=self._kept, expected=target.expected, keep=True)
+                target.folder.move_to(final, aside=self._path_aside, expected=target.expected, keep=True)
             except FileExistsError as error:
                 raise another_was_saved(final) from error
 
@@ -109,36 +109,36 @@ class LocalTarget:
         for folder in self._folders():
             self._unmark(folder)
             folder.remove_empty()
-        if self.target.expected is not None and os.path.lexists(self._kept):
+        if self.target.expected is not None and os.path.lexists(self._path_aside):
             with suppress(OSError):  # a new owner of the path keeps it
                 if not os.path.lexists(self.target.final.root):
-                    os.rename(self._kept, self.target.final.root)
+                    os.rename(self._path_aside, self.target.final.root)
 
     def tidy(self) -> None:
         """Remove what the place held before, and the marks. Not for rank 0's place, which has a manifest to go by."""
         final = self.target.final
         try:
-            names = final.files()
-            writers = [writer for name in names if (writer := writer_of(name)) is not None]
-            gone = {one.save_id for one in writers if one.standing() == "gone"}
-            running = {one.save_id for one in writers} - gone
-            out = (set(self.target.earlier) - running) | (gone - {self.target.save_id})
+            file_names = final.files()
+            writers = [writer for name in file_names if (writer := writer_of(name)) is not None]
+            dead_saves = {one.save_id for one in writers if one.standing() == "gone"}
+            running_saves = {one.save_id for one in writers} - dead_saves
+            removable_saves = (set(self.target.earlier) - running_saves) | (dead_saves - {self.target.save_id})
             previous = manifest_bytes(final)
-            go = {name for name in names if save_id_of(name) in out}
+            removable_files = {name for name in file_names if save_id_of(name) in removable_saves}
             if previous is not None and fingerprint(previous) == self.target.before:
                 final.remove(MANIFEST)
-                go |= files_named(previous, names)
-            for name in sorted(go):
+                removable_files |= files_named(previous, file_names)
+            for name in sorted(removable_files):
                 final.remove(name)
-            for name in names:
+            for name in file_names:
                 writer = writer_of(name)
-                if writer is not None and writer.save_id in out:
+                if writer is not None and writer.save_id in removable_saves:
                     final.remove(name)
             self._unmark(final)
             final.remove_empty()
             if self.target.expected is not None:
                 with suppress(FileNotFoundError):
-                    os.unlink(self._kept)
+                    os.unlink(self._path_aside)
             clean_beside(final)
         except OSError as error:
             warnings.warn(f"{final} is saved, but files of an earlier save remain in it: {error}", stacklevel=4)
@@ -146,16 +146,16 @@ class LocalTarget:
     @property
     def _mark_of_first(self) -> str:
         """A mark in rank 0's place alone, whoever leads elsewhere: ranks may be threads of one process."""
-        return _named(self.first, "rank 0").mark
+        return _rename_writer(self.first, "rank 0").mark
 
     @property
-    def _kept(self) -> str:
+    def _path_aside(self) -> str:
         return f"{self.target.final.root}.{self.target.save_id}.replaced"
 
     def _folders(self) -> list[Folder]:
         """Where the files of this save are: where they were written to, or where they were moved."""
-        found = [self.target.folder, self.target.final] if self.target.aside else [self.target.final]
-        return [folder for folder in found if folder.kind() == "folder"]
+        folders = [self.target.folder, self.target.final] if self.target.aside else [self.target.final]
+        return [folder for folder in folders if folder.kind() == "folder"]
 
     def _unmark(self, folder: Folder) -> None:
         for name in folder.files():
@@ -166,7 +166,7 @@ class LocalTarget:
 
 def first_local_target(target: SaveTarget) -> LocalTarget:
     """Return rank 0's local target at a place that was chosen for a save."""
-    return LocalTarget(target=_claimed(target, target.writer), own=target.writer, first=target.writer)
+    return LocalTarget(target=_with_claim(target, target.writer), own=target.writer, first=target.writer)
 
 
 def choose_local_target(path: StrPath, first: LocalTarget, *, overwrite: bool) -> LocalTarget:
@@ -181,14 +181,14 @@ def choose_local_target(path: StrPath, first: LocalTarget, *, overwrite: bool) -
         CheckpointExistsError: The path holds something that must not be replaced.
     """
     target = choose_target(path, first.target.save_id, overwrite=overwrite)
-    return LocalTarget(target=_claimed(target, first.first), own=target.writer, first=first.first)
+    return LocalTarget(target=_with_claim(target, first.first), own=target.writer, first=first.first)
 
 
-def _claimed(target: SaveTarget, first: Writer) -> SaveTarget:
+def _with_claim(target: SaveTarget, first: Writer) -> SaveTarget:
     """Name the place as all ranks do that stand in it: paths in one folder differ in their last step."""
-    return replace(target, writer=_named(first, f"claim of {os.path.basename(target.final.root)}"))
+    return replace(target, writer=_rename_writer(first, f"claim of {os.path.basename(target.final.root)}"))
 
 
-def _named(writer: Writer, what: str) -> Writer:
+def _rename_writer(writer: Writer, what: str) -> Writer:
     """A name with a writer's save and process, for something else than a mark of that process."""
     return replace(writer, replaces=xxhash.xxh3_64_hexdigest(what.encode("utf-8", "surrogateescape"))[:12])

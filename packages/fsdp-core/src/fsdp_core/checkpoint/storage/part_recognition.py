@@ -87,8 +87,8 @@ def described_part(folder: Folder, names: Collection[str]) -> str | None:
         if records:
             record = records[0]
             text += (
-                f", of {record.world_size} ranks, on {record.host or 'a host without a name'}. Rank 0 wrote the manifest on "
-                f"{record.manifest_host or 'a host without a name'}, to {record.manifest_path}"
+                f", of {record.world_size} ranks, on {record.host or 'a host without a name'}. Rank 0 wrote the "
+                f"manifest on {record.manifest_host or 'a host without a name'}, to {record.manifest_path}"
             )
         sentences.append(text)
     more = f" and of {len(saves) - _MOST_SHOWN} more" if len(saves) > _MOST_SHOWN else ""

@@ -55,9 +55,13 @@ def read_plain(files: StoredFiles) -> Any:
     if named := find_named_code(state):
         lines = [f"  {'/'.join(keys)!r}: {why}." for keys, why in named[:_MOST_SHOWN]]
         more = [f"  … and {len(named) - _MOST_SHOWN} more"] if len(named) > _MOST_SHOWN else []
-        rest = "Nothing was run. Load a checkpoint that you trust; if you trust this one, save it again without these."
-        where = folder.path(manifest.state_file)
-        raise CheckpointFormatError("\n".join([f"{where} names code, and is not read:", *lines, *more, rest]))
+        remedy_text = (
+            "Nothing was run. Load a checkpoint that you trust; if you trust this one, save it again without these."
+        )
+        state_path = folder.path(manifest.state_file)
+        raise CheckpointFormatError(
+            "\n".join([f"{state_path} names code, and is not read:", *lines, *more, remedy_text])
+        )
     return state
 
 
@@ -79,12 +83,12 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
         return [(str(index), item) for index, item in enumerate(node)]
     if tag is None:
         return list(node.items()) if isinstance(node, dict) else None
-    held = node[tag]
+    content = node[tag]
     if tag == "$defaultdict":
-        held = held[1]
+        content = content[1]
     if tag in _MAPPINGS or tag == "$defaultdict":
-        return [(_shown_key(key), item) for key, item in held]
-    return children(held) if tag in _SEQUENCES else None
+        return [(_key_text(key), item) for key, item in content]
+    return children(content) if tag in _SEQUENCES else None
 
 
 def tensor_of(node: Any) -> tuple[str, str] | None:
@@ -141,10 +145,10 @@ def part_at(node: Any, keys: list[str]) -> Any:
     return node
 
 
-def _shown_key(key: Any) -> str:
+def _key_text(key: Any) -> str:
     if isinstance(key, str):
         return key
     entries = children(key)
     if entries is not None:
-        return "(" + ", ".join(_shown_key(item) for _, item in entries) + ")"
+        return "(" + ", ".join(_key_text(item) for _, item in entries) + ")"
     return str(scalar(key))

@@ -121,8 +121,8 @@ def check_target(target: Folder, *, overwrite: bool) -> None:
             f" and {len(foreign) - _MOST_SHOWN} more" if len(foreign) > _MOST_SHOWN else ""
         )
         raise CheckpointExistsError(
-            f"{target} is a folder with something else in it ({listed}), which is not replaced: choose another path, or "
-            "move that away"
+            f"{target} is a folder with something else in it ({listed}), which is not replaced: choose another path, "
+            "or move that away"
         )
     if file_names and not overwrite:
         raise CheckpointExistsError(f"{target} already exists: {OVERWRITE}")
