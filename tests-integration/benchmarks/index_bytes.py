@@ -25,7 +25,7 @@ from typing import Any
 from fsdp_core.checkpoint.format.chunks import files_of
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest
 from fsdp_core.checkpoint.format.patterns import PatternedChunks
-from fsdp_core.checkpoint.indexes import Index, KnownToFirst, Message, Remembered, TensorKind, packed, table_digest
+from fsdp_core.checkpoint.indexes import FirstRankSummary, Index, Message, Remembered, TensorSpec, packed, table_digest
 from fsdp_core.checkpoint.merging import merged_from
 from fsdp_core.state.boxes import boxes
 from fsdp_core.state.coverage import Box
@@ -102,11 +102,11 @@ SHARDINGS = {"fsdp2": rows, "flat": flat, "fsdp2 × tensor 8": tensor_parallel}
 
 
 @lru_cache(maxsize=1)
-def tensors() -> list[TensorKind]:
+def tensors() -> list[TensorSpec]:
     """Weights in bfloat16, moments in float32."""
     shapes = {name: shape for unit in units() for name, shape in unit.items()}
-    kinds = [("model/", "", "bfloat16"), *(("optimizer/0/", f"/{moment}", "float32") for moment in MOMENTS)]
-    return [TensorKind(f"{a}{name}{b}", shape, dtype) for a, b, dtype in kinds for name, shape in shapes.items()]
+    sections = [("model/", "", "bfloat16"), *(("optimizer/0/", f"/{moment}", "float32") for moment in MOMENTS)]
+    return [TensorSpec(f"{a}{name}{b}", shape, dtype) for a, b, dtype in sections for name, shape in shapes.items()]
 
 
 def index_of(sharding: str, ranks: int, rank: int, *, save: int = 0) -> Index:
@@ -135,9 +135,9 @@ def section_of(key: str) -> str:
     return key.partition("/")[0]
 
 
-def manifest_of(kinds: Sequence[TensorKind], messages: Sequence[Message], last: Remembered | None, save_id: str) -> Any:
+def manifest_of(specs: Sequence[TensorSpec], messages: Sequence[Message], last: Remembered | None, save_id: str) -> Any:
     """What rank 0 does with the messages: the merged indexes, and the manifest's bytes."""
-    merged = merged_from(kinds, messages, last)
+    merged = merged_from(specs, messages, last)
     files = dict(entry for rank, one in enumerate(messages) for entry in one.entries(save_id, rank))
     state = f"state-{save_id}.json"
     manifest = Manifest(
@@ -159,7 +159,7 @@ def manifest_of(kinds: Sequence[TensorKind], messages: Sequence[Message], last: 
 def measure(sharding: str, ranks: int) -> dict[str, Any]:
     """Two saves on so many ranks."""
     at_first = _resident("VmRSS")
-    known, remembered = KnownToFirst(table_digest(tensors()), None), dict[int, Remembered]()
+    first_rank, remembered = FirstRankSummary(table_digest(tensors()), None), dict[int, Remembered]()
     result: dict[str, Any] = {"sharding": sharding, "ranks": ranks, "tensors": len(tensors())}
     last: Remembered | None = None
     for number, name in enumerate(("first save", "second save")):
@@ -168,7 +168,8 @@ def measure(sharding: str, ranks: int) -> dict[str, Any]:
         for rank in range(ranks):
             if rank == ranks - 1:
                 tracemalloc.start()
-            sent.append(pickle.dumps(packed(index_of(sharding, ranks, rank, save=number), known, remembered.get(rank))))
+            index = index_of(sharding, ranks, rank, save=number)
+            sent.append(pickle.dumps(packed(index, first_rank, remembered.get(rank))))
         peak_elsewhere = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         _forget_peak()
@@ -186,7 +187,7 @@ def measure(sharding: str, ranks: int) -> dict[str, Any]:
         }
         last = Remembered(save_id, messages[0].plan, merged)
         remembered = {rank: Remembered(save_id, one.plan, None) for rank, one in enumerate(messages)}
-        known = KnownToFirst(known.table, save_id)
+        first_rank = FirstRankSummary(first_rank.table, save_id)
     begin = time.perf_counter()
     manifest = Manifest.from_json(text)
     result["seconds to read the manifest"] = time.perf_counter() - begin

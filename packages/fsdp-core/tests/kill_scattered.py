@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from checkpoint_ranks import on_threads
 from fsdp_core.checkpoint import is_checkpoint, saving
-from fsdp_core.checkpoint.storage import commit, part_places
+from fsdp_core.checkpoint.storage import commit, local_target
 from fsdp_core.checkpoint.storage.recognition import is_interrupted
 from fsdp_core.checkpoint.tools.listing import find_checkpoints
 from fsdp_core.errors import CheckpointFormatError
@@ -30,14 +30,14 @@ RANKS = 2
 
 #: By name: the rank that is killed, what it does then, and whether it is killed before that or after.
 STEPS: dict[str, tuple[int, Any, str, str]] = {
-    "claimed by rank 0": (0, part_places.Stand, "claim_first", "after"),
-    "claimed": (1, part_places.Stand, "claim", "after"),
+    "claimed by rank 0": (0, local_target.LocalTarget, "claim_first", "after"),
+    "claimed": (1, local_target.LocalTarget, "claim", "after"),
     "recorded": (1, saving.PerHostSave, "record", "after"),
     "merged": (0, saving, "_write_state", "after"),
-    "published": (1, part_places.Stand, "publish", "after"),
-    "before the commit": (0, commit.Place, "commit", "before"),
-    "committed": (0, commit.Place, "commit", "after"),
-    "before it is tidied": (1, part_places.Stand, "tidy", "before"),
+    "published": (1, local_target.LocalTarget, "publish", "after"),
+    "before the commit": (0, commit.SaveTarget, "commit", "before"),
+    "committed": (0, commit.SaveTarget, "commit", "after"),
+    "before it is tidied": (1, local_target.LocalTarget, "tidy", "before"),
 }
 COMPLETE = {"committed", "before it is tidied"}
 

@@ -134,7 +134,7 @@ class TestStaging:
                 assert all(copies[name].dtype == state[name].dtype for name in state)
                 assert all(torch.equal(copies[name], state[name]) for name in state)
         staging.free()
-        assert staging._blocks == staging._places == []
+        assert staging._blocks == staging._memory_of_layout == []
 
     def test_large_parts_lie_in_several_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("fsdp_core.checkpoint.staging._BLOCK_BYTES", 1024)

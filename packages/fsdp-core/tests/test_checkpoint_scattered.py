@@ -32,7 +32,7 @@ from fsdp_core.checkpoint import (
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.format.manifest import content_checksum
 from fsdp_core.checkpoint.format.part_record import PartRecord
-from fsdp_core.checkpoint.storage import commit, part_places, writers
+from fsdp_core.checkpoint.storage import commit, local_target, writers
 from fsdp_core.checkpoint.storage.recognition import is_interrupted, is_ours
 from fsdp_core.checkpoint.tools.listing import find_checkpoints
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
@@ -205,8 +205,8 @@ def test_a_place_alone_is_never_loaded_and_says_what_is_missing(places: list[Pat
     assert not (tmp_path / "out.ckpt").exists()
     found = {one.path: one for place in places for one in find_checkpoints(place.parent)}
     assert {one.state for one in found.values()} == {"scattered"}
-    assert "rank 2-3 on" in found[str(first)].told
-    assert "what rank 2-3 wrote" in found[str(second)].told
+    assert "rank 2-3 on" in found[str(first)].remark
+    assert "what rank 2-3 wrote" in found[str(second)].remark
 
 
 def test_parts_of_two_saves_are_never_joined(tmp_path: Path) -> None:
@@ -293,10 +293,10 @@ def test_a_save_that_fails_at_any_step_leaves_what_was_there(
         raise OSError(28, "no room")
 
     for owner, name in (
-        (part_places.Stand, "claim"),
+        (local_target.LocalTarget, "claim"),
         (saving.PerHostSave, "record"),
-        (part_places.Stand, "publish"),
-        (commit.Place, "commit"),
+        (local_target.LocalTarget, "publish"),
+        (commit.SaveTarget, "commit"),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, fail)
@@ -322,7 +322,7 @@ def test_a_link_is_put_back_if_the_last_step_fails(tmp_path: Path, monkeypatch: 
         raise OSError(28, "no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr(commit.Place, "commit", fail)
+        patched.setattr(commit.SaveTarget, "commit", fail)
         assert all(isinstance(error, CheckpointError) for error in scatter(paths))
     for rank in (0, 2):
         assert os.readlink(paths(rank)) == "other.ckpt"

@@ -311,7 +311,7 @@ def test_files_in_a_checkpoint_are_removed_when_their_writer_is_gone(
     with monkeypatch.context() as patched:
         patched.setattr(commit, "new_writer", lambda *a: dataclasses.replace(writers.new_writer(*a), **writer))
         if committed:
-            patched.setattr(commit.Place, "tidy", lambda *args: None)
+            patched.setattr(commit.SaveTarget, "tidy", lambda *args: None)
             save_state(path, 5.0)
         else:
             save_interrupted(patched, path, 5.0, "fsync", 6)

@@ -95,7 +95,7 @@ def test_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     save_state(f"{url}/b.ckpt", 1.0)
     fs, root = fsspec.core.url_to_fs(f"{url}/b.ckpt")
     fs.rm_file(f"{root}/manifest.json")
-    found = {one.path.rpartition("/")[2]: (one.state, one.told) for one in find_checkpoints(url)}
+    found = {one.path.rpartition("/")[2]: (one.state, one.remark) for one in find_checkpoints(url)}
     assert found == {"a.ckpt": ("whole", "by test"), "b.ckpt": ("unfinished", "its writer is not recorded")}
 
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from checkpoint_ranks import ThreadRuntime, on_threads, rank_rows
 from damaged_folders import save_alone
-from fsdp_core.checkpoint import fill_all, load, merging, together_each
+from fsdp_core.checkpoint import fill_all, load, merging, run_on_all
 from fsdp_core.checkpoint.async_save import AsyncSaves
-from fsdp_core.checkpoint.shared_place import check_shared
+from fsdp_core.checkpoint.shared_folder import check_shared
 from fsdp_core.errors import CheckpointError
 from fsdp_core.initialization.sharded_init import check_same_parts
 from fsdp_core.sharding.host_agreement import check_same_packages, versions_of
@@ -180,7 +180,7 @@ def told_of_failures(world: int, failure: Callable[[int], str | None]) -> set[st
             if message := failure(runtime.rank):
                 raise OSError(message)
 
-        return refusal(CheckpointError, lambda: together_each(runtime, "writing", step))
+        return refusal(CheckpointError, lambda: run_on_all(runtime, "writing", step))
 
     return set(on_threads(world, work))
 

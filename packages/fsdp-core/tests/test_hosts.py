@@ -12,7 +12,7 @@ import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
 from checkpoint_ranks import ThreadRuntime, on_threads
-from fsdp_core.checkpoint.shared_place import check_shared
+from fsdp_core.checkpoint.shared_folder import check_shared
 from fsdp_core.errors import CheckpointError, ShardingError
 from fsdp_core.lightning.checkpoints.shared_disk import check_all_resume
 from fsdp_core.lightning.launch_checks import check_launched

@@ -26,11 +26,11 @@ def comes_again() -> str:
     told = ""
     if runtime.rank == 0:
         runtime.patience = timedelta(seconds=0.5)
-        told = refusal(ShardingError, lambda: runtime.meet("something"))
+        told = refusal(ShardingError, lambda: runtime.rendezvous("something"))
         runtime.patience = timedelta(seconds=60)
     dist.barrier()
     for _ in range(3):
-        runtime.meet("something else")
+        runtime.rendezvous("something else")
     runtime.stop()
     return told
 
@@ -38,7 +38,7 @@ def comes_again() -> str:
 def keys_after(meetings: int) -> int:
     runtime = started()
     for _ in range(meetings):
-        runtime.meet("something")
+        runtime.rendezvous("something")
     dist.barrier()
     store = default_store()
     assert store is not None

@@ -97,7 +97,7 @@ class Runtime(ABC):
         rank: This rank's index in the world, from 0.
         local_rank: This rank's index on its host, from 0.
         world_size: The number of ranks.
-        patience: How long :meth:`meet` waits for the other ranks.
+        patience: How long :meth:`rendezvous` waits for the other ranks.
     """
 
     device: torch.device = torch.device("cpu")
@@ -309,7 +309,7 @@ class Runtime(ABC):
     def barrier(self) -> None:
         """Block until every rank has called it."""
 
-    def meet(self, doing: str) -> None:
+    def rendezvous(self, doing: str) -> None:
         """Block until every rank has called it, or raise if some rank does not.
 
         Used before operations that a user might run on one rank only, after which ranks would otherwise wait for each
@@ -541,7 +541,7 @@ class ProcessGroupRuntime(Runtime):
         dist.all_reduce(sums, dist.ReduceOp.SUM, group=self._group)
         return [int(one) for one in sums.tolist()]
 
-    def meet(self, doing: str) -> None:
+    def rendezvous(self, doing: str) -> None:
         store = default_store()
         if store is None or self.world_size == 1:
             return
@@ -595,7 +595,7 @@ class _Peers(ProcessGroupRuntime):
             if main.rank in ranks:
                 self._group = group
 
-    def meet(self, doing: str) -> None:
+    def rendezvous(self, doing: str) -> None:
         self.barrier()
 
     def stop(self) -> None:

@@ -17,7 +17,7 @@ from fsdp_core.checkpoint.verifying import verify
 from fsdp_core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from fsdp_core.checkpoint.collective import together, together_each, together_first, together_to_first
+    from fsdp_core.checkpoint.collective import gather_to_all, gather_to_first, run_on_all, run_on_first
     from fsdp_core.checkpoint.loading import load
     from fsdp_core.checkpoint.saving import save
     from fsdp_core.checkpoint.state_dict import load_state_dict
@@ -49,6 +49,8 @@ __all__ = [
     "fill",
     "fill_all",
     "gather",
+    "gather_to_all",
+    "gather_to_first",
     "is_checkpoint",
     "is_folder",
     "load",
@@ -56,11 +58,9 @@ __all__ = [
     "read_manifest",
     "remove",
     "reshard",
+    "run_on_all",
+    "run_on_first",
     "save",
-    "together",
-    "together_each",
-    "together_first",
-    "together_to_first",
     "verify",
 ]
 
@@ -85,10 +85,10 @@ _HOMES = {
     "load_state_dict": "fsdp_core.checkpoint.state_dict",
     "reshard": "fsdp_core.checkpoint.tools.resharding",
     "save": "fsdp_core.checkpoint.saving",
-    "together": "fsdp_core.checkpoint.collective",
-    "together_each": "fsdp_core.checkpoint.collective",
-    "together_first": "fsdp_core.checkpoint.collective",
-    "together_to_first": "fsdp_core.checkpoint.collective",
+    "gather_to_all": "fsdp_core.checkpoint.collective",
+    "run_on_all": "fsdp_core.checkpoint.collective",
+    "run_on_first": "fsdp_core.checkpoint.collective",
+    "gather_to_first": "fsdp_core.checkpoint.collective",
 }
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp_core.checkpoint.collective import together_each
+from fsdp_core.checkpoint.collective import run_on_all
 from fsdp_core.checkpoint.saving import prepare_save
 from fsdp_core.checkpoint.staging import Staging
 from fsdp_core.checkpoint.storage.folder import StrPath
@@ -97,7 +97,7 @@ class AsyncSaves:
 
         def write(channel: Runtime) -> None:
             # on all ranks before the first collective: what one of them finds written to may be copied on others
-            together_each(channel, f"copying what {os.fspath(path)} is to hold", self._staging.wait)
+            run_on_all(channel, f"copying what {os.fspath(path)} is to hold", self._staging.wait)
             prepared.write(channel)
 
         self.run(f"saving {os.fspath(path)}", write)
@@ -173,7 +173,7 @@ class AsyncSaves:
             return
         self._awaited.wait(_HEAD_START)
         try:
-            together_each(channel, doing, lambda: job(channel))  # so that either all ranks fail or none
+            run_on_all(channel, doing, lambda: job(channel))  # so that either all ranks fail or none
         except Exception as error:
             self._fail(channel, doing, error)
 

@@ -14,7 +14,7 @@ from fsdp_core.checkpoint.storage.remedies import remedy
 from fsdp_core.errors import FSDPError
 from fsdp_core.runtime import Runtime
 
-__all__ = ["together", "together_each", "together_first", "together_to_first", "total"]
+__all__ = ["gather_to_all", "gather_to_first", "run_on_all", "run_on_first", "total"]
 
 T = TypeVar("T")
 
@@ -25,11 +25,11 @@ _RANKS_SHOWN = 64
 _MESSAGES_SHOWN = 16
 
 
-def together(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> list[T]:
+def gather_to_all(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> list[T]:
     """Run a step on every rank, and return the results of all ranks on each.
 
-    Each rank receives what all ranks return: for small results that every rank needs. :func:`together_each`,
-    :func:`together_first` and :func:`together_to_first` send less.
+    Each rank receives what all ranks return: for small results that every rank needs. :func:`run_on_all`,
+    :func:`run_on_first` and :func:`gather_to_first` send less.
 
     Args:
         runtime: The ranks; this process alone if ``None``.
@@ -43,11 +43,11 @@ def together(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> list
         CheckpointError: The step failed on some rank. The error names the ranks. Its class is that of the first failing
             rank's error, if that is a class of :mod:`fsdp_core.errors`.
     """
-    result = together_each(runtime, doing, step)
+    result = run_on_all(runtime, doing, step)
     return [result] if runtime is None else runtime.gather_objects(result)
 
 
-def together_each(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> T:
+def run_on_all(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> T:
     """Run a step on every rank, and return this rank's own result, which is sent to no other.
 
     Args:
@@ -56,7 +56,7 @@ def together_each(runtime: Runtime | None, doing: str, step: Callable[[], T]) ->
         step: This rank's step, which must not wait for another rank.
 
     Raises:
-        CheckpointError: As :func:`together` raises it.
+        CheckpointError: As :func:`gather_to_all` raises it.
     """
     if runtime is None:
         return step()
@@ -67,11 +67,11 @@ def together_each(runtime: Runtime | None, doing: str, step: Callable[[], T]) ->
     except Exception as error:
         own = error
     if runtime.total([own is not None])[0]:
-        _raise(runtime, doing, own)
+        _raise_on_all(runtime, doing, own)
     return result  # type: ignore[return-value]
 
 
-def together_first(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> T:
+def run_on_first(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> T:
     """Run a step on every rank, and return rank 0's result on all of them.
 
     Args:
@@ -81,13 +81,13 @@ def together_first(runtime: Runtime | None, doing: str, step: Callable[[], T]) -
             sent to none.
 
     Raises:
-        CheckpointError: As :func:`together` raises it.
+        CheckpointError: As :func:`gather_to_all` raises it.
     """
-    result = together_each(runtime, doing, step)
+    result = run_on_all(runtime, doing, step)
     return result if runtime is None else runtime.broadcast_object(result)
 
 
-def together_to_first(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> list[T] | None:
+def gather_to_first(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> list[T] | None:
     """Run a step on every rank, and return the results of all ranks on rank 0.
 
     Args:
@@ -99,9 +99,9 @@ def together_to_first(runtime: Runtime | None, doing: str, step: Callable[[], T]
         The results by rank, on rank 0; ``None`` elsewhere.
 
     Raises:
-        CheckpointError: As :func:`together` raises it.
+        CheckpointError: As :func:`gather_to_all` raises it.
     """
-    result = together_each(runtime, doing, step)
+    result = run_on_all(runtime, doing, step)
     return [result] if runtime is None else runtime.gather_objects_to(result)
 
 
@@ -110,35 +110,35 @@ def total(runtime: Runtime | None, numbers: Sequence[int]) -> list[int]:
     return list(numbers) if runtime is None else runtime.total(numbers)
 
 
-def _raise(runtime: Runtime, doing: str, own: Exception | None) -> NoReturn:
+def _raise_on_all(runtime: Runtime, doing: str, own_error: Exception | None) -> NoReturn:
     """Raise the same error on every rank. All ranks must call it."""
-    by_rank = runtime.gather_objects_to(None if own is None else _describe(own, doing))
-    told: Failure | None = None
+    by_rank = runtime.gather_objects_to(None if own_error is None else _describe_failure(own_error, doing))
+    summary: Failure | None = None
     if by_rank is not None:
         failures = {rank: failure for rank, failure in enumerate(by_rank) if failure is not None}
-        told = _summary(failures, len(by_rank), doing)
-    name, message = runtime.broadcast_object(told)
-    raise getattr(errors, name)(message) from own
+        summary = _summarize(failures, len(by_rank), doing)
+    name, message = runtime.broadcast_object(summary)
+    raise getattr(errors, name)(message) from own_error
 
 
-def _summary(failures: Mapping[int, Failure], world_size: int, doing: str) -> Failure:
+def _summarize(failures: Mapping[int, Failure], world_size: int, doing: str) -> Failure:
     """One error for all that have failed, at most a few kilobytes more than the longest message."""
     name, first = failures[min(failures)]
     message = first
-    ranks = [rank for rank, (_, other) in failures.items() if other == first]
+    ranks = [rank for rank, (_, message_of_rank) in failures.items() if message_of_rank == first]
     if len(ranks) < world_size:
-        shown = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
+        rank_list = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
         more = f" and {len(ranks) - _RANKS_SHOWN} more" if len(ranks) > _RANKS_SHOWN else ""
-        message = f"{message}\n(on rank {shown}{more} of {world_size}, while {doing})"
-    others = sorted({other for _, other in failures.values()} - {first})
-    for other in others[:_MESSAGES_SHOWN]:
-        message += f"\nanother rank: {other}"
-    if len(others) > _MESSAGES_SHOWN:
-        message += f"\n… and {len(others) - _MESSAGES_SHOWN} other messages"
+        message = f"{message}\n(on rank {rank_list}{more} of {world_size}, while {doing})"
+    other_messages = sorted({message_of_rank for _, message_of_rank in failures.values()} - {first})
+    for message_of_rank in other_messages[:_MESSAGES_SHOWN]:
+        message += f"\nanother rank: {message_of_rank}"
+    if len(other_messages) > _MESSAGES_SHOWN:
+        message += f"\n… and {len(other_messages) - _MESSAGES_SHOWN} other messages"
     return name, message
 
 
-def _describe(error: Exception, doing: str) -> Failure:
+def _describe_failure(error: Exception, doing: str) -> Failure:
     """Return the name of an error class of :mod:`fsdp_core.errors` that every rank can raise, and the message."""
     if isinstance(error, FSDPError) and hasattr(errors, type(error).__name__):
         return type(error).__name__, str(error)

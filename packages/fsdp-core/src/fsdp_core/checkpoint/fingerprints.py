@@ -30,7 +30,7 @@ def sample(tensor: Tensor) -> Tensor:
     """
     if tensor.dtype.itemsize == 1:
         tensor = tensor.view(torch.uint8)  # take() knows none of float8
-    return torch.take(tensor, _places(tensor.numel()))
+    return torch.take(tensor, _lattice_indices(tensor.numel()))
 
 
 def view_of_sample(tensor: Tensor) -> Tensor:
@@ -65,14 +65,14 @@ def differing(samples: Sequence[Tensor], views: Sequence[Tensor]) -> list[int]:
         >>> differing(samples, views)
         [1]
     """
-    kinds: dict[tuple[torch.dtype, int], list[int]] = {}
-    for index, one in enumerate(samples):
-        kinds.setdefault((one.dtype, len(one)), []).append(index)
-    found: list[int] = []
-    for alike in kinds.values():  # all at once: a comparison costs as much as its preparation
-        if not torch.equal(_bits([samples[i] for i in alike]), _bits([views[i] for i in alike])):
-            found += [i for i in alike if not torch.equal(_bits([samples[i]]), _bits([views[i]]))]
-    return sorted(found)
+    indices_by_form: dict[tuple[torch.dtype, int], list[int]] = {}
+    for index, sampled in enumerate(samples):
+        indices_by_form.setdefault((sampled.dtype, len(sampled)), []).append(index)
+    changed: list[int] = []
+    for indices in indices_by_form.values():  # all at once: a comparison costs as much as its preparation
+        if not torch.equal(_bits([samples[i] for i in indices]), _bits([views[i] for i in indices])):
+            changed += [i for i in indices if not torch.equal(_bits([samples[i]]), _bits([views[i]]))]
+    return sorted(changed)
 
 
 @lru_cache(maxsize=1024)
@@ -81,12 +81,12 @@ def _lattice(elements: int) -> tuple[tuple[int, int], tuple[int, int]]:
     count = min(max(elements // _ONE_OF, _AT_LEAST), _AT_MOST) // 2 * 2
     if elements <= count:
         return (1, elements), (elements, 1)
-    step, rest = divmod(elements - 1, count - 1)
-    return (2, count // 2), (step + rest, 2 * step)
+    step, remainder = divmod(elements - 1, count - 1)
+    return (2, count // 2), (step + remainder, 2 * step)
 
 
 @lru_cache(maxsize=1024)
-def _places(elements: int) -> Tensor:
+def _lattice_indices(elements: int) -> Tensor:
     (rows, columns), (down, along) = _lattice(elements)
     return (torch.arange(rows)[:, None] * down + torch.arange(columns) * along).flatten()
 

@@ -1,8 +1,8 @@
 """What a rank tells rank 0 about the boxes and files that it has written, in few bytes.
 
-Layers repeat, and moments have the boxes of their weights. So a message says which tensors are alike, and the boxes
-once for each kind. What rank 0 knows already is left out: the table of keys, shapes and dtypes where it is rank 0's
-own, and everything but the files where the plan is the one of a save before.
+Layers repeat, and moments have the boxes of their weights. So a message holds each distinct set of boxes once, and for
+each tensor the number of its set. What rank 0 has already is left out: the table of keys, shapes and dtypes if it
+equals rank 0's, and everything but the files if the plan is that of an earlier save.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from fsdp_core.checkpoint.merging import Merged
 
 __all__ = [
+    "FirstRankSummary",
     "Index",
-    "KnownToFirst",
     "Memory",
     "Message",
     "PackedBoxes",
     "RankBoxes",
     "Remembered",
-    "TensorKind",
+    "TensorSpec",
     "boxes_of_ranks",
     "memory_of",
     "packed",
@@ -47,7 +47,7 @@ _SECTIONS: tuple[Section, ...] = ("model", "optimizer", "state")
 _FILE = struct.Struct("<BQQ")
 
 
-class TensorKind(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor of the state, without its values."""
 
     key: str
@@ -65,13 +65,13 @@ class Index:
         files: The rank's files, by section.
     """
 
-    tensors: list[TensorKind] = field(default_factory=list)
+    tensors: list[TensorSpec] = field(default_factory=list)
     boxes: list[tuple[Box, ...]] = field(default_factory=list)
     files: dict[Section, FileEntry] = field(default_factory=dict)
 
 
-class KnownToFirst(NamedTuple):
-    """What rank 0 knows before a save, so that the other ranks need not send it.
+class FirstRankSummary(NamedTuple):
+    """What rank 0 has before a save, so that the other ranks need not send it.
 
     Attributes:
         table: The digest of its table of tensors.
@@ -101,13 +101,13 @@ class PackedBoxes(NamedTuple):
 
     Attributes:
         table: The tensors in JSON; empty if they are those of rank 0.
-        alike: The numbers of their kinds.
-        kinds: The boxes of each kind in JSON.
+        box_set_ids: For each tensor, the number of its set of boxes.
+        box_sets: The sets of boxes in JSON.
     """
 
     table: bytes
-    alike: bytes
-    kinds: bytes
+    box_set_ids: bytes
+    box_sets: bytes
 
 
 class Message(NamedTuple):
@@ -140,53 +140,55 @@ class RankBoxes(NamedTuple):
 
     Attributes:
         table: Its tensors; ``None`` if they are those of rank 0.
-        alike: For each tensor, the number of its kind, as bytes of an array of 32-bit numbers.
-        kinds: The boxes of each kind.
+        box_set_ids: For each tensor, the number of its set of boxes, as bytes of an array of 32-bit numbers.
+        box_sets: The sets of boxes.
     """
 
-    table: list[TensorKind] | None
-    alike: bytes
-    kinds: list[tuple[Box, ...]]
+    table: list[TensorSpec] | None
+    box_set_ids: bytes
+    box_sets: list[tuple[Box, ...]]
 
     @classmethod
     def unpacked(cls, packed: PackedBoxes) -> RankBoxes:
         """Read :attr:`Message.boxes`."""
-        table, alike, kinds = map(zlib.decompress, packed)
+        table, box_set_ids, box_sets = map(zlib.decompress, packed)
         return cls(
-            [TensorKind(key, tuple(shape), dtype) for key, shape, dtype in json.loads(table)] if table else None,
-            alike,
-            [tuple((tuple(offsets), tuple(lengths)) for offsets, lengths in boxes) for boxes in json.loads(kinds)],
+            [TensorSpec(key, tuple(shape), dtype) for key, shape, dtype in json.loads(table)] if table else None,
+            box_set_ids,
+            [tuple((tuple(offsets), tuple(lengths)) for offsets, lengths in boxes) for boxes in json.loads(box_sets)],
         )
 
 
-def table_digest(tensors: Sequence[TensorKind]) -> bytes:
+def table_digest(tensors: Sequence[TensorSpec]) -> bytes:
     """Return a digest that is equal for equal tables."""
     return xxhash.xxh3_128_digest(_json(tensors))
 
 
-def packed(index: Index, known: KnownToFirst, last: Remembered | None) -> Message:
+def packed(index: Index, first_rank: FirstRankSummary, last: Remembered | None) -> Message:
     """Return what this rank sends.
 
     Args:
         index: What this rank has written.
-        known: What rank 0 knows.
+        first_rank: What rank 0 has already.
         last: What this rank remembers.
     """
-    kinds: dict[tuple[tuple[int, ...], tuple[Box, ...]], int] = {}
-    alike = array("I")
+    number_of_set: dict[tuple[tuple[int, ...], tuple[Box, ...]], int] = {}
+    set_numbers = array("I")
     for tensor, boxes in zip(index.tensors, index.boxes, strict=True):
-        alike.append(kinds.setdefault((tensor.shape, boxes), len(kinds)))
-    table, numbers, boxes_of_kinds = _json(index.tensors), alike.tobytes(), _json([boxes for _, boxes in kinds])
-    plan = xxhash.xxh3_128_digest(table + numbers + boxes_of_kinds)
+        set_numbers.append(number_of_set.setdefault((tensor.shape, boxes), len(number_of_set)))
+    table = _json(index.tensors)
+    box_set_ids = set_numbers.tobytes()
+    box_sets = _json([boxes for _, boxes in number_of_set])
+    plan = xxhash.xxh3_128_digest(table + box_set_ids + box_sets)
     files = b"".join(
         _FILE.pack(_SECTIONS.index(section), entry.size, int(entry.checksum.removeprefix("xxh3:"), 16))
         for section, entry in index.files.items()
     )
-    if last is not None and (last.save_id, last.plan) == (known.last, plan):
+    if last is not None and (last.save_id, last.plan) == (first_rank.last, plan):
         return Message(plan, None, files)
-    if xxhash.xxh3_128_digest(table) == known.table:
+    if xxhash.xxh3_128_digest(table) == first_rank.table:
         table = b""
-    return Message(plan, PackedBoxes(*map(zlib.compress, (table, numbers, boxes_of_kinds))), files)
+    return Message(plan, PackedBoxes(*map(zlib.compress, (table, box_set_ids, box_sets))), files)
 
 
 def _json(value: Any) -> bytes:
@@ -215,13 +217,15 @@ def boxes_of_ranks(messages: Sequence[Message], last: Remembered | None) -> list
     Raises:
         CheckpointError: A rank refers to a save that rank 0 does not remember so.
     """
-    before: Mapping[int, tuple[bytes, PackedBoxes]] = {} if last is None or last.merged is None else last.merged.sent
+    sent_before: Mapping[int, tuple[bytes, PackedBoxes]] = {}
+    if last is not None and last.merged is not None:
+        sent_before = last.merged.sent
     boxes = []
     for rank, message in enumerate(messages):
         if message.boxes is not None:
             boxes.append(message.boxes)
-        elif rank in before and before[rank][0] == message.plan:
-            boxes.append(before[rank][1])
+        elif rank in sent_before and sent_before[rank][0] == message.plan:
+            boxes.append(sent_before[rank][1])
         else:
             raise CheckpointError(
                 f"rank {rank} refers to a plan that rank 0 does not have.\n"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_core.checkpoint.collective import together_each, total
+from fsdp_core.checkpoint.collective import run_on_all, total
 from fsdp_core.checkpoint.format.manifest import StoredTensor
 from fsdp_core.checkpoint.format.plain_data import decode
 from fsdp_core.checkpoint.storage.folder import Folder
@@ -53,23 +53,23 @@ def load(path: Paths, *, runtime: Runtime | None = None, verify: bool = True) ->
         CheckpointFormatError: There is no complete checkpoint that this version can read, or it is damaged; the message
             names the files and their faults.
     """
-    doing = f"loading {shown_paths(path)}"
-    one = isinstance(path, str | os.PathLike)  # of which nothing is read yet, so no rank can fail alone
-    folder = open_places(path) if one else together_each(runtime, doing, lambda: open_places(path))
+    action = f"loading {shown_paths(path)}"
+    is_one_path = isinstance(path, str | os.PathLike)  # of which nothing is read yet, so no rank can fail alone
+    folder = open_places(path) if is_one_path else run_on_all(runtime, action, lambda: open_places(path))
     for attempt in range(ATTEMPTS):
         reading = _Reading(folder, runtime, checksums=verify)
-        save_id, faults, replaced = together_each(runtime, doing, reading.examine)
+        save_id, faults, replaced = run_on_all(runtime, action, reading.examine)
         firsts = save_id if runtime is None else runtime.broadcast_object(save_id)
-        others, changing, damaged = total(runtime, [save_id != firsts, replaced, bool(faults)])
-        alike = not others
-        if alike and not changing:
+        ranks_that_differ, ranks_replaced, damaged = total(runtime, [save_id != firsts, replaced, bool(faults)])
+        all_agree = not ranks_that_differ
+        if all_agree and not ranks_replaced:
             if damaged and runtime is not None:  # rarely: each rank needs the faults of all
                 faults = {name: fault for of_rank in runtime.gather_objects(faults) for name, fault in of_rank.items()}
             refuse_damage(reading.files, faults)
-            if not total(runtime, [not together_each(runtime, doing, reading.decode)])[0]:
+            if not total(runtime, [not run_on_all(runtime, action, reading.decode)])[0]:
                 return reading.nest
         pause(attempt)
-    if alike:
+    if all_agree:
         raise too_often([folder])
     raise CheckpointFormatError(
         f"the ranks read different checkpoints at {folder}: another run is replacing it, or it is on disks that "
@@ -109,8 +109,8 @@ class _Reading:
         """Return the save id, the faults of this rank's files, and whether another save has replaced the checkpoint."""
         manifest, runtime = read_manifest(self._folder), self._runtime
         self._files = StoredFiles(self._folder, manifest)
-        mine = manifest.files if runtime is None else share_of(manifest.files, runtime.rank, runtime.world_size)
-        faults = find_damage(self._files, mine, checksums=self._checksums)
+        own_files = manifest.files if runtime is None else share_of(manifest.files, runtime.rank, runtime.world_size)
+        faults = find_damage(self._files, own_files, checksums=self._checksums)
         return manifest.save_id, faults, bool(faults) and self._replaced()
 
     @property
@@ -177,8 +177,8 @@ def _decode(files: StoredFiles) -> dict[str, Any]:
         if tag == "$saved" and isinstance(name, str) and (key := manifest.aliases.get(name, name)) in tensors:
             return tensors[key]
         if tag == "$tensor" and isinstance(name, str) and name in small and manifest.state_tensors is not None:
-            where = small.pop(name)  # only once, or a small file could make this allocate any amount of memory
-            tensor = torch.empty(where.shape, dtype=where.dtype)
+            entry = small.pop(name)  # only once, or a small file could make this allocate any amount of memory
+            tensor = torch.empty(entry.shape, dtype=entry.dtype)
             files.read(manifest.state_tensors, name, (0,) * tensor.ndim, tensor)
             return tensor
         raise CheckpointFormatError(

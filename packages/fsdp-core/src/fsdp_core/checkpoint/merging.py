@@ -1,7 +1,7 @@
 """Rank 0's check that the chunks of all ranks cover every tensor exactly once.
 
-Tensors that are alike on every rank are merged once. So the work grows with the number of ranks times the number of
-different tensors, and not with the number of boxes.
+Tensors whose boxes are equal on every rank are merged once. So the work grows with the number of ranks times the
+number of different tensors, and not with the number of boxes.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from fsdp_core.checkpoint.format.chunks import StoredChunk, chunk_name, file_of_rank, files_of
 from fsdp_core.checkpoint.format.manifest import StoredTensor
 from fsdp_core.checkpoint.format.patterns import Pattern, PatternedChunks
-from fsdp_core.checkpoint.indexes import Message, PackedBoxes, RankBoxes, Remembered, TensorKind, boxes_of_ranks
+from fsdp_core.checkpoint.indexes import Message, PackedBoxes, RankBoxes, Remembered, TensorSpec, boxes_of_ranks
 from fsdp_core.checkpoint.recognising import pattern_of
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.state.coverage import Box
 
-__all__ = ["MOST_LISTED", "Held", "Merged", "merge", "merged_from"]
+__all__ = ["MOST_LISTED", "BoxesByRank", "Merged", "merge", "merged_from"]
 
 MOST_LISTED = 2**14
 """Up to how many chunks a manifest lists each by itself, for people and for readers of version 1: 3 MB."""
 
-_SHOWN = 20
+_MOST_SHOWN = 20
 
-Held = list[tuple[int, tuple[Box, ...]]]
+BoxesByRank = list[tuple[int, tuple[Box, ...]]]
 """The ranks that hold boxes of a tensor, in order, with their boxes."""
 
 
@@ -40,41 +40,41 @@ class Merged:
         sent: By rank, the digest of the boxes that it sent, and these.
     """
 
-    tensors: Sequence[TensorKind]
-    layouts: Sequence[Pattern | Held]
+    tensors: Sequence[TensorSpec]
+    layouts: Sequence[Pattern | BoxesByRank]
     sent: Mapping[int, tuple[bytes, PackedBoxes]]
 
-    def stored(self, named: Callable[[str], str]) -> dict[str, StoredTensor]:
+    def stored(self, file_pattern: Callable[[str], str]) -> dict[str, StoredTensor]:
         """Return every tensor with its chunks, in rank 0's order.
 
         Args:
-            named: Returns the files that hold a tensor's chunks, by its key, with ``*`` for the rank.
+            file_pattern: Returns the files that hold a tensor's chunks, by its key, with ``*`` for the rank.
 
         Raises:
             CheckpointMismatchError: The boxes of a tensor leave a hole or overlap.
         """
-        found, faults = _stored(zip(self.tensors, self.layouts, strict=True), named)
+        tensors, faults = _stored_tensors(zip(self.tensors, self.layouts, strict=True), file_pattern)
         if faults:
             raise _mismatch(faults)
-        return found
+        return tensors
 
 
-def _stored(
-    placed: Iterable[tuple[TensorKind, Pattern | Held]], named: Callable[[str], str]
+def _stored_tensors(
+    tensors_with_layouts: Iterable[tuple[TensorSpec, Pattern | BoxesByRank]], file_pattern: Callable[[str], str]
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return the tensors whose boxes cover them, and what is wrong with the others."""
-    found, faults = {}, {}
-    for (key, shape, dtype_name), layout in placed:
+    tensors, faults = {}, {}
+    for (key, shape, dtype_name), layout in tensors_with_layouts:
         try:
-            chunks = _chunks(key, shape, named(key), layout)
-            found[key] = StoredTensor(shape=shape, dtype_name=dtype_name, chunks=chunks)
+            chunks = _chunks(key, shape, file_pattern(key), layout)
+            tensors[key] = StoredTensor(shape=shape, dtype_name=dtype_name, chunks=chunks)
         except ValueError as error:
             faults[key] = f"{error} of shape {list(shape)}"
-    return found, faults
+    return tensors, faults
 
 
 def _chunks(
-    key: str, shape: tuple[int, ...], files: str, layout: Pattern | Held
+    key: str, shape: tuple[int, ...], files: str, layout: Pattern | BoxesByRank
 ) -> PatternedChunks | tuple[StoredChunk, ...]:
     if isinstance(layout, Pattern):
         return PatternedChunks(key, files, layout)
@@ -85,7 +85,7 @@ def _chunks(
     )
 
 
-def merged_from(tensors: Sequence[TensorKind], messages: Sequence[Message], last: Remembered | None) -> Merged:
+def merged_from(tensors: Sequence[TensorSpec], messages: Sequence[Message], last: Remembered | None) -> Merged:
     """Merge what all ranks have sent, or return what was made of the same before.
 
     Args:
@@ -104,7 +104,7 @@ def merged_from(tensors: Sequence[TensorKind], messages: Sequence[Message], last
     return Merged(tensors=tensors, layouts=layouts, sent=sent)
 
 
-def merge(tensors: Sequence[TensorKind], by_rank: Sequence[RankBoxes]) -> list[Pattern | Held]:
+def merge(tensors: Sequence[TensorSpec], by_rank: Sequence[RankBoxes]) -> list[Pattern | BoxesByRank]:
     """Merge the boxes of all ranks.
 
     Args:
@@ -118,90 +118,102 @@ def merge(tensors: Sequence[TensorKind], by_rank: Sequence[RankBoxes]) -> list[P
         CheckpointMismatchError: Ranks disagree on a tensor, or, if they do, boxes leave a hole or overlap.
     """
     faults: dict[str, str] = {}
-    ordered = [_in_order_of(tensors, rank, one, faults) for rank, one in enumerate(by_rank)]
-    layouts = _listed(ordered) if _count(ordered) <= MOST_LISTED else _recognised(tensors, ordered)
+    ordered = [_reorder_boxes(tensors, rank, rank_boxes, faults) for rank, rank_boxes in enumerate(by_rank)]
+    layouts = _list_boxes(ordered) if _count(ordered) <= MOST_LISTED else _find_patterns(tensors, ordered)
     if faults:
-        sound = (one for one in zip(tensors, layouts, strict=True) if one[0].key not in faults)
-        raise _mismatch(faults | _stored(sound, lambda _: files_of("state", "0" * 12))[1])
+        agreed = [pair for pair in zip(tensors, layouts, strict=True) if pair[0].key not in faults]
+        _, further_faults = _stored_tensors(agreed, lambda _: files_of("state", "0" * 12))
+        raise _mismatch(faults | further_faults)
     return layouts
 
 
-_Ordered = tuple[bytes, list[tuple[Box, ...]]]
-"""For each of rank 0's tensors the number of its kind, as bytes, and the boxes of each kind."""
+_OrderedBoxes = tuple[bytes, list[tuple[Box, ...]]]
+"""For each of rank 0's tensors the number of its set of boxes, as bytes, and the sets of boxes."""
 
 
-def _in_order_of(tensors: Sequence[TensorKind], rank: int, one: RankBoxes, faults: dict[str, str]) -> _Ordered:
+def _reorder_boxes(
+    tensors: Sequence[TensorSpec], rank: int, rank_boxes: RankBoxes, faults: dict[str, str]
+) -> _OrderedBoxes:
     """Bring a rank's boxes into the order of rank 0's tensors, and note where the two disagree."""
-    if one.table is None:
-        return one.alike, one.kinds
-    agreed = {tensor.key: tensor for tensor in tensors}
-    numbers = _alike(one.alike)
-    kind_of: dict[str, int] = {}
-    for tensor, number in zip(one.table, numbers, strict=True):
-        ours = agreed.get(tensor.key)
-        if ours is None:
+    if rank_boxes.table is None:
+        return rank_boxes.box_set_ids, rank_boxes.box_sets
+    tensors_of_first = {tensor.key: tensor for tensor in tensors}
+    set_numbers = _unpack_numbers(rank_boxes.box_set_ids)
+    set_number_of: dict[str, int] = {}
+    for tensor, set_number in zip(rank_boxes.table, set_numbers, strict=True):
+        tensor_of_first = tensors_of_first.get(tensor.key)
+        if tensor_of_first is None:
             faults.setdefault(tensor.key, f"rank {rank} has it, and rank 0 does not")
-        elif ours != tensor:
-            here, there = f"{ours.shape} {ours.dtype_name}", f"{tensor.shape} {tensor.dtype_name}"
-            faults.setdefault(tensor.key, f"rank 0 has {here}, and rank {rank} has {there}")
+        elif tensor_of_first != tensor:
+            on_first = f"{tensor_of_first.shape} {tensor_of_first.dtype_name}"
+            on_rank = f"{tensor.shape} {tensor.dtype_name}"
+            faults.setdefault(tensor.key, f"rank 0 has {on_first}, and rank {rank} has {on_rank}")
         else:
-            kind_of[tensor.key] = number
-    none = len(one.kinds)
-    return array("I", [kind_of.get(tensor.key, none) for tensor in tensors]).tobytes(), [*one.kinds, ()]
+            set_number_of[tensor.key] = set_number
+    empty_set = len(rank_boxes.box_sets)
+    ordered_numbers = array("I", [set_number_of.get(tensor.key, empty_set) for tensor in tensors])
+    return ordered_numbers.tobytes(), [*rank_boxes.box_sets, ()]
 
 
-def _alike(data: bytes) -> array[int]:
+def _unpack_numbers(data: bytes) -> array[int]:
     numbers = array("I")
     numbers.frombytes(data)
     return numbers
 
 
-def _count(ordered: Sequence[_Ordered]) -> int:
+def _count(ordered: Sequence[_OrderedBoxes]) -> int:
     """The number of boxes of all tensors on all ranks."""
-    used: dict[bytes, Counter[int]] = {}
+    uses_of_sets: dict[bytes, Counter[int]] = {}
     total = 0
-    for alike, kinds in ordered:
-        if alike not in used:
-            used[alike] = Counter(_alike(alike))
-        total += sum(len(kinds[number]) * count for number, count in used[alike].items())
+    for box_set_ids, box_sets in ordered:
+        if box_set_ids not in uses_of_sets:
+            uses_of_sets[box_set_ids] = Counter(_unpack_numbers(box_set_ids))
+        total += sum(len(box_sets[number]) * count for number, count in uses_of_sets[box_set_ids].items())
     return total
 
 
-def _listed(ordered: Sequence[_Ordered]) -> list[Pattern | Held]:
-    tables = [(_alike(alike), kinds) for alike, kinds in ordered]
+def _list_boxes(ordered: Sequence[_OrderedBoxes]) -> list[Pattern | BoxesByRank]:
+    """Return the boxes of each tensor, as every rank lists them."""
+    tables = [(_unpack_numbers(box_set_ids), box_sets) for box_set_ids, box_sets in ordered]
     count = len(tables[0][0])
-    return [
-        [(rank, held) for rank, (numbers, kinds) in enumerate(tables) if (held := kinds[numbers[at]])]
-        for at in range(count)
-    ]
+    layouts: list[Pattern | BoxesByRank] = []
+    for index in range(count):
+        boxes_by_rank: BoxesByRank = []
+        for rank, (set_numbers, box_sets) in enumerate(tables):
+            boxes = box_sets[set_numbers[index]]
+            if boxes:
+                boxes_by_rank.append((rank, boxes))
+        layouts.append(boxes_by_rank)
+    return layouts
 
 
-def _recognised(tensors: Sequence[TensorKind], ordered: Sequence[_Ordered]) -> list[Pattern | Held]:
-    """Find a pattern for tensors that are alike on every rank, once for all of them."""
+def _find_patterns(tensors: Sequence[TensorSpec], ordered: Sequence[_OrderedBoxes]) -> list[Pattern | BoxesByRank]:
+    """Find a pattern for tensors that have equal boxes on every rank, once for all of them."""
     groups: dict[bytes, list[int]] = {}
-    for rank, (alike, _) in enumerate(ordered):
-        groups.setdefault(alike, []).append(rank)
-    tables = {alike: _alike(alike) for alike in groups}
-    everywhere = [0] * len(tensors)  # which tensors are alike under all groups that were looked at
-    for numbers in tables.values():
-        seen: dict[tuple[int, int], int] = {}
-        everywhere = [seen.setdefault(both, len(seen)) for both in zip(everywhere, numbers, strict=True)]
-    layouts: dict[int, Pattern | Held] = {}
-    for at, (tensor, kind) in enumerate(zip(tensors, everywhere, strict=True)):
-        if kind in layouts:
+    for rank, (box_set_ids, _) in enumerate(ordered):
+        groups.setdefault(box_set_ids, []).append(rank)
+    set_numbers = {box_set_ids: _unpack_numbers(box_set_ids) for box_set_ids in groups}
+    # tensors of one class have equal boxes on the ranks of all groups that were looked at
+    classes = [0] * len(tensors)
+    for numbers in set_numbers.values():
+        class_ids: dict[tuple[int, int], int] = {}
+        classes = [class_ids.setdefault(pair, len(class_ids)) for pair in zip(classes, numbers, strict=True)]
+    layouts: dict[int, Pattern | BoxesByRank] = {}
+    for index, (tensor, class_id) in enumerate(zip(tensors, classes, strict=True)):
+        if class_id in layouts:
             continue
-        boxes_by_rank: Held = []
-        for alike, ranks in groups.items():
-            number = tables[alike][at]
-            boxes_by_rank += [(rank, boxes) for rank in ranks if (boxes := ordered[rank][1][number])]
+        boxes_by_rank: BoxesByRank = []
+        for box_set_ids, ranks in groups.items():
+            set_number = set_numbers[box_set_ids][index]
+            boxes_by_rank += [(rank, boxes) for rank in ranks if (boxes := ordered[rank][1][set_number])]
         boxes_by_rank.sort(key=lambda rank_and_boxes: rank_and_boxes[0])
-        layouts[kind] = pattern_of(tensor.shape, boxes_by_rank) or boxes_by_rank
-    return [layouts[kind] for kind in everywhere]
+        layouts[class_id] = pattern_of(tensor.shape, boxes_by_rank) or boxes_by_rank
+    return [layouts[class_id] for class_id in classes]
 
 
 def _mismatch(faults: Mapping[str, str]) -> CheckpointMismatchError:
-    lines = [f"  {key!r}: {fault}" for key, fault in list(faults.items())[:_SHOWN]]
-    more = [f"  … and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+    lines = [f"  {key!r}: {fault}" for key, fault in list(faults.items())[:_MOST_SHOWN]]
+    more = [f"  … and {len(faults) - _MOST_SHOWN} more"] if len(faults) > _MOST_SHOWN else []
     return CheckpointMismatchError(
         "\n".join(
             ["the ranks' chunks don't form full tensors, so nothing was saved:", *lines, *more,

@@ -13,12 +13,12 @@ from fsdp_core.state.coverage import Box
 __all__ = ["pattern_of"]
 
 
-def pattern_of(shape: tuple[int, ...], held: Sequence[tuple[int, tuple[Box, ...]]]) -> Pattern | None:
+def pattern_of(shape: tuple[int, ...], boxes_by_rank: Sequence[tuple[int, tuple[Box, ...]]]) -> Pattern | None:
     """Return the pattern of a tensor's boxes, or ``None`` if they form none or don't cover the tensor.
 
     Args:
         shape: The tensor's shape.
-        held: The boxes of each rank that holds any.
+        boxes_by_rank: The boxes of each rank that holds any.
 
     Example:
         >>> halves = [(0, (((0, 0), (2, 3)),)), (1, (((2, 0), (2, 3)),))]
@@ -30,47 +30,48 @@ def pattern_of(shape: tuple[int, ...], held: Sequence[tuple[int, tuple[Box, ...]
         >>> pattern_of((2, 3), runs[1:]) is None
         True
     """
-    if 0 in shape or not 0 < sum(len(of_rank) for _, of_rank in held) <= MAX_PIECES:
+    if 0 in shape or not 0 < sum(len(rank_boxes) for _, rank_boxes in boxes_by_rank) <= MAX_PIECES:
         return None
-    return _grid(shape, held) or _runs(shape, held)
+    return _grid(shape, boxes_by_rank) or _runs(shape, boxes_by_rank)
 
 
-def _grid(shape: tuple[int, ...], held: Sequence[tuple[int, tuple[Box, ...]]]) -> Pattern | None:
-    placed = sorted((*box, rank) for rank, of_rank in held for box in of_rank)
-    begins = [sorted({offsets[axis] for offsets, _, _ in placed}) for axis in range(len(shape))]
-    if math.prod(map(len, begins)) != len(placed):
+def _grid(shape: tuple[int, ...], boxes_by_rank: Sequence[tuple[int, tuple[Box, ...]]]) -> Pattern | None:
+    boxes_with_ranks = sorted((*box, rank) for rank, rank_boxes in boxes_by_rank for box in rank_boxes)
+    begins = [sorted({offsets[axis] for offsets, _, _ in boxes_with_ranks}) for axis in range(len(shape))]
+    if math.prod(map(len, begins)) != len(boxes_with_ranks):
         return None
-    if any(at[0] != 0 or at[-1] >= size for at, size in zip(begins, shape, strict=True)):
+    if any(starts[0] != 0 or starts[-1] >= size for starts, size in zip(begins, shape, strict=True)):
         return None
-    lengths = [[b - a for a, b in pairwise([*at, size])] for at, size in zip(begins, shape, strict=True)]
-    cells = product(*(zip(at, of_axis, strict=True) for at, of_axis in zip(begins, lengths, strict=True)))
-    for cell, (offsets, sizes, _) in zip(cells, placed, strict=True):
-        if tuple(begin for begin, _ in cell) != offsets or tuple(length for _, length in cell) != sizes:
+    lengths = [[b - a for a, b in pairwise([*starts, size])] for starts, size in zip(begins, shape, strict=True)]
+    # the sorted boxes of a grid are the products of the begins and of the lengths along its axes
+    grid_boxes = zip(product(*begins), product(*lengths), strict=True)
+    for (cell_offsets, cell_lengths), (offsets, sizes, _) in zip(grid_boxes, boxes_with_ranks, strict=True):
+        if cell_offsets != offsets or cell_lengths != sizes:
             return None
-    ranks = Ranks.of([rank for *_, rank in placed])
+    ranks = Ranks.of([rank for *_, rank in boxes_with_ranks])
     return Pattern(shape=shape, ranks=ranks, grid=tuple(map(_in_runs, lengths)))
 
 
-def _runs(shape: tuple[int, ...], held: Sequence[tuple[int, tuple[Box, ...]]]) -> Pattern | None:
-    found = []
-    for rank, of_rank in held:
+def _runs(shape: tuple[int, ...], boxes_by_rank: Sequence[tuple[int, tuple[Box, ...]]]) -> Pattern | None:
+    runs = []
+    for rank, rank_boxes in boxes_by_rank:
         start = 0
-        for offset, size in zip(of_rank[0][0], shape, strict=True):
+        for offset, size in zip(rank_boxes[0][0], shape, strict=True):
             start = start * size + offset
-        length = sum(math.prod(lengths) for _, lengths in of_rank)
-        if start + length > math.prod(shape) or of_rank != tuple(box[:2] for box in boxes(shape, start, length)):
+        length = sum(math.prod(lengths) for _, lengths in rank_boxes)
+        if start + length > math.prod(shape) or rank_boxes != tuple(box[:2] for box in boxes(shape, start, length)):
             return None
-        found.append((start, length, rank))
-    found.sort()
+        runs.append((start, length, rank))
+    runs.sort()
     end = 0
-    for start, length, _ in found:
+    for start, length, _ in runs:
         if start != end:
             return None
         end += length
     if end != math.prod(shape):
         return None
     return Pattern(
-        shape=shape, ranks=Ranks.of([rank for *_, rank in found]), runs=_in_runs([length for _, length, _ in found])
+        shape=shape, ranks=Ranks.of([rank for *_, rank in runs]), runs=_in_runs([length for _, length, _ in runs])
     )
 
 

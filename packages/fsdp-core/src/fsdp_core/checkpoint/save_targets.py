@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import NamedTuple
 
-from fsdp_core.checkpoint.collective import together_each, together_first, together_to_first, total
+from fsdp_core.checkpoint.collective import gather_to_first, run_on_all, run_on_first, total
 from fsdp_core.checkpoint.format.chunks import rank_in
 from fsdp_core.checkpoint.format.manifest import MANIFEST, FileEntry
 from fsdp_core.checkpoint.format.part_record import PartRecord, record_name
 from fsdp_core.checkpoint.format.places import PlaceOfRanks, grouped
-from fsdp_core.checkpoint.storage.commit import Place
-from fsdp_core.checkpoint.storage.part_places import Stand
+from fsdp_core.checkpoint.storage.commit import SaveTarget
+from fsdp_core.checkpoint.storage.local_target import LocalTarget
 from fsdp_core.checkpoint.storage.writers import writing
 from fsdp_core.runtime import Runtime
 
@@ -27,7 +27,7 @@ class SharedSave:
     """All ranks write to one folder, which rank 0 looks after.
 
     Args:
-        place: The folder, as rank 0 has chosen it.
+        target: The folder, as rank 0 has chosen it.
         rank: This rank.
 
     Attributes:
@@ -36,16 +36,16 @@ class SharedSave:
 
     is_apart = False
 
-    def __init__(self, place: Place, rank: int) -> None:
-        self.place, self.rank = place, rank
+    def __init__(self, target: SaveTarget, rank: int) -> None:
+        self.target, self.rank = target, rank
 
     def running(self) -> AbstractContextManager[None]:
         """A context in which this process counts as a writer."""
-        return writing(self.place.writer) if self.rank == 0 else nullcontext()
+        return writing(self.target.writer) if self.rank == 0 else nullcontext()
 
     def begin(self, runtime: Runtime, action: str) -> None:
         """Mark what is written to, before anything else, so that leftover files can be attributed to this save."""
-        together_each(runtime, action, lambda: self.place.begin() if self.rank == 0 else None)
+        run_on_all(runtime, action, lambda: self.target.begin() if self.rank == 0 else None)
 
     def record(self, runtime: Runtime, files: Mapping[str, FileEntry]) -> None:
         """Write what makes this rank's folder recognised, after its other files."""
@@ -66,20 +66,20 @@ class SharedSave:
 
     def discard(self, runtime: Runtime, manifest: bytes | None) -> None:
         """Remove what a failed save has written, unless its last step has committed it nevertheless."""
-        undone = together_first(
-            runtime, "reading the manifest", lambda: self.rank == 0 and self.place.withdraw(manifest)
+        undone = run_on_first(
+            runtime, "reading the manifest", lambda: self.rank == 0 and self.target.withdraw(manifest)
         )
         if undone:
-            together_each(runtime, "removing a failed save", self._remove_files)
+            run_on_all(runtime, "removing a failed save", self._remove_files)
             with suppress(OSError):  # the failure itself is raised, not errors of the cleanup
                 self._leave()
 
     def _remove_files(self) -> None:
-        self.place.remove_files(of_rank=None if self.rank == 0 else self.rank)
+        self.target.remove_files(of_rank=None if self.rank == 0 else self.rank)
 
     def _leave(self) -> None:
         if self.rank == 0:
-            self.place.leave()
+            self.target.leave()
 
 
 class _Address(NamedTuple):
@@ -94,54 +94,54 @@ class PerHostSave(SharedSave):
     """Each rank writes to a path of its own, and ranks that see one folder share it.
 
     Args:
-        stand: Where this rank writes.
+        local_target: Where this rank writes.
         rank: This rank.
-        first_path: The place of rank 0, as rank 0 names it.
+        first_path: The path of rank 0's target, as rank 0 names it.
     """
 
-    def __init__(self, stand: Stand, rank: int, first_path: str) -> None:
-        super().__init__(stand.place, rank)
-        self.stand, self._first_path = stand, first_path
+    def __init__(self, local_target: LocalTarget, rank: int, first_path: str) -> None:
+        super().__init__(local_target.target, rank)
+        self.local_target, self._first_path = local_target, first_path
         self._leads = self._with_first = False
         self._addresses: list[_Address] = []
 
     def running(self) -> AbstractContextManager[None]:
-        return writing(self.place.writer)
+        return writing(self.target.writer)
 
     def begin(self, runtime: Runtime, action: str) -> None:
         """Find out who writes where."""
-        stand = self.stand
+        local_target = self.local_target
 
         def claim_first() -> None:
             if self.rank == 0:
                 self._with_first = self._leads = True
-                stand.claim_first()
+                local_target.claim_first()
 
         def claim() -> None:
             if self.rank:
-                self._with_first = stand.is_with_first()
-                self._leads = not self._with_first and stand.claim()
+                self._with_first = local_target.is_with_first()
+                self._leads = not self._with_first and local_target.claim()
 
-        together_each(runtime, action, claim_first)
-        together_each(runtime, action, claim)
-        address = _Address(stand.host, stand.path, self._with_first)
-        self._addresses = together_to_first(runtime, action, lambda: address) or []
+        run_on_all(runtime, action, claim_first)
+        run_on_all(runtime, action, claim)
+        address = _Address(local_target.host, local_target.path, self._with_first)
+        self._addresses = gather_to_first(runtime, action, lambda: address) or []
         self.is_apart = total(runtime, [not self._with_first])[0] > 0
 
     def record(self, runtime: Runtime, files: Mapping[str, FileEntry]) -> None:
         if self._with_first:
             return
         record = PartRecord(
-            save_id=self.place.save_id,
+            save_id=self.target.save_id,
             rank=self.rank,
             world_size=runtime.world_size,
-            host=self.stand.host,
-            path=self.stand.path,
-            manifest_host=self.stand.first.host,
+            host=self.local_target.host,
+            path=self.local_target.path,
+            manifest_host=self.local_target.first.host,
             manifest_path=self._first_path,
             files=files,
         )
-        with self.place.folder.writing(record_name(self.place.save_id, self.rank)) as stream:
+        with self.target.folder.writing(record_name(self.target.save_id, self.rank)) as stream:
             stream.write(record.to_json().encode())
 
     def files_of_first(self, files: Mapping[str, FileEntry]) -> Mapping[str, FileEntry]:
@@ -155,20 +155,20 @@ class PerHostSave(SharedSave):
 
     def publish(self) -> None:
         if self._leads and self.rank:
-            self.stand.publish()
+            self.local_target.publish()
 
     def tidy(self) -> None:
         if self._leads and self.rank:
-            self.stand.tidy()
+            self.local_target.tidy()
 
     def _remove_files(self) -> None:
         if self.rank:
-            self.stand.remove_files(self.rank)
+            self.local_target.remove_files(self.rank)
             return
-        self.place.remove_files()
-        if self.place.aside:
-            self.place.folder.remove(MANIFEST)
+        self.target.remove_files()
+        if self.target.aside:
+            self.target.folder.remove(MANIFEST)
 
     def _leave(self) -> None:
         if self._leads:
-            self.stand.leave()
+            self.local_target.leave()

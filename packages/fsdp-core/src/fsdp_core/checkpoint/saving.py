@@ -16,18 +16,18 @@ import torch
 import xxhash
 from torch import Tensor
 
-from fsdp_core.checkpoint.collective import together_each, together_first, total
+from fsdp_core.checkpoint.collective import run_on_all, run_on_first, total
 from fsdp_core.checkpoint.format.chunks import Section, chunk_name, file_name, files_of
 from fsdp_core.checkpoint.format.json_text import check_texts
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest
 from fsdp_core.checkpoint.format.safetensors_file import write_safetensors
 from fsdp_core.checkpoint.indexes import (
+    FirstRankSummary,
     Index,
-    KnownToFirst,
     Memory,
     Message,
     Remembered,
-    TensorKind,
+    TensorSpec,
     memory_of,
     packed,
     table_digest,
@@ -35,9 +35,9 @@ from fsdp_core.checkpoint.indexes import (
 from fsdp_core.checkpoint.merging import Merged, merged_from
 from fsdp_core.checkpoint.planning import Plan, plan_save
 from fsdp_core.checkpoint.save_targets import PerHostSave, SharedSave
-from fsdp_core.checkpoint.storage.commit import Place, choose_place
+from fsdp_core.checkpoint.storage.commit import SaveTarget, choose_target
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath
-from fsdp_core.checkpoint.storage.part_places import Stand, choose_stand, first_stand
+from fsdp_core.checkpoint.storage.local_target import LocalTarget, choose_local_target, first_local_target
 from fsdp_core.errors import CheckpointError, CheckpointValueError
 from fsdp_core.runtime import Runtime
 from fsdp_core.state.chunks import TensorSource
@@ -148,34 +148,34 @@ def prepare_save(
     memory = memory_of(runtime)
     last = memory.last
 
-    def prepare() -> tuple[Place, KnownToFirst, str] | None:
+    def prepare() -> tuple[SaveTarget, FirstRankSummary, str] | None:
         nonlocal plan
         plan = stage(plan_save(state, kinds, aliases or {}, runtime.rank))
         if runtime.rank:
             return None
-        known = KnownToFirst(table_digest(_tensors(plan)), None if last is None else last.save_id)
-        place = choose_place(path, secrets.token_hex(6), overwrite=overwrite)
-        return place, known, first_stand(place).path
+        summary = FirstRankSummary(table_digest(_tensors(plan)), None if last is None else last.save_id)
+        target = choose_target(path, secrets.token_hex(6), overwrite=overwrite)
+        return target, summary, first_local_target(target).path
 
     action = f"preparing to save {os.fspath(path)}"
-    decision = together_first(runtime, action, prepare)
+    decision = run_on_first(runtime, action, prepare)
     assert decision is not None  # rank 0 returns it
-    place, known, first_path = decision
-    target = SharedSave(place, runtime.rank)
+    target, first_rank, first_path = decision
+    protocol = SharedSave(target, runtime.rank)
     if scattered:
-        first = first_stand(place)
+        first = first_local_target(target)
 
-        def choose() -> Stand:
-            return choose_stand(path, first, overwrite=overwrite) if runtime.rank else first
+        def choose() -> LocalTarget:
+            return choose_local_target(path, first, overwrite=overwrite) if runtime.rank else first
 
-        target = PerHostSave(together_each(runtime, action, choose), runtime.rank, first_path)
+        protocol = PerHostSave(run_on_all(runtime, action, choose), runtime.rank, first_path)
     return PreparedSave(
-        _target=target,
+        _protocol=protocol,
         _plan=plan,
         _strategy=strategy,
         _kinds=dict(kinds),
         _versions=dict(versions or {}),
-        _known=known,
+        _first_rank=first_rank,
         _last=last,
         _memory=memory,
     )
@@ -185,12 +185,12 @@ def prepare_save(
 class PreparedSave:
     """A save that is planned but not written."""
 
-    _target: SharedSave
+    _protocol: SharedSave
     _plan: Plan
     _strategy: str
     _kinds: dict[str, str]
     _versions: dict[str, str]
-    _known: KnownToFirst
+    _first_rank: FirstRankSummary
     _last: Remembered | None
     _memory: Memory
 
@@ -204,23 +204,23 @@ class PreparedSave:
         Raises:
             CheckpointError: As in :func:`save`, for errors that are detected only while writing.
         """
-        target, place = self._target, self._target.place
-        commit = _Commit(place)
-        with target.running():
+        protocol, target = self._protocol, self._protocol.target
+        commit = _Commit(target)
+        with protocol.running():
             try:
-                action = f"writing {place.final}"
-                target.begin(runtime, action)
+                action = f"writing {target.final}"
+                protocol.begin(runtime, action)
                 message = self._write_in_turns(runtime, action, one_after_another)
                 messages = runtime.gather_objects_to(message)
                 self._commit(runtime, commit, messages)
             except CheckpointError:
-                target.discard(runtime, commit.manifest)
+                protocol.discard(runtime, commit.manifest)
                 raise
-            self._memory.last = Remembered(place.save_id, message.plan, commit.merged)
+            self._memory.last = Remembered(target.save_id, message.plan, commit.merged)
             if runtime.rank == 0:
                 commit.tidy()
             else:
-                target.tidy()
+                protocol.tidy()
 
     def _write_in_turns(self, runtime: Runtime, action: str, one_after_another: bool) -> Message:
         """Write this rank's chunks, at once or after those of the ranks of its host that come before it."""
@@ -230,7 +230,7 @@ class PreparedSave:
         while ranks_left:
             is_my_turn = not one_after_another or runtime.local_rank == turn
             step = partial(self._write_chunks, runtime) if is_my_turn else lambda: None
-            message = together_each(runtime, action, step) or message
+            message = run_on_all(runtime, action, step) or message
             turn += 1
             ranks_left = total(runtime, [runtime.local_rank >= turn])[0] if one_after_another else 0
         assert message is not None  # every rank has had its turn
@@ -238,7 +238,7 @@ class PreparedSave:
 
     def _commit(self, runtime: Runtime, commit: _Commit, messages: list[Message] | None) -> None:
         """Merge what all ranks have written, and commit it; in one step, if no rank has a folder of its own."""
-        action = f"committing {self._target.place.final}"
+        action = f"committing {self._protocol.target.final}"
 
         def merge() -> None:
             if messages is not None:  # on rank 0
@@ -248,17 +248,17 @@ class PreparedSave:
             merge()
             commit.run()
 
-        if self._target.is_apart:
-            together_each(runtime, action, merge)
-            together_each(runtime, action, self._target.publish)
-            together_each(runtime, action, commit.run)
+        if self._protocol.is_apart:
+            run_on_all(runtime, action, merge)
+            run_on_all(runtime, action, self._protocol.publish)
+            run_on_all(runtime, action, commit.run)
         else:
-            together_each(runtime, action, merge_and_commit)
+            run_on_all(runtime, action, merge_and_commit)
 
     def _merge(self, commit: _Commit, messages: list[Message]) -> None:
         """Write the plain data, and make the manifest."""
-        target, plan = self._target, self._plan
-        save_id = target.place.save_id
+        protocol, plan = self._protocol, self._plan
+        save_id = protocol.target.save_id
         commit.merged = merged_from(_tensors(plan), messages, self._last)
         manifest = Manifest(
             save_id=save_id,
@@ -269,15 +269,15 @@ class PreparedSave:
             kinds=self._kinds,
             tensors=commit.merged.stored(lambda key: files_of(plan.section_of[key], save_id)),
             aliases=plan.aliases,
-            places=target.places(),
-            **_write_state(target, plan, messages),
+            places=protocol.places(),
+            **_write_state(protocol, plan, messages),
         )
-        commit.files = target.files_of_first(manifest.files)
+        commit.files = protocol.files_of_first(manifest.files)
         commit.manifest = manifest.to_json().encode()
 
     def _write_chunks(self, runtime: Runtime) -> Message:
         """Write this rank's chunks, and return what rank 0 is to know."""
-        plan, place, rank = self._plan, self._target.place, runtime.rank
+        plan, target, rank = self._plan, self._protocol.target, runtime.rank
         contents: dict[Section, dict[str, Tensor | TensorSource]] = {}
         index = Index(tensors=_tensors(plan))
         for key, tensor in plan.stored.items():
@@ -289,10 +289,10 @@ class PreparedSave:
                     contents.setdefault(plan.section_of[key], {})[chunk_name(key, tensor.shape, box)] = chunk.data
             index.boxes.append(tuple(boxes))
         for section, content in contents.items():
-            index.files[section] = _write_tensors(place.folder, file_name(section, place.save_id, rank), content)
-        files = {file_name(section, place.save_id, rank): entry for section, entry in index.files.items()}
-        self._target.record(runtime, files)
-        return packed(index, self._known, self._last)
+            index.files[section] = _write_tensors(target.folder, file_name(section, target.save_id, rank), content)
+        files = {file_name(section, target.save_id, rank): entry for section, entry in index.files.items()}
+        self._protocol.record(runtime, files)
+        return packed(index, self._first_rank, self._last)
 
 
 @dataclass
@@ -300,14 +300,14 @@ class _Commit:
     """The last step of a save, on rank 0; on other ranks it stays empty and does nothing.
 
     Attributes:
-        place: Where the manifest goes.
+        target: Where the manifest goes.
         merged: The merged indexes of all ranks.
         manifest: The manifest, as soon as it is made.
         files: The files beside it.
         previous: The manifest that it has replaced.
     """
 
-    place: Place
+    target: SaveTarget
     merged: Merged | None = None
     manifest: bytes | None = None
     files: Mapping[str, FileEntry] = field(default_factory=dict)
@@ -315,15 +315,15 @@ class _Commit:
 
     def run(self) -> None:
         if self.manifest is not None:
-            self.previous = self.place.commit(self.manifest, self.files)
+            self.previous = self.target.commit(self.manifest, self.files)
 
     def tidy(self) -> None:
         assert self.manifest is not None
-        self.place.tidy(self.manifest, self.previous)
+        self.target.tidy(self.manifest, self.previous)
 
 
-def _tensors(plan: Plan) -> list[TensorKind]:
-    return [TensorKind(key, tensor.shape, dtype_name(tensor.dtype)) for key, tensor in plan.stored.items()]
+def _tensors(plan: Plan) -> list[TensorSpec]:
+    return [TensorSpec(key, tensor.shape, dtype_name(tensor.dtype)) for key, tensor in plan.stored.items()]
 
 
 def _write_tensors(folder: Folder, name: str, tensors: Mapping[str, Tensor | TensorSource]) -> FileEntry:
@@ -332,15 +332,15 @@ def _write_tensors(folder: Folder, name: str, tensors: Mapping[str, Tensor | Ten
     return FileEntry(size=size, checksum=f"xxh3:{digest}")
 
 
-def _write_state(target: SharedSave, plan: Plan, messages: Sequence[Message]) -> dict[str, Any]:
+def _write_state(protocol: SharedSave, plan: Plan, messages: Sequence[Message]) -> dict[str, Any]:
     """Write the plain data and its tensors, and return the manifest's fields about files."""
-    folder, save_id = target.place.folder, target.place.save_id
+    folder, save_id = protocol.target.folder, protocol.target.save_id
     files = dict(entry for rank, message in enumerate(messages) for entry in message.entries(save_id, rank))
-    for name, entry in target.files_of_first(files).items():
+    for name, entry in protocol.files_of_first(files).items():
         if (size := folder.size(name)) != entry.size:
-            seen = "no file" if size is None else f"{size} bytes"
+            size_seen = "no file" if size is None else f"{size} bytes"
             raise CheckpointError(
-                f"rank 0 sees {seen} at {folder.path(name)}, where a rank wrote {entry.size} bytes: "
+                f"rank 0 sees {size_seen} at {folder.path(name)}, where a rank wrote {entry.size} bytes: "
                 "save to a file system that all ranks share, or with scattered_save=True (scattered=True of "
                 "fsdp_core.checkpoint.save), with which each rank writes where it stands"
             )

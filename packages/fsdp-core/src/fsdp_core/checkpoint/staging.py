@@ -32,16 +32,16 @@ class _Deferred:
         name: Its path in the state.
         memory: Where it is copied to.
         original: What is copied.
-        watched: What counts writes to it: tensors that share its memory.
-        written: How many there were when the copy was deferred.
+        counted_tensors: Tensors that share its memory, and count writes to it.
+        write_count: The number of writes when the copy was deferred.
         sampled: Some of its elements, as they were then. Writes through ``.data`` are not counted.
     """
 
     name: str
     memory: Tensor
     original: Tensor
-    watched: Sequence[Tensor]
-    written: int
+    counted_tensors: Sequence[Tensor]
+    write_count: int
     sampled: Tensor
 
 
@@ -64,9 +64,9 @@ class Staging:
         self._blocks: list[Tensor] = []
         self._pinned = False
         self._layout: list[tuple[torch.Size, torch.dtype]] = []
-        self._places: list[Tensor] = []  # the memory of this layout
+        self._memory_of_layout: list[Tensor] = []  # the memory of this layout
         self._views: dict[int, Tensor] = {}  # by id of the memory
-        self._copied: list[torch.cuda.Event] = []
+        self._copy_events: list[torch.cuda.Event] = []
         self._copying = threading.Lock()  # guards the attributes below
         self._deferred: list[_Deferred] = []
         self._changed: list[str] = []
@@ -97,35 +97,35 @@ class Staging:
         )
         identities = [_identity(tensor) for tensor in originals]
         distinct = dict(zip(identities, originals, strict=True))
-        made = dict(zip(distinct, self._memory([*distinct.values()]), strict=True))
-        names = {} if deferred is None else {id(data): name for name, data in _named(plan)}
-        later = []
+        copy_of = dict(zip(distinct, self._memory([*distinct.values()]), strict=True))
+        name_of = {} if deferred is None else {id(data): name for name, data in _named_chunks(plan)}
+        deferred_copies = []
         with torch.no_grad():
             for identity, original in distinct.items():
-                watched = deferred(original) if deferred is not None and original.device.type == "cpu" else None
-                if watched is not None:
-                    later.append(
+                counted = deferred(original) if deferred is not None and original.device.type == "cpu" else None
+                if counted is not None:
+                    deferred_copies.append(
                         _Deferred(
-                            name=names.get(id(original), "a tensor"),
-                            memory=made[identity],
+                            name=name_of.get(id(original), "a tensor"),
+                            memory=copy_of[identity],
                             original=original.detach(),  # which stays over this memory
-                            watched=watched,
-                            written=sum(map(times_written, watched)),
+                            counted_tensors=counted,
+                            write_count=sum(map(times_written, counted)),
                             sampled=sample(original),
                         )
                     )
                 else:
-                    made[identity].copy_(original, non_blocking=original.is_cuda)
+                    copy_of[identity].copy_(original, non_blocking=original.is_cuda)
         with self._copying:
-            self._deferred, self._changed = later, []
-        if later:
+            self._deferred, self._changed = deferred_copies, []
+        if deferred_copies:
             call_before_parts(self.finish)
-        copies = {id(tensor): made[identity] for tensor, identity in zip(originals, identities, strict=True)}
-        self._copied = []
+        copies = {id(tensor): copy_of[identity] for tensor, identity in zip(originals, identities, strict=True)}
+        self._copy_events = []
         for device in {tensor.device for tensor in distinct.values() if tensor.is_cuda}:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
-            self._copied.append(event)
+            self._copy_events.append(event)
         return replace(
             plan,
             stored={key: tensor.copied(copies) for key, tensor in plan.stored.items()},
@@ -139,14 +139,15 @@ class Staging:
         nowhere else.
         """
         with self._copying, torch.no_grad():
-            for one in self._deferred:
-                one.memory.copy_(one.original)
-            samples, views = [one.sampled for one in self._deferred], [self._looked_at(one) for one in self._deferred]
-            otherwise = set(differing(samples, views))
+            for deferred in self._deferred:
+                deferred.memory.copy_(deferred.original)
+            samples = [deferred.sampled for deferred in self._deferred]
+            views = [self._sample_of_copy(deferred) for deferred in self._deferred]
+            changed_indices = set(differing(samples, views))
             self._changed += [
-                one.name
-                for index, one in enumerate(self._deferred)
-                if index in otherwise or sum(map(times_written, one.watched)) != one.written
+                deferred.name
+                for index, deferred in enumerate(self._deferred)
+                if index in changed_indices or sum(map(times_written, deferred.counted_tensors)) != deferred.write_count
             ]
             self._deferred = []
         forget_call_before_parts(self.finish)
@@ -158,7 +159,7 @@ class Staging:
             CheckpointError: A tensor was written to before its deferred copy was made; see :meth:`copy`.
         """
         self.finish()
-        for event in self._copied:
+        for event in self._copy_events:
             event.synchronize()
         if self._changed:
             raise CheckpointError(
@@ -173,25 +174,25 @@ class Staging:
         """Release the memory."""
         self._deferred = []
         forget_call_before_parts(self.finish)
-        self._blocks, self._layout, self._places, self._copied, self._views = [], [], [], [], {}
+        self._blocks, self._layout, self._memory_of_layout, self._copy_events, self._views = [], [], [], [], {}
 
-    def _looked_at(self, one: _Deferred) -> Tensor:
+    def _sample_of_copy(self, deferred: _Deferred) -> Tensor:
         """A view of the copy's elements that are compared, kept as long as the memory: making it takes time."""
-        if id(one.memory) not in self._views:
-            self._views[id(one.memory)] = view_of_sample(one.memory)
-        return self._views[id(one.memory)]
+        if id(deferred.memory) not in self._views:
+            self._views[id(deferred.memory)] = view_of_sample(deferred.memory)
+        return self._views[id(deferred.memory)]
 
     def _memory(self, originals: list[Tensor]) -> list[Tensor]:
         """Return memory for each tensor, of its shape and dtype; that of the last save, if its tensors were alike."""
         layout = [(tensor.shape, tensor.dtype) for tensor in originals]
         pinned = any(tensor.is_cuda for tensor in originals)
         if layout != self._layout or pinned != self._pinned:
-            self._layout, self._places, self._views = [], [], {}  # these also keep memory alive
-            self._places = list(self._new_places(originals, pinned=pinned))
+            self._layout, self._memory_of_layout, self._views = [], [], {}  # these also keep memory alive
+            self._memory_of_layout = list(self._allocate(originals, pinned=pinned))
             self._layout = layout
-        return self._places
+        return self._memory_of_layout
 
-    def _new_places(self, originals: list[Tensor], *, pinned: bool) -> Iterator[Tensor]:
+    def _allocate(self, originals: list[Tensor], *, pinned: bool) -> Iterator[Tensor]:
         places: list[tuple[int, int]] = []
         sizes: list[int] = []
         for tensor in originals:
@@ -217,7 +218,7 @@ class Staging:
             yield memory.as_strided(tensor.shape, _row_major(tensor.shape), start // tensor.dtype.itemsize)
 
 
-def _named(plan: Plan) -> Iterator[tuple[str, Tensor]]:
+def _named_chunks(plan: Plan) -> Iterator[tuple[str, Tensor]]:
     for key, tensor in plan.stored.items():
         yield from ((key, chunk.data) for chunk in tensor.chunks if isinstance(chunk.data, Tensor))
 

@@ -29,7 +29,7 @@ OnBytes = Callable[[str, int], None]
 _BLOCK_BYTES = 2**18  # stays in the processor's cache between reading and hashing
 _REMOTE_BLOCK_BYTES = 8 * 2**20
 _THREADS = 4
-_SHOWN = 20
+_MOST_SHOWN = 20
 _MISSING = "is missing"
 
 
@@ -74,13 +74,13 @@ def share_of(files: Mapping[str, FileEntry], rank: int, world_size: int) -> list
 
 
 def find_damage(
-    files: StoredFiles, names: Iterable[str], *, checksums: bool = True, on_bytes: OnBytes | None = None
+    files: StoredFiles, file_names: Iterable[str], *, checksums: bool = True, on_bytes: OnBytes | None = None
 ) -> dict[str, str]:
     """Compare files with their entries in the manifest.
 
     Args:
         files: The files of a checkpoint.
-        names: The files to examine.
+        file_names: The files to examine.
         checksums: Whether to read every byte. Otherwise, only the plain data and its tensors are read, and the sizes
             and headers of the other files are compared.
         on_bytes: As in :func:`verify`.
@@ -91,8 +91,8 @@ def find_damage(
     Raises:
         CheckpointFormatError: A link leads out of the folder, or this user may not read a file.
     """
-    names, lock = list(names), threading.Lock()
-    expected = _ExpectedChunks(files, names)
+    file_names, lock = list(file_names), threading.Lock()
+    expected = _ExpectedChunks(files, file_names)
     plain = {files.manifest.state_file, files.manifest.state_tensors}
 
     def count(name: str, number: int) -> None:
@@ -108,21 +108,21 @@ def find_damage(
 
     def compare_content(name: str) -> str | None:
         try:
-            read = checksums or name in plain
-            fault = _compare_checksum(files.folder, name, files.manifest.files[name], count) if read else None
+            reads_content = checksums or name in plain
+            fault = _compare_checksum(files.folder, name, files.manifest.files[name], count) if reads_content else None
             if fault is None and (expected.are_in(name) or name == files.manifest.state_tensors):
                 fault = _compare_header(files, name, expected.of(name))
             return fault
         except Exception as error:  # object store clients raise errors of their own
-            for one in (error, error.__cause__):
-                if isinstance(one, PermissionError):  # which says nothing about the file's content
-                    raise unreadable(files.folder.path(name), one) from error
+            for cause in (error, error.__cause__):
+                if isinstance(cause, PermissionError):  # which says nothing about the file's content
+                    raise unreadable(files.folder.path(name), cause) from error
             return f"can't be read: {type(error).__name__}: {error}"
 
-    with ThreadPoolExecutor(max(1, min(_THREADS, len(names), os.cpu_count() or 1))) as pool:
-        faults = dict(zip(names, pool.map(compare_size, names), strict=True))
-        whole = [name for name in names if faults[name] is None]
-        faults.update(zip(whole, pool.map(compare_content, whole), strict=True))
+    with ThreadPoolExecutor(max(1, min(_THREADS, len(file_names), os.cpu_count() or 1))) as pool:
+        faults = dict(zip(file_names, pool.map(compare_size, file_names), strict=True))
+        names_of_right_size = [name for name in file_names if faults[name] is None]
+        faults.update(zip(names_of_right_size, pool.map(compare_content, names_of_right_size), strict=True))
     return {name: fault for name, fault in faults.items() if fault is not None}
 
 
@@ -142,8 +142,8 @@ def refuse_damage(files: StoredFiles, faults: Mapping[str, str]) -> None:
     elsewhere = elsewhere_of(files.manifest, faults)
     if len(elsewhere) == len(faults):
         raise CheckpointFormatError(described_rest(files.folder, files.manifest, elsewhere))
-    lines = [f"  {name} {fault}" for name, fault in list(faults.items())[:_SHOWN]]
-    lines += [f"  … and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+    lines = [f"  {name} {fault}" for name, fault in list(faults.items())[:_MOST_SHOWN]]
+    lines += [f"  … and {len(faults) - _MOST_SHOWN} more"] if len(faults) > _MOST_SHOWN else []
     title, remedy = f"the checkpoint {files.folder} is damaged:", "Restore these files, or load an earlier checkpoint."
     more = [described_rest(files.folder, files.manifest, elsewhere)] if elsewhere else []
     raise CheckpointFormatError("\n".join([title, *lines, remedy, *more]))
@@ -220,11 +220,11 @@ def _compare_header(files: StoredFiles, name: str, expected: Iterable[_Expected]
             raise
         return f"can't be read: {error}"
     for key, tensor, chunk in expected:
-        found = header.get(chunk.key)
-        if found is None or found.shape != chunk.lengths or found.dtype_name != tensor.dtype_name:
-            holds = "nothing by that name" if found is None else f"{found.shape} {found.dtype_name}"
+        entry = header.get(chunk.key)
+        if entry is None or entry.shape != chunk.lengths or entry.dtype_name != tensor.dtype_name:
+            content = "nothing by that name" if entry is None else f"{entry.shape} {entry.dtype_name}"
             return (
                 f"should hold a chunk of {key!r} as {chunk.key!r}, of shape {chunk.lengths} and "
-                f"{tensor.dtype_name}, but it holds {holds}"
+                f"{tensor.dtype_name}, but it holds {content}"
             )
     return None

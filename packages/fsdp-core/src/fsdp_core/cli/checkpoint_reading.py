@@ -49,7 +49,7 @@ def list_checkpoints(directory: str, as_json: bool) -> None:
                     "step": one.step,
                     "bytes": one.nbytes,
                     "time": None if one.time is None else one.time.astimezone(UTC).isoformat(timespec="seconds"),
-                    "told": one.told,
+                    "told": one.remark,
                 }
                 for one in found
             ]
@@ -65,7 +65,7 @@ def list_checkpoints(directory: str, as_json: bool) -> None:
             "" if one.step is None else str(one.step),
             shown_size(one.nbytes),
             "" if one.time is None else shown_age((datetime.now(UTC) - one.time).total_seconds()),
-            clean(one.told),
+            clean(one.remark),
         )
         for one in found
     ]

@@ -43,35 +43,35 @@ def base_names(model: nn.Module, names: Iterable[str]) -> BaseNames:
     named = dict(base.named_modules())
     layers = {name for name, module in named.items() if isinstance(getattr(module, "base_layer", None), nn.Module)}
     copies = {name for name, module in named.items() if isinstance(getattr(module, "original_module", None), nn.Module)}
-    found: dict[str, list[str]] = {}
-    for place in names:
-        if not place.startswith(start):
+    full_names: dict[str, list[str]] = {}
+    for full_name in names:
+        if not full_name.startswith(start):
             continue
-        name = _without_adapters(place.removeprefix(start), layers, copies)
+        name = _without_adapters(full_name.removeprefix(start), layers, copies)
         if name is not None:
-            found.setdefault(name, []).append(place)
+            full_names.setdefault(name, []).append(full_name)
     return BaseNames(
         model=base,
-        places={name: tuple(places) for name, places in found.items()},
-        name_of={place: name for name, places in found.items() for place in places},
+        places={name: tuple(places) for name, places in full_names.items()},
+        name_of={full_name: name for name, places in full_names.items() for full_name in places},
     )
 
 
 def _without_adapters(name: str, layers: set[str], copies: set[str]) -> str | None:
     """The name in the model without adapters; ``None`` for a parameter of an adapter."""
-    kept: list[str] = []
+    kept_parts: list[str] = []
     parts = name.split(".")
-    at = 0
-    while at < len(parts):
-        here = ".".join(parts[:at])
-        if here in layers:
-            if parts[at] != "base_layer":
+    index = 0
+    while index < len(parts):
+        prefix = ".".join(parts[:index])
+        if prefix in layers:
+            if parts[index] != "base_layer":
                 return None
-        elif here in copies and parts[at] == "original_module":
+        elif prefix in copies and parts[index] == "original_module":
             pass
-        elif here in copies and parts[at] == "modules_to_save":
-            at += 1  # the adapter's name
+        elif prefix in copies and parts[index] == "modules_to_save":
+            index += 1  # the adapter's name
         else:
-            kept.append(parts[at])
-        at += 1
-    return ".".join(kept)
+            kept_parts.append(parts[index])
+        index += 1
+    return ".".join(kept_parts)

@@ -64,7 +64,7 @@ def save_adapter(
             def on_train_end(self):
                 save_adapter(self.model, "my-adapter")  # on every rank
     """
-    held = find_model(module, "save_adapter()")
+    model_shards = find_model(module, "save_adapter()")
 
     def content(model: nn.Module, state: Mapping[str, ChunkedTensor]) -> FolderContent:
         config = _config_of(model, adapter_name)
@@ -79,15 +79,15 @@ def save_adapter(
             )
         peft: Any = import_module("peft")
 
-        def chosen(given: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        def select_adapter(full_state: dict[str, Tensor]) -> Mapping[str, Tensor]:
             with read_for_names(model):  # as of modules_to_save, whose values it takes from what is given
-                told: Mapping[str, Tensor] = peft.get_peft_model_state_dict(
-                    model, state_dict=given, adapter_name=adapter_name, save_embedding_layers=save_embedding_layers
+                adapter_state: Mapping[str, Tensor] = peft.get_peft_model_state_dict(
+                    model, state_dict=full_state, adapter_name=adapter_name, save_embedding_layers=save_embedding_layers
                 )
-            return told
+            return adapter_state
 
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in state.items()}
-        views = views_of(shapes, chosen, f"the adapter {adapter_name!r}")
+        views = views_of(shapes, select_adapter, f"the adapter {adapter_name!r}")
         if not views:
             raise UnsupportedCapabilityError(
                 f"PEFT finds no parameter of the adapter {adapter_name!r} in this {type(model).__name__}.\n"
@@ -96,15 +96,17 @@ def save_adapter(
         return FolderContent(files={_WEIGHTS: list(views)}, views=views, configurations=[_writer(model, config)])
 
     stored = None if dtype is None else as_dtype(dtype)
-    return write_folder(held, folder, content, dtype=stored, also=also, overwrite=overwrite, own_files=_OWN_FILES)
+    return write_folder(
+        model_shards, folder, content, dtype=stored, also=also, overwrite=overwrite, own_files=_OWN_FILES
+    )
 
 
 def _config_of(model: nn.Module, adapter_name: str) -> Any:
     configs: Mapping[str, Any] = getattr(model, "peft_config", {}) if is_adapted(model) else {}
     if adapter_name not in configs:
-        known = f"it has {', '.join(map(repr, configs))}" if configs else "PEFT has put none into it"
+        hint = f"it has {', '.join(map(repr, configs))}" if configs else "PEFT has put none into it"
         raise UnsupportedCapabilityError(
-            f"save_adapter() was asked for the adapter {adapter_name!r} of a {type(model).__name__}, and {known}.\n"
+            f"save_adapter() was asked for the adapter {adapter_name!r} of a {type(model).__name__}, and {hint}.\n"
             "Pass the model that get_peft_model() returned, such as self.model, and adapter_name= if it has a name; "
             "a model without adapters is written by fsdp_core.huggingface.save_pretrained()."
         )

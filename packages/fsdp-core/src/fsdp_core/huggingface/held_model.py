@@ -46,11 +46,11 @@ class HeldModel:
             yield unwrap_compiled(self.module)
             return
         with self.sharded.as_written():
-            found = unwrap_compiled(self.sharded.written)
+            model = unwrap_compiled(self.sharded.written)
             for part in self.prefix.split(".")[:-1]:
-                found = unwrap_compiled(getattr(found, part))
-            with _own_classes(found):
-                yield found
+                model = unwrap_compiled(getattr(model, part))
+            with _own_classes(model):
+                yield model
 
     def state(self) -> dict[str, ChunkedTensor]:
         """What this rank holds of the model's state, by its names in the model; tied parameters under each name.
@@ -58,8 +58,8 @@ class HeldModel:
         Raises:
             UnsupportedCapabilityError: There is state that is not a tensor.
         """
-        found = {}
-        for name, value in self._whole_state().items():
+        chunks_of_name = {}
+        for name, value in self._root_state().items():
             if not name.startswith(self.prefix):
                 continue
             if not isinstance(value, StateTensor):
@@ -67,25 +67,25 @@ class HeldModel:
                     f"{name!r} is not a tensor but extra state of a module ({type(value).__name__}), for which a "
                     "folder of Hugging Face's has no place.\nSave a checkpoint, which holds it."
                 )
-            found[name.removeprefix(self.prefix)] = chunked(value, rank=self.runtime.rank)
-        return found
+            chunks_of_name[name.removeprefix(self.prefix)] = chunked(value, rank=self.runtime.rank)
+        return chunks_of_name
 
-    def _whole_state(self) -> Mapping[str, Any]:
+    def _root_state(self) -> Mapping[str, Any]:
         if self.sharded is not None:
             return self.sharded.model_state()
         return {clean_name(name): value for name, value in self.module.state_dict().items()}
 
     def tied(self) -> dict[str, str]:
         """The first name of the same parameter, by each further name, in the model."""
-        known = aliases(unwrap_compiled(self.module)) if self.sharded is None else self.sharded.aliases()
-        begins = {name: first for name, first in known.items() if name.startswith(self.prefix)}
-        found: dict[str, str] = {}
-        inside: dict[str, str] = {}
-        for name, first in begins.items():  # the first name may be outside of the model
-            own = first if first.startswith(self.prefix) else inside.setdefault(first, name)
-            if own != name:
-                found[name.removeprefix(self.prefix)] = own.removeprefix(self.prefix)
-        return found
+        aliases_of_root = aliases(unwrap_compiled(self.module)) if self.sharded is None else self.sharded.aliases()
+        aliases_inside = {name: first for name, first in aliases_of_root.items() if name.startswith(self.prefix)}
+        first_names: dict[str, str] = {}
+        first_inside_of: dict[str, str] = {}
+        for name, first in aliases_inside.items():  # the first name may be outside of the model
+            first_inside = first if first.startswith(self.prefix) else first_inside_of.setdefault(first, name)
+            if first_inside != name:
+                first_names[name.removeprefix(self.prefix)] = first_inside.removeprefix(self.prefix)
+        return first_names
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Fill what this rank holds, in place.
@@ -94,50 +94,50 @@ class HeldModel:
             state: Handles to saved tensors, by names in the model; not necessarily of all.
         """
         if self.sharded is not None:
-            whole = {f"{self.prefix}{name}": handle for name, handle in state.items()}
-            self.sharded.load_model_state(whole, strict=False)
+            prefixed_state = {f"{self.prefix}{name}": handle for name, handle in state.items()}
+            self.sharded.load_model_state(prefixed_state, strict=False)
             return
-        held = self.state()
+        own_state = self.state()
         for name, handle in state.items():
-            for chunk in held[name].chunks:
+            for chunk in own_state[name].chunks:
                 handle.read_into(chunk)
 
 
-def find_model(module: nn.Module, doing: str) -> HeldModel:
+def find_model(module: nn.Module, action: str) -> HeldModel:
     """Find the model in a module, sharded or not.
 
     Args:
         module: A model; a module inside a sharded one; a LightningModule that holds one model; what ``fabric.setup``
             returned.
-        doing: What is done, for errors.
+        action: What is done, for errors.
 
     Raises:
         ShardingError: It holds several models; or its parameters are gathered at the moment.
     """
     inner = getattr(module, "module", None)
     if sharded_around(module) is None and isinstance(inner, nn.Module):  # Fabric's wrapper, or DDP's
-        return find_model(inner, doing)
+        return find_model(inner, action)
     if not _is_model(module):
-        names = [name for name, child in module.named_children() if _is_model(child)]
-        if len(names) > 1:
-            shown = " or ".join(f"module.{name}" for name in names)
+        model_names = [name for name, child in module.named_children() if _is_model(child)]
+        if len(model_names) > 1:
+            alternatives = " or ".join(f"module.{name}" for name in model_names)
             raise ShardingError(
-                f"{doing} was called with a {type(module).__name__}, which holds {len(names)} models.\n"
-                f"Pass one of them: {shown}."
+                f"{action} was called with a {type(module).__name__}, which holds {len(model_names)} models.\n"
+                f"Pass one of them: {alternatives}."
             )
-        if names:
-            return find_model(getattr(module, names[0]), doing)
-    found = sharded_around(module)
-    if found is None:
+        if model_names:
+            return find_model(getattr(module, model_names[0]), action)
+    root_and_prefix = sharded_around(module)
+    if root_and_prefix is None:
         return HeldModel(module=module, sharded=None, prefix="", runtime=_runtime())
-    sharded, prefix = found
-    check_not_gathered(sharded.root, doing)
+    sharded, prefix = root_and_prefix
+    check_not_gathered(sharded.root, action)
     if sharded.root in running_forwards:
         raise ShardingError(
-            f"{doing} was called inside a step, whose forward pass needs the gathered parameters.\n"
+            f"{action} was called inside a step, whose forward pass needs the gathered parameters.\n"
             "Call it in a hook before or after it, such as on_train_batch_end() or on_train_end()."
         )
-    sharded.runtime.meet(f"{doing}, of which all ranks do a part,")
+    sharded.runtime.rendezvous(f"{action}, of which all ranks do a part,")
     return HeldModel(module=module, sharded=sharded, prefix=prefix, runtime=sharded.runtime)
 
 
@@ -149,14 +149,16 @@ def is_adapted(module: nn.Module) -> bool:
 @contextmanager
 def _own_classes(model: nn.Module) -> Iterator[None]:
     """A context in which modules have their own classes: transformers finds nothing by the names of FSDP2's."""
-    made: dict[nn.Module, type] = {module: type(module) for module in model.modules() if isinstance(module, FSDPModule)}
-    for module, cls in made.items():
+    sharded_classes: dict[nn.Module, type] = {
+        module: type(module) for module in model.modules() if isinstance(module, FSDPModule)
+    }
+    for module, cls in sharded_classes.items():
         own_class: Any = next(own for own in cls.__mro__ if not issubclass(own, FSDPModule))
         module.__class__ = own_class
     try:
         yield
     finally:
-        for module, cls in made.items():
+        for module, cls in sharded_classes.items():
             module.__class__ = cls
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from fsdp_core.checkpoint.collective import together_each, together_first
+from fsdp_core.checkpoint.collective import run_on_all, run_on_first
 from fsdp_core.checkpoint.storage.folder import StrPath
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.huggingface.adapted_names import base_names
@@ -25,7 +25,7 @@ from fsdp_core.state.saved_tensor import SavedTensor
 
 __all__ = ["LoadedFolder", "load_pretrained"]
 
-_SHOWN = 10
+_MOST_SHOWN = 10
 _COMPARED_BYTES = 16 * 2**20
 
 #: What the names of scales end with that belong to weights in 8 bits, after the name of the weight.
@@ -83,26 +83,26 @@ def load_pretrained(module: nn.Module, folder: StrPath, *, strict: bool = True, 
             model = fabric.setup(model)
             load_pretrained(model, "my-llama")
     """
-    held = find_model(module, "load_pretrained()")
-    runtime, doing = held.runtime, f"loading {os.fspath(folder)}"
-    state, tied = held.state(), held.tied()
+    model_shards = find_model(module, "load_pretrained()")
+    runtime, action = model_shards.runtime, f"loading {os.fspath(folder)}"
+    state, tied = model_shards.state(), model_shards.tied()
     readers: list[RangeReader] = []
 
     def plan() -> _Plan | None:
         readers.append(RangeReader(folder))  # a host may lack the package for a file system
-        with held.as_written() as model:  # on every rank
+        with model_shards.as_written() as model:  # on every rank
             if runtime.rank:
                 return None
-            made = _planned(model, state, tied, list_folder(readers[0]))
-        _check_doubles(made.doubles, readers[0], type(model).__name__)
-        return made
+            planned = _make_plan(model, state, tied, list_folder(readers[0]))
+        _check_doubles(planned.doubles, readers[0], type(model).__name__)
+        return planned
 
     try:
-        chosen = together_first(runtime, doing, plan)
+        chosen = run_on_first(runtime, action, plan)
         assert chosen is not None  # rank 0 returns one
         (reader,) = readers
-        together_each(runtime, doing, lambda: chosen.check(str(reader.folder), strict=strict, cast=cast))
-        bytes_read = _fill(held, state, chosen, reader, doing)
+        run_on_all(runtime, action, lambda: chosen.check(str(reader.folder), strict=strict, cast=cast))
+        bytes_read = _fill(model_shards, state, chosen, reader, action)
     finally:
         for reader in readers:
             reader.close()
@@ -133,7 +133,7 @@ class _Plan:
     scaled: tuple[str, ...]
     doubles: Sequence[tuple[tuple[str, StoredTensor], tuple[str, StoredTensor]]] = field(repr=False)
 
-    def check(self, where: str, *, strict: bool, cast: bool) -> None:
+    def check(self, folder: str, *, strict: bool, cast: bool) -> None:
         groups = [("have another shape", self.unlike)]
         groups += [("are quantised, and the model has no place for their scales; dequantise them first", self.scaled)]
         groups += [] if cast else [("have another dtype; pass cast=True to convert them", self.dtypes)]
@@ -143,18 +143,18 @@ class _Plan:
         for title, names in groups:
             if names:
                 lines.append(f"  {len(names)} {title}:")
-                lines += [f"    {name}" for name in names[:_SHOWN]]
-                lines += [f"    … and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+                lines += [f"    {name}" for name in names[:_MOST_SHOWN]]
+                lines += [f"    … and {len(names) - _MOST_SHOWN} more"] if len(names) > _MOST_SHOWN else []
         if lines:
             more = "\nTo skip names that one side lacks, pass strict=False." if strict else ""
             raise CheckpointMismatchError(
-                "\n".join([f"{where} does not fit, so nothing was loaded from it:", *lines])
+                "\n".join([f"{folder} does not fit, so nothing was loaded from it:", *lines])
                 + more
                 + "\nOr build the model from the folder's own config.json."
             )
 
 
-def _planned(
+def _make_plan(
     model: nn.Module,
     state: Mapping[str, ChunkedTensor],
     tied: Mapping[str, str],
@@ -163,50 +163,50 @@ def _planned(
     """Find the place of each tensor of the folder in the model."""
     base = base_names(model, state)  # of the model without adapters
     inner = {name: state[places[0]] for name, places in base.places.items()}
-    ties = {name: tied[place] for name, (place, *_) in base.places.items() if place in tied}
-    ties = {name: base.name_of[first] for name, first in ties.items() if first in base.name_of}
-    kept = kept_names(base.model, inner, ties)
-    views = stored_views(base.model, inner, kept)
-    found: dict[str, list[tuple[StoredTensor, View]]] = {}
+    ties = {name: tied[target_name] for name, (target_name, *_) in base.places.items() if target_name in tied}
+    ties = {name: base.name_of[first_of_box] for name, first_of_box in ties.items() if first_of_box in base.name_of}
+    stored_names = kept_names(base.model, inner, ties)
+    views = stored_views(base.model, inner, stored_names)
+    sources_of: dict[str, list[tuple[StoredTensor, View]]] = {}
     unexpected, unlike, scaled, doubles = [], [], [], []
-    first: dict[tuple[str, Box], tuple[str, StoredTensor]] = {}
-    place_of = _places(base.model, views, inner)
+    first_of_box: dict[tuple[str, Box], tuple[str, StoredTensor]] = {}
+    find_target = _target_finder(base.model, views, inner)
     for name, tensor in stored.items():
-        place = place_of(name)
-        if place is None:
+        target_name = find_target(name)
+        if target_name is None:
             if not is_expected_surplus(base.model, name):
                 unexpected.append(name)
             continue
         scales = [f"{name}{ending}" for ending in _SCALES if f"{name}{ending}" in stored]
-        if tensor.place.dtype_name.startswith("float8") and any(place_of(scale) is None for scale in scales):
+        if tensor.entry.dtype_name.startswith("float8") and any(find_target(scale) is None for scale in scales):
             scaled.append(name)
-        view = views[place] if place in views else whole_view(place, inner[place].shape)
-        if tensor.place.shape != view.shape:
-            unlike.append(f"{name}: {tensor.place.shape} in it, and {view.shape} here")
+        view = views[target_name] if target_name in views else whole_view(target_name, inner[target_name].shape)
+        if tensor.entry.shape != view.shape:
+            unlike.append(f"{name}: {tensor.entry.shape} in it, and {view.shape} here")
             continue
         source = ties.get(view.source, view.source)
-        known = first.setdefault((source, (view.offsets, view.lengths)), (name, tensor))
-        if known[0] != name:  # a folder may hold a tied parameter under each of its names
-            doubles.append((known, (name, tensor)))
+        previous = first_of_box.setdefault((source, (view.offsets, view.lengths)), (name, tensor))
+        if previous[0] != name:  # a folder may hold a tied parameter under each of its names
+            doubles.append((previous, (name, tensor)))
             continue
-        found.setdefault(source, []).append((tensor, view))
+        sources_of.setdefault(source, []).append((tensor, view))
     parts, missing, dtypes = {}, [], []
-    every = by_source(views)
+    views_of_source = by_source(views)
     for name in inner:
         if name in ties:
             continue
-        given = found.get(name, [])
-        lacking = find_fault(inner[name].shape, [(view.offsets, view.lengths) for _, view in given])
+        sources = sources_of.get(name, [])
+        lacking = find_fault(inner[name].shape, [(view.offsets, view.lengths) for _, view in sources])
         if lacking is not None:
-            filled = {view for _, view in given}
-            names = [saved for saved, view in every.get(name, []) if view not in filled]
-            missing += names or [name]
+            filled = {view for _, view in sources}
+            missing_names = [saved for saved, view in views_of_source.get(name, []) if view not in filled]
+            missing += missing_names or [name]
             continue
-        wanted, own = inner[name].dtype, {tensor.place.dtype_name for tensor, _ in given}
-        if own - {dtype_name(wanted)}:
-            dtypes.append(f"{name}: {', '.join(sorted(own))} in it, and {dtype_name(wanted)} here")
-        for place in base.places[name]:
-            parts[place] = given
+        dtype, stored_dtypes = inner[name].dtype, {tensor.entry.dtype_name for tensor, _ in sources}
+        if stored_dtypes - {dtype_name(dtype)}:
+            dtypes.append(f"{name}: {', '.join(sorted(stored_dtypes))} in it, and {dtype_name(dtype)} here")
+        for target_name in base.places[name]:
+            parts[target_name] = sources
     return _Plan(
         parts=parts,
         missing=tuple(missing),
@@ -222,42 +222,42 @@ def _check_doubles(
     doubles: Sequence[tuple[tuple[str, StoredTensor], tuple[str, StoredTensor]]], reader: RangeReader, model: str
 ) -> None:
     """Refuse a folder with several values for one parameter, of which either would be taken silently."""
-    for (name, tensor), (other, twin) in doubles:
-        if tensor.place.dtype_name != twin.place.dtype_name or not _same_bytes(reader, tensor, twin):
+    for (name, tensor), (twin_name, twin) in doubles:
+        if tensor.entry.dtype_name != twin.entry.dtype_name or not _same_bytes(reader, tensor, twin):
             raise CheckpointMismatchError(
-                f"{name!r} and {other!r} are one parameter of this {model}, and {reader.folder} has other values for "
-                "each, so nothing was loaded from it.\nBuild the model with tie_word_embeddings=False in its "
+                f"{name!r} and {twin_name!r} are one parameter of this {model}, and {reader.folder} has other values "
+                "for each, so nothing was loaded from it.\nBuild the model with tie_word_embeddings=False in its "
                 "configuration, or untie the parameter before it is sharded; or remove the stale one from the folder."
             )
 
 
-def _same_bytes(reader: RangeReader, one: StoredTensor, other: StoredTensor) -> bool:
-    size = one.place.nbytes
+def _same_bytes(reader: RangeReader, tensor: StoredTensor, twin: StoredTensor) -> bool:
+    size = tensor.entry.nbytes
     for begin in range(0, size, _COMPARED_BYTES):
         length = min(_COMPARED_BYTES, size - begin)
         first, second = bytearray(length), bytearray(length)
-        for stored, buffer in ((one, first), (other, second)):
-            reader.fill(stored.file, memoryview(buffer), stored.place.start + begin)
+        for stored, buffer in ((tensor, first), (twin, second)):
+            reader.fill(stored.file, memoryview(buffer), stored.entry.start + begin)
         if first != second:
             return False
     return True
 
 
-def _places(
+def _target_finder(
     model: nn.Module, views: Mapping[str, View], inner: Mapping[str, ChunkedTensor]
 ) -> Callable[[str], str | None]:
     """A function from a name in a folder to the name of a view, or of a tensor of the model."""
     rename = hub_renamings(model)
     prefix = getattr(model, "base_model_prefix", "")
 
-    def place_of(name: str) -> str | None:
+    def find_target(name: str) -> str | None:
         candidates = [name, rename(name)]
         if prefix:
-            candidates += [f"{prefix}.{one}" for one in candidates]
-            candidates += [one.removeprefix(f"{prefix}.") for one in candidates[:2]]
-        return next((one for one in candidates if one in views or one in inner), None)
+            candidates += [f"{prefix}.{candidate}" for candidate in candidates]
+            candidates += [candidate.removeprefix(f"{prefix}.") for candidate in candidates[:2]]
+        return next((candidate for candidate in candidates if candidate in views or candidate in inner), None)
 
-    return place_of
+    return find_target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,9 +283,11 @@ class _Boxes:
             shared.send(chunk.data)
 
 
-def _fill(held: HeldModel, state: Mapping[str, ChunkedTensor], plan: _Plan, reader: RangeReader, doing: str) -> int:
+def _fill(
+    model_shards: HeldModel, state: Mapping[str, ChunkedTensor], plan: _Plan, reader: RangeReader, action: str
+) -> int:
     """Read into this rank's shards, and return how many bytes that were."""
-    shared = shared_boxes(held.runtime, {name: state[name] for name in state if name in plan.parts})
+    shared = shared_boxes(model_shards.runtime, {name: state[name] for name in state if name in plan.parts})
     errors: list[Exception] = []
     handles = {}
     for name, parts in plan.parts.items():
@@ -293,11 +295,11 @@ def _fill(held: HeldModel, state: Mapping[str, ChunkedTensor], plan: _Plan, read
         target = state[name]
         handles[name] = SavedTensor(key=name, shape=target.shape, dtype=target.dtype, _boxes=boxes)
     with torch.no_grad():
-        held.load(handles)
+        model_shards.load(handles)
 
     def raise_first() -> None:
         if errors:
             raise errors[0]
 
-    together_each(held.runtime, f"{doing}, of which the model holds a part now", raise_first)
+    run_on_all(model_shards.runtime, f"{action}, of which the model holds a part now", raise_first)
     return reader.bytes_read

@@ -28,7 +28,7 @@ from fsdp_core.state.saved_tensor import SavedTensor
 
 __all__ = ["consolidate_pretrained"]
 
-_SHOWN = 5
+_MOST_SHOWN = 5
 
 
 def consolidate_pretrained(
@@ -72,15 +72,15 @@ def consolidate_pretrained(
         CheckpointExistsError: ``out`` holds something that must not be replaced.
     """
     check_apart(out, open_folder(path))
-    model, generation = _built(config)
-    held = _stored(path, model, key, strip_prefix, verify=verify)
-    names = [name for name in os.listdir(config) if re.fullmatch(OTHER_FILES, name)] + generation
-    copies = [_Copied(sources=[Path(config, name) for name in sorted(names)])] if names else []
-    return write_model(held, out, dtype=dtype, max_shard_size=max_shard_size, also=copies, overwrite=overwrite)
+    model, generation = _build_model(config)
+    stored_model = _find_stored_model(path, model, key, strip_prefix, verify=verify)
+    file_names = [name for name in os.listdir(config) if re.fullmatch(OTHER_FILES, name)] + generation
+    copies = [_CopiedFiles(sources=[Path(config, name) for name in sorted(file_names)])] if file_names else []
+    return write_model(stored_model, out, dtype=dtype, max_shard_size=max_shard_size, also=copies, overwrite=overwrite)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Copied:
+class _CopiedFiles:
     """Files that are copied into a folder."""
 
     sources: list[Path]
@@ -104,7 +104,7 @@ class _StoredModel(HeldModel):
         return dict(self.aliases)
 
 
-def _built(config: str | os.PathLike[str]) -> tuple[nn.Module, list[str]]:
+def _build_model(config: str | os.PathLike[str]) -> tuple[nn.Module, list[str]]:
     """The model of a configuration, without memory, and the name of its generation's configuration if there is one."""
     try:
         transformers: Any = import_module("transformers")
@@ -115,23 +115,26 @@ def _built(config: str | os.PathLike[str]) -> tuple[nn.Module, list[str]]:
             "the tensors keep the names and shapes that they have in the module."
         ) from error
     try:
-        own = transformers.AutoConfig.from_pretrained(os.fspath(config))
-        names = list(getattr(own, "architectures", None) or [])
+        model_config = transformers.AutoConfig.from_pretrained(os.fspath(config))
+        architectures = list(getattr(model_config, "architectures", None) or [])
     except (OSError, ValueError) as error:
         raise CheckpointValueError(f"can't read a configuration in {os.fspath(config)}: {error}") from error
-    cls = getattr(transformers, names[0], None) if names else None
+    cls = getattr(transformers, architectures[0], None) if architectures else None
     if cls is None:
         raise CheckpointValueError(
-            f"config.json in {os.fspath(config)} names no class of transformers as its architecture ({names}).\n"
+            f"config.json in {os.fspath(config)} names no class of transformers as its architecture "
+            f"({architectures}).\n"
             'Add "architectures": ["LlamaForCausalLM"], with the class of the model that was trained.'
         )
     with torch.device("meta"):
-        model: nn.Module = cls(own)
-    found = "generation_config.json"
-    return model, [found] if os.path.isfile(os.path.join(config, found)) else []
+        model: nn.Module = cls(model_config)
+    generation_file = "generation_config.json"
+    return model, [generation_file] if os.path.isfile(os.path.join(config, generation_file)) else []
 
 
-def _stored(path: StrPath, model: nn.Module, key: str | None, strip_prefix: str, *, verify: bool) -> _StoredModel:
+def _find_stored_model(
+    path: StrPath, model: nn.Module, key: str | None, strip_prefix: str, *, verify: bool
+) -> _StoredModel:
     folder = open_folder(path)
     kinds = read_manifest(folder).kinds
     models = {"/".join(split_path(name)): split_path(name) for name, kind in kinds.items() if kind == "model"}
@@ -145,37 +148,37 @@ def _stored(path: StrPath, model: nn.Module, key: str | None, strip_prefix: str,
     part: Any = load(path, verify=verify)
     for name in models[key]:
         part = part[name]
-    found = {
+    saved_tensors = {
         name.removeprefix(strip_prefix): value
         for name, value in part.items()
         if name.startswith(strip_prefix) and isinstance(value, SavedTensor)
     }
-    wanted = model.state_dict()
-    faults = [f"{name} is missing in the checkpoint" for name in wanted if name not in found]
-    faults += [f"{name} is only in the checkpoint" for name in found if name not in wanted]
+    model_state = model.state_dict()
+    faults = [f"{name} is missing in the checkpoint" for name in model_state if name not in saved_tensors]
+    faults += [f"{name} is only in the checkpoint" for name in saved_tensors if name not in model_state]
     faults += [
-        f"{name} has shape {found[name].shape} in the checkpoint, and {tuple(value.shape)} in the model"
-        for name, value in wanted.items()
-        if name in found and found[name].shape != tuple(value.shape)
+        f"{name} has shape {saved_tensors[name].shape} in the checkpoint, and {tuple(value.shape)} in the model"
+        for name, value in model_state.items()
+        if name in saved_tensors and saved_tensors[name].shape != tuple(value.shape)
     ]
     if faults:
-        more = f"\n  … and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        shown = "\n".join(f"  {fault}" for fault in faults[:_SHOWN])
+        more = f"\n  … and {len(faults) - _MOST_SHOWN} more" if len(faults) > _MOST_SHOWN else ""
+        listed = "\n".join(f"  {fault}" for fault in faults[:_MOST_SHOWN])
         raise CheckpointMismatchError(
-            f"the model in {folder} is not the {type(model).__name__} of the configuration:\n{shown}{more}\n"
+            f"the model in {folder} is not the {type(model).__name__} of the configuration:\n{listed}{more}\n"
             "Pass what its names begin with (--strip-prefix model.), or the folder of the model that was trained."
         )
-    first: dict[str, str] = {}
+    first_names: dict[str, str] = {}
     aliases = {}
-    for name in wanted:
-        known = first.setdefault(found[name].key, name)
-        if known != name:
-            aliases[name] = known
+    for name in model_state:
+        first_name_of_tensor = first_names.setdefault(saved_tensors[name].key, name)
+        if first_name_of_tensor != name:
+            aliases[name] = first_name_of_tensor
     return _StoredModel(
         module=model,
         sharded=None,
         prefix="",
         runtime=ProcessGroupRuntime(),
-        stored={name: chunked(found[name]) for name in wanted},
+        stored={name: chunked(saved_tensors[name]) for name in model_state},
         aliases=aliases,
     )

@@ -69,8 +69,8 @@ class FilePlan:
         shapes = {key: (tensor.view.shape, tensor.dtype_name) for key, tensor in sorted(tensors.items())}
         header, _ = build_header(shapes)
         size = len(header) + sum(tensor.nbytes for tensor in tensors.values())
-        places = parse_header(lambda start, end: header[start:end], size, name)
-        starts = {key: place.start for key, place in places.items()}
+        header_entries = parse_header(lambda start, end: header[start:end], size, name)
+        starts = {key: entry.start for key, entry in header_entries.items()}
         return cls(name=name, tensors=dict(tensors), header=header, starts=starts, size=size)
 
 
@@ -82,11 +82,13 @@ def allocate(folder: Folder, plans: list[FilePlan]) -> None:
             stream.truncate(plan.size)
 
 
-def check_covered(held: list[Mapping[str, list[Box]]], plans: list[FilePlan], shapes: Mapping[str, list[int]]) -> None:
+def check_covered(
+    boxes_by_rank: list[Mapping[str, list[Box]]], plans: list[FilePlan], shapes: Mapping[str, list[int]]
+) -> None:
     """Refuse to write tensors of which the ranks' boxes leave something out: a file would hold zeros there.
 
     Args:
-        held: What each rank writes: boxes by the names of the module's tensors.
+        boxes_by_rank: What each rank writes: boxes by the names of the module's tensors.
         plans: The files.
         shapes: The shapes of the module's tensors.
 
@@ -95,7 +97,9 @@ def check_covered(held: list[Mapping[str, list[Box]]], plans: list[FilePlan], sh
     """
     needed = {tensor.view.source for plan in plans for tensor in plan.tensors.values()}
     for name in sorted(needed):
-        fault = find_fault(shapes[name], [box for of_rank in held for box in of_rank.get(name, ())])
+        fault = find_fault(
+            shapes[name], [box for boxes_of_rank in boxes_by_rank for box in boxes_of_rank.get(name, ())]
+        )
         if fault is not None:
             raise CheckpointMismatchError(
                 f"the ranks' chunks of {name!r} don't form the whole tensor of shape {list(shapes[name])}: {fault}. "
@@ -104,35 +108,35 @@ def check_covered(held: list[Mapping[str, list[Box]]], plans: list[FilePlan], sh
             )
 
 
-def write_ranges(folder: Folder, plans: list[FilePlan], held: Mapping[str, ChunkedTensor]) -> int:
+def write_ranges(folder: Folder, plans: list[FilePlan], state: Mapping[str, ChunkedTensor]) -> int:
     """Write what this rank holds into files that are there already.
 
     Args:
         folder: A local folder.
         plans: The files.
-        held: This rank's boxes of the module's tensors.
+        state: This rank's boxes of the module's tensors.
 
     Returns:
         The number of bytes written.
     """
-    written = 0
+    bytes_written = 0
     for plan in plans:
         with ExitStack() as opened:
             descriptor: int | None = None
             for name, tensor in plan.tensors.items():
-                source = held[tensor.view.source]
+                source = state[tensor.view.source]
                 for chunk in source.chunks if source.replica == 0 else ():
                     for box, block in _blocks(chunk, tensor):
                         if descriptor is None:
-                            descriptor = _opened(folder.path(plan.name))
+                            descriptor = _open_to_write(folder.path(plan.name))
                             opened.callback(os.close, descriptor)
-                        written += _write_box(descriptor, plan.starts[name], tensor.view.shape, box, block)
+                        bytes_written += _write_box(descriptor, plan.starts[name], tensor.view.shape, box, block)
             if descriptor is not None:
                 os.fsync(descriptor)
-    return written
+    return bytes_written
 
 
-def _opened(path: str) -> int:
+def _open_to_write(path: str) -> int:
     try:
         return os.open(path, os.O_WRONLY)
     except FileNotFoundError as error:
@@ -150,15 +154,15 @@ def _blocks(chunk: Chunk, tensor: PlannedTensor) -> Iterator[tuple[Box, Tensor]]
     (offsets, lengths), _ = common
     inside = tuple(a - b for a, b in zip(offsets, chunk.offsets, strict=True))
     for begin, size in cut(lengths, chunk.data.dtype.itemsize, _BLOCK_BYTES):
-        at = tuple(a + b for a, b in zip(inside, begin, strict=True))
+        offsets_in_chunk = tuple(a + b for a, b in zip(inside, begin, strict=True))
         if isinstance(chunk.data, Tensor):
-            block = chunk.data.detach()[tuple(slice(a, a + n) for a, n in zip(at, size, strict=True))]
+            block = chunk.data.detach()[tuple(slice(a, a + n) for a, n in zip(offsets_in_chunk, size, strict=True))]
         else:
-            block = chunk.data.read(at, size)
-        place = view.overlap((tuple(a + b for a, b in zip(offsets, begin, strict=True)), size))
-        assert place is not None  # it lies inside the view
+            block = chunk.data.read(offsets_in_chunk, size)
+        box_in_file = view.overlap((tuple(a + b for a, b in zip(offsets, begin, strict=True)), size))
+        assert box_in_file is not None  # it lies inside the view
         with torch.no_grad():
-            yield place[1], view.of(block).to(device="cpu", dtype=dtype).resolve_conj().contiguous()
+            yield box_in_file[1], view.of(block).to(device="cpu", dtype=dtype).resolve_conj().contiguous()
 
 
 def _write_box(descriptor: int, start: int, shape: tuple[int, ...], box: Box, block: Tensor) -> int:
@@ -174,15 +178,15 @@ def _write_box(descriptor: int, start: int, shape: tuple[int, ...], box: Box, bl
     data = memory_of(block)
     first = start + sum(offset * step for offset, step in zip(offsets, steps, strict=True))
     for number, rows in enumerate(itertools.product(*(range(length) for length in lengths[:axis]))):
-        at = first + sum(row * step for row, step in zip(rows, steps, strict=False))
-        _write_all(descriptor, data[number * run : (number + 1) * run], at)
+        file_offset = first + sum(row * step for row, step in zip(rows, steps, strict=False))
+        _write_all(descriptor, data[number * run : (number + 1) * run], file_offset)
     return block.nbytes
 
 
-def _write_all(descriptor: int, data: memoryview, at: int) -> None:
+def _write_all(descriptor: int, data: memoryview, file_offset: int) -> None:
     while data:
-        count = os.pwrite(descriptor, data, at)
-        data, at = data[count:], at + count
+        count = os.pwrite(descriptor, data, file_offset)
+        data, file_offset = data[count:], file_offset + count
 
 
 def planned(view: View, dtype: torch.dtype) -> PlannedTensor:

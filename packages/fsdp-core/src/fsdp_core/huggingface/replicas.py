@@ -53,12 +53,12 @@ class Shared:
         self.peers.broadcast(data.reshape(-1).view(torch.uint8), self.owner)  # which every library can send
 
 
-def shared_boxes(runtime: Runtime, held: Mapping[str, ChunkedTensor]) -> dict[str, Shared]:
+def shared_boxes(runtime: Runtime, state: Mapping[str, ChunkedTensor]) -> dict[str, Shared]:
     """Find the tensors of which this rank's boxes are held by others too. All ranks must call it.
 
     Args:
         runtime: The ranks.
-        held: What this rank holds, under the same names in the same order on every rank.
+        state: What this rank holds, under the same names in the same order on every rank.
 
     Returns:
         By name, the ranks with the same boxes, where these are peers along axes of the mesh. What is not in it, a rank
@@ -66,35 +66,38 @@ def shared_boxes(runtime: Runtime, held: Mapping[str, ChunkedTensor]) -> dict[st
     """
     if runtime.world_size == 1:
         return {}
-    boxes = [tuple((tuple(c.offsets), tuple(c.data.shape)) for c in tensor.chunks) for tensor in held.values()]
+    boxes = [tuple((tuple(c.offsets), tuple(c.data.shape)) for c in tensor.chunks) for tensor in state.values()]
     by_rank = runtime.gather_objects(boxes)
     mesh = runtime.mesh
     axes = [axis for axis in MESH_AXES if mesh.size((axis,)) > 1]
-    sets = [chosen for n in range(1, len(axes) + 1) for chosen in combinations(axes, n)]
+    sets = [axes_of_group for n in range(1, len(axes) + 1) for axes_of_group in combinations(axes, n)]
     peers_of: dict[tuple[MeshAxis, ...], list[tuple[int, ...]]] = {
-        chosen: [tuple(mesh.peers(rank, chosen)) for rank in range(runtime.world_size)] for chosen in sets
+        axes_of_group: [tuple(mesh.peers(rank, axes_of_group)) for rank in range(runtime.world_size)]
+        for axes_of_group in sets
     }
     needed: dict[int, dict[int, tuple[MeshAxis, ...]]] = {}
-    for at in range(len(held)):
+    for index in range(len(state)):
         holders: dict[object, list[int]] = {}
-        for rank, of_rank in enumerate(by_rank):
-            if of_rank[at]:
-                holders.setdefault(of_rank[at], []).append(rank)
+        for rank, boxes_of_rank in enumerate(by_rank):
+            if boxes_of_rank[index]:
+                holders.setdefault(boxes_of_rank[index], []).append(rank)
         for ranks in holders.values():
-            along = next((chosen for chosen in sets if peers_of[chosen][ranks[0]] == tuple(ranks)), None)
-            if len(ranks) > 1 and along is not None:
-                needed.setdefault(at, {}).update(dict.fromkeys(ranks, along))
-    used = sorted({along for by in needed.values() for along in by.values()}, key=sets.index)
+            group_axes = next(
+                (axes_of_group for axes_of_group in sets if peers_of[axes_of_group][ranks[0]] == tuple(ranks)), None
+            )
+            if len(ranks) > 1 and group_axes is not None:
+                needed.setdefault(index, {}).update(dict.fromkeys(ranks, group_axes))
+    used = sorted({group_axes for by in needed.values() for group_axes in by.values()}, key=sets.index)
     groups: dict[tuple[MeshAxis, ...], Runtime] = {}
-    for along in used:  # every rank, in the same order
+    for group_axes in used:  # every rank, in the same order
         try:
-            groups[along] = runtime.along(*along)
+            groups[group_axes] = runtime.along(*group_axes)
         except UnsupportedCapabilityError:  # it can't communicate among a part of the ranks
             continue
-    found: dict[str, Shared] = {}
-    for at, name in enumerate(held):
-        chosen = needed.get(at, {}).get(runtime.rank)
-        if chosen in groups:
-            peers = groups[chosen]
-            found[name] = Shared(peers=peers, owner=at % peers.world_size)
-    return found
+    shared: dict[str, Shared] = {}
+    for index, name in enumerate(state):
+        axes_of_group = needed.get(index, {}).get(runtime.rank)
+        if axes_of_group in groups:
+            peers = groups[axes_of_group]
+            shared[name] = Shared(peers=peers, owner=index % peers.world_size)
+    return shared

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fsdp_core.checkpoint.collective import together_each, together_first
+from fsdp_core.checkpoint.collective import run_on_all, run_on_first
 from fsdp_core.checkpoint.format.huggingface_folder import INDEX, OWN_FILES, index_text, split_into_files
 from fsdp_core.checkpoint.storage.atomic import NewFolder, check_folder
 from fsdp_core.checkpoint.storage.folder import StrPath, open_folder
@@ -112,12 +112,12 @@ def save_pretrained(
             def on_train_end(self):
                 save_pretrained(self.model, "my-llama", dtype="bfloat16")  # on every rank
     """
-    held = find_model(module, "save_pretrained()")
-    return write_model(held, folder, dtype=dtype, max_shard_size=max_shard_size, also=also, overwrite=overwrite)
+    model_shards = find_model(module, "save_pretrained()")
+    return write_model(model_shards, folder, dtype=dtype, max_shard_size=max_shard_size, also=also, overwrite=overwrite)
 
 
 def write_model(
-    held: HeldModel,
+    model_shards: HeldModel,
     folder: StrPath,
     *,
     dtype: str | torch.dtype | None,
@@ -126,8 +126,8 @@ def write_model(
     overwrite: bool,
 ) -> SavedFolder:
     """Write a model that was found. The other arguments are those of :func:`save_pretrained`."""
-    chosen = None if dtype is None else as_dtype(dtype)
-    tied = held.tied()
+    stored_dtype = None if dtype is None else as_dtype(dtype)
+    tied = model_shards.tied()
 
     def content(model: nn.Module, state: Mapping[str, ChunkedTensor]) -> FolderContent:
         if is_adapted(model):
@@ -138,18 +138,22 @@ def write_model(
             )
         _refuse_own_code(model)
         views = stored_views(model, state, kept_names(model, state, tied))
-        first = next((one.dtype for one in state.values() if one.dtype.is_floating_point), torch.get_default_dtype())
+        default_dtype = next(
+            (tensor.dtype for tensor in state.values() if tensor.dtype.is_floating_point), torch.get_default_dtype()
+        )
         sizes = {}
         for name, view in views.items():
-            sizes[name] = planned(view, _stored_dtype(state[view.source].dtype, chosen)).nbytes
+            sizes[name] = planned(view, _stored_dtype(state[view.source].dtype, stored_dtype)).nbytes
         return FolderContent(
             files=split_into_files(sizes, max_shard_size),
             views=views,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
-            configurations=_configurations(model, chosen or first),
+            configurations=_configurations(model, stored_dtype or default_dtype),
         )
 
-    return write_folder(held, folder, content, dtype=chosen, also=also, overwrite=overwrite, own_files=OWN_FILES)
+    return write_folder(
+        model_shards, folder, content, dtype=stored_dtype, also=also, overwrite=overwrite, own_files=OWN_FILES
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +174,7 @@ class FolderContent:
 
 
 def write_folder(
-    held: HeldModel,
+    model_shards: HeldModel,
     path: StrPath,
     content: Callable[[nn.Module, Mapping[str, ChunkedTensor]], FolderContent],
     *,
@@ -182,7 +186,7 @@ def write_folder(
     """Write a folder from shards. All ranks call this.
 
     Args:
-        held: The model.
+        model_shards: The model.
         path: The folder's path; rank 0's value is used.
         content: Called on rank 0 with the model as written and its state; decides what is written.
         dtype: The dtype for floating-point tensors.
@@ -190,54 +194,55 @@ def write_folder(
         overwrite: Whether a folder may be replaced.
         own_files: A regular expression for the files of a folder that may be replaced.
     """
-    runtime = held.runtime
-    doing = f"saving {os.fspath(path)}"
-    state = held.state()
-    decided: FolderContent | None = None
-    ours = f"{own_files}|{OTHER_FILES}" if also else own_files
+    runtime = model_shards.runtime
+    action = f"saving {os.fspath(path)}"
+    state = model_shards.state()
+    contents: list[FolderContent] = []  # rank 0's, which is sent to no other rank
+    replaceable_files = f"{own_files}|{OTHER_FILES}" if also else own_files
 
     def prepare() -> tuple[str, str, list[FilePlan]] | None:
-        nonlocal decided
         if runtime.rank == 0:
             _refuse_object_store(path)
-            check_folder(path, overwrite=overwrite, ours=ours)
-        with held.as_written() as model:  # on every rank
+            check_folder(path, overwrite=overwrite, own_files=replaceable_files)
+        with model_shards.as_written() as model:  # on every rank
             if runtime.rank:
                 return None
-            decided = content(model, state)
-        place = NewFolder.of(path)
-        return place.final.root, place.token, _plans(decided, state, dtype)
+            contents.append(content(model, state))
+        new_folder = NewFolder.of(path)
+        return new_folder.final.root, new_folder.token, _plan_files(contents[0], state, dtype)
 
-    prepared = together_first(runtime, doing, prepare)
+    prepared = run_on_first(runtime, action, prepare)
     assert prepared is not None  # rank 0 returns one
-    place, plans = NewFolder.of(prepared[0], prepared[1]), prepared[2]
+    new_folder, plans = NewFolder.of(prepared[0], prepared[1]), prepared[2]
     try:
-        _check_boxes(runtime, doing, plans, state)
-        together_each(runtime, doing, lambda: None if runtime.rank else allocate(place.folder, plans))
-        written = together_each(runtime, doing, lambda: write_ranges(place.folder, plans, state))
+        _check_boxes(runtime, action, plans, state)
+        run_on_all(runtime, action, lambda: None if runtime.rank else allocate(new_folder.folder, plans))
+        bytes_written = run_on_all(runtime, action, lambda: write_ranges(new_folder.folder, plans, state))
 
         def finish() -> None:
-            if decided is not None:
-                _write_rest(place, decided, plans, also)
-                place.put(overwrite=overwrite, ours=ours)
+            if contents:  # on rank 0
+                _write_other_files(new_folder, contents[0], plans, also)
+                new_folder.put(overwrite=overwrite, own_files=replaceable_files)
 
-        together_each(runtime, doing, finish)
+        run_on_all(runtime, action, finish)
     except FSDPError:  # on every rank
-        remove = place.discard if runtime.rank == 0 else lambda: None
-        together_each(runtime, f"removing what was saved of {place.final}", remove)
+        remove = new_folder.discard if runtime.rank == 0 else lambda: None
+        run_on_all(runtime, f"removing what was saved of {new_folder.final}", remove)
         raise
-    names = [plan.name for plan in plans] + ([INDEX] if len(plans) > 1 else [])
+    file_names = [plan.name for plan in plans] + ([INDEX] if len(plans) > 1 else [])
     tensors = [tensor for plan in plans for tensor in plan.tensors.values()]
     return SavedFolder(
-        path=place.final.root,
-        files=tuple(names),
+        path=new_folder.final.root,
+        files=tuple(file_names),
         tensors=len(tensors),
         nbytes=sum(tensor.nbytes for tensor in tensors),
-        bytes_written=written,
+        bytes_written=bytes_written,
     )
 
 
-def _plans(content: FolderContent, state: Mapping[str, ChunkedTensor], dtype: torch.dtype | None) -> list[FilePlan]:
+def _plan_files(
+    content: FolderContent, state: Mapping[str, ChunkedTensor], dtype: torch.dtype | None
+) -> list[FilePlan]:
     plans = []
     for name, tensors in content.files.items():
         views = {tensor: content.views[tensor] for tensor in tensors}
@@ -246,7 +251,7 @@ def _plans(content: FolderContent, state: Mapping[str, ChunkedTensor], dtype: to
     return plans
 
 
-def _check_boxes(runtime: Runtime, doing: str, plans: list[FilePlan], state: Mapping[str, ChunkedTensor]) -> None:
+def _check_boxes(runtime: Runtime, action: str, plans: list[FilePlan], state: Mapping[str, ChunkedTensor]) -> None:
     boxes = {
         name: [(tuple(chunk.offsets), tuple(chunk.data.shape)) for chunk in tensor.chunks]
         for name, tensor in state.items()
@@ -254,22 +259,24 @@ def _check_boxes(runtime: Runtime, doing: str, plans: list[FilePlan], state: Map
     }
     by_rank = runtime.gather_objects_to(boxes)
     shapes = {name: list(tensor.shape) for name, tensor in state.items()}
-    together_each(runtime, doing, lambda: None if by_rank is None else check_covered(by_rank, plans, shapes))
+    run_on_all(runtime, action, lambda: None if by_rank is None else check_covered(by_rank, plans, shapes))
 
 
-def _write_rest(place: NewFolder, content: FolderContent, plans: list[FilePlan], also: Sequence[SavesItself]) -> None:
+def _write_other_files(
+    new_folder: NewFolder, content: FolderContent, plans: list[FilePlan], also: Sequence[SavesItself]
+) -> None:
     """Write what is not weights."""
     if len(plans) > 1:
         total = sum(tensor.nbytes for plan in plans for tensor in plan.tensors.values())
         text = index_text({name: list(names) for name, names in content.files.items()}, total, content.parameters)
-        with place.folder.writing(INDEX) as stream:
+        with new_folder.folder.writing(INDEX) as stream:
             stream.write(text)
-    for write in (*content.configurations, *(one.save_pretrained for one in also)):
-        write(place.folder.root)
+    for write_into in (*content.configurations, *(writer.save_pretrained for writer in also)):
+        write_into(new_folder.folder.root)
 
 
-def _stored_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and dtype.is_floating_point else dtype
+def _stored_dtype(dtype: torch.dtype, chosen_dtype: torch.dtype | None) -> torch.dtype:
+    return chosen_dtype if chosen_dtype is not None and dtype.is_floating_point else dtype
 
 
 def _configurations(model: nn.Module, dtype: torch.dtype) -> list[Callable[[str], Any]]:
@@ -317,9 +324,9 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
         >>> as_dtype("bfloat16")
         torch.bfloat16
     """
-    found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    torch_dtype = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
         raise CheckpointValueError(
             f"dtype={dtype!r} is no floating-point dtype; write one such as 'bfloat16', 'float16' or 'float32'"
         )
-    return found
+    return torch_dtype

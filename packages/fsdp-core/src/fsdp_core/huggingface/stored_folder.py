@@ -35,11 +35,11 @@ class StoredTensor:
 
     Attributes:
         file: The name of its file.
-        place: Where it is in the file.
+        entry: Where it is in the file.
     """
 
     file: str
-    place: FileTensor
+    entry: FileTensor
 
 
 class RangeReader:
@@ -60,7 +60,7 @@ class RangeReader:
         self.bytes_read = 0
         self._open: dict[str, int] = {}
 
-    def place_of(self, name: str) -> tuple[Folder, str]:
+    def locate(self, name: str) -> tuple[Folder, str]:
         """Where a file is: the folder that holds it, and its name there.
 
         In the cache of huggingface_hub, the files of ``snapshots/COMMIT`` are links to ``blobs`` beside ``snapshots``.
@@ -79,7 +79,7 @@ class RangeReader:
         Raises:
             CheckpointFormatError: A link leads elsewhere than into the hub's cache, or this user may not access it.
         """
-        folder, own = self.place_of(name)
+        folder, own = self.locate(name)
         return folder.size(own)
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class RangeReader:
             self.fill(stored.file, buffer, start)
 
         with torch.no_grad():
-            read_box(fill, stored.place, begin, view.of(out.detach()[inside]), direct_run_bytes=run)
+            read_box(fill, stored.entry, begin, view.of(out.detach()[inside]), direct_run_bytes=run)
 
     def fill(self, name: str, buffer: memoryview, start: int) -> None:
         """Fill a buffer with the bytes of a file from ``start`` on.
@@ -134,8 +134,8 @@ class RangeReader:
         except PermissionError as error:
             raise unreadable(self.folder.path(name), error) from error
         except OSError as error:
-            told = f"{type(error).__name__}: {error}. {remedy(error)}".rstrip()
-            raise CheckpointFormatError(f"can't read {self.folder.path(name)}: {told}") from error
+            reason = f"{type(error).__name__}: {error}. {remedy(error)}".rstrip()
+            raise CheckpointFormatError(f"can't read {self.folder.path(name)}: {reason}") from error
 
     def bytes_of(self, name: str) -> Callable[[int, int], bytes]:
         """A function that reads a range of a file."""
@@ -148,17 +148,17 @@ class RangeReader:
         return read
 
     def _descriptor(self, name: str) -> int:
-        found = self._open.pop(name, None)
-        if found is None:
+        descriptor = self._open.pop(name, None)
+        if descriptor is None:
             if self.size(name) is None:  # which refuses links that lead out of the folder
                 raise CheckpointFormatError(
                     f"{self.folder.path(name)} is missing here. Restore the file; all ranks must see the folder."
                 )
             if len(self._open) >= _MAX_OPEN:
                 os.close(self._open.pop(next(iter(self._open))))
-            found = os.open(self.folder.path(name), os.O_RDONLY)
-        self._open[name] = found
-        return found
+            descriptor = os.open(self.folder.path(name), os.O_RDONLY)
+        self._open[name] = descriptor
+        return descriptor
 
     def __del__(self) -> None:
         with suppress(Exception):
@@ -174,26 +174,26 @@ def list_folder(reader: RangeReader) -> dict[str, StoredTensor]:
     from fsdp_core.checkpoint.format.safetensors_header import parse_header
 
     folder = reader.folder
-    place = _index(reader)
-    files = [WEIGHTS] if place is None else sorted(set(place.values()))
-    found: dict[str, StoredTensor] = {}
+    file_of_tensor = _read_index(reader)
+    files = [WEIGHTS] if file_of_tensor is None else sorted(set(file_of_tensor.values()))
+    tensors: dict[str, StoredTensor] = {}
     for name in files:
         size = reader.size(name)
         if size is None:
             raise CheckpointFormatError(f"{folder.path(name)} is missing: the folder is not complete. Restore it.")
         for key, tensor in parse_header(reader.bytes_of(name), size, folder.path(name)).items():
-            if place is None or place.get(key) == name:
-                found[key] = StoredTensor(file=name, place=tensor)
-    missing = [name for name in place or () if name not in found]
+            if file_of_tensor is None or file_of_tensor.get(key) == name:
+                tensors[key] = StoredTensor(file=name, entry=tensor)
+    missing = [name for name in file_of_tensor or () if name not in tensors]
     if missing:
         raise CheckpointFormatError(
             f"{folder} is not complete: {INDEX} lists {missing[0]!r} and {len(missing) - 1} more tensors that its "
             "files don't hold. Restore the files."
         )
-    return found
+    return tensors
 
 
-def _index(reader: RangeReader) -> dict[str, str] | None:
+def _read_index(reader: RangeReader) -> dict[str, str] | None:
     """The file of each tensor; ``None`` if the folder has a single one."""
     from fsdp_core.checkpoint.format.huggingface_folder import parse_index
 
@@ -208,12 +208,12 @@ def _index(reader: RangeReader) -> dict[str, str] | None:
         return parse_index(reader.bytes_of(INDEX)(0, size), folder.path(INDEX))
     if reader.size(WEIGHTS) is not None:
         return None
-    names = [name for name in folder.files() if "/" not in name]
-    torch_files = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
+    file_names = [name for name in folder.files() if "/" not in name]
+    torch_files = [name for name in file_names if name.endswith((".bin", ".pt", ".pth"))]
     hint = (
         f"`fsdp checkpoint import {folder} CHECKPOINT` reads files of torch's, such as {torch_files[0]}."
         if torch_files
         else "Pass a folder that save_pretrained() has written."
     )
-    there = ", ".join(names[:5]) or "nothing"
-    raise CheckpointFormatError(f"{folder} holds neither {WEIGHTS} nor {INDEX}; it holds {there}.\n{hint}")
+    listed = ", ".join(file_names[:5]) or "nothing"
+    raise CheckpointFormatError(f"{folder} holds neither {WEIGHTS} nor {INDEX}; it holds {listed}.\n{hint}")

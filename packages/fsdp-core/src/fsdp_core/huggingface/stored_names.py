@@ -17,12 +17,12 @@ from fsdp_core.state.chunks import ChunkedTensor
 __all__ = ["hub_renamings", "is_expected_surplus", "kept_names", "stored_views"]
 
 
-def stored_views(model: nn.Module, held: Mapping[str, ChunkedTensor], names: Iterable[str]) -> dict[str, View]:
+def stored_views(model: nn.Module, state: Mapping[str, ChunkedTensor], names: Iterable[str]) -> dict[str, View]:
     """The tensors of a folder as ``save_pretrained`` writes it, each as a part of a tensor of the model.
 
     Args:
         model: The model, as written.
-        held: Its tensors, of which only shapes and dtypes are used.
+        state: Its tensors, of which only shapes and dtypes are used.
         names: The names of the tensors to store.
 
     Returns:
@@ -31,7 +31,7 @@ def stored_views(model: nn.Module, held: Mapping[str, ChunkedTensor], names: Ite
     Raises:
         UnsupportedCapabilityError: The model is stored in a form that can't be written from shards.
     """
-    chosen = {name: held[name] for name in names}
+    chosen = {name: state[name] for name in names}
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in chosen.items()}
     revert = _reverting(model)
     if revert is None:
@@ -60,35 +60,35 @@ def _reverting(model: nn.Module) -> Any:
         return None
 
 
-def kept_names(model: nn.Module, held: Collection[str], tied: Mapping[str, str]) -> list[str]:
+def kept_names(model: nn.Module, names: Collection[str], tied: Mapping[str, str]) -> list[str]:
     """The names to store: of parameters that the model's class ties, those from which ``from_pretrained`` ties them.
 
     Args:
         model: The model, as written.
-        held: The names of its state.
+        names: The names of its state.
         tied: The first name of the same parameter, by each further name.
     """
     groups: dict[str, list[str]] = {}
-    for name in held:
+    for name in names:
         groups.setdefault(tied.get(name, name), []).append(name)
     left_out = [re.compile(pattern) for pattern in _tied_patterns(model)]
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    kept = set()
+    stored = set()
     for group in groups.values():
         plain = [name for name in group if not any(pattern.search(name) for pattern in left_out)]
         # parameters that the user has tied are stored under each name: nothing would tie them again
-        kept.update(plain or sorted(group)[-1:])
-    return [name for name in held if name in kept and name not in ignored]
+        stored.update(plain or sorted(group)[-1:])
+    return [name for name in names if name in stored and name not in ignored]
 
 
 def _tied_patterns(model: nn.Module) -> list[str]:
     """The names that transformers does not store if they are tied, as regular expressions."""
-    found: list[str] = []
+    patterns: list[str] = []
     for prefix, module in model.named_modules():
         own = getattr(module, "_tied_weights_keys", None) or ()
         start = f"{re.escape(prefix)}\\." if prefix else ""
-        found += [f"{start}{pattern}" for pattern in own]
-    return found
+        patterns += [f"{start}{pattern}" for pattern in own]
+    return patterns
 
 
 def hub_renamings(model: nn.Module) -> Any:
@@ -97,7 +97,7 @@ def hub_renamings(model: nn.Module) -> Any:
         return lambda name: name
     conversions = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
     loading: Any = import_module("transformers.core_model_loading")
-    renamings = [one for one in conversions if isinstance(one, loading.WeightRenaming)]
+    renamings = [conversion for conversion in conversions if isinstance(conversion, loading.WeightRenaming)]
     return lambda name: loading.apply_renamings(name, renamings)
 
 

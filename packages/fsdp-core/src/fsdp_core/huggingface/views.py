@@ -57,14 +57,14 @@ class View:
 
     def of(self, data: Tensor) -> Tensor:
         """A box of the module's tensor that lies inside this view, as a view in the dimensions of the folder's."""
-        kept = [dim for dim in self.dims if dim is not None]
-        gone = [dim for dim in range(data.ndim) if dim not in kept]
-        moved = data.permute(*kept, *gone)
-        for _ in gone:
+        kept_dims = [dim for dim in self.dims if dim is not None]
+        dropped_dims = [dim for dim in range(data.ndim) if dim not in kept_dims]
+        moved = data.permute(*kept_dims, *dropped_dims)
+        for _ in dropped_dims:
             moved = moved.squeeze(-1)
-        for at, dim in enumerate(self.dims):
+        for index, dim in enumerate(self.dims):
             if dim is None:
-                moved = moved.unsqueeze(at)
+                moved = moved.unsqueeze(index)
         return moved
 
 
@@ -113,13 +113,13 @@ def views_of(
         >>> views_of({"experts": ((2, 3), torch.float32)}, split, "a model")["expert.1"]
         View(source='experts', offsets=(1, 0), lengths=(1, 3), dims=(1,))
     """
-    laid = _Laid(tensors)
+    consecutive = _ConsecutiveTensors(tensors)
     with torch.no_grad(), _Uncopied():
-        converted = convert(laid.given)
-    return {name: laid.view(name, tensor, what) for name, tensor in converted.items()}
+        converted = convert(consecutive.tensors)
+    return {name: consecutive.view(name, tensor, what) for name, tensor in converted.items()}
 
 
-class _Laid:
+class _ConsecutiveTensors:
     """Tensors without memory, one behind the other in one storage per dtype."""
 
     def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
@@ -129,7 +129,7 @@ class _Laid:
         self._shapes = {name: shape for name, (shape, _) in tensors.items()}
         self._begins: dict[torch.dtype, list[int]] = {}
         self._storages: dict[torch.dtype, int] = {}
-        given: dict[str, Tensor] = {}
+        tensors_of_name: dict[str, Tensor] = {}
         for dtype, names in self._by_dtype.items():
             sizes = [max(1, math.prod(self._shapes[name])) for name in names]  # so that no two begin at one place
             begins = [0, *accumulate(sizes)]
@@ -138,17 +138,17 @@ class _Laid:
             self._storages[dtype] = flat.untyped_storage().nbytes()
             for name, begin in zip(names, begins, strict=False):
                 shape = self._shapes[name]
-                given[name] = flat.as_strided(shape, _steps(shape), begin)
-        self.given = {name: given[name] for name in tensors}
+                tensors_of_name[name] = flat.as_strided(shape, _steps(shape), begin)
+        self.tensors = {name: tensors_of_name[name] for name in tensors}
 
     def view(self, name: str, tensor: Tensor, what: str) -> View:
         if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() == self._storages.get(tensor.dtype):
-            at = bisect_right(self._begins[tensor.dtype], tensor.storage_offset()) - 1
-            source = self._by_dtype[tensor.dtype][at]
-            first = tensor.storage_offset() - self._begins[tensor.dtype][at]
-            found = _as_box(source, self._shapes[source], tensor, int(first))
-            if found is not None:
-                return found
+            index = bisect_right(self._begins[tensor.dtype], tensor.storage_offset()) - 1
+            source = self._by_dtype[tensor.dtype][index]
+            first = tensor.storage_offset() - self._begins[tensor.dtype][index]
+            view = _as_box(source, self._shapes[source], tensor, int(first))
+            if view is not None:
+                return view
         raise UnsupportedCapabilityError(
             f"{name!r} of {what} can't be stored from shards: it is computed from whole tensors of the module, and no "
             "rank holds those.\nSave a checkpoint, and convert it in one process: gather the weights with "
@@ -166,9 +166,9 @@ def _as_box(source: str, shape: tuple[int, ...], tensor: Tensor, first: int) -> 
     steps = _steps(shape)
     offsets = []
     for size, step in zip(shape, steps, strict=True):
-        at = first // step if step and size > 1 else 0
-        offsets.append(at)
-        first -= at * step
+        offset = first // step if step and size > 1 else 0
+        offsets.append(offset)
+        first -= offset * step
     if first:
         return None
     lengths = [1] * len(shape)
@@ -191,7 +191,7 @@ def _as_box(source: str, shape: tuple[int, ...], tensor: Tensor, first: int) -> 
 
 def by_source(views: Mapping[str, View]) -> dict[str, list[tuple[str, View]]]:
     """The names and views of each tensor of the module."""
-    found: dict[str, list[tuple[str, View]]] = {}
+    views_of_source: dict[str, list[tuple[str, View]]] = {}
     for name, view in views.items():
-        found.setdefault(view.source, []).append((name, view))
-    return found
+        views_of_source.setdefault(view.source, []).append((name, view))
+    return views_of_source

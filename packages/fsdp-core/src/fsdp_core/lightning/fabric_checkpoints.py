@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_core import checkpoint as checkpoints
-from fsdp_core.checkpoint.collective import together_each
+from fsdp_core.checkpoint.collective import run_on_all
 from fsdp_core.checkpoint.format.paths import join_path
 from fsdp_core.checkpoint.storage.joined import Paths, paths_of, shown_paths
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError, OptimizerMismatchError
@@ -211,7 +211,7 @@ def _load(
             _restore(strategy, state[key], saved[key], strict, check_only=True)
 
     # before any is changed
-    together_each(strategy.runtime, f"comparing {shown_paths(path)} with what it is loaded into", compare)
+    run_on_all(strategy.runtime, f"comparing {shown_paths(path)} with what it is loaded into", compare)
     for key in order:
         if not _restore(strategy, state[key], saved[key], strict):
             state[key] = _materialize(saved[key])

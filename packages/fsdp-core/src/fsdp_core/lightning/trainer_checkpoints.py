@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from fsdp_core import checkpoint as checkpoints
-from fsdp_core.checkpoint.collective import together_each
+from fsdp_core.checkpoint.collective import run_on_all
 from fsdp_core.checkpoint.storage.joined import Paths, paths_of, shown_paths
 from fsdp_core.checkpoint.storage.recognition import holds_ours
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError
@@ -82,7 +82,7 @@ class TrainerCheckpoints:
         assert strategy.lightning_module is not None
         if strategy.lightning_module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint:
             description = "comparing the checkpoint with the model"
-            together_each(strategy.runtime, description, lambda: self._compare(checkpoint, strict))
+            run_on_all(strategy.runtime, description, lambda: self._compare(checkpoint, strict))
         elif strict and (cast_tensors := self._other_dtypes(checkpoint["state_dict"])):
             name, saved, own_dtype = cast_tensors[0]
             rank_zero_warn(

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 #: The key that tells a saved state of this kind from others; its value is the class of the tensors.
-_KIND = "torchao"
+_CLASS_KEY = "torchao"
 
 
 def quantises(optimizer: torch.optim.Optimizer) -> bool:
@@ -51,42 +51,42 @@ def is_of_blocks(value: Any) -> bool:
 
 def is_saved_in_blocks(value: Any) -> bool:
     """Whether a value is what :func:`of_blocks` or :func:`saved_whole` returns."""
-    return isinstance(value, dict) and _KIND in value
+    return isinstance(value, dict) and _CLASS_KEY in value
 
 
-def _run(part: Part, held: Tensor) -> tuple[int, int, int] | None:
+def _find_run(part: Part, parameter: Tensor) -> tuple[int, int, int] | None:
     """Where a rank's part begins in the whole parameter, how long it is, and which copy; ``None`` if it is no run."""
     if part.range is not None:
         return None  # flat parameters are cut without regard to a parameter's blocks
-    found = chunked(held)
-    if not found.chunks:
-        return 0, 0, found.replica
-    (chunk,) = found.chunks
+    local_chunks = chunked(parameter)
+    if not local_chunks.chunks:
+        return 0, 0, local_chunks.replica
+    (chunk,) = local_chunks.chunks
     is_run = tuple(chunk.data.shape[1:]) == tuple(part.shape[1:])
     row = prod(part.shape[1:])
-    return (chunk.offsets[0] * row, prod(chunk.data.shape), found.replica) if is_run and part.shape else None
+    return (chunk.offsets[0] * row, prod(chunk.data.shape), local_chunks.replica) if is_run and part.shape else None
 
 
-def of_blocks(part: Part, held: Tensor, value: Any) -> Any:
+def of_blocks(part: Part, parameter: Tensor, value: Any) -> Any:
     """Describe a rank's part of quantised state, sharing memory with it; a value of another kind is returned unchanged.
 
     Args:
         part: The user's parameter.
-        held: What the optimizer holds of it.
+        parameter: What the optimizer holds of it.
         value: A value of its state.
 
     Returns:
         The codes and scales, flat, and what they are; ``value`` itself if its blocks are not those of one process.
     """
     local: Any = local_tensor(value) if isinstance(value, DTensor) else value
-    run = _run(part, held) if is_of_blocks(local) else None
+    run = _find_run(part, parameter) if is_of_blocks(local) else None
     if run is None:
         return value
     (start, length, replica), block, total = run, int(local.block_size), prod(part.shape)
     if start % block or length % block or total % block:
         return value
-    each = length // local.codes.numel()  # elements in a byte
-    sizes = {"codes": (local.codes, each), "scale": (local.scale, block)}
+    elements_per_byte = length // local.codes.numel()  # elements in a byte
+    sizes = {"codes": (local.codes, elements_per_byte), "scale": (local.scale, block)}
     tensors = {
         name: ChunkedTensor(
             shape=(total // size,),
@@ -96,18 +96,18 @@ def of_blocks(part: Part, held: Tensor, value: Any) -> Any:
         )
         for name, (data, size) in sizes.items()
     }
-    return {**_told(local, part.shape), **tensors}
+    return {**_describe_blocks(local, part.shape), **tensors}
 
 
-def _told(value: Any, shape: tuple[int, ...]) -> dict[str, Any]:
+def _describe_blocks(value: Any, shape: tuple[int, ...]) -> dict[str, Any]:
     signed = bool(getattr(value, "signed", True))
-    told = {
+    description = {
         "block_size": int(value.block_size),
         "signed": signed,
         "shape": list(shape),
         "dtype": dtype_name(value.dtype),
     }
-    return {_KIND: type(value).__name__, **told}
+    return {_CLASS_KEY: type(value).__name__, **description}
 
 
 def check_blocks(
@@ -130,15 +130,17 @@ def check_blocks(
     for name, values in state.items():
         for key, value in values.items():
             if is_saved_in_blocks(value):
-                told = {k: (v.shape, v.dtype) if isinstance(v, ChunkedTensor) else v for k, v in value.items()}
-                own[name, key] = told
+                description = {k: (v.shape, v.dtype) if isinstance(v, ChunkedTensor) else v for k, v in value.items()}
+                own[name, key] = description
             elif isinstance(value, Tensor) and value.ndim:
                 local = local_tensor(value)
                 own[name, key] = None if not local.numel() else "in other blocks" if is_of_blocks(local) else "plain"
-    done = {name: dict(values) for name, values in state.items()}
+    completed = {name: dict(values) for name, values in state.items()}
     by_rank = runtime.gather_objects(own)
-    for name, key in dict.fromkeys(one for of_rank in by_rank for one in of_rank):  # the same on every rank
-        kinds = [of_rank.get((name, key)) for of_rank in by_rank]
+    for name, key in dict.fromkeys(
+        name_and_key for values_of_rank in by_rank for name_and_key in values_of_rank
+    ):  # the same on every rank
+        kinds = [values_of_rank.get((name, key)) for values_of_rank in by_rank]
         blocks = next((kind for kind in kinds if isinstance(kind, dict)), None)
         if "in other blocks" in kinds or (blocks is not None and "plain" in kinds):
             raise CheckpointValueError(
@@ -149,37 +151,37 @@ def check_blocks(
                 "multiples of block_size elements; or an optimizer whose state is plain, such as AdamW."
             )
         if blocks is not None and own.get((name, key)) is None:
-            done.setdefault(name, {})[key] = {
+            completed.setdefault(name, {})[key] = {
                 k: ChunkedTensor(shape=v[0], dtype=v[1], chunks=(), replica=0) if isinstance(v, tuple) else v
                 for k, v in blocks.items()
             }
-    return done
+    return completed
 
 
 def check_fits_blocks(
-    optimizer: torch.optim.Optimizer, part: Part, held: nn.Parameter, key: str, saved: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer, part: Part, parameter: nn.Parameter, key: str, saved: Mapping[str, Any]
 ) -> None:
     """Refuse saved quantised state that this rank can't hold, before anything is restored.
 
     Args:
         optimizer: The optimizer.
         part: The user's parameter.
-        held: What the optimizer holds of it.
+        parameter: What the optimizer holds of it.
         key: The key of the state, for the error.
         saved: As from :func:`of_blocks`, its tensors whole or saved.
 
     Raises:
         CheckpointMismatchError: The optimizer keeps no such state, or this rank's part is not of whole blocks.
     """
-    run, block = _run(part, held), int(saved["block_size"])
-    kind = "plain tensors"
+    run, block = _find_run(part, parameter), int(saved["block_size"])
+    state_class = "plain tensors"
     if quantises(optimizer):
         maker: Any = optimizer
-        kind = type(maker._subclass_zeros(torch.zeros(block), bool(saved["signed"]), block)).__name__
-    if kind != saved[_KIND]:
+        state_class = type(maker._subclass_zeros(torch.zeros(block), bool(saved["signed"]), block)).__name__
+    if state_class != saved[_CLASS_KEY]:
         raise CheckpointMismatchError(
-            f"{key!r} of {part.name!r} was saved by an optimizer of torchao's, in {saved[_KIND]}, and "
-            f"{type(optimizer).__name__} keeps {kind}.\n"
+            f"{key!r} of {part.name!r} was saved by an optimizer of torchao's, in {saved[_CLASS_KEY]}, and "
+            f"{type(optimizer).__name__} keeps {state_class}.\n"
             "Use the optimizer that it was saved with, or load only the weights."
         )
     if tuple(saved["shape"]) != tuple(part.shape):
@@ -196,31 +198,38 @@ def check_fits_blocks(
         )
 
 
-def restored_blocks(optimizer: torch.optim.Optimizer, part: Part, held: nn.Parameter, saved: Mapping[str, Any]) -> Any:
+def restored_blocks(
+    optimizer: torch.optim.Optimizer, part: Part, parameter: nn.Parameter, saved: Mapping[str, Any]
+) -> Any:
     """Restore a rank's part of quantised state that :func:`check_fits_blocks` has let pass.
 
     Args:
         optimizer: The optimizer.
         part: The user's parameter.
-        held: What the optimizer holds of it.
+        parameter: What the optimizer holds of it.
         saved: As from :func:`of_blocks`, its tensors whole or saved.
     """
     maker: Any = optimizer
-    run, block = _run(part, held), int(saved["block_size"])
+    run, block = _find_run(part, parameter), int(saved["block_size"])
     assert run is not None
-    local = local_tensor(held).detach()
-    made: Any = torch.zeros_like(local)
+    local = local_tensor(parameter).detach()
+    blocks: Any = torch.zeros_like(local)
     if run[1]:
-        made = maker._subclass_zeros(local, bool(saved["signed"]), block)
-        each = run[1] // made.codes.numel()
-        for name, data, size in (("codes", made.codes, each), ("scale", made.scale, block)):
-            whole, flat = saved[name], data.view(-1)
+        blocks = maker._subclass_zeros(local, bool(saved["signed"]), block)
+        elements_per_byte = run[1] // blocks.codes.numel()
+        for name, data, size in (("codes", blocks.codes, elements_per_byte), ("scale", blocks.scale, block)):
+            full, flat = saved[name], data.view(-1)
             chunk = Chunk(offsets=(run[0] // size,), data=flat)
-            fill(ChunkedTensor(shape=tuple(whole.shape), dtype=flat.dtype, chunks=(chunk,)), whole)
-    if not isinstance(held, DTensor):
-        return made
+            fill(ChunkedTensor(shape=tuple(full.shape), dtype=flat.dtype, chunks=(chunk,)), full)
+    if not isinstance(parameter, DTensor):
+        return blocks
     return DTensor.from_local(
-        made, held.device_mesh, held.placements, run_check=False, shape=held.shape, stride=held.stride()
+        blocks,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )
 
 
@@ -228,7 +237,7 @@ def saved_whole(value: Any) -> Any:
     """Describe whole quantised state, as a plain optimizer has it, as :func:`of_blocks` does; others are unchanged."""
     if not is_of_blocks(value) or isinstance(value, DTensor):
         return value
-    return {**_told(value, tuple(value.shape)), "codes": value.codes.reshape(-1), "scale": value.scale}
+    return {**_describe_blocks(value, tuple(value.shape)), "codes": value.codes.reshape(-1), "scale": value.scale}
 
 
 def whole_again(value: Mapping[str, Any]) -> Any:
@@ -239,11 +248,11 @@ def whole_again(value: Mapping[str, Any]) -> Any:
     """
     from importlib import import_module
 
-    bits = {"OptimState8bit": "8bit", "OptimState4bit": "4bit", "OptimStateFp8": "fp8"}[value[_KIND]]
-    kind: Any = getattr(import_module(f"torchao.optim.subclass_{bits}"), value[_KIND])
+    bits = {"OptimState8bit": "8bit", "OptimState4bit": "4bit", "OptimStateFp8": "fp8"}[value[_CLASS_KEY]]
+    tensor_class: Any = getattr(import_module(f"torchao.optim.subclass_{bits}"), value[_CLASS_KEY])
     settings = {} if bits == "fp8" else {"signed": value["signed"]}
     dtype: torch.dtype = getattr(torch, value["dtype"])
-    made = kind.zeros(tuple(value["shape"]), block_size=value["block_size"], dtype=dtype, **settings)
-    made.codes.view(-1).copy_(value["codes"].view(made.codes.dtype))
-    made.scale.copy_(value["scale"])
-    return made
+    full = tensor_class.zeros(tuple(value["shape"]), block_size=value["block_size"], dtype=dtype, **settings)
+    full.codes.view(-1).copy_(value["codes"].view(full.codes.dtype))
+    full.scale.copy_(value["scale"])
+    return full

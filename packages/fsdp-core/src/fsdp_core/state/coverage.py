@@ -60,9 +60,9 @@ def _is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
 
     def extent(axis: int, begin: int, end: int) -> int:
         table = weights[axis]
-        for at in (begin, end):
-            if at not in table:
-                table[at] = secrets.randbelow(_PRIME)
+        for bound in (begin, end):
+            if bound not in table:
+                table[bound] = secrets.randbelow(_PRIME)
         return table[end] - table[begin]
 
     def weight(offsets: Sequence[int], lengths: Sequence[int]) -> int:
@@ -101,21 +101,21 @@ class _Search:
         if not boxes or axis == len(shape):
             if len(boxes) == 1:
                 return None
-            place = ", ".join(f"{a}:{b}" for a, b in [*slabs, *((0, size) for size in shape[axis:])])
-            return f"{'two chunks cover' if boxes else 'nothing covers'} [{place}]"
+            location = ", ".join(f"{a}:{b}" for a, b in [*slabs, *((0, size) for size in shape[axis:])])
+            return f"{'two chunks cover' if boxes else 'nothing covers'} [{location}]"
         boxes.sort(key=lambda box: box[0][axis])
         active: list[Box] = []
-        at, following = 0, 0
-        while at < shape[axis]:
-            while following < len(boxes) and boxes[following][0][axis] == at:
+        position, following = 0, 0
+        while position < shape[axis]:
+            while following < len(boxes) and boxes[following][0][axis] == position:
                 active.append(boxes[following])
                 following += 1
             until = min((o[axis] + n[axis] for o, n in active), default=shape[axis])
             if following < len(boxes):
                 until = min(until, boxes[following][0][axis])
-            fault = self.walk(shape, list(active), [*slabs, (at, until)])
+            fault = self.walk(shape, list(active), [*slabs, (position, until)])
             if fault is not None:
                 return fault
             active = [box for box in active if box[0][axis] + box[1][axis] > until]
-            at = until
+            position = until
         return None

@@ -16,7 +16,7 @@ from fsdp_core.state.saved_tensor import SavedTensor
 
 __all__ = ["KeyDifferences", "fill", "fill_all"]
 
-_SHOWN = 20
+_MOST_SHOWN = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +92,9 @@ def fill_all(
         missing=tuple(name for name in targets if name not in sources),
         unexpected=tuple(name for name in sources if name not in targets),
     )
-    both = [name for name in targets if name in sources]
-    found = {name: _difference(targets[name], sources[name], cast=cast) for name in both}
-    unlike = [f"{name}: {fault}" for name, fault in found.items() if fault is not None]
+    common_names = [name for name in targets if name in sources]
+    fault_by_name = {name: _difference(targets[name], sources[name], cast=cast) for name in common_names}
+    unlike = [f"{name}: {fault}" for name, fault in fault_by_name.items() if fault is not None]
     groups: list[tuple[str, list[str]]] = [("differ", unlike)]
     if strict:
         groups += [("are missing in it", list(differences.missing)), ("are only in it", list(differences.unexpected))]
@@ -103,8 +103,8 @@ def fill_all(
         for title, names in groups:
             if names:
                 lines.append(f"  {len(names)} {title}:")
-                lines += [f"    {name}" for name in names[:_SHOWN]]
-                lines += [f"    … and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+                lines += [f"    {name}" for name in names[:_MOST_SHOWN]]
+                lines += [f"    … and {len(names) - _MOST_SHOWN} more"] if len(names) > _MOST_SHOWN else []
         if unlike:
             lines.append("Load it into the model that it was saved from, at its precision.")
             if all(" dtype " in fault for fault in unlike):
@@ -118,7 +118,7 @@ def fill_all(
                 "strict=False, or in a LightningModule set self.strict_loading = False."
             )
         raise CheckpointMismatchError("\n".join(lines))
-    for name in () if check_only else both:
+    for name in () if check_only else common_names:
         fill(targets[name], sources[name], cast=cast)
     return differences
 
@@ -126,9 +126,9 @@ def fill_all(
 def _difference(target: ChunkedTensor | Tensor, source: SavedTensor | Tensor, *, cast: bool) -> str | None:
     if isinstance(source, ChunkedTensor | DTensor):
         return "it is one rank's shard, not a full tensor: save a checkpoint and load that, or pass full tensors"
-    here, there = tuple(target.shape), tuple(source.shape)
-    if here != there:
-        return f"its shape is {there} in the checkpoint, and {here} here"
+    target_shape, source_shape = tuple(target.shape), tuple(source.shape)
+    if target_shape != source_shape:
+        return f"its shape is {source_shape} in the checkpoint, and {target_shape} here"
     if target.dtype != source.dtype and not cast:
         return f"its dtype is {dtype_name(source.dtype)} in the checkpoint, and {dtype_name(target.dtype)} here"
     return None

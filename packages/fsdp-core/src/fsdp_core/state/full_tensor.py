@@ -77,15 +77,15 @@ def each_whole(values: Mapping[Any, Any], runtime: Runtime) -> Iterator[tuple[An
         ShardingError: Some part of a tensor is held by no rank.
     """
     values = {name: chunked(value) if _is_strided(value) else value for name, value in values.items()}
-    held = {name: _held(value) for name, value in values.items() if isinstance(value, ChunkedTensor)}
-    by_rank: list[dict[Any, tuple[int, list[Box]]]] = runtime.gather_objects(held) if held else []
+    own_boxes = {name: _own_boxes(value) for name, value in values.items() if isinstance(value, ChunkedTensor)}
+    by_rank: list[dict[Any, tuple[int, list[Box]]]] = runtime.gather_objects(own_boxes) if own_boxes else []
     for name, value in values.items():
         if isinstance(value, SavedTensor):
             yield name, value.full()
         elif isinstance(value, ChunkedTensor):
-            told = [of_rank[name] for of_rank in by_rank]
-            _check_covered(value.shape, [boxes for replica, boxes in told if replica == 0], name)
-            yield name, _from_chunks(value, [boxes for _, boxes in told], runtime)
+            replicas_and_boxes = [boxes_by_name[name] for boxes_by_name in by_rank]
+            _check_covered(value.shape, [boxes for replica, boxes in replicas_and_boxes if replica == 0], name)
+            yield name, _from_chunks(value, [boxes for _, boxes in replicas_and_boxes], runtime)
         elif isinstance(value, Tensor):
             yield name, (value.full_tensor() if isinstance(value, DTensor) else value).detach()
         else:
@@ -94,10 +94,10 @@ def each_whole(values: Mapping[Any, Any], runtime: Runtime) -> Iterator[tuple[An
 
 def _is_strided(value: Any) -> bool:
     """Whether it is a DTensor that torch gathers rightly only if all pieces are of one size."""
-    return isinstance(value, DTensor) and any(type(one) is StridedShard for one in value.placements)
+    return isinstance(value, DTensor) and any(type(placement) is StridedShard for placement in value.placements)
 
 
-def _held(value: ChunkedTensor) -> tuple[int, list[Box]]:
+def _own_boxes(value: ChunkedTensor) -> tuple[int, list[Box]]:
     """Return which copy of a tensor this rank's boxes belong to, and the boxes."""
     return value.replica, [(tuple(chunk.offsets), tuple(chunk.data.shape)) for chunk in value.chunks]
 
@@ -118,8 +118,8 @@ def _from_chunks(value: ChunkedTensor, by_rank: Sequence[Sequence[Box]], runtime
     for boxes, run in zip(by_rank, gathered, strict=True):
         at = 0
         for offsets, box in boxes:
-            place = tuple(slice(o, o + n) for o, n in zip(offsets, box, strict=True))
-            result[place] = run[at : at + prod(box)].view(box)
+            box_slices = tuple(slice(o, o + n) for o, n in zip(offsets, box, strict=True))
+            result[box_slices] = run[at : at + prod(box)].view(box)
             at += prod(box)
     return result
 

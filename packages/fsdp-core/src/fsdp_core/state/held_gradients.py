@@ -65,17 +65,17 @@ class HeldGradients:
 
 def held_at_parameters(layout: Layout) -> HeldGradients:
     """Return the ``.grad`` of a layout's parameters, sharing memory with them."""
-    held = HeldGradients()
+    gradients = HeldGradients()
     for parameter, parts in layout.items():
         grad = parameter.grad
         if grad is None:
             continue
         for part in parts:
             if part.range is not None or isinstance(grad, DTensor):
-                held.reduced[part.name] = part.of(grad)
+                gradients.reduced[part.name] = part.of(grad)
             else:
-                held.own[part.name] = grad
-    return held
+                gradients.own[part.name] = grad
+    return gradients
 
 
 def restore_at_parameters(
@@ -95,19 +95,19 @@ def restore_at_parameters(
     Raises:
         CheckpointMismatchError: No parameter can take a gradient, or a shape differs.
     """
-    held = {part.name: (p, part) for p, parts in layout.items() for part in parts}
-    for name in [name for name in (*own, *reduced) if name not in held]:
+    parameter_and_part = {part.name: (p, part) for p, parts in layout.items() for part in parts}
+    for name in [name for name in (*own, *reduced) if name not in parameter_and_part]:
         raise _no_such_gradient(name, module)
     for parameter in layout:
         parameter.grad = None
     for name, read in own.items():
-        parameter, part = held[name]
+        parameter, part = parameter_and_part[name]
         if isinstance(parameter, DTensor) or part.range is not None:
             raise _no_such_gradient(name, module)
         parameter.grad = torch.empty_like(parameter, requires_grad=False)
         fill(parameter.grad, read(), cast=True)
     for name, grad in reduced.items():
-        parameter, part = held[name]
+        parameter, part = parameter_and_part[name]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
         added = torch.zeros_like(parameter.grad)
@@ -122,35 +122,37 @@ def _no_such_gradient(name: str, module: str) -> CheckpointMismatchError:
     )
 
 
-def described(held: HeldGradients, runtime: Runtime) -> dict[str, Any] | None:
+def described(gradients: HeldGradients, runtime: Runtime) -> dict[str, Any] | None:
     """Describe gradients as part of a state to save, with the same names on every rank. All ranks must call it.
 
     Args:
-        held: This rank's gradients.
+        gradients: This rank's gradients.
         runtime: The ranks.
 
     Returns:
         ``{"own": {rank: {name: tensor}}, "reduced": {name: tensor}}``, sharing memory with the gradients; ``None`` if
         no rank holds any.
     """
-    by_rank = runtime.gather_objects({name: (tuple(grad.shape), grad.dtype) for name, grad in held.own.items()})
-    if not any(by_rank) and not held.reduced:
+    by_rank = runtime.gather_objects({name: (tuple(grad.shape), grad.dtype) for name, grad in gradients.own.items()})
+    if not any(by_rank) and not gradients.reduced:
         return None
     mesh = runtime.mesh
-    mine, peers = mesh.coordinate(runtime.rank, GRADIENT_AXES), mesh.peers(runtime.rank, ("tensor_parallel",))
+    own_coordinate, peers = mesh.coordinate(runtime.rank, GRADIENT_AXES), mesh.peers(runtime.rank, ("tensor_parallel",))
     return {
         "own": {
             str(index): {
-                name: _of_rank(held.own[name] if index == mine else None, shape, dtype, runtime.rank == peers[0])
+                name: _as_chunked(
+                    gradients.own[name] if index == own_coordinate else None, shape, dtype, runtime.rank == peers[0]
+                )
                 for name, (shape, dtype) in by_rank[rank].items()
             }
             for index, rank in enumerate(mesh.peers(0, GRADIENT_AXES))
         },
-        "reduced": dict(held.reduced),
+        "reduced": dict(gradients.reduced),
     }
 
 
-def _of_rank(grad: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, is_first: bool) -> ChunkedTensor:
+def _as_chunked(grad: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, is_first: bool) -> ChunkedTensor:
     """Return a gradient that one rank, or tensor-parallel peers together, hold completely, and others not at all."""
     chunks: tuple[Chunk, ...] = ()
     if isinstance(grad, DTensor):
@@ -173,13 +175,13 @@ def of_this_rank(saved: Mapping[str, Any], runtime: Runtime) -> dict[str, Callab
     """
     own: Mapping[str, Mapping[str, Any]] = saved["own"]
     if len(own) == runtime.mesh.size(GRADIENT_AXES):
-        mine = runtime.mesh.coordinate(runtime.rank, GRADIENT_AXES)
-        return {name: partial(_whole, grad) for name, grad in own[str(mine)].items()}
+        own_coordinate = runtime.mesh.coordinate(runtime.rank, GRADIENT_AXES)
+        return {name: partial(_read_full, grad) for name, grad in own[str(own_coordinate)].items()}
     names = dict.fromkeys(name for grads in own.values() for name in grads)
     return {name: partial(_mean, [grads.get(name) for grads in own.values()]) for name in names}
 
 
-def _whole(grad: Tensor | SavedTensor) -> Tensor:
+def _read_full(grad: Tensor | SavedTensor) -> Tensor:
     return grad.full() if isinstance(grad, SavedTensor) else grad
 
 
@@ -189,7 +191,7 @@ def _mean(grads: list[Tensor | SavedTensor | None]) -> Tensor:
     for grad in grads:
         if grad is not None:
             dtype = grad.dtype
-            wide = _whole(grad).to(torch.promote_types(dtype, torch.float32))
+            wide = _read_full(grad).to(torch.promote_types(dtype, torch.float32))
             total = wide if total is None else total + wide
     assert total is not None  # every name comes from some rank
     return (total / len(grads)).to(dtype)

@@ -44,8 +44,10 @@ def holder_of_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     Args:
         optimizer: An optimizer, which may step by another one.
     """
-    inside = (one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer))
-    return next((one for one in inside if one.param_groups is optimizer.param_groups), optimizer)
+    for inner in vars(optimizer).values():
+        if isinstance(inner, torch.optim.Optimizer) and inner.param_groups is optimizer.param_groups:
+            return inner
+    return optimizer
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, layout: Layout, runtime: Runtime) -> NamedState:
@@ -70,27 +72,29 @@ def optimizer_state(optimizer: torch.optim.Optimizer, layout: Layout, runtime: R
         return {
             "state": owned_state(optimizer, layout, owners, runtime),
             "param_groups": [
-                {**of_group, "params": _names(layout, group["params"])}
-                for of_group, group in zip(settings, optimizer.param_groups, strict=True)
+                {**group_settings, "params": _parameter_names(layout, group["params"])}
+                for group_settings, group in zip(settings, optimizer.param_groups, strict=True)
             ],
         }
     in_blocks = quantises(optimizer)
     state = {
         part.name: {
-            key: _described(part, p, of_blocks(part, p, value) if in_blocks else value) for key, value in values.items()
+            key: _describe_value(part, p, of_blocks(part, p, value) if in_blocks else value)
+            for key, value in values.items()
         }
         for p, values in optimizer.state.items()
-        for part in _parts(layout, p)
+        for part in _parts_of(layout, p)
         if not part.is_empty
     }
     if in_blocks:
         state = check_blocks(state, {part.name: part.shape for parts in layout.values() for part in parts}, runtime)
-    if any(part.range is not None for held in layout.values() for part in held):
-        state = _completed(state, {part.name: part for held in layout.values() for part in held}, runtime)
+    all_parts = [part for parts in layout.values() for part in parts]
+    if any(part.range is not None for part in all_parts):
+        state = _complete_state(state, {part.name: part for part in all_parts}, runtime)
     return {
         "state": state,
         "param_groups": [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": _names(layout, group["params"])}
+            {**{k: v for k, v in group.items() if k != "params"}, "params": _parameter_names(layout, group["params"])}
             for group in optimizer.param_groups
         ],
     }
@@ -126,32 +130,36 @@ def load_optimizer_state(
     saved = state_by_name(optimizer, layout, saved)
     saved = {
         "state": {name: {k: saved_whole(v) for k, v in values.items()} for name, values in saved["state"].items()},
-        "param_groups": [_plain(group) for group in saved["param_groups"]],
+        "param_groups": [_read_settings(group) for group in saved["param_groups"]],
     }
-    held = {name for group in optimizer.param_groups for name in _names(layout, group["params"])}
-    dropped = [name for group in saved["param_groups"] for name in group["params"] if name not in held]
+    parameter_names = {name for group in optimizer.param_groups for name in _parameter_names(layout, group["params"])}
+    dropped = [name for group in saved["param_groups"] for name in group["params"] if name not in parameter_names]
     if dropped:
         raise CheckpointMismatchError(
-            f"the checkpoint's optimizer also holds {_some(dropped)}, and this {type(optimizer).__name__} doesn't.\n"
+            f"the checkpoint's optimizer also holds {_list_some(dropped)}, and this {type(optimizer).__name__} "
+            "doesn't.\n"
             "Build the optimizer over the parameters that it was saved with, or load only the weights."
         )
     group_of = {name: group for group in saved["param_groups"] for name in group["params"]}
     settings: list[dict[str, Any]] = []
     for index, group in enumerate(optimizer.param_groups):
-        of_group = _names(layout, group["params"])
-        missing = [name for name in of_group if name not in group_of]
+        names = _parameter_names(layout, group["params"])
+        missing = [name for name in names if name not in group_of]
         if missing:
             raise CheckpointMismatchError(
-                f"the checkpoint's optimizer state lacks {_some(missing)}, which param group {index} holds.\n"
+                f"the checkpoint's optimizer state lacks {_list_some(missing)}, which param group {index} holds.\n"
                 "Load it into the model and the optimizer that it was saved from, or load only the weights."
             )
-        found = [{k: v for k, v in group_of[name].items() if k not in ("params", "param_names")} for name in of_group]
-        if any(f != found[0] for f in found[1:]):
+        saved_settings = [
+            {key: value for key, value in group_of[name].items() if key not in ("params", "param_names")}
+            for name in names
+        ]
+        if any(other != saved_settings[0] for other in saved_settings[1:]):
             raise CheckpointMismatchError(
                 f"the parameters of param group {index} were saved in groups of different settings.\n"
                 "Build the optimizer with the param groups that it was saved with."
             )
-        settings.append(found[0] if found else {})
+        settings.append(saved_settings[0] if saved_settings else {})
     _check_divided(optimizer, layout, saved["param_groups"])
     owners = owners_of(optimizer)
     _check_state(optimizer, layout, saved["state"], is_whole=owners is not None)
@@ -160,19 +168,19 @@ def load_optimizer_state(
     for group, restored in zip(optimizer.param_groups, settings, strict=True):
         group.update(restored)
     optimizer.state.clear()
-    restore = restore or _restored
+    restore = restore or _restore_value
     if owners is not None:
         for group in optimizer.param_groups:
             for parameter in filter(owners.is_mine, group["params"]):
-                (part,) = _parts(layout, parameter)
+                (part,) = _parts_of(layout, parameter)
                 values, like = saved["state"].get(part.name), nn.Parameter(local_tensor(parameter).detach(), False)
                 whole = (Part(name=part.name, shape=part.shape),)
                 if values:
-                    optimizer.state[parameter] = {k: _restored(like, whole, group, k, [values[k]]) for k in values}
+                    optimizer.state[parameter] = {k: _restore_value(like, whole, group, k, [values[k]]) for k in values}
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            parts = [part for part in _parts(layout, parameter) if not part.is_empty]
+            parts = [part for part in _parts_of(layout, parameter) if not part.is_empty]
             values = saved["state"].get(parts[0].name) if parts else None
             if values:
                 optimizer.state[parameter] = {
@@ -196,72 +204,73 @@ def _check_divided(optimizer: torch.optim.Optimizer, layout: Layout, saved: Sequ
     saved_in = {name: index for index, group in enumerate(saved) for name in group["params"]}
     divided: dict[int, dict[int, list[str]]] = {}
     for index, group in enumerate(optimizer.param_groups):
-        for name in _names(layout, group["params"]):
+        for name in _parameter_names(layout, group["params"]):
             divided.setdefault(saved_in[name], {}).setdefault(index, []).append(name)
-    for theirs, mine in divided.items():
-        if len(mine) > 1:
-            told = [
-                f"    param group {index}, of {_some(names)}{_lost(optimizer.param_groups[index], saved[theirs])}\n"
-                for index, names in mine.items()
-            ]
+    for saved_index, names_by_group in divided.items():
+        if len(names_by_group) > 1:
+            lines = []
+            for index, names in names_by_group.items():
+                lost_settings = _list_lost_settings(optimizer.param_groups[index], saved[saved_index])
+                lines.append(f"    param group {index}, of {_list_some(names)}{lost_settings}\n")
             raise CheckpointMismatchError(
-                f"param groups {' and '.join(map(str, mine))} of the optimizer were saved as one, param group {theirs} "
-                f"of {len(saved)}, so all of them would get its settings:\n{''.join(told)}{_SAVED_GROUPS}"
+                f"param groups {' and '.join(map(str, names_by_group))} of the optimizer were saved as one, param "
+                f"group {saved_index} of {len(saved)}, so all of them would get its settings:\n"
+                f"{''.join(lines)}{_SAVED_GROUPS}"
             )
 
 
-def _lost(group: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+def _list_lost_settings(group: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
     """List the settings of a group that the saved ones would replace."""
     differing = [key for key in group if key != "params" and key in saved and str(group[key]) != str(saved[key])]
     return ": " * bool(differing) + ", ".join(f"{key} {saved[key]} instead of {group[key]}" for key in differing)
 
 
-def _described(part: Part, held: Tensor, value: Any) -> Any:
+def _describe_value(part: Part, parameter: Tensor, value: Any) -> Any:
     """Describe a value of the optimizer's state, which may be nested, as part of the user's parameter's state."""
     if part.range is None:
         return value
     if isinstance(value, dict | list | tuple) and not is_saved_in_blocks(value):
-        return _nested(value, lambda member: _described(part, held, member))
+        return _map_members(value, lambda member: _describe_value(part, parameter, member))
     if not isinstance(value, Tensor) or is_of_blocks(value):
         return value
-    if value.shape == held.shape:
+    if value.shape == parameter.shape:
         return part.of(value)
     # one value per parameter, such as a step count; the rank with the first element saves it
     chunk = Chunk(offsets=(0,) * value.ndim, data=value.detach())
     return ChunkedTensor(shape=tuple(value.shape), dtype=value.dtype, chunks=(chunk,), replica=int(not part.is_first))
 
 
-def _nested(value: Any, converted: Callable[[Any], Any]) -> Any:
+def _map_members(value: Any, convert: Callable[[Any], Any]) -> Any:
     """Convert the members of a dict, a list or a tuple."""
     if isinstance(value, dict):
-        return {key: converted(member) for key, member in value.items()}
-    members = [converted(member) for member in value]
+        return {key: convert(member) for key, member in value.items()}
+    members = [convert(member) for member in value]
     return tuple(members) if isinstance(value, tuple) else members
 
 
-def _completed(state: NamedState, parts: Mapping[str, Part], runtime: Runtime) -> NamedState:
+def _complete_state(state: NamedState, parts: Mapping[str, Part], runtime: Runtime) -> NamedState:
     """Add state that only other ranks hold, so that all ranks describe the same names and keys."""
-    own = {name: {key: _Kind.of(value) for key, value in values.items()} for name, values in state.items()}
-    kinds: dict[str, dict[str, _Kind]] = {}
-    ranks = runtime.gather_objects_to((own, {name for name in own if parts[name].is_first}))
-    for of_rank, first in ranks or ():  # plain values come from the rank with the first element
-        kinds.update((name, of_rank[name]) for name in first if name not in kinds)
-    for of_rank, _ in ranks or ():
-        for name, kind in of_rank.items():
-            kinds.setdefault(name, kind)
-    kinds = runtime.broadcast_object(kinds)
+    own = {name: {key: _ValueSpec.of(value) for key, value in values.items()} for name, values in state.items()}
+    specs: dict[str, dict[str, _ValueSpec]] = {}
+    by_rank = runtime.gather_objects_to((own, {name for name in own if parts[name].is_first}))
+    for specs_of_rank, names_with_first_element in by_rank or ():  # plain values come from these ranks
+        specs.update((name, specs_of_rank[name]) for name in names_with_first_element if name not in specs)
+    for specs_of_rank, _ in by_rank or ():
+        for name, specs_by_key in specs_of_rank.items():
+            specs.setdefault(name, specs_by_key)
+    specs = runtime.broadcast_object(specs)
     order = {name: index for index, name in enumerate(parts)}
     return {
-        name: {key: state.get(name, {}).get(key, kind.absent()) for key, kind in kinds[name].items()}
-        for name in sorted(kinds, key=order.__getitem__)
+        name: {key: state.get(name, {}).get(key, spec.absent()) for key, spec in specs[name].items()}
+        for name in sorted(specs, key=order.__getitem__)
     }
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _ValueSpec:
     """The shape and dtype, or the plain value, of an optimizer's state, for a rank that does not hold it.
 
-    The members of a plain dict, list or tuple are kinds themselves.
+    The members of a plain dict, list or tuple are specs themselves.
     """
 
     shape: tuple[int, ...] | None
@@ -269,24 +278,24 @@ class _Kind:
     plain: Any
 
     @classmethod
-    def of(cls, value: Any) -> _Kind:
+    def of(cls, value: Any) -> _ValueSpec:
         if isinstance(value, ChunkedTensor | Tensor):
-            return _kind(tuple(value.shape), value.dtype)
-        return cls(None, None, _nested(value, cls.of) if type(value) in (dict, list, tuple) else value)
+            return _tensor_spec(tuple(value.shape), value.dtype)
+        return cls(None, None, _map_members(value, cls.of) if type(value) in (dict, list, tuple) else value)
 
     def absent(self) -> Any:
         if self.shape is None or self.dtype is None:
             is_nest = type(self.plain) in (dict, list, tuple)
-            return _nested(self.plain, lambda member: member.absent()) if is_nest else self.plain
+            return _map_members(self.plain, lambda member: member.absent()) if is_nest else self.plain
         return ChunkedTensor(shape=self.shape, dtype=self.dtype, chunks=(), replica=1)
 
 
 @lru_cache(maxsize=1024)  # pickle writes an object once, however often it occurs
-def _kind(shape: tuple[int, ...], dtype: torch.dtype) -> _Kind:
-    return _Kind(shape, dtype, None)
+def _tensor_spec(shape: tuple[int, ...], dtype: torch.dtype) -> _ValueSpec:
+    return _ValueSpec(shape, dtype, None)
 
 
-def _parts(layout: Layout, parameter: Tensor) -> tuple[Part, ...]:
+def _parts_of(layout: Layout, parameter: Tensor) -> tuple[Part, ...]:
     try:
         return layout[cast("nn.Parameter", parameter)]
     except KeyError:
@@ -297,8 +306,8 @@ def _parts(layout: Layout, parameter: Tensor) -> tuple[Part, ...]:
         ) from None
 
 
-def _names(layout: Layout, parameters: Iterable[Tensor]) -> list[str]:
-    return [part.name for p in parameters for part in _parts(layout, p)]
+def _parameter_names(layout: Layout, parameters: Iterable[Tensor]) -> list[str]:
+    return [part.name for p in parameters for part in _parts_of(layout, p)]
 
 
 def state_by_name(optimizer: torch.optim.Optimizer, layout: Layout, saved: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -319,7 +328,7 @@ def state_by_name(optimizer: torch.optim.Optimizer, layout: Layout, saved: Mappi
     if all("param_names" in group for group in saved["param_groups"]):
         in_order = [group["param_names"] for group in saved["param_groups"]]
     else:
-        in_order = [_names(layout, group["params"]) for group in optimizer.param_groups]
+        in_order = [_parameter_names(layout, group["params"]) for group in optimizer.param_groups]
     if [len(g) for g in numbers] != [len(g) for g in in_order]:
         raise CheckpointMismatchError(
             f"the checkpoint's optimizer has param groups of {[len(g) for g in numbers]} parameters, this one has "
@@ -337,7 +346,7 @@ def _check_state(
 ) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            parts = _parts(layout, parameter)
+            parts = _parts_of(layout, parameter)
             for part in parts:
                 for key, value in state.get(part.name, {}).items():
                     if is_saved_in_blocks(value):
@@ -353,46 +362,49 @@ def _check_state(
                         s in (1, p) for s, p in zip(shape, part.shape, strict=True)
                     )
                     # an optimizer that looks at whole matrices may keep squares of their sides, as Shampoo does
-                    whole = is_whole or (part.range is None and not isinstance(parameter, DTensor))
-                    fits = fits or (whole and len(set(shape)) == 1 and shape[0] in part.shape)
+                    holds_full_parameter = is_whole or (part.range is None and not isinstance(parameter, DTensor))
+                    fits = fits or (holds_full_parameter and len(set(shape)) == 1 and shape[0] in part.shape)
                     if not fits:
                         raise CheckpointMismatchError(
                             f"the checkpoint holds {key} of {part.name!r} at shape {shape}, but the parameter has "
                             f"{part.shape}.\nLoad the checkpoint into the model that it was saved from."
                         )
-            _check_alike(parts, state)
+            _check_shared_state(parts, state)
 
 
-def _check_alike(parts: Sequence[Part], state: Mapping[str, Mapping[str, Any]]) -> None:
+def _check_shared_state(parts: Sequence[Part], state: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse parts of one flat parameter that differ in step counts or other state not of the parameter's shape."""
-    first = _about_whole(parts[0], state.get(parts[0].name, {}))
+    first = _describe_shared_state(parts[0], state.get(parts[0].name, {}))
     for part in parts[1:]:
-        if _about_whole(part, state.get(part.name, {})) != first:
+        if _describe_shared_state(part, state.get(part.name, {})) != first:
             raise CheckpointMismatchError(
                 f"{parts[0].name!r} and {part.name!r} are one flat parameter here, but were saved with different "
                 f"optimizer state, such as step counts.\nTo load it, {how_to_separate(part)}"
             )
 
 
-def _about_whole(part: Part, values: Mapping[str, Any]) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+def _describe_shared_state(part: Part, values: Mapping[str, Any]) -> dict[str, Any]:
+    shared_state: dict[str, Any] = {}
     for key, value in values.items():
-        of_shape = tuple(getattr(value, "shape", ())) == part.shape
-        value = value.full() if isinstance(value, SavedTensor) and not of_shape else value
-        told[key] = "shaped" if of_shape else value.tolist() if isinstance(value, Tensor) else value
-    return told
+        has_parameter_shape = tuple(getattr(value, "shape", ())) == part.shape
+        value = value.full() if isinstance(value, SavedTensor) and not has_parameter_shape else value
+        shared_state[key] = "shaped" if has_parameter_shape else value.tolist() if isinstance(value, Tensor) else value
+    return shared_state
 
 
-def _restored(
+def _restore_value(
     parameter: nn.Parameter, parts: Sequence[Part], group: Mapping[str, Any], key: str, values: Sequence[Any]
 ) -> Any:
     """Convert a state value to the optimizer's layout: sharded as its parameter if it has that shape, else full."""
     value = values[0]
     if type(value) in (list, tuple):  # LBFGS keeps lists of vectors
-        members = [_restored(parameter, parts, group, key, members) for members in zip(*values, strict=True)]
+        members = [_restore_value(parameter, parts, group, key, members) for members in zip(*values, strict=True)]
         return tuple(members) if isinstance(value, tuple) else members
     if isinstance(value, dict):
-        return {name: _restored(parameter, parts, group, str(name), [one[name] for one in values]) for name in value}
+        return {
+            name: _restore_value(parameter, parts, group, str(name), [part_value[name] for part_value in values])
+            for name in value
+        }
     if not isinstance(value, SavedTensor | Tensor):
         return value
     shape = tuple(value.shape)
@@ -400,36 +412,36 @@ def _restored(
     is_shaped = shape == parts[0].shape and (bool(shape) or (parts[0].range is not None and key != "step"))
     if is_shaped and parts[0].range is not None:
         flat = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
-        for part, of_part in zip(parts, values, strict=True):
-            fill(part.of(flat), of_part)
+        for part, value_of_part in zip(parts, values, strict=True):
+            fill(part.of(flat), value_of_part)
         return flat
     if is_shaped and isinstance(parameter, DTensor):
-        made = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-        fill(chunked(made), value)
-        return made
+        sharded = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+        fill(chunked(sharded), value)
+        return sharded
     # torch keeps the step count on the CPU unless the optimizer is capturable or fused
     on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))
-    whole = torch.empty(shape, dtype=value.dtype, device="cpu" if on_cpu else local_tensor(parameter).device)
-    fill(chunked(whole), value)
+    full = torch.empty(shape, dtype=value.dtype, device="cpu" if on_cpu else local_tensor(parameter).device)
+    fill(chunked(full), value)
     if isinstance(parameter, DTensor) and shape:
         # factored moments and the like: replicated on the parameter's mesh, so that they mix with its shards
         return DTensor.from_local(
-            whole, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False
+            full, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False
         )
-    return whole
+    return full
 
 
-def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+def _read_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with their tensors read, such as a tensor learning rate."""
-    return {key: _read(value) for key, value in group.items()}
+    return {key: _read_tensors(value) for key, value in group.items()}
 
 
-def _read(value: Any) -> Any:
+def _read_tensors(value: Any) -> Any:
     if type(value) in (dict, list, tuple):
-        return _nested(value, _read)
+        return _map_members(value, _read_tensors)
     return value.full() if isinstance(value, SavedTensor) else value
 
 
-def _some(names: list[str]) -> str:
-    shown = ", ".join(repr(n) for n in names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+def _list_some(names: list[str]) -> str:
+    first_names = ", ".join(repr(n) for n in names[:5])
+    return first_names if len(names) <= 5 else f"{first_names} and {len(names) - 5} more"

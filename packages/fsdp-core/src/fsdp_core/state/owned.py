@@ -73,17 +73,19 @@ def owned_state(
     Returns:
         By name and key, plain values, and chunks that hold the whole tensor on its owner, and nothing elsewhere.
     """
-    mine = {
+    own_state = {
         layout[cast("nn.Parameter", p)][0].name: values
         for p, values in optimizer.state.items()
         if values and owners.is_mine(p)
     }
-    told: dict[str, Any] = {}
-    for of_rank in runtime.gather_objects_to({name: _outline(values) for name, values in mine.items()}) or ():
-        told.update(of_rank)
-    told = runtime.broadcast_object(told)
+    outlines: dict[str, Any] = {}
+    for outlines_of_rank in (
+        runtime.gather_objects_to({name: _outline(values) for name, values in own_state.items()}) or ()
+    ):
+        outlines.update(outlines_of_rank)
+    outlines = runtime.broadcast_object(outlines)
     names = [layout[cast("nn.Parameter", p)][0].name for g in optimizer.param_groups for p in g["params"]]
-    return {name: _described(mine.get(name), told[name]) for name in names if name in told}
+    return {name: _describe_value(own_state.get(name), outlines[name]) for name in names if name in outlines}
 
 
 def owned_groups(optimizer: torch.optim.Optimizer, owners: Owners, runtime: Runtime) -> list[dict[str, Any]]:
@@ -110,16 +112,16 @@ def _outline(value: Any) -> Any:
     return value
 
 
-def _described(value: Any, outline: Any) -> Any:
+def _describe_value(value: Any, outline: Any) -> Any:
     if isinstance(outline, _Elsewhere):
         data = value.detach() if isinstance(value, Tensor) else None
         has = data is not None and 0 not in outline.shape
         chunks = (Chunk(offsets=(0,) * len(outline.shape), data=data),) if has and data is not None else ()
         return ChunkedTensor(shape=outline.shape, dtype=outline.dtype, chunks=chunks, replica=int(data is None))
     if isinstance(outline, dict):
-        return {key: _described(None if value is None else value[key], member) for key, member in outline.items()}
+        return {key: _describe_value(None if value is None else value[key], member) for key, member in outline.items()}
     if isinstance(outline, list | tuple):
-        of_rank = [None] * len(outline) if value is None else value
-        members = [_described(one, member) for one, member in zip(of_rank, outline, strict=True)]
+        own_members = [None] * len(outline) if value is None else value
+        members = [_describe_value(own_member, member) for own_member, member in zip(own_members, outline, strict=True)]
         return tuple(members) if isinstance(outline, tuple) else members
     return outline

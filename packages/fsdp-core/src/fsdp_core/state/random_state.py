@@ -41,13 +41,13 @@ def random_state(runtime: Runtime) -> dict[str, Any]:
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        held = numpy.random.get_state(legacy=False)
-        if held["bit_generator"] == "MT19937":
+        numpy_state = numpy.random.get_state(legacy=False)
+        if numpy_state["bit_generator"] == "MT19937":
             state["numpy"] = {
-                "words": torch.from_numpy(held["state"]["key"].astype("int64")),
-                "position": int(held["state"]["pos"]),
-                "has_gauss": int(held["has_gauss"]),
-                "gauss": float(held["gauss"]),
+                "words": torch.from_numpy(numpy_state["state"]["key"].astype("int64")),
+                "position": int(numpy_state["state"]["pos"]),
+                "has_gauss": int(numpy_state["has_gauss"]),
+                "gauss": float(numpy_state["gauss"]),
             }
     on_device = runtime.device_random_state()
     if on_device is not None:
@@ -68,9 +68,11 @@ def set_random_state(state: Mapping[str, Any], runtime: Runtime) -> None:
     if "numpy" in state:
         import numpy
 
-        held = state["numpy"]
-        key = held["words"].numpy().astype("uint32")
-        numpy.random.set_state(("MT19937", key, held["position"], held["has_gauss"], held["gauss"]))
+        numpy_state = state["numpy"]
+        key = numpy_state["words"].numpy().astype("uint32")
+        numpy.random.set_state(
+            ("MT19937", key, numpy_state["position"], numpy_state["has_gauss"], numpy_state["gauss"])
+        )
     if "device" in state and state["device"]["type"] == runtime.device.type:
         runtime.set_device_random_state(state["device"]["state"])
 
@@ -119,9 +121,9 @@ class RandomState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore this rank's generators."""
         runtime = self._runtime()
-        mine = state_of_rank(state["ranks"], runtime)
-        if mine is not None:
-            set_random_state(mine, runtime)
+        own_state = state_of_rank(state["ranks"], runtime)
+        if own_state is not None:
+            set_random_state(own_state, runtime)
 
     def _runtime(self) -> Runtime:
         if self._given is not None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core import Runtime
-from fsdp_core.checkpoint import together_to_first
+from fsdp_core.checkpoint import gather_to_first
 from fsdp_core.state import Chunk, ChunkedTensor, Layout, Part
 from fsdp_xla.classic.host_state import flat_on_host
 
@@ -102,7 +102,7 @@ def gathered_in_turn(value: ChunkedTensor, runtime: Runtime) -> Tensor | None:
 
     for rank in range(runtime.world_size):
         step: Callable[[], Any] = mine if rank == runtime.rank else lambda: None
-        sent = together_to_first(runtime, "gathering a full checkpoint", step)
+        sent = gather_to_first(runtime, "gathering a full checkpoint", step)
         if sent is not None and whole is not None:
             for offsets, data in sent[rank]:
                 whole[tuple(slice(o, o + n) for o, n in zip(offsets, data.shape, strict=True))] = data

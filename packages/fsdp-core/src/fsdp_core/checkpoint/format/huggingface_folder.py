@@ -41,16 +41,16 @@ def split_into_files(sizes: Mapping[str, int], most: int) -> dict[str, list[str]
         raise CheckpointValueError(f"a file can't hold {most} bytes of tensors; pass a max_shard_size of 1 or more")
     groups: list[list[str]] = []
     group: list[str] = []
-    held = 0
+    group_bytes = 0
     for name, size in sizes.items():
         if size > most:  # the group that was begun goes on after it
             groups.append([name])
             continue
-        if held + size > most:
+        if group_bytes + size > most:
             groups.append(group)
-            group, held = [], 0
+            group, group_bytes = [], 0
         group.append(name)
-        held += size
+        group_bytes += size
     if group or not groups:
         groups.append(group)
     if len(groups) == 1:
@@ -66,9 +66,9 @@ def index_text(files: Mapping[str, list[str]], total_size: int, total_parameters
         total_size: The size of all tensors in bytes.
         total_parameters: The number of elements of the model's parameters, if it is known.
     """
-    known = {} if total_parameters is None else {"total_parameters": total_parameters}
-    place = {tensor: name for name, tensors in files.items() for tensor in tensors}
-    index = {"metadata": {**known, "total_size": total_size}, "weight_map": place}
+    parameter_count = {} if total_parameters is None else {"total_parameters": total_parameters}
+    file_of_tensor = {tensor: name for name, tensors in files.items() for tensor in tensors}
+    index = {"metadata": {**parameter_count, "total_size": total_size}, "weight_map": file_of_tensor}
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
@@ -86,12 +86,12 @@ def parse_index(text: bytes, where: str) -> dict[str, str]:
         CheckpointFormatError: It is no index, or names files elsewhere.
     """
     try:
-        place = json.loads(text)["weight_map"]
-        if not isinstance(place, dict) or not all(isinstance(name, str) for name in place.values()):
+        file_of_tensor = json.loads(text)["weight_map"]
+        if not isinstance(file_of_tensor, dict) or not all(isinstance(name, str) for name in file_of_tensor.values()):
             raise ValueError("its weight_map does not map names to files")
-        outside = next((name for name in place.values() if re.search(r"[/\\:\x00-\x1f]|^\.*$", name)), None)
+        outside = next((name for name in file_of_tensor.values() if re.search(r"[/\\:\x00-\x1f]|^\.*$", name)), None)
         if outside is not None:
             raise ValueError(f"it names a file {outside!r} outside of the folder")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointFormatError(f"{where} is not an index of safetensors files: {error}") from error
-    return place
+    return file_of_tensor

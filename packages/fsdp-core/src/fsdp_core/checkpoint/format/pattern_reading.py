@@ -27,17 +27,17 @@ def read_pattern(shape: tuple[int, ...], chunks: Mapping[str, Any], patterns: di
     Raises:
         ValueError: It is no pattern, or does not fit the shape.
     """
-    cut = {name: chunks[name] for name in ("grid", "runs", "ranks") if name in chunks}
-    known = f"{shape} {cut}"
-    if known not in patterns:
-        grid, runs = cut.get("grid"), cut.get("runs")
-        patterns[known] = Pattern(
+    fields = {name: chunks[name] for name in ("grid", "runs", "ranks") if name in chunks}
+    cache_key = f"{shape} {fields}"
+    if cache_key not in patterns:
+        grid, runs = fields.get("grid"), fields.get("runs")
+        patterns[cache_key] = Pattern(
             shape=shape,
             ranks=Ranks(tuple((whole(a), whole(b), whole(c)) for a, b, c in map(listed, listed(chunks["ranks"])))),
             grid=None if grid is None else tuple(map(_sizes, listed(grid))),
             runs=None if runs is None else _sizes(runs),
         )
-    return patterns[known]
+    return patterns[cache_key]
 
 
 def _sizes(runs: Any) -> Sizes:
@@ -54,31 +54,31 @@ class PatternedFiles:
     def __init__(self, files: Mapping[str, Any]) -> None:
         self._ranks: dict[str, list[int]] = {}
         for name in files:
-            if (of_rank := rank_in(name)) is not None:
-                self._ranks.setdefault(of_rank[0], []).append(of_rank[1])
+            if (file_pattern_and_rank := rank_in(name)) is not None:
+                self._ranks.setdefault(file_pattern_and_rank[0], []).append(file_pattern_and_rank[1])
         for ranks in self._ranks.values():
             ranks.sort()
-        self._exist: set[tuple[str, Ranks]] = set()
-        self._left = MAX_LOOKED_UP
+        self._complete: set[tuple[str, Ranks]] = set()
+        self._lookups_left = MAX_LOOKED_UP
 
     def lacking(self, chunks: PatternedChunks) -> str | None:
         """Return the name of a file that does not exist; ``None`` if all do."""
-        known = chunks.files, chunks.pattern.ranks
-        if known in self._exist:
+        cache_key = chunks.files, chunks.pattern.ranks
+        if cache_key in self._complete:
             return None
-        there = self._ranks.get(chunks.files, [])
+        ranks_with_file = self._ranks.get(chunks.files, [])
         for first, step, count in chunks.pattern.ranks.runs:
             last = first + step * (count - 1)
-            begin, end = bisect_left(there, first), bisect_right(there, last)
+            begin, end = bisect_left(ranks_with_file, first), bisect_right(ranks_with_file, last)
             if end - begin == last - first + 1:  # also those between
                 continue
-            self._left -= 1 if step == 0 else count
-            if self._left < 0:
+            self._lookups_left -= 1 if step == 0 else count
+            if self._lookups_left < 0:
                 raise ValueError(f"its ranks are in more than {MAX_LOOKED_UP} places beside ranks without a file")
             for rank in (first,) if step == 0 else range(first, last + 1, step):
-                at = bisect_left(there, rank)
-                if at == len(there) or there[at] != rank:
+                index = bisect_left(ranks_with_file, rank)
+                if index == len(ranks_with_file) or ranks_with_file[index] != rank:
                     return file_of_rank(chunks.files, rank)
         file_of_rank(chunks.files, 0)  # raises if the name has no place for a rank
-        self._exist.add(known)
+        self._complete.add(cache_key)
         return None

@@ -69,9 +69,9 @@ class Sizes:
         """The numbers of the pieces that overlap a range, which must lie inside and not be empty."""
         return range(self._number_at(begin), self._number_at(end - 1) + 1)
 
-    def _number_at(self, place: int) -> int:
-        run = bisect_right(self._begins, place) - 1
-        return self._counts[run] + (place - self._begins[run]) // self.runs[run][0]
+    def _number_at(self, position: int) -> int:
+        run = bisect_right(self._begins, position) - 1
+        return self._counts[run] + (position - self._begins[run]) // self.runs[run][0]
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,8 @@ class Pattern:
             return tuple((offsets, lengths) for offsets, lengths, _ in boxes(self.shape, *self.runs.at(number)))
         cell: list[tuple[int, int]] = []
         for sizes in reversed(self.grid or ()):
-            number, along = divmod(number, sizes.count)
-            cell.append(sizes.at(along))
+            number, index = divmod(number, sizes.count)
+            cell.append(sizes.at(index))
         cell.reverse()
         return ((tuple(begin for begin, _ in cell), tuple(length for _, length in cell)),)
 
@@ -201,21 +201,21 @@ class Pattern:
         if 0 in lengths:
             return
         if self.runs is not None:
-            yield from self.runs.overlapping(self._place(offsets), self._place(_last(offsets, lengths)) + 1)
+            yield from self.runs.overlapping(self._flat_index(offsets), self._flat_index(_last(offsets, lengths)) + 1)
             return
         grid = self.grid or ()
-        along = [sizes.overlapping(o, o + n) for sizes, o, n in zip(grid, offsets, lengths, strict=True)]
-        for cell in product(*along):
+        pieces_by_axis = [sizes.overlapping(o, o + n) for sizes, o, n in zip(grid, offsets, lengths, strict=True)]
+        for cell in product(*pieces_by_axis):
             number = 0
             for sizes, index in zip(grid, cell, strict=True):
                 number = number * sizes.count + index
             yield number
 
-    def _place(self, index: Sequence[int]) -> int:
-        place = 0
-        for at, size in zip(index, self.shape, strict=True):
-            place = place * size + at
-        return place
+    def _flat_index(self, index: Sequence[int]) -> int:
+        position = 0
+        for coordinate, size in zip(index, self.shape, strict=True):
+            position = position * size + coordinate
+        return position
 
     def to_json(self) -> dict[str, Any]:
         """The pattern in JSON types, without the shape."""
@@ -245,7 +245,7 @@ class PatternedChunks(Sequence[StoredChunk]):
     files: str
     pattern: Pattern
 
-    def _of(self, number: int) -> Iterator[StoredChunk]:
+    def _chunks_of(self, number: int) -> Iterator[StoredChunk]:
         file = file_of_rank(self.files, self.pattern.ranks.at(number))
         for box in self.pattern.boxes_of(number):
             name = chunk_name(self.key, self.pattern.shape, box)
@@ -253,7 +253,7 @@ class PatternedChunks(Sequence[StoredChunk]):
 
     def __iter__(self) -> Iterator[StoredChunk]:
         for number in range(self.pattern.pieces):
-            yield from self._of(number)
+            yield from self._chunks_of(number)
 
     def __len__(self) -> int:
         return self.pattern.count
@@ -265,7 +265,7 @@ class PatternedChunks(Sequence[StoredChunk]):
     def __getitem__(self, index: int | slice) -> StoredChunk | tuple[StoredChunk, ...]:
         if isinstance(index, int) and self.pattern.runs is None:
             number = range(self.pattern.pieces)[index]
-            return next(self._of(number))
+            return next(self._chunks_of(number))
         return tuple(self)[index]
 
     def __eq__(self, other: object) -> bool:
@@ -279,22 +279,22 @@ class PatternedChunks(Sequence[StoredChunk]):
     def overlapping(self, box: Box) -> Iterator[StoredChunk]:
         """Yield the chunks that overlap a box."""
         for number in self.pattern.overlapping(box):
-            for chunk in self._of(number):
+            for chunk in self._chunks_of(number):
                 if overlap((chunk.offsets, chunk.lengths), box) is not None:
                     yield chunk
 
     def in_file(self, name: str) -> Iterator[StoredChunk]:
         """Yield the chunks in a file."""
-        found = rank_in(name)
-        if found is not None and found[0] == self.files:
-            for number in self.pattern.ranks.pieces_of(found[1]):
-                yield from self._of(number)
+        file_pattern_and_rank = rank_in(name)
+        if file_pattern_and_rank is not None and file_pattern_and_rank[0] == self.files:
+            for number in self.pattern.ranks.pieces_of(file_pattern_and_rank[1]):
+                yield from self._chunks_of(number)
 
     def file_names(self) -> set[str]:
         """The names of all files."""
-        return set(_names(self.files, self.pattern.ranks))
+        return set(_file_names(self.files, self.pattern.ranks))
 
 
 @lru_cache(maxsize=64)  # tensors share their ranks
-def _names(files: str, ranks: Ranks) -> frozenset[str]:
+def _file_names(files: str, ranks: Ranks) -> frozenset[str]:
     return frozenset(file_of_rank(files, ranks.at(number)) for number in range(ranks.count))

@@ -13,7 +13,7 @@ from fsdp_core.checkpoint.format.patterns import Ranks
 __all__ = ["PlaceOfRanks", "grouped", "place_of"]
 
 _LONGEST = 4096
-_SHOWN = 16
+_MOST_SHOWN = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class PlaceOfRanks:
     @property
     def shown_ranks(self) -> str:
         """The ranks for people, such as ``"0-7, 16"``."""
-        return _shown(self.ranks)
+        return _describe_ranks(self.ranks)
 
     def holds(self, rank: int) -> bool:
         """Whether a rank has written there."""
@@ -79,35 +79,38 @@ def place_of(places: Sequence[PlaceOfRanks], name: str) -> PlaceOfRanks | None:
 
     Files without a rank, which hold plain data, are rank 0's.
     """
-    of_rank = rank_in(name)
-    rank = 0 if of_rank is None else of_rank[1]
+    file_pattern_and_rank = rank_in(name)
+    rank = 0 if file_pattern_and_rank is None else file_pattern_and_rank[1]
     return next((place for place in places if place.holds(rank)), None)
 
 
-def grouped(stands: Iterable[tuple[str, str]]) -> tuple[PlaceOfRanks, ...]:
+def grouped(hosts_and_paths: Iterable[tuple[str, str]]) -> tuple[PlaceOfRanks, ...]:
     """Return the places of ranks.
 
     Args:
-        stands: By rank, its host and its folder there.
+        hosts_and_paths: By rank, its host and its folder there.
 
     Example:
         >>> [str(place) for place in grouped([("a", "/x"), ("a", "/x"), ("b", "/x")])]
         ['rank 0-1 on a, to /x', 'rank 2 on b, to /x']
     """
-    ranks: dict[tuple[str, str], list[int]] = {}
-    for rank, stand in enumerate(stands):
-        ranks.setdefault(stand, []).append(rank)
-    return tuple(PlaceOfRanks(host=host, path=path, ranks=Ranks.of(found)) for (host, path), found in ranks.items())
+    ranks_of_place: dict[tuple[str, str], list[int]] = {}
+    for rank, host_and_path in enumerate(hosts_and_paths):
+        ranks_of_place.setdefault(host_and_path, []).append(rank)
+    return tuple(
+        PlaceOfRanks(host=host, path=path, ranks=Ranks.of(place_ranks))
+        for (host, path), place_ranks in ranks_of_place.items()
+    )
 
 
-def _shown(ranks: Ranks) -> str:
-    told = list(_in_words(ranks))
-    return ", ".join(told[:_SHOWN]) + (" and more" if len(told) > _SHOWN else "")
+def _describe_ranks(ranks: Ranks) -> str:
+    words = list(_in_words(ranks))
+    return ", ".join(words[:_MOST_SHOWN]) + (" and more" if len(words) > _MOST_SHOWN else "")
 
 
 def _in_words(ranks: Ranks) -> Iterator[str]:
-    for first, step, count in ranks.runs[: _SHOWN + 1]:
+    for first, step, count in ranks.runs[: _MOST_SHOWN + 1]:
         if step == 1 and count > 1:
             yield f"{first}-{first + count - 1}"
         else:
-            yield from (str(first + step * number) for number in range(min(count, _SHOWN + 1)))
+            yield from (str(first + step * number) for number in range(min(count, _MOST_SHOWN + 1)))

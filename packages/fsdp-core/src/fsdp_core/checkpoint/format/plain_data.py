@@ -39,7 +39,7 @@ _FACTORIES: dict[str, Callable[[], Any]] = {
     "bool": bool, "dict": dict, "float": float, "int": int, "list": list, "set": set, "str": str, "tuple": tuple
 }  # fmt: skip
 _ALL_DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_SHOWN = 20
+_MOST_SHOWN = 20
 _LARGEST = 10**MAX_DIGITS - 1
 
 
@@ -68,8 +68,8 @@ def encode(value: Any, on_tensor: Callable[[Keys, TensorLeaf], Any]) -> Any:
     for keys, why in find_named_code(encoded):
         encoder.refuse(keys, why)
     if encoder.refused:
-        more = len(encoder.refused) - _SHOWN
-        lines = encoder.refused[:_SHOWN] + ([f"  … and {more} more"] if more > 0 else [])
+        more = len(encoder.refused) - _MOST_SHOWN
+        lines = encoder.refused[:_MOST_SHOWN] + ([f"  … and {more} more"] if more > 0 else [])
         raise CheckpointValueError(
             "\n".join(["can't save this state, because nothing in a checkpoint is pickled:", *lines])
         )
@@ -140,12 +140,12 @@ class _Encoder:
         return [self.encode(item, (*keys, str(index))) for index, item in enumerate(value)]
 
     def _pairs(self, value: Mapping[Any, Any], keys: Keys) -> list[Any]:
-        return [[self._key(key, keys), self.encode(item, (*keys, _shown(key)))] for key, item in value.items()]
+        return [[self._key(key, keys), self.encode(item, (*keys, _key_text(key)))] for key, item in value.items()]
 
     def _key(self, key: Any, keys: Keys) -> Any:
         if isinstance(key, (Tensor, ChunkedTensor, TensorSource)):
             return self.refuse(keys, "a tensor can't be a key or a member of a set; use tensor.item() or its name")
-        return self.encode(key, (*keys, _shown(key)))
+        return self.encode(key, (*keys, _key_text(key)))
 
     def _scalar(self, value: Any, keys: Keys) -> Any:
         numpy = sys.modules.get("numpy")
@@ -165,8 +165,8 @@ class _Encoder:
             return {"$numpy": [value.dtype.name, self.encode(value.item(), keys)]}
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-        for kind, tag, write in _SCALARS:
-            if isinstance(value, kind):
+        for python_type, tag, write in _SCALARS:
+            if isinstance(value, python_type):
                 if isinstance(value, int) and abs(value) > _LARGEST:
                     return self._too_long(keys)
                 return write(value) if tag is None else {tag: write(value)}
@@ -193,7 +193,7 @@ _SCALARS: list[tuple[type, str | None, Callable[[Any], Any]]] = [
 ]
 
 
-def _shown(key: Any) -> str:
+def _key_text(key: Any) -> str:
     try:
         return str(key)
     except ValueError:  # an integer in it is too long
@@ -240,13 +240,13 @@ def decode(value: Any, on_tensor: Callable[[str, Any], Any]) -> Any:
         return {key: decode(item, on_tensor) for key, item in value.items()}
     if len(value) > 1:
         raise CheckpointFormatError(f"the state holds {tag!r} with other keys in one object, which has no meaning")
-    held = value[tag]
+    content = value[tag]
     if tag in ("$tensor", "$saved"):
-        return on_tensor(tag, held)
+        return on_tensor(tag, content)
     if tag not in _READERS:
         raise CheckpointFormatError(f"the state holds {tag!r}, which this version does not support: upgrade fsdp-core")
     try:
-        return _READERS[tag](held, lambda item: decode(item, on_tensor))
+        return _READERS[tag](content, lambda item: decode(item, on_tensor))
     except CheckpointFormatError:
         raise
     except Exception as error:
@@ -256,41 +256,41 @@ def decode(value: Any, on_tensor: Callable[[str, Any], Any]) -> Any:
 _Reader = Callable[[Any, Callable[[Any], Any]], Any]
 
 
-def _pairs(held: Any, inner: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
-    return [(inner(key), inner(item)) for key, item in held]
+def _decode_pairs(entries: Any, decode_item: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
+    return [(decode_item(key), decode_item(item)) for key, item in entries]
 
 
-def _numpy(held: Any, inner: Callable[[Any], Any]) -> Any:
+def _decode_numpy(content: Any, decode_item: Callable[[Any], Any]) -> Any:
     import numpy
 
-    kind = numpy.dtype(held[0])
-    if kind.kind not in "biufc":
-        raise ValueError(f"{held[0]!r} is not a numeric dtype")
-    return kind.type(inner(held[1]))
+    number_dtype = numpy.dtype(content[0])
+    if number_dtype.kind not in "biufc":
+        raise ValueError(f"{content[0]!r} is not a numeric dtype")
+    return number_dtype.type(decode_item(content[1]))
 
 
 _READERS: dict[str, _Reader] = {
-    "$tuple": lambda held, inner: tuple(inner(item) for item in held),
-    "$set": lambda held, inner: {inner(item) for item in held},
-    "$frozenset": lambda held, inner: frozenset(inner(item) for item in held),
-    "$size": lambda held, inner: torch.Size(held),
-    "$dict": lambda held, inner: dict(_pairs(held, inner)),
-    "$ordered": lambda held, inner: OrderedDict(_pairs(held, inner)),
-    "$counter": lambda held, inner: Counter(dict(_pairs(held, inner))),
-    "$defaultdict": lambda held, inner: defaultdict(
-        None if held[0] is None else _FACTORIES[held[0]], _pairs(held[1], inner)
+    "$tuple": lambda content, decode_item: tuple(decode_item(item) for item in content),
+    "$set": lambda content, decode_item: {decode_item(item) for item in content},
+    "$frozenset": lambda content, decode_item: frozenset(decode_item(item) for item in content),
+    "$size": lambda content, decode_item: torch.Size(content),
+    "$dict": lambda content, decode_item: dict(_decode_pairs(content, decode_item)),
+    "$ordered": lambda content, decode_item: OrderedDict(_decode_pairs(content, decode_item)),
+    "$counter": lambda content, decode_item: Counter(dict(_decode_pairs(content, decode_item))),
+    "$defaultdict": lambda content, decode_item: defaultdict(
+        None if content[0] is None else _FACTORIES[content[0]], _decode_pairs(content[1], decode_item)
     ),
-    "$namespace": lambda held, inner: argparse.Namespace(**dict(_pairs(held, inner))),
-    "$float": lambda held, inner: float(held),
-    "$complex": lambda held, inner: complex(float(held[0]), float(held[1])),
-    "$bytes": lambda held, inner: base64.b64decode(held, validate=True),
-    "$path": lambda held, inner: Path(held),
-    "$timedelta": lambda held, inner: timedelta(*held),
-    "$datetime": lambda held, inner: datetime.fromisoformat(held),
-    "$date": lambda held, inner: date.fromisoformat(held),
-    "$time": lambda held, inner: time.fromisoformat(held),
-    "$dtype": lambda held, inner: _ALL_DTYPES[held],
-    "$device": lambda held, inner: torch.device(held),
-    "$ndarray": lambda held, inner: inner(held).numpy(),
-    "$numpy": _numpy,
+    "$namespace": lambda content, decode_item: argparse.Namespace(**dict(_decode_pairs(content, decode_item))),
+    "$float": lambda content, decode_item: float(content),
+    "$complex": lambda content, decode_item: complex(float(content[0]), float(content[1])),
+    "$bytes": lambda content, decode_item: base64.b64decode(content, validate=True),
+    "$path": lambda content, decode_item: Path(content),
+    "$timedelta": lambda content, decode_item: timedelta(*content),
+    "$datetime": lambda content, decode_item: datetime.fromisoformat(content),
+    "$date": lambda content, decode_item: date.fromisoformat(content),
+    "$time": lambda content, decode_item: time.fromisoformat(content),
+    "$dtype": lambda content, decode_item: _ALL_DTYPES[content],
+    "$device": lambda content, decode_item: torch.device(content),
+    "$ndarray": lambda content, decode_item: decode_item(content).numpy(),
+    "$numpy": _decode_numpy,
 }

@@ -55,73 +55,73 @@ def _parts(node: Any, has_tensor: Callable[[str, str], bool]) -> Iterable[Any]:
         return list(node.values())
     if len(node) > 1:
         raise ValueError(f"it holds {tag!r} with other keys in one object, which has no meaning")
-    held = node[tag]
+    content = node[tag]
     if tag in _ITEMS:
         if tag != "$tuple":
-            _check_keys(_list(tag, held))
-        return _list(tag, held)
+            _check_keys(_require_list(tag, content))
+        return _require_list(tag, content)
     if tag in _PAIRS:
-        return _of_pairs(tag, held)
+        return _parts_of_pairs(tag, content)
     if tag == "$defaultdict":
-        factory, pairs = _list(tag, held, 2)
+        factory, pairs = _require_list(tag, content, 2)
         if factory is not None and type(factory) is not str:
             raise _invalid(tag)
-        return _of_pairs(tag, pairs)
+        return _parts_of_pairs(tag, pairs)
     if tag in ("$saved", "$tensor"):
-        if not has_tensor(tag, _text(tag, held)):
-            raise ValueError(f"it refers to a tensor {held!r} that does not exist")
+        if not has_tensor(tag, _require_text(tag, content)):
+            raise ValueError(f"it refers to a tensor {content!r} that does not exist")
     elif tag == "$ndarray":
-        if type(held) is not dict or set(held) not in ({"$tensor"}, {"$saved"}):
+        if type(content) is not dict or set(content) not in ({"$tensor"}, {"$saved"}):
             raise _invalid(tag)
-        return (held,)
+        return (content,)
     elif tag in ("$size", "$timedelta"):
-        for number in _list(tag, held, None if tag == "$size" else 3):
+        for number in _require_list(tag, content, None if tag == "$size" else 3):
             whole(number)
     elif tag == "$complex":
-        for part in _list(tag, held, 2):
-            _text(tag, part)
+        for part in _require_list(tag, content, 2):
+            _require_text(tag, part)
     elif tag == "$numpy":
-        kind, number = _list(tag, held, 2)
-        _text(tag, kind)
+        dtype_text, number = _require_list(tag, content, 2)
+        _require_text(tag, dtype_text)
         if type(number) is list or (type(number) is dict and not {"$float", "$complex"} & set(number)):
             raise _invalid(tag)
         return (number,)
     elif tag in _TEXTS:
-        _text(tag, held)
+        _require_text(tag, content)
     else:
         raise ValueError(f"it holds {tag!r}, which this version does not support: upgrade fsdp-core")
     return ()
 
 
-def _of_pairs(tag: str, held: Any) -> list[Any]:
-    pairs = [_list(tag, pair, 2) for pair in _list(tag, held)]
+def _parts_of_pairs(tag: str, content: Any) -> list[Any]:
+    pairs = [_require_list(tag, pair, 2) for pair in _require_list(tag, content)]
     _check_keys([key for key, _ in pairs])
     return [part for pair in pairs for part in pair]
 
 
 def _check_keys(keys: list[Any]) -> None:
     """Refuse keys that can't be hashed."""
-    waiting = list(keys)
-    while waiting:
-        key = waiting.pop()
+    unchecked = list(keys)
+    while unchecked:
+        key = unchecked.pop()
         if type(key) is dict and len(key) == 1 and next(iter(key)) in _IN_KEYS:
-            ((tag, held),) = key.items()
+            ((tag, content),) = key.items()
             if tag in ("$tuple", "$frozenset"):
-                waiting += _list(tag, held)
+                unchecked += _require_list(tag, content)
         elif type(key) in (dict, list):
             raise ValueError("it holds a key, or a member of a set, that is a list or an object")
 
 
-def _list(tag: str, held: Any, length: int | None = None) -> list[Any]:
-    if type(held) is not list or (length is not None and len(held) != length):
+def _require_list(tag: str, content: Any, length: int | None = None) -> list[Any]:
+    if type(content) is not list or (length is not None and len(content) != length):
         raise _invalid(tag)
-    return held
+    return content
 
 
-def _text(tag: str, held: Any) -> str:
-    if type(held) is not str:
+def _require_text(tag: str, content: Any) -> str:
+    if type(content) is not str:
         raise _invalid(tag)
-    return held
+    return content
 
 
 def _invalid(tag: str) -> ValueError:

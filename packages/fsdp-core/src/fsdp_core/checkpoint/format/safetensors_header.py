@@ -23,7 +23,7 @@ HEADER_KEY = "__metadata__"
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
-_NAMES = {stored: name for name, stored in STORED_NAMES.items()}
+_NAME_OF_STORED = {stored: name for name, stored in STORED_NAMES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,36 +110,36 @@ def parse_header(read: Callable[[int, int], bytes], size: int, where: str) -> di
             raise ValueError(f"a header of {length} bytes does not fit a file of {size} bytes")
         header = json.loads(read(8, 8 + length))
         header.pop(HEADER_KEY, None)
-        found, spans = {}, []
+        tensors, spans = {}, []
         for name, entry in header.items():
-            begin, end = (_whole(number) for number in entry["data_offsets"])
-            shape = tuple(_whole(number) for number in entry["shape"])
+            begin, end = (_as_count(number) for number in entry["data_offsets"])
+            shape = tuple(_as_count(number) for number in entry["shape"])
             if not is_shape(shape):
                 raise ValueError(f"{name!r} has a shape that no tensor has")
             tensor = FileTensor(
                 shape=shape,
-                dtype_name=_NAMES[entry["dtype"]],
+                dtype_name=_NAME_OF_STORED[entry["dtype"]],
                 start=8 + length + begin,
             )
             if end - begin != tensor.nbytes:
                 raise ValueError(f"{name!r} has {end - begin} bytes, which does not match its shape and dtype")
             spans.append((begin, end))
-            found[name] = tensor
-        at = 0
+            tensors[name] = tensor
+        position = 0
         for begin, end in sorted(spans):
-            if begin != at:
-                raise ValueError(f"a tensor begins at byte {begin} of the data, but {at} was expected")
-            at = end
-        if at != size - 8 - length:
-            raise ValueError(f"its tensors have {at} bytes, but the file has room for {size - 8 - length}")
+            if begin != position:
+                raise ValueError(f"a tensor begins at byte {begin} of the data, but {position} was expected")
+            position = end
+        if position != size - 8 - length:
+            raise ValueError(f"its tensors have {position} bytes, but the file has room for {size - 8 - length}")
     except CheckpointFormatError:  # it can't be read at all
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointFormatError(f"{where} is not a safetensors file: {error}. Restore it from a backup.") from error
-    return found
+    return tensors
 
 
-def _whole(number: Any) -> int:
+def _as_count(number: Any) -> int:
     if type(number) is not int or not 0 <= number < 2**63:
         raise ValueError(f"{number!r} is not an integer in range")
     return number

@@ -56,14 +56,14 @@ def read_dcp(
     if not isinstance(metadata, _Metadata):
         raise CheckpointFormatError(f"{file} is not metadata of torch.distributed.checkpoint: {type(metadata)}")
     leaves = _Leaves(folder, prefix, metadata, PlainReader(drop=drop))
-    read: dict[tuple[Any, ...], Any] = {}
+    leaf_of_path: dict[tuple[Any, ...], Any] = {}
     for name, entry in metadata.entries.items():
         path = metadata.path_of(name)
         if leaves.drops(path) or (tensors_only and entry.dtype is None and not name.endswith("_extra_state")):
             continue
-        read[path] = leaves.read(name, entry, path)
+        leaf_of_path[path] = leaves.read(name, entry, path)
     leaves.check()
-    return _nest(read)
+    return _nest(leaf_of_path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class _Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
+class _FileRange:
     """A range of a file."""
 
     path: str
@@ -88,7 +88,7 @@ class _Place:
 class _Metadata:
     entries: Mapping[str, _Entry]
     paths: Mapping[str, tuple[Any, ...]]
-    places: Mapping[tuple[str, tuple[int, ...] | None], _Place]
+    places: Mapping[tuple[str, tuple[int, ...] | None], _FileRange]
 
     def path_of(self, name: str) -> tuple[Any, ...]:
         """Return the path of a flattened name in the nest."""
@@ -116,9 +116,9 @@ class _Leaves:
         if entry.dtype is None:
             file, start, end = self.range_of(name, None)
             archive = TorchFile(file, start, end)
-            within = archive.reader()
-            value = within.read(archive.content, keys)
-            self.reader.refuse_with(within)
+            reader_of_archive = archive.reader()
+            value = reader_of_archive.read(archive.content, keys)
+            self.reader.refuse_with(reader_of_archive)
             return value
         if entry.dtype not in SAFETENSORS_NAMES:
             self.reader.refuse(keys, f"a tensor of {dtype_name(entry.dtype)}, a dtype that safetensors lacks")
@@ -135,26 +135,26 @@ class _Leaves:
         return InPieces(name=name, shape=entry.shape, dtype=entry.dtype, pieces=pieces)
 
     def range_of(self, name: str, offsets: tuple[int, ...] | None) -> tuple[SourceFile, int, int]:
-        place = self.metadata.places.get((name, offsets)) or (
+        file_range = self.metadata.places.get((name, offsets)) or (
             self.metadata.places.get((name, None)) if not any(offsets or ()) else None
         )
-        if place is None:
+        if file_range is None:
             raise CheckpointFormatError(f"{self.folder} does not name the file of {name!r} at {offsets}")
-        if place.path not in self.files:
-            self.files[place.path] = open_file(self.folder, self.prefix + place.path)
-        file = self.files[place.path]
-        if not 0 <= place.start <= place.start + place.length <= file.size:
+        if file_range.path not in self.files:
+            self.files[file_range.path] = open_file(self.folder, self.prefix + file_range.path)
+        file = self.files[file_range.path]
+        if not 0 <= file_range.start <= file_range.start + file_range.length <= file.size:
             raise CheckpointFormatError(
-                f"{file} has {file.size} bytes, but {name!r} should lie at {place.start} to "
-                f"{place.start + place.length}: it is truncated. Restore it from a backup."
+                f"{file} has {file.size} bytes, but {name!r} should lie at {file_range.start} to "
+                f"{file_range.start + file_range.length}: it is truncated. Restore it from a backup."
             )
-        self.used[place.path] += place.length
-        if self.used[place.path] > file.size:
+        self.used[file_range.path] += file_range.length
+        if self.used[file_range.path] > file.size:
             raise CheckpointFormatError(
                 f"{file} has {file.size} bytes, and the metadata finds more in it, the same ones for several names: it "
                 "is damaged. Restore it from a backup."
             )
-        return file, place.start, place.start + place.length
+        return file, file_range.start, file_range.start + file_range.length
 
     def check(self) -> None:
         self.reader.check(self.folder)
@@ -196,12 +196,12 @@ class _SavedPiece:
 def _nest(leaves: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
     root: dict[Any, Any] = {}
     for path, leaf in leaves.items():
-        here = root
+        node = root
         for step in path[:-1]:
-            here = here.setdefault(step, {})
-            if not isinstance(here, dict):
+            node = node.setdefault(step, {})
+            if not isinstance(node, dict):
                 raise CheckpointFormatError(f"its metadata puts {path!r} into something that is not a container")
-        here[path[-1]] = leaf
+        node[path[-1]] = leaf
     return {str(key): _with_lists(value) for key, value in root.items()}
 
 
@@ -244,7 +244,7 @@ def _index(args: tuple[Any, ...], state: Any) -> Any:
     return state["fqn"], None if offset is None else _ints(offset)
 
 
-def _storage(args: tuple[Any, ...], state: Any) -> _Place:
+def _storage(args: tuple[Any, ...], state: Any) -> _FileRange:
     if state.get("transform_descriptors"):
         raise CheckpointValueError(
             f"data transformed by {', '.join(map(str, state['transform_descriptors']))}; save it without extensions"
@@ -252,7 +252,7 @@ def _storage(args: tuple[Any, ...], state: Any) -> _Place:
     start, length = _ints((state["offset"], state["length"]))
     if not isinstance(state["relative_path"], str):
         raise TypeError("a path that is not a string")
-    return _Place(path=state["relative_path"], start=start, length=length)
+    return _FileRange(path=state["relative_path"], start=start, length=length)
 
 
 def _metadata(args: tuple[Any, ...], state: Any) -> _Metadata:

@@ -51,9 +51,9 @@ class SourceFile:
     def fill(self, buffer: memoryview, start: int) -> None:
         """Read into a buffer, block by block for a local file, so that the intermediate copy stays small."""
         block = _BLOCK_BYTES if self.folder.local else max(len(buffer), 1)
-        for at in range(0, len(buffer), block):
-            end = min(at + block, len(buffer))
-            buffer[at:end] = self.read(start + at, start + end)
+        for offset in range(0, len(buffer), block):
+            end = min(offset + block, len(buffer))
+            buffer[offset:end] = self.read(start + offset, start + end)
 
 
 def source_of(path: StrPath) -> tuple[Folder, str | None]:
@@ -62,15 +62,15 @@ def source_of(path: StrPath) -> tuple[Folder, str | None]:
     Raises:
         CheckpointFormatError: The path does not exist.
     """
-    place = open_folder(path)
-    if place.local:  # a link given by the user is followed; links inside of a folder must not leave it
-        place = replace(place, root=os.path.realpath(place.root))
-    kind = place.kind()
-    if kind == "missing":
-        raise CheckpointFormatError(f"nothing to import at {place}: there is nothing. Check the path.")
-    if kind == "folder":
-        return place, None
-    return replace(place, root=posixpath.dirname(place.root) or "/"), posixpath.basename(place.root)
+    folder = open_folder(path)
+    if folder.local:  # a link given by the user is followed; links inside of a folder must not leave it
+        folder = replace(folder, root=os.path.realpath(folder.root))
+    source_type = folder.kind()
+    if source_type == "missing":
+        raise CheckpointFormatError(f"nothing to import at {folder}: there is nothing. Check the path.")
+    if source_type == "folder":
+        return folder, None
+    return replace(folder, root=posixpath.dirname(folder.root) or "/"), posixpath.basename(folder.root)
 
 
 def open_file(folder: Folder, name: str) -> SourceFile:

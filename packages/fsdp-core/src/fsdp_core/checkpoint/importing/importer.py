@@ -67,12 +67,12 @@ def import_checkpoint(
             changed as requested.
         CheckpointExistsError: ``out`` holds something that must not be replaced.
     """
-    target, place = open_folder(out), open_folder(source)
-    check_apart(out, place)
+    target, source_folder = open_folder(out), open_folder(source)
+    check_apart(out, source_folder)
     if target.kind() != "missing" and not overwrite:
         raise CheckpointExistsError(f"{target} already exists: import to another path, or type --overwrite.")
     with limited_memory(lambda: _size_of(source)):  # of pieces that are opened by the save, too
-        with _named(place):
+        with _name_source_in_errors(source_folder):
             imported = read_source(source, weights_only=weights_only, drop=drop, parameter_order=parameter_order)
             imported = renamed(imported, strip_prefix=strip_prefix, add_prefix=add_prefix)
         _save(imported, out, overwrite=overwrite, on_bytes=on_bytes)
@@ -82,14 +82,14 @@ def import_checkpoint(
 def _save(imported: Imported, out: StrPath, *, overwrite: bool, on_bytes: Callable[[int, int], None] | None) -> None:
     state = imported.state
     if on_bytes is not None:
-        done, total = 0, sum(_sizes(find_part(imported.state, path) for path in imported.kinds))
+        bytes_read, total = 0, sum(_sizes(find_part(imported.state, path) for path in imported.kinds))
 
         def count(number: int) -> None:
-            nonlocal done
-            done += number
-            on_bytes(done, total)
+            nonlocal bytes_read
+            bytes_read += number
+            on_bytes(bytes_read, total)
 
-        state = _counted(imported.state, count)
+        state = _count_reads(imported.state, count)
     save(
         out,
         state,
@@ -114,18 +114,18 @@ def _size_of(source: StrPath) -> int:
 
 
 @contextmanager
-def _named(place: Folder) -> Iterator[None]:
+def _name_source_in_errors(source_folder: Folder) -> Iterator[None]:
     """Add the source to every error, and convert errors caused by invalid content to ours."""
     try:
         yield
     except CheckpointError as error:
-        if str(place) in str(error):
+        if str(source_folder) in str(error):
             raise
-        raise type(error)(f"can't import {place}: {error}") from error
+        raise type(error)(f"can't import {source_folder}: {error}") from error
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointFormatError(
-            f"can't import {place}: it holds data that no library writes ({type(error).__name__}: {error}). Restore it "
-            "from a backup."
+            f"can't import {source_folder}: it holds data that no library writes ({type(error).__name__}: {error}). "
+            "Restore it from a backup."
         ) from error
 
 
@@ -144,51 +144,53 @@ def read_source(
 def _read_source(
     source: StrPath, weights_only: bool, drop: Iterable[str], parameter_order: Sequence[str] | None
 ) -> Imported:
-    found, order, drop = recognise(source), ParameterOrder(parameter_order), tuple(drop)
-    if found.format == "dcp":
-        return _dcp(found, order, drop, weights_only)
-    if found.format == "dcp-parts":
-        return _accelerate(found, order, drop, weights_only)
-    if found.format == "torch-file":
-        return _torch_file(found.archives[0], order, drop, weights_only)
-    if found.format == "xla":
-        nest = read_xla(found.archives, order, drop=drop, weights_only=weights_only)
-        return of_keys(nest, order, f"{len(found.archives)} shards of torch_xla's FSDP", weights_only=weights_only)
-    if found.file is not None:
-        tensors: Mapping[str, Any] = read_safetensors_file(found.file)
+    recognised, order, drop = recognise(source), ParameterOrder(parameter_order), tuple(drop)
+    if recognised.format == "dcp":
+        return _import_dcp(recognised, order, drop, weights_only)
+    if recognised.format == "dcp-parts":
+        return _import_accelerate(recognised, order, drop, weights_only)
+    if recognised.format == "torch-file":
+        return _import_torch_file(recognised.archives[0], order, drop, weights_only)
+    if recognised.format == "xla":
+        nest = read_xla(recognised.archives, order, drop=drop, weights_only=weights_only)
+        return of_keys(nest, order, f"{len(recognised.archives)} shards of torch_xla's FSDP", weights_only=weights_only)
+    if recognised.file is not None:
+        tensors: Mapping[str, Any] = read_safetensors_file(recognised.file)
     else:
-        tensors = read_safetensors_folder(found.folder)
-    return of_keys({"model": _without(tensors, drop, source)}, order, "safetensors")
+        tensors = read_safetensors_folder(recognised.folder)
+    return of_keys({"model": _drop_tensors(tensors, drop, source)}, order, "safetensors")
 
 
-def _dcp(found: Source, order: ParameterOrder, drop: tuple[str, ...], weights_only: bool) -> Imported:
-    rest: dict[str, Any] = {}
-    of_lightning = found.folder.size(LIGHTNING_META) is not None
+def _import_dcp(source: Source, order: ParameterOrder, drop: tuple[str, ...], weights_only: bool) -> Imported:
+    trainer_state: dict[str, Any] = {}
+    of_lightning = source.folder.size(LIGHTNING_META) is not None
     if of_lightning:
-        rest, drop = _meta(TorchFile(open_file(found.folder, LIGHTNING_META)), drop, weights_only)
-    nest = read_dcp(found.folder, drop=drop, tensors_only=weights_only)
-    if TRAINER_MARK not in rest:
+        trainer_state, drop = _read_meta(TorchFile(open_file(source.folder, LIGHTNING_META)), drop, weights_only)
+    nest = read_dcp(source.folder, drop=drop, tensors_only=weights_only)
+    if TRAINER_MARK not in trainer_state:
         name = "a folder of Lightning's Fabric" if of_lightning else "a folder of torch.distributed.checkpoint"
-        return of_keys({**rest, **nest}, order, name, weights_only=weights_only)
+        return of_keys({**trainer_state, **nest}, order, name, weights_only=weights_only)
     key = "state_dict" if "state_dict" in nest else "model"  # ModelParallelStrategy's, and FSDPStrategy's
     name = "ModelParallelStrategy" if key == "state_dict" else "FSDPStrategy"
     if key not in nest:
-        raise CheckpointFormatError(f"{found.folder} holds no model, but {', '.join(nest)}")
+        raise CheckpointFormatError(f"{source.folder} holds no model, but {', '.join(nest)}")
     model = nest.pop(key)
     count = sum(k.removeprefix("optimizer_").isdigit() for k in nest if k.startswith("optimizer_"))
     optimizers = None if weights_only or not count else [nest.pop(f"optimizer_{i}", None) for i in range(count)]
     if nest and not weights_only:
-        raise CheckpointFormatError(f"{found.folder} holds {', '.join(nest)}, which Lightning's {name} does not write.")
-    return of_trainer(model, optimizers, rest, order, f"a folder of Lightning's {name}")
+        raise CheckpointFormatError(
+            f"{source.folder} holds {', '.join(nest)}, which Lightning's {name} does not write."
+        )
+    return of_trainer(model, optimizers, trainer_state, order, f"a folder of Lightning's {name}")
 
 
-def _meta(archive: TorchFile, drop: tuple[str, ...], weights_only: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _read_meta(archive: TorchFile, drop: tuple[str, ...], weights_only: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the data that Lightning saves next to the shards, and the paths to drop that are not in it."""
     if not isinstance(archive.content, dict):
         raise CheckpointFormatError(f"{archive.file} holds no dict, so it is none of Lightning's")
-    own = tuple(path for path in drop if path.partition("/")[0] in archive.content)
-    others = tuple(path for path in drop if path not in own)
-    return _read(archive, own, KEPT_WITH_WEIGHTS if weights_only else None), others
+    own_paths = tuple(path for path in drop if path.partition("/")[0] in archive.content)
+    other_paths = tuple(path for path in drop if path not in own_paths)
+    return _read(archive, own_paths, KEPT_WITH_WEIGHTS if weights_only else None), other_paths
 
 
 def _read(archive: TorchFile, drop: tuple[str, ...], keep: Iterable[str] | None) -> Any:
@@ -196,34 +198,36 @@ def _read(archive: TorchFile, drop: tuple[str, ...], keep: Iterable[str] | None)
     content = archive.content
     if keep is not None and isinstance(content, dict):
         content = {key: value for key, value in content.items() if key in set(keep)}
-    read = reader.read(content)
+    state = reader.read(content)
     reader.check(archive.file)
     if keep is None:
-        reader.check_dropped(archive.file, map(str, read) if isinstance(read, dict) else ())
-    return read
+        reader.check_dropped(archive.file, map(str, state) if isinstance(state, dict) else ())
+    return state
 
 
-def _accelerate(found: Source, order: ParameterOrder, drop: tuple[str, ...], weights_only: bool) -> Imported:
+def _import_accelerate(source: Source, order: ParameterOrder, drop: tuple[str, ...], weights_only: bool) -> Imported:
     """Read one torch checkpoint per model and optimizer; the key of the first of each has no number."""
     nest: dict[str, Any] = {}
-    for part in found.parts:
+    for part in source.parts:
         name, _, number = part.rstrip("/").rpartition("_")
         key = "model" if name == "pytorch_model_fsdp" else "optimizer"
         if key == "optimizer" and weights_only:
             continue
-        held = read_dcp(found.folder, part, drop=drop, tensors_only=weights_only)
-        nest[key if number == "0" else f"{key}_{number}"] = held.get(key, held)
+        content = read_dcp(source.folder, part, drop=drop, tensors_only=weights_only)
+        nest[key if number == "0" else f"{key}_{number}"] = content.get(key, content)
     return of_keys(nest, order, "a folder of accelerate's save_state", weights_only=weights_only)
 
 
-def _torch_file(archive: TorchFile, order: ParameterOrder, drop: tuple[str, ...], weights_only: bool) -> Imported:
+def _import_torch_file(
+    archive: TorchFile, order: ParameterOrder, drop: tuple[str, ...], weights_only: bool
+) -> Imported:
     content = archive.content
     if isinstance(content, dict) and TRAINER_MARK in content and "state_dict" in content:
         keep = KEPT_WITH_WEIGHTS | {"state_dict"} if weights_only else None
-        rest = _read(archive, drop, keep)
-        model, optimizers = rest.pop("state_dict"), rest.pop("optimizer_states", None)
-        return of_trainer(model, optimizers, rest, order, "a full checkpoint of Lightning's Trainer")
-    nest = _models(archive, drop) if weights_only else _read(archive, drop, None)
+        content_of_trainer = _read(archive, drop, keep)
+        model, optimizers = content_of_trainer.pop("state_dict"), content_of_trainer.pop("optimizer_states", None)
+        return of_trainer(model, optimizers, content_of_trainer, order, "a full checkpoint of Lightning's Trainer")
+    nest = _read_models(archive, drop) if weights_only else _read(archive, drop, None)
     if not isinstance(nest, dict):
         raise CheckpointFormatError(
             f"{archive.file} does not hold a dict, but {type(nest).__name__}: it contains no model."
@@ -233,20 +237,20 @@ def _torch_file(archive: TorchFile, order: ParameterOrder, drop: tuple[str, ...]
     )
 
 
-def _models(archive: TorchFile, drop: tuple[str, ...]) -> Any:
+def _read_models(archive: TorchFile, drop: tuple[str, ...]) -> Any:
     """Read the parts of a file that can be read; the others are not models."""
     if not isinstance(archive.content, dict):
         return _read(archive, drop, None)
-    read = {}
+    state = {}
     for key, value in archive.content.items():
         reader = archive.reader(drop)
         part = reader.read({key: value})
         if not reader.refused:
-            read.update(part)
-    return read
+            state.update(part)
+    return state
 
 
-def _without(tensors: Mapping[str, Any], drop: tuple[str, ...], source: StrPath) -> dict[str, Any]:
+def _drop_tensors(tensors: Mapping[str, Any], drop: tuple[str, ...], source: StrPath) -> dict[str, Any]:
     for name in drop:
         if name not in tensors:
             raise CheckpointFormatError(f"there is no tensor {name!r} to drop in {source}")
@@ -267,9 +271,9 @@ def _sizes(value: Any) -> Iterable[int]:
             yield from _sizes(item)
 
 
-def _counted(value: Any, on_bytes: Callable[[int], None]) -> Any:
+def _count_reads(value: Any, on_bytes: Callable[[int], None]) -> Any:
     if isinstance(value, TensorSource):
         return Counted(source=value, on_bytes=on_bytes)
     if type(value) is dict:
-        return {key: _counted(item, on_bytes) for key, item in value.items()}
-    return [_counted(item, on_bytes) for item in value] if type(value) is list else value
+        return {key: _count_reads(item, on_bytes) for key, item in value.items()}
+    return [_count_reads(item, on_bytes) for item in value] if type(value) is list else value

@@ -56,30 +56,32 @@ def unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
     state: dict[str, dict[str, Any]] = {}
     settings: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
-        part, _, rest = key.partition(".")
-        if part == _GROUPS:
-            name, _, what = rest.rpartition(".")
-            settings.setdefault(name, {})[what] = value
+        section, _, name_and_key = key.partition(".")
+        if section == _GROUPS:
+            name, _, value_key = name_and_key.rpartition(".")
+            settings.setdefault(name, {})[value_key] = value
     for key, value in flat.items():
-        part, _, rest = key.partition(".")
-        if part == _STATE:
-            name, _, what = rest.rpartition(".")
+        section, _, name_and_key = key.partition(".")
+        if section == _STATE:
+            name, _, value_key = name_and_key.rpartition(".")
             if name not in settings:
                 raise CheckpointFormatError(
                     f"the optimizer's state holds {key!r}, and no param group {name!r}: this format can't hold "
                     "state in nested dicts.\nImport the weights alone with `--weights-only`."
                 )
-            state.setdefault(clean_name(name), {})[what] = value
+            state.setdefault(clean_name(name), {})[value_key] = value
     groups: list[dict[str, Any]] = []
-    for name, of_name in settings.items():
-        of_name = {key: _plain(value) for key, value in of_name.items()}
-        same = next(
-            (group for group in groups if _alike({k: v for k, v in group.items() if k != "params"}, of_name)), None
-        )
-        if same is None:
-            groups.append({**of_name, "params": [clean_name(name)]})
+    for name, settings_of_name in settings.items():
+        settings_of_name = {key: _read_setting(value) for key, value in settings_of_name.items()}
+        group_with_settings = None
+        for group in groups:
+            if _have_same_settings({k: v for k, v in group.items() if k != "params"}, settings_of_name):
+                group_with_settings = group
+                break
+        if group_with_settings is None:
+            groups.append({**settings_of_name, "params": [clean_name(name)]})
         else:
-            same["params"].append(clean_name(name))
+            group_with_settings["params"].append(clean_name(name))
     return {_STATE: state, _GROUPS: groups}
 
 
@@ -87,15 +89,15 @@ class ParameterOrder:
     """Maps the numbers of optimizers' parameters to names.
 
     Args:
-        given: The names in the order in which the optimizers hold them, if the user gives it; those of several
+        names: The names in the order in which the optimizers hold them, if the user gives it; those of several
             optimizers follow one another.
 
     Attributes:
         notes: Messages for the user on how the names were found.
     """
 
-    def __init__(self, given: Sequence[str] | None = None) -> None:
-        self._given = None if given is None else [clean_name(name) for name in given]
+    def __init__(self, names: Sequence[str] | None = None) -> None:
+        self._listed_names = None if names is None else [clean_name(name) for name in names]
         self._used = 0
         self.notes: list[str] = []
 
@@ -111,26 +113,26 @@ class ParameterOrder:
             CheckpointMismatchError: The names are ambiguous, or shapes don't match.
         """
         numbers = [number for group in state[_GROUPS] for number in group["params"]]
-        fits = [_predicate(state[_STATE].get(number, {})) for number in numbers]
-        if self._given is not None:
-            return self._as_given(what, numbers, fits, shapes)
+        fits = [_shape_predicate(state[_STATE].get(number, {})) for number in numbers]
+        if self._listed_names is not None:
+            return self._use_given_order(what, numbers, fits, shapes)
         if all(len(group.get("param_names", ())) == len(group["params"]) > 0 for group in state[_GROUPS]):
-            names = [clean_name(str(name)) for group in state[_GROUPS] for name in group["param_names"]]
-            return dict(zip(numbers, names, strict=True))
+            listed_names = [clean_name(str(name)) for group in state[_GROUPS] for name in group["param_names"]]
+            return dict(zip(numbers, listed_names, strict=True))
         if len(state[_GROUPS]) > 1:
             raise CheckpointMismatchError(
                 f"{what} has {len(state[_GROUPS])} param groups of numbered parameters, and the file does not say "
                 f"which parameters they hold.\n{_ASK}"
             )
         candidates = [name for name in shapes if not name.endswith(_BUFFERS)]
-        first = _embed(fits, [shapes[name] for name in candidates])
-        last = _embed(fits[::-1], [shapes[name] for name in reversed(candidates)])
+        first = _find_positions(fits, [shapes[name] for name in candidates])
+        last = _find_positions(fits[::-1], [shapes[name] for name in reversed(candidates)])
         if first is None or last is None:
             raise CheckpointMismatchError(
                 f"{what} has {len(numbers)} numbered parameters whose shapes don't match the model's in their order: "
                 f"they belong to another model or are in another order.\n{_ASK}"
             )
-        if first != [len(candidates) - 1 - at for at in reversed(last)]:
+        if first != [len(candidates) - 1 - index for index in reversed(last)]:
             raise CheckpointMismatchError(
                 f"{what} has {len(numbers)} numbered parameters, the model has {len(candidates)}, and more than one "
                 f"choice of them matches the shapes of the optimizer's state.\n{_ASK}"
@@ -139,32 +141,32 @@ class ParameterOrder:
             f"{what[0].upper()}{what[1:]} numbers its {len(numbers)} parameters: they were assumed to be in the model's"
             " order, as in model.parameters(), which matches the shapes of all of its state."
         )
-        return {number: candidates[at] for number, at in zip(numbers, first, strict=True)}
+        return {number: candidates[index] for number, index in zip(numbers, first, strict=True)}
 
-    def _as_given(
+    def _use_given_order(
         self,
-        what: str,
+        optimizer: str,
         numbers: Sequence[int],
         fits: Sequence[Callable[[tuple[int, ...]], bool]],
         shapes: Mapping[str, tuple[int, ...]],
     ) -> dict[int, str]:
-        assert self._given is not None
-        names = self._given[self._used : self._used + len(numbers)]
+        assert self._listed_names is not None
+        listed_names = self._listed_names[self._used : self._used + len(numbers)]
         self._used += len(numbers)
-        if len(names) != len(numbers) or len(set(names)) != len(names):
+        if len(listed_names) != len(numbers) or len(set(listed_names)) != len(listed_names):
             raise CheckpointMismatchError(
-                f"{what} has {len(numbers)} parameters, and --parameter-order gives {len(set(names))} different names "
-                "for them. Write one name per line, one optimizer after the other."
+                f"{optimizer} has {len(numbers)} parameters, and --parameter-order gives {len(set(listed_names))} "
+                "different names for them. Write one name per line, one optimizer after the other."
             )
-        for name, fit in zip(names, fits, strict=True):
+        for name, fit in zip(listed_names, fits, strict=True):
             if name not in shapes:
                 raise CheckpointMismatchError(f"--parameter-order names {name!r}, which the model does not have.")
             if not fit(shapes[name]):
                 raise CheckpointMismatchError(
-                    f"--parameter-order lists {name!r} of shape {shapes[name]} where {what} holds state of another "
-                    "shape. Correct the order."
+                    f"--parameter-order lists {name!r} of shape {shapes[name]} where {optimizer} holds state of "
+                    "another shape. Correct the order."
                 )
-        return dict(zip(numbers, names, strict=True))
+        return dict(zip(numbers, listed_names, strict=True))
 
     def check_all_used(self) -> None:
         """Refuse names beyond those of all optimizers' parameters.
@@ -172,10 +174,10 @@ class ParameterOrder:
         Raises:
             CheckpointMismatchError: Some names were not used.
         """
-        if self._given is not None and self._used != len(self._given):
+        if self._listed_names is not None and self._used != len(self._listed_names):
             raise CheckpointMismatchError(
-                f"--parameter-order gives {len(self._given)} names, and the optimizers have {self._used} numbered "
-                "parameters."
+                f"--parameter-order gives {len(self._listed_names)} names, and the optimizers have {self._used} "
+                "numbered parameters."
             )
 
 
@@ -208,7 +210,7 @@ def by_name(what: str, saved: Mapping[str, Any], shapes: Mapping[str, tuple[int,
         _STATE: {names[key]: dict(values) for key, values in state[_STATE].items()},
         _GROUPS: [
             {
-                **{k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")},
+                **{k: _read_setting(v) for k, v in group.items() if k not in ("params", "param_names")},
                 "params": [names[key] for key in group["params"]],
             }
             for group in state[_GROUPS]
@@ -216,12 +218,12 @@ def by_name(what: str, saved: Mapping[str, Any], shapes: Mapping[str, tuple[int,
     }
 
 
-def _plain(value: Any) -> Any:
+def _read_setting(value: Any) -> Any:
     """A setting; a tensor, such as a learning rate, is read."""
     return value.read((0,) * len(value.shape), value.shape) if isinstance(value, TensorSource) else value
 
 
-def _alike(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _have_same_settings(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two groups have the same settings; a learning rate may be a tensor."""
 
     def listed(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,30 +232,32 @@ def _alike(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return listed(group) == listed(other)
 
 
-def _predicate(values: Mapping[str, Any]) -> Callable[[tuple[int, ...]], bool]:
+def _shape_predicate(values: Mapping[str, Any]) -> Callable[[tuple[int, ...]], bool]:
     """A function that says whether a parameter of a shape can have this state."""
     shapes = {tuple(v.shape) for v in values.values() if isinstance(v, Tensor | TensorSource) and tuple(v.shape)}
 
     def fits(shape: tuple[int, ...]) -> bool:
         if not shapes:
             return True  # nothing is known: never stepped, or only step counts
-        return shape in shapes or all(_factor_of(found, shape) for found in shapes)
+        return shape in shapes or all(_is_factor_of(state_shape, shape) for state_shape in shapes)
 
     return fits
 
 
-def _factor_of(found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    return len(found) == len(shape) and all(a in (1, b) for a, b in zip(found, shape, strict=True))
+def _is_factor_of(state_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return len(state_shape) == len(shape) and all(a in (1, b) for a, b in zip(state_shape, shape, strict=True))
 
 
-def _embed(fits: Sequence[Callable[[tuple[int, ...]], bool]], shapes: Sequence[tuple[int, ...]]) -> list[int] | None:
+def _find_positions(
+    fits: Sequence[Callable[[tuple[int, ...]], bool]], shapes: Sequence[tuple[int, ...]]
+) -> list[int] | None:
     """The first positions, in order, whose shapes fit; ``None`` if there are none."""
-    places, at = [], 0
+    positions, index = [], 0
     for fit in fits:
-        while at < len(shapes) and not fit(shapes[at]):
-            at += 1
-        if at == len(shapes):
+        while index < len(shapes) and not fit(shapes[index]):
+            index += 1
+        if index == len(shapes):
             return None
-        places.append(at)
-        at += 1
-    return places
+        positions.append(index)
+        index += 1
+    return positions

@@ -43,7 +43,7 @@ class Storage:
 
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_SHOWN = 20
+_MOST_SHOWN = 20
 
 # What is charged for a value that is read, in bytes, as often as it is read: the copies that are made of it until it
 # is written as JSON. What a part holds is charged by itself.
@@ -64,7 +64,7 @@ class PlainReader:
     """Converts the result of :func:`~fsdp_core.checkpoint.importing.unpickling.unpickle` to plain data.
 
     Args:
-        known: Factories for additional names.
+        further_makers: Factories for additional names.
         drop: Paths to omit, such as ``hyper_parameters/loss``.
 
     Attributes:
@@ -72,10 +72,10 @@ class PlainReader:
         refusals: How many values are neither.
     """
 
-    def __init__(self, known: Mapping[str, Make] | None = None, drop: Iterable[str] = ()) -> None:
+    def __init__(self, further_makers: Mapping[str, Make] | None = None, drop: Iterable[str] = ()) -> None:
         self.refused: dict[str, str] = {}
         self.refusals = 0
-        self._known = {**_KNOWN, **(known or {})}
+        self._makers = {**_MAKERS, **(further_makers or {})}
         self._drop = {tuple(split_path(path)): path for path in drop}
         self._dropped: set[Keys] = set()
         self._budget = current_budget()
@@ -137,7 +137,7 @@ class PlainReader:
             )
         )
 
-    def check_dropped(self, source: object, there: Iterable[str]) -> None:
+    def check_dropped(self, source: object, keys_in_source: Iterable[str]) -> None:
         """Refuse paths to drop that do not exist.
 
         Raises:
@@ -145,19 +145,19 @@ class PlainReader:
         """
         for keys, path in self._drop.items():
             if keys not in self._dropped:
-                names = ", ".join(there)
-                raise CheckpointValueError(f"there is nothing to drop at {path!r} in {source}. It holds: {names}.")
+                listed = ", ".join(keys_in_source)
+                raise CheckpointValueError(f"there is nothing to drop at {path!r} in {source}. It holds: {listed}.")
 
     def refuse(self, keys: Keys, why: str) -> None:
         """Record that a value can't be read."""
         self.refusals += 1
-        if len(self.refused) < _SHOWN:
+        if len(self.refused) < _MOST_SHOWN:
             self.refused.setdefault(join_path(*keys), why)
 
     def refuse_with(self, other: PlainReader) -> None:
         """Record what another reader has refused."""
         self.refusals += other.refusals
-        self.refused.update(list(other.refused.items())[: _SHOWN - len(self.refused)])
+        self.refused.update(list(other.refused.items())[: _MOST_SHOWN - len(self.refused)])
 
     def drops(self, keys: Keys) -> bool:
         """Return whether a path is dropped."""
@@ -202,7 +202,7 @@ class PlainReader:
         return value if isinstance(value, Storage) else self._read(value, keys)
 
     def _named(self, value: Named, keys: Keys) -> Any:
-        make = self._known.get(value.name)
+        make = self._makers.get(value.name)
         if make is None or value.kwargs:
             self.refuse(keys, value.name)
             return None
@@ -212,38 +212,38 @@ class PlainReader:
         if self.refusals > before:
             return None
         try:
-            made = make(args, state)
+            result = make(args, state)
             if pairs:
-                made.update(pairs)
+                result.update(pairs)
             if items:
-                made.extend(items)
+                result.extend(items)
         except (CheckpointFormatError, CheckpointValueError) as error:
             self.refuse(keys, str(error))
         except Exception as error:
             self.refuse(keys, f"{value.name} over what it can't hold ({type(error).__name__}: {error})")
         else:
-            if isinstance(made, TensorSource):
+            if isinstance(result, TensorSource):
                 self._budget.charge(_TENSOR + _TIMES_NAMED * sum(map(len, keys)))
-            elif isinstance(made, str | bytes):
-                self._budget.charge(_memory_of(made))
-            return made
+            elif isinstance(result, str | bytes):
+                self._budget.charge(_memory_of(result))
+            return result
         return None
 
 
 def _memory_of(value: Any) -> int:
     """What a value takes that is read, without what it holds."""
-    kind: type = type(value)
-    if kind in _CONTAINERS:
-        return _CONTAINERS[kind] + (_ENTRY * len(value) if kind is dict else 0)
+    value_type: type = type(value)
+    if value_type in _CONTAINERS:
+        return _CONTAINERS[value_type] + (_ENTRY * len(value) if value_type is dict else 0)
     if isinstance(value, Named):
         return _NAMED + _ENTRY * (len(value.pairs) + len(value.items))
-    if kind is str:
+    if value_type is str:
         return _VALUE + len(value) + int(_TIMES_JSON * json_bytes(value))
-    if kind is bytes:
+    if value_type is bytes:
         return 8 * _VALUE + _TIMES_BYTES * len(value)
-    if kind is int:
+    if value_type is int:
         return _VALUE + int(value).bit_length()
-    return 2 * _VALUE if kind is float else _VALUE
+    return 2 * _VALUE if value_type is float else _VALUE
 
 
 def _dtype(value: Name) -> torch.dtype | None:
@@ -304,11 +304,11 @@ def _numpy_buffer(args: tuple[Any, ...], state: Any) -> Any:
     return numpy.frombuffer(data, dtype=dtype).reshape(shape, order=order).copy()
 
 
-def _whole(make: Callable[..., Any]) -> Make:
+def _call_with_args(make: Callable[..., Any]) -> Make:
     return lambda args, state: make(*args)
 
 
-def _in_modules(modules: Iterable[str], name: str, make: Make) -> dict[str, Make]:
+def _makers_in_modules(modules: Iterable[str], name: str, make: Make) -> dict[str, Make]:
     return {f"{module}.{name}": make for module in modules}
 
 
@@ -317,31 +317,31 @@ _LIGHTNING = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lig
 _PATHS = ("pathlib", "pathlib._local")
 
 # A subclass of a plain type is read as the plain type, as a save stores it.
-_KNOWN: dict[str, Make] = {
-    "collections.OrderedDict": _whole(OrderedDict),
-    "collections.Counter": _whole(Counter),
+_MAKERS: dict[str, Make] = {
+    "collections.OrderedDict": _call_with_args(OrderedDict),
+    "collections.Counter": _call_with_args(Counter),
     "collections.defaultdict": _default_dict,
-    "builtins.set": _whole(set),
-    "builtins.frozenset": _whole(frozenset),
-    "builtins.complex": _whole(complex),
+    "builtins.set": _call_with_args(set),
+    "builtins.frozenset": _call_with_args(frozenset),
+    "builtins.complex": _call_with_args(complex),
     "builtins.bytes": _bytes,
     "builtins.bytearray": _bytes,
     "_codecs.encode": _encoded,
     "argparse.Namespace": _namespace,
-    "datetime.date": _whole(date),
-    "datetime.datetime": _whole(datetime),
-    "datetime.time": _whole(time),
-    "datetime.timedelta": _whole(timedelta),
-    "datetime.timezone": _whole(timezone),
-    "torch.Size": _whole(torch.Size),
-    "torch.device": _whole(torch.device),
-    "torch.torch_version.TorchVersion": _whole(str),
+    "datetime.date": _call_with_args(date),
+    "datetime.datetime": _call_with_args(datetime),
+    "datetime.time": _call_with_args(time),
+    "datetime.timedelta": _call_with_args(timedelta),
+    "datetime.timezone": _call_with_args(timezone),
+    "torch.Size": _call_with_args(torch.Size),
+    "torch.device": _call_with_args(torch.device),
+    "torch.torch_version.TorchVersion": _call_with_args(str),
     "numpy.dtype": _numpy_dtype,
-    **_in_modules((f"{core}.multiarray" for core in _NUMPY), "scalar", _numpy_scalar),
-    **_in_modules((f"{core}.multiarray" for core in _NUMPY), "_reconstruct", _numpy_array),
-    **_in_modules((f"{core}.numeric" for core in _NUMPY), "_frombuffer", _numpy_buffer),
-    **_in_modules((f"{root}.utilities.parsing" for root in _LIGHTNING), "AttributeDict", _whole(dict)),
-    **_in_modules((f"{root}.utilities.data" for root in _LIGHTNING), "AttributeDict", _whole(dict)),
-    **{f"{m}.{kind}": _whole(PurePosixPath) for m in _PATHS for kind in ("PosixPath", "PurePosixPath")},
-    **{f"{m}.{kind}": _whole(PureWindowsPath) for m in _PATHS for kind in ("WindowsPath", "PureWindowsPath")},
+    **_makers_in_modules((f"{core}.multiarray" for core in _NUMPY), "scalar", _numpy_scalar),
+    **_makers_in_modules((f"{core}.multiarray" for core in _NUMPY), "_reconstruct", _numpy_array),
+    **_makers_in_modules((f"{core}.numeric" for core in _NUMPY), "_frombuffer", _numpy_buffer),
+    **_makers_in_modules((f"{root}.utilities.parsing" for root in _LIGHTNING), "AttributeDict", _call_with_args(dict)),
+    **_makers_in_modules((f"{root}.utilities.data" for root in _LIGHTNING), "AttributeDict", _call_with_args(dict)),
+    **{f"{m}.{kind}": _call_with_args(PurePosixPath) for m in _PATHS for kind in ("PosixPath", "PurePosixPath")},
+    **{f"{m}.{kind}": _call_with_args(PureWindowsPath) for m in _PATHS for kind in ("WindowsPath", "PureWindowsPath")},
 }

@@ -37,78 +37,84 @@ def renamed(imported: Imported, *, strip_prefix: str = "", add_prefix: str = "")
         if prefix and not prefix.endswith("."):
             raise CheckpointValueError(f"{option} {prefix} does not end in a dot: type {option} {prefix}.")
 
-    def new(name: str) -> str:
+    def rename(name: str) -> str:
         return add_prefix + name.removeprefix(strip_prefix)
 
-    def part(path: str, value: Any) -> Any:
-        kind = imported.kinds.get(path)
-        if kind is not None:
-            _refuse_outside(path, value, kind, strip_prefix)
-            return _with_names(value, kind, new)
+    def rename_part(path: str, value: Any) -> Any:
+        part_type = imported.kinds.get(path)
+        if part_type is not None:
+            _refuse_outside(path, value, part_type, strip_prefix)
+            return _with_names(value, part_type, rename)
         if type(value) is list:  # the Trainer's optimizers
-            return [part(f"{path}/{at}", item) for at, item in enumerate(value)]
+            return [rename_part(f"{path}/{index}", item) for index, item in enumerate(value)]
         return value
 
-    def new_path(path: str) -> str:
+    def rename_path(path: str) -> str:
         key, name = split_path(path)
-        return join_path(key, new(name))
+        return join_path(key, rename(name))
 
-    imported.state = {key: part(join_path(key), value) for key, value in imported.state.items()}
-    imported.aliases = {new_path(further): new_path(first) for further, first in imported.aliases.items()}
+    imported.state = {key: rename_part(join_path(key), value) for key, value in imported.state.items()}
+    imported.aliases = {rename_path(further): rename_path(first) for further, first in imported.aliases.items()}
     return _as_trainers(imported) if add_prefix and not imported.of_trainer else imported
 
 
-def _with_names(value: Mapping[str, Any], kind: str, new: Callable[[str], str]) -> dict[str, Any]:
-    if kind == "model":
-        return {new(name): leaf for name, leaf in value.items()}
+def _with_names(value: Mapping[str, Any], part_type: str, rename: Callable[[str], str]) -> dict[str, Any]:
+    if part_type == "model":
+        return {rename(name): leaf for name, leaf in value.items()}
     return {
-        "state": {new(name): values for name, values in value["state"].items()},
-        "param_groups": [{**group, "params": [*map(new, group["params"])]} for group in value["param_groups"]],
+        "state": {rename(name): values for name, values in value["state"].items()},
+        "param_groups": [{**group, "params": [*map(rename, group["params"])]} for group in value["param_groups"]],
     }
 
 
-def _refuse_outside(path: str, value: Mapping[str, Any], kind: str, prefix: str) -> None:
-    names = value if kind == "model" else [name for group in value["param_groups"] for name in group["params"]]
-    outside = [name for name in names if not name.startswith(prefix)]
+def _refuse_outside(path: str, value: Mapping[str, Any], part_type: str, prefix: str) -> None:
+    parameter_names = (
+        value if part_type == "model" else [name for group in value["param_groups"] for name in group["params"]]
+    )
+    outside = [name for name in parameter_names if not name.startswith(prefix)]
     if outside:
         more = f", and {len(outside) - 1} more don't" if len(outside) > 1 else ""
-        what = " or ".join(sorted({name.split(".")[0] + "." for name in names if "." in name})) or "nothing in common"
+        prefixes = (
+            " or ".join(sorted({name.split(".")[0] + "." for name in parameter_names if "." in name}))
+            or "nothing in common"
+        )
         raise CheckpointMismatchError(
-            f"{outside[0]!r} of {path} does not begin with {prefix!r}{more}. Names there begin with {what}.\n"
+            f"{outside[0]!r} of {path} does not begin with {prefix!r}{more}. Names there begin with {prefixes}.\n"
             "Type another --strip-prefix, leave these parts out with --drop, or optimizers with --weights-only."
         )
 
 
 def _as_trainers(imported: Imported) -> Imported:
     """Lay the state out as the Trainer does, so that ``ckpt_path=`` and ``load_from_checkpoint`` open it."""
-    of_kind = {
-        kind: [key for key in imported.state if imported.kinds.get(join_path(key)) == kind]
-        for kind in ("model", "optimizer")
+    keys_of_type = {
+        part_type: [key for key in imported.state if imported.kinds.get(join_path(key)) == part_type]
+        for part_type in ("model", "optimizer")
     }
-    models, optimizers = of_kind["model"], of_kind["optimizer"]
-    rest = {key: value for key, value in imported.state.items() if key not in (*models, *optimizers)}
+    models, optimizers = keys_of_type["model"], keys_of_type["optimizer"]
+    other_state = {key: value for key, value in imported.state.items() if key not in (*models, *optimizers)}
     if len(models) > 1:
         raise CheckpointMismatchError(
             f"--add-prefix is for one model, and there are {len(models)}: {', '.join(models)}.\n"
             "Leave out all but one with `--drop KEY`."
         )
-    if taken := [key for key in rest if key in _TRAINERS_OWN]:
+    if conflicting := [key for key in other_state if key in _TRAINERS_OWN]:
         raise CheckpointMismatchError(
-            f"the Trainer reads {', '.join(map(repr, taken))} as its own progress, and would resume from there.\n"
-            f"Leave it out with `{' '.join(f'--drop {key}' for key in taken)}`: training begins at its first epoch."
+            f"the Trainer reads {', '.join(map(repr, conflicting))} as its own progress, and would resume from there.\n"
+            f"Leave it out with `{' '.join(f'--drop {key}' for key in conflicting)}`: training begins at its first "
+            "epoch."
         )
-    trainer: dict[str, Any] = {**rest, TRAINER_MARK: _AS_SAVED_BY, "epoch": 0, "global_step": 0}
+    trainer: dict[str, Any] = {**other_state, TRAINER_MARK: _AS_SAVED_BY, "epoch": 0, "global_step": 0}
     state: dict[str, Any] = {"model": imported.state[models[0]]}
     kinds = {"model": "model"}
     if optimizers:
         state["optimizer"] = [imported.state[key] for key in optimizers]
-        kinds.update({f"optimizer/{at}": "optimizer" for at in range(len(optimizers))})
+        kinds.update({f"optimizer/{index}": "optimizer" for index in range(len(optimizers))})
         trainer["lr_schedulers"] = []
     if len(optimizers) > 1:
-        numbered = ", ".join(f"{at} is {key!r}" for at, key in enumerate(optimizers))
+        numbered = ", ".join(f"{index} is {key!r}" for index, key in enumerate(optimizers))
         imported.notes.append(f"The Trainer numbers its optimizers: {numbered}.")
-    if rest:
-        imported.notes.append(f"Used only by your own on_load_checkpoint: {', '.join(map(repr, rest))}.")
+    if other_state:
+        imported.notes.append(f"Used only by your own on_load_checkpoint: {', '.join(map(repr, other_state))}.")
     aliases = {
         join_path("model", split_path(a)[1]): join_path("model", split_path(b)[1]) for a, b in imported.aliases.items()
     }

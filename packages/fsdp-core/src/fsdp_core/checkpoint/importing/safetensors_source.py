@@ -37,9 +37,9 @@ def read_safetensors_file(file: SourceFile) -> dict[str, StridedTensor]:
         budget.charge(memory_of_json(data) if start else 0)
         return data
 
-    held = parse_header(read, file.size, str(file))
-    budget.charge(sum(_TENSOR + _TIMES_NAMED * len(name) for name in held))
-    return {name: _source(file, tensor) for name, tensor in held.items()}
+    header = parse_header(read, file.size, str(file))
+    budget.charge(sum(_TENSOR + _TIMES_NAMED * len(name) for name in header))
+    return {name: _as_strided(file, tensor) for name, tensor in header.items()}
 
 
 def read_safetensors_folder(folder: Folder) -> dict[str, StridedTensor | InPieces]:
@@ -51,56 +51,62 @@ def read_safetensors_folder(folder: Folder) -> dict[str, StridedTensor | InPiece
     Raises:
         CheckpointFormatError: A file or a tensor is missing, or a tensor is in two files.
     """
-    names = [name for name in folder.files() if "/" not in name]
-    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    listed_names = [name for name in folder.files() if "/" not in name]
+    indexes = [name for name in listed_names if name.endswith(INDEX_SUFFIX)]
     if len(indexes) > 1:
         raise CheckpointFormatError(
             f"{folder} holds {len(indexes)} indexes: {', '.join(indexes)}.\n"
             "Import a folder with the files of one model."
         )
-    place = _read_index(open_file(folder, indexes[0])) if indexes else None
-    wanted = sorted(set(place.values())) if place is not None else [name for name in names if name.endswith(SUFFIX)]
-    files = [open_file(folder, name) for name in wanted]
+    file_of_tensor = _read_index(open_file(folder, indexes[0])) if indexes else None
+    file_names = (
+        sorted(set(file_of_tensor.values()))
+        if file_of_tensor is not None
+        else [name for name in listed_names if name.endswith(SUFFIX)]
+    )
+    files = [open_file(folder, name) for name in file_names]
     pieces: dict[str, list[Piece]] = {}
-    whole: dict[str, StridedTensor | InPieces] = {}
+    tensors: dict[str, StridedTensor | InPieces] = {}
     for file in files:
-        begins = _begins(file)
+        begins = _read_offsets(file)
         for name, tensor in read_safetensors_file(file).items():
-            if place is not None and place.get(name) != file.name:
+            if file_of_tensor is not None and file_of_tensor.get(name) != file.name:
                 continue
             if name in begins:
                 pieces.setdefault(name, []).append(Piece(offsets=begins[name], lengths=tensor.shape, source=tensor))
-            elif name in whole:
+            elif name in tensors:
                 raise CheckpointFormatError(
                     f"{name!r} is in {file} and in another file of {folder}.\n"
                     "Import a folder with the files of one model."
                 )
-            whole[name] = tensor
-    missing = [name for name in place or () if name not in whole]
-    if missing:
+            tensors[name] = tensor
+    missing_names = [name for name in file_of_tensor or () if name not in tensors]
+    if missing_names:
         raise CheckpointFormatError(
-            f"{folder} is not complete: {indexes[0]} lists {missing[0]!r} and {len(missing) - 1} more tensors that its "
-            "files don't hold. Restore the files."
+            f"{folder} is not complete: {indexes[0]} lists {missing_names[0]!r} and {len(missing_names) - 1} more "
+            "tensors that its files don't hold. Restore the files."
         )
     for name, parts in pieces.items():
         dims = range(len(parts[0].offsets))
         shape = tuple(max(part.offsets[dim] + part.lengths[dim] for part in parts) for dim in dims)
-        whole[name] = InPieces(name=name, shape=shape, dtype=parts[0].source.dtype, pieces=tuple(_filled(parts)))
-    return whole
+        tensors[name] = InPieces(
+            name=name, shape=shape, dtype=parts[0].source.dtype, pieces=tuple(_distinct_pieces(parts))
+        )
+    return tensors
 
 
-def _filled(parts: list[Piece]) -> list[Piece]:
+def _distinct_pieces(parts: list[Piece]) -> list[Piece]:
     """The non-empty pieces, each offset once: every rank writes the copies that it holds."""
     return list({part.offsets: part for part in parts if 0 not in part.lengths}.values())
 
 
-def _source(file: SourceFile, held: FileTensor) -> StridedTensor:
+def _as_strided(file: SourceFile, entry: FileTensor) -> StridedTensor:
     stride, step = [], 1
-    for size in reversed(held.shape):
+    for size in reversed(entry.shape):
         stride.append(step)
         step *= size
     return StridedTensor(
-        file=file, start=held.start, shape=held.shape, stride=tuple(reversed(stride)), dtype=held.dtype
+        file=file, start=entry.start, shape=entry.shape, stride=tuple(reversed(stride)), dtype=entry.dtype
     )
 
 
@@ -110,15 +116,15 @@ def _read_index(file: SourceFile) -> dict[str, str]:
             raise ValueError(f"it has {file.size} bytes")
         text = file.read(0, file.size)
         current_budget().charge(memory_of_json(text))
-        place = json.loads(text)["weight_map"]
-        if not isinstance(place, dict) or not all(isinstance(name, str) for name in place.values()):
+        file_of_tensor = json.loads(text)["weight_map"]
+        if not isinstance(file_of_tensor, dict) or not all(isinstance(name, str) for name in file_of_tensor.values()):
             raise ValueError("its weight_map does not map names to files")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointFormatError(f"{file} is not an index of safetensors files: {error}") from error
-    return place
+    return file_of_tensor
 
 
-def _begins(file: SourceFile) -> dict[str, tuple[int, ...]]:
+def _read_offsets(file: SourceFile) -> dict[str, tuple[int, ...]]:
     """The offsets of a file's tensors in the whole ones, if torch.distributed.checkpoint has written it."""
     length = int.from_bytes(file.read(0, 8), "little") if file.size >= 8 else 0
     if length > min(file.size - 8, MAX_HEADER_BYTES):
@@ -129,7 +135,7 @@ def _begins(file: SourceFile) -> dict[str, tuple[int, ...]]:
             current_budget().charge(memory_of_json(text))
             sharding = (json.loads(text).get("__metadata__") or {}).get(_SHARDING, "{}")
         current_budget().charge(memory_of_json(sharding.encode()))
-        told: dict[str, Any] = json.loads(sharding)
-        return {name: tuple(int(n) for n in entry["saved_offsets"]) for name, entry in told.items()}
+        entries: dict[str, Any] = json.loads(sharding)
+        return {name: tuple(int(n) for n in entry["saved_offsets"]) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointFormatError(f"{file} has invalid metadata: {error}") from error

@@ -45,18 +45,18 @@ class StridedTensor:
             return out
         order = sorted(range(len(self.shape)), key=lambda dim: (-self.stride[dim], self.shape[dim] == 1))
         if self._is_dense(order):
-            held = FileTensor(
+            entry = FileTensor(
                 shape=tuple(self.shape[dim] for dim in order), dtype_name=dtype_name(self.dtype), start=self.start
             )
-            read_box(self.file.fill, held, tuple(offsets[dim] for dim in order), out.permute(order))
+            read_box(self.file.fill, entry, tuple(offsets[dim] for dim in order), out.permute(order))
             return out
         first = sum(offset * step for offset, step in zip(offsets, self.stride, strict=True))
         span = 1 + sum((length - 1) * step for length, step in zip(lengths, self.stride, strict=True))
         flat = torch.empty(span, dtype=self.dtype)
-        held = FileTensor(
+        entry = FileTensor(
             shape=(span,), dtype_name=dtype_name(self.dtype), start=self.start + first * self.dtype.itemsize
         )
-        read_box(self.file.fill, held, (0,), flat)
+        read_box(self.file.fill, entry, (0,), flat)
         return out.copy_(flat.as_strided(tuple(lengths), self.stride))
 
     def _is_dense(self, order: Sequence[int]) -> bool:
@@ -137,35 +137,35 @@ class FlatRange:
     pieces: tuple[TensorSource, ...] = field(repr=False)
 
     def __post_init__(self) -> None:
-        there = sum(piece.shape[0] for piece in self.pieces)
-        if not 0 <= self.start <= self.start + math.prod(self.shape) <= there:
+        available = sum(piece.shape[0] for piece in self.pieces)
+        if not 0 <= self.start <= self.start + math.prod(self.shape) <= available:
             raise CheckpointFormatError(
-                f"a tensor of shape {self.shape} should begin at element {self.start} of a flat one that has {there}: "
-                "the metadata and the shards are not of one checkpoint"
+                f"a tensor of shape {self.shape} should begin at element {self.start} of a flat one that has "
+                f"{available}: the metadata and the shards are not of one checkpoint"
             )
 
     def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """Read a box, run by run of elements that follow one another."""
         out = torch.empty(tuple(lengths), dtype=self.dtype)
-        self._read(out, self.start, self.shape, tuple(offsets))
+        self._read_box(out, self.start, self.shape, tuple(offsets))
         return out
 
-    def _read(self, out: Tensor, start: int, shape: tuple[int, ...], offsets: tuple[int, ...]) -> None:
+    def _read_box(self, out: Tensor, start: int, shape: tuple[int, ...], offsets: tuple[int, ...]) -> None:
         row = math.prod(shape[1:])
         if tuple(out.shape[1:]) == shape[1:]:
-            self._run(out.view(-1), start + (offsets[0] * row if shape else 0))
+            self._read_run(out.view(-1), start + (offsets[0] * row if shape else 0))
             return
         for index in range(out.shape[0]):
-            self._read(out[index], start + (offsets[0] + index) * row, shape[1:], offsets[1:])
+            self._read_box(out[index], start + (offsets[0] + index) * row, shape[1:], offsets[1:])
 
-    def _run(self, out: Tensor, start: int) -> None:
+    def _read_run(self, out: Tensor, start: int) -> None:
         length = self.pieces[0].shape[0]
-        at = 0
-        while at < out.numel():
-            index, inside = divmod(start + at, length)
-            count = min(out.numel() - at, length - inside)
-            out[at : at + count] = self.pieces[index].read((inside,), (count,))
-            at += count
+        position = 0
+        while position < out.numel():
+            index, inside = divmod(start + position, length)
+            count = min(out.numel() - position, length - inside)
+            out[position : position + count] = self.pieces[index].read((inside,), (count,))
+            position += count
 
 
 @dataclass(frozen=True, kw_only=True)

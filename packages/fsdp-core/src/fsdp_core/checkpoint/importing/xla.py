@@ -22,7 +22,7 @@ __all__ = ["METADATA", "read_xla"]
 
 METADATA = "shard_metadata"
 
-_SHOWN = 20
+_MOST_SHOWN = 20
 _SHARD = "_fsdp_shard"
 _FLAT = "_fsdp_wrapped_module.flat_param_"
 
@@ -56,10 +56,10 @@ def read_xla(
     if not models:
         raise CheckpointFormatError(f"{ranks[0].file} has {METADATA!r}, but no state dict of sharded parameters.")
     layout = _Layout(ranks[0], len(ranks))
-    read: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for key, value in first.items():
         if key in models:
-            read[key] = layout.model([_part(rank, key) for rank in ranks])
+            state[key] = layout.model([_part(rank, key) for rank in ranks])
         elif weights_only or key == METADATA:
             continue
         elif is_optimizer(value):
@@ -69,10 +69,10 @@ def read_xla(
                     "Import the weights alone with `--weights-only`."
                 )
             parts = [_part(rank, models[0]) for rank in ranks], [_part(rank, key) for rank in ranks]
-            read[key] = layout.optimizer(key, *parts, order)
+            state[key] = layout.optimizer(key, *parts, order)
         else:
-            read[key] = value
-    return read
+            state[key] = value
+    return state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,34 +89,34 @@ class _Rank:
         reader.check_dropped(archive.file, content)
         metadata = content[METADATA]
         if not isinstance(metadata, Mapping) or not all(
-            type(metadata.get(key)) is kind
-            for key, kind in {"rank": int, "world_size": int, "shard_info": dict, "flatten_info": dict}.items()
+            type(metadata.get(key)) is value_type
+            for key, value_type in {"rank": int, "world_size": int, "shard_info": dict, "flatten_info": dict}.items()
         ):
             raise CheckpointFormatError(f"{archive.file} has a {METADATA!r} that torch_xla does not write.")
         return cls(file=archive.file, content=content, metadata=metadata)
 
 
 def _by_rank(ranks: Sequence[_Rank]) -> list[_Rank]:
-    found: dict[int, _Rank] = {}
+    rank_by_number: dict[int, _Rank] = {}
     world = ranks[0].metadata["world_size"]
     for rank in ranks:
         number = rank.metadata["rank"]
-        if rank.metadata["world_size"] != world or number in found or not 0 <= number < world:
-            other = found.get(number, ranks[0])
+        if rank.metadata["world_size"] != world or number in rank_by_number or not 0 <= number < world:
+            other = rank_by_number.get(number, ranks[0])
             raise CheckpointFormatError(
                 f"{rank.file} (rank {number} of {rank.metadata['world_size']}) and {other.file} (rank "
                 f"{other.metadata['rank']} of {world}) don't belong to one checkpoint.\nMove the shards of each "
                 "checkpoint to a folder of their own."
             )
-        found[number] = rank
-    if len(found) < world:
-        missing = (str(number) for number in itertools.count() if number not in found)
-        lacking = ", ".join(itertools.islice(missing, min(_SHOWN, world - len(found))))
+        rank_by_number[number] = rank
+    if len(rank_by_number) < world:
+        missing_numbers = (str(number) for number in itertools.count() if number not in rank_by_number)
+        listed = ", ".join(itertools.islice(missing_numbers, min(_MOST_SHOWN, world - len(rank_by_number))))
         raise CheckpointFormatError(
-            f"{ranks[0].file.folder} lacks the shards of rank {lacking} of {world}.\n"
+            f"{ranks[0].file.folder} lacks the shards of rank {listed} of {world}.\n"
             "Put the files of all hosts into one folder, and import that."
         )
-    return [found[number] for number in range(world)]
+    return [rank_by_number[number] for number in range(world)]
 
 
 def _is_sharded_model(value: Any) -> bool:
@@ -126,8 +126,8 @@ def _is_sharded_model(value: Any) -> bool:
 def _split(name: str) -> tuple[str, str] | None:
     """The wrapper that a shard belongs to, and the shard's name in it; ``None`` if the name is not a shard's."""
     parts = name.split(".")
-    at = next((index for index, part in enumerate(parts) if part.startswith(_SHARD)), None)
-    return None if at is None else (".".join(parts[:at]), ".".join(parts[at:]))
+    shard_index = next((index for index, part in enumerate(parts) if part.startswith(_SHARD)), None)
+    return None if shard_index is None else (".".join(parts[:shard_index]), ".".join(parts[shard_index:]))
 
 
 def _part(rank: _Rank, key: str) -> Any:
@@ -154,13 +154,13 @@ class _Layout:
         self.buffers = {clean_name(str(name)): info for name, info in rank.metadata.get("buffer_info", {}).items()}
 
     def model(self, by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        read: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         for name, value in by_rank[0].items():
             if _split(name) is None:
-                read[clean_name(name)] = self._buffer(clean_name(name), value)
+                state[clean_name(name)] = self._buffer(clean_name(name), value)
             else:
-                read.update(self._whole(name, [self._of_rank(part, name) for part in by_rank]))
-        return read
+                state.update(self._join_shards(name, [self._shard_of(part, name) for part in by_rank]))
+        return state
 
     def optimizer(
         self,
@@ -173,25 +173,25 @@ class _Layout:
         named = [by_name(f"the optimizer {key!r}", states[0], {clean_name(n): s for n, s in shards.items()}, order)]
         raw = {clean_name(name): name for name in shards}
         numbers = [number for group in states[0]["param_groups"] for number in group["params"]]
-        names = [name for group in named[0]["param_groups"] for name in group["params"]]
+        parameter_names = [name for group in named[0]["param_groups"] for name in group["params"]]
         state: dict[str, dict[str, Any]] = {}
-        for number, name in zip(numbers, names, strict=True):
+        for number, name in zip(numbers, parameter_names, strict=True):
             parameters = self._parameters(raw[name])
-            for what, value in states[0].get("state", {}).get(number, {}).items():
+            for state_key, value in states[0].get("state", {}).get(number, {}).items():
                 if isinstance(value, TensorSource) and tuple(value.shape) == shards[raw[name]]:
-                    parts = [self._of_rank(part.get("state", {}).get(number, {}), what) for part in states]
-                    values = self._whole(raw[name], parts)
+                    parts = [self._shard_of(part.get("state", {}).get(number, {}), state_key) for part in states]
+                    values = self._join_shards(raw[name], parts)
                 else:
                     values = {parameter.name: value for parameter in parameters}
-                for parameter, found in values.items():
-                    state.setdefault(parameter, {})[what] = found
+                for parameter, parameter_value in values.items():
+                    state.setdefault(parameter, {})[state_key] = parameter_value
         groups = [
             {**group, "params": [p.name for name in group["params"] for p in self._parameters(raw[name])]}
             for group in named[0]["param_groups"]
         ]
         return {"state": state, "param_groups": groups}
 
-    def _of_rank(self, part: Any, name: str) -> TensorSource:
+    def _shard_of(self, part: Any, name: str) -> TensorSource:
         value = part.get(name) if isinstance(part, Mapping) else None
         if not isinstance(value, TensorSource):
             raise CheckpointFormatError(f"the shard {name!r} is not on all ranks of {self.file.folder}")
@@ -213,19 +213,19 @@ class _Layout:
             if _FLAT not in full:
                 return [_Parameter(name=clean_name(full), shape=tuple(info["_orig_size"]), start=0)]
             names, shapes, numels = self.flattened[full]
-            outer, at, found = full.rpartition(".")[0], 0, []
+            outer, start, parameters = full.rpartition(".")[0], 0, []
             for inner, shape, numel in zip(names, shapes, numels, strict=True):
                 if math.prod(shape) != numel:
                     raise ValueError(f"{inner!r} does not have {numel} elements")
-                found.append(_Parameter(name=clean_name(f"{outer}.{inner}"), shape=tuple(shape), start=at))
-                at += numel
+                parameters.append(_Parameter(name=clean_name(f"{outer}.{inner}"), shape=tuple(shape), start=start))
+                start += numel
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointFormatError(
                 f"the {METADATA!r} of {self.file} does not describe {name!r} ({type(error).__name__}: {error})"
             ) from error
-        return found
+        return parameters
 
-    def _whole(self, name: str, shards: Sequence[TensorSource]) -> dict[str, Any]:
+    def _join_shards(self, name: str, shards: Sequence[TensorSource]) -> dict[str, Any]:
         """The user's parameters that the shards of all ranks form, by name."""
         shape, dtype = tuple(shards[0].shape), shards[0].dtype
         if any(tuple(shard.shape) != shape or shard.dtype != dtype for shard in shards):
@@ -245,5 +245,5 @@ class _Layout:
             if rows > 0:
                 offsets = (begin, *(0 for _ in shape[1:]))
                 pieces.append(Piece(offsets=offsets, lengths=(rows, *shape[1:]), source=shard))
-        whole = InPieces(name=parameter.name, shape=parameter.shape, dtype=dtype, pieces=tuple(pieces))
-        return {parameter.name: whole}
+        tensor = InPieces(name=parameter.name, shape=parameter.shape, dtype=dtype, pieces=tuple(pieces))
+        return {parameter.name: tensor}

@@ -29,7 +29,7 @@ __all__ = [
 OVERWRITE = "choose another path, or pass overwrite=True (--overwrite on the command line)"
 """The remedy in errors about an existing path."""
 
-_SHOWN = 5
+_MOST_SHOWN = 5
 
 
 def check_apart(out: StrPath, source: Folder) -> None:
@@ -39,16 +39,16 @@ def check_apart(out: StrPath, source: Folder) -> None:
         CheckpointExistsError: The paths overlap.
     """
     target = open_folder(out)
-    here, there = (
+    source_path, target_path = (
         os.path.realpath(folder.root) if folder.local else str(folder).rstrip("/") for folder in (source, target)
     )
-    if here == there:
+    if source_path == target_path:
         raise CheckpointExistsError(f"{target} is the checkpoint to be read: choose another path to write to")
-    if there.startswith(f"{here}/"):
+    if target_path.startswith(f"{source_path}/"):
         raise CheckpointExistsError(
             f"{target} lies inside {source}, the checkpoint to be read: choose a path outside of it"
         )
-    if here.startswith(f"{there.rstrip('/')}/"):
+    if source_path.startswith(f"{target_path.rstrip('/')}/"):
         raise CheckpointExistsError(
             f"{source}, the checkpoint to be read, lies inside {target}: choose another path to write to"
         )
@@ -60,12 +60,12 @@ def check_file(out: StrPath, *, overwrite: bool) -> None:
     Raises:
         CheckpointExistsError: The path is a folder, or exists and ``overwrite`` is false.
     """
-    place = open_folder(out)
-    kind = place.kind()
-    if kind == "folder" or (kind == "link" and os.path.isdir(place.root)):
-        raise CheckpointExistsError(f"{place} is a folder, and the output is one file: choose another path")
-    if kind != "missing" and not overwrite:
-        raise CheckpointExistsError(f"{place} already exists: {OVERWRITE}")
+    target = open_folder(out)
+    target_type = target.kind()
+    if target_type == "folder" or (target_type == "link" and os.path.isdir(target.root)):
+        raise CheckpointExistsError(f"{target} is a folder, and the output is one file: choose another path")
+    if target_type != "missing" and not overwrite:
+        raise CheckpointExistsError(f"{target} already exists: {OVERWRITE}")
 
 
 @contextmanager
@@ -75,63 +75,65 @@ def new_file(out: StrPath) -> Iterator[BinaryIO]:
     Raises:
         CheckpointError: It can't be written; the previous content of ``out`` is unchanged.
     """
-    place = open_folder(out)
-    parent = replace(place, root=posixpath.dirname(place.root) or ".")
-    name = posixpath.basename(place.root)
+    target = open_folder(out)
+    parent = replace(target, root=posixpath.dirname(target.root) or ".")
+    name = posixpath.basename(target.root)
     # In an object store, an object becomes visible when it is complete.
-    written = f"{name}.{secrets.token_hex(6)}.partial" if place.local else name
-    with named_errors(f"write {place}"):
+    temporary_name = f"{name}.{secrets.token_hex(6)}.partial" if target.local else name
+    with named_errors(f"write {target}"):
         try:
-            with parent.writing(written) as stream:
+            with parent.writing(temporary_name) as stream:
                 yield stream
-            if place.local:
-                os.replace(parent.path(written), place.root)
+            if target.local:
+                os.replace(parent.path(temporary_name), target.root)
                 sync_directory(parent.root)
         except BaseException:
-            if place.local:
-                parent.remove(written)
+            if target.local:
+                parent.remove(temporary_name)
             raise
 
 
-def check_folder(out: StrPath, *, overwrite: bool, ours: str) -> None:
+def check_folder(out: StrPath, *, overwrite: bool, own_files: str) -> None:
     """Refuse a path where a folder of files must not be written.
 
     Args:
         out: The path.
         overwrite: Whether a folder that holds only such files may be replaced; in an object store, none may.
-        ours: A regular expression for the names of such a folder's files.
+        own_files: A regular expression for the names of such a folder's files.
 
     Raises:
         CheckpointExistsError: The path holds something that must not be replaced.
     """
-    place = open_folder(out)
-    kind = place.kind()
-    if kind == "missing" or (kind == "folder" and not place.files()):
+    target = open_folder(out)
+    target_type = target.kind()
+    if target_type == "missing" or (target_type == "folder" and not target.files()):
         return
-    if kind != "folder":
-        raise CheckpointExistsError(f"{place} is a {kind}, and the output is a folder: choose another path")
-    _refuse_foreign(place, ours, str(place))
+    if target_type != "folder":
+        raise CheckpointExistsError(f"{target} is a {target_type}, and the output is a folder: choose another path")
+    _refuse_foreign(target, own_files, str(target))
     if not overwrite:
-        raise CheckpointExistsError(f"{place} already exists: {OVERWRITE}")
-    if not place.local:
+        raise CheckpointExistsError(f"{target} already exists: {OVERWRITE}")
+    if not target.local:
         raise CheckpointExistsError(
-            f"{place} already exists, and a folder in an object store can't be replaced atomically: remove it, or "
+            f"{target} already exists, and a folder in an object store can't be replaced atomically: remove it, or "
             "choose another path"
         )
 
 
-def _refuse_foreign(folder: Folder, ours: str, name: str) -> None:
-    foreign = [file for file in folder.files() if not re.fullmatch(ours, file)]
+def _refuse_foreign(folder: Folder, own_files: str, name: str) -> None:
+    foreign = [file for file in folder.files() if not re.fullmatch(own_files, file)]
     if foreign:
-        shown = ", ".join(foreign[:_SHOWN]) + (f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else "")
+        listed = ", ".join(foreign[:_MOST_SHOWN]) + (
+            f" and {len(foreign) - _MOST_SHOWN} more" if len(foreign) > _MOST_SHOWN else ""
+        )
         raise CheckpointExistsError(
-            f"{name} is a folder with something else in it ({shown}), which is not replaced: choose another path, or "
+            f"{name} is a folder with something else in it ({listed}), which is not replaced: choose another path, or "
             "move that away"
         )
 
 
 @contextmanager
-def new_folder(out: StrPath, *, overwrite: bool, ours: str) -> Iterator[Folder]:
+def new_folder(out: StrPath, *, overwrite: bool, own_files: str) -> Iterator[Folder]:
     """Yield a folder to write to, and move it to its path when the block ends without error.
 
     In an object store, files are written to their final path, and removed if the block fails.
@@ -139,19 +141,19 @@ def new_folder(out: StrPath, *, overwrite: bool, ours: str) -> Iterator[Folder]:
     Args:
         out: The path.
         overwrite: As in :func:`check_folder`, which is to be called before.
-        ours: As there.
+        own_files: As there.
 
     Raises:
         CheckpointExistsError: Something has appeared there since, which must not be replaced.
         CheckpointError: It can't be written; the previous content of ``out`` is unchanged.
     """
-    place = NewFolder.of(out)
-    with named_errors(f"write {place.final}"):
+    folder_to_write = NewFolder.of(out)
+    with named_errors(f"write {folder_to_write.final}"):
         try:
-            yield place.folder
-            place.put(overwrite=overwrite, ours=ours)
+            yield folder_to_write.folder
+            folder_to_write.put(overwrite=overwrite, own_files=own_files)
         except BaseException:
-            place.discard()
+            folder_to_write.discard()
             raise
 
 
@@ -176,12 +178,12 @@ class NewFolder:
         folder = replace(final, root=f"{final.root}.{token}.partial") if final.local else final
         return cls(final=final, folder=folder, token=token)
 
-    def put(self, *, overwrite: bool, ours: str) -> None:
+    def put(self, *, overwrite: bool, own_files: str) -> None:
         """Move it to its path, where there may be an empty folder.
 
         Args:
             overwrite: Whether to replace a folder there that holds only files of this kind.
-            ours: A regular expression for the names of these files.
+            own_files: A regular expression for the names of these files.
 
         Raises:
             CheckpointExistsError: Something else is there by now. It is unchanged.
@@ -189,7 +191,7 @@ class NewFolder:
         self.folder.sync()
         if self.final.local:
             aside = f"{self.final.root}.{self.token}.replaced"
-            _take_place(self.folder, self.final, aside, ours if overwrite else None)
+            _take_place(self.folder, self.final, aside, own_files if overwrite else None)
 
     def discard(self) -> None:
         """Remove what was written."""
@@ -208,9 +210,9 @@ def _take_place(folder: Folder, final: Folder, aside: str, replaceable: str | No
                 "since, which is not replaced: choose another path"
             ) from error
     os.rename(final.root, aside)
-    old = replace(final, root=aside)
+    replaced = replace(final, root=aside)
     try:
-        _refuse_foreign(old, replaceable, str(final))  # it may have changed since that was checked
+        _refuse_foreign(replaced, replaceable, str(final))  # it may have changed since that was checked
         try:
             folder.move_to(final, aside=aside, expected=None)
         except FileExistsError as error:
@@ -222,16 +224,16 @@ def _take_place(folder: Folder, final: Folder, aside: str, replaceable: str | No
         with suppress(OSError):  # a new owner of the path keeps it
             os.rename(aside, final.root)
         raise
-    old.remove_all()
+    replaced.remove_all()
     sync_directory(os.path.dirname(final.root) or ".")
 
 
 @contextmanager
-def named_errors(doing: str) -> Iterator[None]:
+def named_errors(action: str) -> Iterator[None]:
     """Convert an error of a disk or an object store to a :class:`~fsdp_core.errors.CheckpointError`.
 
     Args:
-        doing: The operation, for the message: ``"write /data/a.safetensors"``.
+        action: The operation, for the message: ``"write /data/a.safetensors"``.
 
     Raises:
         CheckpointError: The block raised an :class:`OSError`.
@@ -241,4 +243,4 @@ def named_errors(doing: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except OSError as error:
-        raise CheckpointError(f"can't {doing}: {type(error).__name__}: {error}\n{remedy(error)}".rstrip()) from error
+        raise CheckpointError(f"can't {action}: {type(error).__name__}: {error}\n{remedy(error)}".rstrip()) from error

@@ -29,7 +29,7 @@ from fsdp_core.checkpoint.storage.recognition import (
 from fsdp_core.checkpoint.storage.writers import Writer, new_writer, writer_of, writers_in
 from fsdp_core.errors import CheckpointExistsError
 
-__all__ = ["Place", "another_was_saved", "choose_place", "clean_beside", "files_named"]
+__all__ = ["SaveTarget", "another_was_saved", "choose_target", "clean_beside", "files_named"]
 
 #: Object store folders that this process has already searched for leftovers, which takes a request per checkpoint.
 _looked_into: set[str] = set()
@@ -39,7 +39,7 @@ _APART = "Give each job paths of its own, such as another dirpath= in ModelCheck
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class SaveTarget:
     """Where a save is written.
 
     Attributes:
@@ -187,7 +187,7 @@ class Place:
             warnings.warn(f"{final} is saved, but files of an earlier save remain in it: {error}", stacklevel=4)
 
 
-def choose_place(path: StrPath, save_id: str, *, overwrite: bool) -> Place:
+def choose_target(path: StrPath, save_id: str, *, overwrite: bool) -> SaveTarget:
     """Decide where to write, before anything is written.
 
     Args:
@@ -219,7 +219,7 @@ def choose_place(path: StrPath, save_id: str, *, overwrite: bool) -> Place:
                 "save to another path, or move it away"
             )
     there = manifest_bytes(final) if kind == "folder" else None
-    return Place(
+    return SaveTarget(
         path=os.fspath(path),
         writer=new_writer(save_id, None if there is None else save_id_in(there)),
         aside=final.local and kind != "folder",

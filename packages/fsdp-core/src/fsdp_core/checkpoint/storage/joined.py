@@ -25,12 +25,12 @@ class JoinedFolder(Folder):
 
     Attributes:
         places: The folders. ``root`` and ``fs`` are those of the one with the manifest.
-        held: The files of each.
+        file_names: The names of the files of each.
         chosen: The place to read a file from, by name, if it is not the first that has it.
     """
 
     places: tuple[Folder, ...]
-    held: tuple[frozenset[str], ...] = field(repr=False)
+    file_names: tuple[frozenset[str], ...] = field(repr=False)
     chosen: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class JoinedFolder(Folder):
 
     def holders(self, name: str) -> list[int]:
         """Return the numbers of the places that have a file of this name."""
-        return [number for number, names in enumerate(self.held) if name in names]
+        return [number for number, file_names_of_place in enumerate(self.file_names) if name in file_names_of_place]
 
     def holder(self, name: str) -> Folder:
         """Return the place to read a file from; the first if none has it."""
@@ -48,13 +48,13 @@ class JoinedFolder(Folder):
 
     @property
     def _local_manifest(self) -> bool:
-        return next(place.local for place in self.places if (place.fs, place.root) == (self.fs, self.root))
+        return next(folder.local for folder in self.places if (folder.fs, folder.root) == (self.fs, self.root))
 
     def path(self, name: str) -> str:
         return self.holder(name).path(name)
 
     def files(self) -> list[str]:
-        return sorted(set().union(*self.held))
+        return sorted(set().union(*self.file_names))
 
     def size(self, name: str) -> int | None:
         return self.holder(name).size(name)
@@ -65,13 +65,13 @@ class JoinedFolder(Folder):
 
 def shown_paths(paths: Paths) -> str:
     """Return paths as text for messages."""
-    return " and ".join(os.fspath(path) for path in _each(paths))
+    return " and ".join(os.fspath(path) for path in _each_path(paths))
 
 
 def paths_of(paths: Paths) -> str | list[str]:
     """Return a path, or the only one of several, as text, and several as a list of texts."""
-    given = [os.fspath(path) for path in _each(paths)]
-    return given[0] if len(given) == 1 else given
+    texts = [os.fspath(path) for path in _each_path(paths)]
+    return texts[0] if len(texts) == 1 else texts
 
 
 def open_places(paths: Paths) -> Folder:
@@ -80,79 +80,85 @@ def open_places(paths: Paths) -> Folder:
     Raises:
         CheckpointFormatError: None of several holds a manifest, or they hold different saves.
     """
-    given = list(dict.fromkeys(os.fspath(path) for path in _each(paths)))
-    if len(given) == 1:
-        return open_folder(given[0])
-    if not given:
+    texts = list(dict.fromkeys(os.fspath(path) for path in _each_path(paths)))
+    if len(texts) == 1:
+        return open_folder(texts[0])
+    if not texts:
         raise CheckpointFormatError("no checkpoint was given: pass a path, or the places of a scattered save.")
-    places = [open_folder(path) for path in given]
-    for place in places:
-        if not place.fs.isdir(place.root):
-            raise CheckpointFormatError(f"no place of a scattered save at {place}: there is no folder. Check the path.")
-    held = [frozenset(place.files()) for place in places]
-    first, save_id = _first(places, held)
-    for place, names in zip(places, held, strict=True):
-        _check_save(place, names, places[first], save_id)
+    folders = [open_folder(path) for path in texts]
+    for folder in folders:
+        if not folder.fs.isdir(folder.root):
+            raise CheckpointFormatError(
+                f"no place of a scattered save at {folder}: there is no folder. Check the path."
+            )
+    file_names = [frozenset(folder.files()) for folder in folders]
+    first, save_id = _find_manifest(folders, file_names)
+    for folder, names in zip(folders, file_names, strict=True):
+        _check_belongs(folder, names, folders[first], save_id)
     return JoinedFolder(
-        fs=places[first].fs,
-        root=places[first].root,
-        local=all(place.local for place in places),
-        places=tuple(places),
-        held=tuple(held),
+        fs=folders[first].fs,
+        root=folders[first].root,
+        local=all(folder.local for folder in folders),
+        places=tuple(folders),
+        file_names=tuple(file_names),
     )
 
 
-def _each(paths: Paths) -> Iterator[StrPath]:
+def _each_path(paths: Paths) -> Iterator[StrPath]:
     if isinstance(paths, str | os.PathLike):
         yield paths
     else:
         yield from paths
 
 
-def _first(places: Sequence[Folder], held: Sequence[frozenset[str]]) -> tuple[int, str]:
+def _find_manifest(folders: Sequence[Folder], file_names: Sequence[frozenset[str]]) -> tuple[int, str]:
     """Return which place has the manifest, and the id of its save."""
     ids: dict[int, str] = {}
-    for number, place in enumerate(places):
-        data = manifest_bytes(place)
+    for number, folder in enumerate(folders):
+        data = manifest_bytes(folder)
         if data is not None:
             ids[number] = save_id_in(data) or ""
     if not ids:
-        told = [records[0] for place, names in zip(places, held, strict=True) if (records := _any_record(place, names))]
-        where = f", which rank 0 wrote on {told[0].manifest_host}, to {told[0].manifest_path}" if told else ""
+        hint = ""
+        for folder, names in zip(folders, file_names, strict=True):
+            records = _records_of_any_save(folder, names)
+            if records:
+                hint = f", which rank 0 wrote on {records[0].manifest_host}, to {records[0].manifest_path}"
+                break
         raise CheckpointFormatError(
-            f"none of {' and '.join(map(str, places))} holds the manifest of a scattered save{where}.\n"
+            f"none of {' and '.join(map(str, folders))} holds the manifest of a scattered save{hint}.\n"
             "Give the place of rank 0 too."
         )
     # a place may hold an earlier checkpoint too, if the save was killed before it could remove it
-    saves = [_saves(names, ids.get(number)) for number, names in enumerate(held)]
-    everywhere = [number for number, save_id in ids.items() if all(save_id in one for one in saves)]
+    saves = [_save_ids(names, ids.get(number)) for number, names in enumerate(file_names)]
+    everywhere = [number for number, save_id in ids.items() if all(save_id in ids_of_place for ids_of_place in saves)]
     distinct = {ids[number] for number in everywhere} or set(ids.values())
     if len(distinct) > 1:
-        told_ids = ", and ".join(f"{places[number]} that of save {save_id}" for number, save_id in ids.items())
+        manifests = ", and ".join(f"{folders[number]} that of save {save_id}" for number, save_id in ids.items())
         raise CheckpointFormatError(
-            f"the places hold different checkpoints, which can't be joined: of the manifests, {told_ids}.\n"
+            f"the places hold different checkpoints, which can't be joined: of the manifests, {manifests}.\n"
             "Give the places of one save."
         )
     number = next(iter(everywhere or ids))
     return number, ids[number]
 
 
-def _saves(names: frozenset[str], save_id: str | None) -> set[str]:
-    found = {of_file for name in names if (of_file := save_id_of(name)) is not None}
-    return found | ({save_id} if save_id is not None else set())
+def _save_ids(names: frozenset[str], save_id: str | None) -> set[str]:
+    save_ids = {file_save_id for name in names if (file_save_id := save_id_of(name)) is not None}
+    return save_ids | ({save_id} if save_id is not None else set())
 
 
-def _check_save(place: Folder, names: frozenset[str], first: Folder, save_id: str) -> None:
+def _check_belongs(folder: Folder, names: frozenset[str], first: Folder, save_id: str) -> None:
     """Refuse a place that holds nothing of a save."""
-    if place == first or save_id in _saves(names, None) or save_id_in(manifest_bytes(place) or b"") == save_id:
+    if folder == first or save_id in _save_ids(names, None) or save_id_in(manifest_bytes(folder) or b"") == save_id:
         return
-    others = sorted(_saves(names, None))
-    holds = f"files of save {', '.join(others[:4])}" if others else "no file of a save"
+    other_saves = sorted(_save_ids(names, None))
+    content = f"files of save {', '.join(other_saves[:4])}" if other_saves else "no file of a save"
     raise CheckpointFormatError(
-        f"{place} does not belong to the checkpoint whose manifest is at {first}: it holds {holds}, and the "
+        f"{folder} does not belong to the checkpoint whose manifest is at {first}: it holds {content}, and the "
         f"manifest is of save {save_id}. Parts of different saves are never joined.\nGive the places of one save."
     )
 
 
-def _any_record(place: Folder, names: frozenset[str]) -> list[PartRecord]:
-    return [record for save_id in list(saves_in(names))[:1] for record in records_in(place, save_id, names)]
+def _records_of_any_save(folder: Folder, names: frozenset[str]) -> list[PartRecord]:
+    return [record for save_id in list(saves_in(names))[:1] for record in records_in(folder, save_id, names)]

@@ -16,7 +16,7 @@ from fsdp_core.checkpoint.storage.writers import writer_of
 __all__ = ["described_part", "described_rest", "gather_command", "holds_part", "records_in", "saves_in"]
 
 _RECORD = re.compile(r"parts/(?P<save>[0-9a-f]{12})-rank-(?P<rank>\d{5,15})\.json")
-_SHOWN = 4
+_MOST_SHOWN = 4
 
 
 def saves_in(names: Collection[str]) -> dict[str, list[int]]:
@@ -26,11 +26,11 @@ def saves_in(names: Collection[str]) -> dict[str, list[int]]:
         >>> saves_in(["parts/0123456789ab-rank-00003.json", "model/0123456789ab-rank-00003.safetensors"])
         {'0123456789ab': [3]}
     """
-    found: dict[str, list[int]] = {}
+    ranks_of_save: dict[str, list[int]] = {}
     for name in sorted(names):
         if (record := _RECORD.fullmatch(name)) is not None:
-            found.setdefault(record["save"], []).append(int(record["rank"]))
-    return found
+            ranks_of_save.setdefault(record["save"], []).append(int(record["rank"]))
+    return ranks_of_save
 
 
 def holds_part(names: Collection[str]) -> bool:
@@ -53,17 +53,17 @@ def records_in(folder: Folder, save_id: str, names: Collection[str]) -> list[Par
         save_id: The save.
         names: The files in it.
     """
-    found = []
+    records = []
     for name in sorted(names):
         record = _RECORD.fullmatch(name)
         if record is None or record["save"] != save_id:
             continue
         try:
             if (folder.size(name) or MAX_RECORD_BYTES + 1) <= MAX_RECORD_BYTES:
-                found.append(PartRecord.from_json(folder.read(name)))
+                records.append(PartRecord.from_json(folder.read(name)))
         except (ValueError, OSError):  # a link that leads out of the folder is refused with one of them
             continue
-    return found
+    return records
 
 
 def described_part(folder: Folder, names: Collection[str]) -> str | None:
@@ -79,23 +79,23 @@ def described_part(folder: Folder, names: Collection[str]) -> str | None:
     saves = saves_in(names)
     if not saves:
         return None
-    told = []
-    for save_id, ranks in list(saves.items())[:_SHOWN]:
-        words = str(PlaceOfRanks(host="", path="", ranks=Ranks.of(ranks))).partition(" on ")[0]
-        text = f"it holds what {words} wrote of the scattered save {save_id}"
+    sentences = []
+    for save_id, ranks in list(saves.items())[:_MOST_SHOWN]:
+        rank_words = str(PlaceOfRanks(host="", path="", ranks=Ranks.of(ranks))).partition(" on ")[0]
+        text = f"it holds what {rank_words} wrote of the scattered save {save_id}"
         records = records_in(folder, save_id, names)
         if records:
-            one = records[0]
+            record = records[0]
             text += (
-                f", of {one.world_size} ranks, on {one.host or 'a host without a name'}. Rank 0 wrote the manifest on "
-                f"{one.manifest_host or 'a host without a name'}, to {one.manifest_path}"
+                f", of {record.world_size} ranks, on {record.host or 'a host without a name'}. Rank 0 wrote the "
+                f"manifest on {record.manifest_host or 'a host without a name'}, to {record.manifest_path}"
             )
-        told.append(text)
-    more = f" and of {len(saves) - _SHOWN} more" if len(saves) > _SHOWN else ""
+        sentences.append(text)
+    more = f" and of {len(saves) - _MOST_SHOWN} more" if len(saves) > _MOST_SHOWN else ""
     unfinished = ""
     if not holds_part(names):
         unfinished = " That save has not ended here, or was interrupted."
-    return f"{'; '.join(told)}{more}.{unfinished}\n{gather_command([str(folder)])}"
+    return f"{'; '.join(sentences)}{more}.{unfinished}\n{gather_command([str(folder)])}"
 
 
 def described_rest(folder: Folder, manifest: Manifest, missing: Sequence[str]) -> str:
@@ -106,20 +106,22 @@ def described_rest(folder: Folder, manifest: Manifest, missing: Sequence[str]) -
         manifest: The manifest, which says where ranks have written.
         missing: The files that are missing there.
     """
-    found: dict[str, None] = {}
+    missing_places: dict[str, None] = {}
     for name in missing:
-        place = place_of(manifest.places, name)
-        found[f"rank {of[1] if (of := rank_in(name)) else 0}" if place is None else str(place)] = None
-        if len(found) > _SHOWN:
+        place_of_rank = place_of(manifest.places, name)
+        missing_places[
+            f"rank {of[1] if (of := rank_in(name)) else 0}" if place_of_rank is None else str(place_of_rank)
+        ] = None
+        if len(missing_places) > _MOST_SHOWN:
             break
-    more = [f"  … and {len(missing)} files in all"] if len(found) > _SHOWN else []
+    more = [f"  … and {len(missing)} files in all"] if len(missing_places) > _MOST_SHOWN else []
     return "\n".join(
         [
             f"{folder} is a place of the scattered save {manifest.save_id}, and not all of it: of "
             f"{len(manifest.files)} files, {len(missing)} {'is' if len(missing) == 1 else 'are'} missing, written by",
-            *(f"  {told}" for told in list(found)[:_SHOWN]),
+            *(f"  {place_text}" for place_text in list(missing_places)[:_MOST_SHOWN]),
             *more,
-            gather_command([str(one) for one in getattr(folder, "places", (folder,))]),
+            gather_command([str(place) for place in getattr(folder, "places", (folder,))]),
         ]
     )
 
@@ -130,8 +132,8 @@ def gather_command(paths: Sequence[str]) -> str:
     Args:
         paths: Those that are known, of which at most four are shown.
     """
-    shown = " ".join(paths[:_SHOWN])
+    listed = " ".join(paths[:_MOST_SHOWN])
     return (
         "Bring the folders of all hosts to where one process sees them, and join them: "
-        f"fsdp checkpoint gather {shown} … OUT"
+        f"fsdp checkpoint gather {listed} … OUT"
     )

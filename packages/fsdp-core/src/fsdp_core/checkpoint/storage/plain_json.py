@@ -17,7 +17,7 @@ from fsdp_core.errors import CheckpointFormatError
 
 __all__ = ["children", "leaves", "part_at", "read_plain", "scalar", "tensor_of"]
 
-_SHOWN = 20
+_MOST_SHOWN = 20
 _DAMAGED = "It is damaged: restore it from a copy, or use an earlier checkpoint."
 _MOST_CHARACTERS = 2**28
 _MAPPINGS = ("$dict", "$ordered", "$counter", "$namespace")
@@ -53,11 +53,15 @@ def read_plain(files: StoredFiles) -> Any:
             f"can't read {folder.path(manifest.state_file)}: {error}. {remedy(error) or _DAMAGED}"
         ) from error
     if named := find_named_code(state):
-        lines = [f"  {'/'.join(keys)!r}: {why}." for keys, why in named[:_SHOWN]]
-        more = [f"  … and {len(named) - _SHOWN} more"] if len(named) > _SHOWN else []
-        rest = "Nothing was run. Load a checkpoint that you trust; if you trust this one, save it again without these."
-        where = folder.path(manifest.state_file)
-        raise CheckpointFormatError("\n".join([f"{where} names code, and is not read:", *lines, *more, rest]))
+        lines = [f"  {'/'.join(keys)!r}: {why}." for keys, why in named[:_MOST_SHOWN]]
+        more = [f"  … and {len(named) - _MOST_SHOWN} more"] if len(named) > _MOST_SHOWN else []
+        remedy_text = (
+            "Nothing was run. Load a checkpoint that you trust; if you trust this one, save it again without these."
+        )
+        state_path = folder.path(manifest.state_file)
+        raise CheckpointFormatError(
+            "\n".join([f"{state_path} names code, and is not read:", *lines, *more, remedy_text])
+        )
     return state
 
 
@@ -79,12 +83,12 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
         return [(str(index), item) for index, item in enumerate(node)]
     if tag is None:
         return list(node.items()) if isinstance(node, dict) else None
-    held = node[tag]
+    content = node[tag]
     if tag == "$defaultdict":
-        held = held[1]
+        content = content[1]
     if tag in _MAPPINGS or tag == "$defaultdict":
-        return [(_shown_key(key), item) for key, item in held]
-    return children(held) if tag in _SEQUENCES else None
+        return [(_key_text(key), item) for key, item in content]
+    return children(content) if tag in _SEQUENCES else None
 
 
 def tensor_of(node: Any) -> tuple[str, str] | None:
@@ -141,10 +145,10 @@ def part_at(node: Any, keys: list[str]) -> Any:
     return node
 
 
-def _shown_key(key: Any) -> str:
+def _key_text(key: Any) -> str:
     if isinstance(key, str):
         return key
     entries = children(key)
     if entries is not None:
-        return "(" + ", ".join(_shown_key(item) for _, item in entries) + ")"
+        return "(" + ", ".join(_key_text(item) for _, item in entries) + ")"
     return str(scalar(key))

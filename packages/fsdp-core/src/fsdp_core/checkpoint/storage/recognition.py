@@ -39,7 +39,7 @@ _OUR_FILES = re.compile(
 )
 
 # Formats that `fsdp checkpoint import` takes, by file names.
-_OTHERS = (
+_OTHER_FORMATS = (
     (re.compile(r"\.distcp$"), "one of torch.distributed.checkpoint, as Lightning's own sharded strategies write"),
     (re.compile(r"rank-\d+-of-\d+\.pth$"), "the shards of torch_xla's FSDP, as Lightning's XLAFSDPStrategy writes"),
     (re.compile(r"^[^/]+\.safetensors$"), "safetensors, as save_pretrained of transformers writes"),
@@ -60,10 +60,10 @@ def read_manifest(path: StrPath | Folder) -> Manifest:
     """
     folder = path if isinstance(path, Folder) else open_folder(path)
     try:
-        kind = folder.kind()
-        if kind == "missing" or (kind == "link" and not folder.fs.exists(folder.root)):
+        path_type = folder.kind()
+        if path_type == "missing" or (path_type == "link" and not folder.fs.exists(folder.root)):
             raise CheckpointFormatError(f"no checkpoint at {folder}: the path does not exist. Check the path.")
-        if kind == "file" or (kind == "link" and not folder.fs.isdir(folder.root)):
+        if path_type == "file" or (path_type == "link" and not folder.fs.isdir(folder.root)):
             raise CheckpointFormatError(
                 f"{folder} is a file, but a sharded checkpoint is a folder with a {MANIFEST}.\n"
                 'If it is a file of torch.save, such as Lightning\'s .ckpt (also ours with state_dict_type="full"), or '
@@ -86,8 +86,8 @@ def read_manifest(path: StrPath | Folder) -> Manifest:
         # Object store clients raise errors of their own, such as for missing credentials.
         if folder.local and not isinstance(error, OSError):
             raise
-        told = f"{type(error).__name__}: {error}. {remedy(error)}".rstrip()
-        raise CheckpointFormatError(f"can't read {folder}: {told}") from error
+        reason = f"{type(error).__name__}: {error}. {remedy(error)}".rstrip()
+        raise CheckpointFormatError(f"can't read {folder}: {reason}") from error
 
 
 def is_folder(path: StrPath) -> bool:
@@ -97,25 +97,28 @@ def is_folder(path: StrPath) -> bool:
 
 
 def _explain_no_manifest(folder: Folder) -> str:
-    names = folder.files()
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    if not names:
+    file_names = folder.files()
+    listed = ", ".join(file_names[:8]) + (f" and {len(file_names) - 8} more" if len(file_names) > 8 else "")
+    if not file_names:
         return f"no checkpoint at {folder}: the folder is empty. Check the path."
-    if (part := described_part(folder, names)) is not None:
+    if (part := described_part(folder, file_names)) is not None:
         return f"no complete checkpoint at {folder}: {part}"
-    if all(map(is_ours, names)):
+    if all(map(is_ours, file_names)):
         return (
             f"no complete checkpoint at {folder}: a save began and was interrupted before it was committed "
-            f"(there is {shown}, but no {MANIFEST}). Load an earlier checkpoint."
+            f"(there is {listed}, but no {MANIFEST}). Load an earlier checkpoint."
         )
-    others = [name for name in names if not is_ours(name)]
-    like = next((what for shape, what in _OTHERS if any(map(shape.search, others))), None)
+    foreign_names = [name for name in file_names if not is_ours(name)]
+    format_description = next(
+        (description for name_pattern, description in _OTHER_FORMATS if any(map(name_pattern.search, foreign_names))),
+        None,
+    )
     remedy = (
         "Check the path."
-        if like is None
-        else f"It looks like {like}: type `fsdp checkpoint import {folder} NEW`, and load NEW."
+        if format_description is None
+        else f"It looks like {format_description}: type `fsdp checkpoint import {folder} NEW`, and load NEW."
     )
-    return f"{folder} is not a checkpoint of this format: it has no {MANIFEST} (there is {shown}).\n{remedy}"
+    return f"{folder} is not a checkpoint of this format: it has no {MANIFEST} (there is {listed}).\n{remedy}"
 
 
 def is_ours(name: str) -> bool:
@@ -155,8 +158,8 @@ def save_id_of(name: str) -> str | None:
         >>> save_id_of("model/0123456789ab-rank-00000.safetensors"), save_id_of("manifest.json")
         ('0123456789ab', None)
     """
-    found = _OUR_FILES.fullmatch(name)
-    return None if found is None else found["chunks"] or found["parts"] or found["state"] or found["manifest"]
+    match = _OUR_FILES.fullmatch(name)
+    return None if match is None else match["chunks"] or match["parts"] or match["state"] or match["manifest"]
 
 
 def manifest_bytes(folder: Folder) -> bytes | None:
@@ -169,8 +172,8 @@ def manifest_bytes(folder: Folder) -> bytes | None:
 
 def save_id_in(manifest: bytes) -> str | None:
     """Return the save id in a manifest, without parsing it: it may be damaged or of another version."""
-    found = re.search(rb'"save_id"\s*:\s*"([0-9a-f]{12})"', manifest[:4096])
-    return None if found is None else found[1].decode()
+    match = re.search(rb'"save_id"\s*:\s*"([0-9a-f]{12})"', manifest[:4096])
+    return None if match is None else match[1].decode()
 
 
 def fingerprint(manifest: bytes | None) -> str | None:

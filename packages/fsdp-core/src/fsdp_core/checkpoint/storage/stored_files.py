@@ -81,9 +81,9 @@ class StoredFiles:
         """
         from fsdp_core.checkpoint.format.safetensors_file import read_box
 
-        read_box(lambda buffer, start: self.fill(name, key, buffer, start), self.place(name, key), offsets, out)
+        read_box(lambda buffer, start: self.fill(name, key, buffer, start), self.locate(name, key), offsets, out)
 
-    def place(self, name: str, key: str) -> FileTensor:
+    def locate(self, name: str, key: str) -> FileTensor:
         """Return the place of a tensor in a file.
 
         Raises:

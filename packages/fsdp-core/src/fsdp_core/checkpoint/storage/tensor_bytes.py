@@ -83,23 +83,29 @@ class TensorBytes:
             common = overlap((chunk.offsets, chunk.lengths), wanted)
             assert common is not None
             for span in _contiguous(chunk, common):
-                at = tuple(a - b for a, b in zip(span[0], offsets, strict=True))
-                self._read_span(chunk, span, item, memoryview(out), tuple(lengths), at)
+                offsets_in_box = tuple(a - b for a, b in zip(span[0], offsets, strict=True))
+                self._read_span(chunk, span, item, memoryview(out), tuple(lengths), offsets_in_box)
         return out
 
     def _read_span(
-        self, chunk: StoredChunk, span: Box, item: int, out: memoryview, shape: tuple[int, ...], at: tuple[int, ...]
+        self,
+        chunk: StoredChunk,
+        span: Box,
+        item: int,
+        out: memoryview,
+        shape: tuple[int, ...],
+        offsets_in_box: tuple[int, ...],
     ) -> None:
         first = 0
         for offset, begin, length in zip(span[0], chunk.offsets, chunk.lengths, strict=True):
             first = first * length + offset - begin
-        start = self.files.place(chunk.file, chunk.key).start + first * item
+        start = self.files.locate(chunk.file, chunk.key).start + first * item
         if span[1] == shape:
             self.files.fill(chunk.file, chunk.key, out, start)
             return
         part = memoryview(bytearray(math.prod(span[1]) * item))
         self.files.fill(chunk.file, chunk.key, part, start)
-        copy_into(out, shape, at, part, item, span[1])
+        copy_into(out, shape, offsets_in_box, part, item, span[1])
 
     def source(self, key: str, rows: tuple[int, int] | None = None, *, dtype_name: str | None = None) -> BytesSource:
         """Return a tensor as a source for writing.
@@ -111,30 +117,34 @@ class TensorBytes:
         """
         stored = self.manifest.tensors[key]
         shape = stored.shape if rows is None else (rows[1] - rows[0], *stored.shape[1:])
-        wanted = dtype_name or stored.dtype_name
+        stored_dtype_name = dtype_name or stored.dtype_name
 
         def blocks() -> Iterator[bytearray]:
             first = 0 if rows is None else rows[0]
             for offsets, lengths in cut(shape, ITEM_BYTES[stored.dtype_name], self.block_bytes):
                 begin = (first + offsets[0], *offsets[1:]) if offsets else ()
                 block = self.read(key, begin, lengths)
-                yield block if wanted == stored.dtype_name else _converted(block, stored.dtype_name, wanted)
+                yield (
+                    block
+                    if stored_dtype_name == stored.dtype_name
+                    else _converted(block, stored.dtype_name, stored_dtype_name)
+                )
 
-        return BytesSource(shape=shape, dtype_name=wanted, blocks=blocks)
+        return BytesSource(shape=shape, dtype_name=stored_dtype_name, blocks=blocks)
 
     def small_source(self, name: str) -> BytesSource:
         """Return a tensor of the plain data as a source for writing, by its name in the plain data."""
         state_tensors = self.manifest.state_tensors
         assert state_tensors is not None
-        place = self.files.place(state_tensors, name)
+        header_entry = self.files.locate(state_tensors, name)
 
         def blocks() -> Iterator[bytearray]:
-            for begin in range(0, place.nbytes, self.block_bytes):
-                block = bytearray(min(self.block_bytes, place.nbytes - begin))
-                self.files.fill(state_tensors, name, memoryview(block), place.start + begin)
+            for begin in range(0, header_entry.nbytes, self.block_bytes):
+                block = bytearray(min(self.block_bytes, header_entry.nbytes - begin))
+                self.files.fill(state_tensors, name, memoryview(block), header_entry.start + begin)
                 yield block
 
-        return BytesSource(shape=place.shape, dtype_name=place.dtype_name, blocks=blocks)
+        return BytesSource(shape=header_entry.shape, dtype_name=header_entry.dtype_name, blocks=blocks)
 
     def copied(self, name: str) -> Iterator[bytes]:
         """Yield the bytes of a whole file."""

@@ -25,7 +25,7 @@ __all__ = ["MISSING", "Differences", "TensorDifference", "compare"]
 MISSING = "(missing)"
 """The placeholder for plain data that one side does not have."""
 
-_FACTS = ("strategy", "world_size", "versions", "created")
+_RUN_FIELDS = ("strategy", "world_size", "versions", "created")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,19 +114,19 @@ def compare(
     for path in {*run_facts[0]} ^ {*run_facts[1]}:  # that one side alone has something there is content
         for content, facts in zip(plain, run_facts, strict=True):
             content.update({path: facts.pop(path)} if path in facts else {})
-    tensors = [_tensors(files, found) for files, found in zip(sides, plain, strict=True)]
+    tensors = [_tensors(files, difference) for files, difference in zip(sides, plain, strict=True)]
     ties = [_ties(files.manifest) for files in sides]
-    both = [key for key in tensors[0] if key in tensors[1] and not _is_further_name(key, *sides)]
-    on_bytes = counter(sum(tensors[0][key].nbytes for key in both), on_progress)
+    common_keys = [key for key in tensors[0] if key in tensors[1] and not _is_further_name(key, *sides)]
+    on_bytes = counter(sum(tensors[0][key].nbytes for key in common_keys), on_progress)
     differences = []
-    for key in both:
-        if (found := _compare(key, tensors[0][key], tensors[1][key], rtol, atol)) is not None:
-            differences.append(found)
+    for key in common_keys:
+        if (difference := _compare(key, tensors[0][key], tensors[1][key], rtol, atol)) is not None:
+            differences.append(difference)
         on_bytes(tensors[0][key].nbytes)
     return Differences(
         facts={
             fact: (getattr(sides[0].manifest, fact), getattr(sides[1].manifest, fact))
-            for fact in _FACTS
+            for fact in _RUN_FIELDS
             if getattr(sides[0].manifest, fact) != getattr(sides[1].manifest, fact)
         }
         | {path: (scalar(a), scalar(b)) for path, a in run_facts[0].items() if (b := run_facts[1][path]) != a},
@@ -138,8 +138,8 @@ def compare(
             if name in tensors[0] and name in tensors[1] and ties[0].get(name, ()) != ties[1].get(name, ())
         },
         tensors=tuple(differences),
-        plain=dict(_plain(plain[0], plain[1], rtol, atol)),
-        compared=len(both),
+        plain=dict(_plain_differences(plain[0], plain[1], rtol, atol)),
+        compared=len(common_keys),
     )
 
 
@@ -174,27 +174,27 @@ def _tensors(files: StoredFiles, plain: Mapping[str, Any]) -> dict[str, _Tensor]
             read=lambda offsets, lengths, before: reader.read(key, offsets, lengths),
         )
 
-    found = {key: stored(key) for key in manifest.tensors}
-    found |= {alias: stored(key) for alias, key in manifest.aliases.items()}
+    tensors = {key: stored(key) for key in manifest.tensors}
+    tensors |= {alias: stored(key) for alias, key in manifest.aliases.items()}
     for path, node in plain.items():
         tensor = tensor_of(node)
         if tensor is not None and tensor[0] == "$tensor":
-            found[path] = _small(files, tensor[1])
-    return found
+            tensors[path] = _small_tensor(files, tensor[1])
+    return tensors
 
 
-def _small(files: StoredFiles, name: str) -> _Tensor:
+def _small_tensor(files: StoredFiles, name: str) -> _Tensor:
     assert files.manifest.state_tensors is not None
     file = files.manifest.state_tensors
-    place = files.place(file, name)
-    item = ITEM_BYTES[place.dtype_name]
+    header_entry = files.locate(file, name)
+    item = ITEM_BYTES[header_entry.dtype_name]
 
     def read(offsets: tuple[int, ...], lengths: tuple[int, ...], before: int) -> bytearray:
         block = bytearray(math.prod(lengths) * item)
-        files.fill(file, name, memoryview(block), place.start + before * item)
+        files.fill(file, name, memoryview(block), header_entry.start + before * item)
         return block
 
-    return _Tensor(shape=place.shape, dtype_name=place.dtype_name, read=read)
+    return _Tensor(shape=header_entry.shape, dtype_name=header_entry.dtype_name, read=read)
 
 
 def _ties(manifest: Manifest) -> dict[str, tuple[str, ...]]:
@@ -222,10 +222,10 @@ def _compare(key: str, a: _Tensor, b: _Tensor, rtol: float, atol: float) -> Tens
     for offsets, lengths in cut(a.shape, item, BLOCK_BYTES):
         blocks = a.read(offsets, lengths, before), b.read(offsets, lengths, before)
         if not (same_type and blocks[0] == blocks[1]):
-            seen = _compare_blocks(blocks, (a.dtype_name, b.dtype_name), rtol, atol)
-            if seen.count and first is None:
-                first, values = before + seen.first, seen.values
-            count, most = count + seen.count, max(most, seen.max_abs)
+            block_difference = _compare_blocks(blocks, (a.dtype_name, b.dtype_name), rtol, atol)
+            if block_difference.count and first is None:
+                first, values = before + block_difference.first, block_difference.values
+            count, most = count + block_difference.count, max(most, block_difference.max_abs)
         before += math.prod(lengths)
     if same_type and not count:
         return None
@@ -234,54 +234,56 @@ def _compare(key: str, a: _Tensor, b: _Tensor, rtol: float, atol: float) -> Tens
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Seen:
+class _BlockDifference:
     count: int
     first: int = 0
     values: tuple[Any, Any] | None = None
     max_abs: float = 0.0
 
 
-def _compare_blocks(blocks: tuple[bytearray, bytearray], dtypes: tuple[str, str], rtol: float, atol: float) -> _Seen:
+def _compare_blocks(
+    blocks: tuple[bytearray, bytearray], dtypes: tuple[str, str], rtol: float, atol: float
+) -> _BlockDifference:
     import torch
 
     from fsdp_core.state.dtypes import DTYPES
 
-    given = [torch.frombuffer(block, dtype=DTYPES[name]) for block, name in zip(blocks, dtypes, strict=True)]
-    wide = torch.complex128 if any(tensor.is_complex() for tensor in given) else torch.float64
-    x, y = (tensor.to(wide) for tensor in given)
-    inexact = any(tensor.is_floating_point() or tensor.is_complex() for tensor in given)
+    tensors = [torch.frombuffer(block, dtype=DTYPES[name]) for block, name in zip(blocks, dtypes, strict=True)]
+    wide = torch.complex128 if any(tensor.is_complex() for tensor in tensors) else torch.float64
+    x, y = (tensor.to(wide) for tensor in tensors)
+    inexact = any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
     if inexact or rtol or atol:
         unequal = ~torch.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True)
     elif dtypes[0] == dtypes[1]:
         # float64 does not hold every int64, and torch compares unsigned integers of some widths only.
         width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[ITEM_BYTES[dtypes[0]]]
-        unequal = given[0].view(width) != given[1].view(width)
+        unequal = tensors[0].view(width) != tensors[1].view(width)
     else:
-        unequal = given[0].to(torch.int64) != given[1].to(torch.int64)
+        unequal = tensors[0].to(torch.int64) != tensors[1].to(torch.int64)
     count = int(unequal.sum())
     if not count:
-        return _Seen(count=0)
+        return _BlockDifference(count=0)
     first = int(unequal.to(torch.uint8).argmax())
     gaps = (x - y).abs()[unequal].nan_to_num(nan=math.inf, posinf=math.inf)
-    values = given[0][first].item(), given[1][first].item()
-    return _Seen(count=count, first=first, values=values, max_abs=float(gaps.max()))
+    values = tensors[0][first].item(), tensors[1][first].item()
+    return _BlockDifference(count=count, first=first, values=values, max_abs=float(gaps.max()))
 
 
 def _index(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     index: list[int] = []
     for size in reversed(shape):
-        flat, at = divmod(flat, size)
-        index.insert(0, at)
+        flat, position = divmod(flat, size)
+        index.insert(0, position)
     return tuple(index)
 
 
-def _plain(
+def _plain_differences(
     a: Mapping[str, Any], b: Mapping[str, Any], rtol: float, atol: float
 ) -> Iterator[tuple[str, tuple[Any, Any]]]:
     for path in [*a, *(path for path in b if path not in a)]:
         if path not in a or path not in b:
-            here, there = (scalar(side[path]) if path in side else MISSING for side in (a, b))
-            yield path, (here, there)
+            value_of_a, value_of_b = (scalar(side[path]) if path in side else MISSING for side in (a, b))
+            yield path, (value_of_a, value_of_b)
         elif not _is_equal(a[path], b[path], rtol, atol):
             yield path, (scalar(a[path]), scalar(b[path]))
 

@@ -21,7 +21,7 @@ from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError, Che
 
 __all__ = ["Consolidated", "consolidate_huggingface", "consolidate_safetensors"]
 
-_SHOWN = 5
+_MOST_SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,27 +141,27 @@ def consolidate_huggingface(
     """
     files = open_files(path)
     check_apart(out, files.folder)
-    check_folder(out, overwrite=overwrite, ours=OWN_FILES)
+    check_folder(out, overwrite=overwrite, own_files=OWN_FILES)
     if config is not None:
         _check_config(config)
     weights = _Weights(files, key, strip_prefix, dtype, copy_tied)
     on_bytes = counter(weights.prepare(verify=verify), on_progress)
     shards = split_into_files({name: source.nbytes for name, source in weights.sources.items()}, max_shard_size)
     weights.verify(verify, on_bytes)
-    with new_folder(out, overwrite=overwrite, ours=OWN_FILES) as folder:
+    with new_folder(out, overwrite=overwrite, own_files=OWN_FILES) as folder:
         for name, shard in shards.items():
             with folder.writing(name) as stream:
                 write_sources(stream, {tensor: weights.sources[tensor] for tensor in shard}, on_bytes=on_bytes)
-        written = list(shards)
+        file_names = list(shards)
         if len(shards) > 1:
             with folder.writing(INDEX) as stream:
                 stream.write(index_text(shards, weights.nbytes))
-            written.append(INDEX)
+            file_names.append(INDEX)
         if config is not None:
             with open(config, "rb") as source, folder.writing("config.json") as stream:
                 shutil.copyfileobj(source, stream)
-            written.append("config.json")
-    return weights.report(written)
+            file_names.append("config.json")
+    return weights.report(file_names)
 
 
 class _Weights:
@@ -179,19 +179,19 @@ class _Weights:
         first: dict[str, str] = {}
         reader = TensorBytes(files)
         outside = 0
-        for given, node in children(self._part(key)) or []:
-            if not given.startswith(strip_prefix):
-                self.left_out[given] = f"does not begin with {strip_prefix!r}"
+        for full_name, node in children(self._part(key)) or []:
+            if not full_name.startswith(strip_prefix):
+                self.left_out[full_name] = f"does not begin with {strip_prefix!r}"
                 outside += 1
                 continue
-            name, tensor = given.removeprefix(strip_prefix), tensor_of(node)
+            name, tensor = full_name.removeprefix(strip_prefix), tensor_of(node)
             if tensor is None:
-                self.left_out[given] = "is not a tensor"
+                self.left_out[full_name] = "is not a tensor"
                 continue
             if tensor[0] != "$saved":
                 raise CheckpointFormatError(
-                    f"{files.folder} holds {given!r} of its model among its plain data, where no save puts it: it is "
-                    "damaged. Restore it from a copy, or use an earlier checkpoint."
+                    f"{files.folder} holds {full_name!r} of its model among its plain data, where no save puts it: it "
+                    "is damaged. Restore it from a copy, or use an earlier checkpoint."
                 )
             stored = files.manifest.aliases.get(tensor[1], tensor[1])
             if stored in first and not copy_tied:
@@ -202,11 +202,13 @@ class _Weights:
             floating = files.manifest.tensors[stored].dtype_name in FLOATING
             self.sources[name] = reader.source(stored, dtype_name=dtype if floating else None)
         if not self.sources:
-            names = list(self.left_out)
-            shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+            left_out_names = list(self.left_out)
+            listed = ", ".join(left_out_names[:_MOST_SHOWN]) + (
+                f" and {len(left_out_names) - _MOST_SHOWN} more" if len(left_out_names) > _MOST_SHOWN else ""
+            )
             begin = f" that begins with {strip_prefix!r}" if outside else ""
             raise CheckpointMismatchError(
-                f"the model in {files.folder} has no tensor{begin}; it has {shown or 'nothing'}.\n"
+                f"the model in {files.folder} has no tensor{begin}; it has {listed or 'nothing'}.\n"
                 "Pass another prefix (--strip-prefix), or another model's path (--key)."
             )
 
@@ -218,16 +220,16 @@ class _Weights:
     def _part(self, key: str | None) -> object:
         manifest = self.files.manifest
         models = {path: split_path(path) for path, kind in manifest.kinds.items() if kind == "model"}
-        shown = ", ".join(repr("/".join(keys)) for keys in models.values()) or "none"
+        listed = ", ".join(repr("/".join(keys)) for keys in models.values()) or "none"
         if key is None and len(models) != 1:
             raise CheckpointMismatchError(
-                f"{self.files.folder} holds {len(models)} models ({shown}): choose one with key= (--key)"
+                f"{self.files.folder} holds {len(models)} models ({listed}): choose one with key= (--key)"
             )
-        wanted = next(iter(models)) if key is None else key
-        keys = next((keys for path, keys in models.items() if wanted in (path, "/".join(keys))), None)
+        model_key = next(iter(models)) if key is None else key
+        keys = next((keys for path, keys in models.items() if model_key in (path, "/".join(keys))), None)
         if keys is None:
             raise MissingKeyError(
-                f"no model under {key!r} in {self.files.folder}. Models in it: {shown}; pass one as key= (--key)"
+                f"no model under {key!r} in {self.files.folder}. Models in it: {listed}; pass one as key= (--key)"
             )
         part: object = part_at(read_plain(self.files), keys)
         return part
@@ -246,10 +248,10 @@ class _Weights:
         """Refuse damaged files."""
         refuse_damaged(self.files, self._needed(), checksums=checksums, on_bytes=on_bytes)
 
-    def report(self, written: Sequence[str]) -> Consolidated:
+    def report(self, file_names: Sequence[str]) -> Consolidated:
         """Return the result."""
         return Consolidated(
-            files=tuple(written),
+            files=tuple(file_names),
             tensors=len(self.sources),
             nbytes=self.nbytes,
             aliases=self.aliases,

@@ -11,7 +11,7 @@ import xxhash
 
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest
 from fsdp_core.checkpoint.storage.atomic import check_apart, named_errors
-from fsdp_core.checkpoint.storage.commit import choose_place
+from fsdp_core.checkpoint.storage.commit import choose_target
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.storage.joined import JoinedFolder, Paths, open_places
 from fsdp_core.checkpoint.storage.recognition import read_manifest, save_id_of
@@ -92,35 +92,39 @@ def gather(
     size = sum(entry.size for entry in manifest.files.values())
     on_bytes = counter(size * (1 + verify), on_progress)
     files = StoredFiles(folder, manifest)
-    spoiled = _choose_good(files, verify=verify, on_bytes=on_bytes)
+    spoiled = _choose_undamaged(files, verify=verify, on_bytes=on_bytes)
     duplicates = {}
     if isinstance(folder, JoinedFolder):
-        held = {name: folder.holders(name) for name in manifest.files}
-        duplicates = {name: [str(folder.places[one]) for one in found] for name, found in held.items() if found[1:]}
+        places_of_file = {name: folder.holders(name) for name in manifest.files}
+        duplicates = {
+            name: [str(folder.places[number]) for number in numbers]
+            for name, numbers in places_of_file.items()
+            if numbers[1:]
+        }
     # the file names carry the save's id, so it stays that save
-    place = choose_place(out, manifest.save_id, overwrite=True)
+    save_target = choose_target(out, manifest.save_id, overwrite=True)
     gathered = replace(manifest, places=())
     linked = 0
     data: bytes | None = None
-    with named_errors(f"write {target}"), writing(place.writer):
+    with named_errors(f"write {target}"), writing(save_target.writer):
         try:
-            place.begin()
+            save_target.begin()
             for name, entry in manifest.files.items():
                 source = folder.holder(name) if isinstance(folder, JoinedFolder) else folder
-                if not copy and _link(source, place.folder, name):
+                if not copy and _link(source, save_target.folder, name):
                     linked += 1
                     on_bytes(entry.size)
                 else:
-                    _copy(source, place.folder, name, entry, on_bytes)
+                    _copy(source, save_target.folder, name, entry, on_bytes)
             data = gathered.to_json().encode()
-            previous = place.commit(data, gathered.files)
+            previous = save_target.commit(data, gathered.files)
         except BaseException:
             with suppress(OSError):
-                if place.withdraw(data):
-                    place.remove_files()
-                    place.leave()
+                if save_target.withdraw(data):
+                    save_target.remove_files()
+                    save_target.leave()
             raise
-        place.tidy(data, previous)
+        save_target.tidy(data, previous)
     return Gathered(
         manifest=gathered,
         linked=linked,
@@ -130,7 +134,7 @@ def gather(
     )
 
 
-def _choose_good(files: StoredFiles, *, verify: bool, on_bytes: Callable[[int], None]) -> dict[str, str]:
+def _choose_undamaged(files: StoredFiles, *, verify: bool, on_bytes: Callable[[int], None]) -> dict[str, str]:
     """Choose for each file a place that has it undamaged, and return the faults of those that were passed over.
 
     Raises:
@@ -145,10 +149,14 @@ def _choose_good(files: StoredFiles, *, verify: bool, on_bytes: Callable[[int], 
         names = []
         if isinstance(folder, JoinedFolder):
             for name in list(faults):
-                left = [one for one in folder.holders(name) if one > folder.chosen.get(name, folder.holders(name)[0])]
-                if left:
+                later_places = [
+                    number
+                    for number in folder.holders(name)
+                    if number > folder.chosen.get(name, folder.holders(name)[0])
+                ]
+                if later_places:
                     spoiled[folder.path(name)] = faults.pop(name)
-                    folder.chosen[name] = left[0]
+                    folder.chosen[name] = later_places[0]
                     files.forget(name)
                     names.append(name)
         refuse_damage(files, faults)

@@ -19,7 +19,7 @@ from fsdp_core.checkpoint.storage.stored_files import StoredFiles
 from fsdp_core.checkpoint.storage.writers import Writer, writer_of, writers_in
 from fsdp_core.errors import CheckpointError, CheckpointFormatError
 
-__all__ = ["Found", "State", "find_checkpoints"]
+__all__ = ["ListedCheckpoint", "State", "find_checkpoints"]
 
 State = Literal["whole", "damaged", "unfinished", "scattered"]
 
@@ -29,7 +29,7 @@ _STEPS = (["trainer", "global_step"], ["global_step"], ["step"])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class ListedCheckpoint:
     """A checkpoint in a directory, or the remains of one.
 
     Attributes:
@@ -39,7 +39,7 @@ class Found:
             that it calls ``"global_step"`` or ``"step"``, if there is one.
         nbytes: The size of its files in bytes.
         time: When it was saved; for an unfinished one, when a file was last written.
-        told: The fault, or the writer.
+        remark: The fault, or the writer.
     """
 
     path: str
@@ -47,10 +47,10 @@ class Found:
     step: int | None
     nbytes: int
     time: datetime | None
-    told: str
+    remark: str
 
 
-def find_checkpoints(path: StrPath) -> list[Found]:
+def find_checkpoints(path: StrPath) -> list[ListedCheckpoint]:
     """Find the checkpoints of this format in a directory, not in its subdirectories.
 
     Args:
@@ -73,68 +73,77 @@ def find_checkpoints(path: StrPath) -> list[Found]:
             )
         entries = [str(entry["name"]).rstrip("/") for entry in parent.fs.ls(parent.root, detail=True)]
     except OSError as error:
-        told = f"{type(error).__name__}: {error}. {remedy(error)}".rstrip()
-        raise CheckpointError(f"can't list {parent}: {told}") from error
+        reason = f"{type(error).__name__}: {error}. {remedy(error)}".rstrip()
+        raise CheckpointError(f"can't list {parent}: {reason}") from error
     folders = [replace(parent, root=root) for root in entries]
-    found = [one for folder in folders if (one := _examine(folder)) is not None]
-    return sorted(found, key=lambda one: (one.time or datetime.max.replace(tzinfo=UTC), one.path))
+    checkpoints = [checkpoint for folder in folders if (checkpoint := _examine(folder)) is not None]
+    return sorted(
+        checkpoints, key=lambda checkpoint: (checkpoint.time or datetime.max.replace(tzinfo=UTC), checkpoint.path)
+    )
 
 
-def _examine(folder: Folder) -> Found | None:
+def _examine(folder: Folder) -> ListedCheckpoint | None:
     if folder.kind() != "folder":
         return None
     writer = writer_of(posixpath.basename(folder.root.replace("\\", "/")))
     if writer is None and folder.size(MANIFEST) is not None:
-        return _complete(folder) if holds_manifest(folder) else None
+        return _describe_complete(folder) if holds_manifest(folder) else None
     names = folder.files()
     part = None if writer is not None or MANIFEST in names else described_part(folder, names)
     if part is None and writer is None and not (names and is_interrupted(folder)):
         return None
     writers = writers_in(names, writer)
     sizes = [folder.size(name) or 0 for name in names if is_ours(name)]
-    times = [_modified(folder, name) for name in names]
-    told = [] if part is None else [_in_one_line(part)]
+    times = [_modification_time(folder, name) for name in names]
+    sentences = [] if part is None else [_in_one_line(part)]
     if writers or part is None:
-        told.append(_of_writers(writers))
-    return Found(
+        sentences.append(_describe_writers(writers))
+    return ListedCheckpoint(
         path=str(folder),
         state="unfinished" if part is None or not holds_part(names) else "scattered",
         step=None,
         nbytes=sum(sizes),
         time=max((time for time in times if time is not None), default=None),
-        told=" ".join(told),
+        remark=" ".join(sentences),
     )
 
 
-def _complete(folder: Folder) -> Found:
-    def read() -> Found:
+def _describe_complete(folder: Folder) -> ListedCheckpoint:
+    def read() -> ListedCheckpoint:
         files = StoredFiles(folder, read_manifest(folder))
         manifest = files.manifest
         sizes = {name: folder.size(name) for name in manifest.files}
-        wrong = [name for name, entry in manifest.files.items() if sizes[name] != entry.size]
-        shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-        elsewhere = bool(manifest.places and wrong) and all(sizes[name] is None for name in wrong)
-        fault = f"missing, or of another size: {shown}"
-        if elsewhere:
-            fault = _in_one_line(described_rest(folder, manifest, wrong))
-        others = {name: folder.size(name) or 0 for name in folder.files() if _is_of_another(name, manifest)}
-        too = f"; {len(others)} files of other saves lie in it too" if others else ""
-        plain = None if manifest.state_file in wrong else read_plain(files)
+        wrong_files = [name for name, entry in manifest.files.items() if sizes[name] != entry.size]
+        listed = ", ".join(wrong_files[:3]) + (f" and {len(wrong_files) - 3} more" if len(wrong_files) > 3 else "")
+        is_elsewhere = bool(manifest.places and wrong_files) and all(sizes[name] is None for name in wrong_files)
+        fault = f"missing, or of another size: {listed}"
+        if is_elsewhere:
+            fault = _in_one_line(described_rest(folder, manifest, wrong_files))
+        sizes_of_other_saves = {
+            name: folder.size(name) or 0 for name in folder.files() if _belongs_to_other_save(name, manifest)
+        }
+        remark = f"; {len(sizes_of_other_saves)} files of other saves lie in it too" if sizes_of_other_saves else ""
+        plain = None if manifest.state_file in wrong_files else read_plain(files)
         steps = [] if plain is None else [part_at(plain, keys) for keys in _STEPS]
-        return Found(
+        return ListedCheckpoint(
             path=str(folder),
-            state="scattered" if elsewhere else "damaged" if wrong else "whole",
+            state="scattered" if is_elsewhere else "damaged" if wrong_files else "whole",
             step=next((step for step in steps if type(step) is int), None),
-            nbytes=sum(size or 0 for size in [*sizes.values(), *others.values()]),
+            nbytes=sum(size or 0 for size in [*sizes.values(), *sizes_of_other_saves.values()]),
             time=_time(manifest.created),
-            told=(fault if wrong else f"by {manifest.strategy}") + too,
+            remark=(fault if wrong_files else f"by {manifest.strategy}") + remark,
         )
 
     try:
-        return retried([folder], read, is_right=lambda found: found.state == "whole")
+        return retried([folder], read, is_right=lambda checkpoint: checkpoint.state == "whole")
     except CheckpointFormatError as error:
-        return Found(
-            path=str(folder), state="damaged", step=None, nbytes=0, time=_modified(folder, MANIFEST), told=str(error)
+        return ListedCheckpoint(
+            path=str(folder),
+            state="damaged",
+            step=None,
+            nbytes=0,
+            time=_modification_time(folder, MANIFEST),
+            remark=str(error),
         )
 
 
@@ -143,19 +152,19 @@ def _in_one_line(text: str) -> str:
     return " ".join(f"{line.strip()};" if line.startswith("  ") else line for line in text.splitlines())
 
 
-def _is_of_another(name: str, manifest: Manifest) -> bool:
+def _belongs_to_other_save(name: str, manifest: Manifest) -> bool:
     return save_id_of(name) is not None and name not in manifest.files
 
 
-def _of_writers(writers: Collection[Writer]) -> str:
+def _describe_writers(writers: Collection[Writer]) -> str:
     if not writers:
         return "its writer is not recorded"
-    told = {
+    sentence_of_state = {
         "gone": "by {}, which is gone: the next save to this directory removes it",
         "lives": "by {}, which is running",
         "unknown": "by {}, which may or may not be running",
     }
-    return "; ".join(told[writer.standing()].format(writer) for writer in writers)
+    return "; ".join(sentence_of_state[writer.standing()].format(writer) for writer in writers)
 
 
 def _time(text: str) -> datetime | None:
@@ -166,7 +175,7 @@ def _time(text: str) -> datetime | None:
     return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
 
 
-def _modified(folder: Folder, name: str) -> datetime | None:
+def _modification_time(folder: Folder, name: str) -> datetime | None:
     try:
         time: datetime = folder.fs.modified(folder.path(name))
     except (OSError, NotImplementedError):

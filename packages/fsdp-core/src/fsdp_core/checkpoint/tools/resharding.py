@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from fsdp_core.checkpoint.format.chunks import Section, StoredChunk, chunk_name, file_name
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest, StoredTensor
 from fsdp_core.checkpoint.storage.atomic import OVERWRITE, check_apart, named_errors
-from fsdp_core.checkpoint.storage.commit import choose_place
+from fsdp_core.checkpoint.storage.commit import choose_target
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.storage.plain_json import read_plain
 from fsdp_core.checkpoint.storage.recognition import is_ours
@@ -24,7 +24,7 @@ from fsdp_core.errors import CheckpointExistsError, CheckpointValueError
 
 __all__ = ["check_target", "reshard"]
 
-_SHOWN = 5
+_MOST_SHOWN = 5
 _ALWAYS_FILES = 1024  # allowed even if some files hold no tensor
 _MOST_FILES = 100_000  # the limit of the five digits in their names
 
@@ -69,34 +69,34 @@ def reshard(
     check_apart(out, source.folder)
     target = open_folder(out)
     check_target(target, overwrite=overwrite)
-    old = source.manifest
-    rows = max((tensor.shape[0] for tensor in old.tensors.values() if tensor.shape), default=1)
+    manifest_before = source.manifest
+    rows = max((tensor.shape[0] for tensor in manifest_before.tensors.values() if tensor.shape), default=1)
     most = min(max(rows, _ALWAYS_FILES), _MOST_FILES)
     if files > most:
         raise CheckpointValueError(
             f"{source.folder} can't be written in {files} files: no tensor in it has more than {rows} rows to divide "
             f"between them. Pass {most} or less."
         )
-    tensor_bytes = sum(tensor.nbytes for tensor in old.tensors.values())
-    file_bytes = sum(entry.size for entry in old.files.values()) if verify else 0
+    tensor_bytes = sum(tensor.nbytes for tensor in manifest_before.tensors.values())
+    file_bytes = sum(entry.size for entry in manifest_before.files.values()) if verify else 0
     on_bytes = counter(tensor_bytes + file_bytes, on_progress)
-    refuse_damaged(source, old.files, checksums=verify, on_bytes=on_bytes)
+    refuse_damaged(source, manifest_before.files, checksums=verify, on_bytes=on_bytes)
     read_plain(source)  # which is copied, and refused here if it is not of the form that is saved
-    place = choose_place(out, secrets.token_hex(6), overwrite=True)
+    save_target = choose_target(out, secrets.token_hex(6), overwrite=True)
     data: bytes | None = None
-    with named_errors(f"write {target}"), writing(place.writer):
+    with named_errors(f"write {target}"), writing(save_target.writer):
         try:
-            place.begin()
-            manifest = _write(TensorBytes(source), place.folder, place.save_id, files, on_bytes)
+            save_target.begin()
+            manifest = _write(TensorBytes(source), save_target.folder, save_target.save_id, files, on_bytes)
             data = manifest.to_json().encode()
-            previous = place.commit(data, manifest.files)
+            previous = save_target.commit(data, manifest.files)
         except BaseException:
             with suppress(OSError):
-                if place.withdraw(data):
-                    place.remove_files()
-                    place.leave()
+                if save_target.withdraw(data):
+                    save_target.remove_files()
+                    save_target.leave()
             raise
-        place.tidy(data, previous)
+        save_target.tidy(data, previous)
     return manifest
 
 
@@ -110,27 +110,31 @@ def check_target(target: Folder, *, overwrite: bool) -> None:
     Raises:
         CheckpointExistsError: It must not.
     """
-    kind = target.kind()
-    if kind == "missing":
+    target_type = target.kind()
+    if target_type == "missing":
         return
-    if kind != "folder":
-        raise CheckpointExistsError(f"{target} is a {kind}, and the output is a folder: choose another path")
-    names = target.files()
-    if foreign := [name for name in names if not is_ours(name)]:
-        shown = ", ".join(foreign[:_SHOWN]) + (f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else "")
-        raise CheckpointExistsError(
-            f"{target} is a folder with something else in it ({shown}), which is not replaced: choose another path, or "
-            "move that away"
+    if target_type != "folder":
+        raise CheckpointExistsError(f"{target} is a {target_type}, and the output is a folder: choose another path")
+    file_names = target.files()
+    if foreign := [name for name in file_names if not is_ours(name)]:
+        listed = ", ".join(foreign[:_MOST_SHOWN]) + (
+            f" and {len(foreign) - _MOST_SHOWN} more" if len(foreign) > _MOST_SHOWN else ""
         )
-    if names and not overwrite:
+        raise CheckpointExistsError(
+            f"{target} is a folder with something else in it ({listed}), which is not replaced: choose another path, "
+            "or move that away"
+        )
+    if file_names and not overwrite:
         raise CheckpointExistsError(f"{target} already exists: {OVERWRITE}")
 
 
 def _write(reader: TensorBytes, target: Folder, save_id: str, count: int, on_bytes: Callable[[int], None]) -> Manifest:
-    old = reader.manifest
-    layout = _lay_out(old, save_id, count)
+    source_manifest = reader.manifest
+    layout = _lay_out(source_manifest, save_id, count)
     names = [
-        file_name(section, save_id, number) for section in sorted({*_sections(old).values()}) for number in range(count)
+        file_name(section, save_id, number)
+        for section in sorted({*_sections(source_manifest).values()})
+        for number in range(count)
     ]
     sources: dict[str, dict[str, BytesSource]] = {name: {} for name in names}
     for key, tensor in layout.items():
@@ -142,22 +146,22 @@ def _write(reader: TensorBytes, target: Folder, save_id: str, count: int, on_byt
         with target.writing(name) as stream:
             size, digest = write_sources(stream, content, on_bytes=on_bytes)
         files[name] = FileEntry(size=size, checksum=f"xxh3:{digest}")
-    renamed = {old.state_file: f"state-{save_id}.json"}
-    if old.state_tensors is not None:
-        renamed[old.state_tensors] = f"state-{save_id}.safetensors"
+    renamed = {source_manifest.state_file: f"state-{save_id}.json"}
+    if source_manifest.state_tensors is not None:
+        renamed[source_manifest.state_tensors] = f"state-{save_id}.safetensors"
     for before, name in renamed.items():
         with target.writing(name) as stream:
             for block in reader.copied(before):
                 stream.write(block)
-        files[name] = old.files[before]
+        files[name] = source_manifest.files[before]
     return replace(
-        old,
+        source_manifest,
         save_id=save_id,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         tensors=layout,
         files=files,
-        state_file=renamed[old.state_file],
-        state_tensors=None if old.state_tensors is None else renamed[old.state_tensors],
+        state_file=renamed[source_manifest.state_file],
+        state_tensors=None if source_manifest.state_tensors is None else renamed[source_manifest.state_tensors],
         places=(),
     )
 

@@ -43,33 +43,35 @@ def without_run_facts(leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     }
     by_callback: dict[str, dict[str, Any]] = {callback: {} for callback in folders}
     for path, node in leaves.items():
-        if (found := _IN_CALLBACK.match(path)) and found[1] in folders:
-            by_callback[found[1]][path[found.end() :]] = node
+        if (match := _IN_CALLBACK.match(path)) and match[1] in folders:
+            by_callback[match[1]][path[match.end() :]] = node
     content = {}
-    renamed = {callback: _renamed(state, folders[callback]) for callback, state in by_callback.items()}
+    renamed = {callback: _rename_paths(state, folders[callback]) for callback, state in by_callback.items()}
     for path, node in leaves.items():
         if path in facts:
             continue
-        found = _IN_CALLBACK.match(path)
-        if found is None or found[1] not in folders:
+        match = _IN_CALLBACK.match(path)
+        if match is None or match[1] not in folders:
             content[path] = node
             continue
-        names = renamed[found[1]]
-        key, _, file = path[found.end() :].partition("/")
+        new_names = renamed[match[1]]
+        key, _, file = path[match.end() :].partition("/")
         if key == _BEST and file:
             (file_path,) = split_path(file) if "/" not in file else ("",)
-            path = f"{found[1]}/{key}/{escaped(names[file_path])}" if file_path in names else path
-        content[path] = names.get(node, node) if isinstance(node, str) else node
+            path = f"{match[1]}/{key}/{escaped(new_names[file_path])}" if file_path in new_names else path
+        content[path] = new_names.get(node, node) if isinstance(node, str) else node
     return content, facts
 
 
-def _renamed(state: Mapping[str, Any], folder: str) -> dict[str, str]:
+def _rename_paths(state: Mapping[str, Any], folder: str) -> dict[str, str]:
     """The names in a folder of the files that a callback's state names, by their paths."""
     paths = {node for node in state.values() if isinstance(node, str)}
     paths |= {path for key in state if key.startswith(f"{_BEST}/") for path in split_path(key)[1:]}
     names = {path: _name_in(path, folder) or path for path in paths}
     short = {path: _VERSION.sub("", name) if name != path else path for path, name in names.items()}
-    return next((new for new in (short, names) if len(set(new.values())) == len(paths)), {})  # no two become one
+    return next(
+        (candidate for candidate in (short, names) if len(set(candidate.values())) == len(paths)), {}
+    )  # no two become one
 
 
 def _name_in(path: str, folder: str) -> str | None:

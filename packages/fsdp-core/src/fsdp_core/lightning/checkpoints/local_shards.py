@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_core.checkpoint.collective import together_each
+from fsdp_core.checkpoint.collective import run_on_all
 from fsdp_core.checkpoint.format.paths import join_path
 from fsdp_core.errors import CheckpointValueError
 from fsdp_core.runtime import Runtime
@@ -61,7 +61,7 @@ def refuse_local_shards(
                         f"A checkpoint would take it for the whole.\n{remedy}"
                     )
 
-    together_each(runtime, "looking for shards among what is saved", look)
+    run_on_all(runtime, "looking for shards among what is saved", look)
 
 
 def _memory(tensors: Iterable[Tensor]) -> Iterator[Place]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.async_save import AsyncSaves
-from fsdp_core.checkpoint.collective import together_each, total
+from fsdp_core.checkpoint.collective import run_on_all, total
 from fsdp_core.checkpoint.storage.joined import Paths
 from fsdp_core.checkpoint.storage.recognition import is_sharded
 from fsdp_core.errors import CheckpointError, FSDPError
@@ -165,7 +165,7 @@ def read_checkpoint(strategy: SavingStrategy, path: Paths, weights_only: bool | 
     runtime = strategy.runtime
     is_of_save = checkpoints.is_folder if users_io(strategy) is None else is_sharded
     # a host that lacks the path must not look for a file there while the others read a folder together
-    found_here = not isinstance(path, str) or together_each(runtime, f"looking for {path}", lambda: is_of_save(path))
+    found_here = not isinstance(path, str) or run_on_all(runtime, f"looking for {path}", lambda: is_of_save(path))
     sharded = total(runtime, [found_here])[0] > 0
     check_checkpoint(strategy.strategy_name, "sharded" if sharded else "full", f"to load {path!r}")
     if sharded or not isinstance(path, str):
@@ -174,5 +174,5 @@ def read_checkpoint(strategy: SavingStrategy, path: Paths, weights_only: bool | 
     read: Callable[..., Any] = read_full_file if io is None else io.load_checkpoint
     contents: list[Any] = []
     with own_exceptions(io):
-        together_each(runtime, f"reading {path}", lambda: contents.append(read(path, weights_only=weights_only)))
+        run_on_all(runtime, f"reading {path}", lambda: contents.append(read(path, weights_only=weights_only)))
     return contents[0], False

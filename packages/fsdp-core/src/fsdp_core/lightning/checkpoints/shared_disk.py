@@ -11,7 +11,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from fsdp_core.checkpoint.shared_place import check_shared
+from fsdp_core.checkpoint.shared_folder import check_shared
 from fsdp_core.errors import CheckpointError
 from fsdp_core.runtime import Runtime
 

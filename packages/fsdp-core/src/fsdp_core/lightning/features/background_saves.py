@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from fsdp_core.checkpoint.async_save import AsyncSaves
-from fsdp_core.checkpoint.collective import together_each
+from fsdp_core.checkpoint.collective import run_on_all
 from fsdp_core.lightning.checkpoints.deferred_copies import copied_after
 from fsdp_core.lightning.checkpoints.model_checkpoint import treat_pending_saves_as_done
 from fsdp_core.lightning.features.feature import Feature
@@ -71,9 +71,9 @@ class BackgroundSaves(Feature):
 
         def run(ranks: Runtime) -> None:
             is_first = (ranks.local_rank if scattered else ranks.rank) == 0
-            together_each(ranks, description, lambda: job() if is_first else None)
+            run_on_all(ranks, description, lambda: job() if is_first else None)
             if scattered:
-                together_each(ranks, description, lambda: None if is_first else job())
+                run_on_all(ranks, description, lambda: None if is_first else job())
 
         if self.of_fit is None:
             run(self._strategy.runtime)

@@ -53,7 +53,7 @@ class ShardedOptimizers:
         current, previous = _parameters_of(optimizer), _last_params.get(optimizer, [])
         if len(current) != len(previous) or not all(map(operator.is_, current, map(operator.call, previous))):
             name = type(optimizer).__name__
-            self._strategy.runtime.meet(f"a change of the parameters of {name}, of which all ranks hold parts,")
+            self._strategy.runtime.rendezvous(f"a change of the parameters of {name}, of which all ranks hold parts,")
             self._repoint([optimizer], roots)
 
     def refuse_late(self, sharded: Sharded, optimizers: Iterable[Optimizer] = ()) -> None:

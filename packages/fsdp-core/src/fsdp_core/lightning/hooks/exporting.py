@@ -77,7 +77,7 @@ def whole_state(sharded: Sharded, prefix: str = "") -> dict[str, Any]:
     Raises:
         ShardingError: Another rank did not call it.
     """
-    sharded.runtime.meet("a gathering of whole weights, of which all ranks hold parts,")
+    sharded.runtime.rendezvous("a gathering of whole weights, of which all ranks hold parts,")
     first = sharded.aliases()
     gathered: dict[str, Any] = {}  # on every rank, since all must gather the same
     for name, value in sharded.model_state().items():

@@ -58,7 +58,7 @@ def _grad_norm(module: Any, sharded: Any, prefix: str, order: float, separator: 
             "self.trainer.strategy.sharded.clip_norm(parameters, float('inf')) returns the norm of what an optimizer "
             "holds."
         )
-    sharded.runtime.meet("grad_norm, which needs the gradients of all ranks,")
+    sharded.runtime.rendezvous("grad_norm, which needs the gradients of all ranks,")
     norms = norms_of_gradients(sharded, order)
     norms_by_key: dict[str, Any] = {
         f"grad_{order}_norm{separator}{name.removeprefix(prefix)}": value

@@ -528,7 +528,7 @@ def _begin(root: nn.Module, module: nn.Module) -> None:
     name = f"{type(module).__name__} ({path!r})" if path else type(module).__name__
     check_not_gathered(root, f"a call of {name}, which is not gathered,")
     if _followed.get(root):
-        _sharded(root).runtime.meet(f"a call of {name} outside of a step, which gathers shards of all ranks,")
+        _sharded(root).runtime.rendezvous(f"a call of {name} outside of a step, which gathers shards of all ranks,")
 
 
 def _end(root: nn.Module, *, failed: bool) -> None:

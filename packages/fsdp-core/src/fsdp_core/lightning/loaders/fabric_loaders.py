@@ -10,7 +10,7 @@ from weakref import WeakSet
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fsdp_core.checkpoint.collective import together_to_first
+from fsdp_core.checkpoint.collective import gather_to_first
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.lightning.loaders.loader_states import (
     described,
@@ -124,7 +124,7 @@ def loader_state(key: str, loader: Any, runtime: Runtime) -> dict[str, Any]:
         own_states.append(loader.state_dict())
         return own_states[0]
 
-    states, epochs = together_to_first(runtime, f"reading the position of {key!r}", read), _epochs_of(loader)
+    states, epochs = gather_to_first(runtime, f"reading the position of {key!r}", read), _epochs_of(loader)
     saved = entry(described(loader), own_states if states is None else runtime.by_data_parallel_rank(states))
     if epochs is not None:
         saved["epoch"] = epochs.current

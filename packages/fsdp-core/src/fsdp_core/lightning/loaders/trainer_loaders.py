@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
-from fsdp_core.checkpoint.collective import together_to_first
+from fsdp_core.checkpoint.collective import gather_to_first
 from fsdp_core.lightning.loaders.loader_states import (
     described,
     entry,
@@ -155,7 +155,7 @@ class TrainingLoaders:
             own_states.extend(self._states(trainer))
             return own_states
 
-        states = together_to_first(runtime, "reading the positions of the data loaders", read)
+        states = gather_to_first(runtime, "reading the positions of the data loaders", read)
         ranks = [own_states] if states is None else runtime.by_data_parallel_rank(states)
         names = [described(loader) for loader in combined.flattened if has_state(loader)]
         loaders = [entry(name, states) for name, *states in zip(names, *ranks, strict=False)]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core.checkpoint import ChunkedTensor, is_checkpoint, remove
 from fsdp_core.checkpoint.async_save import AsyncSaves
-from fsdp_core.checkpoint.collective import together_each
+from fsdp_core.checkpoint.collective import run_on_all
 from fsdp_core.checkpoint.storage.folder import open_folder
 from fsdp_core.checkpoint.storage.recognition import is_place
 from fsdp_core.errors import CheckpointExistsError, CheckpointFormatError
@@ -78,7 +78,7 @@ def write_full(
         if runtime.rank == 0:
             copy.update(_copied(full_state, _host_memory(live), {}))
 
-    together_each(runtime, f"preparing to save {path}", stage)
+    run_on_all(runtime, f"preparing to save {path}", stage)
     async_saves.run(f"saving {path}", lambda ranks: write_on_rank_zero(path, lambda: write(copy), ranks, replaces_any))
 
 
@@ -121,7 +121,7 @@ def write_on_rank_zero(
         if runtime.rank == 0:
             replace_by(Path(path), write, replaces_any)
 
-    together_each(runtime, f"writing {path}", step)
+    run_on_all(runtime, f"writing {path}", step)
 
 
 def replace_by(path: Path, write: Callable[[], None], replaces_any: bool = False) -> None:

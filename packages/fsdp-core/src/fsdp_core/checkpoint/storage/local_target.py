@@ -19,25 +19,25 @@ from dataclasses import dataclass, replace
 import xxhash
 
 from fsdp_core.checkpoint.format.manifest import MANIFEST
-from fsdp_core.checkpoint.storage.commit import Place, another_was_saved, choose_place, clean_beside, files_named
+from fsdp_core.checkpoint.storage.commit import SaveTarget, another_was_saved, choose_target, clean_beside, files_named
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath
 from fsdp_core.checkpoint.storage.recognition import fingerprint, manifest_bytes, save_id_of
 from fsdp_core.checkpoint.storage.writers import Writer, writer_of
 
-__all__ = ["Stand", "choose_stand", "first_stand"]
+__all__ = ["LocalTarget", "choose_local_target", "first_local_target"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stand:
+class LocalTarget:
     """Where one rank of a scattered save writes.
 
     Attributes:
-        place: Its place. Its writer is the name by which ranks claim the place, not a process.
+        target: Its place. Its writer is the name by which ranks claim the place, not a process.
         own: This process as the writer.
         first: The writer that rank 0 is.
     """
 
-    place: Place
+    target: SaveTarget
     own: Writer
     first: Writer
 
@@ -49,26 +49,26 @@ class Stand:
     @property
     def path(self) -> str:
         """The place for people on this host: an absolute path, or a URL."""
-        final = self.place.final
+        final = self.target.final
         return os.path.abspath(final.root) if final.local else str(final)
 
     def claim_first(self) -> None:
         """Claim the place for rank 0, before others claim theirs."""
         self.claim()
-        self.place.folder.mark(self._mark_of_first)
+        self.target.folder.mark(self._mark_of_first)
 
     def claim(self) -> bool:
         """Claim the place, and return whether this rank leads there. Ranks that stand with rank 0 need not."""
-        place, folder = self.place, self.place.folder
+        target, folder = self.target, self.target.folder
         if not folder.local:  # no rank can tell that it was the first, so each leads
             folder.mark(self.own.mark)
             return True
         try:
-            if place.aside:
+            if target.aside:
                 os.makedirs(os.path.dirname(folder.root) or ".", exist_ok=True)
                 os.mkdir(folder.root)
             else:
-                folder.mark(place.writer.mark)
+                folder.mark(target.writer.mark)
         except FileExistsError:
             return False
         folder.mark(self.own.mark)
@@ -76,7 +76,7 @@ class Stand:
 
     def is_with_first(self) -> bool:
         """Whether rank 0, which has claimed its place already, stands in this one."""
-        return self.place.folder.size(self._mark_of_first) is not None
+        return self.target.folder.size(self._mark_of_first) is not None
 
     def publish(self) -> None:
         """Move what all ranks of a place have written to its path. Not for rank 0's place.
@@ -84,16 +84,16 @@ class Stand:
         Raises:
             CheckpointExistsError: Another job has saved there in the meantime.
         """
-        place, final = self.place, self.place.final
-        if not place.aside:
-            if fingerprint(manifest_bytes(final)) != place.before:
+        target, final = self.target, self.target.final
+        if not target.aside:
+            if fingerprint(manifest_bytes(final)) != target.before:
                 raise another_was_saved(final)
             final.sync()
             return
-        place.folder.sync()
+        target.folder.sync()
         with final.locked():
             try:
-                place.folder.move_to(final, aside=self._kept, expected=place.expected, keep=True)
+                target.folder.move_to(final, aside=self._path_aside, expected=target.expected, keep=True)
             except FileExistsError as error:
                 raise another_was_saved(final) from error
 
@@ -101,7 +101,7 @@ class Stand:
         """Remove what one rank has written in a save that has failed."""
         for folder in self._folders():
             for name in folder.files():
-                if save_id_of(name) == self.place.save_id and f"-rank-{rank:05d}." in name:
+                if save_id_of(name) == self.target.save_id and f"-rank-{rank:05d}." in name:
                     folder.remove(name)
 
     def leave(self) -> None:
@@ -109,36 +109,36 @@ class Stand:
         for folder in self._folders():
             self._unmark(folder)
             folder.remove_empty()
-        if self.place.expected is not None and os.path.lexists(self._kept):
+        if self.target.expected is not None and os.path.lexists(self._path_aside):
             with suppress(OSError):  # a new owner of the path keeps it
-                if not os.path.lexists(self.place.final.root):
-                    os.rename(self._kept, self.place.final.root)
+                if not os.path.lexists(self.target.final.root):
+                    os.rename(self._path_aside, self.target.final.root)
 
     def tidy(self) -> None:
         """Remove what the place held before, and the marks. Not for rank 0's place, which has a manifest to go by."""
-        final = self.place.final
+        final = self.target.final
         try:
-            names = final.files()
-            writers = [writer for name in names if (writer := writer_of(name)) is not None]
-            gone = {one.save_id for one in writers if one.standing() == "gone"}
-            running = {one.save_id for one in writers} - gone
-            out = (set(self.place.earlier) - running) | (gone - {self.place.save_id})
+            file_names = final.files()
+            writers = [writer for name in file_names if (writer := writer_of(name)) is not None]
+            dead_saves = {one.save_id for one in writers if one.standing() == "gone"}
+            running_saves = {one.save_id for one in writers} - dead_saves
+            removable_saves = (set(self.target.earlier) - running_saves) | (dead_saves - {self.target.save_id})
             previous = manifest_bytes(final)
-            go = {name for name in names if save_id_of(name) in out}
-            if previous is not None and fingerprint(previous) == self.place.before:
+            removable_files = {name for name in file_names if save_id_of(name) in removable_saves}
+            if previous is not None and fingerprint(previous) == self.target.before:
                 final.remove(MANIFEST)
-                go |= files_named(previous, names)
-            for name in sorted(go):
+                removable_files |= files_named(previous, file_names)
+            for name in sorted(removable_files):
                 final.remove(name)
-            for name in names:
+            for name in file_names:
                 writer = writer_of(name)
-                if writer is not None and writer.save_id in out:
+                if writer is not None and writer.save_id in removable_saves:
                     final.remove(name)
             self._unmark(final)
             final.remove_empty()
-            if self.place.expected is not None:
+            if self.target.expected is not None:
                 with suppress(FileNotFoundError):
-                    os.unlink(self._kept)
+                    os.unlink(self._path_aside)
             clean_beside(final)
         except OSError as error:
             warnings.warn(f"{final} is saved, but files of an earlier save remain in it: {error}", stacklevel=4)
@@ -146,49 +146,49 @@ class Stand:
     @property
     def _mark_of_first(self) -> str:
         """A mark in rank 0's place alone, whoever leads elsewhere: ranks may be threads of one process."""
-        return _named(self.first, "rank 0").mark
+        return _rename_writer(self.first, "rank 0").mark
 
     @property
-    def _kept(self) -> str:
-        return f"{self.place.final.root}.{self.place.save_id}.replaced"
+    def _path_aside(self) -> str:
+        return f"{self.target.final.root}.{self.target.save_id}.replaced"
 
     def _folders(self) -> list[Folder]:
         """Where the files of this save are: where they were written to, or where they were moved."""
-        found = [self.place.folder, self.place.final] if self.place.aside else [self.place.final]
-        return [folder for folder in found if folder.kind() == "folder"]
+        folders = [self.target.folder, self.target.final] if self.target.aside else [self.target.final]
+        return [folder for folder in folders if folder.kind() == "folder"]
 
     def _unmark(self, folder: Folder) -> None:
         for name in folder.files():
             writer = writer_of(name)
-            if writer is not None and writer.save_id == self.place.save_id:
+            if writer is not None and writer.save_id == self.target.save_id:
                 folder.remove(name)
 
 
-def first_stand(place: Place) -> Stand:
-    """Return rank 0's stand at a place that was chosen for a save."""
-    return Stand(place=_claimed(place, place.writer), own=place.writer, first=place.writer)
+def first_local_target(target: SaveTarget) -> LocalTarget:
+    """Return rank 0's local target at a place that was chosen for a save."""
+    return LocalTarget(target=_with_claim(target, target.writer), own=target.writer, first=target.writer)
 
 
-def choose_stand(path: StrPath, first: Stand, *, overwrite: bool) -> Stand:
+def choose_local_target(path: StrPath, first: LocalTarget, *, overwrite: bool) -> LocalTarget:
     """Decide where a rank other than rank 0 writes, before any rank writes.
 
     Args:
         path: Its path.
-        first: Rank 0's stand.
+        first: Rank 0's local target.
         overwrite: Whether a checkpoint, a part of one, a file or a link there may be replaced.
 
     Raises:
         CheckpointExistsError: The path holds something that must not be replaced.
     """
-    place = choose_place(path, first.place.save_id, overwrite=overwrite)
-    return Stand(place=_claimed(place, first.first), own=place.writer, first=first.first)
+    target = choose_target(path, first.target.save_id, overwrite=overwrite)
+    return LocalTarget(target=_with_claim(target, first.first), own=target.writer, first=first.first)
 
 
-def _claimed(place: Place, first: Writer) -> Place:
+def _with_claim(target: SaveTarget, first: Writer) -> SaveTarget:
     """Name the place as all ranks do that stand in it: paths in one folder differ in their last step."""
-    return replace(place, writer=_named(first, f"claim of {os.path.basename(place.final.root)}"))
+    return replace(target, writer=_rename_writer(first, f"claim of {os.path.basename(target.final.root)}"))
 
 
-def _named(writer: Writer, what: str) -> Writer:
+def _rename_writer(writer: Writer, what: str) -> Writer:
     """A name with a writer's save and process, for something else than a mark of that process."""
     return replace(writer, replaces=xxhash.xxh3_64_hexdigest(what.encode("utf-8", "surrogateescape"))[:12])

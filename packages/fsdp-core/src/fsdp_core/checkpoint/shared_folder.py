@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from fsdp_core.checkpoint.collective import together_each, together_first, total
+from fsdp_core.checkpoint.collective import run_on_all, run_on_first, total
 from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
 from fsdp_core.errors import CheckpointError
 from fsdp_core.runtime import Runtime
@@ -52,38 +52,42 @@ def check_shared(path: StrPath, runtime: Runtime) -> None:
     Raises:
         CheckpointError: A host does not see it, or rank 0 can't write there. The message names hosts and path.
     """
-    known = _shared.setdefault(runtime, set())
-    sign = together_first(runtime, f"looking at {os.fspath(path)}", lambda: _sign(path, runtime, known))
+    shared_paths = _shared.setdefault(runtime, set())
+    sign = run_on_first(runtime, f"looking at {os.fspath(path)}", lambda: _make_sign(path, runtime, shared_paths))
     if sign is None:
         return
     folder = open_folder(sign.path)
     try:
-        together_each(runtime, f"writing to {folder}", lambda: folder.mark(sign.name) if runtime.rank == 0 else None)
-        looks = runtime.local_rank == 0 and runtime.rank != 0
-        sees = not looks or _sees(folder, sign)
-        lacking = total(runtime, [not sees])[0]
+        run_on_all(runtime, f"writing to {folder}", lambda: folder.mark(sign.name) if runtime.rank == 0 else None)
+        is_looking = runtime.local_rank == 0 and runtime.rank != 0
+        is_seen = not is_looking or _sees_sign(folder, sign)
+        hosts_without = total(runtime, [not is_seen])[0]
     finally:
         if runtime.rank == 0:
             with suppress(Exception):  # it is empty, and says what it is
                 folder.remove(sign.name)
-    if not lacking:
-        known.add(os.fspath(path))
-        known.add(sign.path)
+    if not hosts_without:
+        shared_paths.add(os.fspath(path))
+        shared_paths.add(sign.path)
         return
-    blind = runtime.gather_objects_to(None if sees else socket.gethostname())
-    told = None if blind is None else _told(sign, {rank: host for rank, host in enumerate(blind) if host is not None})
-    raise CheckpointError(runtime.broadcast_object(told))
+    hosts_by_rank = runtime.gather_objects_to(None if is_seen else socket.gethostname())
+    report = (
+        None
+        if hosts_by_rank is None
+        else _describe_unshared(sign, {rank: host for rank, host in enumerate(hosts_by_rank) if host is not None})
+    )
+    raise CheckpointError(runtime.broadcast_object(report))
 
 
-def _sign(path: StrPath, runtime: Runtime, known: set[str]) -> _Sign | None:
+def _make_sign(path: StrPath, runtime: Runtime, shared_paths: set[str]) -> _Sign | None:
     """Rank 0's sign; ``None`` if it knows the place."""
-    asked = os.fspath(path)
-    if runtime.rank or asked in known:
+    requested_path = os.fspath(path)
+    if runtime.rank or requested_path in shared_paths:
         return None
-    return _Sign(path=asked, name=f".seen-by-all-hosts-{secrets.token_hex(6)}", host=socket.gethostname())
+    return _Sign(path=requested_path, name=f".seen-by-all-hosts-{secrets.token_hex(6)}", host=socket.gethostname())
 
 
-def _sees(folder: Folder, sign: _Sign) -> bool:
+def _sees_sign(folder: Folder, sign: _Sign) -> bool:
     """Whether the file is there, now or in a while."""
 
     def is_there() -> bool:
@@ -100,12 +104,13 @@ def _sees(folder: Folder, sign: _Sign) -> bool:
         time.sleep(0.05)
 
 
-def _told(sign: _Sign, blind: dict[int, str]) -> str:
-    hosts = dict.fromkeys(blind.values())
-    named = ", ".join(list(hosts)[:8]) + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "")
+def _describe_unshared(sign: _Sign, hosts_by_rank: dict[int, str]) -> str:
+    hosts = dict.fromkeys(hosts_by_rank.values())
+    host_list = ", ".join(list(hosts)[:8]) + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "")
     return (
         f"the hosts do not share {sign.path}, where checkpoints are to be saved: what {sign.host} (rank 0) writes "
-        f"there, {named} (rank {', '.join(map(str, list(blind)[:8]))}) can't see.\nEvery rank writes its part of a "
+        f"there, {host_list} (rank {', '.join(map(str, list(hosts_by_rank)[:8]))}) can't see.\nEvery rank writes its "
+        "part of a "
         "checkpoint, and a load reads all parts: save to a folder of a file system that all hosts mount at the same "
         "path, such as ModelCheckpoint(dirpath='/shared/run'), or to a bucket, 's3://bucket/run'. With "
         "state_dict_type='full', rank 0 alone writes one file."
