@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from fsdp_core.cli.output import clean, print_json, print_table, progress, shown_age, shown_count, shown_size
+from fsdp_core.cli.output import clean, format_age, format_count, format_size, print_json, print_table, progress
 
 if TYPE_CHECKING:
     from fsdp_core.checkpoint.storage.stored_files import StoredFiles
@@ -65,8 +65,8 @@ def list_checkpoints(directory: str, as_json: bool) -> None:
             clean(checkpoint.path.replace("\\", "/").rpartition("/")[2]),
             checkpoint.state,
             "" if checkpoint.step is None else str(checkpoint.step),
-            shown_size(checkpoint.nbytes),
-            "" if checkpoint.time is None else shown_age((datetime.now(UTC) - checkpoint.time).total_seconds()),
+            format_size(checkpoint.nbytes),
+            "" if checkpoint.time is None else format_age((datetime.now(UTC) - checkpoint.time).total_seconds()),
             clean(checkpoint.told),
         )
         for checkpoint in checkpoints
@@ -93,7 +93,7 @@ def inspect_checkpoint(path: str, every: bool, as_json: bool) -> None:
         [
             ("Saved by", f"{facts['strategy']} on {ranks}, {_format_time(facts['created'])}"),
             ("Versions", versions or "not noted"),
-            ("Size", f"{shown_size(facts['bytes'])} in {len(facts['files'])} files"),
+            ("Size", f"{format_size(facts['bytes'])} in {len(facts['files'])} files"),
             ("Format", f"version {facts['format_version']}"),
             *[("Scattered", _format_place(place)) for place in facts["places"][:_MAX_SHOWN]],
         ]
@@ -105,8 +105,8 @@ def inspect_checkpoint(path: str, every: bool, as_json: bool) -> None:
                 clean(part["path"] or "elsewhere"),
                 part["kind"],
                 str(part["tensors"]),
-                shown_count(part["elements"]),
-                shown_size(part["bytes"]),
+                format_count(part["elements"]),
+                format_size(part["bytes"]),
                 ", ".join(part["dtypes"]),
             )
             for part in facts["parts"]
@@ -215,7 +215,7 @@ def _merge_numbers(parts: list[str], *, all_of_them: bool) -> str:
 
 
 def _format_tensor_facts(tensor: Mapping[str, Any]) -> tuple[str, str, str]:
-    return _format_shape(tensor["shape"]), tensor["dtype"], shown_size(tensor["bytes"])
+    return _format_shape(tensor["shape"]), tensor["dtype"], format_size(tensor["bytes"])
 
 
 def _format_shape(shape: Iterable[int]) -> str:
@@ -280,7 +280,9 @@ def verify_checkpoint(paths: tuple[str, ...], quiet: bool, as_json: bool) -> Non
     elif not quiet:
         count = len(files.manifest.tensors)
         verb = "is" if len(paths) == 1 else "together are"
-        click.echo(f"{clean(files.folder)} {verb} whole: {count} tensors, {shown_size(total)} in {len(entries)} files.")
+        click.echo(
+            f"{clean(files.folder)} {verb} whole: {count} tensors, {format_size(total)} in {len(entries)} files."
+        )
     if faults:
         raise SystemExit(1)
 
