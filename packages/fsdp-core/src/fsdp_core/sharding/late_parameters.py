@@ -43,6 +43,7 @@ def refuse_late(written: nn.Module, names: Collection[str], optimizers: Iterable
         late_names = ", ".join(map(repr, trained[:5])) + (f" and {len(trained) - 5} more" if len(trained) > 5 else "")
         raise ShardingError(
             f"{late_names} was added to the model after it was sharded, so nothing divides them or averages their "
-            f"gradients: each rank would train its own. The model is a {type(written).__name__}.\n{instead} What is not to be "
+            "gradients: each rank would train its own. "
+            f"The model is a {type(written).__name__}.\n{instead} What is not to be "
             "trained may come at any time, with requires_grad_(False)."
         )
