@@ -112,15 +112,15 @@ _ONLY_FOR = {
 
 def _refuse_foreign_options(ctx: click.Context, target: str) -> None:
     for name, targets in _ONLY_FOR.items():
-        given = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        if given and target not in targets:
-            option = next(one.opts[0] for one in ctx.command.params if one.name == name)
+        is_typed = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if is_typed and target not in targets:
+            option = next(parameter.opts[0] for parameter in ctx.command.params if parameter.name == name)
             raise click.UsageError(f"{option} goes with --to {' or '.join(targets)}, not with --to {target}.", ctx)
 
 
 def _print_done(out: str, done: Consolidated) -> None:
-    where = f"{len(done.files)} files in {clean(out)}" if len(done.files) > 1 else clean(out)
-    click.echo(f"Wrote {done.tensors} tensors, {format_size(done.nbytes)}, to {where}.")
+    target_text = f"{len(done.files)} files in {clean(out)}" if len(done.files) > 1 else clean(out)
+    click.echo(f"Wrote {done.tensors} tensors, {format_size(done.nbytes)}, to {target_text}.")
     _print_list("Tied, and so written once:", [f"{alias} = {name}" for alias, name in done.aliases.items()])
     _print_list("Left out:", [f"{name}: {reason}" for name, reason in done.left_out.items()])
 
@@ -161,7 +161,7 @@ def gather_checkpoint(
     click.echo(f"Gathered {count} files, {format_size(size)}, of save {done.manifest.save_id} to {clean(out)}: {how}.")
     _print_list(
         "In several places, and read from one:",
-        [f"{name}: {', '.join(held)}" for name, held in done.duplicates.items()],
+        [f"{name}: {', '.join(directories)}" for name, directories in done.duplicates.items()],
     )
     _print_list("Passed over for a good one elsewhere:", [f"{path} {fault}" for path, fault in done.spoiled.items()])
 
