@@ -295,7 +295,7 @@ def test_what_it_can_not_find_out_is_a_finding(monkeypatch: pytest.MonkeyPatch) 
     def fail(*arguments: object) -> None:
         raise OSError("no such\x1b[2J thing")
 
-    for name in ("_plugins", "_asked", "_machine", "_versions", "environment_variables"):
+    for name in ("_plugins", "_ask_child", "_machine", "_versions", "environment_variables"):
         monkeypatch.setattr(fsdp_core.doctor.facts, name, fail)
     for arguments in ([], ["--json"]):
         done = CliRunner().invoke(fsdp_core.cli.doctor.doctor, arguments)

@@ -352,8 +352,8 @@ def test_the_traceback_of_an_exception_comes_before_what_is_made_of_it(
 
 @pytest.mark.parametrize("text", ["Connection closed by peer", "Rank 1 successfully reached monitoredBarrier, but"])
 def test_an_exception_that_the_loss_of_another_rank_causes_is_no_cause(text: str) -> None:
-    assert watcher._is_of_others(RuntimeError(text))
-    assert not watcher._is_of_others(ValueError(text))
+    assert watcher._comes_from_loss(RuntimeError(text))
+    assert not watcher._comes_from_loss(ValueError(text))
 
 
 def test_a_hub_that_ends_says_goodbye(hub: Hub) -> None:

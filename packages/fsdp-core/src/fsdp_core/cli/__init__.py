@@ -75,23 +75,23 @@ def _keep_stdout() -> None:
 
     Python's prints while a plugin is loaded go there too, by :func:`fsdp_core.plugins.side_effects.watched`.
     """
-    ours = sys.stdout
-    if not isinstance(ours, TextIOWrapper) or ours is not sys.__stdout__ or sys.stderr is None:
+    stdout = sys.stdout
+    if not isinstance(stdout, TextIOWrapper) or stdout is not sys.__stdout__ or sys.stderr is None:
         return
     try:
-        number, fallback = ours.fileno(), sys.stderr.fileno()
+        number, fallback = stdout.fileno(), sys.stderr.fileno()
         kept = os.dup(number)
         os.dup2(fallback, number)
     except OSError:  # no file behind it
         return
     binary = os.fdopen(kept, "wb")
-    sys.stdout = TextIOWrapper(binary, ours.encoding, "replace", line_buffering=ours.line_buffering)
+    sys.stdout = TextIOWrapper(binary, stdout.encoding, "replace", line_buffering=stdout.line_buffering)
 
 
 def _leave(status: object) -> None:
     """Exit at once if a plugin left threads or exit handlers, which could change the status or block the exit."""
-    found = sys.modules.get("fsdp_core.plugins.side_effects")
-    if found is None or not found.lasting():
+    side_effects = sys.modules.get("fsdp_core.plugins.side_effects")
+    if side_effects is None or not side_effects.lasting():
         return
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:

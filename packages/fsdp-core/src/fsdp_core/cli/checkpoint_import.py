@@ -83,24 +83,25 @@ def import_checkpoint(
             on_bytes=on_bytes,
         )
     if not quiet:
-        click.echo("\n".join(map(clean, _told(imported, out))))
+        click.echo("\n".join(map(clean, _describe_import(imported, out))))
 
 
-def _told(imported: Imported, out: str) -> list[str]:
+def _describe_import(imported: Imported, out: str) -> list[str]:
     """What was imported, and how to use it."""
     from fsdp_core.checkpoint.format.paths import join_path
 
     state, kinds = imported.state, imported.kinds
     if imported.of_trainer:
         optimizers = state.get("optimizer", [])
-        held = [f"the model ({len(state['model'])} tensors)", *(f"optimizer {i}" for i in range(len(optimizers)))]
-        held += [f"the Trainer's {key}" for key in ("loops", "callbacks", "lr_schedulers") if key in state["trainer"]]
+        contents = [f"the model ({len(state['model'])} tensors)", *(f"optimizer {i}" for i in range(len(optimizers)))]
+        parts = [key for key in ("loops", "callbacks", "lr_schedulers") if key in state["trainer"]]
+        contents += [f"the Trainer's {key}" for key in parts]
         weights = f'trainer.validate(model, ckpt_path="{out}")   or   fsdp_core.load_state_dict("{out}")'
         use = f'trainer.fit(model, ckpt_path="{out}")' if optimizers else weights
     else:
-        held = [f"{key!r}" + (f" ({kinds[join_path(key)]})" if join_path(key) in kinds else "") for key in state]
-        models = [key for key, kind in kinds.items() if kind == "model"]
+        contents = [f"{key!r}" + (f" ({kinds[join_path(key)]})" if join_path(key) in kinds else "") for key in state]
+        models = [key for key, part_kind in kinds.items() if part_kind == "model"]
         keys = "" if "model" in models else f", {models[0]!r}"
-        named = ", ".join(f'"{key}": {key}' for key in kinds)
-        use = f'fabric.load("{out}", {{{named}}})   or   fsdp_core.load_state_dict("{out}"{keys})'
-    return [f"Imported {imported.source} to {out}: {', '.join(held)}.", *imported.notes, f"Use it by   {use}"]
+        arguments = ", ".join(f'"{key}": {key}' for key in kinds)
+        use = f'fabric.load("{out}", {{{arguments}}})   or   fsdp_core.load_state_dict("{out}"{keys})'
+    return [f"Imported {imported.source} to {out}: {', '.join(contents)}.", *imported.notes, f"Use it by   {use}"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from fsdp_core.cli.output import clean, print_json, print_table, progress, shown_age, shown_count, shown_size
+from fsdp_core.cli.output import clean, format_age, format_count, format_size, print_json, print_table, progress
 
 if TYPE_CHECKING:
     from fsdp_core.checkpoint.storage.stored_files import StoredFiles
@@ -21,7 +21,7 @@ __all__ = ["diff_checkpoints", "inspect_checkpoint", "list_checkpoints", "verify
 
 _AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs to read.")
 _QUIET = click.option("--quiet", "-q", is_flag=True, help="Show no progress, and print no more than errors.")
-_SHOWN = 20
+_MAX_SHOWN = 20
 _LONGEST = 60  # characters of a value or of a callback's key
 _DEEPEST = 64  # parts of a name that are looked at
 
@@ -39,35 +39,37 @@ def list_checkpoints(directory: str, as_json: bool) -> None:
     """
     from fsdp_core.checkpoint.tools.listing import find_checkpoints
 
-    found = find_checkpoints(directory)
+    checkpoints = find_checkpoints(directory)
     if as_json:
         print_json(
             [
                 {
-                    "path": one.path,
-                    "state": one.state,
-                    "step": one.step,
-                    "bytes": one.nbytes,
-                    "time": None if one.time is None else one.time.astimezone(UTC).isoformat(timespec="seconds"),
-                    "told": one.remark,
+                    "path": checkpoint.path,
+                    "state": checkpoint.state,
+                    "step": checkpoint.step,
+                    "bytes": checkpoint.nbytes,
+                    "time": None
+                    if checkpoint.time is None
+                    else checkpoint.time.astimezone(UTC).isoformat(timespec="seconds"),
+                    "told": checkpoint.remark,
                 }
-                for one in found
+                for checkpoint in checkpoints
             ]
         )
         return
-    if not found:
+    if not checkpoints:
         click.echo(f"no checkpoint of this format in {clean(directory)}")
         return
     rows = [
         (
-            clean(one.path.replace("\\", "/").rpartition("/")[2]),
-            one.state,
-            "" if one.step is None else str(one.step),
-            shown_size(one.nbytes),
-            "" if one.time is None else shown_age((datetime.now(UTC) - one.time).total_seconds()),
-            clean(one.remark),
+            clean(checkpoint.path.replace("\\", "/").rpartition("/")[2]),
+            checkpoint.state,
+            "" if checkpoint.step is None else str(checkpoint.step),
+            format_size(checkpoint.nbytes),
+            "" if checkpoint.time is None else format_age((datetime.now(UTC) - checkpoint.time).total_seconds()),
+            clean(checkpoint.remark),
         )
-        for one in found
+        for checkpoint in checkpoints
     ]
     print_table(("Name", "State", "Step", "Size", "Age", ""), rows, width=10_000, right=(2, 3, 4))
 
@@ -89,11 +91,11 @@ def inspect_checkpoint(path: str, every: bool, as_json: bool) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     _print_fields(
         [
-            ("Saved by", f"{facts['strategy']} on {ranks}, {_shown_time(facts['created'])}"),
+            ("Saved by", f"{facts['strategy']} on {ranks}, {_format_time(facts['created'])}"),
             ("Versions", versions or "not noted"),
-            ("Size", f"{shown_size(facts['bytes'])} in {len(facts['files'])} files"),
+            ("Size", f"{format_size(facts['bytes'])} in {len(facts['files'])} files"),
             ("Format", f"version {facts['format_version']}"),
-            *[("Scattered", _shown_place(one)) for one in facts["places"][:_SHOWN]],
+            *[("Scattered", _format_place(place)) for place in facts["places"][:_MAX_SHOWN]],
         ]
     )
     if facts["parts"]:
@@ -103,8 +105,8 @@ def inspect_checkpoint(path: str, every: bool, as_json: bool) -> None:
                 clean(part["path"] or "elsewhere"),
                 part["kind"],
                 str(part["tensors"]),
-                shown_count(part["elements"]),
-                shown_size(part["bytes"]),
+                format_count(part["elements"]),
+                format_size(part["bytes"]),
                 ", ".join(part["dtypes"]),
             )
             for part in facts["parts"]
@@ -117,10 +119,10 @@ def inspect_checkpoint(path: str, every: bool, as_json: bool) -> None:
             click.echo(f"  {clean(alias)} = {clean(key)}")
     if facts["plain"]:
         click.echo(f"\n{click.style('Plain data', bold=True)}")
-        _print_fields([(clean(entry["path"]), _shown_entry(entry)) for entry in facts["plain"]], indent="  ")
+        _print_fields([(clean(entry["path"]), _format_entry(entry)) for entry in facts["plain"]], indent="  ")
 
 
-def _shown_place(place: Mapping[str, Any]) -> str:
+def _format_place(place: Mapping[str, Any]) -> str:
     return clean(f"rank {place['ranks']} on {place['host']}, to {place['path']}")
 
 
@@ -128,7 +130,7 @@ def _print_fields(fields: Sequence[tuple[str, str]], indent: str = "") -> None:
     print_table((), [(indent + name, text) for name, text in fields])
 
 
-def _shown_time(created: str) -> str:
+def _format_time(created: str) -> str:
     try:
         return f"{datetime.fromisoformat(created):%Y-%m-%d %H:%M:%S %Z}"
     except ValueError:
@@ -140,12 +142,12 @@ def _print_tensors(facts: Mapping[str, Any], *, every: bool) -> None:
     rows: list[tuple[str, ...]]
     if every:
         title: tuple[str, ...] = ("Tensor", "Shape", "Dtype", "Size", "Chunks")
-        rows = [(clean(key), *_shown_tensor_facts(tensor), str(tensor["chunks"])) for key, tensor in tensors.items()]
+        rows = [(clean(key), *_format_tensor_facts(tensor), str(tensor["chunks"])) for key, tensor in tensors.items()]
     else:
         title = ("Tensors of the model", "Shape", "Dtype", "Size", "")
         models = tuple(f"{part['path']}/" for part in facts["parts"] if part["kind"] == "model")
         facts_of = {
-            clean(key): _shown_tensor_facts(tensor) for key, tensor in tensors.items() if key.startswith(models)
+            clean(key): _format_tensor_facts(tensor) for key, tensor in tensors.items() if key.startswith(models)
         }
         rows = [(*group, f"× {count}" if count > 1 else "") for group, count in grouped(facts_of)]
     if rows:
@@ -178,24 +180,24 @@ def grouped(tensors: Mapping[str, tuple[str, ...]]) -> list[tuple[tuple[str, ...
 
 def _rows_of(node: _Tree) -> list[tuple[tuple[str, ...], int]]:
     """The rows of a part of the tree; numbered parts that have the same rows are one."""
-    alike: dict[Any, list[str]] = {}
+    parts_by_rows: dict[Any, list[str]] = {}
     for (part, is_tensor), below in node.items():
         rows = [(("", *below), 1)] if is_tensor else _rows_of(below)
         numbered = re.fullmatch(r"[0-9]{1,9}[./]?", part) is not None
-        alike.setdefault((None if numbered else part, is_tensor, tuple(rows)), []).append(part)
-    count = sum(len(parts) for (name, *_), parts in alike.items() if name is None)
+        parts_by_rows.setdefault((None if numbered else part, is_tensor, tuple(rows)), []).append(part)
+    count = sum(len(parts) for (name, *_), parts in parts_by_rows.items() if name is None)
     return [
-        ((f"{_together(parts, all_of_them=len(parts) == count)}{name}", *facts), number * len(parts))
-        for (*_, rows), parts in alike.items()
+        ((f"{_merge_numbers(parts, all_of_them=len(parts) == count)}{name}", *facts), number * len(parts))
+        for (*_, rows), parts in parts_by_rows.items()
         for (name, *facts), number in rows
     ]
 
 
-def _together(parts: list[str], *, all_of_them: bool) -> str:
+def _merge_numbers(parts: list[str], *, all_of_them: bool) -> str:
     """One name for numbered parts that are alike.
 
     Example:
-        >>> _together(["0.", "1.", "3."], all_of_them=False), _together(["0", "1"], all_of_them=True)
+        >>> _merge_numbers(["0.", "1.", "3."], all_of_them=False), _merge_numbers(["0", "1"], all_of_them=True)
         ('0-1,3.', '*')
     """
     if len(parts) == 1:
@@ -212,15 +214,15 @@ def _together(parts: list[str], *, all_of_them: bool) -> str:
     return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs) + end
 
 
-def _shown_tensor_facts(tensor: Mapping[str, Any]) -> tuple[str, str, str]:
-    return _shown_shape(tensor["shape"]), tensor["dtype"], shown_size(tensor["bytes"])
+def _format_tensor_facts(tensor: Mapping[str, Any]) -> tuple[str, str, str]:
+    return _format_shape(tensor["shape"]), tensor["dtype"], format_size(tensor["bytes"])
 
 
-def _shown_shape(shape: Iterable[int]) -> str:
+def _format_shape(shape: Iterable[int]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def _shown_entry(entry: Mapping[str, Any]) -> str:
+def _format_entry(entry: Mapping[str, Any]) -> str:
     if "tensor" in entry:
         return "a tensor"
     if "value" in entry:
@@ -230,8 +232,8 @@ def _shown_entry(entry: Mapping[str, Any]) -> str:
         return "empty"
     if all(name.isdigit() for name in names):
         return f"{entry['entries']} entr{'ies' if entry['entries'] > 1 else 'y'}"
-    more = f" and {entry['entries'] - _SHOWN} more" if entry["entries"] > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    more = f" and {entry['entries'] - _MAX_SHOWN} more" if entry["entries"] > _MAX_SHOWN else ""
+    return ", ".join(names[:_MAX_SHOWN]) + more
 
 
 @click.command("verify")
@@ -258,7 +260,7 @@ def verify_checkpoint(paths: tuple[str, ...], quiet: bool, as_json: bool) -> Non
             on_bytes = counter(total, on_progress)
             return files, find_damage(files, files.manifest.files, on_bytes=lambda name, count: on_bytes(count))
 
-    files, faults = retried([open_places(paths)], read, is_right=lambda found: not found[1])
+    files, faults = retried([open_places(paths)], read, is_right=lambda read_result: not read_result[1])
     entries = files.manifest.files
     total = sum(entry.size for entry in entries.values())
     elsewhere = elsewhere_of(files.manifest, faults)
@@ -278,7 +280,9 @@ def verify_checkpoint(paths: tuple[str, ...], quiet: bool, as_json: bool) -> Non
     elif not quiet:
         count = len(files.manifest.tensors)
         verb = "is" if len(paths) == 1 else "together are"
-        click.echo(f"{clean(files.folder)} {verb} whole: {count} tensors, {shown_size(total)} in {len(entries)} files.")
+        click.echo(
+            f"{clean(files.folder)} {verb} whole: {count} tensors, {format_size(total)} in {len(entries)} files."
+        )
     if faults:
         raise SystemExit(1)
 
@@ -301,7 +305,7 @@ def diff_checkpoints(a: str, b: str, rtol: float, atol: float, quiet: bool, as_j
     with progress("Comparing", quiet=quiet) as on_progress:
         differences = compare(a, b, rtol=rtol, atol=atol, on_progress=on_progress)
     if as_json:
-        print_json(_as_json(differences))
+        print_json(_to_json(differences))
     elif not quiet:
         _print_differences(differences)
     if differences:
@@ -314,7 +318,7 @@ def _finite(value: Any) -> Any:
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
-def _as_json(differences: Differences) -> dict[str, Any]:
+def _to_json(differences: Differences) -> dict[str, Any]:
     return {
         "same": not differences,
         "compared": differences.compared,
@@ -323,15 +327,17 @@ def _as_json(differences: Differences) -> dict[str, Any]:
         "only_b": list(differences.only_b),
         "tied": {name: {"a": list(a), "b": list(b)} for name, (a, b) in differences.tied.items()},
         "tensors": {
-            found.key: {
-                "shape": {"a": list(found.shapes[0]), "b": list(found.shapes[1])},
-                "dtype": {"a": found.dtypes[0], "b": found.dtypes[1]},
-                "differing": found.count,
-                "first": None if found.first is None else list(found.first),
-                "values": None if found.values is None else dict(zip("ab", map(_finite, found.values), strict=True)),
-                "max_abs": _finite(found.max_abs),
+            difference.key: {
+                "shape": {"a": list(difference.shapes[0]), "b": list(difference.shapes[1])},
+                "dtype": {"a": difference.dtypes[0], "b": difference.dtypes[1]},
+                "differing": difference.count,
+                "first": None if difference.first is None else list(difference.first),
+                "values": None
+                if difference.values is None
+                else dict(zip("ab", map(_finite, difference.values), strict=True)),
+                "max_abs": _finite(difference.max_abs),
             }
-            for found in differences.tensors
+            for difference in differences.tensors
         },
         "plain": {path: {"a": a, "b": b} for path, (a, b) in differences.plain.items()},
     }
@@ -341,75 +347,75 @@ def _print_differences(differences: Differences) -> None:
     def section(title: str, lines: Sequence[str]) -> None:
         if lines:
             click.echo(click.style(f"{title} ({len(lines)})", bold=True))
-            for line in lines[:_SHOWN]:
+            for line in lines[:_MAX_SHOWN]:
                 click.echo(f"  {line}")
-            if len(lines) > _SHOWN:
-                click.echo(f"  … and {len(lines) - _SHOWN} more (--json has all)")
+            if len(lines) > _MAX_SHOWN:
+                click.echo(f"  … and {len(lines) - _MAX_SHOWN} more (--json has all)")
             click.echo()
 
-    facts = [_shown_fact(name, *both) for name, both in differences.facts.items()]
+    facts = [_format_fact(name, *both) for name, both in differences.facts.items()]
     section("Facts of the save that differ, not counted", facts)
-    section("Tensors only in A", [_shown_path(key) for key in differences.only_a])
-    section("Tensors only in B", [_shown_path(key) for key in differences.only_b])
+    section("Tensors only in A", [_format_path(key) for key in differences.only_a])
+    section("Tensors only in B", [_format_path(key) for key in differences.only_b])
     section(
         "Tied names that differ",
         [
-            f"{_shown_path(name)}: {', '.join(map(_shown_path, a)) or 'alone'} in A, "
-            f"{', '.join(map(_shown_path, b)) or 'alone'} in B"
+            f"{_format_path(name)}: {', '.join(map(_format_path, a)) or 'alone'} in A, "
+            f"{', '.join(map(_format_path, b)) or 'alone'} in B"
             for name, (a, b) in differences.tied.items()
         ],
     )
-    section("Tensors that differ", [_shown_tensor(found) for found in differences.tensors])
+    section("Tensors that differ", [_format_tensor(difference) for difference in differences.tensors])
     section(
         "Plain data that differs",
-        [f"{_shown_path(path)}: {_shown_change(a, b)}" for path, (a, b) in differences.plain.items()],
+        [f"{_format_path(path)}: {_format_change(a, b)}" for path, (a, b) in differences.plain.items()],
     )
     same = f"The content is the same: {differences.compared} tensors, and the plain data."
     click.echo("The content differs." if differences else same)
 
 
-def _shown_fact(name: str, a: Any, b: Any) -> str:
+def _format_fact(name: str, a: Any, b: Any) -> str:
     if isinstance(a, Mapping):
         names = [key for key in {**a, **b} if a.get(key) != b.get(key)]
         return clean(f"{name}: " + ", ".join(f"{key} {a.get(key, 'none')} → {b.get(key, 'none')}" for key in names))
-    return f"{_shown_path(name) if '/' in name else clean(name.replace('_', ' '))}: {_shown_change(a, b)}"
+    return f"{_format_path(name) if '/' in name else clean(name.replace('_', ' '))}: {_format_change(a, b)}"
 
 
-def _shown_tensor(found: TensorDifference) -> str:
-    told = []
-    if found.shapes[0] != found.shapes[1]:
-        told.append(f"shape {_shown_shape(found.shapes[0])} → {_shown_shape(found.shapes[1])}")
-    if found.dtypes[0] != found.dtypes[1]:
-        told.append(f"{found.dtypes[0]} → {found.dtypes[1]}")
-    if found.count:
-        total = math.prod(found.shapes[0])
-        at = _shown_shape(found.first or ())
-        a, b = found.values or (None, None)
-        values = f"first at {at}: {_shown_number(a)} → {_shown_number(b)}, by {found.max_abs:.3g} at most"
-        told.append(f"{found.count} of {total} values, {values}")
-    elif found.count == 0:
-        told.append("the values are the same")
-    return f"{_shown_path(found.key)}\n      {'; '.join(told)}"
+def _format_tensor(difference: TensorDifference) -> str:
+    descriptions = []
+    if difference.shapes[0] != difference.shapes[1]:
+        descriptions.append(f"shape {_format_shape(difference.shapes[0])} → {_format_shape(difference.shapes[1])}")
+    if difference.dtypes[0] != difference.dtypes[1]:
+        descriptions.append(f"{difference.dtypes[0]} → {difference.dtypes[1]}")
+    if difference.count:
+        total = math.prod(difference.shapes[0])
+        at = _format_shape(difference.first or ())
+        a, b = difference.values or (None, None)
+        values = f"first at {at}: {_format_number(a)} → {_format_number(b)}, by {difference.max_abs:.3g} at most"
+        descriptions.append(f"{difference.count} of {total} values, {values}")
+    elif difference.count == 0:
+        descriptions.append("the values are the same")
+    return f"{_format_path(difference.key)}\n      {'; '.join(descriptions)}"
 
 
-def _shown_number(number: Any) -> str:
+def _format_number(number: Any) -> str:
     return f"{number:.9g}" if isinstance(number, (float, complex)) else str(number)
 
 
-def _shown_path(path: str) -> str:
+def _format_path(path: str) -> str:
     """A path to read: slashes in a step as they are, in quotes, and a callback's long arguments cut."""
     from fsdp_core.checkpoint.format.paths import split_path
 
-    return clean("/".join(map(_shown_step, split_path(path))))
+    return clean("/".join(map(_format_step, split_path(path))))
 
 
-def _shown_step(step: str) -> str:
+def _format_step(step: str) -> str:
     if len(step) > _LONGEST and re.match(r"[\w.]+\{", step):  # the key of a callback
         step = f"{step[: _LONGEST - 1]}…"
     return f"'{step}'" if "/" in step else step
 
 
-def _shown_change(a: Any, b: Any) -> str:
+def _format_change(a: Any, b: Any) -> str:
     """Two values; of long ones, the part where they begin to differ."""
     texts = str(a), str(b)
     start = 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fsdp_core.cli.output import clean, progress, shown_size
+from fsdp_core.cli.output import clean, format_size, progress
 
 if TYPE_CHECKING:
     from fsdp_core.checkpoint.tools.consolidation import Consolidated
@@ -21,7 +21,7 @@ _QUIET = click.option("--quiet", "-q", is_flag=True, help="Show no progress, and
 _VERIFY = click.option(
     "--verify/--no-verify", default=True, help="Compare what is read with its checksums first; done by default."
 )
-_SHOWN = 10
+_MAX_LINES = 10
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -98,7 +98,7 @@ def _print_folder(ctx: click.Context, out: str, options: dict[str, Any], path: s
     names = ("config", "key", "strip_prefix", "dtype", "max_shard_size", "overwrite", "verify")
     saved = consolidate_pretrained(path, out, **{name: options[name] for name in names})
     if not quiet:
-        click.echo(f"Wrote {saved.tensors} tensors, {shown_size(saved.nbytes)}, to {clean(out)}.")
+        click.echo(f"Wrote {saved.tensors} tensors, {format_size(saved.nbytes)}, to {clean(out)}.")
 
 
 _ONLY_FOR = {
@@ -112,15 +112,15 @@ _ONLY_FOR = {
 
 def _refuse_foreign_options(ctx: click.Context, target: str) -> None:
     for name, targets in _ONLY_FOR.items():
-        given = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        if given and target not in targets:
-            option = next(one.opts[0] for one in ctx.command.params if one.name == name)
+        is_typed = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if is_typed and target not in targets:
+            option = next(parameter.opts[0] for parameter in ctx.command.params if parameter.name == name)
             raise click.UsageError(f"{option} goes with --to {' or '.join(targets)}, not with --to {target}.", ctx)
 
 
 def _print_done(out: str, done: Consolidated) -> None:
-    where = f"{len(done.files)} files in {clean(out)}" if len(done.files) > 1 else clean(out)
-    click.echo(f"Wrote {done.tensors} tensors, {shown_size(done.nbytes)}, to {where}.")
+    target_text = f"{len(done.files)} files in {clean(out)}" if len(done.files) > 1 else clean(out)
+    click.echo(f"Wrote {done.tensors} tensors, {format_size(done.nbytes)}, to {target_text}.")
     _print_list("Tied, and so written once:", [f"{alias} = {name}" for alias, name in done.aliases.items()])
     _print_list("Left out:", [f"{name}: {reason}" for name, reason in done.left_out.items()])
 
@@ -128,10 +128,10 @@ def _print_done(out: str, done: Consolidated) -> None:
 def _print_list(title: str, lines: Sequence[str]) -> None:
     if lines:
         click.echo(title)
-        for line in lines[:_SHOWN]:
+        for line in lines[:_MAX_LINES]:
             click.echo(f"  {clean(line)}")
-        if len(lines) > _SHOWN:
-            click.echo(f"  … and {len(lines) - _SHOWN} more")
+        if len(lines) > _MAX_LINES:
+            click.echo(f"  … and {len(lines) - _MAX_LINES} more")
 
 
 @click.command("gather")
@@ -158,10 +158,10 @@ def gather_checkpoint(
     size = sum(entry.size for entry in done.manifest.files.values())
     count = len(done.manifest.files)
     how = f"{done.linked} linked, {done.copied} copied"
-    click.echo(f"Gathered {count} files, {shown_size(size)}, of save {done.manifest.save_id} to {clean(out)}: {how}.")
+    click.echo(f"Gathered {count} files, {format_size(size)}, of save {done.manifest.save_id} to {clean(out)}: {how}.")
     _print_list(
         "In several places, and read from one:",
-        [f"{name}: {', '.join(held)}" for name, held in done.duplicates.items()],
+        [f"{name}: {', '.join(directories)}" for name, directories in done.duplicates.items()],
     )
     _print_list("Passed over for a good one elsewhere:", [f"{path} {fault}" for path, fault in done.spoiled.items()])
 
@@ -186,4 +186,4 @@ def reshard_checkpoint(path: str, out: str, files: int, overwrite: bool, verify:
     if not quiet:
         size = sum(entry.size for entry in manifest.files.values())
         count = len(manifest.tensors)
-        click.echo(f"Wrote {count} tensors, {shown_size(size)} in {len(manifest.files)} files, to {clean(out)}.")
+        click.echo(f"Wrote {count} tensors, {format_size(size)} in {len(manifest.files)} files, to {clean(out)}.")

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from fsdp_core.cli.output import clean, print_json, print_table, shown_size
+from fsdp_core.cli.output import clean, format_size, print_json, print_table
 from fsdp_core.doctor.facts import gather
 from fsdp_core.doctor.findings import Finding, findings
 
@@ -28,9 +28,9 @@ def doctor(ctx: click.Context, as_json: bool, timeout: float) -> None:
     broken.
     """
     facts = gather(timeout)
-    found = findings(facts)
+    all_findings = findings(facts)
     if as_json:
-        print_json({**facts, "findings": [vars(one) for one in found]})
+        print_json({**facts, "findings": [vars(finding) for finding in all_findings]})
     else:
         _print_versions(facts)
         _print_plugins(facts["plugins"] or [])
@@ -38,8 +38,8 @@ def doctor(ctx: click.Context, as_json: bool, timeout: float) -> None:
         _print_lightning(facts["lightning"] or {}, facts["torch"] or {})
         variables = list((facts["environment"] or {}).items())
         _print_table("Environment variables", (), variables, "none that matters is set")
-        _print_findings(found)
-    ctx.exit(1 if any(one.level == "broken" for one in found) else 0)
+        _print_findings(all_findings)
+    ctx.exit(1 if any(finding.level == "broken" for finding in all_findings) else 0)
 
 
 def _print_table(title: str, header: tuple[str, ...], rows: Sequence[tuple[str, ...]], otherwise: str = "") -> None:
@@ -92,14 +92,14 @@ def _runs_here(row: dict[str, Any]) -> str:
 def _print_machine(machine: dict[str, Any], torch: dict[str, Any], versions: dict[str, Any]) -> None:
     rows = []
     if machine:
-        memory = f", {shown_size(machine['memory'])} memory" if machine["memory"] else ""
+        memory = f", {format_size(machine['memory'])} memory" if machine["memory"] else ""
         rows.append(("CPU", f"{machine['cpus']} × {machine['processor']}, {machine['usable_cpus']} usable{memory}"))
         rows.append(("NVIDIA driver", machine["nvidia_driver"] or "none found"))
     if torch.get("version"):
         build = f"CUDA {torch['cuda_build']}" if torch["cuda_build"] else "no CUDA"
         rows.append(("torch's build", f"ROCm {torch['hip_build']}" if torch["hip_build"] else build))
     for index, device in enumerate(torch.get("cuda_devices", ())):
-        what = f"{device['name']}, {shown_size(device['memory'])}, compute capability {device['capability']}"
+        what = f"{device['name']}, {format_size(device['memory'])}, compute capability {device['capability']}"
         rows.append((f"cuda:{index}", what))
     if torch.get("cuda_devices") == []:
         rows.append(("CUDA devices", "none that torch sees"))
@@ -126,10 +126,12 @@ def _print_lightning(lightning: dict[str, Any], torch: dict[str, Any]) -> None:
     _print_table("Our names in Lightning", (), rows)
 
 
-def _print_findings(found: list[Finding]) -> None:
-    count = sum(one.level == "broken" for one in found)
-    if not found:
+def _print_findings(all_findings: list[Finding]) -> None:
+    count = sum(finding.level == "broken" for finding in all_findings)
+    if not all_findings:
         click.echo("Nothing is wrong.")
         return
-    click.echo(f"Findings: {count} broken, {len(found) - count} to note")
-    print_table((), [(one.level, clean(f"{one.what} → {one.remedy}")) for one in found], width=_WIDTH)
+    click.echo(f"Findings: {count} broken, {len(all_findings) - count} to note")
+    print_table(
+        (), [(finding.level, clean(f"{finding.what} → {finding.remedy}")) for finding in all_findings], width=_WIDTH
+    )

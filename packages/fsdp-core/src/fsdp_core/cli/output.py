@@ -15,7 +15,7 @@ from fsdp_core.errors import printable
 
 _WIDEST = 200  # the longest cell that others are aligned with
 
-__all__ = ["clean", "print_json", "print_table", "progress", "shown_age", "shown_count", "shown_size"]
+__all__ = ["clean", "format_age", "format_count", "format_size", "print_json", "print_table", "progress"]
 
 
 def print_table(
@@ -40,20 +40,20 @@ def print_table(
     width = _line_width() or width
     for number, (*cells, last) in enumerate(lines):
         start = "".join(
-            (cell.rjust(each) if column in right else cell.ljust(each)) + "  "
-            for column, (cell, each) in enumerate(zip(cells, widths, strict=True))
+            (cell.rjust(column_width) if column in right else cell.ljust(column_width)) + "  "
+            for column, (cell, column_width) in enumerate(zip(cells, widths, strict=True))
         )
-        folded = _folded(last, max(30, width - indent))
+        folded = _fold(last, max(30, width - indent))
         text = f"\n{' ' * indent}".join(folded)
         line = (start + text).rstrip()
         click.echo(click.style(line, bold=True) if header and number == 0 else line)
 
 
-def _folded(text: str, width: int) -> list[str]:
+def _fold(text: str, width: int) -> list[str]:
     """The lines of a text. Unlike ``textwrap``, it takes time in proportion to the length of a word.
 
     Example:
-        >>> _folded("in lines of ten charactersisthisone", 10)
+        >>> _fold("in lines of ten charactersisthisone", 10)
         ['in lines', 'of ten cha', 'ractersist', 'hisone']
     """
     lines, line = [], ""
@@ -62,13 +62,13 @@ def _folded(text: str, width: int) -> list[str]:
         if number and joined and len(joined) <= width:
             line = joined
             continue
-        if len(word) > width and 0 < (left := width - len(line) - 1) < width - 1:
-            line, word = f"{line} {word[:left]}", word[left:]
+        if len(word) > width and 0 < (room := width - len(line) - 1) < width - 1:
+            line, word = f"{line} {word[:room]}", word[room:]
         lines.append(line)
         pieces = [word[at : at + width] for at in range(0, len(word), width)] or [""]
         lines += pieces[:-1]
         line = pieces[-1]
-    return [kept for kept in (line.rstrip() for line in [*lines, line]) if kept] or [""]
+    return [text_line for text_line in (line.rstrip() for line in [*lines, line]) if text_line] or [""]
 
 
 def _line_width() -> int | None:
@@ -95,31 +95,31 @@ def clean(text: object) -> str:
     return printable(str(text))
 
 
-def shown_size(number: int) -> str:
+def format_size(number: int) -> str:
     """Format a number of bytes, in powers of 1000.
 
     Example:
-        >>> shown_size(999), shown_size(1_234_567), shown_size(999_999)
+        >>> format_size(999), format_size(1_234_567), format_size(999_999)
         ('999 B', '1.2 MB', '1.0 MB')
     """
-    return _scaled(number, ("B", "kB", "MB", "GB", "TB", "PB"))
+    return _scale(number, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 
-def shown_count(number: int) -> str:
+def format_count(number: int) -> str:
     """Format a count.
 
     Example:
-        >>> shown_count(999), shown_count(124_439_808)
+        >>> format_count(999), format_count(124_439_808)
         ('999', '124.4 M')
     """
-    return _scaled(number, ("", "k", "M", "G", "T", "P")).rstrip()
+    return _scale(number, ("", "k", "M", "G", "T", "P")).rstrip()
 
 
-def shown_age(seconds: float) -> str:
+def format_age(seconds: float) -> str:
     """Format an age in seconds.
 
     Example:
-        >>> shown_age(59), shown_age(7_300), shown_age(200_000)
+        >>> format_age(59), format_age(7_300), format_age(200_000)
         ('59 s', '2 h', '2 days')
     """
     for length, unit in ((86_400, "days"), (3_600, "h"), (60, "min")):
@@ -128,7 +128,7 @@ def shown_age(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
-def _scaled(number: float, units: Sequence[str]) -> str:
+def _scale(number: float, units: Sequence[str]) -> str:
     for unit in units[:-1]:
         if number < (1000 if unit == units[0] else 999.95):
             return f"{number} {unit}" if unit == units[0] else f"{number:.1f} {unit}"

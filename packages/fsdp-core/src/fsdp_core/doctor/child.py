@@ -22,17 +22,17 @@ class Answer:
     """The result of a child process.
 
     Attributes:
-        given: The child's answer; empty if it gave none.
+        data: The child's answer; empty if it gave none.
         status: Its exit status, negative for a signal; ``None`` if it had to be stopped.
-        said: What it wrote to stderr before its end.
-        said_at_exit: And at its end.
+        stderr_text: What it wrote to stderr before its end.
+        stderr_at_exit: What it wrote to stderr at its end.
         seconds: How long it ran.
     """
 
-    given: dict[str, Any]
+    data: dict[str, Any]
     status: int | None
-    said: str
-    said_at_exit: str
+    stderr_text: str
+    stderr_at_exit: str
     seconds: float
 
     @property
@@ -44,7 +44,7 @@ class Answer:
             how = f"was ended by signal {-self.status}"
         else:
             how = f"ended with status {self.status}"
-        lines = [line.strip() for line in self.said.splitlines() if line.strip()]
+        lines = [line.strip() for line in self.stderr_text.splitlines() if line.strip()]
         return f"{how}; it wrote: {lines[-1][:300]}" if lines else how
 
 
@@ -70,16 +70,18 @@ def ask(module: str, *arguments: str, seconds: float) -> Answer:
                 process.kill()
                 process.wait()
                 status = None
-        said, _, said_at_exit = errors.read_text(encoding="utf-8", errors="replace").partition(f"{END}\n")
+        stderr_text, _, stderr_at_exit = errors.read_text(encoding="utf-8", errors="replace").partition(f"{END}\n")
         try:
-            given = json.loads(answer.read_text(encoding="utf-8"))
+            data = json.loads(answer.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            given = {}
-    return Answer(given=given, status=status, said=said, said_at_exit=said_at_exit, seconds=monotonic() - began)
+            data = {}
+    return Answer(
+        data=data, status=status, stderr_text=stderr_text, stderr_at_exit=stderr_at_exit, seconds=monotonic() - began
+    )
 
 
-def answer_with(file: str, given: dict[str, Any]) -> None:
+def answer_with(file: str, data: dict[str, Any]) -> None:
     """Write a child's answer. A later answer replaces an earlier one."""
     unfinished = Path(f"{file}.unfinished")
-    unfinished.write_text(json.dumps(given), encoding="utf-8")
+    unfinished.write_text(json.dumps(data), encoding="utf-8")
     unfinished.replace(file)

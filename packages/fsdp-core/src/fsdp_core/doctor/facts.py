@@ -36,8 +36,8 @@ def gather(seconds: float) -> dict[str, Any]:
         Plain data by subject. What could not be found out is in ``"failed"``: an error by subject.
     """
     parts: dict[str, Callable[[], Any]] = {
-        "torch": lambda: _asked("torch", "torch_child", seconds),
-        "lightning": lambda: _asked("lightning", "lightning_child", seconds),
+        "torch": lambda: _ask_child("torch", "torch_child", seconds),
+        "lightning": lambda: _ask_child("lightning", "lightning_child", seconds),
         "machine": _machine,
         "versions": _versions,
         "environment": environment_variables,
@@ -47,7 +47,7 @@ def gather(seconds: float) -> dict[str, Any]:
     _note(facts, {"plugins": lambda: _plugins(seconds)})
     _note(facts, parts)
     if any(_is_slow(plugin) for plugin in facts["plugins"] or ()):
-        _note(facts, {"plugins": lambda: [_better(plugin, seconds) for plugin in facts["plugins"]]})
+        _note(facts, {"plugins": lambda: [_retry_if_slow(plugin, seconds) for plugin in facts["plugins"]]})
     return facts
 
 
@@ -64,16 +64,16 @@ def _note(facts: dict[str, Any], parts: dict[str, Callable[[], Any]]) -> None:
 
 
 def _plugins(seconds: float) -> list[dict[str, Any]]:
-    found = installed_plugins()
+    entry_points = installed_plugins()
     with ThreadPoolExecutor((os.cpu_count() or 1) + 2) as pool:  # one or two may wait for nothing
-        return list(pool.map(lambda entry_point: _plugin(entry_point, seconds), found))
+        return list(pool.map(lambda entry_point: _plugin(entry_point, seconds), entry_points))
 
 
 def _is_slow(plugin: dict[str, Any]) -> bool:
     return (plugin["seconds"] or 0) >= SLOW
 
 
-def _better(plugin: dict[str, Any], seconds: float) -> dict[str, Any]:
+def _retry_if_slow(plugin: dict[str, Any], seconds: float) -> dict[str, Any]:
     """The facts of a plugin, or, if it was slow, of the faster of two loads.
 
     The second load finds files in the page cache, and does not compete with the other plugins, which were loaded in
@@ -81,7 +81,7 @@ def _better(plugin: dict[str, Any], seconds: float) -> dict[str, Any]:
     """
     if not _is_slow(plugin):
         return plugin
-    again = _loaded(plugin, seconds)
+    again = _load_plugin(plugin, seconds)
     return again if again["seconds"] < plugin["seconds"] else plugin
 
 
@@ -93,7 +93,9 @@ def _plugin(entry_point: Any, seconds: float) -> dict[str, Any]:
         "module": entry_point.value,
         "package": provider.name,
         "version": provider.version,
-        "requires_core": ", ".join(str(one.specifier) for one in requirements) if requirements else None,
+        "requires_core": ", ".join(str(requirement.specifier) for requirement in requirements)
+        if requirements
+        else None,
         "bounded": has_upper_bound(requirements),
         "seconds": None,
         "error": None,
@@ -101,27 +103,27 @@ def _plugin(entry_point: Any, seconds: float) -> dict[str, Any]:
         "complaints": [],
         "strategies": [],
     }
-    return _loaded(facts, seconds)
+    return _load_plugin(facts, seconds)
 
 
-def _loaded(plugin: dict[str, Any], seconds: float) -> dict[str, Any]:
+def _load_plugin(plugin: dict[str, Any], seconds: float) -> dict[str, Any]:
     """The facts of a plugin after loading it in a separate process."""
     answer = ask("plugin_child", plugin["name"], plugin["module"], plugin["package"], seconds=seconds)
-    if not answer.given:
+    if not answer.data:
         plugin = {**plugin, "error": f"the process that loads it {answer.failure}"}
-    return {**plugin, "at_exit": _at_exit(answer), **answer.given}
+    return {**plugin, "at_exit": _at_exit(answer), **answer.data}
 
 
 def _at_exit(answer: Answer) -> str | None:
     """What went wrong when a process exited after it had answered."""
-    if not answer.given or (answer.status == 0 and not answer.said_at_exit.strip()):
+    if not answer.data or (answer.status == 0 and not answer.stderr_at_exit.strip()):
         return None
     if answer.status == 0:
-        return f"the process that loads it ends with: {answer.said_at_exit.strip().splitlines()[-1]}"
+        return f"the process that loads it ends with: {answer.stderr_at_exit.strip().splitlines()[-1]}"
     return f"the process that loads it {answer.failure}"
 
 
-def _asked(package: str, child: str, seconds: float) -> dict[str, Any]:
+def _ask_child(package: str, child: str, seconds: float) -> dict[str, Any]:
     try:
         installed = find_spec(package) is not None
     except (ImportError, ValueError):
@@ -129,21 +131,21 @@ def _asked(package: str, child: str, seconds: float) -> dict[str, Any]:
     if not installed:
         return {"installed": False, "error": None}
     answer = ask(child, seconds=seconds)
-    if not answer.given.get("done"):
-        answer.given["error"] = f"the process that imports it {answer.failure}"
-    return {"installed": True, **answer.given}
+    if not answer.data.get("done"):
+        answer.data["error"] = f"the process that imports it {answer.failure}"
+    return {"installed": True, **answer.data}
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version(), "system": platform.platform()}
+    versions: dict[str, str | None] = {"python": platform.python_version(), "system": platform.platform()}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
+            versions[package] = None
         except Exception as error:  # damaged metadata
-            found[package] = f"unknown ({error_text(error)})"
-    return found
+            versions[package] = f"unknown ({error_text(error)})"
+    return versions
 
 
 def _machine() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from fsdp_core.plugins.registry import FIRST_PARTY, ambiguity, passed_over
 
 __all__ = ["Finding", "findings"]
 
-_THEIRS = "report this to the authors of {}"
+_REPORT_TO_AUTHORS = "report this to the authors of {}"
 _SLOW_MACHINE = "if it only takes long here, type: fsdp doctor --timeout 600"
 
 
@@ -37,14 +37,14 @@ def findings(facts: dict[str, Any]) -> list[Finding]:
     Args:
         facts: The result of :func:`fsdp_core.doctor.facts.gather`.
     """
-    found = [
+    all_findings = [
         *_of_doctor(facts),
         *_of_torch(facts),
         *_of_lightning(facts),
-        *(one for plugin in facts["plugins"] or () for one in _of_plugin(plugin)),
+        *(finding for plugin in facts["plugins"] or () for finding in _of_plugin(plugin)),
         *_of_names(facts),
     ]
-    return sorted(found, key=lambda one: one.level)
+    return sorted(all_findings, key=lambda finding: finding.level)
 
 
 def _broken(what: str, remedy: str) -> Finding:
@@ -78,14 +78,16 @@ def _of_torch(facts: dict[str, Any]) -> Iterator[Finding]:
 def _of_lightning(facts: dict[str, Any]) -> Iterator[Finding]:
     lightning, torch, versions = facts["lightning"] or {}, facts["torch"] or {}, facts["versions"] or {}
     if lightning.get("installed") is False:
-        alone = [name for name in ("pytorch-lightning", "lightning-fabric") if versions.get(name)]
-        others = f" (the classes of {' and '.join(alone)} are others)" if alone else ""
-        yield _broken(f"lightning is not installed{others}, so no Trainer takes our names", "pip install lightning")
+        packages = [name for name in ("pytorch-lightning", "lightning-fabric") if versions.get(name)]
+        explanation = f" (the classes of {' and '.join(packages)} are others)" if packages else ""
+        yield _broken(
+            f"lightning is not installed{explanation}, so no Trainer takes our names", "pip install lightning"
+        )
     elif lightning.get("error") and not torch.get("error"):
         yield _broken(f"lightning: {lightning['error']}", f"mend what is broken in plugins first; {_SLOW_MACHINE}")
-    told = tuple(f"the strategy {name!r} of " for name, _ in _kept(facts))
+    prefixes = tuple(f"the strategy {name!r} of " for name, _ in _claims_of_lightning_names(facts))
     for warning in lightning.get("warnings", ()):
-        if warning.startswith(told):
+        if warning.startswith(prefixes):
             continue
         what, _, remedy = warning.partition("\n")
         yield _note(what, remedy)
@@ -98,8 +100,8 @@ def _of_lightning(facts: dict[str, Any]) -> Iterator[Finding]:
         )
     elif torch.get("autoload") and lightning.get("done") and not lightning.get("error"):
         names = sorted({row["name"] for plugin in facts["plugins"] or () for row in plugin["strategies"]})
-        known = {name for front_end in ("trainer", "fabric") for name in _all_names(lightning.get(front_end))}
-        missing = [name for name in names if name not in known and name != "auto"]
+        entered_names = {name for front_end in ("trainer", "fabric") for name in _all_names(lightning.get(front_end))}
+        missing = [name for name in names if name not in entered_names and name != "auto"]
         if missing:
             yield _broken(
                 f"these names are not entered in Lightning: {', '.join(missing)}",
@@ -113,19 +115,22 @@ def _of_plugin(plugin: dict[str, Any]) -> Iterator[Finding]:
     if plugin["error"]:
         yield _broken(f"{who} failed to load: {plugin['error']}", plugin["remedy"])
     if plugin["at_exit"]:
-        yield _broken(f"{who}: {plugin['at_exit']}", f"{_THEIRS.format(package)}, or type: pip uninstall {package}")
+        yield _broken(
+            f"{who}: {plugin['at_exit']}", f"{_REPORT_TO_AUTHORS.format(package)}, or type: pip uninstall {package}"
+        )
     for complaint in plugin["complaints"]:
-        yield _note(f"{who} {complaint['what']}", f"{_THEIRS.format(package)}: {complaint['remedy']}")
+        yield _note(f"{who} {complaint['what']}", f"{_REPORT_TO_AUTHORS.format(package)}: {complaint['remedy']}")
     if not plugin["bounded"] and not plugin["error"]:
         required = plugin["requires_core"]
-        says = (
+        requirement = (
             "does not say which fsdp-core it requires"
             if required is None
             else f"requires fsdp-core{required or ' of any version'}, without an upper bound"
         )
         yield _note(
-            f"{who} {says}, so that one with another contract would load it too",
-            f"{_THEIRS.format(package)}: it should require what it was built for, such as fsdp-core>=0.1,<0.2",
+            f"{who} {requirement}, so that one with another contract would load it too",
+            f"{_REPORT_TO_AUTHORS.format(package)}: it should require what it was built for, such as "
+            "fsdp-core>=0.1,<0.2",
         )
     for row in plugin["strategies"]:
         if row.get("status") == "broken":
@@ -141,14 +146,14 @@ def _of_names(facts: dict[str, Any]) -> Iterator[Finding]:
     for name, providers in claims.items():
         if len(providers) > 1:
             yield _broken(*ambiguity(name, providers))
-    for name, claimed_by in _kept(facts):
+    for name, claimed_by in _claims_of_lightning_names(facts):
         yield _broken(*passed_over(name, claimed_by))
     if facts["plugins"] == []:
-        packages = " or ".join(f"pip install {one}" for one in dict.fromkeys(FIRST_PARTY.values()))
+        packages = " or ".join(f"pip install {package}" for package in dict.fromkeys(FIRST_PARTY.values()))
         yield _note("no package with strategies is installed", packages)
 
 
-def _kept(facts: dict[str, Any]) -> list[tuple[str, Provider]]:
+def _claims_of_lightning_names(facts: dict[str, Any]) -> list[tuple[str, Provider]]:
     """The claims to Lightning's own names."""
     claims = [
         (row["name"], Provider(name=plugin["package"], version=plugin["version"]))

@@ -25,7 +25,9 @@ __all__ = ["main"]
 def main(file: str, name: str, module: str, package: str) -> None:
     """Load the plugin, answer, check whether its strategies can run here, and answer again."""
     wanted = (name, module, package)
-    (entry_point, *_) = [one for one in installed_plugins() if (one.name, one.value, provider_of(one).name) == wanted]
+    (entry_point, *_) = [
+        item for item in installed_plugins() if (item.name, item.value, provider_of(item).name) == wanted
+    ]
     plugin = load_plugin(entry_point)
     strategies = [info.as_dict() for info in plugin.infos]
     answer_with(file, _facts(plugin, strategies))
@@ -49,7 +51,7 @@ def _facts(plugin: LoadedPlugin, strategies: list[dict[str, Any]]) -> dict[str, 
         "seconds": round(plugin.seconds, 3),
         "error": error_text(plugin.error) if plugin.error else None,
         "remedy": broken.remedy if broken else None,
-        "complaints": [{"what": one.what, "remedy": one.remedy} for one in plugin.complaints],
+        "complaints": [{"what": item.what, "remedy": item.remedy} for item in plugin.complaints],
         "strategies": strategies,
     }
 

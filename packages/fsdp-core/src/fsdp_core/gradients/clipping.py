@@ -71,8 +71,8 @@ def clip_grads_by_norm(
     total = _power_sum(replicated, norm_type, runtime.device)
     for groups, grads in shards.items():
         part = _power_sum(grads, norm_type, runtime.device).to(wide)
-        for one in groups:
-            part = _largest(runtime, part, one) if is_inf else runtime.all_reduce(part, "sum", one)
+        for process_group in groups:
+            part = _largest(runtime, part, process_group) if is_inf else runtime.all_reduce(part, "sum", process_group)
         total = _larger(total, part) if is_inf else total + part
     if not is_inf:
         total = total ** (1.0 / norm_type)
@@ -84,7 +84,7 @@ def clip_grads_by_norm(
             "to clip regardless, pass error_if_nonfinite=False."
         )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for (device, _), grads in _by_kind([*replicated, *chain.from_iterable(shards.values())]).items():
+    for (device, _), grads in _group_by_dtype([*replicated, *chain.from_iterable(shards.values())]).items():
         foreach_mul_(grads, factor.to(device))
     return total
 
@@ -116,33 +116,35 @@ def _groups(parameter: Tensor, runtime: Runtime, group: Any | None) -> tuple[Any
     if not isinstance(parameter, DTensor) or parameter.device_mesh.shape == (runtime.world_size,):
         return (group,)
     mesh, shards = parameter.device_mesh, enumerate(parameter.placements)
-    return tuple(mesh.get_group(i) for i, one in shards if not isinstance(one, Replicate) and mesh.size(i) > 1)
+    return tuple(
+        mesh.get_group(i) for i, placement in shards if not isinstance(placement, Replicate) and mesh.size(i) > 1
+    )
 
 
 def _largest(runtime: Runtime, value: Tensor, group: Any | None) -> Tensor:
     """The largest of all ranks' values, NaN if one is: gloo's maximum ignores a NaN of another rank, and XLA's any."""
-    found = runtime.all_reduce(torch.stack([value, value.isnan().to(value.dtype)]), "max", group)
-    return found[0].where(found[1] == 0, torch.nan)
+    maxima = runtime.all_reduce(torch.stack([value, value.isnan().to(value.dtype)]), "max", group)
+    return maxima[0].where(maxima[1] == 0, torch.nan)
 
 
-def _larger(one: Tensor, other: Tensor) -> Tensor:
+def _larger(first: Tensor, second: Tensor) -> Tensor:
     """The larger of two numbers, NaN if one is: XLA's maximum on CPUs ignores NaN."""
-    return other.where((other > one) | other.isnan(), one)
+    return second.where((second > first) | second.isnan(), first)
 
 
-def _by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+def _group_by_dtype(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
-            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return kinds
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return groups
 
 
 def _power_sum(tensors: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Sum of |x|^p over all elements (their largest |x| for an infinite p), in fp32 or wider, on ``device``."""
     total = torch.zeros((), device=device)
     is_nan = torch.zeros((), dtype=torch.bool, device=device)
-    for grads in _by_kind(tensors).values():
+    for grads in _group_by_dtype(tensors).values():
         grads = [grad.abs() if grad.is_complex() else grad for grad in grads]
         norms = torch.stack(foreach_norm(grads, norm_type)).to(device)
         if math.isinf(norm_type):

@@ -92,7 +92,10 @@ class WrittenValues:
     @staticmethod
     def digest(written: Written, rank: int) -> int:
         """24 bits that are the same on ranks that have written the same; 0 where nothing was written."""
-        texts = [f"{rank} {one}" if isinstance(one, str) else f"{one[0]:.4g} {one[1]:.4g}" for one in written.values()]
+        texts = [
+            f"{rank} {value}" if isinstance(value, str) else f"{value[0]:.4g} {value[1]:.4g}"
+            for value in written.values()
+        ]
         return zlib.crc32(" ".join([*written, *texts]).encode()) >> 8 if written else 0
 
     @staticmethod
@@ -107,13 +110,13 @@ class WrittenValues:
         Raises:
             ShardingError: A rank has written other values than rank 0, by more than rounding; or what can't be kept.
         """
-        everyones: list[Written] = ranks.gather_objects(dict(written))
-        refusals = [one for other in everyones for one in other.values() if isinstance(one, str)]
+        values_by_rank: list[Written] = ranks.gather_objects(dict(written))
+        refusals = [value for values in values_by_rank for value in values.values() if isinstance(value, str)]
         if refusals:
             raise ShardingError(refusals[0])
-        for rank, other in enumerate(everyones):
-            for name in {**everyones[0], **other}:
-                first, second = everyones[0].get(name), other.get(name)
+        for rank, values in enumerate(values_by_rank):
+            for name in {**values_by_rank[0], **values}:
+                first, second = values_by_rank[0].get(name), values.get(name)
                 if isinstance(first, tuple) and isinstance(second, tuple) and _is_close(first, second):
                     continue
                 wrote = "no values" if first is None else "values"
@@ -226,14 +229,14 @@ class GatheredValue:
             let_go: Frees it, and returns the shard.
         """
         instance: Any = tensor
-        if not isinstance(tensor, _Kept):
-            instance.__class__ = _kept_class(type(tensor))
+        if not isinstance(tensor, _OutsideUnit):
+            instance.__class__ = _outside_unit_class(type(tensor))
         self.let_go = let_go
 
     def enter(self, tensor: Tensor) -> None:
         """Let it be a parameter as any, for its unit."""
         instance: Any = tensor
-        if type(tensor) is not GatheredParameter and isinstance(tensor, _Kept):
+        if type(tensor) is not GatheredParameter and isinstance(tensor, _OutsideUnit):
             instance.__class__ = type(tensor).__bases__[1]
 
     def note(self, *, has_changed: bool = False) -> None:
@@ -359,14 +362,14 @@ class _Gathered:
         _DATA.__set__(self, data)
 
 
-def _is_same(data: Tensor, held: Tensor) -> bool:
+def _is_same(data: Tensor, other: Tensor) -> bool:
     """Whether two tensors are one memory that is read in one way."""
     return (
-        data.device == held.device
-        and data.dtype == held.dtype
-        and data.shape == held.shape
-        and data.stride() == held.stride()
-        and data.data_ptr() == held.data_ptr()
+        data.device == other.device
+        and data.dtype == other.dtype
+        and data.shape == other.shape
+        and data.stride() == other.stride()
+        and data.data_ptr() == other.data_ptr()
     )
 
 
@@ -395,7 +398,7 @@ RESHAPED_IN_PLACE = frozenset(
 )
 
 
-def _refused_in_place(name: str) -> Callable[..., Any]:
+def _refuse_in_place(name: str) -> Callable[..., Any]:
     method = getattr(Tensor, name)
 
     @functools.wraps(method, assigned=("__module__", "__name__", "__qualname__"))
@@ -414,20 +417,20 @@ def _refused_in_place(name: str) -> Callable[..., Any]:
 
 
 for _name in RESHAPED_IN_PLACE:
-    setattr(_Gathered, _name, _refused_in_place(_name))
+    setattr(_Gathered, _name, _refuse_in_place(_name))
 
 
-class _Kept:
-    """A gathered parameter outside of its unit, or its ``data``: there, those of other units are shards."""
+class _OutsideUnit:
+    """A gathered parameter outside of its unit, or its ``data``. The parameters of other units are shards there."""
 
     _fsdp_value: GatheredValue | None
 
     @property
     def data(self) -> Tensor:
         data: Any = super().data  # type: ignore[misc]
-        data.__class__, data._fsdp_value = _kept_class(Tensor), self._fsdp_value
-        kept_data: Tensor = data
-        return kept_data
+        data.__class__, data._fsdp_value = _outside_unit_class(Tensor), self._fsdp_value
+        tensor: Tensor = data
+        return tensor
 
     @data.setter
     def data(self, data: Tensor) -> None:
@@ -437,21 +440,23 @@ class _Kept:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with without_torch_function():
             arguments = args, kwargs or {}
-            if any(isinstance(each, DTensor) and not isinstance(each, _Kept) for each in tree_flatten(arguments)[0]):
+            if any(
+                isinstance(each, DTensor) and not isinstance(each, _OutsideUnit) for each in tree_flatten(arguments)[0]
+            ):
                 arguments = tree_map(_shard_of, arguments)
             return func(*arguments[0], **arguments[1])
 
 
 def _shard_of(value: Any) -> Any:
-    if not isinstance(value, _Kept) or value._fsdp_value is None:
+    if not isinstance(value, _OutsideUnit) or value._fsdp_value is None:
         return value
     shard = value._fsdp_value.let_go()
     return shard if isinstance(value, nn.Parameter) else shard.data
 
 
 @functools.cache
-def _kept_class(of: type[Tensor]) -> type:
-    return type(of.__name__, (_Kept, of), {})
+def _outside_unit_class(of: type[Tensor]) -> type:
+    return type(of.__name__, (_OutsideUnit, of), {})
 
 
 def is_gathered(tensor: Tensor) -> bool:
@@ -484,8 +489,8 @@ def _as_plain_dtensors(dispatch: Callable[..., Any], func: Any, types: Any, args
     try:
         return dispatch(func, types, args, kwargs)
     finally:
-        for each, kind in followed:
-            each.__class__ = kind
+        for each, tensor_class in followed:
+            each.__class__ = tensor_class
 
 
 class GatheredTensor(_Gathered, Tensor):
@@ -520,7 +525,7 @@ class GatheredTensor(_Gathered, Tensor):
 _NOT_WRITES = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_", "retain_grad_", "names_"})
 
 
-def _in_place(name: str) -> Callable[..., Any]:
+def _make_uncounted(name: str) -> Callable[..., Any]:
     operation = getattr(Tensor, name)
 
     @functools.wraps(operation, assigned=("__module__", "__name__", "__qualname__"))  # torch's examples are no doctests
@@ -547,6 +552,6 @@ for _name in dir(Tensor):
     )
     _is_method = _name.endswith("_") and not _name.startswith("_")
     if _name == "__setitem__" or _is_operator or (_is_method and _name not in _NOT_WRITES | RESHAPED_IN_PLACE):
-        setattr(GatheredTensor, _name, _in_place(_name))
+        setattr(GatheredTensor, _name, _make_uncounted(_name))
 
 let_compiled_graphs_take(GatheredTensor)

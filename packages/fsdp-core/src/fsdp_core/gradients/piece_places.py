@@ -107,11 +107,11 @@ def _common(values: Iterable[Any], pieces: type[Tensor]) -> PiecePlace | None:
 def _place_of(piece: Tensor) -> PiecePlace:
     place: PiecePlace | None = vars(piece).get(_PLACE)
     if place is None:  # a gradient, which is placed when something is computed of it: a plain step has no part in it
-        known = _of_gradients.get(id(piece))
-        if known is None or known[0]() is not piece:
+        entry = _of_gradients.get(id(piece))
+        if entry is None or entry[0]() is not piece:
             _find_gradients()
-            known = _of_gradients.get(id(piece))
-        place = _UNKNOWN if known is None else known[1]
+            entry = _of_gradients.get(id(piece))
+        place = _UNKNOWN if entry is None else entry[1]
         set_place(piece, place)
     return place
 

@@ -105,13 +105,13 @@ class StepGradients:
             is_part: Whether the shard is this rank's piece, and no DTensor, so that torch's functions can't be right on
                 its gradient: reading that is refused then.
         """
-        if isinstance(gathered, _Shown):
+        if isinstance(gathered, _ShowsShardGradient):
             return
         instance: Any = gathered
         if isinstance(gathered, DTensor):  # tensor parallelism has divided it
-            instance.__class__ = _ShownDTensor
+            instance.__class__ = _ShowingDTensor
         else:
-            instance.__class__ = _ShownParameter if isinstance(gathered, nn.Parameter) else _ShownTensor
+            instance.__class__ = _ShowingParameter if isinstance(gathered, nn.Parameter) else _ShowingTensor
         instance._fsdp_shows = (self, shard, is_part)
 
 
@@ -119,7 +119,7 @@ class StepGradients:
 _GRAD: Any = Tensor.grad
 
 
-class _Shown:
+class _ShowsShardGradient:
     """A gathered parameter that shows the gradient of its shard."""
 
     _fsdp_shows: tuple[StepGradients, Tensor, bool] | None = None
@@ -163,7 +163,7 @@ def forget_shown(parameter: Tensor, set_to_none: bool) -> bool:
     Returns:
         Whether it shows that of its shard. Otherwise nothing is done.
     """
-    shows = parameter._fsdp_shows if isinstance(parameter, _Shown) else None
+    shows = parameter._fsdp_shows if isinstance(parameter, _ShowsShardGradient) else None
     if shows is None or not shows[0].on:
         return False
     if parameter.is_leaf:
@@ -177,15 +177,15 @@ def forget_shown(parameter: Tensor, set_to_none: bool) -> bool:
     return True
 
 
-class _ShownParameter(_Shown, GatheredParameter):
+class _ShowingParameter(_ShowsShardGradient, GatheredParameter):
     pass
 
 
-class _ShownTensor(_Shown, GatheredTensor):
+class _ShowingTensor(_ShowsShardGradient, GatheredTensor):
     pass
 
 
-class _ShownDTensor(_Shown, GatheredDTensor):
+class _ShowingDTensor(_ShowsShardGradient, GatheredDTensor):
     pass
 
 
@@ -248,9 +248,9 @@ class Piece(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = _TURNED.get(func) or str(getattr(func, "__name__", func))
-        told = _OF_PARAMETER if issubclass(cls, ParameterPiece) else _OF_GRADIENT
+        reason = _OF_PARAMETER if issubclass(cls, ParameterPiece) else _OF_GRADIENT
         if not _is_of_each(name, args) or (name == "numel" and sys._getframe(1).f_code is _VECTOR_TO_PARAMETERS):
-            raise UnsupportedCapabilityError(f"{_IN_WORDS.get(name, name)} {told}")
+            raise UnsupportedCapabilityError(f"{_IN_WORDS.get(name, name)} {reason}")
         with without_torch_function():
             if name in OF_FIRST and not isinstance(args[0], Piece):
                 return func(*args, **(kwargs or {}))
@@ -260,10 +260,10 @@ class Piece(Tensor):
                 raise _mixture_refusal(name, mixture.names) from None
             shapes = {piece.shape for piece in _tensors((args, kwargs)) if isinstance(piece, Piece)}
             is_assignment = func == _DATA.__set__
-            written = _tensors((kwargs or {}).get("out"))
-            written += _tensors(args[:1]) if is_assignment or writes_to_first(name) else ()
-            if any(tensor.shape not in shapes for tensor in [*written, *(args[1:] if is_assignment else ())]):
-                raise UnsupportedCapabilityError(f"{_IN_WORDS.get(name, name)} {told}")
+            targets = _tensors((kwargs or {}).get("out"))
+            targets += _tensors(args[:1]) if is_assignment or writes_to_first(name) else ()
+            if any(tensor.shape not in shapes for tensor in [*targets, *(args[1:] if is_assignment else ())]):
+                raise UnsupportedCapabilityError(f"{_IN_WORDS.get(name, name)} {reason}")
             moves = is_assignment and args[0].data_ptr() != args[1].data_ptr()  # and module.to() of its own device not
             result = func(*args, **(kwargs or {}))
             if moves:
@@ -272,12 +272,12 @@ class Piece(Tensor):
                 return result
             computed = _tensors(result)
             if any(tensor.shape not in shapes for tensor in computed):
-                raise UnsupportedCapabilityError(f"{name} {told}")
-            kind = ParameterPiece if issubclass(cls, ParameterPiece) else Piece
-            for new in (computed, written):  # a plain tensor that a piece is written to is one from now on
+                raise UnsupportedCapabilityError(f"{name} {reason}")
+            piece_class = ParameterPiece if issubclass(cls, ParameterPiece) else Piece
+            for new in (computed, targets):  # a plain tensor that a piece is written to is one from now on
                 for index, tensor in enumerate(new):
                     if type(tensor) is Tensor:
-                        guard([tensor], kind)
+                        guard([tensor], piece_class)
                         set_place(tensor, places[index if len(places) == len(new) else 0] if places else None)
         return result
 

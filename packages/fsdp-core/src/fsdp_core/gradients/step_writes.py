@@ -57,16 +57,16 @@ def check_writes(
     Raises:
         ShardingError: Something was written.
     """
-    found = writes.written()
-    if ranks is not None and writes.told_to_all and not ranks.total([found is not None])[0]:
+    own_name = writes.written()
+    if ranks is not None and writes.told_to_all and not ranks.total([own_name is not None])[0]:
         return
-    everyones = ranks.gather_objects(found) if ranks is not None and writes.told_to_all else [found]
-    named = [(rank, name) for rank, name in enumerate(everyones) if name is not None]
-    if named:
-        rank, name = named[0]
-        where = f" on rank {rank}" if len(named) < len(everyones) else ""
+    names = ranks.gather_objects(own_name) if ranks is not None and writes.told_to_all else [own_name]
+    written = [(rank, name) for rank, name in enumerate(names) if name is not None]
+    if written:
+        rank, name = written[0]
+        rank_text = f" on rank {rank}" if len(written) < len(names) else ""
         raise ShardingError(
-            f"{by} has written to {name!r}{where}, which is gathered for the step: what is written to it is "
+            f"{by} has written to {name!r}{rank_text}, which is gathered for the step: what is written to it is "
             "lost when it is freed.\n"
             f"Write {instead}, where parameters are shards: what is elementwise, such as "
             "p.data.clamp_(-0.01, 0.01) for p in self.critic.parameters(), is right there under every strategy. For "
@@ -123,20 +123,20 @@ class ComparedShards:
     told_to_all = True
 
     def __init__(self, shards: Mapping[nn.Module, Iterable[GatheredShard]]) -> None:
-        self._shards = {module: tuple(held) for module, held in shards.items()}
-        self._found: str | None = None
+        self._shards = {module: tuple(shards_of_module) for module, shards_of_module in shards.items()}
+        self._written_name: str | None = None
         self._hooks = [module.register_forward_hook(self._compare, prepend=True) for module in self._shards]
         self.renew()
 
     def renew(self) -> None:
-        """Take the shards as they are now."""
-        self._before = {one: one.shard().detach().clone() for held in self._shards.values() for one in held}
+        """Compare with the shards as they are now, from now on."""
+        self._before = {shard: shard.shard().detach().clone() for shards in self._shards.values() for shard in shards}
 
     def written(self) -> str | None:
-        """The first of which something else is gathered than its shard was."""
+        """The name of the first parameter whose gathered values differ from its shard's."""
         for module in self._shards:
             self._compare(module)
-        return self._found
+        return self._written_name
 
     def stop(self) -> None:
         """Compare no longer."""
@@ -145,10 +145,12 @@ class ComparedShards:
 
     @outside_of_compilation
     def _compare(self, module: nn.Module, *_: Any) -> None:
-        if self._found is None:
-            found = (one.assigned() or (one.name if self._is_written(one) else None) for one in self._shards[module])
-            self._found = next(filter(None, found), None)
+        if self._written_name is None:
+            for shard in self._shards[module]:
+                self._written_name = shard.assigned() or (shard.name if self._is_written(shard) else None)
+                if self._written_name is not None:
+                    return
 
-    def _is_written(self, one: GatheredShard) -> bool:
-        gathered = one.gathered()
-        return gathered is not None and differs(gathered.detach(), self._before[one])
+    def _is_written(self, shard: GatheredShard) -> bool:
+        gathered = shard.gathered()
+        return gathered is not None and differs(gathered.detach(), self._before[shard])

@@ -43,15 +43,15 @@ def deferred_init() -> Iterator[None]:
     last: _Build | None = getattr(_thread, "last", _no_build)()
     build = last if last is not None and last.draws.is_continued() else _Build()
     _thread.last = weakref.ref(build)
-    with _noting(build):
+    with _recording(build):
         yield
 
 
 @contextmanager
 def continue_deferred(module: nn.Module) -> Iterator[None]:
     """A context in which further changes to a module from :func:`deferred_init` are recorded, such as another dtype."""
-    builds = [_noted(tensor)[0] for tensor in (*module.parameters(), *module.buffers()) if is_deferred(tensor)]
-    with _noting(builds[0]) if builds else nullcontext():
+    builds = [_record_of(tensor)[0] for tensor in (*module.parameters(), *module.buffers()) if is_deferred(tensor)]
+    with _recording(builds[0]) if builds else nullcontext():
         yield
 
 
@@ -64,14 +64,14 @@ def has_values(tensor: Tensor) -> bool:
     """Whether a recorded operation has filled a tensor on the meta device."""
     if not is_deferred(tensor):
         return False
-    build, place = _noted(tensor)
-    return place in build.written
+    build, storage_id = _record_of(tensor)
+    return storage_id in build.written
 
 
 def was_changed(tensor: Tensor) -> bool:
     """Whether a tensor from :func:`deferred_init` was changed without a record, so that the change had no effect."""
-    build, place = _noted(tensor)
-    return tensor._version > build.changes.get(place, 0)
+    build, storage_id = _record_of(tensor)
+    return tensor._version > build.changes.get(storage_id, 0)
 
 
 def values_of(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
@@ -82,12 +82,14 @@ def values_of(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
         device: The device to allocate on, whose random-number generator is used.
 
     Returns:
-        Their values, NaN where nothing was noted that has filled them.
+        Their values, NaN where no recorded operation has filled them.
     """
-    found = [(_noted(tensor)[0], _View.of(tensor)) for tensor in tensors]
-    builds = list(dict.fromkeys(build for build, _ in found))
-    memory = {one: one.redone({view.place for build, view in found if build is one}, device) for one in builds}
-    return [memory[build].tensor(view) for build, view in found]
+    requests = [(_record_of(tensor)[0], _View.of(tensor)) for tensor in tensors]
+    builds = list(dict.fromkeys(build for build, _ in requests))
+    memory = {
+        build: build.replay({view.storage_id for owner, view in requests if owner is build}, device) for build in builds
+    }
+    return [memory[build].tensor(view) for build, view in requests]
 
 
 def _no_build() -> None:
@@ -97,8 +99,8 @@ def _no_build() -> None:
 _thread = threading.local()
 _BUILD = "_fsdp_core_build"
 _CPU, _META = torch.device("cpu"), torch.device("meta")
-#: Bytes that are freed before they are given back to the system.
-_GIVEN_BACK_EVERY = 2**24
+#: Bytes that are freed before they are returned to the system.
+_FREE_EVERY_BYTES = 2**24
 _EMPTY = frozenset(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"))
 _READS = frozenset(
     (Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__, Tensor.__float__, Tensor.__int__)
@@ -106,26 +108,26 @@ _READS = frozenset(
 )
 
 
-def _noted(tensor: Tensor) -> tuple[_Build, int]:
+def _record_of(tensor: Tensor) -> tuple[_Build, int]:
     noted: tuple[_Build, int] = getattr(tensor.untyped_storage(), _BUILD)
     return noted
 
 
 def _allow(tensor: Tensor, more: int) -> None:
     """Record an in-place change, which torch may count before or after: this one is allowed, later ones are not."""
-    build, place = _noted(tensor)
-    build.changes[place] = max(build.changes.get(place, 0), tensor._version) + more
+    build, storage_id = _record_of(tensor)
+    build.changes[storage_id] = max(build.changes.get(storage_id, 0), tensor._version) + more
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [one for one in tree_flatten(tree)[0] if isinstance(one, Tensor)]
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
     """A tensor as a view of a storage."""
 
-    place: int
+    storage_id: int
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -133,8 +135,8 @@ class _View:
 
     @classmethod
     def of(cls, tensor: Tensor) -> _View:
-        _, place = _noted(tensor)
-        return cls(place, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+        _, storage_id = _record_of(tensor)
+        return cls(storage_id, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,16 +145,16 @@ class _Step:
 
     Attributes:
         func: The operation.
-        given: Its arguments.
+        arguments: Its positional and keyword arguments.
         reads: The storages whose values it needs.
         writes: Those that it writes to.
-        returned: The tensors that it gives.
-        fills: Whether it writes to one tensor alone, the whole of it, whatever was in it.
+        returned: The tensors that it returns.
+        fills: Whether it overwrites all of one tensor, and writes to no other.
         draw: The random numbers that it draws.
     """
 
     func: Callable[..., Any]
-    given: tuple[Any, dict[str, Any]]
+    arguments: tuple[Any, dict[str, Any]]
     reads: frozenset[int]
     writes: frozenset[int]
     returned: list[_View]
@@ -168,31 +170,33 @@ class _Memory:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def tensor(self, view: _View) -> Tensor:
-        if view.place not in self._storages:
-            size, dtype = self._sizes[view.place]
+        if view.storage_id not in self._storages:
+            size, dtype = self._sizes[view.storage_id]
             new = torch.zeros(size // dtype.itemsize, dtype=dtype, device=self._device)
             # NaN marks unfilled memory, if the dtype has it
-            self._storages[view.place] = (new.fill_(torch.nan) if dtype.is_floating_point else new).untyped_storage()
+            if dtype.is_floating_point:
+                new.fill_(torch.nan)
+            self._storages[view.storage_id] = new.untyped_storage()
         empty = torch.empty(0, dtype=view.dtype, device=self._device)
-        return empty.set_(self._storages[view.place], view.offset, view.size, view.stride)
+        return empty.set_(self._storages[view.storage_id], view.offset, view.size, view.stride)
 
     def do(self, step: _Step) -> None:
-        args, kwargs = tree_map(self._given, step.given)
+        args, kwargs = tree_map(self._to_real, step.arguments)
         for view, value in zip(step.returned, _tensors(step.func(*args, **kwargs)), strict=True):
-            if view.place not in self._storages:
-                size, _ = self._sizes[view.place]
+            if view.storage_id not in self._storages:
+                size, _ = self._sizes[view.storage_id]
                 same = (tuple(value.stride()), value.storage_offset()) == (view.stride, view.offset)
                 if same and value.untyped_storage().nbytes() == size:
-                    self._storages[view.place] = value.untyped_storage()
+                    self._storages[view.storage_id] = value.untyped_storage()
                 else:
                     self.tensor(view).copy_(value)
 
-    def _given(self, one: Any) -> Any:
-        if isinstance(one, _View):
-            return self.tensor(one)
-        if isinstance(one, Tensor):
-            return one.to(self._device)
-        return self._device if one == _META else one
+    def _to_real(self, value: Any) -> Any:
+        if isinstance(value, _View):
+            return self.tensor(value)
+        if isinstance(value, Tensor):
+            return value.to(self._device)
+        return self._device if value == _META else value
 
 
 class _Build:
@@ -206,52 +210,56 @@ class _Build:
         self.draws = Draws()
         self._drawn: dict[str, int] = {}
 
-    def note(self, func: Callable[..., Any], args: Any, kwargs: Any, out: Any, written: list[Tensor]) -> None:
+    def note(self, func: Callable[..., Any], args: Any, kwargs: Any, out: Any, targets: list[Tensor]) -> None:
         """Record an operation that has returned, or written to, tensors on the meta device."""
-        returned, given = _tensors(out), _tensors((args, kwargs))
+        returned, input_tensors = _tensors(out), _tensors((args, kwargs))
         new = [tensor for tensor in returned if not is_deferred(tensor)]
         for tensor in new:
             storage: Any = tensor.untyped_storage()
             if not hasattr(storage, _BUILD):
                 setattr(storage, _BUILD, (self, len(self.sizes)))
                 self.sizes.append((storage.nbytes(), tensor.dtype))
-        for tensor in written:
+        for tensor in targets:
             _allow(tensor, 1)
         name = getattr(func, "_opname", None)
-        written = [t for t in (*written, *new) if _noted(t)[0] is self]
-        if not written or name in _EMPTY:
+        targets = [t for t in (*targets, *new) if _record_of(t)[0] is self]
+        if not targets or name in _EMPTY:
             return
         random = name is None or torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        fills = len(given) == len(written) == 1 and given[0] is written[0] and (random or name in ("zero_", "fill_"))
-        writes = frozenset(_noted(t)[1] for t in written)
-        reads = frozenset(_noted(t)[1] for t in given if is_deferred(t) and _noted(t)[0] is self)
+        fills = (
+            len(input_tensors) == len(targets) == 1
+            and input_tensors[0] is targets[0]
+            and (random or name in ("zero_", "fill_"))
+        )
+        writes = frozenset(_record_of(t)[1] for t in targets)
+        reads = frozenset(_record_of(t)[1] for t in input_tensors if is_deferred(t) and _record_of(t)[0] is self)
         self.written |= writes
         self.steps.append(
             _Step(
                 func=func,
-                given=tree_map(self._held, (args, kwargs)),
+                arguments=tree_map(self._to_recorded, (args, kwargs)),
                 reads=reads - writes if fills else reads,
                 writes=writes,
                 returned=[_View.of(tensor) for tensor in returned],
-                fills=fills and written[0].numel() * written[0].itemsize == self.sizes[_noted(written[0])[1]][0],
+                fills=fills and targets[0].numel() * targets[0].itemsize == self.sizes[_record_of(targets[0])[1]][0],
                 draw=self.draws.note(kwargs.get("generator")) if random else None,
             )
         )
 
-    def _held(self, one: Any) -> Any:
-        if not isinstance(one, Tensor):
-            return one
-        if is_deferred(one):
-            return _View.of(one) if _noted(one)[0] is self else value_now(one)
-        return one.detach().clone()  # it may be changed later
+    def _to_recorded(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if is_deferred(value):
+            return _View.of(value) if _record_of(value)[0] is self else value_now(value)
+        return value.detach().clone()  # it may be changed later
 
-    def redone(self, places: Collection[int], device: torch.device) -> _Memory:
+    def replay(self, storage_ids: Collection[int], device: torch.device) -> _Memory:
         """Replay all steps that the values of some storages depend on."""
-        self._draw_all(device)
-        return self._redo(places, device, len(self.steps))
+        self._find_random_states(device)
+        return self._replay_until(storage_ids, device, len(self.steps))
 
-    def _redo(self, places: Collection[int], device: torch.device, until: int) -> _Memory:
-        needed, chosen = set(places), list[_Step]()
+    def _replay_until(self, storage_ids: Collection[int], device: torch.device, until: int) -> _Memory:
+        needed, chosen = set(storage_ids), list[_Step]()
         for step in reversed(self.steps[:until] if needed else ()):
             if not needed.isdisjoint(step.writes):
                 chosen.append(step)
@@ -264,7 +272,7 @@ class _Build:
                     memory.do(step)
         return memory
 
-    def _draw_all(self, device: torch.device) -> None:
+    def _find_random_states(self, device: torch.device) -> None:
         """Draw all random numbers once, in order, to find the generator's state before each step."""
         first, self._drawn[device.type] = self._drawn.get(device.type, 0), len(self.steps)
         freed = 0
@@ -272,12 +280,12 @@ class _Build:
             for index in range(first, len(self.steps)):
                 step = self.steps[index]
                 if step.draw is not None:
-                    needed = self._redo(step.reads, device, index)
+                    needed = self._replay_until(step.reads, device, index)
                     with step.draw.first(device):
                         needed.do(step)
                     del needed
-                    freed += sum(self.sizes[place][0] for place in step.writes)
-                    if freed > _GIVEN_BACK_EVERY:  # the allocator does not always use it again
+                    freed += sum(self.sizes[storage_id][0] for storage_id in step.writes)
+                    if freed > _FREE_EVERY_BYTES:  # the allocator does not always use it again
                         give_back()
                         freed = 0
 
@@ -292,25 +300,25 @@ def value_now(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _noting(build: _Build) -> Iterator[None]:
-    if getattr(_thread, "noting", False):
+def _recording(build: _Build) -> Iterator[None]:
+    if getattr(_thread, "recording", False):
         yield
         return
-    _thread.noting = True
+    _thread.recording = True
     try:
         with _Reads(), _Operations(build):
             yield
     finally:
-        _thread.noting = False
+        _thread.recording = False
 
 
 @contextmanager
-def _paused() -> Iterator[None]:
-    _thread.noting = False
+def _without_recording() -> Iterator[None]:
+    _thread.recording = False
     try:
         yield
     finally:
-        _thread.noting = True
+        _thread.recording = True
 
 
 class _Reads(TorchFunctionMode):
@@ -321,12 +329,12 @@ class _Reads(TorchFunctionMode):
     ) -> Any:
         if args and isinstance(args[0], Tensor) and is_deferred(args[0]):
             if func in _READS:
-                with _paused():
+                with _without_recording():
                     return func(value_now(args[0]), *args[1:], **(kwargs or {}))
             initialiser = skipped_initialiser(func)
-            if initialiser is not None and _thread.noting:
-                with _paused():
-                    _noted(args[0])[0].note(initialiser[0], (), initialiser[1], args[0], [args[0]])
+            if initialiser is not None and _thread.recording:
+                with _without_recording():
+                    _record_of(args[0])[0].note(initialiser[0], (), initialiser[1], args[0], [args[0]])
         out = func(*args, **(kwargs or {}))
         if getattr(func, "__self__", None) is Tensor.data and is_deferred(args[0]):
             _allow(args[0], 0)  # another tensor may have replaced its data
@@ -344,18 +352,18 @@ class _Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if not _thread.noting:
+        if not _thread.recording:
             return func(*args, **kwargs)
-        given = _tensors((args, kwargs))
-        arguments = {a.name: a for a in func._schema.arguments}
+        tensors = _tensors((args, kwargs))
+        schema_arguments = {a.name: a for a in func._schema.arguments}
         random = torch.Tag.nondeterministic_seeded in func.tags
-        written = [
+        targets = [
             tensor
-            for position, (name, argument) in enumerate(arguments.items())
+            for position, (name, argument) in enumerate(schema_arguments.items())
             if argument.alias_info is not None and argument.alias_info.is_write
             for tensor in _tensors(args[position] if position < len(args) else kwargs.get(name))
         ]
-        if any(not tensor.is_meta for tensor in written):
+        if any(not tensor.is_meta for tensor in targets):
             if random:
                 raise ShardingError(
                     "random numbers are drawn into a tensor made of data (torch.tensor([...]), numpy), in a model that "
@@ -363,23 +371,23 @@ class _Operations(TorchDispatchMode):
                     "Write torch.empty(...) or torch.zeros(...) for that tensor, or build the model without empty_init."
                 )
             return func(*tree_map(_real, args), **tree_map(_real, kwargs))
-        if given and not random and not any(tensor.is_meta for tensor in given):
+        if tensors and not random and not any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
-        if "device" in arguments and ("device" in kwargs or not given or not any(t.is_meta for t in given)):
+        if "device" in schema_arguments and ("device" in kwargs or not tensors or not any(t.is_meta for t in tensors)):
             kwargs["device"] = _META
         try:
             out = func(*tree_map(_empty, args), **tree_map(_empty, kwargs))
         except NotImplementedError:  # the size of the result depends on values
             kwargs.pop("device", None)
             return func(*tree_map(_real, args), **tree_map(_real, kwargs))
-        build = _noted(written[0])[0] if written and is_deferred(written[0]) else self._build
-        build.note(func, args, kwargs, out, written)
+        build = _record_of(targets[0])[0] if targets and is_deferred(targets[0]) else self._build
+        build.note(func, args, kwargs, out, targets)
         return out
 
 
-def _real(one: Any) -> Any:
-    return value_now(one) if isinstance(one, Tensor) and is_deferred(one) else one
+def _real(value: Any) -> Any:
+    return value_now(value) if isinstance(value, Tensor) and is_deferred(value) else value
 
 
-def _empty(one: Any) -> Any:
-    return one.to(_META) if isinstance(one, Tensor) else one
+def _empty(value: Any) -> Any:
+    return value.to(_META) if isinstance(value, Tensor) else value

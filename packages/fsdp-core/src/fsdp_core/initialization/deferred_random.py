@@ -49,15 +49,15 @@ class Draw:
     @contextmanager
     def first(self, device: torch.device) -> Iterator[None]:
         """A context in which the numbers are drawn for the first time, which advances the generator."""
-        kind = device.type
+        device_type = device.type
         if self.generator is None:
             if self.follows is not None:
-                set_random_state(device, self.follows.after[kind])
+                set_random_state(device, self.follows.after[device_type])
             elif self.seeded is not None:
                 _seed(device, *self.seeded)
-        self.before[kind] = self._state(device)
+        self.before[device_type] = self._state(device)
         yield
-        self.after[kind] = self._state(device)
+        self.after[device_type] = self._state(device)
 
     @contextmanager
     def again(self, device: torch.device) -> Iterator[None]:
@@ -120,13 +120,14 @@ class Draws:
         They start from the generator's state at the first recorded draw; if the generator was used or seeded since,
         from its current state.
         """
-        kind = device.type
-        if kind not in self._origin.after:
-            untouched = kind == "cpu" and self._start is not None and self.is_continued()
-            self._origin.after[kind] = self._start if untouched and self._start is not None else random_state(device)
+        device_type = device.type
+        if device_type not in self._origin.after:
+            untouched = device_type == "cpu" and self._start is not None and self.is_continued()
+            state = self._start if untouched and self._start is not None else random_state(device)
+            self._origin.after[device_type] = state
         yield
-        if kind in self._last.after:
-            set_random_state(device, self._last.after[kind])
+        if device_type in self._last.after:
+            set_random_state(device, self._last.after[device_type])
 
 
 def _key(state: Tensor) -> int:

@@ -43,32 +43,32 @@ def place(
     for module in modules:
         if init is not None and any(p.is_meta for p in module.parameters(recurse=False)):
             init(module)
-        whole: list[torch.Tensor] = []
+        full_tensors: list[torch.Tensor] = []
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) in replaced:
                 setattr(module, name, replaced[id(parameter)][1])
                 continue
             if leave(module, parameter):
                 continue
-            kept = let_go_of(parameter)
-            if kept is not None:
-                placed = _given(parameter, kept.whole(runtime.device))
-                del kept
+            kept_part = let_go_of(parameter)
+            if kept_part is not None:
+                moved = _with_data(parameter, kept_part.whole(runtime.device))
+                del kept_part
                 give_back()
             else:
-                placed = _given(parameter, parameter.data.to(runtime.device).contiguous())
-                whole.append(placed)
-            if placed is not parameter:
-                replaced[id(parameter)] = parameter, placed  # both are kept, or an id could be reused
-                setattr(module, name, placed)
+                moved = _with_data(parameter, parameter.data.to(runtime.device).contiguous())
+                full_tensors.append(moved)
+            if moved is not parameter:
+                replaced[id(parameter)] = parameter, moved  # both are kept, or an id could be reused
+                setattr(module, name, moved)
         for name, buffer in list(module.named_buffers(recurse=False)):
             module._buffers[name] = buffer.to(runtime.device)
-        for tensor in (*whole, *module.buffers(recurse=False)):
+        for tensor in (*full_tensors, *module.buffers(recurse=False)):
             # ranks with different seeds would shard a mixture of different models
             runtime.broadcast(tensor.data)
 
 
-def _given(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+def _with_data(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     """The parameter with other data; or another one, where torch can't change the device of one that exists."""
     try:
         parameter.data = data
@@ -96,8 +96,8 @@ def materialize(modules: Iterable[nn.Module], device: torch.device) -> None:
     """
     modules = list(modules)
     _fill_deferred(modules, device)
-    made: dict[int, nn.Parameter] = {}
-    kept: list[nn.Parameter] = []  # a freed parameter's id could be reused
+    new_parameters: dict[int, nn.Parameter] = {}
+    freed_parameters: list[nn.Parameter] = []  # a freed parameter's id could be reused
     for module in modules:
         if not any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
             continue
@@ -118,11 +118,11 @@ def materialize(modules: Iterable[nn.Module], device: torch.device) -> None:
             )
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
-                kept.append(parameter)
-                if id(parameter) not in made:
+                freed_parameters.append(parameter)
+                if id(parameter) not in new_parameters:
                     empty = _unfilled_like(parameter, device)
-                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                setattr(module, name, made[id(parameter)])  # LSTMs note it in a list
+                    new_parameters[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                setattr(module, name, new_parameters[id(parameter)])  # LSTMs note it in a list
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
                 module._buffers[name] = _unfilled_like(buffer, device)
@@ -157,25 +157,25 @@ def note_initialisers(root: nn.Module) -> None:
 
 def _fill_deferred(modules: Sequence[nn.Module], device: torch.device) -> None:
     """Fill the modules with the values that their constructors would have set, where those were recorded."""
-    owned: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = [
-        (module, kept, name, tensor)
+    owned_tensors: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = [
+        (module, registry, name, tensor)
         for module in modules
-        for kept in (module._parameters, module._buffers, vars(module))
-        for name, tensor in kept.items()
+        for registry in (module._parameters, module._buffers, vars(module))
+        for name, tensor in registry.items()
         if isinstance(tensor, Tensor) and (has_values(tensor) or (is_deferred(tensor) and not tensor.numel()))
         # set on the instance, to fill the module when it is materialised
         if "reset_parameters" not in vars(module)
     ]
-    for module, _, name, tensor in owned:
+    for module, _, name, tensor in owned_tensors:
         if was_changed(tensor):
             raise ShardingError(
                 f"{name!r} of {type(module).__name__} was changed after it was built with empty_init=True, when it had "
                 "no memory: that did nothing.\nChange it inside of init_module(empty_init=True), where it is noted and "
                 "done when there is memory, or give the module a reset_parameters() that does it."
             )
-    values = values_of([tensor for *_, tensor in owned], device)
-    made: dict[int, nn.Parameter] = {}
-    for (module, kept, name, tensor), value in zip(owned, values, strict=True):
+    values = values_of([tensor for *_, tensor in owned_tensors], device)
+    new_parameters: dict[int, nn.Parameter] = {}
+    for (module, registry, name, tensor), value in zip(owned_tensors, values, strict=True):
         if isinstance(tensor, nn.Parameter):
             if value.is_floating_point() and bool(value.isnan().any()):
                 raise ShardingError(
@@ -184,11 +184,11 @@ def _fill_deferred(modules: Sequence[nn.Module], device: torch.device) -> None:
                     "Read files after the set-up, with fsdp_core.load_state_dict() or ckpt_path=, or build the model "
                     "without empty_init."
                 )
-            parameter = made.setdefault(id(tensor), nn.Parameter(value, requires_grad=tensor.requires_grad))
+            parameter = new_parameters.setdefault(id(tensor), nn.Parameter(value, requires_grad=tensor.requires_grad))
             parameter.__dict__.update(tensor.__dict__)
             setattr(module, name, parameter)  # LSTMs note it in a list
         else:
-            kept[name] = value
+            registry[name] = value
 
 
 def _unfilled_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -28,7 +28,7 @@ __all__ = ["KeptPart", "check_same_parts", "is_part", "keep_parts", "kept_as_bui
 # torch 2.13 deprecates the second name for the first
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_KEPT = "_fsdp_core_kept_part"
+_ATTRIBUTE = "_fsdp_core_kept_part"
 _LARGE = 2**20  # bytes of a parameter that are worth the time of several collectives
 _DEVICES = ("cpu", "cuda")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # those that have NaN, and all operations
@@ -56,9 +56,9 @@ class KeptPart:
 
     def opened(self) -> Tensor:
         """A tensor of the whole shape, with NaN for the elements of other ranks."""
-        whole = torch.full((self.shape.numel(),), torch.nan, dtype=self.part.dtype, device=self.part.device)
-        _run(whole, self.rank, self.ranks).copy_(self.part)
-        return whole.view(self.shape)
+        full = torch.full((self.shape.numel(),), torch.nan, dtype=self.part.dtype, device=self.part.device)
+        _range_of(full, self.rank, self.ranks).copy_(self.part)
+        return full.view(self.shape)
 
     def whole(self, device: torch.device) -> Tensor:
         """Gather the whole parameter. All ranks must call it."""
@@ -73,7 +73,7 @@ class KeptPart:
             out: Filled with the whole, flattened. Shape ``(n,)``, on the device of the collectives.
         """
         if out.device.type == "cpu" and out.nbytes >= _LARGE:
-            self._gather_in_place(out)
+            self._gather_by_broadcasts(out)
             return
         count, length = out.numel(), _length(out.numel(), self.ranks)
         part = out.new_zeros(length)
@@ -83,14 +83,14 @@ class KeptPart:
         if gathered is not out:
             out.copy_(gathered[:count])
 
-    def _gather_in_place(self, out: Tensor) -> None:
+    def _gather_by_broadcasts(self, out: Tensor) -> None:
         """The same by broadcasts: gloo's all-gather allocates the same amount of memory again."""
         for rank in range(self.ranks):
-            run = _run(out, rank, self.ranks)
+            range_of_rank = _range_of(out, rank, self.ranks)
             if rank == self.rank:
-                run.copy_(self.part)
-            if run.numel():
-                dist.broadcast(run, src=rank)
+                range_of_rank.copy_(self.part)
+            if range_of_rank.numel():
+                dist.broadcast(range_of_rank, src=rank)
 
 
 class PartOfParameter(nn.Parameter):
@@ -107,33 +107,33 @@ class PartOfParameter(nn.Parameter):
         kwargs = kwargs or {}
         name = _name_of(func)
         with without_torch_function():
-            if name in _OF_NO_VALUES:
+            if name in _READS_NO_VALUES:
                 return func(*args, **kwargs)
             _close_all()  # including the arguments, which are opened again below
-            kept = list(_parts_in((args, kwargs)))
+            parameters = list(_parts_in((args, kwargs)))
             if not _may_write(name):
-                _refuse_reading(kept[0], name)
-            for parameter in kept:
+                _refuse_reading(parameters[0], name)
+            for parameter in parameters:
                 _open(parameter)
             result = func(*args, **kwargs)
             if isinstance(result, Tensor) and result.device.type not in _DEVICES:
-                _refuse_reading(kept[0], name)  # moving a module there creates new parameters
+                _refuse_reading(parameters[0], name)  # moving a module there creates new parameters
             return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             twin = nn.Parameter(torch.empty(0, dtype=self.dtype), requires_grad=self.requires_grad)
-            _put(twin, replace(_kept(self), part=_kept(self).part.clone()))
+            _attach_part(twin, replace(_kept_part_of(self), part=_kept_part_of(self).part.clone()))
             memo[id(self)] = twin
-        found: nn.Parameter = memo[id(self)]
-        return found
+        copied: nn.Parameter = memo[id(self)]
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Never:
         _refuse_reading(self, "pickle")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        kept = _kept(self)
-        return f"PartOfParameter(shape={tuple(kept.shape)}, rank {kept.rank} of {kept.ranks})"
+        kept_part = _kept_part_of(self)
+        return f"PartOfParameter(shape={tuple(kept_part.shape)}, rank {kept_part.rank} of {kept_part.ranks})"
 
 
 class OpenParameter(nn.Parameter):
@@ -142,21 +142,21 @@ class OpenParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             twin = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
-            _note_open(twin, _kept(self))
+            _note_open(twin, _kept_part_of(self))
             memo[id(self)] = twin
-        found: nn.Parameter = memo[id(self)]
-        return found
+        copied: nn.Parameter = memo[id(self)]
+        return copied
 
 
-class _OpenOnes(threading.local):
+class _OpenParameters(threading.local):
     """The open parameters; per thread, because ranks may be threads."""
 
     def __init__(self) -> None:
         self.refs: list[weakref.ref[nn.Parameter]] = []
-        self.were_there = False  # since the last model was set up
+        self.had_any = False  # since the last model was set up
 
 
-_open_ones = _OpenOnes()
+_open_parameters = _OpenParameters()
 
 
 def is_part(parameter: Tensor) -> bool:
@@ -194,30 +194,30 @@ def _random_numbers_of_rank_0(runtime: Runtime) -> Iterator[None]:
     if store is None:
         yield
         return
-    number = store.add(f"fsdp_core/models that rank {runtime.rank} has built", 1)
-    own = {device: random_state(device) for device in {torch.device("cpu"), runtime.device}}
-    differing: list[torch.device] = []
-    for device, state in own.items():
-        place = f"fsdp_core/random numbers of model {number}/{device.type}"
+    model_number = store.add(f"fsdp_core/models that rank {runtime.rank} has built", 1)
+    own_states = {device: random_state(device) for device in {torch.device("cpu"), runtime.device}}
+    changed_devices: list[torch.device] = []
+    for device, state in own_states.items():
+        key = f"fsdp_core/random numbers of model {model_number}/{device.type}"
         if runtime.rank == 0:
-            store.set(place, bytes(state.numpy()))
+            store.set(key, bytes(state.numpy()))
             continue
         try:
-            store.wait([place], _PATIENCE)
-        except dist.DistError as late:
+            store.wait([key], _PATIENCE)
+        except dist.DistError as error:
             raise ShardingError(
                 f"rank {runtime.rank} builds a model in configure_model() or under init_module(), and rank 0 has not "
                 f"begun to within {_PATIENCE.total_seconds():g} s.\nBuild it on every rank."
-            ) from late
-        first = torch.frombuffer(bytearray(store.get(place)), dtype=torch.uint8)
-        if not torch.equal(first, state):
-            set_random_state(device, first)
-            differing.append(device)
+            ) from error
+        state_of_rank_0 = torch.frombuffer(bytearray(store.get(key)), dtype=torch.uint8)
+        if not torch.equal(state_of_rank_0, state):
+            set_random_state(device, state_of_rank_0)
+            changed_devices.append(device)
     try:
         yield
     finally:
-        for device in differing:
-            set_random_state(device, own[device])
+        for device in changed_devices:
+            set_random_state(device, own_states[device])
 
 
 #: How long to wait for rank 0, which may read or download something first.
@@ -233,13 +233,13 @@ def keep_parts(module: nn.Module, runtime: Runtime) -> None:
     """
     _close_all()
     for parameter in module.parameters():
-        if type(parameter) is nn.Parameter and _can_be_kept(parameter):
+        if type(parameter) is nn.Parameter and _can_keep_part(parameter):
             flat = parameter.detach().reshape(-1)
             rank, ranks = runtime.rank, runtime.world_size
-            part = _run(flat, rank, ranks).clone()
-            kept = KeptPart(shape=parameter.shape, part=part, rank=rank, ranks=ranks, digest=_digest(flat))
-            spoiled = _open_ones.were_there and _has_nan(flat)  # by values read from a layer that was marked before
-            _put(parameter, replace(kept, digest="" if spoiled else kept.digest, spoiled=spoiled))
+            part = _range_of(flat, rank, ranks).clone()
+            kept_part = KeptPart(shape=parameter.shape, part=part, rank=rank, ranks=ranks, digest=_digest(flat))
+            spoiled = _open_parameters.had_any and _has_nan(flat)  # by values read from a layer that was marked before
+            _attach_part(parameter, replace(kept_part, digest="" if spoiled else kept_part.digest, spoiled=spoiled))
             del flat
     give_back()
 
@@ -254,10 +254,10 @@ def let_go_of(parameter: nn.Parameter) -> KeptPart | None:
         _close(parameter)
     if not isinstance(parameter, PartOfParameter):
         return None
-    kept = _kept(parameter)
-    del parameter.__dict__[_KEPT]
-    _become(parameter, nn.Parameter)
-    return kept
+    kept_part = _kept_part_of(parameter)
+    del parameter.__dict__[_ATTRIBUTE]
+    _set_class(parameter, nn.Parameter)
+    return kept_part
 
 
 def check_same_parts(module: nn.Module, runtime: Runtime) -> None:
@@ -270,62 +270,64 @@ def check_same_parts(module: nn.Module, runtime: Runtime) -> None:
     Raises:
         ShardingError: Ranks have built a parameter with different values, or have computed it of parts.
     """
-    kept: dict[str, KeptPart] = {}
+    kept_parts: dict[str, KeptPart] = {}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, OpenParameter):
             _close(parameter)
         if isinstance(parameter, PartOfParameter):
-            kept[clean_name(name)] = _kept(parameter)
-    was_open, _open_ones.were_there = _open_ones.were_there, False  # perhaps also of layers that were replaced since
+            kept_parts[clean_name(name)] = _kept_part_of(parameter)
+    was_open = _open_parameters.had_any  # perhaps also of layers that were replaced since
+    _open_parameters.had_any = False
     if runtime.world_size == 1:
         return
-    read = _computed_of_parts(module) if was_open else []
-    mine = ([(one.digest, one.spoiled) for one in kept.values()], read)
-    firsts = runtime.broadcast_object(mine[0])
-    if not runtime.total([bool(read) or mine[0] != firsts or any(one.spoiled for one in kept.values())])[0]:
+    nan_names = _computed_of_parts(module) if was_open else []
+    digests = [(kept_part.digest, kept_part.spoiled) for kept_part in kept_parts.values()]
+    differs = digests != runtime.broadcast_object(digests)
+    is_spoiled = any(kept_part.spoiled for kept_part in kept_parts.values())
+    if not runtime.total([differs or is_spoiled or bool(nan_names)])[0]:
         return
-    everyones = runtime.gather_objects(mine)
-    for name in (name for _, names in everyones for name in names):
+    reports = runtime.gather_objects((digests, nan_names))
+    for name in (name for _, names in reports for name in names):
         raise ShardingError(
             f"{name!r} is NaN: it was computed of a parameter that was read after wrap(), and of which each rank keeps "
-            f"its part: {_AS_BUILT}.\nRead it before wrap(), call wrap() last; or {_WHOLE}."
+            f"its part: {_AS_BUILT}.\nRead it before wrap(), call wrap() last; or {_BUILD_WHOLE}."
         )
-    told = [of_rank for of_rank, _ in everyones]
-    for number, name in enumerate(kept):
-        if any(of_rank[number][1] for of_rank in told):
+    digests_by_rank = [of_rank for of_rank, _ in reports]
+    for number, name in enumerate(kept_parts):
+        if any(of_rank[number][1] for of_rank in digests_by_rank):
             raise ShardingError(
                 f"{name!r} was computed after wrap() from elements that other ranks keep: {_AS_BUILT}.\n"
-                f"Give the layer its values first: build it, initialise it, and wrap() it last; {_WHOLE}."
+                f"Give the layer its values first: build it, initialise it, and wrap() it last; {_BUILD_WHOLE}."
             )
-        if len({of_rank[number][0] for of_rank in told}) > 1:
+        if len({of_rank[number][0] for of_rank in digests_by_rank}) > 1:
             raise ShardingError(
                 f"ranks have built {name!r} with different values, and each has kept its part: {_AS_BUILT}.\n"
                 "Where some of its elements were changed after wrap(), call wrap() last. Where ranks draw other random "
                 "numbers than torch's, write seed_everything(...) before trainer.fit() or fabric.launch(). Or build it "
-                f"with empty_init=True, or {_WHOLE}: rank 0's values are taken then."
+                f"with empty_init=True, or {_BUILD_WHOLE}: rank 0's values are taken then."
             )
 
 
 def _computed_of_parts(module: nn.Module) -> list[str]:
     """The names of whole tensors with NaN, which may have been computed from parts whose other elements are NaN."""
-    whole = [*module.named_parameters(), *module.named_buffers()]
-    return [clean_name(n) for n, t in whole if not (is_part(t) or t.is_meta) and t.dtype in _DTYPES and _has_nan(t)]
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return [clean_name(n) for n, t in tensors if not (is_part(t) or t.is_meta) and t.dtype in _DTYPES and _has_nan(t)]
 
 
 _AS_BUILT = "layers that are wrapped in configure_model() or under fabric.init_module() are sharded as they are built"
-_WHOLE = "leave wrap() out and give the strategy auto_wrap_policy={MyBlock}"
+_BUILD_WHOLE = "leave wrap() out and give the strategy auto_wrap_policy={MyBlock}"
 
 
 def _refuse_reading(parameter: nn.Parameter, name: str) -> Never:
     raise ShardingError(
         f"{name} needs the whole of a parameter of shape {tuple(parameter.shape)}, of which each rank keeps its part: "
-        f"{_AS_BUILT}.\nDo it before wrap(), or after the set-up; or {_WHOLE}, and every rank builds the whole."
+        f"{_AS_BUILT}.\nDo it before wrap(), or after the set-up; or {_BUILD_WHOLE}, and every rank builds the whole."
     )
 
 
 # -- what an operation does to a parameter -----------------------------------------------------------------------------
 
-_OF_NO_VALUES = frozenset(
+_READS_NO_VALUES = frozenset(
     [
         *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "__len__"),
         *("is_contiguous", "is_floating_point", "is_complex", "is_inference", "is_same_size", "is_pinned", "is_shared"),
@@ -366,84 +368,85 @@ def _parts_in(value: Any) -> Iterator[nn.Parameter]:
     elif isinstance(value, Mapping):
         yield from _parts_in(list(value.values()))
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _parts_in(one)
+        for item in value:
+            yield from _parts_in(item)
 
 
 # -- opening and closing -----------------------------------------------------------------------------------------------
 
 
-def _can_be_kept(parameter: nn.Parameter) -> bool:
-    here = parameter.device.type in _DEVICES
-    return here and parameter.dtype in _DTYPES and parameter.ndim > 0 and parameter.numel() > 0
+def _can_keep_part(parameter: nn.Parameter) -> bool:
+    is_on_device = parameter.device.type in _DEVICES
+    return is_on_device and parameter.dtype in _DTYPES and parameter.ndim > 0 and parameter.numel() > 0
 
 
-def _kept(parameter: nn.Parameter) -> KeptPart:
-    kept: KeptPart = parameter.__dict__[_KEPT]
-    return kept
+def _kept_part_of(parameter: nn.Parameter) -> KeptPart:
+    kept_part: KeptPart = parameter.__dict__[_ATTRIBUTE]
+    return kept_part
 
 
-def _put(parameter: nn.Parameter, kept: KeptPart) -> None:
-    """Free a parameter's memory, and keep its shape and ``kept``."""
+def _attach_part(parameter: nn.Parameter, kept_part: KeptPart) -> None:
+    """Free a parameter's memory, and keep its shape and the part."""
     with without_torch_function():
-        parameter.data = torch.full((), torch.nan, dtype=kept.part.dtype, device=kept.part.device).expand(kept.shape)
-    parameter.__dict__[_KEPT] = kept
-    _become(parameter, PartOfParameter)
+        nan = torch.full((), torch.nan, dtype=kept_part.part.dtype, device=kept_part.part.device)
+        parameter.data = nan.expand(kept_part.shape)
+    parameter.__dict__[_ATTRIBUTE] = kept_part
+    _set_class(parameter, PartOfParameter)
 
 
-def _become(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
-    parameter.__class__ = kind
+def _set_class(parameter: nn.Parameter, parameter_class: type[nn.Parameter]) -> None:
+    parameter.__class__ = parameter_class
 
 
 def _open(parameter: nn.Parameter) -> None:
     """Allocate a parameter's whole memory, for something to write to it."""
     if isinstance(parameter, PartOfParameter):
-        kept = _kept(parameter)
-        _open_ones.were_there = True
-        parameter.data = kept.opened()
-        _note_open(parameter, kept)
+        kept_part = _kept_part_of(parameter)
+        _open_parameters.had_any = True
+        parameter.data = kept_part.opened()
+        _note_open(parameter, kept_part)
 
 
-def _note_open(parameter: nn.Parameter, kept: KeptPart) -> None:
-    parameter.__dict__[_KEPT] = kept
-    _become(parameter, OpenParameter)
-    _open_ones.refs.append(weakref.ref(parameter))
+def _note_open(parameter: nn.Parameter, kept_part: KeptPart) -> None:
+    parameter.__dict__[_ATTRIBUTE] = kept_part
+    _set_class(parameter, OpenParameter)
+    _open_parameters.refs.append(weakref.ref(parameter))
 
 
 def _close_all() -> None:
     """Close the parameters that nothing writes to any more: those whose memory only the parameter itself holds."""
-    if not _open_ones.refs:
+    if not _open_parameters.refs:
         return
-    left: list[weakref.ref[nn.Parameter]] = []
-    for ref in _open_ones.refs:
+    still_open: list[weakref.ref[nn.Parameter]] = []
+    for ref in _open_parameters.refs:
         parameter = ref()
         if parameter is not None and isinstance(parameter, OpenParameter):
             if users_of_storage(parameter) == 1:
                 _close(parameter)
             else:
-                left.append(ref)
-    _open_ones.refs = left
+                still_open.append(ref)
+    _open_parameters.refs = still_open
     give_back()
 
 
 def _close(parameter: OpenParameter) -> None:
-    before = _kept(parameter)
+    before = _kept_part_of(parameter)
     flat = parameter.detach().reshape(-1)
-    part = _run(flat, before.rank, before.ranks).clone()
+    part = _range_of(flat, before.rank, before.ranks).clone()
     digest = before.digest
     if not _has_nan(flat):
         digest = _digest(flat)
-    elif part.dtype != before.part.dtype or _others_written(flat, part, before):
+    elif part.dtype != before.part.dtype or _has_writes(flat, part, before):
         # changed element by element: the same on all ranks if it was before, and if random numbers are
         digest = f"{digest}, changed at {_digest(torch.get_rng_state())}"
     spoiled = before.spoiled or (_has_nan(part) and not _has_nan(before.part))
-    _put(parameter, replace(before, shape=parameter.shape, part=part, digest=digest, spoiled=spoiled))
+    _attach_part(parameter, replace(before, shape=parameter.shape, part=part, digest=digest, spoiled=spoiled))
 
 
-def _others_written(flat: Tensor, part: Tensor, before: KeptPart) -> bool:
+def _has_writes(flat: Tensor, part: Tensor, before: KeptPart) -> bool:
     """Whether anything was written, including to other ranks' elements, which are NaN until written."""
-    known = flat.numel() - int(flat.isnan().sum()) + int(part.isnan().sum())
-    return known > part.numel() or not torch.equal(part, before.part.to(part.device))
+    filled_count = flat.numel() - int(flat.isnan().sum()) + int(part.isnan().sum())
+    return filled_count > part.numel() or not torch.equal(part, before.part.to(part.device))
 
 
 def _length(count: int, ranks: int) -> int:
@@ -451,7 +454,7 @@ def _length(count: int, ranks: int) -> int:
     return -(-count // ranks)
 
 
-def _run(flat: Tensor, rank: int, ranks: int) -> Tensor:
+def _range_of(flat: Tensor, rank: int, ranks: int) -> Tensor:
     """A rank's range of a flat tensor, as a view."""
     length = _length(flat.numel(), ranks)
     return flat[length * rank :][:length]

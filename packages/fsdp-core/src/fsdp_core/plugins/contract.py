@@ -35,15 +35,17 @@ def core_requirements(distribution: Distribution | None) -> list[Requirement]:
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.utils import canonicalize_name
 
-    found = []
+    requirements = []
     for text in (distribution.requires if distribution is not None else None) or ():
         try:
-            one = Requirement(text)
+            requirement = Requirement(text)
         except InvalidRequirement:
             continue  # reporting it is pip's job
-        if canonicalize_name(one.name) == _CORE and (one.marker is None or one.marker.evaluate({"extra": ""})):
-            found.append(one)
-    return found
+        if canonicalize_name(requirement.name) == _CORE and (
+            requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        ):
+            requirements.append(requirement)
+    return requirements
 
 
 def check_contract(distribution: Distribution | None) -> None:
@@ -66,10 +68,12 @@ def check_contract(distribution: Distribution | None) -> None:
         return
     # By base version, so that builds between two releases count as the release that they lead up to.
     have = Version(Version(installed).base_version)
-    for one in requirements:
-        unmet = [part for part in one.specifier if not part.contains(have, prereleases=True)]
+    for requirement in requirements:
+        unmet = [part for part in requirement.specifier if not part.contains(have, prereleases=True)]
         if unmet:
-            raise _error(distribution, f"{_CORE}{one.specifier}", installed, core_is_older=_is_older(have, unmet))
+            raise _error(
+                distribution, f"{_CORE}{requirement.specifier}", installed, core_is_older=_is_older(have, unmet)
+            )
 
 
 def has_upper_bound(requirements: Iterable[Requirement]) -> bool:
@@ -80,22 +84,23 @@ def has_upper_bound(requirements: Iterable[Requirement]) -> bool:
         >>> [has_upper_bound([Requirement(f"fsdp-core{text}")]) for text in (">=0.1", ">=0.1,<0.2", "~=0.1.0", "")]
         [False, True, True, False]
     """
-    return any(not one.specifier.contains("99999", prereleases=True) for one in requirements)
+    return any(not requirement.specifier.contains("99999", prereleases=True) for requirement in requirements)
 
 
 def _is_older(have: Version, unmet: Iterable[Specifier]) -> bool:
     from packaging.version import Version
 
     return any(
-        one.operator in (">", "!=") or (one.operator not in ("<", "<=") and have < Version(one.version.rstrip(".*")))
-        for one in unmet
+        specifier.operator in (">", "!=")
+        or (specifier.operator not in ("<", "<=") and have < Version(specifier.version.rstrip(".*")))
+        for specifier in unmet
     )
 
 
-def _error(distribution: Distribution, wanted: str, installed: str, *, core_is_older: bool) -> ContractVersionError:
-    upgrade = f'"{wanted}"' if core_is_older else distribution.name
+def _error(distribution: Distribution, required: str, installed: str, *, core_is_older: bool) -> ContractVersionError:
+    upgrade = f'"{required}"' if core_is_older else distribution.name
     return ContractVersionError(
-        f"it was built for {wanted}, but {_CORE} {installed} is installed; "
+        f"it was built for {required}, but {_CORE} {installed} is installed; "
         f"{_CORE if core_is_older else distribution.name} is the one to upgrade",
         remedy=f"pip install --upgrade {upgrade}",
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
+from itertools import chain
 from time import perf_counter
 
 import pluggy
@@ -180,14 +181,14 @@ def discover() -> Discovery:
 def installed_plugins() -> list[EntryPoint]:
     """The entry points of the group, in a fixed order; nothing is imported."""
     try:
-        found = list(entry_points(group=ENTRY_POINT_GROUP))
+        plugins = list(entry_points(group=ENTRY_POINT_GROUP))
     except Exception:  # one distribution's damaged file fails the whole call; read each separately
         by_distribution: dict[str, list[EntryPoint]] = {}
         for distribution in distributions():
-            ours = _entry_points_of(distribution)
-            by_distribution.setdefault(_canonical(distribution.name or ""), ours)  # of equal names, the first counts
-        found = [one for ours in by_distribution.values() for one in ours]
-    return sorted(found, key=lambda one: (provider_of(one).canonical_name, one.name))
+            # of equal names, the first counts
+            by_distribution.setdefault(_canonical(distribution.name or ""), _entry_points_of(distribution))
+        plugins = list(chain.from_iterable(by_distribution.values()))
+    return sorted(plugins, key=lambda entry_point: (provider_of(entry_point).canonical_name, entry_point.name))
 
 
 def load_plugin(entry_point: EntryPoint) -> LoadedPlugin:
@@ -197,13 +198,13 @@ def load_plugin(entry_point: EntryPoint) -> LoadedPlugin:
         KeyboardInterrupt: No other exception propagates, whatever the plugin does.
     """
     infos: list[StrategyInfo] = []
-    noted: list[SideEffect] = []
+    side_effects: list[SideEffect] = []
     error: BaseException | None = None
-    began = perf_counter()
+    start = perf_counter()
     try:
         check_contract(entry_point.dist)
-        with watched(noted):
-            infos = _ask(entry_point)
+        with watched(side_effects):
+            infos = _call_hook(entry_point)
     except KeyboardInterrupt:
         raise
     except BaseException as raised:  # a plugin's sys.exit() must not end the process either
@@ -214,12 +215,12 @@ def load_plugin(entry_point: EntryPoint) -> LoadedPlugin:
         provider=provider_of(entry_point),
         infos=tuple(infos),
         error=error,
-        seconds=perf_counter() - began,
-        side_effects=tuple(noted),
+        seconds=perf_counter() - start,
+        side_effects=tuple(side_effects),
     )
 
 
-def _ask(entry_point: EntryPoint) -> list[StrategyInfo]:
+def _call_hook(entry_point: EntryPoint) -> list[StrategyInfo]:
     # pluggy's own load_setuptools_entrypoints stops at the first plugin that fails, and a hook call fails if any of
     # its implementations does. Hence one manager per plugin.
     manager = pluggy.PluginManager(PROJECT)
@@ -233,7 +234,9 @@ def _ask(entry_point: EntryPoint) -> list[StrategyInfo]:
             "Define fsdp_strategies() there and decorate it with @fsdp_core.hookimpl."
         )
     results = hook()
-    if len(results) < sum(not one.wrapper and not one.hookwrapper for one in hook.get_hookimpls()):
+    if len(results) < sum(
+        not implementation.wrapper and not implementation.hookwrapper for implementation in hook.get_hookimpls()
+    ):
         results.append(None)  # pluggy drops None results
     infos: list[StrategyInfo] = []
     for result in results:
@@ -252,7 +255,7 @@ def _ask(entry_point: EntryPoint) -> list[StrategyInfo]:
 
 def _entry_points_of(distribution: Distribution) -> list[EntryPoint]:
     try:
-        return [one for one in distribution.entry_points if one.group == ENTRY_POINT_GROUP]
+        return [entry_point for entry_point in distribution.entry_points if entry_point.group == ENTRY_POINT_GROUP]
     except Exception:  # its names can't be read, so there is nothing to load
         return []
 

@@ -82,12 +82,12 @@ def describe(name: str) -> StrategyInfo:
         DuplicateStrategyError: If several packages provide it.
         BrokenStrategyError: If the plugin that should provide it failed to load.
     """
-    return _find(name).info
+    return _find_claim(name).info
 
 
 def provider(name: str) -> Provider:
     """The distribution that provides a strategy. Raises as :func:`describe` does."""
-    return _find(name).provider
+    return _find_claim(name).provider
 
 
 def unavailable(name: str) -> str | None:
@@ -96,7 +96,7 @@ def unavailable(name: str) -> str | None:
     Raises:
         BrokenStrategyError: If the plugin's probe fails. Otherwise as :func:`describe`.
     """
-    return why_unavailable(_find(name))
+    return why_unavailable(_find_claim(name))
 
 
 def check_classes(name: str) -> None:
@@ -105,7 +105,7 @@ def check_classes(name: str) -> None:
     Raises:
         BrokenStrategyError: A class does not exist. Otherwise as :func:`describe`.
     """
-    availability.check_classes(_find(name))
+    availability.check_classes(_find_claim(name))
 
 
 def resolve(name: str, front_end: FrontEnd) -> Callable[..., Any]:
@@ -127,7 +127,7 @@ def resolve(name: str, front_end: FrontEnd) -> Callable[..., Any]:
     """
     if front_end not in get_args(FrontEnd):
         raise ValueError(f"no front end called {front_end!r}.\nGive 'trainer' or 'fabric'.")
-    claim = _find(name)
+    claim = _find_claim(name)
     info = claim.info
     target: str | None = getattr(info, front_end)
     if target is None:
@@ -162,8 +162,8 @@ def broken() -> tuple[BrokenPlugin, ...]:
 
 def kept_names() -> dict[str, Provider]:
     """The names that a package claims and Lightning keeps for itself, under at least one front end."""
-    found = {name: claims[0].provider for name, claims in discover().claims.items() if len(claims) == 1}
-    return {name: source for name, source in found.items() if kept_by_lightning(name, source.canonical_name)}
+    providers = {name: claims[0].provider for name, claims in discover().claims.items() if len(claims) == 1}
+    return {name: source for name, source in providers.items() if kept_by_lightning(name, source.canonical_name)}
 
 
 def not_installed() -> dict[str, str]:
@@ -178,16 +178,17 @@ def not_installed() -> dict[str, str]:
 
 def known_names() -> list[str]:
     """Every name for which :func:`resolve` returns a class or raises something more specific than "unknown"."""
-    found = discover()
-    return sorted({*found.claims, *FIRST_PARTY, *(plugin.name for plugin in found.broken)})
+    discovery = discover()
+    return sorted({*discovery.claims, *FIRST_PARTY, *(plugin.name for plugin in discovery.broken)})
 
 
 def claimants(name: str) -> tuple[Provider, ...]:
     """The installed distributions that claim a name, including ambiguous claims and those of broken plugins."""
-    found = discover()
+    discovery = discover()
     return tuple(
         dict.fromkeys(
-            [claim.provider for claim in found.claims.get(name, ())] + [plugin.provider for plugin in _failed(name)]
+            [claim.provider for claim in discovery.claims.get(name, ())]
+            + [plugin.provider for plugin in _broken_plugins_of(name)]
         )
     )
 
@@ -201,15 +202,18 @@ def likeness(name: str, candidates: Iterable[str]) -> tuple[float, str]:
         >>> likeness("native_fsdp", ["fsdp_native", "xla_fsdp"])
         (1.0, 'fsdp_native')
     """
-    asked = _in_order(name)
+    ordered_name = _sort_words(name)
 
-    def ratio(one: str) -> float:
-        return max(SequenceMatcher(None, one, name).ratio(), SequenceMatcher(None, _in_order(one), asked).ratio())
+    def ratio(candidate: str) -> float:
+        return max(
+            SequenceMatcher(None, candidate, name).ratio(),
+            SequenceMatcher(None, _sort_words(candidate), ordered_name).ratio(),
+        )
 
-    return max(((ratio(one), one) for one in candidates), default=(0.0, ""))
+    return max(((ratio(candidate), candidate) for candidate in candidates), default=(0.0, ""))
 
 
-def _in_order(name: str) -> str:
+def _sort_words(name: str) -> str:
     """The name with its words in alphabetical order, which may be all that a wrong one gets wrong."""
     return "_".join(sorted(name.replace("-", "_").split("_")))
 
@@ -221,11 +225,11 @@ def unknown_strategy(name: str, lightning_names: Iterable[str] = ()) -> UnknownS
         name: The requested name.
         lightning_names: Lightning's own names, if the name was passed to Lightning.
     """
-    ours, nearest = likeness(name, known_names())
-    lightnings, lightnings_nearest = likeness(name, lightning_names)
-    guesses = [repr(nearest)] if ours >= CUTOFF else []
-    if lightnings >= max(CUTOFF, ours):
-        guesses.append(f"Lightning's own {lightnings_nearest!r}")
+    score, nearest = likeness(name, known_names())
+    lightning_score, lightning_nearest = likeness(name, lightning_names)
+    guesses = [repr(nearest)] if score >= CUTOFF else []
+    if lightning_score >= max(CUTOFF, score):
+        guesses.append(f"Lightning's own {lightning_nearest!r}")
     question = f" Did you mean {' or '.join(guesses)}?" if guesses else ""
     question = _class_instead(name) or question
     return UnknownStrategyError("\n".join([f"no strategy named {name!r}.{question}", *_inventory()]))
@@ -251,11 +255,11 @@ def _class_instead(name: str) -> str:
 
 def lightnings_own(name: str) -> UnknownStrategyError:
     """The error for one of Lightning's own names where one of ours is required."""
-    ours, nearest = likeness(name, known_names())
-    question = f" Did you mean {nearest!r}?" if ours >= CUTOFF else ""
-    where = " and ".join(FRONT_ENDS[one] for one in kept_by_lightning(name))
+    score, nearest = likeness(name, known_names())
+    question = f" Did you mean {nearest!r}?" if score >= CUTOFF else ""
+    front_ends = " and ".join(FRONT_ENDS[front_end] for front_end in kept_by_lightning(name))
     return UnknownStrategyError(
-        f"{name!r} is Lightning's own strategy, and none of these packages': {where} take it as it is, "
+        f"{name!r} is Lightning's own strategy, and none of these packages': {front_ends} take it as it is, "
         f"and Lightning's documentation describes it.{question}\n" + "\n".join(_inventory())
     )
 
@@ -280,15 +284,15 @@ def ambiguity(name: str, claimed_by: Iterable[Provider]) -> tuple[str, str]:
             f"pip uninstall {providers[0].name}",
         )
     return (
-        f"strategy {name!r} is ambiguous: {_and(providers)} provide it.",
-        f"Uninstall all but one; type: {' or '.join(f'pip uninstall {one.name}' for one in providers)}",
+        f"strategy {name!r} is ambiguous: {_join_with_and(providers)} provide it.",
+        f"Uninstall all but one; type: {' or '.join(f'pip uninstall {claimant.name}' for claimant in providers)}",
     )
 
 
 def is_kept(info: StrategyInfo, claimed_by: Provider) -> bool:
     """Whether Lightning keeps a strategy's name under every front end that the strategy has a class for."""
-    kept = kept_by_lightning(info.name, claimed_by.canonical_name)
-    return all(one in kept for one in get_args(FrontEnd) if getattr(info, one) is not None)
+    front_ends = kept_by_lightning(info.name, claimed_by.canonical_name)
+    return all(front_end in front_ends for front_end in get_args(FrontEnd) if getattr(info, front_end) is not None)
 
 
 def passed_over(name: str, claimed_by: Provider) -> tuple[str, str]:
@@ -298,9 +302,9 @@ def passed_over(name: str, claimed_by: Provider) -> tuple[str, str]:
         >>> passed_over("dp", Provider(name="a-plugin", version="1.0"))[0]
         "Lightning keeps the name 'dp' for its own strategy under Fabric, and ignores a-plugin 1.0's."
     """
-    where = " and ".join(one.title() for one in kept_by_lightning(name, claimed_by.canonical_name))
+    front_ends = " and ".join(front_end.title() for front_end in kept_by_lightning(name, claimed_by.canonical_name))
     return (
-        f"Lightning keeps the name {name!r} for its own strategy under {where}, and ignores {claimed_by}'s.",
+        f"Lightning keeps the name {name!r} for its own strategy under {front_ends}, and ignores {claimed_by}'s.",
         f"Have its authors choose another name; to remove it, type: pip uninstall {claimed_by.name}",
     )
 
@@ -317,11 +321,11 @@ def _inventory(*, missing: bool = True) -> list[str]:
     for name, package in not_installed().items() if missing else ():
         by_package.setdefault(package, []).append(name)
     lines += [f"Not installed: {', '.join(names)} → pip install {package}" for package, names in by_package.items()]
-    lines += [f"Claimed twice: {name} ({_and(providers)})" for name, providers in duplicates().items()]
+    lines += [f"Claimed twice: {name} ({_join_with_and(providers)})" for name, providers in duplicates().items()]
     return lines + [f"Broken: {plugin}" for plugin in broken()]
 
 
-def _find(name: str) -> Claim:
+def _find_claim(name: str) -> Claim:
     if not isinstance(name, str):
         raise TypeError(f"a strategy's name is a string, not a {type(name).__name__}.\nType `fsdp list` to see them.")
     key = name.lower()
@@ -330,7 +334,7 @@ def _find(name: str) -> Claim:
         return claims[0]
     if claims:
         raise ambiguous_strategy(key)
-    for plugin in _failed(key):
+    for plugin in _broken_plugins_of(key):
         raise BrokenStrategyError(
             f"strategy {key!r} can't be used: {plugin}\nFix it, or type: {plugin.remedy}"
         ) from plugin.error
@@ -346,27 +350,27 @@ def _find(name: str) -> Claim:
     raise lightnings_own(key) if kept_by_lightning(key) else unknown_strategy(key)
 
 
-def _failed(name: str) -> list[BrokenPlugin]:
+def _broken_plugins_of(name: str) -> list[BrokenPlugin]:
     """The broken plugins that would have provided a name, as far as is known."""
     package = FIRST_PARTY.get(name)
     return [plugin for plugin in discover().broken if plugin.name == name or plugin.provider.canonical_name == package]
 
 
 def _packages() -> set[str]:
-    found = discover()
-    sources = [claim.provider for claims in found.claims.values() for claim in claims]
-    return {one.canonical_name for one in sources + [plugin.provider for plugin in found.broken]}
+    discovery = discover()
+    providers = [claim.provider for claims in discovery.claims.values() for claim in claims]
+    return {claimant.canonical_name for claimant in providers + [plugin.provider for plugin in discovery.broken]}
 
 
-def _and(providers: Iterable[Provider]) -> str:
-    return " and ".join(str(one) for one in providers)
+def _join_with_and(providers: Iterable[Provider]) -> str:
+    return " and ".join(str(claimant) for claimant in providers)
 
 
 def _no_such_front_end(claim: Claim, front_end: FrontEnd) -> UnsupportedCapabilityError:
     other = "fabric" if front_end == "trainer" else "trainer"
     name = claim.info.name
-    others = [one.name for one in strategies().values() if getattr(one, front_end) is not None]
-    instead = f", or here one of: {', '.join(others)}" if others else ""
+    alternatives = [info.name for info in strategies().values() if getattr(info, front_end) is not None]
+    instead = f", or here one of: {', '.join(alternatives)}" if alternatives else ""
     return UnsupportedCapabilityError(
         f"strategy {name!r} ({claim.provider}) has no class for {FRONT_ENDS[front_end]}, "
         f"only one for {FRONT_ENDS[other]}.\n"

@@ -212,14 +212,14 @@ class StrategyInfo:
                 raise self._error(f"{role} is {target!r}", "Write it as a string, 'package.module:attribute'.")
         if self.trainer is None and self.fabric is None:
             raise self._error("it has neither a Trainer nor a Fabric class", "Give trainer=, fabric= or both.")
-        for role, kind in {"accelerators": str, "options": Option, "requires": str}.items():
+        for role, item_class in {"accelerators": str, "options": Option, "requires": str}.items():
             if isinstance(getattr(self, role), str):
                 raise self._error(f"{role} is a string", f"Give a tuple: {role}=({getattr(self, role)!r},).")
             object.__setattr__(self, role, tuple(getattr(self, role)))
-            for one in getattr(self, role):
-                if not isinstance(one, kind):
-                    wrong = f"{role} holds a {type(one).__name__} instead of a {kind.__name__}"
-                    raise self._error(wrong, f"Give a tuple of {kind.__name__}.")
+            for item in getattr(self, role):
+                if not isinstance(item, item_class):
+                    wrong = f"{role} holds a {type(item).__name__} instead of a {item_class.__name__}"
+                    raise self._error(wrong, f"Give a tuple of {item_class.__name__}.")
         if not self.accelerators:
             raise self._error("accelerators is empty", "Name what it runs on, such as accelerators=('cuda', 'cpu').")
         names = [option.name for option in self.options]
@@ -227,7 +227,7 @@ class StrategyInfo:
         if twice:
             raise self._error(f"options name {', '.join(twice)} more than once", "Keep one Option of each name.")
         try:
-            object.__setattr__(self, "capabilities", frozenset(Capability(one) for one in self.capabilities))
+            object.__setattr__(self, "capabilities", frozenset(Capability(item) for item in self.capabilities))
         except ValueError as error:
             raise self._error(str(error), f"The capabilities are: {', '.join(Capability)}.") from None
         object.__setattr__(self, "presets", dict(self.presets))
@@ -260,7 +260,7 @@ class StrategyInfo:
             "fabric": self.fabric,
             "accelerators": list(self.accelerators),
             "capabilities": sorted(self.capabilities),
-            "options": [{"name": one.name, "default": one.default, "help": one.help} for one in self.options],
+            "options": [{"name": item.name, "default": item.default, "help": item.help} for item in self.options],
             "presets": dict(self.presets),
             "requires": list(self.requires),
         }

@@ -35,8 +35,8 @@ def refuse_unknown_options(
     info = registry.strategies().get(strategy)
     foreign = "precision" if hasattr(made, "precision_plugin") else "precision_plugin"  # the other front end's
     listed = [] if info is None else [option.name for option in info.options if option.name != foreign]
-    named = inspect.signature(made).parameters.values()
-    options = [one.name for one in named if one.kind is not one.VAR_KEYWORD]
+    parameters = inspect.signature(made).parameters.values()
+    options = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
     options = list(dict.fromkeys([*options, *further, *listed]))
     refused = {
         name: _instead(name, options, translations)
@@ -46,11 +46,11 @@ def refuse_unknown_options(
     if not refused:
         return
     names = ", ".join(map(repr, refused))
-    told = f" {names}.{next(iter(refused.values()))}"
+    description = f" {names}.{next(iter(refused.values()))}"
     if len(refused) > 1:
-        told = f"s {names}." + "".join(f"\n{name}:{instead}" for name, instead in refused.items())
+        description = f"s {names}." + "".join(f"\n{name}:{instead}" for name, instead in refused.items())
     raise UnsupportedCapabilityError(
-        f"strategy {strategy!r} has no option{told}\n"
+        f"strategy {strategy!r} has no option{description}\n"
         f"Its options are {', '.join(options)}; `fsdp describe {strategy}` explains them."
     )
 
@@ -58,10 +58,10 @@ def refuse_unknown_options(
 def _instead(name: str, options: Sequence[str], translations: Mapping[str, str]) -> str:
     """What to write instead of an option, with a leading space; empty if unknown."""
     likeness, nearest = registry.likeness(name, options)
-    others = [info.name for info in registry.strategies().values() if name in {one.name for one in info.options}]
+    owners = [info.name for info in registry.strategies().values() if name in {option.name for option in info.options}]
     near = f" Did you mean {nearest!r}?" if likeness >= registry.CUTOFF and name not in translations else ""
     return (
         near
-        + (f" It is one of: {', '.join(others)}." if others else "")
+        + (f" It is one of: {', '.join(owners)}." if owners else "")
         + (f" {translations[name]}" if name in translations else "")
     )

@@ -34,28 +34,29 @@ def norms_of_gradients(sharded: Sharded, order: float) -> dict[str, Tensor]:
     parts = {part.name: (p, part) for p, of_it in sharded.layout().items() for part in of_it}
     names = [name for name in sharded.plan.parameters if name in parts]
     # a rank that holds no part of a parameter may have no gradient for it
-    has, powers, is_nan = (torch.zeros(len(names), dtype=torch.float64) for _ in range(3))
+    has_gradient, powers, is_nan = (torch.zeros(len(names), dtype=torch.float64) for _ in range(3))
     for index, name in enumerate(names):
         parameter, part = parts[name]
         if parameter.grad is not None:
-            held = _counted_here(parameter.grad, part, runtime.rank)
-            has[index] = 1
-            powers[index] = max(norms) if (norms := _norms(held, order)) and math.isinf(order) else _sum(norms, order)
-            is_nan[index] = any(bool(one.isnan().any()) for one in held)
+            local_tensors = _counted_here(parameter.grad, part, runtime.rank)
+            has_gradient[index] = 1
+            norms = _norms(local_tensors, order)
+            powers[index] = max(norms) if norms and math.isinf(order) else _sum(norms, order)
+            is_nan[index] = any(bool(tensor.isnan().any()) for tensor in local_tensors)
     # not in fp64 for all: not every device has it
-    wide = reduce(torch.promote_types, (p.dtype for p, _ in parts.values() if p.is_floating_point()), torch.float32)
-    gathered = torch.stack([has, powers, is_nan]).to(wide)
-    found = runtime.all_reduce(gathered.to(runtime.device), "max" if math.isinf(order) else "sum").cpu()
-    values = found[1] if math.isinf(order) else found[1] ** (1 / order)
-    values = values.where(found[2] == 0, torch.nan)  # gloo's maximum ignores a NaN from another rank
-    return {name: value for name, value, one in zip(names, values, found[0], strict=True) if one}
+    dtype = reduce(torch.promote_types, (p.dtype for p, _ in parts.values() if p.is_floating_point()), torch.float32)
+    gathered = torch.stack([has_gradient, powers, is_nan]).to(dtype)
+    reduced = runtime.all_reduce(gathered.to(runtime.device), "max" if math.isinf(order) else "sum").cpu()
+    values = reduced[1] if math.isinf(order) else reduced[1] ** (1 / order)
+    values = values.where(reduced[2] == 0, torch.nan)  # gloo's maximum ignores a NaN from another rank
+    return {name: value for name, value, count in zip(names, values, reduced[0], strict=True) if count}
 
 
 def _counted_here(gradient: Tensor, part: Part, rank: int) -> list[Tensor]:
     """The parts of a gradient that this rank counts, such that all ranks together count each element once."""
-    whole = plain(gradient)
+    tensor = plain(gradient)
     # on XLA slicing a tensor or reading a value runs a program, which all ranks would have to run
-    value = part.of(whole.cpu() if whole.device.type == "xla" else whole)
+    value = part.of(tensor.cpu() if tensor.device.type == "xla" else tensor)
     if isinstance(value, ChunkedTensor):
         return [chunk.data for chunk in value.chunks if isinstance(chunk.data, Tensor)] if not value.replica else []
     if isinstance(value, DTensor):
@@ -65,8 +66,10 @@ def _counted_here(gradient: Tensor, part: Part, rank: int) -> list[Tensor]:
 
 def _norms(tensors: Sequence[Tensor], order: float) -> list[float]:
     dtype = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else None
-    return [float(torch.linalg.vector_norm(one.detach(), order, dtype=dtype)) for one in tensors if one.numel()]
+    return [
+        float(torch.linalg.vector_norm(tensor.detach(), order, dtype=dtype)) for tensor in tensors if tensor.numel()
+    ]
 
 
 def _sum(norms: Sequence[float], order: float) -> float:
-    return float(sum(one**order for one in norms))
+    return float(sum(norm**order for norm in norms))

@@ -86,10 +86,10 @@ def _check_inputs(outputs: Sequence[Tensor | GradientEdge], inputs: Sequence[Ten
     Raises:
         UnsupportedCapabilityError: One of the inputs is a shard, or a view of what was gathered.
     """
-    named = {id(one): (name, one) for one in inputs if (name := _name_of(one)) is not None}
+    named = {id(tensor): (name, tensor) for tensor in inputs if (name := _name_of(tensor)) is not None}
     if not named:
         return
-    leaves = [one for _, one in named.values() if one.is_leaf and one.requires_grad]
+    leaves = [tensor for _, tensor in named.values() if tensor.is_leaf and tensor.requires_grad]
     reached = reaches(outputs, leaves)
     for key, (name, _) in named.items():
         if key not in reached:

@@ -14,8 +14,8 @@ from fsdp_core.runtime import Runtime
 
 __all__ = ["check_same_packages", "versions_of"]
 
-_HOSTS_SHOWN = 4
-_RANKS_SHOWN = 8
+_MAX_HOSTS = 4
+_MAX_RANKS = 8
 
 
 def versions_of(*classes: type) -> dict[str, str]:
@@ -28,21 +28,21 @@ def versions_of(*classes: type) -> dict[str, str]:
         >>> versions_of(torch.nn.Linear).keys()
         dict_keys(['torch'])
     """
-    modules = sorted({base.__module__.partition(".")[0] for one in classes for base in one.__mro__} - {"torch"})
-    found = {"torch": str(torch.__version__)}
+    modules = sorted({base.__module__.partition(".")[0] for cls in classes for base in cls.__mro__} - {"torch"})
+    versions = {"torch": str(torch.__version__)}
     for name in modules:
-        told = _version_of(name)
-        if told is not None:
-            found[name] = told
-    return found
+        module_version = _version_of(name)
+        if module_version is not None:
+            versions[name] = module_version
+    return versions
 
 
 def _version_of(module: str) -> str | None:
     if module in sys.stdlib_module_names:
         return None
-    told = getattr(sys.modules.get(module), "__version__", None)
-    if isinstance(told, str):
-        return told
+    module_version = getattr(sys.modules.get(module), "__version__", None)
+    if isinstance(module_version, str):
+        return module_version
     try:
         return version(module.replace("_", "-"))
     except PackageNotFoundError:
@@ -67,31 +67,35 @@ def check_same_packages(runtime: Runtime, versions: Mapping[str, str]) -> None:
     if not runtime.total([differs])[0]:
         return
     gathered = runtime.gather_objects_to((socket.gethostname(), own))
-    told = None if gathered is None else _told(gathered)
-    raise ShardingError(runtime.broadcast_object(told))
+    message = None if gathered is None else _describe_differences(gathered)
+    raise ShardingError(runtime.broadcast_object(message))
 
 
-def _told(by_rank: Sequence[tuple[str, Mapping[str, str]]]) -> str:
+def _describe_differences(by_rank: Sequence[tuple[str, Mapping[str, str]]]) -> str:
     names = dict.fromkeys(name for _, versions in by_rank for name in versions)
-    lines, first = [], ""
+    lines, example = [], ""
     for name in names:
-        where: dict[str | None, dict[str, list[int]]] = {}
+        ranks_by_version: dict[str | None, dict[str, list[int]]] = {}
         for rank, (host, versions) in enumerate(by_rank):
-            where.setdefault(versions.get(name), {}).setdefault(host, []).append(rank)
-        if len(where) > 1:
-            has = "; ".join(f"{one or 'not installed'} on {_places(hosts)}" for one, hosts in where.items())
-            lines.append(f"  {name}: {has}")
-            first = first or f"{name.replace('_', '-')}=={by_rank[0][1].get(name) or next(filter(None, where))}"
+            ranks_by_version.setdefault(versions.get(name), {}).setdefault(host, []).append(rank)
+        if len(ranks_by_version) > 1:
+            description = "; ".join(
+                f"{package_version or 'not installed'} on {_describe_hosts(hosts)}"
+                for package_version, hosts in ranks_by_version.items()
+            )
+            lines.append(f"  {name}: {description}")
+            version_to_install = by_rank[0][1].get(name) or next(filter(None, ranks_by_version))
+            example = example or f"{name.replace('_', '-')}=={version_to_install}"
     return (
         "the ranks do not have the same packages, and would not compute and save the same:\n" + "\n".join(lines) + "\n"
-        f"Install the same on every host, such as: pip install {first}"
+        f"Install the same on every host, such as: pip install {example}"
     )
 
 
-def _places(hosts: Mapping[str, Sequence[int]]) -> str:
-    shown = [
-        f"{host} (rank {', '.join(map(str, ranks[:_RANKS_SHOWN]))}{', …' if len(ranks) > _RANKS_SHOWN else ''})"
-        for host, ranks in list(hosts.items())[:_HOSTS_SHOWN]
+def _describe_hosts(hosts: Mapping[str, Sequence[int]]) -> str:
+    descriptions = [
+        f"{host} (rank {', '.join(map(str, ranks[:_MAX_RANKS]))}{', …' if len(ranks) > _MAX_RANKS else ''})"
+        for host, ranks in list(hosts.items())[:_MAX_HOSTS]
     ]
-    more = f" and {len(hosts) - _HOSTS_SHOWN} more hosts" if len(hosts) > _HOSTS_SHOWN else ""
-    return ", ".join(shown) + more
+    more = f" and {len(hosts) - _MAX_HOSTS} more hosts" if len(hosts) > _MAX_HOSTS else ""
+    return ", ".join(descriptions) + more

@@ -35,14 +35,15 @@ def refuse_late(written: nn.Module, names: Collection[str], optimizers: Iterable
             ...
         fsdp_core.errors.ShardingError: '1.weight' was added to the model after it was sharded, ...
     """
-    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    known = set(names)
-    late = {name: p for name, p in named_parameters(written) if name not in known}
-    trained = [name for name, p in late.items() if p.requires_grad or id(p) in held]
+    optimizer_params = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    own_names = set(names)
+    late = {name: p for name, p in named_parameters(written) if name not in own_names}
+    trained = [name for name, p in late.items() if p.requires_grad or id(p) in optimizer_params]
     if trained:
-        told = ", ".join(map(repr, trained[:5])) + (f" and {len(trained) - 5} more" if len(trained) > 5 else "")
+        late_names = ", ".join(map(repr, trained[:5])) + (f" and {len(trained) - 5} more" if len(trained) > 5 else "")
         raise ShardingError(
-            f"{told} was added to the model after it was sharded, so nothing divides them or averages their gradients: "
-            f"each rank would train its own. The model is a {type(written).__name__}.\n{instead} What is not to be "
+            f"{late_names} was added to the model after it was sharded, so nothing divides them or averages their "
+            "gradients: each rank would train its own. "
+            f"The model is a {type(written).__name__}.\n{instead} What is not to be "
             "trained may come at any time, with requires_grad_(False)."
         )

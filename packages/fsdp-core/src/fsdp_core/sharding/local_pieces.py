@@ -54,7 +54,7 @@ def refuse_state_dicts(root: nn.Module, names: Collection[str], layout: Layout, 
         layout: The parts of the user's parameters that each sharded parameter holds.
         strategy: The name that users type.
     """
-    flat = {id(held) for held, parts in layout.items() if any(part.range is not None for part in parts)}
+    flat = {id(parameter) for parameter, parts in layout.items() if any(part.range is not None for part in parts)}
     if not flat:
         return
     modules: dict[str, list[nn.Module]] = {}
@@ -62,8 +62,8 @@ def refuse_state_dicts(root: nn.Module, names: Collection[str], layout: Layout, 
         modules.setdefault(clean_name(raw), []).append(module)
     for name in names:
         owner, _, attribute = name.rpartition(".")
-        shown = [module._parameters.get(attribute) for module in modules.get(owner, ())]
-        if any(one is not None and id(one) not in flat for one in shown):
+        shards = [module._parameters.get(attribute) for module in modules.get(owner, ())]
+        if any(shard is not None and id(shard) not in flat for shard in shards):
             continue  # whole
         path = owner.split(".") if owner else []
         for depth in range(len(path) + 1):
@@ -75,12 +75,16 @@ def refuse_state_dicts(root: nn.Module, names: Collection[str], layout: Layout, 
 @contextmanager
 def read_for_names(module: nn.Module) -> Iterator[None]:
     """Let ``state_dict()`` of the parts of a module be read, by code that takes the names in it and no values."""
-    parts = {one for one in module.modules() if _PIECE in one.__dict__ and one not in gathered_modules}
-    gathered_modules.update(parts)
+    modules = {
+        submodule
+        for submodule in module.modules()
+        if _PIECE in submodule.__dict__ and submodule not in gathered_modules
+    }
+    gathered_modules.update(modules)
     try:
         yield
     finally:
-        gathered_modules.difference_update(parts)
+        gathered_modules.difference_update(modules)
 
 
 def refuse_again(module: nn.Module) -> None:
@@ -126,14 +130,13 @@ def refuse_files_of_optimizer(optimizer: Optimizer, holds_piece: Callable[[Tenso
         holds_piece: Whether a parameter is this rank's shard as a plain tensor.
         strategy: The name that users type.
     """
-    inside = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]  # as Lookahead has one
-    for one in (optimizer, *inside):
-        if _SHARDS not in one.__dict__:
-            with suppress(
-                AttributeError
-            ):  # a class that skips torch's constructor, and returns another optimizer's state
-                one.register_state_dict_post_hook(_mark_optimizer_state)
-        one.__dict__[_SHARDS] = holds_piece, strategy
+    inside = [inner for inner in vars(optimizer).values() if isinstance(inner, Optimizer)]  # as Lookahead has one
+    for inner in (optimizer, *inside):
+        if _SHARDS not in inner.__dict__:
+            # a class may skip torch's constructor, and return another optimizer's state
+            with suppress(AttributeError):
+                inner.register_state_dict_post_hook(_mark_optimizer_state)
+        inner.__dict__[_SHARDS] = holds_piece, strategy
 
 
 def _mark_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -148,8 +151,8 @@ def _mark_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[s
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     marked = {}
     for number, values in state["state"].items():
-        held = parameters[number] if isinstance(number, int) and number < len(parameters) else number
-        is_piece = isinstance(held, Tensor) and holds_piece(held)
+        parameter_of_state = parameters[number] if isinstance(number, int) and number < len(parameters) else number
+        is_piece = isinstance(parameter_of_state, Tensor) and holds_piece(parameter_of_state)
         if isinstance(values, dict):
             values = {  # new tensor objects that share memory with the optimizer's own
                 name: _refuse_files_of(

@@ -35,11 +35,11 @@ class ObservedCommunication(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(one, DTensor) for one in types):
+        if any(issubclass(cls, DTensor) for cls in types):
             return NotImplemented  # what it does with local tensors comes here as well
         if "c10d" in function.namespace and not function.name().endswith("wait_tensor"):
             if not self.allowed:
                 raise Communicates
             leaves = tree_flatten((args, kwargs or {}))[0]
-            self.sizes.append(max((one.numel() for one in leaves if isinstance(one, Tensor)), default=0))
+            self.sizes.append(max((leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)), default=0))
         return function(*args, **(kwargs or {}))

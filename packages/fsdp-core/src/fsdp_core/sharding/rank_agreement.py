@@ -41,17 +41,20 @@ def check_same(runtime: Runtime, what: str, facts: Mapping[str, str]) -> None:
         >>> from fsdp_core.runtime import ProcessGroupRuntime
         >>> check_same(ProcessGroupRuntime(), "Linear", facts_of_options({"cpu_offload": True}))
     """
-    told = list(facts.items())
-    digest = hashlib.sha256(repr(told).encode()).hexdigest()
+    own_facts = list(facts.items())
+    digest = hashlib.sha256(repr(own_facts).encode()).hexdigest()
     if not runtime.total([digest != runtime.broadcast_object(digest)])[0]:
         return
-    gathered = runtime.gather_objects((_difference(runtime.broadcast_object(told), told), socket.gethostname()))
-    others = [rank for rank, (difference, _) in enumerate(gathered) if difference]
-    difference, host = gathered[others[0]]
-    where = f" (on {host})" if host != gathered[0][1] else ""
-    further = f" Rank {', '.join(map(str, others[1:]))} differs from it too." if len(others) > 1 else ""
+    own_difference = _difference(runtime.broadcast_object(own_facts), own_facts)
+    gathered = runtime.gather_objects((own_difference, socket.gethostname()))
+    differing_ranks = [rank for rank, (difference, _) in enumerate(gathered) if difference]
+    difference, host = gathered[differing_ranks[0]]
+    host_text = f" (on {host})" if host != gathered[0][1] else ""
+    further = (
+        f" Rank {', '.join(map(str, differing_ranks[1:]))} differs from it too." if len(differing_ranks) > 1 else ""
+    )
     raise ShardingError(
-        f"rank {others[0]}{where} has not set up the same {what} as rank 0: {difference}.{further}\n"
+        f"rank {differing_ranks[0]}{host_text} has not set up the same {what} as rank 0: {difference}.{further}\n"
         "Build the same model on every rank, with the same options and packages. Only the values of parameters and "
         "buffers may differ, of which rank 0's are taken."
     )
@@ -74,22 +77,26 @@ def facts_of_packages(module: nn.Module, *others: type) -> dict[str, str]:
         module: The module; the classes of all its submodules are included.
         *others: Other classes.
     """
-    classes = {*others, *(type(one) for one in module.modules())}
-    names = {"torch", "fsdp_core"} | {base.__module__.partition(".")[0] for one in classes for base in one.__mro__}
+    classes = {*others, *(type(submodule) for submodule in module.modules())}
+    names = {"torch", "fsdp_core"} | {base.__module__.partition(".")[0] for cls in classes for base in cls.__mro__}
     versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in sorted(names)}
     return {f"version of {name}": version for name, version in versions.items() if isinstance(version, str)}
 
 
 def _difference(of_rank_0: list[tuple[str, str]], own: list[tuple[str, str]]) -> str:
     """The first difference between this rank and rank 0; empty if there is none."""
-    theirs, ours = dict(of_rank_0), dict(own)
+    facts_of_rank_0, own_facts = dict(of_rank_0), dict(own)
     for (key, value), (own_key, own_value) in zip(of_rank_0, own, strict=False):
         if own_key != key:
             break
         if own_value != value:
             return f"its {key} is {own_value}, and rank 0's is {value}"
-    extra = next((f"it has a {key}, {value}, and rank 0 has none" for key, value in own if key not in theirs), "")
-    lacking = next((f"rank 0 has a {key}, {value}, and it has none" for key, value in of_rank_0 if key not in ours), "")
+    extra = next(
+        (f"it has a {key}, {value}, and rank 0 has none" for key, value in own if key not in facts_of_rank_0), ""
+    )
+    lacking = next(
+        (f"rank 0 has a {key}, {value}, and it has none" for key, value in of_rank_0 if key not in own_facts), ""
+    )
     order = "it has the same parts in another order" if of_rank_0 != own else ""
     return extra or lacking or order
 
@@ -126,7 +133,7 @@ def described(value: object) -> str:
     if value is None or isinstance(value, bool | int | Enum | torch.dtype | timedelta):
         return repr(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{described(key)}: {described(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{described(key)}: {described(item)}" for key, item in value.items()) + "}"
     if isinstance(value, Set):
         return "{" + ", ".join(sorted(map(described, value))) + "}"
     if isinstance(value, list | tuple):
@@ -134,8 +141,8 @@ def described(value: object) -> str:
     if isinstance(value, functools.partial):
         return f"partial({described(value.func)}, {described(value.args)}, {described(value.keywords)})"
     if is_dataclass(value) and not isinstance(value, type):
-        given = ", ".join(f"{field.name}={described(getattr(value, field.name))}" for field in fields(value))
-        return f"{type(value).__name__}({given})"
+        arguments = ", ".join(f"{field.name}={described(getattr(value, field.name))}" for field in fields(value))
+        return f"{type(value).__name__}({arguments})"
     named = getattr(value, "__qualname__", None)
     return named if isinstance(named, str) else f"a {type(value).__name__}"
 

@@ -57,25 +57,25 @@ class _Buffers:
         module: The module.
 
     Attributes:
-        held: What modules hold.
+        by_module: The registered buffers of each module, by name. These are the modules' own dictionaries.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self.held: _Values = [buffers_of(submodule) for submodule in module.modules()]
+        self.by_module: _Values = [buffers_of(submodule) for submodule in module.modules()]
         self._unwritten: dict[tuple[int, str], tuple[Tensor, int]] = {}  # large ones, and how often they were written
         self._shared: frozenset[int] = frozenset()  # the ids of those that share memory with others
 
     def copies(self) -> _Values:
         """What they are now. Of large ones that no forward pass has written to, the buffers themselves."""
-        shared = _copies_of_shared(self.held)
+        shared = _copies_of_shared(self.by_module)
         self._shared = frozenset(shared)
         return [
             {
                 name: shared[id(buffer)] if id(buffer) in shared else self._copy((i, name), buffer)
-                for name, buffer in of.items()
+                for name, buffer in buffers_of_module.items()
             }
-            for i, of in enumerate(self.held)
+            for i, buffers_of_module in enumerate(self.by_module)
         ]
 
     def look_at(self, before: _Values) -> None:
@@ -87,7 +87,7 @@ class _Buffers:
         Raises:
             UnsupportedCapabilityError: It has written to one that is not among the copies.
         """
-        for i, (now, then) in enumerate(zip(self.held, before, strict=True)):
+        for i, (now, then) in enumerate(zip(self.by_module, before, strict=True)):
             for name, copied in then.items():
                 if copied is None or copied.nbytes <= _SMALL or copied.device.type == "xla":
                     continue
@@ -96,7 +96,7 @@ class _Buffers:
                     self._unwritten.pop(key, None)
                 elif key in self._unwritten:
                     if not self._is_as_noted(key, buffer):
-                        raise _written_late(self._module, name)
+                        raise _late_write_refusal(self._module, name)
                 elif type(buffer) is Tensor and torch.equal(buffer, copied):
                     self._unwritten[key] = buffer, times_written(buffer)
                     then[name] = buffer
@@ -108,15 +108,15 @@ class _Buffers:
         return buffer.detach().clone().requires_grad_(buffer.requires_grad)
 
     def _is_as_noted(self, key: tuple[int, str], buffer: Tensor | None) -> bool:
-        noted, written = self._unwritten.get(key, (None, 0))
-        return noted is not None and noted is buffer and times_written(noted) == written
+        known_buffer, count = self._unwritten.get(key, (None, 0))
+        return known_buffer is not None and known_buffer is buffer and times_written(known_buffer) == count
 
 
 def _copies_of_shared(values: _Values) -> dict[int, Tensor]:
     """Copies of those buffers that share memory with another one, as these copies then do, by the ids of the former."""
     by_memory: dict[int, dict[int, Tensor]] = {}
-    for of in values:
-        for buffer in of.values():
+    for buffers_of_module in values:
+        for buffer in buffers_of_module.values():
             if type(buffer) is Tensor and buffer.layout == torch.strided and buffer.device.type != "xla":
                 by_memory.setdefault(buffer.untyped_storage().data_ptr(), {})[id(buffer)] = buffer
     by_memory.pop(0, None)  # of those without elements
@@ -125,8 +125,8 @@ def _copies_of_shared(values: _Values) -> dict[int, Tensor]:
         if len(buffers) > 1:
             storage = next(iter(buffers.values())).untyped_storage().clone()
             for key, buffer in buffers.items():
-                place = buffer.storage_offset(), buffer.shape, buffer.stride()
-                copy = torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(storage, *place)
+                geometry = buffer.storage_offset(), buffer.shape, buffer.stride()
+                copy = torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(storage, *geometry)
                 copied[key] = copy.requires_grad_(buffer.requires_grad)
     return copied
 
@@ -148,24 +148,24 @@ class _Call:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # what is compiled writes to buffers once, however often it computes
             return self._forward(*args, **kwargs)
-        held = self._buffers.held
+        by_module = self._buffers.by_module
         if self._before is None:
             self._before = ()  # none, of a module that has none yet
-            if any(held):
+            if any(by_module):
                 with without_dispatch_modes():  # one of which counts operations, to find the results that it has kept
                     self._before = self._buffers.copies()
             output = self._forward(*args, **kwargs)
             if self._before:
                 self._buffers.look_at(self._before)
             return output
-        if not self._before and not any(held):
+        if not self._before and not any(by_module):
             return self._forward(*args, **kwargs)
-        now = [dict(of) for of in held]
-        before = self._before or [{} for _ in held]
+        now = [dict(of) for of in by_module]
+        before = self._before or [{} for _ in by_module]
         same: dict[int, Tensor | None] = {}  # a buffer of two modules stays one
         with without_dispatch_modes():
             shared = _copies_of_shared(before)
-            for of, current, then in zip(held, now, before, strict=True):
+            for of, current, then in zip(by_module, now, before, strict=True):
                 of.clear()  # also of what the first computation has registered
                 for name, value in then.items():
                     key = id(current.get(name))
@@ -178,12 +178,12 @@ class _Call:
         try:
             return self._forward(*args, **kwargs)
         finally:  # torch leaves it early, by an exception
-            for of, current in zip(held, now, strict=True):
+            for of, current in zip(by_module, now, strict=True):
                 of.clear()
                 of.update(current)
 
 
-def _written_late(module: nn.Module, name: str) -> UnsupportedCapabilityError:
+def _late_write_refusal(module: nn.Module, name: str) -> UnsupportedCapabilityError:
     return UnsupportedCapabilityError(
         f"a forward pass of {type(module).__name__}, which recomputes its activations, has written to the buffer "
         f"{name!r}, which it did not do at first: no copy was kept for the recomputation.\n"

@@ -73,11 +73,11 @@ def check_shardable(module: nn.Module, sharded_of: Callable[[nn.Module], Any]) -
         if tensor.is_quantized or not (type(tensor) in _PLAIN or is_part(tensor)):
             _refuse_class(fqn, tensor)
     for fqn, parameter in module.named_parameters():
-        kept = _kept_beside(parameter)
-        if kept is not None:
+        attribute = _packing_attribute(parameter)
+        if attribute is not None:
             raise ShardingError(
-                f"{fqn!r}, in {parameter.dtype}, has an attribute {kept!r}, as packed weights have one that says how "
-                f"to read their bytes: the shards that replace it would not have it.\n{_INSTEAD_OF_PACKED}"
+                f"{fqn!r}, in {parameter.dtype}, has an attribute {attribute!r}, as packed weights have one that says "
+                f"how to read their bytes: the shards that replace it would not have it.\n{_INSTEAD_OF_PACKED}"
             )
         if hooks_on(parameter):
             raise ShardingError(
@@ -95,10 +95,12 @@ def _refuse_shared_memory(module: nn.Module) -> None:
         ShardingError: There is one. The other tensor is a parameter, a buffer, or a plain attribute of a module.
     """
     parameters = dict(module.named_parameters())
-    others = {id(tensor): (fqn, tensor) for fqn, tensor in (*_kept_tensors(module), *module.named_buffers())}
+    other_tensors = {
+        id(tensor): (fqn, tensor) for fqn, tensor in (*_attribute_tensors(module), *module.named_buffers())
+    }
     pieces: list[tuple[str, Tensor, bool]] = [(fqn, parameter, True) for fqn, parameter in parameters.items()]
-    pieces += [(fqn, tensor, False) for fqn, tensor in others.values()]
-    placed = sorted(
+    pieces += [(fqn, tensor, False) for fqn, tensor in other_tensors.values()]
+    memory_ranges = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), is_trained, fqn)
         for fqn, tensor, is_trained in pieces
         if type(tensor) in (nn.Parameter, nn.Buffer, Tensor)
@@ -106,18 +108,18 @@ def _refuse_shared_memory(module: nn.Module) -> None:
         and tensor.layout == torch.strided
         and tensor.data_ptr()
     )
-    reaches: dict[bool, tuple[str, int, str]] = {}  # the furthest end so far, of parameters and of others
-    for device, begin, end, is_parameter, fqn in placed:
-        for kind, (on, until, other) in reaches.items():
-            if on == device and begin < until and (kind or is_parameter):
+    furthest: dict[bool, tuple[str, int, str]] = {}  # the furthest end so far, of parameters and of others
+    for device, begin, end, is_parameter, fqn in memory_ranges:
+        for is_of_parameter, (other_device, other_end, other) in furthest.items():
+            if other_device == device and begin < other_end and (is_of_parameter or is_parameter):
                 raise ShardingError(
                     f"{other!r} and {fqn!r} share memory, and are different tensors: training shards would change one "
                     "and not the other.\n"
                     "Use one parameter in both places (b.weight = a.weight, without .data), as a tied parameter; or "
                     "keep a copy (.detach().clone())."
                 )
-        if is_parameter not in reaches or reaches[is_parameter][:2] < (device, end):
-            reaches[is_parameter] = (device, end, fqn)
+        if is_parameter not in furthest or furthest[is_parameter][:2] < (device, end):
+            furthest[is_parameter] = (device, end, fqn)
 
 
 def _extent(tensor: Tensor) -> int:
@@ -128,18 +130,18 @@ def _extent(tensor: Tensor) -> int:
     return (furthest + 1) * tensor.element_size()
 
 
-def _kept_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _attribute_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors that are plain attributes of modules, or lie in lists and dictionaries that are."""
 
     def within(name: str, value: Any, depth: int) -> Iterator[tuple[str, Tensor]]:
         if type(value) is Tensor:
             yield name, value
         elif depth and isinstance(value, dict):
-            for key, one in value.items():
-                yield from within(f"{name}[{key!r}]", one, depth - 1)
+            for key, item in value.items():
+                yield from within(f"{name}[{key!r}]", item, depth - 1)
         elif depth and isinstance(value, list | tuple):
-            for index, one in enumerate(value):
-                yield from within(f"{name}[{index}]", one, depth - 1)
+            for index, item in enumerate(value):
+                yield from within(f"{name}[{index}]", item, depth - 1)
 
     for fqn, submodule in module.named_modules():
         for name, value in vars(submodule).items():
@@ -156,14 +158,14 @@ _PLAIN = (nn.Parameter, nn.Buffer, Tensor, DTensor, FlatParameter)
 
 
 def _refuse_class(fqn: str, tensor: Tensor) -> None:
-    kind = "quantised" if tensor.is_quantized else f"of the class {type(tensor).__name__}"
+    description = "quantised" if tensor.is_quantized else f"of the class {type(tensor).__name__}"
     raise ShardingError(
-        f"{fqn!r} is {kind}, which sharding would cut, or send to other ranks, as if it were a plain tensor.\n"
+        f"{fqn!r} is {description}, which sharding would cut, or send to other ranks, as if it were a plain tensor.\n"
         f"{_INSTEAD_OF_PACKED}"
     )
 
 
-def _kept_beside(parameter: nn.Parameter) -> str | None:
+def _packing_attribute(parameter: nn.Parameter) -> str | None:
     """An attribute without which a parameter's bytes can't be read, such as the ``quant_state`` of bitsandbytes.
 
     Of floating-point parameters, attributes are hints to optimizers and the like, unless packed bytes are stored as if

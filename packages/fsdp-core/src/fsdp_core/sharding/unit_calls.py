@@ -63,15 +63,17 @@ class RefusedTransforms:
             UnsupportedCapabilityError: It is in such a transform.
         """
         running = running_transforms()
-        found = next((name for name in running if name in self.transforms), None)
-        if found is not None:
-            by = "torch.func's grad, vjp, jacrev or hessian" if found == "grad" else f"torch.func's {found}"
+        transform = next((name for name in running if name in self.transforms), None)
+        if transform is not None:
+            names = "grad, vjp, jacrev or hessian" if transform == "grad" else transform
+            context = f"torch.func's {names}"
         elif self.duals and not running and in_dual_level() and any(map(_is_dual_in_graph, tree_flatten(values)[0])):
-            by = "a dual_level() of torch.autograd.forward_ad, while gradients are recorded"
+            context = "a dual_level() of torch.autograd.forward_ad, while gradients are recorded"
         else:
             return
         raise UnsupportedCapabilityError(
-            f"a unit, {_class_name(unit)}, was called in {by}: its parameters can't be gathered and freed in there.\n"
+            f"a unit, {_class_name(unit)}, was called in {context}: its parameters can't be gathered and "
+            "freed in there.\n"
             f"{self.instead} Or use auto_wrap_policy=None, for one unit, and call torch.func inside training_step()."
         )
 
@@ -105,13 +107,13 @@ class UnitCalls:
     ) -> None:
         self._show, self._refused, self._end_without_output = show, refused, end_without_output
         attributes = list(map(vars, modules))
-        self._attributes = [of.values() for of in attributes]
+        self._attributes = [module_attributes.values() for module_attributes in attributes]
         self._firsts = list(map(_first_of_user, attributes))
         self._without_tensors: set[type] = {type(None), bool, int, float, str}  # the types of attributes
-        self._running: list[tuple[_Call | None, list[Tensor]]] = []  # the innermost last
+        self._open_calls: list[tuple[_Call | None, list[Tensor]]] = []  # the innermost last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitCalls:
-        return UnitCalls(_nothing)  # of a copy, which is not sharded
+        return UnitCalls(_ignore_tensors)  # of a copy, which is not sharded
 
     @outside_of_compilation
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -120,19 +122,19 @@ class UnitCalls:
         Raises:
             UnsupportedCapabilityError: A function is transformed in a way in which the library can't gather.
         """
-        given = [*args, *kwargs.values()]
+        arguments = [*args, *kwargs.values()]
         if self._refused is not None and module not in gathered_modules:
-            self._refused.check(module, given)
-        if _are_plain(given):
-            self._running.append((None, []))
+            self._refused.check(module, arguments)
+        if _are_plain(arguments):
+            self._open_calls.append((None, []))
             return
-        known = list(_hidden_tensors(given, 3)) if torch.is_grad_enabled() else []
-        self._running.append((_Call(given) if any(map(_holds_container, given)) else None, known))
+        hidden_before = list(_hidden_tensors(arguments, 3)) if torch.is_grad_enabled() else []
+        self._open_calls.append((_Call(arguments) if any(map(_holds_container, arguments)) else None, hidden_before))
 
     @outside_of_compilation
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take what the library passes on. A forward pre-hook with keyword arguments."""
-        if self._running and (call := self._running[-1][0]) is not None:
+        if self._open_calls and (call := self._open_calls[-1][0]) is not None:
             call.begin([*args, *kwargs.values()])
 
     @outside_of_compilation
@@ -144,15 +146,16 @@ class UnitCalls:
         """
         if output is None and self._end_without_output is not None:
             self._end_without_output()
-        call, known = self._running.pop() if self._running else (None, [])
-        shown = [] if call is None else [one for one in tree_flatten(call.give_back())[0] if isinstance(one, Tensor)]
-        if not isinstance(output, Tensor) and (later := _computed_later(output)):
+        call, hidden_before = self._open_calls.pop() if self._open_calls else (None, [])
+        new_values = [] if call is None else tree_flatten(call.give_back())[0]
+        tensors = [value for value in new_values if isinstance(value, Tensor)]
+        if not isinstance(output, Tensor) and (deferred := _describe_deferred(output)):
             raise ShardingError(
-                f"a unit, {_class_name(module)}, returned {later}: it would compute after the unit's "
+                f"a unit, {_class_name(module)}, returned {deferred}: it would compute after the unit's "
                 "parameters are freed.\nReturn what it computes; or let it belong to no unit: name other classes in "
                 "auto_wrap_policy={MyBlock}, or write auto_wrap_policy=None, for one unit."
             )
-        if _is_freed(output) if isinstance(output, Tensor) else any(map(_is_freed, _returned(output))):
+        if _is_freed(output) if isinstance(output, Tensor) else any(map(_is_freed, _returned_tensors(output))):
             raise ShardingError(
                 f"a unit, {_class_name(module)}, returned one of its parameters, or a part of one, which is freed when "
                 "its forward() has ended.\nReturn a copy, self.weight.clone(), through which gradients flow too; or "
@@ -160,17 +163,19 @@ class UnitCalls:
                 "auto_wrap_policy=None, for one unit."
             )
         if torch.is_grad_enabled():
-            given = [] if call is None and not known and _are_plain(args) else [args]
-            if not isinstance(output, Tensor) or given:
-                before = set(map(id, known))
-                shown += [one for one in _hidden_tensors([output, *given], 3) if id(one) not in before]
+            mutable_args = [] if call is None and not hidden_before and _are_plain(args) else [args]
+            if not isinstance(output, Tensor) or mutable_args:
+                ids_before = set(map(id, hidden_before))
+                tensors += [
+                    value for value in _hidden_tensors([output, *mutable_args], 3) if id(value) not in ids_before
+                ]
             attributes = map(islice, self._attributes, self._firsts, repeat(None))
             # by their types alone, without a step of Python for each module
             if not self._without_tensors.issuperset(map(type, chain.from_iterable(attributes))):
                 for of in map(islice, self._attributes, self._firsts, repeat(None)):
-                    shown += self._tensors_among(of)
-            if shown := [one for one in shown if one.requires_grad and one.grad_fn is not None]:
-                self._show(shown)
+                    tensors += self._tensors_among(of)
+            if tensors := [value for value in tensors if value.requires_grad and value.grad_fn is not None]:
+                self._show(tensors)
 
     def _tensors_among(self, attributes: Iterable[Any]) -> list[Tensor]:
         """The tensors among a module's attributes that are no parameters; others' types need not be looked at again."""
@@ -193,9 +198,9 @@ def _first_of_user(attributes: dict[str, Any]) -> int:
     return count if list(islice(attributes, count)) == _OF_ANY_MODULE else 0
 
 
-def _returned(output: Any) -> Iterator[Tensor]:
+def _returned_tensors(output: Any) -> Iterator[Tensor]:
     """The tensors that a unit returns in containers, at any depth, and in closures and objects."""
-    yield from (one for one in tree_flatten(output)[0] if isinstance(one, Tensor))
+    yield from (value for value in tree_flatten(output)[0] if isinstance(value, Tensor))
     yield from _hidden_tensors(output, 3)
 
 
@@ -218,7 +223,7 @@ def _class_name(unit: nn.Module) -> str:
     return next(cls.__name__ for cls in classes if not cls.__module__.startswith("torch.distributed"))
 
 
-def _nothing(shown: list[Tensor]) -> None:
+def _ignore_tensors(tensors: list[Tensor]) -> None:
     pass
 
 
@@ -228,10 +233,10 @@ _EMPTY = CellType()
 _PLAIN: frozenset[type] = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
 
 
-class _Copied(NamedTuple):
-    """A container that the caller has passed, and what the library has made of it: the same, or a copy."""
+class _PassedContainer(NamedTuple):
+    """A container that the caller has passed, and what the library passes on: the same container, or a copy."""
 
-    given: Any
+    original: Any
     passed: Any
     before: list[tuple[Any, Any]]
 
@@ -240,48 +245,50 @@ class _Call:
     """The containers of one call.
 
     Args:
-        given: The arguments that the caller has passed.
+        arguments: Those that the caller has passed.
     """
 
-    def __init__(self, given: list[Any]) -> None:
-        self._given, self._copied = given, list[_Copied]()
-        self._given_for: dict[int, Any] = {}
+    def __init__(self, arguments: list[Any]) -> None:
+        self._arguments, self._containers = arguments, list[_PassedContainer]()
+        self._original_by_id: dict[int, Any] = {}
 
     def begin(self, passed: list[Any]) -> None:
         """Compare with the arguments that the library passes on, before the unit computes."""
-        for given, one in zip(self._given, passed, strict=False):
-            self._pair(given, one)
+        for original, passed_argument in zip(self._arguments, passed, strict=False):
+            self._pair(original, passed_argument)
 
-    def _pair(self, given: Any, passed: Any) -> None:
-        self._given_for[id(passed)] = given
-        if type(given) is not type(passed) or not _is_container(given):
+    def _pair(self, original: Any, passed: Any) -> None:
+        self._original_by_id[id(passed)] = original
+        if type(original) is not type(passed) or not _is_container(original):
             return
         before = _items(passed)
-        if not isinstance(given, tuple):
-            self._copied.append(_Copied(given, passed, before))
-        for (_, one), (_, other) in zip(_items(given), before, strict=False):
-            self._pair(one, other)
+        if not isinstance(original, tuple):
+            self._containers.append(_PassedContainer(original, passed, before))
+        for (_, original_item), (_, passed_item) in zip(_items(original), before, strict=False):
+            self._pair(original_item, passed_item)
 
     def give_back(self) -> list[Any]:
-        """Put what the unit has put into its containers into those of the caller.
+        """Update the caller's containers with what the unit has put into the library's copies.
 
         Returns:
-            What the caller did not have.
+            The new values.
         """
         new: list[Any] = []
-        for one in self._copied:
-            after = _items(one.passed)
-            if [(key, id(value)) for key, value in after] != [(key, id(value)) for key, value in one.before]:
-                new += [value for _, value in after if id(value) not in self._given_for]
-                if one.given is not one.passed:
-                    _put(one.given, [(key, self._given_for.get(id(value), value)) for key, value in after])
+        for container in self._containers:
+            after = _items(container.passed)
+            if [(key, id(value)) for key, value in after] != [(key, id(value)) for key, value in container.before]:
+                new += [value for _, value in after if id(value) not in self._original_by_id]
+                if container.original is not container.passed:
+                    _set_items(
+                        container.original, [(key, self._original_by_id.get(id(value), value)) for key, value in after]
+                    )
         return new
 
 
-def _put(container: Any, items: list[tuple[Any, Any]]) -> None:
+def _set_items(container: Any, items: list[tuple[Any, Any]]) -> None:
     if isinstance(container, dict):
-        kept = dict(items)
-        for key in [key for key in container if key not in kept]:
+        new_items = dict(items)
+        for key in [key for key in container if key not in new_items]:
             del container[key]
         for key, value in items:
             container[key] = value
@@ -315,8 +322,8 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
 def _are_plain(values: Iterable[Any]) -> bool:
     """Whether they are what most units are called with, in which nothing is hidden that a unit can change or return."""
     for value in values:
-        kind = type(value)
-        if kind in _PLAIN or (kind is tuple and _PLAIN.issuperset(map(type, value))):
+        value_type = type(value)
+        if value_type in _PLAIN or (value_type is tuple and _PLAIN.issuperset(map(type, value))):
             continue
         if not isinstance(value, Tensor | bool | int | float | str):
             return False
@@ -332,38 +339,38 @@ def _hidden_tensors(value: Any, depth: int, *, is_hidden: bool = False) -> Itera
     if isinstance(value, nn.Module | type | str | bytes | int | float | None) or depth < 0:
         return
     if _is_container(value):
-        for _, one in _items(value):
-            yield from _hidden_tensors(one, depth, is_hidden=is_hidden)
+        for _, item in _items(value):
+            yield from _hidden_tensors(item, depth, is_hidden=is_hidden)
         return
     slots = (name for cls in type(value).__mro__ for name in _names(getattr(cls, "__slots__", ())))
-    held = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
-    for one in [*held, *_enclosed(value)]:
-        yield from _hidden_tensors(one, depth - 1, is_hidden=True)
+    attribute_values = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+    for item in [*attribute_values, *_enclosed(value)]:
+        yield from _hidden_tensors(item, depth - 1, is_hidden=True)
 
 
 def _enclosed(function: Any) -> list[Any]:
-    """What a function brings with it."""
+    """The values that a function encloses: its cells, defaults, bound arguments and receiver."""
     if isinstance(function, functools.partial):
         return [function.func, *function.args, *function.keywords.values()]
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != _EMPTY]
     defaults = getattr(function, "__defaults__", None) or ()
-    of = getattr(function, "__self__", None) if callable(function) else None
-    return [*cells, *defaults, *([] if of is None else [of])]
+    receiver = getattr(function, "__self__", None) if callable(function) else None
+    return [*cells, *defaults, *([] if receiver is None else [receiver])]
 
 
-def _computed_later(output: Any) -> str | None:
-    """What a unit returns, itself or in a container, to be computed with a module when it has returned."""
+def _describe_deferred(output: Any) -> str | None:
+    """A description of a returned value that uses a module later, such as a generator; ``None`` if there is none."""
     if isinstance(output, GeneratorType | CoroutineType | AsyncGeneratorType | map | filter):
         return f"a {type(output).__name__}"
     if _is_container(output):
-        return next(filter(None, (_computed_later(one) for _, one in _items(output))), None)
+        return next(filter(None, (_describe_deferred(value) for _, value in _items(output))), None)
     if callable(output) and not isinstance(output, nn.Module | type):
         pending = [output]
         for function in pending:
             enclosed = _enclosed(function)
-            if any(isinstance(one, nn.Module) for one in enclosed):  # a library may keep its parameters elsewhere
+            if any(isinstance(value, nn.Module) for value in enclosed):  # a library may keep its parameters elsewhere
                 return f"a function, {getattr(output, '__name__', output)}, that uses a module of its own"
-            pending += [one for one in enclosed if callable(one) and not any(one is known for known in pending)]
+            pending += [value for value in enclosed if callable(value) and not any(value is other for other in pending)]
     return None
 
 

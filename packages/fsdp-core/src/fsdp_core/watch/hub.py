@@ -44,10 +44,10 @@ class Hub:
         self._world_size = world_size
         self._listening = listen()
         self.port: int = self._listening.getsockname()[1]
-        self._wakes, self._woken = socket.socketpair()
+        self._wake_writer, self._wake_reader = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listening, selectors.EVENT_READ, None)
-        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, None)
         self._unknown: set[Connection] = set()
         self._members: dict[Connection, Member] = {}
         self._all: dict[int, Member] = {}
@@ -59,7 +59,7 @@ class Hub:
         self._reports: dict[int, Report] = {}
         self._waited: float | None = None
         self._may_go_on = False
-        self._said_at = float("-inf")
+        self._slow_report_at = float("-inf")
         self._verdict: Verdict | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="fsdp-watch hub", daemon=True)
@@ -73,16 +73,16 @@ class Hub:
         """Say goodbye to all, and end."""
         self._closing = True
         with suppress(OSError):
-            self._wakes.send(b"-")
+            self._wake_writer.send(b"-")
         self._thread.join(5.0)
 
     def abandon(self) -> None:
         """In a process that was forked: close the sockets, which the parent goes on to use."""
         self._selector.close()
-        sockets: list[socket.socket | Connection] = [self._listening, self._wakes, self._woken]
-        for one in (*sockets, *self._members, *self._unknown):
+        sockets: list[socket.socket | Connection] = [self._listening, self._wake_writer, self._wake_reader]
+        for open_socket in (*sockets, *self._members, *self._unknown):
             with suppress(OSError):
-                one.close()
+                open_socket.close()
 
     def _run(self) -> None:
         while not self._closing:
@@ -107,13 +107,13 @@ class Hub:
     def _read(self, connection: Connection) -> None:
         try:
             for message in connection.receive():
-                self._take(connection, message)
+                self._handle_message(connection, message)
         except ConnectionError as error:
             self._drop(connection, silent_host=isinstance(error, ConnectionAbortedError))
         except (KeyError, TypeError, ValueError):  # not from a rank of ours
             self._drop(connection, silent_host=False)
 
-    def _take(self, connection: Connection, message: dict[str, Any]) -> None:
+    def _handle_message(self, connection: Connection, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if connection in self._unknown:
             if kind != "hello" or not secrets.compare_digest(str(message["token"]), self.token):
@@ -129,7 +129,7 @@ class Hub:
         elif kind == "raised":
             self._ended.add(member.rank)
             if self._verdict is None and not self._gone:
-                self._tell(raised(member, str(message["error"]), str(message["progress"]), str(message["advice"])))
+                self._announce(raised(member, str(message["error"]), str(message["progress"]), str(message["advice"])))
         elif kind in ("waits", "report"):
             report = dict(message["report"])
             self._reports[member.rank] = Report(
@@ -137,12 +137,12 @@ class Hub:
             )
             if message.get("may_go_on"):
                 connection.send(kind="noted")
-            if kind == "waits" and self._is_asked(message):
+            if kind == "waits" and self._needs_reports(message):
                 self._waited, self._may_go_on = float(message["seconds"]), bool(message.get("may_go_on"))
                 self._reports = {member.rank: self._reports[member.rank]}
                 self._decide_at = time.monotonic() + _TO_ANSWER
-                for one in self._members:
-                    one.send(kind="report?")
+                for member_connection in self._members:
+                    member_connection.send(kind="report?")
             elif self._waited is not None and len(self._reports.keys() | self._ended) == len(self._all):
                 self._decide_at = time.monotonic()
         elif kind == "who?":
@@ -151,12 +151,12 @@ class Hub:
                 self._ended_for_others.add(member.rank)
             connection.send(kind="ended", members=first)
 
-    def _is_asked(self, message: dict[str, Any]) -> bool:
+    def _needs_reports(self, message: dict[str, Any]) -> bool:
         """Whether a rank that waits is a reason to ask all where they stand."""
         if self._verdict is not None:
             return False
         if message.get("may_go_on"):
-            return self._waited is None and time.monotonic() - self._said_at >= float(message["seconds"])
+            return self._waited is None and time.monotonic() - self._slow_report_at >= float(message["seconds"])
         return self._waited is None or self._may_go_on
 
     def _ended_first(self, *, but: int | None = None) -> list[dict[str, Any]]:
@@ -179,17 +179,17 @@ class Hub:
             return
         progress = self._progress()
         if self._gone and progress:  # otherwise nothing trains any more
-            self._tell(lost(self._gone, progress, host_is_silent=self._silent_host))
+            self._announce(lost(self._gone, progress, host_is_silent=self._silent_host))
         elif self._waited is not None and self._may_go_on:
             line = slow(list(self._all.values()), self._reports, self._waited)
-            self._waited, self._may_go_on, self._said_at = None, False, time.monotonic()
+            self._waited, self._may_go_on, self._slow_report_at = None, False, time.monotonic()
             if line:
                 with suppress(OSError):
                     os.write(2, f"fsdp-core: {line}\n".encode(errors="backslashreplace"))
         elif self._waited is not None:
-            self._tell(hang(list(self._all.values()), self._reports, self._ended, self._waited))
+            self._announce(hang(list(self._all.values()), self._reports, self._ended, self._waited))
 
-    def _tell(self, verdict: Verdict) -> None:
+    def _announce(self, verdict: Verdict) -> None:
         self._verdict = verdict
         for connection in self._members:
             connection.send(kind="verdict", verdict=asdict(verdict))

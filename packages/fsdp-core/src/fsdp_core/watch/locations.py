@@ -72,9 +72,9 @@ class StandStill:
     def seconds(self) -> float:
         """Look where the thread is now; the seconds since the first of the looks that have found it there."""
         frame = sys._current_frames().get(self.thread)
-        seen = tuple((id(one), one.f_lasti) for one in _stack(frame))
-        if seen != self._seen:
-            self._seen, self._since = seen, time.monotonic()
+        position = tuple((id(stack_frame), stack_frame.f_lasti) for stack_frame in _stack(frame))
+        if position != self._seen:
+            self._seen, self._since = position, time.monotonic()
         return time.monotonic() - self._since
 
 
@@ -89,22 +89,26 @@ def location_of(thread: int, *, waited: float = 0.0) -> Location:
     stack = _stack(frames.get(thread))
     if not stack:
         return Location(innermost="a thread that has ended", users="a thread that has ended", waits=False)
-    innermost = _shown(stack[0])
+    innermost = _describe_frame(stack[0])
     if any(_module(frame) == "torch.utils.data.dataloader" for frame in stack):
         innermost = f"{innermost}, for a batch of a DataLoader"
     awaited = _awaited(stack)
     if awaited:
         innermost = f"{innermost}, for {awaited}"
-    users = next((_shown(frame) for frame in stack if not _is_of_library(frame)), innermost)
-    last = last_collective()
-    unfinished = last is not None and not last.has_ended and last.seconds_ago >= waited > 0.0
-    others = [frames[one.ident] for one in _ours(thread) if one.ident in frames]
+    users = next((_describe_frame(frame) for frame in stack if not _is_of_library(frame)), innermost)
+    collective = last_collective()
+    unfinished = collective is not None and not collective.has_ended and collective.seconds_ago >= waited > 0.0
+    background_frames = [
+        frames[background_thread.ident]
+        for background_thread in _background_threads(thread)
+        if background_thread.ident in frames
+    ]
     return Location(
         innermost=innermost,
         users=users,
-        waits=unfinished or bool(awaited) or any(_is_waiting(frame) for frame in [stack[0], *others]),
-        collective="" if last is None else _in_words(last),
-        sequence=-1 if last is None else last.sequence,
+        waits=unfinished or bool(awaited) or any(_is_waiting(frame) for frame in [stack[0], *background_frames]),
+        collective="" if collective is None else _in_words(collective),
+        sequence=-1 if collective is None else collective.sequence,
         awaited=awaited,
     )
 
@@ -116,17 +120,17 @@ def stacks(without: Collection[int] = ()) -> str:
         without: Identifiers of threads to leave out.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    shown = []
+    descriptions = []
     for identifier, frame in sys._current_frames().items():
         if identifier not in without:
             stack = "".join(traceback.format_stack(frame))
-            shown.append(f"Thread {names.get(identifier, identifier)}, innermost call last:\n{stack}")
-    return "".join(shown)
+            descriptions.append(f"Thread {names.get(identifier, identifier)}, innermost call last:\n{stack}")
+    return "".join(descriptions)
 
 
-def _ours(thread: int) -> list[threading.Thread]:
+def _background_threads(thread: int) -> list[threading.Thread]:
     """The threads that run collectives beside the training thread: those of saves in the background."""
-    return [one for one in threading.enumerate() if one.ident != thread and one.name.startswith("fsdp-save")]
+    return [other for other in threading.enumerate() if other.ident != thread and other.name.startswith("fsdp-save")]
 
 
 def _stack(frame: FrameType | None) -> list[FrameType]:
@@ -150,7 +154,7 @@ def _is_of_library(frame: FrameType) -> bool:
 
 def _is_waiting(frame: FrameType) -> bool:
     module = _module(frame)
-    return any(module == one or module.startswith(f"{one}.") for one in _WAITING)
+    return any(module == waiting_module or module.startswith(f"{waiting_module}.") for waiting_module in _WAITING)
 
 
 def _awaited(stack: list[FrameType]) -> str:
@@ -161,7 +165,7 @@ def _awaited(stack: list[FrameType]) -> str:
     return next((f"{name}()" for name in ("prepare_data", "rank_zero_first") if name in called), "another rank")
 
 
-def _shown(frame: FrameType) -> str:
+def _describe_frame(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 

@@ -91,16 +91,16 @@ def connect(addresses: list[str], port: int, **hello: Any) -> Connection | None:
     """
     for address in addresses:
         try:
-            made = Connection(socket.create_connection((address, port), timeout=10.0))
+            connection = Connection(socket.create_connection((address, port), timeout=10.0))
         except OSError:
             continue
-        made.send(**hello)
+        connection.send(**hello)
         try:
-            if any(message.get("kind") == "welcome" for message in made.receive()):
-                return made
+            if any(message.get("kind") == "welcome" for message in connection.receive()):
+                return connection
         except ConnectionError:
             pass
-        made.close()
+        connection.close()
     return None
 
 

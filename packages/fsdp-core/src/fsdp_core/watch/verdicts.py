@@ -12,17 +12,17 @@ __all__ = ["PATIENCE", "Member", "Report", "Verdict", "hang", "lost", "named", "
 #: How many times ``hang_timeout`` ranks wait for what one does alone, such as a download in ``prepare_data()``.
 PATIENCE = 12
 
-_GO_ON = (
+_RESUME_ADVICE = (
     "Start the same command again to go on from the last complete checkpoint: trainer.fit(..., ckpt_path='last'), or "
     "fabric.load() of it."
 )
 
-_ALL_RANKS = (
+_COLLECTIVE_ADVICE = (
     "All ranks must call what communicates, equally often: nothing of it under `if rank == 0:`, and as many batches on "
     "each. hang_timeout=timedelta(hours=2) gives them longer; hang_timeout=None lets them wait."
 )
 
-_ONE_ALONE = (
+_WAITING_ADVICE = (
     f"Ranks wait {PATIENCE} times hang_timeout for what one does alone in prepare_data() and rank_zero_first(): "
     "hang_timeout=timedelta(hours=2) gives it a day, hang_timeout=None lets them wait. What takes longer is done "
     "before the ranks start."
@@ -50,7 +50,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a rank says when others have waited for too long: how far it is, and where it stands."""
+    """What a rank answers when others have waited for too long: how far it is, and where it stands."""
 
     progress: str
     location: Location
@@ -78,7 +78,7 @@ def named(members: Collection[Member]) -> str:
         >>> named([Member(rank=2, host="b", pid=4), Member(rank=3, host="b", pid=5)])
         'rank 2 on b (process 4), rank 3 on b (process 5)'
     """
-    return ", ".join(one.described() for one in sorted(members, key=lambda one: one.rank))
+    return ", ".join(member.described() for member in sorted(members, key=lambda member: member.rank))
 
 
 def lost(members: Collection[Member], progress: str, *, host_is_silent: bool = False) -> Verdict:
@@ -89,18 +89,18 @@ def lost(members: Collection[Member], progress: str, *, host_is_silent: bool = F
         progress: How far the rank that notices it is, in words.
         host_is_silent: Whether their host has not answered for a minute.
     """
-    was, its, process = ("was", "its", "process") if len(members) == 1 else ("were", "their", "processes")
-    why = (
-        f"{its} {process} ended without a word, as after a kill, when memory runs out, or when gloo aborts because "
+    verb, their, processes = ("was", "its", "process") if len(members) == 1 else ("were", "their", "processes")
+    cause = (
+        f"{their} {processes} ended without a word, as after a kill, when memory runs out, or when gloo aborts because "
         "ranks exchange different things (gloo::EnforceNotMet in its log)"
     )
     if host_is_silent:
-        why = f"{its} host has not answered for a minute"
+        cause = f"{their} host has not answered for a minute"
     return Verdict(
         kind="lost",
         message=(
-            f"{named(members)} {was} lost {progress}: {why}. The others end too: they can't train without {its} "
-            f"shards.\n{_GO_ON} The log of {its} host, or of the scheduler, may say why (dmesg, for memory)."
+            f"{named(members)} {verb} lost {progress}: {cause}. The others end too: they can't train without {their} "
+            f"shards.\n{_RESUME_ADVICE} The log of {their} host, or of the scheduler, may say why (dmesg, for memory)."
         ),
     )
 
@@ -119,7 +119,7 @@ def raised(member: Member, error: str, progress: str, advice: str = "") -> Verdi
         message=(
             f"{member.described()} has ended {progress} with {error.rstrip('.')}. The others end too: they can't train "
             "without its shards.\n"
-            f"{advice or f'Mend what the traceback that it wrote tells of. {_GO_ON}'}"
+            f"{advice or f'Mend what the traceback that it wrote tells of. {_RESUME_ADVICE}'}"
         ),
     )
 
@@ -133,42 +133,46 @@ def hang(
     """Ranks that have waited for others for too long.
 
     The rank that is behind is the one that did not answer, or that has ended, or that does not wait; otherwise the one
-    that has entered fewer collectives, or stands elsewhere than most. Where as many stand at one place as at another,
-    as two ranks do, none is called behind, and all places are told.
+    that has entered fewer collectives, or stands elsewhere than most. If no place has fewer ranks than every other, as
+    with two ranks, none is called behind, and the message names all places.
 
     Args:
         members: All ranks that were watched.
-        reports: What they have said, by rank; none of those that did not answer.
+        reports: Their reports, by rank, without those that did not answer.
         ended: Ranks whose script has ended.
         waited: For how many seconds.
     """
-    silent = [one for one in members if one.rank not in reports and one.rank not in ended]
-    gone = [one for one in members if one.rank in ended]
-    free = [one for one in members if one.rank in reports and not reports[one.rank].location.waits]
+    silent = [member for member in members if member.rank not in reports and member.rank not in ended]
+    ended_members = [member for member in members if member.rank in ended]
+    running = [member for member in members if member.rank in reports and not reports[member.rank].location.waits]
     kill: tuple[Member, ...] = ()
     if silent:
         behind, kill = silent, tuple(silent)
-        what = "does not answer: its process is stopped, or a call in it holds Python's lock"
-    elif gone:
-        behind, what = gone, "has ended its script"
-    elif free:
-        behind = _fewest(free, reports)
-        what = _standing(reports[behind[0].rank])
+        state = "does not answer: its process is stopped, or a call in it holds Python's lock"
+    elif ended_members:
+        behind, state = ended_members, "has ended its script"
+    elif running:
+        behind = _with_fewest_collectives(running, reports)
+        state = _describe_location(reports[behind[0].rank])
     else:
-        behind = _apart(members, reports)
+        behind = _find_behind(members, reports)
         if not behind:
-            return Verdict(kind="hang", message=_at_their_places(members, reports, waited))
-        what = f"{_standing(reports[behind[0].rank])}, {_last(reports[behind[0].rank])}"
-    others = [one for one in members if one.rank in reports and one not in behind]
-    is_awaited = any(reports[one.rank].location.awaited for one in others)
-    waiting = sorted((one for one in others if reports[one.rank].location.waits), key=lambda one: one.rank) or others
+            return Verdict(kind="hang", message=_describe_all_locations(members, reports, waited))
+        state = f"{_describe_location(reports[behind[0].rank])}, {_describe_collective(reports[behind[0].rank])}"
+    answered = [member for member in members if member.rank in reports and member not in behind]
+    is_awaited = any(reports[member.rank].location.awaited for member in answered)
+    waiting = (
+        sorted((member for member in answered if reports[member.rank].location.waits), key=lambda member: member.rank)
+        or answered
+    )
     waiters = ""
     if waiting:
-        shown = reports[waiting[0].rank]
+        waiting_report = reports[waiting[0].rank]
         waiters = (
-            f" Rank {', '.join(str(one.rank) for one in waiting[:8])}{', …' if len(waiting) > 8 else ''} "
-            f"{'waits' if len(waiting) == 1 else 'wait'} {_standing(shown).removeprefix('stands ')} {shown.progress}, "
-            f"{_last(shown)}."
+            f" Rank {', '.join(str(member.rank) for member in waiting[:8])}{', …' if len(waiting) > 8 else ''} "
+            f"{'waits' if len(waiting) == 1 else 'wait'} "
+            f"{_describe_location(waiting_report).removeprefix('stands ')} {waiting_report.progress}, "
+            f"{_describe_collective(waiting_report)}."
         )
     first = behind[0]
     progress = f" {reports[first.rank].progress}" if first.rank in reports else ""
@@ -176,10 +180,10 @@ def hang(
     return Verdict(
         kind="hang",
         message=(
-            f"ranks have waited for each other for {waited:g} s. {first.described()} is behind{progress}: it {what}."
+            f"ranks have waited for each other for {waited:g} s. {first.described()} is behind{progress}: it {state}."
             f"{more}{waiters}\n"
             f"Every rank that could has written its stack above. Look at what that rank does there. "
-            f"{_ONE_ALONE if is_awaited else _ALL_RANKS}"
+            f"{_WAITING_ADVICE if is_awaited else _COLLECTIVE_ADVICE}"
         ),
         kill=kill,
     )
@@ -190,22 +194,22 @@ def slow(members: Collection[Member], reports: Mapping[int, Report], waited: flo
 
     Args:
         members: All ranks that are watched.
-        reports: What they have said, by rank; none of those that did not answer.
+        reports: Their reports, by rank, without those that did not answer.
         waited: For how many seconds.
     """
-    waiting = [one for one in members if one.rank in reports and reports[one.rank].location.awaited]
-    silent = [one for one in members if one.rank not in reports]
-    busy = [one for one in members if one.rank in reports and not reports[one.rank].location.waits]
+    waiting = [member for member in members if member.rank in reports and reports[member.rank].location.awaited]
+    silent = [member for member in members if member.rank not in reports]
+    busy = [member for member in members if member.rank in reports and not reports[member.rank].location.waits]
     if not waiting or not (silent or busy):
         return ""
-    told = [f"{one.described()} {_standing(reports[one.rank])}" for one in busy]
+    descriptions = [f"{member.described()} {_describe_location(reports[member.rank])}" for member in busy]
     if silent:
-        told.append(f"{named(silent)} {'does' if len(silent) == 1 else 'do'} not answer")
+        descriptions.append(f"{named(silent)} {'does' if len(silent) == 1 else 'do'} not answer")
     awaited = reports[waiting[0].rank].location.awaited
     return (
         f"{named(waiting[:8])}{', …' if len(waiting) > 8 else ''} {'has' if len(waiting) == 1 else 'have'} waited for "
-        f"{waited:g} s for {awaited}: {'; '.join(told)}. The run ends if that takes {PATIENCE * waited:g} s.\n"
-        f"{_ONE_ALONE}"
+        f"{waited:g} s for {awaited}: {'; '.join(descriptions)}. The run ends if that takes {PATIENCE * waited:g} s.\n"
+        f"{_WAITING_ADVICE}"
     )
 
 
@@ -218,7 +222,7 @@ def unanswered(member: Member, first: Member, waited: str, *, may_go_on: bool) -
         waited: For how long, how far it is and for what, in words.
         may_go_on: Whether the ranks go on waiting.
     """
-    advice = _ONE_ALONE
+    advice = _WAITING_ADVICE
     if not may_go_on:
         advice = (
             "See the stacks above. hang_timeout=timedelta(hours=2) gives it longer; hang_timeout=None lets ranks wait."
@@ -229,59 +233,65 @@ def unanswered(member: Member, first: Member, waited: str, *, may_go_on: bool) -
     )
 
 
-def _standing(report: Report) -> str:
+def _describe_location(report: Report) -> str:
     return f"stands at {report.location.described()}"
 
 
-def _last(report: Report) -> str:
-    where = report.location
+def _describe_collective(report: Report) -> str:
+    location = report.location
     return (
-        f"and the last collective that it has entered is {where.collective}" if where.collective else "in a collective"
+        f"and the last collective that it has entered is {location.collective}"
+        if location.collective
+        else "in a collective"
     )
 
 
-def _fewest(members: Collection[Member], reports: Mapping[int, Report]) -> list[Member]:
-    by_sequence = sorted(members, key=lambda one: (reports[one.rank].location.sequence, one.rank))
-    least = reports[by_sequence[0].rank].location.sequence
-    return [one for one in by_sequence if reports[one.rank].location.sequence == least]
+def _with_fewest_collectives(members: Collection[Member], reports: Mapping[int, Report]) -> list[Member]:
+    ordered = sorted(members, key=lambda member: (reports[member.rank].location.sequence, member.rank))
+    fewest = reports[ordered[0].rank].location.sequence
+    return [member for member in ordered if reports[member.rank].location.sequence == fewest]
 
 
-def _apart(members: Collection[Member], reports: Mapping[int, Report]) -> list[Member]:
-    """Of ranks that all wait: those that have entered fewer collectives, or those at the rarest place, if one is."""
-    fewest = _fewest(members, reports)
+def _find_behind(members: Collection[Member], reports: Mapping[int, Report]) -> list[Member]:
+    """Of ranks that all wait: those that have entered fewer collectives, or those at the place with fewest ranks."""
+    fewest = _with_fewest_collectives(members, reports)
     if len(fewest) < len(members):
         return fewest
-    rarest, *others = sorted(_by_place(members, reports), key=len)
-    return rarest if others and len(others[0]) > len(rarest) else []
+    rarest, *larger = sorted(_group_by_location(members, reports), key=len)
+    return rarest if larger and len(larger[0]) > len(rarest) else []
 
 
-def _by_place(members: Collection[Member], reports: Mapping[int, Report]) -> list[list[Member]]:
+def _group_by_location(members: Collection[Member], reports: Mapping[int, Report]) -> list[list[Member]]:
     """The ranks at each place: the user's line, and the collective."""
-    places: dict[tuple[str, str], list[Member]] = {}
-    for one in sorted(members, key=lambda one: one.rank):
-        where = reports[one.rank].location
-        places.setdefault((where.users, where.collective), []).append(one)
-    return list(places.values())
+    groups: dict[tuple[str, str], list[Member]] = {}
+    for member in sorted(members, key=lambda member: member.rank):
+        location = reports[member.rank].location
+        groups.setdefault((location.users, location.collective), []).append(member)
+    return list(groups.values())
 
 
-def _at_their_places(members: Collection[Member], reports: Mapping[int, Report], waited: float) -> str:
-    told = []
-    for here in _by_place(members, reports):
-        shown = reports[here[0].rank]
-        verb = "waits" if len(here) == 1 else "wait"
-        place = _standing(shown).removeprefix("stands ")
-        told.append(
-            f"{named(here[:8])}{', …' if len(here) > 8 else ''} {verb} {shown.progress}, {place}, {_last(shown)}."
+def _describe_all_locations(members: Collection[Member], reports: Mapping[int, Report], waited: float) -> str:
+    descriptions = []
+    for group in _group_by_location(members, reports):
+        report = reports[group[0].rank]
+        verb = "waits" if len(group) == 1 else "wait"
+        location = _describe_location(report).removeprefix("stands ")
+        descriptions.append(
+            f"{named(group[:8])}{', …' if len(group) > 8 else ''} {verb} {report.progress}, {location}, "
+            f"{_describe_collective(report)}."
         )
-    if len(told) == 1:
-        where, why = "all at one place", "The network between them may be gone, or they exchange different shapes."
+    if len(descriptions) == 1:
+        distribution, explanation = (
+            "all at one place",
+            "The network between them may be gone, or they exchange different shapes.",
+        )
     else:
-        where = "at different places"
-        why = (
+        distribution = "at different places"
+        explanation = (
             "Some have left out a call that the others have made, such as backward(), or made one alone: look at what "
             "comes before these places."
         )
     return (
-        f"ranks have waited for each other for {waited:g} s, {where}. {' '.join(told)}\n"
-        f"{why} Every rank has written its stack above. {_ALL_RANKS}"
+        f"ranks have waited for each other for {waited:g} s, {distribution}. {' '.join(descriptions)}\n"
+        f"{explanation} Every rank has written its stack above. {_COLLECTIVE_ADVICE}"
     )

@@ -50,7 +50,7 @@ _UNANSWERED = 9.0
 _TO_LEARN, _TO_LEARN_WHO_IS_LATE = 3.0, 10.0
 
 #: What libraries write into exceptions when another rank is gone, or too late.
-_OF_OTHERS = re.compile(
+_LOSS_MESSAGES = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|remote (process|peer)|unhandled system error|"
     r"peer (has )?(closed|exited)|socket|monitoredBarrier",
     re.IGNORECASE,
@@ -89,19 +89,19 @@ class Watcher:
         self.hang_timeout = hang_timeout
         self.progress = progress
         self.verdict: Verdict | None = None
-        self.told = threading.Event()
+        self.verdict_arrived = threading.Event()
         self._connection, self._member, self._first, self._hub = connection, member, first, hub
         self._selector = selectors.DefaultSelector()  # select() takes no file numbers above 1,023
         self._selector.register(connection, selectors.EVENT_READ)
         self._training = threading.get_ident()
         self._ended: list[Member] = []
         self._answered = threading.Event()
-        self._said_at: float | None = None
-        self._asked_at: float | None = None
+        self._reported_at: float | None = None
+        self._slow_report_at: float | None = None
         self._waited = hang_timeout
-        self._has_asked = False
+        self._has_reported_slow = False
         self._end_at: float | None = None
-        self._explaining = self._left = self._is_alone = self._writes = False
+        self._explaining = self._has_left = self._is_alone = self._writes = False
         self._thread = threading.Thread(target=self._run, name="fsdp-watch", daemon=True)
         self._thread.start()
 
@@ -111,43 +111,43 @@ class Watcher:
 
     def _watch(self) -> None:
         standing = StandStill(self._training)
-        while not self._left:
-            every = min(max(self.hang_timeout / 10, _MOST_OFTEN), _LEAST_OFTEN)
+        while not self._has_left:
+            interval = min(max(self.hang_timeout / 10, _MOST_OFTEN), _LEAST_OFTEN)
             if self._end_at is not None:
-                every = min(every, _GRACE_AFTER_HANG)
-            self._read(every)
+                interval = min(interval, _GRACE_AFTER_HANG)
+            self._read(interval)
             now = time.monotonic()
-            if self._left or (self._end_at is None and self._is_alone):
+            if self._has_left or (self._end_at is None and self._is_alone):
                 return
             if self._end_at is not None:
                 if now >= self._end_at:
                     self._end()
-            elif self._said_at is not None:
-                if now - self._said_at > _UNANSWERED:
-                    self._judge(self._of_rank_0(), writes=self._member.rank == 1)
+            elif self._reported_at is not None:
+                if now - self._reported_at > _UNANSWERED:
+                    self._accept_verdict(self._judge_rank_0(), writes=self._member.rank == 1)
             else:
-                self._look(standing.seconds(), now)
+                self._check_standstill(standing.seconds(), now)
 
-    def _look(self, stands: float, now: float) -> None:
+    def _check_standstill(self, seconds: float, now: float) -> None:
         """Say to rank 0 that this rank has waited for too long, or, once, that it waits for what may take long."""
-        if stands < self.hang_timeout:
-            self._asked_at, self._has_asked = None, False
+        if seconds < self.hang_timeout:
+            self._slow_report_at, self._has_reported_slow = None, False
             return
-        if self._asked_at is not None and now - self._asked_at > _UNANSWERED:
-            self._asked_at = None
+        if self._slow_report_at is not None and now - self._slow_report_at > _UNANSWERED:
+            self._slow_report_at = None
             if self._member.rank == 1:
                 waited = f"{self.hang_timeout:g} s for {location_of(self._training).awaited}"
                 _write(f"fsdp-core: {unanswered(self._member, self._first, waited, may_go_on=True)}\n")
-        if self._has_asked and stands < PATIENCE * self.hang_timeout:
+        if self._has_reported_slow and seconds < PATIENCE * self.hang_timeout:
             return
         report = self._report(self.hang_timeout)
         if not report.location.waits or not _is_of_now():
             return
-        may_go_on = bool(report.location.awaited) and stands < PATIENCE * self.hang_timeout
+        may_go_on = bool(report.location.awaited) and seconds < PATIENCE * self.hang_timeout
         if may_go_on:
-            self._asked_at, self._has_asked = now, True
+            self._slow_report_at, self._has_reported_slow = now, True
         else:
-            self._said_at = now
+            self._reported_at = now
         self._waited = self.hang_timeout if may_go_on or not report.location.awaited else PATIENCE * self.hang_timeout
         self._connection.send(kind="waits", seconds=self._waited, may_go_on=may_go_on, report=asdict(report))
 
@@ -158,57 +158,59 @@ class Watcher:
         try:
             if self._selector.select(wait):
                 for message in self._connection.receive():
-                    self._take(message)
+                    self._handle_message(message)
         except (ConnectionError, OSError, ValueError) as error:
             self._is_alone = True
-            if not self._left and self.verdict is None:
+            if not self._has_left and self.verdict is None:
                 cut_off = isinstance(error, ConnectionAbortedError)
                 verdict = lost([self._first], self.progress(), host_is_silent=cut_off)
-                self._judge(verdict, writes=self._member.rank == 1)
+                self._accept_verdict(verdict, writes=self._member.rank == 1)
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _handle_message(self, message: dict[str, Any]) -> None:
         if message["kind"] == "report?":
             self._connection.send(kind="report", report=asdict(self._report(self.hang_timeout)))
         elif message["kind"] == "verdict":
-            told = message["verdict"]
-            kill = tuple(Member(**one) for one in told["kill"])
-            verdict = Verdict(kind=told["kind"], message=told["message"], kill=kill)
-            self._judge(verdict, writes=self._member.rank == 0)
+            fields = message["verdict"]
+            kill = tuple(Member(**member_fields) for member_fields in fields["kill"])
+            verdict = Verdict(kind=fields["kind"], message=fields["message"], kill=kill)
+            self._accept_verdict(verdict, writes=self._member.rank == 0)
         elif message["kind"] == "noted":
-            self._asked_at = None
+            self._slow_report_at = None
         elif message["kind"] == "ended":
-            self._ended = [Member(**one) for one in message["members"]]
+            self._ended = [Member(**member_fields) for member_fields in message["members"]]
             self._answered.set()
         elif message["kind"] == "bye":  # rank 0 has ended, as it was to or because the script of another rank had
             self._is_alone = True
-            self._ended = [Member(**one) for one in message["members"]] or [self._first]
+            self._ended = [Member(**member_fields) for member_fields in message["members"]] or [self._first]
             self._answered.set()
 
     def _report(self, waited: float) -> Report:
         return Report(progress=self.progress(), location=location_of(self._training, waited=waited))
 
-    def _of_rank_0(self) -> Verdict:
-        """What this rank concludes about rank 0, which does not answer."""
+    def _judge_rank_0(self) -> Verdict:
+        """The verdict of this rank on rank 0, which does not answer."""
         awaited = location_of(self._training).awaited
         waited = f"{self._waited:g} s {self.progress()}{awaited and f', for {awaited}'}"
         message = unanswered(self._member, self._first, waited, may_go_on=False)
         return Verdict(kind="hang", message=message, kill=(self._first,))
 
-    def _judge(self, verdict: Verdict, *, writes: bool) -> None:
+    def _accept_verdict(self, verdict: Verdict, *, writes: bool) -> None:
         if self.verdict is not None or not self.progress():  # nothing trains any more
             return
         self.verdict = verdict
         if verdict.kind == "hang":
-            without = {one for one in (self._thread.ident, self._hub and self._hub.thread) if one}
-            where = location_of(self._training)
+            own_threads = {
+                identifier for identifier in (self._thread.ident, self._hub and self._hub.thread) if identifier
+            }
+            location = location_of(self._training)
             _write(
                 f"rank {self._member.rank} on {self._member.host}, {self.progress()}; the last collective that it has "
-                f"entered: {where.collective or 'not known'}\n{stacks(without)}"
+                f"entered: {location.collective or 'not known'}\n{stacks(own_threads)}"
             )
         self._writes = writes
         if writes and verdict.kind != "hang":
             _write(f"fsdp-core: {verdict.message}\n")
-        self.told.set()
+        self.verdict_arrived.set()
         grace = _GRACE if verdict.kind != "hang" or self._explaining else _GRACE_AFTER_HANG
         if grace == _GRACE_AFTER_HANG:
             if writes:  # before the others are gone, which would end this rank too
@@ -221,13 +223,13 @@ class Watcher:
         """End this process, unless the process group of the lost ranks is history."""
         self._end_at = None
         if not _is_of_now():
-            self._left = True
+            self._has_left = True
             return
         assert self.verdict is not None
-        for one in self.verdict.kill:
-            if one.host == self._member.host and started(one.pid) == one.started != "":
+        for member in self.verdict.kill:
+            if member.host == self._member.host and started(member.pid) == member.started != "":
                 with suppress(OSError):
-                    os.kill(one.pid, signal.SIGKILL)
+                    os.kill(member.pid, signal.SIGKILL)
         if self.verdict.kind == "hang" and self._writes:  # after the stacks of all
             _write(f"fsdp-core: {self.verdict.message}\n")
         elif self.verdict.kind != "hang" and not self._writes:
@@ -242,7 +244,7 @@ class Watcher:
 
     def tell(self, error: BaseException) -> None:
         """Tell the others of an exception that ends this rank, unless it comes from the loss of another one."""
-        if not isinstance(error, Exception) or _is_explained(error) or _is_of_others(error):
+        if not isinstance(error, Exception) or _is_explained(error) or _comes_from_loss(error):
             return
         line = f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
         if caught := _CAUGHT.match(line):  # the text of an exception of a loader's worker is its traceback
@@ -253,35 +255,35 @@ class Watcher:
     def explain(self, error: BaseException) -> None:
         """Add to an exception which rank is gone, if that may be its cause."""
         text = str(error)
-        if not isinstance(error, Exception) or _is_explained(error) or not _is_of_others(error):
+        if not isinstance(error, Exception) or _is_explained(error) or not _comes_from_loss(error):
             return
         self._explaining = True
         is_late = re.search(r"timed? ?out", text, re.IGNORECASE) is not None
         if self.verdict is None and is_late:
             self._connection.send(kind="waits", seconds=0.0, report=asdict(self._report(0.0)))
-        if not self.told.wait(_TO_LEARN_WHO_IS_LATE if is_late else _TO_LEARN):
+        if not self.verdict_arrived.wait(_TO_LEARN_WHO_IS_LATE if is_late else _TO_LEARN):
             self._connection.send(kind="who?")
             self._answered.wait(1.0)
         if self.verdict is not None:
             error.add_note(f"fsdp-core: {self.verdict.message}")
         elif self._ended:
-            gone = ", ".join(f"rank {one.rank} on {one.host}" for one in self._ended)
+            names = ", ".join(f"rank {member.rank} on {member.host}" for member in self._ended)
             error.add_note(
-                f"fsdp-core: the script has ended on {gone}, and this rank went on {self.progress()}.\n"
+                f"fsdp-core: the script has ended on {names}, and this rank went on {self.progress()}.\n"
                 "Let all ranks take as many steps, and call what communicates equally often. If it was to end later, "
                 "see its log: sys.exit() and Ctrl-C end a script too."
             )
 
     def leave(self) -> None:
         """End the thread, as this rank has nothing to do any more with the others."""
-        self._left = True
+        self._has_left = True
         self._connection.send(kind="bye")
         if self._hub is not None:
             self._hub.close()
 
     def abandon(self) -> None:
         """In a process that was forked: close the sockets, which the parent goes on to use."""
-        self._left = True
+        self._has_left = True
         self._selector.close()
         self._connection.close()
         if self._hub is not None:
@@ -313,10 +315,10 @@ def watch(runtime: Runtime, hang_timeout: timedelta, address: str, progress: Cal
     _group = ref(dist.group.WORLD)
     own = Member(rank=runtime.rank, host=socket.gethostname(), pid=os.getpid(), started=started(os.getpid()))
     hub = Hub(runtime.world_size, progress) if runtime.rank == 0 else None
-    told = runtime.broadcast_object(None if hub is None else (hub.port, hub.token, own))
-    port, token, first = told
-    places = ["localhost"] if first.host == own.host else []
-    connection = connect([*places, address, first.host], port, kind="hello", token=token, member=asdict(own))
+    greeting = runtime.broadcast_object(None if hub is None else (hub.port, hub.token, own))
+    port, token, first = greeting
+    addresses = ["localhost"] if first.host == own.host else []
+    connection = connect([*addresses, address, first.host], port, kind="hello", token=token, member=asdict(own))
     if connection is None:
         warn(
             f"rank {own.rank} on {own.host} can't reach rank 0 at {address}:{port}, to be watched. If it is lost or "
@@ -346,9 +348,9 @@ def _is_explained(error: BaseException) -> bool:
     return any("fsdp-core: " in note for note in getattr(error, "__notes__", ()))
 
 
-def _is_of_others(error: BaseException) -> bool:
+def _comes_from_loss(error: BaseException) -> bool:
     """Whether an exception is one in which collectives end when another rank is gone, or too late."""
-    return isinstance(error, (RuntimeError, OSError)) and _OF_OTHERS.search(str(error)) is not None
+    return isinstance(error, (RuntimeError, OSError)) and _LOSS_MESSAGES.search(str(error)) is not None
 
 
 def started(pid: int) -> str:
@@ -375,31 +377,33 @@ def _install() -> None:
     if _installed:
         return
     _installed = True
-    before = sys.excepthook
+    previous_hook = sys.excepthook
 
-    def tell_the_others(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    def report_uncaught(
+        error_class: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
         if _watching is not None:
             _watching.explain(error)
         for call in _explanations:
             with suppress(Exception):
                 call(error)
         try:
-            before(kind, error, where)  # the traceback comes first, then what it means to the others
+            previous_hook(error_class, error, traceback)  # the traceback comes first, then what it means to the others
             _flush()
         finally:
             if _watching is not None:
                 _watching.tell(error)
 
-    sys.excepthook = tell_the_others
+    sys.excepthook = report_uncaught
     atexit.register(_leave)
     os.register_at_fork(after_in_child=_abandon)
 
 
 def _leave() -> None:
     global _watching
-    known, _watching = _watching, None
-    if known is not None:
-        known.leave()
+    watcher, _watching = _watching, None
+    if watcher is not None:
+        watcher.leave()
 
 
 def _abandon() -> None:

@@ -43,18 +43,20 @@ def check_same_optimizers(runtime: Runtime, optimizers: Sequence[Optimizer]) -> 
     """
     if runtime.world_size == 1:
         return
-    own = settings_of(optimizers)
-    digests = runtime.gather_objects(hashlib.sha256(repr(own).encode()).hexdigest())
+    own_settings = settings_of(optimizers)
+    digests = runtime.gather_objects(hashlib.sha256(repr(own_settings).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
-    everyones = [dict(settings) for settings in runtime.gather_objects(own)]
+    settings_by_rank = [dict(settings) for settings in runtime.gather_objects(own_settings)]
     # in the order of the first rank that knows it: what it is in comes before what it holds
-    names = dict.fromkeys(name for settings in everyones for name in settings)
-    name = next(name for name in names if len({settings.get(name) for settings in everyones}) > 1)
+    names = dict.fromkeys(name for settings in settings_by_rank for name in settings)
+    name = next(name for name in names if len({settings.get(name) for settings in settings_by_rank}) > 1)
     ranks: dict[str, list[int]] = {}
-    for rank, settings in enumerate(everyones):
+    for rank, settings in enumerate(settings_by_rank):
         ranks.setdefault(settings.get(name, _NOTHING), []).append(rank)
-    values = ", and ".join(f"{value} on rank {', '.join(map(str, which))}" for value, which in ranks.items())
+    values = ", and ".join(
+        f"{value} on rank {', '.join(map(str, ranks_of_value))}" for value, ranks_of_value in ranks.items()
+    )
     raise ShardingError(
         f"ranks have set up different optimizers: {name} is {values}. Each would train its shards in its own way.\n"
         "Build the same optimizers on every rank, with groups in the same order. A setting that is drawn or measured "
@@ -93,24 +95,24 @@ def check_same_rates(runtime: Runtime, optimizers: Sequence[Optimizer], when: st
     Raises:
         ShardingError: Two ranks differ by more than rounding.
     """
-    everyones = [dict(rates) for rates in runtime.gather_objects(list(_rates_of(optimizers)))]
-    for where in dict.fromkeys(where for rates in everyones for where in rates):
+    rates_by_rank = [dict(rates) for rates in runtime.gather_objects(list(_rates_of(optimizers)))]
+    for location in dict.fromkeys(location for rates in rates_by_rank for location in rates):
         ranks: dict[float | None, list[int]] = {}
-        for rank, rates in enumerate(everyones):
-            ranks.setdefault(rates.get(where), []).append(rank)
+        for rank, rates in enumerate(rates_by_rank):
+            ranks.setdefault(rates.get(location), []).append(rank)
         values = [value for value in ranks if value is not None]
         if len(values) == len(ranks) and max(values) - min(values) <= _ROUNDING * max(map(abs, values)):
             continue
-        told = ", and ".join(
-            f"{_NOTHING if value is None else f'{value:.9g}'} on rank {', '.join(map(str, which[:8]))}"
-            f"{', …' if len(which) > 8 else ''}"
-            for value, which in ranks.items()
+        description = ", and ".join(
+            f"{_NOTHING if value is None else f'{value:.9g}'} on rank {', '.join(map(str, ranks_of_value[:8]))}"
+            f"{', …' if len(ranks_of_value) > 8 else ''}"
+            for value, ranks_of_value in ranks.items()
         )
-        which, number, key, place = where
-        name = f"{key!r}[{place}]" if key == "betas" else repr(key)
+        optimizer_name, number, key, index = location
+        name = f"{key!r}[{index}]" if key == "betas" else repr(key)
         raise ShardingError(
-            f"ranks have changed their optimizers differently: {when}, {name} in param group {number} of {which} is "
-            f"{told}. Each would train its shards "
+            f"ranks have changed their optimizers differently: {when}, {name} in param group {number} of "
+            f"{optimizer_name} is {description}. Each would train its shards "
             "in its own way.\n"
             "Build the same schedulers on every rank, log what ReduceLROnPlateau monitors with sync_dist=True, and set "
             "rates on all ranks alike: lr = strategy.broadcast(lr) takes rank 0's."
@@ -118,16 +120,16 @@ def check_same_rates(runtime: Runtime, optimizers: Sequence[Optimizer], when: st
 
 
 def _rates_of(optimizers: Sequence[Optimizer]) -> Iterator[tuple[tuple[str, int, str, int], float]]:
-    """Numbers, by where they are. One that is a tensor may be on a device, and to read it would wait for that."""
+    """Rates by optimizer, param group, key and index. Tensors are left out: reading one may wait for its device."""
     for index, optimizer in enumerate(optimizers):
-        kind = type(optimizer).__qualname__
-        which = kind if len(optimizers) == 1 else f"optimizer {index} ({kind})"
+        class_name = type(optimizer).__qualname__
+        name = class_name if len(optimizers) == 1 else f"optimizer {index} ({class_name})"
         for number, group in enumerate(optimizer.param_groups):
             for key in _RATES:
                 value = group.get(key)
-                for place, one in enumerate(value if isinstance(value, tuple | list) else (value,)):
-                    if isinstance(one, int | float):
-                        yield (which, number, key, place), one
+                for position, rate in enumerate(value if isinstance(value, tuple | list) else (value,)):
+                    if isinstance(rate, int | float):
+                        yield (name, number, key, position), rate
 
 
 def settings_of(optimizers: Sequence[Optimizer]) -> list[tuple[str, str]]:
@@ -140,16 +142,16 @@ def settings_of(optimizers: Sequence[Optimizer]) -> list[tuple[str, str]]:
         [('the number of optimizers', '1'), ('the class of optimizer 0', 'SGD'),
          ('the number of param groups of SGD', '1'), ('the number of parameters in param group 0 of SGD', '1')]
     """
-    found = [("the number of optimizers", str(len(optimizers)))]
+    settings = [("the number of optimizers", str(len(optimizers)))]
     for index, optimizer in enumerate(optimizers):
-        kind = type(optimizer).__qualname__
-        which = kind if len(optimizers) == 1 else f"optimizer {index} ({kind})"
+        class_name = type(optimizer).__qualname__
+        name = class_name if len(optimizers) == 1 else f"optimizer {index} ({class_name})"
         groups = optimizer.param_groups
-        found.append((f"the class of optimizer {index}", kind))
-        found.append((f"the number of param groups of {which}", str(len(groups))))
+        settings.append((f"the class of optimizer {index}", class_name))
+        settings.append((f"the number of param groups of {name}", str(len(groups))))
         for number, group in enumerate(groups):
-            where = f"param group {number} of {which}"
-            found.append((f"the number of parameters in {where}", str(len(group["params"]))))
-            settings = sorted(group.items(), key=lambda item: str(item[0]))
-            found += [(f"{key!r} in {where}", described(value)) for key, value in settings if key != "params"]
-    return found
+            location = f"param group {number} of {name}"
+            settings.append((f"the number of parameters in {location}", str(len(group["params"]))))
+            options = sorted(group.items(), key=lambda item: str(item[0]))
+            settings += [(f"{key!r} in {location}", described(value)) for key, value in options if key != "params"]
+    return settings

@@ -36,31 +36,31 @@ class _Member:
     """A parameter of the optimizer.
 
     Attributes:
-        held: What this rank has of it; the optimizer holds it between steps.
+        sharded: This rank's shard of it, which the optimizer holds between steps.
         part: The user's parameter.
         owner: The rank that updates it.
         boxes: By rank, the boxes that it holds.
         replicas: By rank, which copy of the parameter these are of.
         has_gradient: Whether it has a gradient in this step.
-        whole: On its owner, what the optimizer steps over; its memory is given back after the step.
+        full: On its owner, the full parameter that the optimizer steps over. Its memory is freed after the step.
     """
 
-    held: nn.Parameter
+    sharded: nn.Parameter
     part: Part
     owner: int
     boxes: list[list[Box]]
     replicas: list[int]
     has_gradient: bool = False
-    whole: nn.Parameter | None = None
+    full: nn.Parameter | None = None
 
     def boxes_to_send(self, rank: int) -> list[Box]:
         """What a rank sends of it: the first copy alone."""
         return self.boxes[rank] if self.replicas[rank] == 0 else []
 
     def chunks(self, tensor: Tensor, rank: int) -> list[Tensor]:
-        """This rank's boxes of a tensor that is laid out as ``held``, sharing memory with it."""
-        found: ChunkedTensor = chunked(self.part.of(tensor), rank=rank)
-        return [cast("Tensor", chunk.data) for chunk in found.chunks]
+        """This rank's boxes of a tensor that is laid out as ``sharded``, sharing memory with it."""
+        chunked_tensor: ChunkedTensor = chunked(self.part.of(tensor), rank=rank)
+        return [cast("Tensor", chunk.data) for chunk in chunked_tensor.chunks]
 
 
 @dataclass(kw_only=True)
@@ -131,38 +131,38 @@ def step_on_owners(optimizer: torch.optim.Optimizer, layout: Layout, runtime: Ru
                 type(optimizer).__name__,
                 runtime.world_size,
             )
-    before = {id(member.held): member for member in plan.members}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    new = [p for p in held if id(p) not in before]
+    members = {id(member.sharded): member for member in plan.members}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    new_params = [p for p in params if id(p) not in members]
     loads = [0] * runtime.world_size
     for member in plan.members:
         loads[member.owner] += prod(member.part.shape)
-    owners = assign_owners([prod(layout[p][0].shape) for p in new], runtime.world_size, loads)
-    found = [chunked(layout[p][0].of(p), rank=runtime.rank) for p in new]
-    names = [layout[p][0].name for p in new]
-    told = runtime.gather_objects(
+    owners = assign_owners([prod(layout[p][0].shape) for p in new_params], runtime.world_size, loads)
+    chunked_params = [chunked(layout[p][0].of(p), rank=runtime.rank) for p in new_params]
+    names = [layout[p][0].name for p in new_params]
+    gathered = runtime.gather_objects(
         [
-            (one.replica, [(one_.offsets, tuple(one_.data.shape)) for one_ in one.chunks], name)
-            for one, name in zip(found, names, strict=True)
+            (chunked_param.replica, [(chunk.offsets, tuple(chunk.data.shape)) for chunk in chunked_param.chunks], name)
+            for chunked_param, name in zip(chunked_params, names, strict=True)
         ]
     )
-    _check_same_order(type(optimizer).__name__, [[name for *_, name in of_rank] for of_rank in told])
-    for index, (parameter, owner) in enumerate(zip(new, owners, strict=True)):
-        before[id(parameter)] = _Member(
-            held=parameter,
+    _check_same_order(type(optimizer).__name__, [[name for *_, name in of_rank] for of_rank in gathered])
+    for index, (parameter, owner) in enumerate(zip(new_params, owners, strict=True)):
+        members[id(parameter)] = _Member(
+            sharded=parameter,
             part=layout[parameter][0],
             owner=owner,
-            boxes=[of_rank[index][1] for of_rank in told],
-            replicas=[of_rank[index][0] for of_rank in told],
+            boxes=[of_rank[index][1] for of_rank in gathered],
+            replicas=[of_rank[index][0] for of_rank in gathered],
         )
-    plan.members = [before[id(p)] for p in held]
-    set_owners(optimizer, Owners(rank=runtime.rank, by_parameter={m.held: m.owner for m in plan.members}))
-    _take_first_state(optimizer, [before[id(p)] for p in new], runtime)
+    plan.members = [members[id(p)] for p in params]
+    set_owners(optimizer, Owners(rank=runtime.rank, by_parameter={m.sharded: m.owner for m in plan.members}))
+    _move_initial_state(optimizer, [members[id(p)] for p in new_params], runtime)
     _plans[optimizer] = plan
 
 
 def _check_same_order(optimizer: str, by_rank: Sequence[Sequence[str]]) -> None:
-    """Refuse parameters that ranks hold in different orders: weights would be sent to the places of others."""
+    """Refuse parameters that ranks hold in different orders: weights would be sent to the wrong parameters."""
     for rank, names in enumerate(by_rank):
         if names != by_rank[0]:
             first = next(pair for pair in zip_longest(by_rank[0], names) if pair[0] != pair[1])
@@ -174,20 +174,20 @@ def _check_same_order(optimizer: str, by_rank: Sequence[Sequence[str]]) -> None:
             )
 
 
-def _take_first_state(optimizer: torch.optim.Optimizer, members: Sequence[_Member], runtime: Runtime) -> None:
-    """Give the state that the optimizer's constructor has made for shards to the owners, whole."""
+def _move_initial_state(optimizer: torch.optim.Optimizer, members: Sequence[_Member], runtime: Runtime) -> None:
+    """Gather the state that the optimizer's constructor has made for shards to the owners."""
     for member in members:
-        state = optimizer.state.pop(member.held, None) if member.held in optimizer.state else None
+        state = optimizer.state.pop(member.sharded, None) if member.sharded in optimizer.state else None
         if not state:
             continue
-        shaped = {
+        sharded_state = {
             key: member.part.of(value)
             for key, value in state.items()
-            if isinstance(value, Tensor) and value.ndim and value.shape == member.held.shape
+            if isinstance(value, Tensor) and value.ndim and value.shape == member.sharded.shape
         }
-        wholes = dict(each_whole(shaped, runtime))
+        full_state = dict(each_whole(sharded_state, runtime))
         if member.owner == runtime.rank:
-            optimizer.state[member.held] = {key: wholes.get(key, value) for key, value in state.items()}
+            optimizer.state[member.sharded] = {key: full_state.get(key, value) for key, value in state.items()}
 
 
 def _step(self: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
@@ -195,102 +195,103 @@ def _step(self: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
     plan = _plans.get(self)
     if plan is None:  # of a copy
         return type(self).step(self, *args, **options)
-    return (_hooked_step if plan.is_hooked else _step_over_wholes)(self, *args, **options)
+    return (_hooked_step if plan.is_hooked else _step_full_params)(self, *args, **options)
 
 
-def _step_over_wholes(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+def _step_full_params(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
     plan = _plans[self]
     loss = None
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
     with torch.no_grad():
-        members = _moved(plan)
+        members = _members_to_step(plan)
         failure = _gather(plan, members)
         if failure is None:
-            failure = _own_step(self, plan, members, options)
+            failure = _step_own_params(self, plan, members, options)
         _scatter(plan, members, type(self).__name__, failure)
     return loss
 
 
-def _own_step(
+def _step_own_params(
     optimizer: torch.optim.Optimizer, plan: _Plan, members: Sequence[_Member], options: Mapping[str, Any]
 ) -> OwnerFailure | None:
-    """Let the optimizer step over what this rank owns. Returns why it could not."""
+    """Let the optimizer step over the parameters that this rank owns. Returns why it could not."""
     try:
-        with _over_wholes(optimizer, plan, members):
+        with _holding_full_params(optimizer, plan, members):
             plan.step(optimizer, **options)
     except Exception as error:
-        mine = [m for m in members if m.owner == plan.runtime.rank and m.whole is not None]
-        return failed_in(error, [(m.part.name, m.whole, m.whole.grad) for m in mine if m.whole is not None])
+        own_members = [m for m in members if m.owner == plan.runtime.rank and m.full is not None]
+        return failed_in(error, [(m.part.name, m.full, m.full.grad) for m in own_members if m.full is not None])
     return None
 
 
-_hooked_step = torch.optim.Optimizer.profile_hook_step(_step_over_wholes)
+_hooked_step = torch.optim.Optimizer.profile_hook_step(_step_full_params)
 
 
-def _moved(plan: _Plan) -> list[_Member]:
-    """The parameters that have gradients, on any rank: one that holds nothing of a parameter can't know.
+def _members_to_step(plan: _Plan) -> list[_Member]:
+    """The parameters to step over: those that have a gradient on any rank.
 
-    All of them, if the optimizer takes no gradient for one of zeros.
+    A rank that holds no element of a parameter can't know whether it has one. All parameters are stepped over if the
+    optimizer treats a missing gradient as zeros.
     """
     members, runtime = plan.members, plan.runtime
     if not members:
         return []
-    has = torch.tensor([float(member.held.grad is not None) for member in members], device=runtime.device)
+    has = torch.tensor([float(member.sharded.grad is not None) for member in members], device=runtime.device)
     for member, flag in zip(members, runtime.all_reduce(has, "max").tolist(), strict=True):
         member.has_gradient = bool(flag)
     return [member for member in members if plan.moves_all or member.has_gradient]
 
 
 def _gather(plan: _Plan, members: Sequence[_Member]) -> OwnerFailure | None:
-    """Put whole weights and gradients together on their owners. Returns why this rank can't send its part."""
+    """Gather full weights and gradients on their owners. Returns why this rank can't send its part."""
     runtime = plan.runtime
     failure = None
     rank, ranks = runtime.rank, range(runtime.world_size)
-    for kind, alike in _by_kind(members).items():
+    for (device, dtype), group in _group_by_dtype(members).items():
         outgoing: list[list[Tensor]] = [[] for _ in ranks]
-        for member in alike:
+        for member in group:
             if member.boxes_to_send(rank):
-                outgoing[member.owner] += member.chunks(member.held, rank)
+                outgoing[member.owner] += member.chunks(member.sharded, rank)
                 if not member.has_gradient:
                     continue
-                grad = member.held.grad
-                if grad is None or grad.dtype != member.held.dtype:
+                grad = member.sharded.grad
+                if grad is None or grad.dtype != member.sharded.dtype:
                     failure = failure or OwnerFailure(
-                        said=f"which has {'no gradient' if grad is None else f'a gradient in {grad.dtype}'} of its "
-                        f"part of {member.part.name!r}, which is in {member.held.dtype}. Let the gradient be in the "
+                        message=f"which has {'no gradient' if grad is None else f'a gradient in {grad.dtype}'} of its "
+                        f"part of {member.part.name!r}, which is in {member.sharded.dtype}. Let the gradient be in the "
                         "parameter's dtype; or use an optimizer whose update is elementwise, such as AdamW"
                     )
-                    grad = torch.zeros_like(member.held)
+                    grad = torch.zeros_like(member.sharded)
                 outgoing[member.owner] += member.chunks(grad, rank)
-        mine = [member for member in alike if member.owner == rank]
+        own_members = [member for member in group if member.owner == rank]
         sizes = [
-            sum((1 + m.has_gradient) * prod(box) for m in mine for _, box in m.boxes_to_send(sender))
+            sum((1 + m.has_gradient) * prod(box) for m in own_members for _, box in m.boxes_to_send(sender))
             for sender in ranks
         ]
-        incoming = _exchanged(runtime, outgoing, sizes, kind)
-        for member in mine:
+        incoming = _exchange(runtime, outgoing, sizes, device, dtype)
+        for member in own_members:
             weight, *grads = (
-                torch.empty(member.part.shape, dtype=kind[1], device=kind[0]) for _ in range(1 + member.has_gradient)
+                torch.empty(member.part.shape, dtype=dtype, device=device) for _ in range(1 + member.has_gradient)
             )
-            if member.whole is None:
-                member.whole = nn.Parameter(weight, requires_grad=member.held.requires_grad)
-            member.whole.requires_grad_(member.held.requires_grad)  # it may have been frozen since
-            member.whole.data, member.whole.grad = weight, grads[0] if grads else None
-        for sender, run in enumerate(incoming):
-            pieces = _Pieces(run)
-            for member in mine:
-                assert member.whole is not None
-                gradient = [] if member.whole.grad is None else [member.whole.grad]
-                for whole in (member.whole.data, *gradient):
+            if member.full is None:
+                member.full = nn.Parameter(weight, requires_grad=member.sharded.requires_grad)
+            member.full.requires_grad_(member.sharded.requires_grad)  # it may have been frozen since
+            member.full.data, member.full.grad = weight, grads[0] if grads else None
+        for sender, tensor in enumerate(incoming):
+            pieces = _ReceivedPieces(tensor)
+            for member in own_members:
+                assert member.full is not None
+                gradient = [] if member.full.grad is None else [member.full.grad]
+                for full in (member.full.data, *gradient):
                     for box in member.boxes_to_send(sender):
-                        whole[_place(box)] = pieces.take(box[1])
+                        full[_slices_of(box)] = pieces.take(box[1])
     return failure
 
 
 def _scatter(plan: _Plan, members: Sequence[_Member], optimizer: str, failure: OwnerFailure | None) -> None:
-    """Return the weights to all shards, and give the memory of whole ones back.
+    """Return the weights to all shards, and free the full parameters.
 
     Before its first weights each rank sends every other an element that tells whether it has failed: all raise then.
 
@@ -300,40 +301,46 @@ def _scatter(plan: _Plan, members: Sequence[_Member], optimizer: str, failure: O
     runtime = plan.runtime
     rank, ranks = runtime.rank, range(runtime.world_size)
     if failure is not None and not members:
-        raise ShardingError(f"{optimizer} has failed: {failure.said}") from failure.error  # nobody waits
-    is_told = False
-    for kind, alike in _by_kind(members).items():
-        mine = [member for member in alike if member.owner == rank]
-        outgoing = [[cast("Tensor", m.whole).data[_place(b)] for m in mine for b in m.boxes[to]] for to in ranks]
-        sizes = [sum(prod(box) for m in alike if m.owner == owner for _, box in m.boxes[rank]) for owner in ranks]
-        if not is_told:
-            flag = torch.full((1,), float(failure is not None), dtype=kind[1], device=kind[0])
+        raise ShardingError(f"{optimizer} has failed: {failure.message}") from failure.error  # nobody waits
+    has_sent_flag = False
+    for (device, dtype), group in _group_by_dtype(members).items():
+        own_members = [member for member in group if member.owner == rank]
+        outgoing = [
+            [cast("Tensor", m.full).data[_slices_of(box)] for m in own_members for box in m.boxes[receiver]]
+            for receiver in ranks
+        ]
+        sizes = [sum(prod(box) for m in group if m.owner == owner for _, box in m.boxes[rank]) for owner in ranks]
+        if not has_sent_flag:
+            flag = torch.full((1,), float(failure is not None), dtype=dtype, device=device)
             outgoing, sizes = [[flag, *to_rank] for to_rank in outgoing], [size + 1 for size in sizes]
-        incoming = [_Pieces(run) for run in _exchanged(runtime, outgoing, sizes, kind)]
+        incoming = [_ReceivedPieces(received) for received in _exchange(runtime, outgoing, sizes, device, dtype)]
         del outgoing
-        if not is_told:
-            is_told = True
+        if not has_sent_flag:
+            has_sent_flag = True
             if bool(torch.cat([pieces.take((1,)) for pieces in incoming]).any()):
                 for member in members:
-                    _give_back(member)
+                    _free_full(member)
                 raise_together(runtime, optimizer, failure)
-        for member in mine:
-            _give_back(member)
-        for member in alike:
-            for box, chunk in zip(member.boxes[rank], member.chunks(member.held, rank), strict=True):
+        for member in own_members:
+            _free_full(member)
+        for member in group:
+            for box, chunk in zip(member.boxes[rank], member.chunks(member.sharded, rank), strict=True):
                 chunk.copy_(incoming[member.owner].take(box[1]))
 
 
-def _give_back(member: _Member) -> None:
-    if member.whole is not None:
-        member.whole.data, member.whole.grad = member.whole.data.new_empty(0), None
+def _free_full(member: _Member) -> None:
+    if member.full is not None:
+        member.full.data, member.full.grad = member.full.data.new_empty(0), None
 
 
-def _exchanged(
-    runtime: Runtime, outgoing: Sequence[Sequence[Tensor]], sizes: Sequence[int], kind: tuple[torch.device, torch.dtype]
+def _exchange(
+    runtime: Runtime,
+    outgoing: Sequence[Sequence[Tensor]],
+    sizes: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Sequence[Tensor]:
     """Send tensors to each rank, and return what each has sent: ``sizes`` elements, flat."""
-    device, dtype = kind
     flat = [tensor.reshape(-1) for tensor in chain.from_iterable(outgoing)]
     sent = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
     item = dtype.itemsize  # bytes, which every collectives library can send
@@ -343,8 +350,8 @@ def _exchanged(
     return runs
 
 
-class _Pieces:
-    """What one rank has sent, taken off in its order."""
+class _ReceivedPieces:
+    """The elements that one rank has sent, taken in the order in which it sent them."""
 
     def __init__(self, run: Tensor) -> None:
         self._run, self._at = run, 0
@@ -354,35 +361,35 @@ class _Pieces:
         return self._run[begin : self._at].view(lengths)
 
 
-def _place(box: Box) -> tuple[slice, ...]:
+def _slices_of(box: Box) -> tuple[slice, ...]:
     return tuple(slice(offset, offset + length) for offset, length in zip(*box, strict=True))
 
 
-def _by_kind(members: Sequence[_Member]) -> Mapping[tuple[torch.device, torch.dtype], list[_Member]]:
-    """In the same order on every rank."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[_Member]] = {}
+def _group_by_dtype(members: Sequence[_Member]) -> Mapping[tuple[torch.device, torch.dtype], list[_Member]]:
+    """Members by device and dtype, in the same order on every rank."""
+    groups: dict[tuple[torch.device, torch.dtype], list[_Member]] = {}
     for member in members:
-        kinds.setdefault((local_tensor(member.held).device, member.held.dtype), []).append(member)
-    return kinds
+        groups.setdefault((local_tensor(member.sharded).device, member.sharded.dtype), []).append(member)
+    return groups
 
 
 @contextmanager
-def _over_wholes(optimizer: torch.optim.Optimizer, plan: _Plan, members: Sequence[_Member]) -> Iterator[None]:
-    """A context in which the optimizer holds the whole parameters that this rank owns, with their state."""
-    mine = {id(m.held): m for m in members if m.owner == plan.runtime.rank}
+def _holding_full_params(optimizer: torch.optim.Optimizer, plan: _Plan, members: Sequence[_Member]) -> Iterator[None]:
+    """A context in which the optimizer holds the full parameters that this rank owns, with their state."""
+    own_members = {id(m.sharded): m for m in members if m.owner == plan.runtime.rank}
     groups = [list(group["params"]) for group in optimizer.param_groups]
     state = optimizer.state
     try:
         for group in optimizer.param_groups:
-            group["params"][:] = [mine[id(p)].whole for p in group["params"] if id(p) in mine]
-        for member in mine.values():
-            assert member.whole is not None
-            if member.held in state:
-                state[member.whole] = state.pop(member.held)
+            group["params"][:] = [own_members[id(p)].full for p in group["params"] if id(p) in own_members]
+        for member in own_members.values():
+            assert member.full is not None
+            if member.sharded in state:
+                state[member.full] = state.pop(member.sharded)
         yield
     finally:
         for group, params in zip(optimizer.param_groups, groups, strict=True):
             group["params"][:] = params
-        for member in mine.values():
-            if member.whole is not None and member.whole in state:
-                state[member.held] = state.pop(member.whole)
+        for member in own_members.values():
+            if member.full is not None and member.full in state:
+                state[member.sharded] = state.pop(member.full)

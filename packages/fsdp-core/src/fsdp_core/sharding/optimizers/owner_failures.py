@@ -14,7 +14,7 @@ from fsdp_core.runtime import Runtime
 
 __all__ = ["OwnerFailure", "failed_in", "raise_together"]
 
-_SHOWN = 3
+_MAX_NAMES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,23 +22,23 @@ class OwnerFailure:
     """Why a rank has no weights to return. It still takes part in the exchanges, so that no rank waits for it.
 
     Attributes:
-        said: What happened, for all ranks.
+        message: What happened, for all ranks.
         error: The exception, if there was one.
     """
 
-    said: str
+    message: str
     error: Exception | None = None
 
 
-def failed_in(error: Exception, owned: Sequence[tuple[str, Tensor, Tensor | None]]) -> OwnerFailure:
+def failed_in(error: Exception, parameters: Sequence[tuple[str, Tensor, Tensor | None]]) -> OwnerFailure:
     """The failure of an optimizer's step, with the parameter that it was at.
 
-    Optimizers don't say which. It is one that a local variable was bound to, in the innermost function that has such
-    variables, as it raised; if there is none, any of those that the rank owns.
+    Optimizers don't say which. The innermost function of the traceback that has a local variable bound to one of the
+    parameters tells; if there is none, all parameters that the rank owns are named.
 
     Args:
         error: What the step has raised.
-        owned: The parameters that it steps over, by name, with their gradients.
+        parameters: Those that it steps over, by name, with their gradients.
 
     Example:
         >>> import torch
@@ -48,18 +48,20 @@ def failed_in(error: Exception, owned: Sequence[tuple[str, Tensor, Tensor | None
         >>> try:
         ...     _ = step(weight)
         ... except Exception as error:
-        ...     print(failed_in(error, [("bias", other, None), ("weight", weight, None)]).said[:46])
+        ...     print(failed_in(error, [("bias", other, None), ("weight", weight, None)]).message[:46])
         while it updated 'weight': _LinAlgError: linal
     """
-    names = {id(tensor): name for name, *tensors in owned for tensor in tensors if tensor is not None}
-    at: list[str] = []
+    names = {id(tensor): name for name, *tensors in parameters for tensor in tensors if tensor is not None}
+    candidates: list[str] = []
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if not at:
-            at = list(dict.fromkeys(names[id(value)] for value in frame.f_locals.values() if id(value) in names))
-    at = at or list(dict.fromkeys(names.values()))
-    more = f" and {len(at) - _SHOWN} more" if len(at) > _SHOWN else ""
-    which = ("" if len(at) == 1 else "one of ") + ", ".join(map(repr, at[:_SHOWN])) + more
-    return OwnerFailure(said=f"while it updated {which}: {type(error).__name__}: {error}", error=error)
+        if not candidates:
+            candidates = list(
+                dict.fromkeys(names[id(value)] for value in frame.f_locals.values() if id(value) in names)
+            )
+    candidates = candidates or list(dict.fromkeys(names.values()))
+    more = f" and {len(candidates) - _MAX_NAMES} more" if len(candidates) > _MAX_NAMES else ""
+    which = ("" if len(candidates) == 1 else "one of ") + ", ".join(map(repr, candidates[:_MAX_NAMES])) + more
+    return OwnerFailure(message=f"while it updated {which}: {type(error).__name__}: {error}", error=error)
 
 
 def raise_together(runtime: Runtime, optimizer: str, failure: OwnerFailure | None) -> NoReturn:
@@ -73,10 +75,10 @@ def raise_together(runtime: Runtime, optimizer: str, failure: OwnerFailure | Non
     Raises:
         ShardingError: Always.
     """
-    said = runtime.gather_objects(None if failure is None else failure.said)
-    rank, first = next((rank, one) for rank, one in enumerate(said) if one is not None)
-    others = [str(other) for other, one in enumerate(said) if one is not None and other != rank]
-    also = f" Rank {', '.join(others)} has failed as well." if others else ""
+    messages = runtime.gather_objects(None if failure is None else failure.message)
+    rank, first = next((rank, text) for rank, text in enumerate(messages) if text is not None)
+    further_ranks = [str(other) for other, text in enumerate(messages) if text is not None and other != rank]
+    also = f" Rank {', '.join(further_ranks)} has failed as well." if further_ranks else ""
     raise ShardingError(
         f"{optimizer} has failed on rank {rank}, {first}.{also}\n"
         "No weight was changed in this step, but on some ranks its state was: go on from a checkpoint."
