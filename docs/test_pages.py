@@ -32,6 +32,7 @@ PLAIN = [
     *sorted(DOCS.parent.glob("packages/*/README.md")),
     *sorted(page for page in DOCS.glob("*.md") if page.name not in ("index.md", "model-outside-steps.md")),
     *sorted(DOCS.glob("strategies/*.md")),
+    *sorted(DOCS.glob("decisions/2*.md")),
 ]
 
 
