@@ -6,7 +6,6 @@ import logging
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from textwrap import shorten
 from typing import Any, NoReturn
 
@@ -98,7 +97,11 @@ def check_steps(
         dist.all_reduce(flag, dist.ReduceOp.MIN)  # not over one parameter's mesh: others may have larger ones
         return bool(flag)
 
-    return _Trial(optimizer, specs, on_all_ranks).needs_owners(owners and all(len(layout[p]) == 1 for p in specs))
+    may_have_owners = owners and all(len(layout[p]) == 1 for p in specs)
+    over_few = _Trial(optimizer, smaller(specs), on_all_ranks)
+    if over_few.draws():  # a step of such an optimizer may take seconds over more elements: most are refused over few
+        over_few.needs_owners(may_have_owners)
+    return _Trial(optimizer, specs, on_all_ranks).needs_owners(may_have_owners)
 
 
 def moves_without_gradients(optimizer: torch.optim.Optimizer, layout: Layout) -> bool:
@@ -134,6 +137,14 @@ class _Trial:
         self.tolerance = COARSE if quantises(optimizer) else FINE
         self.by_closure = requires_closure(optimizer)
         self.question, self.start, self.last_report = "", time.monotonic(), time.monotonic()
+
+    def draws(self) -> bool:
+        """Whether steps over whole parameters draw random numbers."""
+        self.question = "its steps over whole parameters"
+        try:
+            return self._run(as_unsharded).drew
+        except Exception:  # the trial runs into it again
+            return False
 
     def needs_owners(self, may_have_owners: bool) -> bool:
         """Whether the optimizer has to step on owners. Raises if it can't be used at all."""
@@ -186,11 +197,6 @@ class _Trial:
             OptimizerMismatchError: Steps depend on losses or on random numbers, or differentiate, or communicate.
         """
         self.question = "its steps over whole parameters"
-        few = None
-        with suppress(Exception):  # what fails over few elements may not over more
-            few = self._run(as_unsharded, smaller(self.specs))
-        if few is not None and few.drew:  # those that draw may take seconds for each step over more
-            self._check_inputs(few, smaller(self.specs))
         try:
             reference = self._run(as_unsharded)
         except Communicates:
@@ -209,14 +215,14 @@ class _Trial:
                 reference = self._run(as_unsharded)
             except Exception:
                 return None, error
-        self._check_inputs(reference, self.specs)
+        self._check_inputs(reference)
         return reference, None
 
-    def _check_inputs(self, reference: TrialRun, specs: Specs) -> None:
+    def _check_inputs(self, reference: TrialRun) -> None:
         """Refuse steps that depend on what each rank has of its own: random numbers and losses."""
         if reference.drew:
             self.question = "whether its steps depend on random numbers"
-            if not ends_close(reference, self._run(as_unsharded, specs, seed=1)):
+            if not ends_close(reference, self._run(as_unsharded, seed=1)):
                 raise OptimizerMismatchError(
                     f"{self.name} draws random numbers in its step, and ranks would draw others for their shards than "
                     "one process does for whole parameters.\nUse an optimizer that draws none, such as AdamW."
@@ -225,10 +231,10 @@ class _Trial:
             return
         self.question = "whether its steps depend on the loss"
         try:
-            varied = self._run(as_unsharded, specs, by_closure=True, losses=_VARIED_LOSSES)
+            varied = self._run(as_unsharded, by_closure=True, losses=_VARIED_LOSSES)
             if ends_close(reference, varied):
                 return
-            level = reference if self.by_closure else self._run(as_unsharded, specs, by_closure=True)
+            level = reference if self.by_closure else self._run(as_unsharded, by_closure=True)
         except Exception:  # it fails with a closure
             return
         if not ends_close(level, varied):
