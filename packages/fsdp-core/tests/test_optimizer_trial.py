@@ -8,7 +8,7 @@ import random
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import pytest
@@ -291,6 +291,25 @@ class Squares(OneByOne):
             rows = update.movedim(dim, 0).reshape(size, -1)
             update = (rows @ rows.T @ rows).view(update.movedim(dim, 0).shape).movedim(0, dim)
         parameter.grad.copy_(update / (1e-6 + update.norm()))
+
+
+class DrawsAndScales(OneByOne):
+    """Draws a number that it does not need, as some preconditioners nearly do, and scales by a norm."""
+
+    largest: ClassVar = 0
+
+    def prepare(self, parameter: Any, group: dict[str, Any]) -> None:
+        torch.rand(())
+        DrawsAndScales.largest = max(DrawsAndScales.largest, parameter.numel())
+        parameter.grad.div_(parameter.grad.norm() + 1e-6)
+
+
+def test_what_draws_is_refused_over_few_elements() -> None:
+    """Its steps over more may take minutes."""
+    model = Model((6, 4))
+    with pytest.raises(OptimizerMismatchError, match=NOT_ELEMENTWISE):
+        check_steps(DrawsAndScales(model.held, lr=0.1), model.layout)
+    assert 0 < DrawsAndScales.largest <= 12 * 10
 
 
 def test_a_trial_makes_no_matrix_of_all_elements() -> None:
