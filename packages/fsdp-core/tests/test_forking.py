@@ -381,7 +381,9 @@ def test_a_script_runs_as_by_itself(tmp_path: Path, how: str, status: int) -> No
 
 RANKS = """
 import os, subprocess, sys
-print(os.environ["RANK"], "preloaded" in str(sys.modules), sys.argv[1:], os.getcwd(), __name__, "GONE" in os.environ)
+preloaded, gone = "preloaded" in str(sys.modules), "GONE" in os.environ
+# In one write: the ranks share a pipe, and an unbuffered print() writes each of its arguments by itself.
+os.write(1, f"{os.environ['RANK']} {preloaded} {sys.argv[1:]} {os.getcwd()} {__name__} {gone}\\n".encode())
 if os.environ["RANK"] == "0":
     del os.environ["GONE"]
     started = [
