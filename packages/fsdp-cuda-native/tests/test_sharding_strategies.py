@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.collectives import count_collectives
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Block, Trained, train_plain
 from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.short_runs import assert_close_by_name, run_steps
 from fsdp_core.testing.state import (
     assert_sharded,
     full_optimizer_state,
@@ -35,9 +36,9 @@ from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import assert_bit_e
 from fsdp_core.testing.suite.numerics.pairs import assert_equals_plain
 from fsdp_core.testing.suite.numerics.parity import assert_same, options_id
 from fsdp_core.testing.training import Lit, fit, loader, means, new_fabric, new_trainer
+from native_runs import FLAT, set_up
 
 CLIP = 0.2
-FLAT = {"use_orig_params": False, "auto_wrap_policy": {Block, nn.Linear}}  # one kind of parameter in every unit
 
 
 def mesh_of_four() -> DeviceMesh:
@@ -95,8 +96,15 @@ def under_fabric(way: str, steps: int, accumulate: int) -> tuple[Trained, list[f
     """Losses and weights, and the norm before each clipping."""
     world_size, options = WAYS[way]
     net = oracle.new_net()
-    fabric = new_fabric("fsdp_native", world_size, options(net))
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    fabric, net, model, optimizer = set_up(options(net), net=net, optimizer=oracle.momentum, world_size=world_size)
+    losses, norms = train_clipped(fabric, model, optimizer, world_size, steps, accumulate)
+    return (losses, full_state(fabric.strategy)), norms
+
+
+def train_clipped(
+    fabric: Any, model: Any, optimizer: Any, world_size: int, steps: int, accumulate: int
+) -> tuple[list[float], list[float]]:
+    """The losses; and the norms before each clipping, which is preceded by one that clips nothing."""
     losses, norms = [], []
     for i, (x, y) in enumerate(fabric.setup_dataloaders(loader(steps, world_size))):
         stepping = (i + 1) % accumulate == 0
@@ -106,12 +114,11 @@ def under_fabric(way: str, steps: int, accumulate: int) -> tuple[Trained, list[f
             fabric.backward(loss / accumulate)
         if stepping:
             order = 2.0 if i % 2 else float("inf")
-            largest: Any = fabric.clip_gradients(model, optimizer, max_norm=1e9, norm_type=order)
-            norm: Any = fabric.clip_gradients(model, optimizer, max_norm=CLIP)
-            norms += [float(largest), float(norm)]
+            norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=1e9, norm_type=order)))
+            norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=CLIP)))
             optimizer.step()
             optimizer.zero_grad()
-    return (means(losses), full_state(fabric.strategy)), norms
+    return means(losses), norms
 
 
 def plain_norms(steps: int, accumulate: int) -> list[float]:
@@ -175,8 +182,7 @@ def test_fabric_equals_plain(ranks: RankPool, way: str, accumulate: int) -> None
 def held_in(way: str) -> int:
     world_size, options = WAYS[way]
     net = oracle.new_net()
-    fabric = new_fabric("fsdp_native", world_size, options(net))
-    fabric.setup(net)
+    fabric, *_ = set_up(options(net), net=net, world_size=world_size)
     return held_by(sharded_by(fabric.strategy).root.parameters())
 
 
@@ -192,10 +198,7 @@ def test_share_of_each_rank(ranks: RankPool, way: str, replicas: int) -> None:
 
 def gathers_in_a_step(way: str) -> int:
     """How many all-gathers a forward and a backward pass take."""
-    world_size, options = WAYS[way]
-    net = oracle.new_net()
-    fabric = new_fabric("fsdp_native", world_size, options(net))
-    model = fabric.setup_module(net)
+    fabric, _, model, _ = set_up(WAYS[way][1](None))
     x, y = oracle.global_batches(1)[0]
     return count_collectives(lambda: fabric.backward(mse_loss(model(x), y)), "allgather")
 
@@ -264,21 +267,14 @@ def with_ignored(
     net = oracle.new_net()
     named = dict(net.named_modules())
     options, prefix = IGNORED[kind]
-    fabric = new_fabric("fsdp_native", world_size, {**options(net), **more}, precision)
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
-    losses = []
-    for i, (x, y) in enumerate(fabric.setup_dataloaders(loader(4, world_size))):
-        with fabric.no_backward_sync(model, enabled=not i % 2):
-            loss = mse_loss(model(x), y)
-            losses.append(loss.detach())
-            fabric.backward(loss / 2)
-        if i % 2:
-            fabric.clip_gradients(model, optimizer, max_norm=CLIP)
-            optimizer.step()
-            optimizer.zero_grad()
+    options = {**options(net), **more}
+    fabric, net, model, optimizer = set_up(
+        options, net=net, optimizer=oracle.momentum, world_size=world_size, precision=precision
+    )
+    losses, _ = train_clipped(fabric, model, optimizer, world_size, 4, 2)
     names = [name for name in oracle.new_net().state_dict() if name.startswith(prefix) and name != "scale"]
     whole = {name: getattr(named[name.rpartition(".")[0]], name.rpartition(".")[2]).detach() for name in names}
-    return (means(losses), full_state(fabric.strategy)), whole
+    return (losses, full_state(fabric.strategy)), whole
 
 
 @pytest.mark.parametrize(
@@ -471,14 +467,7 @@ def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 def one_group_oracle() -> list[float]:
     net = oracle.new_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, eps=1e-3)
-    losses = []
-    for x, y in oracle.global_batches(2) * 2:
-        loss = mse_loss(net(x), y)
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    return means(run_steps(net, optimizer, oracle.global_batches(2) * 2))
 
 
 @pytest.mark.parametrize("way", CHECKPOINTED)
@@ -530,21 +519,20 @@ class Idle(nn.Module):
         return output
 
 
-def names_after_three_passes(options: dict[str, Any], accumulating: bool) -> tuple[list[str], list[str]]:
-    fabric = new_fabric("fsdp_native", dist_size(), {"auto_wrap_policy": {nn.Linear}, **options})
-    net = Idle()
-    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
+def names_after_three_passes(
+    world_size: int, options: dict[str, Any], accumulating: bool
+) -> tuple[list[str], list[str]]:
+    options = {"auto_wrap_policy": {nn.Linear}, **options}
+    fabric, _, model, optimizer = set_up(
+        options, net=Idle(), optimizer=lambda net: torch.optim.AdamW(net.parameters()), world_size=world_size
+    )
     for batch in range(3):
         with fabric.no_backward_sync(model, enabled=accumulating and batch < 2):
             fabric.backward(model(torch.ones(2, 4)).sum())
     optimizer.step()
     sharded = sharded_by(fabric.strategy)
     held = [part.name for parts in sharded.layout().values() for part in parts]
-    return sorted(held), sorted(sharded.optimizer_state(optimizer.optimizer)["param_groups"][0]["params"])  # type: ignore[attr-defined]
-
-
-def dist_size() -> int:
-    return int(os.environ["WORLD_SIZE"])
+    return sorted(held), sorted(sharded.optimizer_state(optimizer.optimizer)["param_groups"][0]["params"])
 
 
 @pytest.mark.parametrize("accumulating", [False, True])
@@ -556,7 +544,7 @@ def test_a_parameter_that_is_never_used_stays_the_models(
 ) -> None:
     """Several backward passes before a step, of which none comes to the root's own parameter."""
     names = sorted(name for name, _ in Idle().named_parameters())
-    for held, trained in ranks.run(world_size, names_after_three_passes, options, accumulating):
+    for held, trained in ranks.run(world_size, names_after_three_passes, world_size, options, accumulating):
         assert held == trained == names
 
 
@@ -606,39 +594,28 @@ class Skipping(nn.Module):
 _skips = False
 
 
-def skip_on_rank_0(given: str, accumulate: int) -> dict[str, Any]:
-    """In the last micro-batch of each step."""
+def train_skipping(given: str, accumulate: int, sharded: bool) -> dict[str, Any]:
+    """The weights after two steps, in whose last micro-batch rank 0 skips all layers; of a rank, or of one process."""
     global _skips
-    fabric = new_fabric("fsdp_native", 2, {"auto_wrap_policy": {Skippable}})
-    net = Skipping(given)
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
-    rank = fabric.global_rank
+    net: Any = Skipping(given)
+    if sharded:
+        fabric, net, model, optimizer = set_up({"auto_wrap_policy": {Skippable}}, net=net)
+        shares, backward, waits = [fabric.global_rank], fabric.backward, fabric.no_backward_sync
+    else:
+        model, optimizer = net, oracle.sgd(net)
+        shares, backward, waits = [0, 1], torch.Tensor.backward, lambda *_, **__: nullcontext()
     for i, (x, y) in enumerate(oracle.global_batches(2 * accumulate)):
         last = i % accumulate == accumulate - 1
-        _skips = rank == 0 and last
-        with fabric.no_backward_sync(model, enabled=not last):
-            fabric.backward(mse_loss(model(x[rank::2]), y[rank::2]))
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
-    return full_state(fabric.strategy)
-
-
-def skip_in_one_process(given: str, accumulate: int) -> dict[str, Any]:
-    global _skips
-    net = Skipping(given)
-    optimizer = oracle.sgd(net)
-    for i, (x, y) in enumerate(oracle.global_batches(2 * accumulate)):
         losses = []
-        last = i % accumulate == accumulate - 1
-        for rank in (0, 1):
-            _skips = rank == 0 and last
-            losses.append(mse_loss(net(x[rank::2]), y[rank::2]))
-        torch.stack(losses).mean().backward()
+        with waits(model, enabled=not last):
+            for rank in shares:
+                _skips = rank == 0 and last
+                losses.append(mse_loss(model(x[rank::2]), y[rank::2]))
+            backward(torch.stack(losses).mean())
         if last:
             optimizer.step()
             optimizer.zero_grad()
-    return net.state_dict()
+    return full_state(fabric.strategy) if sharded else net.state_dict()
 
 
 @pytest.mark.parametrize(
@@ -646,10 +623,8 @@ def skip_in_one_process(given: str, accumulate: int) -> dict[str, Any]:
 )
 def test_layers_that_one_rank_skips(ranks: RankPool, given: str, accumulate: int) -> None:
     """Each is called with tensors alone, or with what has to be searched for them; gradients are new, or added to."""
-    want = skip_in_one_process(given, accumulate)
-    got = ranks.run(2, skip_on_rank_0, given, accumulate)[0]
-    assert got.keys() == want.keys()
-    torch.testing.assert_close(got, dict(want), rtol=0, atol=FP32_TOLERANCE)
+    want = train_skipping(given, accumulate, False)
+    assert_close_by_name(ranks.run(2, train_skipping, given, accumulate, True)[0], want)
 
 
 class Probe(nn.Module):
@@ -688,9 +663,7 @@ def train_probed(net: nn.Module, optimizer: Any, backward: Callable[[torch.Tenso
 
 
 def probe_on_ranks() -> dict[str, Any]:
-    fabric = new_fabric("fsdp_native", 2, {"auto_wrap_policy": {Probe}})
-    net = Probed()
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    fabric, _, model, optimizer = set_up({"auto_wrap_policy": {Probe}}, net=Probed())
     train_probed(model, optimizer, fabric.backward, fabric.global_rank)
     return full_state(fabric.strategy)
 
@@ -699,9 +672,7 @@ def test_a_unit_that_returns_its_input_is_gathered_for_a_loss_that_it_keeps(rank
     """The backward pass comes to the unit's output first, although the input waits for the loss's gradient."""
     net = Probed()
     train_probed(net, oracle.sgd(net), torch.Tensor.backward, None)
-    got, want = ranks.run(2, probe_on_ranks)[0], net.state_dict()
-    assert got.keys() == want.keys()
-    torch.testing.assert_close(got, dict(want), rtol=0, atol=FP32_TOLERANCE)
+    assert_close_by_name(ranks.run(2, probe_on_ranks)[0], net.state_dict())
 
 
 def test_clipping_a_module_in_fp64_of_which_a_rank_holds_frozen_elements_alone(ranks: RankPool, tmp_path: Path) -> None:
