@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,36 +30,28 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 from torch.distributed.fsdp.wrap import wrap as torch_wrap
-from torch.nn.functional import mse_loss
 
 import fsdp_core
 import fsdp_cuda_native
 from fsdp_core.errors import OptimizerMismatchError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.initialization.wrap import mark_by_torch_wrap
 from fsdp_core.plugins.strategy_info import FrontEnd
-from fsdp_core.sharding.wrap_policy import describe_policy
-from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing import RankPool, oracle, short_runs
 from fsdp_core.testing.oracle import FP32_TOLERANCE, HALF_TOLERANCE, Block, train_plain
 from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.short_runs import assert_fits_as_plain, run_steps
 from fsdp_core.testing.state import sharded_by
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.suite.numerics.precision import assert_parts_equal, seen_by_a_block, trained_by_parts
 from fsdp_core.testing.suite.refusals.bad_options import BOTH, unfit_options
-from fsdp_core.testing.suite.training.loops import losses_of
-from fsdp_core.testing.training import Lit, fabric_fit, fit, full_state, loader, means, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, fabric_fit, fit, loader, means, new_fabric, new_trainer
 from fsdp_cuda_native import DDPFullyShardedStrategy
 from fsdp_cuda_native.plugin import why_not_here
 from fsdp_cuda_native.unit_checks import check_not_wrapped, unit_options
+from native_runs import FLAT, WHOLE, show_parameter
 
 NAMES = ["fsdp_native", "fsdp_native_full_shard_offload", "ddp_fully_sharded"]
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
-
-
-def shown(value: Any) -> str:
-    """How pytest shows a parameter of a test."""
-    if isinstance(value, dict):
-        return ",".join(f"{key}={describe_policy(option)}" for key, option in value.items())
-    return "" if isinstance(value, list) else str(value)
 
 
 class Group:
@@ -155,13 +148,6 @@ def test_options_that_are_refused_are_told_together(front_end: FrontEnd) -> None
     assert_says(told, "bucket_cap_mb=200", "move_grads_to_cpu=True", "sync_module_states:", "cpu_ofload:")
 
 
-@BOTH
-@pytest.mark.parametrize(("options", "words"), REFUSED, ids=shown)
-def test_option_that_is_refused(front_end: FrontEnd, options: dict[str, Any], words: list[str]) -> None:
-    made = fsdp_core.resolve("fsdp_native", front_end)
-    assert_says(refusal(UnsupportedCapabilityError, lambda: made(**options)), *words)
-
-
 @pytest.mark.parametrize(
     ("front_end", "options", "words"),
     [
@@ -174,43 +160,50 @@ def test_option_of_the_other_front_end(front_end: FrontEnd, options: dict[str, A
     assert_says(refusal(UnsupportedCapabilityError, lambda: made(**options)), *words)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (
-            {"reshard_after_forward": False, "sharding_strategy": "FULL_SHARD"},
-            ["reshard_after_forward and sharding_strategy", "old and a new spelling", "Write sharding_strategy alone"],
-        ),
-        (
-            {"min_num_params": 1e8, "auto_wrap_policy": {Block}},
-            ["min_num_params and auto_wrap_policy", "old and a new spelling", "Write auto_wrap_policy alone"],
-        ),
-        (
-            {"compute_dtype": torch.float16, "mixed_precision": BF16},
-            ["compute_dtype and mixed_precision", "old and a new spelling", "Write mixed_precision alone"],
-        ),
-        ({"flatten_parameters": False}, ["flatten_parameters=False", "only fairscale had", "strategy='fsdp2'"]),
-        ({"move_grads_to_cpu": True}, ["move_grads_to_cpu=True", "only fairscale had", "cpu_offload=True"]),
-        ({"move_grads_to_cpu": False}, ["move_grads_to_cpu=False", "only fairscale had", "leave it out"]),
-        ({"bucket_cap_mb": 200}, ["bucket_cap_mb=200", "only fairscale had", "Leave it out"]),
-        ({"state_dict_to_cpu": False}, ["state_dict_to_cpu=False", "only fairscale had", "Leave it out"]),
-        (
-            {"reshard_after_foward": False},
-            ["'ddp_fully_sharded'", "'reshard_after_foward'", "Did you mean 'reshard_after_forward'?"],
-        ),
-        ({"shardng_strategy": "NO_SHARD"}, ["'ddp_fully_sharded'", "Did you mean 'sharding_strategy'?"]),
-        ({"cpu_ofload": True}, ["'ddp_fully_sharded'", "Did you mean 'cpu_offload'?", "auto_wrap_policy"]),
-        ({"cpu_offload": True, "sync_each_batch": True}, ["sync_each_batch=True", "cpu_offload"]),
-        (
-            {"activation_checkpointing": Block, "activation_checkpointing_policy": {Block}},
-            ["two spellings", "activation_checkpointing_policy={MyBlock} alone"],
-        ),
-    ],
-    ids=shown,
-)
+#: Options of fairscale's strategy, and what is said of them.
+REFUSED_OF_FAIRSCALE: list[tuple[dict[str, Any], list[str]]] = [
+    (
+        {"reshard_after_forward": False, "sharding_strategy": "FULL_SHARD"},
+        ["reshard_after_forward and sharding_strategy", "old and a new spelling", "Write sharding_strategy alone"],
+    ),
+    (
+        {"min_num_params": 1e8, "auto_wrap_policy": {Block}},
+        ["min_num_params and auto_wrap_policy", "old and a new spelling", "Write auto_wrap_policy alone"],
+    ),
+    (
+        {"compute_dtype": torch.float16, "mixed_precision": BF16},
+        ["compute_dtype and mixed_precision", "old and a new spelling", "Write mixed_precision alone"],
+    ),
+    ({"flatten_parameters": False}, ["flatten_parameters=False", "only fairscale had", "strategy='fsdp2'"]),
+    ({"move_grads_to_cpu": True}, ["move_grads_to_cpu=True", "only fairscale had", "cpu_offload=True"]),
+    ({"move_grads_to_cpu": False}, ["move_grads_to_cpu=False", "only fairscale had", "leave it out"]),
+    ({"bucket_cap_mb": 200}, ["bucket_cap_mb=200", "only fairscale had", "Leave it out"]),
+    ({"state_dict_to_cpu": False}, ["state_dict_to_cpu=False", "only fairscale had", "Leave it out"]),
+    (
+        {"reshard_after_foward": False},
+        ["'ddp_fully_sharded'", "'reshard_after_foward'", "Did you mean 'reshard_after_forward'?"],
+    ),
+    ({"shardng_strategy": "NO_SHARD"}, ["'ddp_fully_sharded'", "Did you mean 'sharding_strategy'?"]),
+    ({"cpu_ofload": True}, ["'ddp_fully_sharded'", "Did you mean 'cpu_offload'?", "auto_wrap_policy"]),
+    ({"cpu_offload": True, "sync_each_batch": True}, ["sync_each_batch=True", "cpu_offload"]),
+    (
+        {"activation_checkpointing": Block, "activation_checkpointing_policy": {Block}},
+        ["two spellings", "activation_checkpointing_policy={MyBlock} alone"],
+    ),
+]
+
+
 @BOTH
-def test_option_of_fairscale_that_is_refused(front_end: FrontEnd, options: dict[str, Any], words: list[str]) -> None:
-    made = fsdp_core.resolve("ddp_fully_sharded", front_end)
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        *(("fsdp_native", *case) for case in REFUSED),
+        *(("ddp_fully_sharded", *case) for case in REFUSED_OF_FAIRSCALE),
+    ],
+    ids=show_parameter,
+)
+def test_option_that_is_refused(front_end: FrontEnd, name: str, options: dict[str, Any], words: list[str]) -> None:
+    made = fsdp_core.resolve(name, front_end)
     assert_says(refusal(UnsupportedCapabilityError, lambda: made(**options)), *words)
 
 
@@ -381,25 +374,16 @@ class ByShape(Lit):
         return getattr(torch.optim, self.optimizer_name)(matrices, lr=0.05)
 
 
-def by_shape(tmp: str, optimizer: str, world_size: int, options: dict[str, Any]) -> tuple[str, list[float]]:
-    """What is said, and the losses if it is none."""
-    module = ByShape(optimizer)
-    run = new_trainer(tmp, "fsdp_native", world_size, options)
-    told = refusal(OptimizerMismatchError, lambda: run.fit(module, loader(3, world_size)))
-    return told, means(module.losses)
-
-
 @pytest.mark.parametrize("optimizer", ["Adafactor", "Muon"])
 def test_optimizer_that_looks_at_shapes(ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
     """It trains as in one process: over shards on the owners of parameters, and where every rank holds them whole."""
-    plain = ByShape(optimizer)
-    new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
-    shares: tuple[dict[str, Any], ...] = ({}, {"sharding_strategy": "NO_SHARD"})
-    sharded, whole = (ranks.run(2, by_shape, str(tmp_path), optimizer, 2, options) for options in shares)
     # Muon computes in bf16, where directions without a gradient get those of rounding errors
     tolerance = 1e-2 if optimizer == "Muon" else FP32_TOLERANCE
-    for _, losses in [*sharded, *whole, *ranks.run(1, by_shape, str(tmp_path), optimizer, 1, {})]:
-        assert losses == pytest.approx(losses_of(plain), abs=tolerance)
+    new_module = partial(ByShape, optimizer)
+    for world_size, options in ((2, {}), (2, WHOLE), (1, {})):
+        assert_fits_as_plain(
+            ranks, tmp_path, "fsdp_native", new_module, world_size=world_size, options=options, tolerance=tolerance
+        )
 
 
 def unfit_under_fabric(name: str) -> str:
@@ -524,7 +508,7 @@ def test_option_that_leaves_numbers_alone(
         # of docs/migration.md
         {"mixed_precision": MixedPrecision(torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)},
     ],
-    ids=shown,
+    ids=show_parameter,
 )
 def test_what_a_step_calls_is_cast_as_by_the_root(ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
     """With ``mixed_precision`` alone, whose units leave their inputs as they are."""
@@ -533,29 +517,18 @@ def test_what_a_step_calls_is_cast_as_by_the_root(ranks: RankPool, tmp_path: Pat
         assert_parts_equal(trained)
 
 
-def fit_compiled(tmp: str, options: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
-    """Fit with blocks that are compiled by what traces the backward pass too."""
-    module = Lit("momentum")
-    for block in module.net.blocks:
-        block.compile(backend="aot_eager")
-    run = new_trainer(tmp, "fsdp_native", 2, options)
-    run.fit(module, loader(3, 2))
-    state = full_state(run.strategy)
-    return means(module.losses), {name.removeprefix("net."): v for name, v in state.items()}
+class Compiled(Lit):
+    """Blocks that are compiled by what traces the backward pass too."""
+
+    def __init__(self) -> None:
+        super().__init__("momentum")
+        for block in self.net.blocks:
+            block.compile(backend="aot_eager")
 
 
 def test_units_that_the_user_compiles(ranks: RankPool, tmp_path: Path) -> None:
     """A graph takes what is gathered for it, whose class torch's check of a graph's first call must know."""
-    got = ranks.run(2, fit_compiled, str(tmp_path), {"auto_wrap_policy": {Block}})
-    assert_same(got, train_plain(3, oracle.momentum))
-
-
-@pytest.mark.parametrize("strategy", NAMES)
-def test_names_under_both_front_ends(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
-    """By name alone; ``options=None`` gives Lightning the string."""
-    want = train_plain(3, oracle.momentum)
-    assert_same(ranks.run(2, fit, strategy, str(tmp_path), 2, 3, "momentum"), want)
-    assert_same(ranks.run(2, fabric_fit, strategy, 2, 3, "momentum"), want)
+    assert_fits_as_plain(ranks, tmp_path, "fsdp_native", Compiled, options={"auto_wrap_policy": {Block}})
 
 
 @pytest.mark.parametrize("strategy", NAMES)
@@ -589,17 +562,11 @@ def test_precision_in_old_words(ranks: RankPool, tmp_path: Path, precision: Any,
 
 
 def fabric_in_old_words() -> list[float]:
-    fabric = new_fabric("ddp_fully_sharded", 2, {"activation_checkpointing": Block}, precision=16)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
-    losses = []
-    for x, y in fabric.setup_dataloaders(loader(3, 2)):
-        loss = mse_loss(model(x), y)
-        losses.append(loss.detach())
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return means(losses)
+    options = {"activation_checkpointing": Block}
+    fabric, _, model, optimizer = short_runs.set_up(
+        "ddp_fully_sharded", options, optimizer=oracle.momentum, precision=16
+    )
+    return means(run_steps(model, optimizer, fabric.setup_dataloaders(loader(3, 2)), fabric.backward))
 
 
 def test_precision_in_old_words_under_fabric(ranks: RankPool) -> None:
@@ -615,7 +582,7 @@ def test_precision_in_old_words_under_fabric(ranks: RankPool) -> None:
         ("ddp_fully_sharded", {"compute_dtype": torch.bfloat16}),
         ("ddp_fully_sharded", {"compute_dtype": torch.bfloat16, "fp32_reduce_scatter": True}),
     ],
-    ids=shown,
+    ids=show_parameter,
 )
 def test_computation_in_half_precision(ranks: RankPool, tmp_path: Path, strategy: str, options: dict[str, Any]) -> None:
     """It wins over the precision string, which is left at its default here."""
@@ -664,15 +631,9 @@ def built_empty() -> tuple[list[float], bool]:
     was_empty = all(p.is_meta for p in net.parameters())
     model = fabric.setup_module(net)
     optimizer = fabric.setup_optimizers(oracle.sgd(model))
-    losses = []
-    for x, y in oracle.global_batches(2):
-        loss = mse_loss(model(x), y)
-        losses.append(loss.item())
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = run_steps(model, optimizer, oracle.global_batches(2), fabric.backward)
     assert not any(p.is_meta for p in sharded_by(fabric.strategy).root.parameters())
-    return losses, was_empty
+    return [loss.item() for loss in losses], was_empty
 
 
 def test_param_init_fn(ranks: RankPool) -> None:
@@ -700,8 +661,7 @@ class LooksAtNorms(Lit):
 
 def norms_of_flat_parameters(tmp: str) -> list[str]:
     module = LooksAtNorms()
-    options = {"use_orig_params": False, "auto_wrap_policy": {Block, nn.Linear}}
-    new_trainer(tmp, "fsdp_native", 2, options, accumulate_grad_batches=2).fit(module, loader(4, 2))
+    new_trainer(tmp, "fsdp_native", 2, FLAT, accumulate_grad_batches=2).fit(module, loader(4, 2))
     return module.told
 
 
