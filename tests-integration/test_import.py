@@ -20,6 +20,7 @@ from fsdp_core.checkpoint.importing import import_checkpoint
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.oracle import FP32_TOLERANCE, adamw_groups, global_batches, new_net, train_plain
+from fsdp_core.testing.short_runs import run_steps
 from fsdp_core.testing.training import loader, means, new_fabric, new_trainer
 from test_interchange import STEPS, TwoEpochs
 
@@ -160,13 +161,7 @@ class SecondHalf(TwoEpochs):
 
 
 def plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]) -> list[float]:
-    losses = []
-    for x, y in batches:
-        loss = mse_loss(model(x), y)
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    losses = [loss.item() for loss in run_steps(model, optimizer, batches)]
     return losses
 
 

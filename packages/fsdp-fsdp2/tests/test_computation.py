@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, DistributedSampler
 
 import fsdp_core
+from fsdp2_runs import set_up
 from fsdp_core.errors import FSDPError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import Block, Trained, train_plain
@@ -64,9 +65,9 @@ def trained_with(
     options: dict[str, Any], world_size: int = 2, accumulate: int = 1, precision: Any = None, steps: int = 4
 ) -> tuple[Trained, Counts]:
     """Train the oracle's net, whose blocks are seven wide inside, and count what its first batch does."""
-    fabric = new_fabric("fsdp2", world_size, options, precision=precision)
-    net = oracle.new_net(width=16)
-    model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
+    fabric, _, model, optimizer = set_up(
+        options, net=oracle.new_net(width=16), optimizer=oracle.adamw_groups, world_size=world_size, precision=precision
+    )
     runtime: Any = fabric.strategy.runtime  # type: ignore[attr-defined]
     rank, ranks = runtime.data_parallel_rank, runtime.data_parallel_world_size
     losses, saved, operations = [], Saved(), Operations()
@@ -162,9 +163,7 @@ def reductions_on(accumulate: int) -> tuple[Counter[str], Counter[str], str]:
                 micro_batch(index, model, lambda x=x, y=y: backward(nn.functional.mse_loss(model(x), y)))
         return counting.counts
 
-    fabric = new_fabric("fsdp2", 4, HYBRID)
-    net = without_scalars()
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    fabric, net, model, optimizer = set_up(HYBRID, net=without_scalars(), world_size=4)
     counted = run(model, ours, fabric.backward)
     optimizer.zero_grad()
     x, y = batches[0]
@@ -341,9 +340,9 @@ def continued(folder: str, keywords: dict[str, Any]) -> Trained:
     """Two steps with compiled units, and two without."""
     losses = []
     for compile, part in ((keywords, (0, 1)), (False, (2, 3))):
-        fabric = new_fabric("fsdp2", 2, {"compile": compile})
-        net = oracle.new_net(width=16)
-        model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
+        fabric, _, model, optimizer = set_up(
+            {"compile": compile}, net=oracle.new_net(width=16), optimizer=oracle.adamw_groups
+        )
         if not compile:
             fabric.load(folder, {"model": model, "optimizer": optimizer})
         for i in part:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.functional import mse_loss
 
+from fsdp2_runs import set_up
 from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.collectives import Layer, count_in_steps, new_layers
@@ -210,9 +211,7 @@ def trained_with_hooks_of_activations(tmp: str | None) -> dict[str, torch.Tensor
         trainer = new_trainer(tmp, "fsdp2", 2)
         trainer.fit(HookingActivations(), loader(3, 2))
         return {name.removeprefix("net."): tensor for name, tensor in full_state(trainer.strategy).items()}
-    fabric = new_fabric("fsdp2", 2)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    fabric, _, model, optimizer = set_up(optimizer=oracle.momentum)
     for batch in oracle.global_batches(3):
         optimizer.zero_grad()
         fabric.backward(step_with_hooks_of_activations(model.module, *own_share(fabric, batch)))
@@ -258,9 +257,7 @@ def frozen_in_one_of_two_calls(
 
 
 def trained_when_frozen_in_one_call(options: dict[str, Any], first: bool) -> dict[str, torch.Tensor]:
-    fabric = new_fabric("fsdp2", 2, options)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    fabric, net, model, optimizer = set_up(options)
     x, y = own_share(fabric, oracle.global_batches(1)[0])
     fabric.backward(frozen_in_one_of_two_calls(net, model, x, y, first=first))
     optimizer.step()
@@ -281,9 +278,7 @@ def test_parameters_unfrozen_at_their_shards_while_a_unit_stays_gathered(
 
 
 def penalised_outside() -> str:
-    fabric = new_fabric("fsdp2", 2)
-    net = oracle.new_net()
-    model, _ = fabric.setup(net, oracle.sgd(net))
+    fabric, net, model, _ = set_up()
     x, y = own_share(fabric, oracle.global_batches(1)[0])
     try:
         mse_loss(model(x) * net.blocks[0].norm.weight, y)

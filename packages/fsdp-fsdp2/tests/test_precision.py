@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.functional import mse_loss
 
+from fsdp2_runs import set_up
 from fsdp_core import wrap
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.sharding.mixed_precision import ShardPrecision
@@ -21,7 +22,7 @@ from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.precision import assert_parts_equal, seen_by_a_block, trained_by_parts
 from fsdp_core.testing.suite.training.loops import losses_of
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, loader, means, new_trainer
 
 
 class Halves(Lit):
@@ -85,9 +86,7 @@ def test_device_without_bf16(precision: str, instead: str) -> None:
 
 
 def _norms_in_double() -> dict[str, float]:
-    fabric = new_fabric("fsdp2")
-    net = oracle.new_net().double()
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    fabric, net, model, optimizer = set_up(net=oracle.new_net().double())
     x, y = own_share(fabric, oracle.global_batches(1)[0])
     fabric.backward(mse_loss(model(x.double()), y.double()))
     norms = {name: float(value) for name, value in grad_norm(net, 2).items()}
