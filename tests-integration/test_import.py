@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 from fsdp_core.checkpoint import verify
@@ -60,15 +60,8 @@ def lightnings_own(name: str) -> tuple[Fabric, nn.Module]:
 
 
 def steps(fabric: Fabric, model: Any, optimizer: Any, first: int, last: int) -> list[float]:
-    losses = []
-    for i, (x, y) in enumerate(loader(2 * STEPS, fabric.world_size)):
-        if first <= i < last:
-            loss = mse_loss(model(x), y)
-            losses.append(loss.detach())
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    return means(losses)
+    batches = islice(loader(2 * STEPS, fabric.world_size), first, last)
+    return means(run_steps(model, optimizer, batches, fabric.backward))
 
 
 def train_old(name: str, path: str) -> list[float]:

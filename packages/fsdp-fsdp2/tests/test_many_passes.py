@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -23,6 +22,7 @@ from fsdp_core.testing.collectives import Layer, count_in_steps, new_layers
 from fsdp_core.testing.fabric_steps import assert_gradients_wait, assert_whole_steps
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says
+from fsdp_core.testing.short_runs import assert_close_by_name, assert_fits_as_plain, fit_module
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.many_passes import (
@@ -34,7 +34,7 @@ from fsdp_core.testing.suite.numerics.many_passes import (
     write_before_backward,
     write_before_backward_plainly,
 )
-from fsdp_core.testing.training import loader, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, new_fabric
 from fsdp_core.watch import watcher
 from fsdp_fsdp2.sharded import FSDP2Sharded
 from fsdp_fsdp2.torch_private import forward_passes, frozen_shards, unused_parameters
@@ -194,23 +194,15 @@ def step_with_hooks_of_activations(net: oracle.Net, x: torch.Tensor, y: torch.Te
     return loss
 
 
-class HookingActivations(pl.LightningModule):
+class HookingActivations(Lit):
     def __init__(self) -> None:
-        super().__init__()
-        self.net = oracle.new_net()
+        super().__init__("momentum")
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
         return step_with_hooks_of_activations(self.net, *batch)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return oracle.momentum(self)
 
-
-def trained_with_hooks_of_activations(tmp: str | None) -> dict[str, torch.Tensor]:
-    if tmp is not None:
-        trainer = new_trainer(tmp, "fsdp2", 2)
-        trainer.fit(HookingActivations(), loader(3, 2))
-        return {name.removeprefix("net."): tensor for name, tensor in full_state(trainer.strategy).items()}
+def trained_with_hooks_of_activations() -> dict[str, torch.Tensor]:
     fabric, _, model, optimizer = set_up(optimizer=oracle.momentum)
     for batch in oracle.global_batches(3):
         optimizer.zero_grad()
@@ -219,16 +211,11 @@ def trained_with_hooks_of_activations(tmp: str | None) -> dict[str, torch.Tensor
     return full_state(fabric.strategy)
 
 
-@pytest.mark.parametrize("front", ["fabric", "automatic"])
-def test_hooks_of_activations_that_run_the_whole_net(ranks: RankPool, tmp_path: Path, front: str) -> None:
-    net = oracle.new_net()
-    optimizer = oracle.momentum(net)
-    for batch in oracle.global_batches(3):
-        optimizer.zero_grad()
-        step_with_hooks_of_activations(net, *batch).backward()
-        optimizer.step()
-    for got in ranks.run(2, trained_with_hooks_of_activations, str(tmp_path) if front == "automatic" else None):
-        torch.testing.assert_close(got, dict(net.state_dict()), atol=FP32_TOLERANCE, rtol=0)
+def test_hooks_of_activations_that_run_the_whole_net(ranks: RankPool, tmp_path: Path) -> None:
+    assert_fits_as_plain(ranks, tmp_path, "fsdp2", HookingActivations)
+    _, want = fit_module(HookingActivations, "auto", str(tmp_path), 1, 3)
+    for got in ranks.run(2, trained_with_hooks_of_activations):
+        assert_close_by_name({f"net.{name}": tensor for name, tensor in got.items()}, want)
 
 
 @pytest.mark.skipif(
