@@ -173,8 +173,8 @@ def refused_prefetch(tmp: str) -> str:
 
 def test_forward_prefetch_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     """It would use units that were gathered before a step."""
-    for told in ranks.run(2, refused_prefetch, str(tmp_path)):
-        assert_says(told, "forward_prefetch=True", "manual optimization", "Leave forward_prefetch out")
+    for message in ranks.run(2, refused_prefetch, str(tmp_path)):
+        assert_says(message, "forward_prefetch=True", "manual optimization", "Leave forward_prefetch out")
 
 
 @pytest.mark.parametrize("mode", ["one by one", "both"])
@@ -334,13 +334,13 @@ class RaisesGoingBack(torch.autograd.Function):
 
 
 class Failing(Gan):
-    """Fails in the second batch, at a place of choice; the first optimizer may have stepped by then."""
+    """Fails in the second batch, at a point of choice; the first optimizer may have stepped by then."""
 
-    place: str | None
+    point: str | None
 
-    def __init__(self, mode: str, place: str, gated: bool = True) -> None:
+    def __init__(self, mode: str, point: str, gated: bool = True) -> None:
         super().__init__(mode, gated)
-        self.place = place
+        self.point = point
         self.calls = 0
         self.critic.register_forward_pre_hook(lambda *_: self.fail("in the forward"))
 
@@ -349,11 +349,11 @@ class Failing(Gan):
         super().training_step(batch, batch_idx)
 
     def fail(self, here: str) -> None:
-        if self.place == here and self.late:
+        if self.point == here and self.late:
             raise Interrupted
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        if self.place == "in the backward" and self.late:
+        if self.point == "in the backward" and self.late:
             # behind the critic and the last block, which have had their gradients by then
             gate = self.gate[None]
             begun = gate.detach().requires_grad_()  # the gate itself may be a buffer
@@ -362,38 +362,38 @@ class Failing(Gan):
         self.fail("after the backward")
 
 
-def fit_again(mode: str, place: str, tmp: str, options: dict[str, Any] | None, gated: bool = True) -> Trained:
+def fit_again(mode: str, point: str, tmp: str, options: dict[str, Any] | None, gated: bool = True) -> Trained:
     """Fit until it fails, then again with the same module, which doesn't fail any more."""
     strategy, world_size = ("auto", 1) if options is None else ("fsdp_native", 2)
-    module = Failing(mode, place, gated)
+    module = Failing(mode, point, gated)
     with pytest.raises(Interrupted):
         new_trainer(tmp, strategy, world_size, options).fit(module, loader(2, world_size))
-    module.place = None
+    module.point = None
     module.losses.clear()
     run = new_trainer(tmp, strategy, world_size, options)
     run.fit(module, loader(3, world_size))
     return means(module.losses), module.state_dict() if options is None else full_state(run.strategy)
 
 
-PLACES = ["in the forward", "in the backward", "after the backward"]
+POINTS = ["in the forward", "in the backward", "after the backward"]
 
 
 @pytest.mark.parametrize(
-    ("mode", "place", "options"),
+    ("mode", "point", "options"),
     [
-        *((mode, place, {}) for mode in ("one by one", "both") for place in PLACES),
+        *((mode, point, {}) for mode in ("one by one", "both") for point in POINTS),
         ("zeroed last", "in the backward", {}),
         ("closure", "in the forward", {}),
-        *(("one by one", place, FLAT) for place in PLACES),
-        *(("both", place, WHOLE) for place in PLACES),
+        *(("one by one", point, FLAT) for point in POINTS),
+        *(("both", point, WHOLE) for point in POINTS),
     ],
     ids=show_parameter,
 )
 def test_fit_again_after_an_exception(
-    ranks: RankPool, tmp_path: Path, mode: str, place: str, options: dict[str, Any]
+    ranks: RankPool, tmp_path: Path, mode: str, point: str, options: dict[str, Any]
 ) -> None:
-    want = fit_again(mode, place, str(tmp_path), None)
-    assert_moved_alike(ranks.run(2, fit_again, mode, place, str(tmp_path), options), want)
+    want = fit_again(mode, point, str(tmp_path), None)
+    assert_moved_alike(ranks.run(2, fit_again, mode, point, str(tmp_path), options), want)
 
 
 def test_fit_again_with_a_root_without_parameters(ranks: RankPool, tmp_path: Path) -> None:

@@ -129,9 +129,9 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
 def test_every_option_is_a_keyword_of_the_signature(front_end: FrontEnd, name: str) -> None:
     """Where LightningCLI, editors and Sphinx look."""
     foreign = "precision" if front_end == "trainer" else "precision_plugin"
-    listed = {one.name: one.default for one in fsdp_core.describe(name).options if one.name != foreign}
+    listed = {option.name: option.default for option in fsdp_core.describe(name).options if option.name != foreign}
     made: Any = fsdp_core.resolve(name, front_end)
-    assert {one.name: one.default for one in made.__signature__.parameters.values()} == listed
+    assert {option.name: option.default for option in made.__signature__.parameters.values()} == listed
 
 
 @BOTH
@@ -144,8 +144,8 @@ def test_options_that_say_what_always_happens(front_end: FrontEnd, name: str) ->
 def test_options_that_are_refused_are_told_together(front_end: FrontEnd) -> None:
     made = fsdp_core.resolve("ddp_fully_sharded", front_end)
     refused = {"bucket_cap_mb": 200, "move_grads_to_cpu": True, "sync_module_states": False, "cpu_ofload": True}
-    told = refusal(UnsupportedCapabilityError, lambda: made(**refused))
-    assert_says(told, "bucket_cap_mb=200", "move_grads_to_cpu=True", "sync_module_states:", "cpu_ofload:")
+    message = refusal(UnsupportedCapabilityError, lambda: made(**refused))
+    assert_says(message, "bucket_cap_mb=200", "move_grads_to_cpu=True", "sync_module_states:", "cpu_ofload:")
 
 
 @pytest.mark.parametrize(
@@ -221,10 +221,12 @@ def test_options_of_a_unit() -> None:
         net = nn.Sequential(torch_wrap(nn.Linear(2, 2), sharding_strategy="NO_SHARD"))
         halves = torch_wrap(nn.Linear(2, 2), mixed_precision=MixedPrecisionPolicy())
     assert unit_options("block", prefetching) == {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}
-    told = refusal(UnsupportedCapabilityError, lambda: check_not_wrapped(net))
-    assert_says(told, "wrap(0, sharding_strategy=...)", "for the whole model", "to the strategy", "backward_prefetch")
-    told = refusal(UnsupportedCapabilityError, lambda: unit_options("block", halves))
-    assert_says(told, "is not known to 'fsdp_native'", "torch.distributed.fsdp.MixedPrecision", "belongs to 'fsdp2'")
+    message = refusal(UnsupportedCapabilityError, lambda: check_not_wrapped(net))
+    assert_says(
+        message, "wrap(0, sharding_strategy=...)", "for the whole model", "to the strategy", "backward_prefetch"
+    )
+    message = refusal(UnsupportedCapabilityError, lambda: unit_options("block", halves))
+    assert_says(message, "is not known to 'fsdp_native'", "torch.distributed.fsdp.MixedPrecision", "belongs to 'fsdp2'")
 
 
 def already_wrapped() -> tuple[str, str]:
@@ -339,8 +341,8 @@ def unfit(case: str) -> str:
 
 @pytest.mark.parametrize("case", UNFIT)
 def test_option_that_does_not_fit_the_ranks(ranks: RankPool, case: str) -> None:
-    for told in ranks.run(2, unfit, case):
-        assert_says(told, *UNFIT[case][1])
+    for message in ranks.run(2, unfit, case):
+        assert_says(message, *UNFIT[case][1])
 
 
 def on_uneven_hosts() -> str:
@@ -352,8 +354,8 @@ def on_uneven_hosts() -> str:
 
 
 def test_hosts_of_different_sizes(ranks: RankPool) -> None:
-    for told in ranks.run(3, on_uneven_hosts):
-        assert_says(told, "hosts have different numbers of ranks", "device_mesh=", "sharding_strategy='FULL_SHARD'")
+    for message in ranks.run(3, on_uneven_hosts):
+        assert_says(message, "hosts have different numbers of ranks", "device_mesh=", "sharding_strategy='FULL_SHARD'")
 
 
 def unfit_under_trainer(tmp: str) -> tuple[str, bool]:
@@ -361,8 +363,8 @@ def unfit_under_trainer(tmp: str) -> tuple[str, bool]:
 
 
 def test_module_is_as_it_was_after_a_refusal(ranks: RankPool, tmp_path: Path) -> None:
-    ((told, as_it_was),) = ranks.run(1, unfit_under_trainer, str(tmp_path))
-    assert_says(told, "which ranks to shard over")
+    ((message, as_it_was),) = ranks.run(1, unfit_under_trainer, str(tmp_path))
+    assert_says(message, "which ranks to shard over")
     assert as_it_was
 
 
@@ -394,8 +396,8 @@ def unfit_under_fabric(name: str) -> str:
 
 
 def test_optimizer_that_looks_at_all_parameters_under_fabric(ranks: RankPool) -> None:
-    for told in ranks.run(2, unfit_under_fabric, "LBFGS"):
-        assert_says(told, "LBFGS", "strategy='fsdp2'")
+    for message in ranks.run(2, unfit_under_fabric, "LBFGS"):
+        assert_says(message, "LBFGS", "strategy='fsdp2'")
 
 
 # -- parameters that are kept elsewhere --------------------------------------------------------------------------------
@@ -409,24 +411,24 @@ def of_flat_parameters(tmp: str) -> tuple[str, list[str], int]:
         one.net.frozen.requires_grad_(True)  # one flat parameter is trained as a whole
     run = new_trainer(tmp, "fsdp_native", 2, options, callbacks=[BackboneFinetuning()])
     tuned.backbone = tuned.net.blocks
-    told = refusal(UnsupportedCapabilityError, lambda: run.fit(tuned, loader(1, 2)))
+    message = refusal(UnsupportedCapabilityError, lambda: run.fit(tuned, loader(1, 2)))
     new_trainer(tmp, "fsdp_native", 2, options).fit(module, loader(1, 2))
     parts = [module, module.net, module.net.blocks[0], module.net.blocks[0].up, module.net.out, module.net.inp]
-    return told, [refusal(ShardingError, part.state_dict) for part in parts], len(tuned.losses)
+    return message, [refusal(ShardingError, part.state_dict) for part in parts], len(tuned.losses)
 
 
 def test_layers_whose_parameters_are_one_flat_one(ranks: RankPool, tmp_path: Path) -> None:
     """They hold nothing, which must not be taken for an empty state."""
-    for told, refused, losses in ranks.run(2, of_flat_parameters, str(tmp_path)):
+    for message, of_parts, losses in ranks.run(2, of_flat_parameters, str(tmp_path)):
         assert_says(
-            told,
+            message,
             "BackboneFinetuning can't be used with 'fsdp_native'",
             "'net.inp.weight' is kept elsewhere",
             "a strategy that keeps sharded parameters in their modules",
         )
         assert not losses
-        for message in refused:
-            assert_says(message, "can't be read while 'fsdp_native' has it sharded", "trainer.save_checkpoint(path)")
+        for of_part in of_parts:
+            assert_says(of_part, "can't be read while 'fsdp_native' has it sharded", "trainer.save_checkpoint(path)")
 
 
 # -- a torch without FSDP1 ---------------------------------------------------------------------------------------------
@@ -466,9 +468,9 @@ def test_a_torch_without_fsdp1_is_listed(tmp_path: Path) -> None:
 
 
 def test_a_torch_without_fsdp1_is_refused(tmp_path: Path) -> None:
-    probe, *told = beside_a_bare_torch(tmp_path, "-c", RESOLVE).strip().split("\n")
+    probe, *lines = beside_a_bare_torch(tmp_path, "-c", RESOLVE).strip().split("\n")
     assert_says(probe, "no longer ships FullyShardedDataParallel", "'fsdp2'", "pip install fsdp-fsdp2")
-    assert len([line for line in told if "'fsdp_native'" in line and "can't run here" in line]) == 2
+    assert len([line for line in lines if "'fsdp_native'" in line and "can't run here" in line]) == 2
 
 
 # -- what can be -------------------------------------------------------------------------------------------------------
@@ -651,22 +653,22 @@ class LooksAtNorms(Lit):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[str] = []
+        self.messages: list[str] = []
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         parameter = optimizer.param_groups[0]["params"][0]
-        self.told.append(refusal(UnsupportedCapabilityError, lambda: parameter.norm()))
-        self.told.append(refusal(UnsupportedCapabilityError, lambda: parameter.grad.norm()))
+        self.messages.append(refusal(UnsupportedCapabilityError, lambda: parameter.norm()))
+        self.messages.append(refusal(UnsupportedCapabilityError, lambda: parameter.grad.norm()))
 
 
 def norms_of_flat_parameters(tmp: str) -> list[str]:
     module = LooksAtNorms()
     new_trainer(tmp, "fsdp_native", 2, FLAT, accumulate_grad_batches=2).fit(module, loader(4, 2))
-    return module.told
+    return module.messages
 
 
 def test_norms_of_flat_parameters_in_a_hook(ranks: RankPool, tmp_path: Path) -> None:
-    for told in ranks.run(2, norms_of_flat_parameters, str(tmp_path)):
-        assert len(told) == 4
-        for message in told:
+    for messages in ranks.run(2, norms_of_flat_parameters, str(tmp_path)):
+        assert len(messages) == 4
+        for message in messages:
             assert_says(message, "would see this rank's piece of it alone")

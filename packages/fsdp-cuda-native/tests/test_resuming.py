@@ -81,7 +81,7 @@ def leaving_out(first: int) -> LeavingOut:
 
 def left_out_last(path: str, options: dict[str, Any]) -> list[dict[str, Any]]:
     """The weights after a step whose last micro-batch leaves out a block; of the run that saves, and of the resumed."""
-    found = []
+    states = []
     for resumed in (False, True):
         fabric, model, optimizer, state = with_gradients(options, leaving_out(1 - resumed))
         (x, y), (x2, y2) = (
@@ -95,8 +95,8 @@ def left_out_last(path: str, options: dict[str, Any]) -> list[dict[str, Any]]:
             fabric.save(path, state)
         fabric.backward(mse_loss(model(x2), y2) / 2)
         optimizer.step()
-        found.append(full_state(fabric.strategy))
-    return found
+        states.append(full_state(fabric.strategy))
+    return states
 
 
 @pytest.mark.parametrize("options", [{}, FLAT, WHOLE], ids=["sharded", "flat", "whole"])

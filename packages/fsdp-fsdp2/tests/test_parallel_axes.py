@@ -103,10 +103,13 @@ def test_checkpoints_move_between_meshes(ranks: RankPool, tmp_path: Path, saved:
 
 def axes_on(mesh: str) -> tuple[Any, ...]:
     strategy: Any = new_fabric("fsdp2", MESHES[mesh].ranks, options_of(mesh)).strategy
-    whole = strategy.device_mesh
-    left_out = next(axis for axis in ("tensor_parallel", "data_parallel_replicate") if axis not in whole.mesh_dim_names)
-    assert_says(refusal(KeyError, lambda: whole["data_parallel", left_out]), left_out, "one rank", "apart")
-    return whole.mesh_dim_names, whole["tensor_parallel"].size(), whole["data_parallel_replicate"].size(), strategy.mesh
+    mesh_of_all = strategy.device_mesh
+    left_out = next(
+        axis for axis in ("tensor_parallel", "data_parallel_replicate") if axis not in mesh_of_all.mesh_dim_names
+    )
+    assert_says(refusal(KeyError, lambda: mesh_of_all["data_parallel", left_out]), left_out, "one rank", "apart")
+    sizes = (mesh_of_all[axis].size() for axis in ("tensor_parallel", "data_parallel_replicate"))
+    return mesh_of_all.mesh_dim_names, *sizes, strategy.mesh
 
 
 @pytest.mark.parametrize("mesh", ["replicate 2", "shard 2 x tensor 2"])
@@ -119,15 +122,15 @@ def test_axes_of_one_rank_are_left_out_and_can_be_looked_up(ranks: RankPool, mes
 
 
 def device_mesh_of_module(tmp: str) -> tuple[int, int]:
-    found: list[Any] = []
+    meshes: list[Any] = []
 
     class Looks(Lit):
         def configure_model(self) -> None:
-            found.append(self.device_mesh)
+            meshes.append(self.device_mesh)
 
     run = new_trainer(tmp, "fsdp2", 2, options_of("replicate 2"))
     run.validate(Looks(width=WIDTH), DataLoader([torch.ones(oracle.FEATURES)] * 0, batch_size=1), verbose=False)
-    (mesh,) = found
+    (mesh,) = meshes
     return mesh["data_parallel_replicate"].size(), mesh["tensor_parallel"].size()
 
 
@@ -204,9 +207,9 @@ def unfit() -> dict[str, str]:
 
 
 def test_plan_that_does_not_fit(ranks: RankPool) -> None:
-    for told in ranks.run(2, unfit):
+    for messages in ranks.run(2, unfit):
         for case, (_, _, words) in UNFIT.items():
-            assert_says(told[case], *words)
+            assert_says(messages[case], *words)
 
 
 #: Options, on two ranks, and what the message says.
@@ -383,7 +386,7 @@ def unplanned_norm(mesh: str, planned: bool) -> tuple[str, str, str]:
     model, optimizer = fabric.setup(net, oracle.sgd(net))
     x, y = fabric.to_device(oracle.global_batches(1)[0])
     fabric.backward(nn.functional.mse_loss(model(x), y))
-    told = refusal(ShardingError, optimizer.step)
+    message = refusal(ShardingError, optimizer.step)
 
     gated = NormedHeads()
     nn.init.zeros_(gated.down.weight)
@@ -398,17 +401,17 @@ def unplanned_norm(mesh: str, planned: bool) -> tuple[str, str, str]:
     module.net, module.steps = NormedHeads(), 1
     prefixed = {f"net.{name}": style for name, style in own.items()}
     run = new_trainer("unused", "fsdp2", MESHES[mesh].ranks, {**sizes, "tp_plan": prefixed})
-    return told, refusal(ShardingError, lambda: run.fit(module)), late
+    return message, refusal(ShardingError, lambda: run.fit(module)), late
 
 
 @pytest.mark.parametrize("mesh", ["tensor 2", "shard 2 x tensor 2"])
 def test_what_the_plan_forgets_is_refused_before_the_first_step(ranks: RankPool, mesh: str) -> None:
     """Each rank would train its own copy of a norm between divided layers."""
     for refused in ranks.run(MESHES[mesh].ranks, unplanned_norm, mesh, False):
-        for told in refused:
-            assert_says(told, "norm.weight'", "norm.bias' differ between tensor-parallel ranks", "SequenceParallel(")
+        for message in refused:
+            assert_says(message, "norm.weight'", "norm.bias' differ between tensor-parallel ranks", "SequenceParallel(")
     for taken in ranks.run(MESHES[mesh].ranks, unplanned_norm, mesh, True):
-        assert [told.split(": ", 1)[1] for told in taken] == ["nothing was raised"] * 3
+        assert [message.split(": ", 1)[1] for message in taken] == ["nothing was raised"] * 3
 
 
 class Dropped(nn.Module):
@@ -476,7 +479,7 @@ def sampled_on(mesh: str) -> tuple[list[tuple[int, int]], list[list[float]], str
     options = {**options_of(mesh), "data_sampler": lambda loader: samplers.pop(0)(loader)}
     fabric = new_fabric("fsdp2", MESHES[mesh].ranks, options)
     batches = [batch.tolist() for batch in fabric.setup_dataloaders(DataLoader(cast("Any", data), batch_size=2))]
-    told = refusal(ShardingError, lambda: fabric.setup_dataloaders(DataLoader(cast("Any", data), batch_size=2)))
+    message = refusal(ShardingError, lambda: fabric.setup_dataloaders(DataLoader(cast("Any", data), batch_size=2)))
     seen = list(backwards.seen)
 
     validated: list[list[float]] = []
@@ -488,15 +491,15 @@ def sampled_on(mesh: str) -> tuple[list[tuple[int, int]], list[list[float]], str
     own = {**options_of(mesh, "net."), "data_sampler": backwards.transform_dataloader}
     run = new_trainer("unused", "fsdp2", MESHES[mesh].ranks, own)
     run.validate(Validating(width=WIDTH), DataLoader(cast("Any", data), batch_size=2), verbose=False)
-    return seen, batches, told, validated
+    return seen, batches, message, validated
 
 
 def test_data_sampler(ranks: RankPool) -> None:
     """It gets each loader with the sampler of the data-parallel rank, under both front ends."""
-    for rank, (seen, batches, told, validated) in enumerate(ranks.run(4, sampled_on, "shard 2 x tensor 2")):
+    for rank, (seen, batches, message, validated) in enumerate(ranks.run(4, sampled_on, "shard 2 x tensor 2")):
         assert seen == [(rank // 2, 2)]
         assert batches == validated == [[6.0 + rank // 2, 4.0 + rank // 2], [2.0 + rank // 2, 0.0 + rank // 2]]
-        assert_says(told, "data_sampler returned None for a DataLoader", "Return the loader")
+        assert_says(message, "data_sampler returned None for a DataLoader", "Return the loader")
 
 
 def test_a_data_sampler_of_nemo_is_named() -> None:

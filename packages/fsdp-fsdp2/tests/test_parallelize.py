@@ -102,10 +102,10 @@ def test_configure_model_that_shards_equals_plain(ranks: RankPool, tmp_path: Pat
     got = ranks.run(MESHES[mesh].ranks, by_hand_on, mesh, str(tmp_path), empty)
     want = plain("adamw_groups", clip_norm=0.05)
     assert_same([trained for trained, *_ in got], want)
-    whole = sum(p.numel() for p in oracle.new_net(width=WIDTH).parameters())
+    total = sum(p.numel() for p in oracle.new_net(width=WIDTH).parameters())
     for _, logged, kept, *_ in got:
         assert logged == pytest.approx(want[0][-1], abs=oracle.FP32_TOLERANCE)
-        assert kept < 0.8 * whole
+        assert kept < 0.8 * total
     second = train_on(*want)
     for *_, resumed, moments in got:
         assert resumed == pytest.approx(second[0], abs=oracle.FP32_TOLERANCE)
@@ -334,8 +334,8 @@ class PartOfSequence(SequenceParallel):
     def _prepare_input_fn(sequence_sharding: Any, mod: Any, inputs: Any, device_mesh: Any) -> Any:
         from torch.distributed.tensor import DTensor
 
-        whole = DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False)
-        return whole.redistribute(placements=sequence_sharding)
+        sequence = DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False)
+        return sequence.redistribute(placements=sequence_sharding)
 
     @staticmethod
     def _prepare_output_fn(use_local_output: Any, mod: Any, outputs: Any, device_mesh: Any) -> Any:
@@ -392,7 +392,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (one(x).unflatten(-1, (-1, self.head_dim)) for one in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
         q = self.q_norm(q).transpose(1, 2)
         mixed = nn.functional.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), enable_gqa=True)
         output: torch.Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
@@ -633,18 +633,18 @@ _REFUSALS = (ShardingError, UnsupportedCapabilityError)
 
 
 def refused_on_ranks() -> dict[str, str]:
-    told = {}
+    messages = {}
     for case, (code, options, _) in REFUSED.items():
         fabric = new_fabric("fsdp2", 4, {"tensor_parallel_size": 2, **options})
         net = oracle.new_net(width=WIDTH)
         net = (code(net, fabric.strategy.device_mesh) if code else None) or net  # type: ignore[attr-defined]
-        told[case] = refusal(_REFUSALS, lambda net=net, fabric=fabric: fabric.setup(net))  # type: ignore[misc]
-    return told
+        messages[case] = refusal(_REFUSALS, lambda net=net, fabric=fabric: fabric.setup(net))  # type: ignore[misc]
+    return messages
 
 
 def test_refused_by_name_on_all_ranks(ranks: RankPool) -> None:
-    for told in ranks.run(4, refused_on_ranks, timeout=200):
-        amiss = {case: told[case] for case, (*_, parts) in REFUSED.items() if not says(told[case], parts)}
+    for messages in ranks.run(4, refused_on_ranks, timeout=200):
+        amiss = {case: messages[case] for case, (*_, parts) in REFUSED.items() if not says(messages[case], parts)}
         assert not amiss, "\n".join(f"{case}: {message}" for case, message in amiss.items())
 
 
