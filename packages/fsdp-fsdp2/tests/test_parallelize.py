@@ -29,7 +29,7 @@ from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_optimizer_state, full_state, local
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import Lit, means, new_fabric, new_trainer
-from mesh_runs import MESHES, WIDTH, OwnLoader, options_of, own_part, plain
+from mesh_runs import MESHES, PARALLEL, WIDTH, OwnLoader, options_of, own_part, plain
 
 pytestmark = pytest.mark.everything
 
@@ -236,7 +236,7 @@ def built_empty_on(mesh: str) -> Any:
     return full_state(fabric.strategy)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", PARALLEL)
 def test_built_without_memory_equals_unsharded(ranks: RankPool, mesh: str) -> None:
     want = dict(oracle.new_net(width=WIDTH).state_dict())
     for state in ranks.run(MESHES[mesh].ranks, built_empty_on, mesh):
