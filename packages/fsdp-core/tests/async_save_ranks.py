@@ -93,20 +93,6 @@ def second_waits(folder: Path) -> None:
     assert_unchanged(folder / "second")
 
 
-def goes_on_while_written(path: Path) -> None:
-    """Save to a disk that writes nothing before the steps that come after the save are over."""
-    saves, state = AsyncSaves(started()), state_of(sharded("flat"))
-    with disk(opened=False) as slow:
-        saves.save(path, **as_given(state))
-        for _ in range(20):  # the ranks' own collectives go on meanwhile
-            saves.step()
-            dist.all_reduce(torch.ones(100))
-        assert not is_checkpoint(path)
-        slow.opened.set()
-        saves.close()
-    assert_unchanged(path)
-
-
 def fails_on_one_rank(path: Path, bad_rank: int) -> dict[str, Any]:
     """Overwrite a checkpoint on a disk that is full on one rank, and go on stepping."""
     runtime = started()
@@ -213,23 +199,6 @@ def written_to_on_one_rank(path: Path) -> str:
     saves.close()
     assert_unchanged(path)
     return error
-
-
-def leaves_no_trace(path: Path) -> tuple[int, int, int, list[str]]:
-    """How many process groups there are before, while and after saves; and the threads that are left."""
-    runtime = started()
-    sharded("flat")  # makes the mesh's groups
-    world = dist.distributed_c10d._world
-    saves = AsyncSaves(runtime)
-    before = len(world.pg_map)
-    for _ in range(2):  # a closed one begins anew
-        saves.save(path, **as_given(state_of(sharded("flat"))))
-        during = len(world.pg_map)
-        saves.close()
-        saves.close()
-        assert saves._staging._blocks == []
-    runtime.barrier()
-    return before, during, len(world.pg_map), [t.name for t in threading.enumerate() if t.name.startswith("fsdp-save")]
 
 
 def a_rank_dies(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,16 @@ def flip(path: Path, position: int = -1) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 0x10
     path.write_bytes(bytes(data))
+
+
+class Payload:
+    """Makes a file wherever it is unpickled freely."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.file}",)
 
 
 Errors = type[Exception] | tuple[type[Exception], ...]

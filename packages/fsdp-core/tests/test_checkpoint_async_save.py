@@ -18,14 +18,13 @@ import torch
 import async_save_ranks
 from checkpoint_ranks import ThreadRuntime, bits, on_threads
 from conftest import Site
-from fsdp_core.checkpoint import Chunk, ChunkedTensor, SavedTensor, chunked, is_checkpoint, load, read_manifest, save
+from fsdp_core.checkpoint import Chunk, ChunkedTensor, SavedTensor, chunked, is_checkpoint, load, save
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.planning import Plan, plan_save
 from fsdp_core.checkpoint.staging import Staging
 from fsdp_core.errors import CheckpointError, UnsupportedCapabilityError
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.state.dtypes import SAFETENSORS_NAMES
-from fsdp_core.testing.disks import disk
 from fsdp_core.testing.processes import interruptible
 from fsdp_core.testing.ranks import RankError, RankPool
 from fsdp_core.testing.refusals import assert_says
@@ -210,9 +209,6 @@ class TestRanks:
     def test_the_second_save_waits_for_the_first(self, pool: RankPool, tmp_path: Path) -> None:
         pool.run(2, async_save_ranks.second_waits, tmp_path, timeout=60)
 
-    def test_steps_go_on_while_a_slow_disk_writes(self, pool: RankPool, tmp_path: Path) -> None:
-        pool.run(2, async_save_ranks.goes_on_while_written, tmp_path / "it", timeout=60)
-
     @pytest.mark.parametrize("bad_rank", [0, 1])
     def test_a_failure_is_raised_by_all_ranks_at_one_step_and_once(
         self, pool: RankPool, tmp_path: Path, bad_rank: int
@@ -222,7 +218,9 @@ class TestRanks:
             assert first == second
             path = tmp_path / str(i)
             assert first["told"].startswith(f"CheckpointError: saving {path} in the background has failed:")
-            assert_says(first["told"], "No space left on device", f"on rank {bad_rank} of 2")
+            assert_says(
+                first["told"], "No space left on device", f"on rank {bad_rank} of 2", "There is no space left: free"
+            )
 
     @pytest.mark.parametrize("call", ["save", "wait", "close"])
     def test_whatever_comes_next_raises_it(self, pool: RankPool, tmp_path: Path, call: str) -> None:
@@ -251,11 +249,6 @@ class TestRanks:
         first, second = pool.run(2, async_save_ranks.written_to_on_one_rank, tmp_path / "it", timeout=60)
         assert first == second
         assert_says(first, "was written to while it was being copied", "on rank 1 of 2")
-
-    def test_nothing_is_left_of_it(self, pool: RankPool, tmp_path: Path) -> None:
-        traces = pool.run(2, async_save_ranks.leaves_no_trace, tmp_path / "it", timeout=60)
-        for before, during, after, threads in traces:
-            assert (during, after, threads) == (before + 1, before, [])
 
     def test_a_rank_that_dies_is_a_failure(self, pool: RankPool, tmp_path: Path) -> None:
         path = tmp_path / "it.ckpt"
@@ -373,25 +366,3 @@ class TestEndOfTheInterpreter:
         _, err = process.communicate(timeout=60)  # the disk takes 300 s
         assert process.returncode == 130, err
         assert "interrupted before a checkpoint was complete" in err
-
-
-def test_one_process_without_a_group(tmp_path: Path) -> None:
-    saves = AsyncSaves(ProcessGroupRuntime())
-    weight = torch.ones(3)
-    with disk(opened=False) as slow:
-        saves.save(tmp_path / "it", {"model": {"w": weight}}, strategy="test", kinds={"model": "model"})
-        weight.zero_()
-        slow.opened.set()
-        saves.close()
-    assert load(tmp_path / "it")["model"]["w"].full().tolist() == [1.0, 1.0, 1.0]
-    assert read_manifest(tmp_path / "it").world_size == 1
-
-
-def test_a_disk_that_is_full_names_the_remedy(tmp_path: Path) -> None:
-    saves = AsyncSaves(ProcessGroupRuntime())
-    with disk(room=10):
-        saves.save(tmp_path / "it", {"model": {"w": torch.ones(3)}}, strategy="test", kinds={"model": "model"})
-        with pytest.raises(CheckpointError, match="There is no space left: free some, or use another path"):
-            saves.wait()
-    saves.step()
-    saves.close()

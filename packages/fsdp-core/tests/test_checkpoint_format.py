@@ -285,19 +285,6 @@ def test_the_comparison_sees_differences(folders: dict[str, Path]) -> None:
     assert not same([1], [1.0])
 
 
-def test_chunks_share_no_name_though_a_parameter_is_named_like_one(folders: dict[str, Path]) -> None:
-    tensors = read_manifest(folders["flat_ranges"]).tensors.values()
-    places = [(chunk.file, chunk.key) for tensor in tensors for chunk in tensor.chunks]
-    assert len(set(places)) == len(places)
-
-
-def test_the_one_name_that_safetensors_keeps_for_itself(tmp_path: Path) -> None:
-    state: dict[str, Any] = {"__metadata__": torch.ones(2), "model": {"__metadata__": torch.zeros(2)}}
-    save_alone(tmp_path / "c", state)
-    assert same(load(tmp_path / "c"), Checkpoint(tmp_path / "c").state)
-    assert load(tmp_path / "c")["__metadata__"].equal(torch.ones(2))
-
-
 LONG = np.longdouble(1)
 LONG_DOUBLES = [
     ({"x": LONG}, f"Python has no number for numpy's {LONG.dtype}; convert it"),

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import format_reader
 from checkpoint_ranks import ThreadRuntime, on_threads
+from chunked_tensors import in_boxes
 from damaged_folders import refused, rewrite, save_alone
 from fsdp_core.checkpoint import (
-    Chunk,
     ChunkedTensor,
     compare,
     describe,
@@ -127,24 +126,19 @@ WHOLE = {
 def state_of(rank: int, ranks: int, change: float = 0.0) -> dict[str, Any]:
     """This rank's parts, with a tensor that is in no pattern."""
 
-    def part(whole: Tensor, *held: tuple[tuple[int, ...], tuple[int, ...]]) -> ChunkedTensor:
-        cut = [(o, whole[tuple(slice(a, a + n) for a, n in zip(o, lengths, strict=True))]) for o, lengths in held]
-        chunks = tuple(Chunk(offsets=offsets, data=data) for offsets, data in cut)
-        return ChunkedTensor(shape=tuple(whole.shape), dtype=whole.dtype, chunks=chunks)
-
     whole = {name: tensor + change if tensor.is_floating_point() else tensor for name, tensor in WHOLE.items()}
     piece = -(-7 // ranks)
     begin = min(rank * piece, 7)
     rows = [((begin, 0), (min(piece, 7 - begin), 4))] if begin < 7 else []
     start, end = 210 * rank // ranks, 210 * (rank + 1) // ranks
     return {
-        "rows": part(whole["rows"], *rows),
-        "more_rows": part(whole["more_rows"], *rows),
-        "columns": part(whole["columns"], ((0, 12 * rank // ranks), (2, 12 // ranks))),
-        "flat": part(whole["flat"], *((o, n) for o, n, _ in boxes((5, 6, 7), start, end - start))),
+        "rows": in_boxes(whole["rows"], rows),
+        "more_rows": in_boxes(whole["more_rows"], rows),
+        "columns": in_boxes(whole["columns"], [((0, 12 * rank // ranks), (2, 12 // ranks))]),
+        "flat": in_boxes(whole["flat"], [(o, n) for o, n, _ in boxes((5, 6, 7), start, end - start)]),
         "on_rank_0": whole["on_rank_0"],
-        "pinwheel": part(whole["pinwheel"], *PINWHEEL[rank::ranks]),
-        "empty": part(whole["empty"]),
+        "pinwheel": in_boxes(whole["pinwheel"], PINWHEEL[rank::ranks]),
+        "empty": in_boxes(whole["empty"], []),
     }
 
 

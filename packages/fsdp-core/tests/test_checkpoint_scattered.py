@@ -12,11 +12,10 @@ from typing import Any
 
 import fsspec
 import pytest
-import torch
 
-from checkpoint_ranks import ThreadRuntime, on_threads, rank_rows
+from checkpoint_ranks import ThreadRuntime, on_threads
 from cli_checkpoints import run
-from damaged_folders import refused
+from damaged_folders import KINDS, refused
 from fsdp_core.checkpoint import (
     describe,
     gather,
@@ -25,7 +24,6 @@ from fsdp_core.checkpoint import (
     load_state_dict,
     read_manifest,
     remove,
-    save,
     saving,
     verify,
 )
@@ -38,8 +36,8 @@ from fsdp_core.checkpoint.tools.listing import find_checkpoints
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.testing.refusals import assert_says
+from versioned_saves import files_in, save_version, state, version_of
 
-ROWS = 3
 Paths = Callable[[int], Path]
 
 
@@ -50,42 +48,18 @@ class OtherHostsRuntime(ThreadRuntime):
         return self  # these tests never use both at the same time
 
 
-def state_of(rank: int, ranks: int, version: float = 1.0) -> dict[str, Any]:
-    """Rows that all ranks hold in turn, a tensor that all have a copy of, and plain data."""
-    rows = torch.full((ROWS, 2), version + rank)
-    model = {"rows": rank_rows(rows, rank, ranks), "scale": torch.tensor([version])}
-    moments = {"rows": {"exp_avg": model["rows"], "step": torch.tensor(version)}}
-    optimizer = {"state": moments, "param_groups": [{"params": ["rows", "scale"]}]}
-    return {"model": model, "optimizer": [optimizer], "version": version, "best": torch.tensor([version])}
-
-
-KINDS = {"model": "model", "optimizer/0": "optimizer"}
-
-
 def save_at(runtime: Runtime, path: Path, version: float = 1.0, **options: Any) -> None:
-    state = state_of(runtime.rank, runtime.world_size, version)
-    save(path, state, runtime=runtime, strategy="test", kinds=KINDS, **{"scattered": True, **options})
+    save_version(path, version, runtime, **{"scattered": True, **options})
 
 
 def scatter(paths: Paths, ranks: int = 4, version: float = 1.0, **options: Any) -> list[Any]:
     return on_threads(ranks, lambda runtime: save_at(runtime, paths(runtime.rank), version, **options))
 
 
-def check(path: Any, ranks: int = 4, version: float = 1.0) -> None:
+def check(path: Any, version: float = 1.0) -> None:
     """Everything in a checkpoint, or in places, is what was saved."""
-    verify(path)
-    nest = load(path)
-    want = torch.arange(ranks).repeat_interleave(ROWS).float()[:, None].expand(-1, 2) + version
-    moment = nest["optimizer"][0]["state"]["rows"]
-    for tensor in (nest["model"]["rows"], moment["exp_avg"]):
-        assert torch.equal(tensor.full(), want)
-    assert nest["model"]["scale"].full().item() == moment["step"].full().item() == version
-    assert (nest["version"], nest["best"].item()) == (version, version)
-    assert torch.equal(load_state_dict(path)["rows"], want)
-
-
-def files_in(path: Path) -> set[str]:
-    return {str(found.relative_to(path)) for found in path.rglob("*") if not found.is_dir()}
+    assert version_of(path) == version
+    assert load_state_dict(path)["w"].equal(load(path)["model"]["w"].full())
 
 
 def per_rank(tmp_path: Path) -> Paths:
@@ -338,9 +312,9 @@ def test_in_the_background_and_in_turn(tmp_path: Path) -> None:
     def work(runtime: ThreadRuntime) -> None:
         saves = AsyncSaves(runtime)
         for version in (1.0, 2.0):
-            state = state_of(runtime.rank, runtime.world_size, version)
-            saves.save(paths(runtime.rank), state, strategy="test", kinds=KINDS, scattered=True)
-            state["model"]["scale"].zero_()
+            saved = state(version, runtime.rank, runtime.world_size)
+            saves.save(paths(runtime.rank), saved, strategy="test", kinds=KINDS, scattered=True)
+            saved["model"]["b"].zero_()
         saves.close()
 
     assert on_threads(4, work, OtherHostsRuntime) == [None] * 4

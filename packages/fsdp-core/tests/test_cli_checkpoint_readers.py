@@ -14,7 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from cli_checkpoints import in_pieces, run
+from chunked_tensors import in_pieces
+from cli_checkpoints import run
 from damaged_folders import save_alone
 from fsdp_core.checkpoint import load_state_dict
 from fsdp_core.state import fqn

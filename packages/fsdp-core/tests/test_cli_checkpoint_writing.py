@@ -22,7 +22,8 @@ from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from cli_checkpoints import ALIASES, in_pieces, run, save_trained, state_by_name, trained
+from chunked_tensors import in_pieces
+from cli_checkpoints import ALIASES, run, save_trained, state_by_name, trained
 from damaged_folders import flip, save_alone
 from fsdp_core import errors
 from fsdp_core.checkpoint import (

@@ -11,7 +11,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler  # type: ignore[import-untyped]
 
-from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.lightning.loaders.position import POSITION, ResumableSampler, apart, follow, position_of, sampler_of
 
 LOADERS = [DataLoader, StatefulDataLoader]
@@ -101,21 +100,6 @@ def test_smaller_batches_and_uneven_turns_left_out(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_what_workers_have_prepared_ahead_does_not_count(kind: Any) -> None:
-    loader = followed(kind, 24, 2, 0, 2, num_workers=2)
-    iterator = iter(loader)
-    assert loader.state_dict()[POSITION]["seen"] == 0
-    next(iterator)
-    state = loader.state_dict()
-    assert state[POSITION]["seen"] == 4
-    other = followed(kind, 24, 1, 0, 2, num_workers=2)
-    other.load_state_dict(state)
-    iterator = iter(other)
-    assert other.state_dict() == state
-    assert next(iterator) == list(torchs(24, 1, 0))[4:6]
-
-
-@pytest.mark.parametrize("kind", LOADERS)
 def test_iterators_that_nobody_uses_take_nothing(kind: Any) -> None:
     loader = followed(kind, 8, 2, 0, 2)
     used = iter(loader)
@@ -160,23 +144,6 @@ def test_another_epoch_is_not_interrupted() -> None:
     next(iterator)
     other.load_state_dict(loader.state_dict())
     assert [index for batch in other for index in batch] == list(torchs(9, 2, 0, 1))
-
-
-def test_the_order_is_that_of_the_interrupted_epoch() -> None:
-    loader, other = followed(DataLoader, 8, 1, 0, 2, seed=3), followed(DataLoader, 8, 1, 0, 2, seed=4)
-    iterator = iter(loader)
-    first = next(iterator)
-    other.load_state_dict(loader.state_dict())
-    assert first + [index for batch in other for index in batch] == list(torchs(8, 1, 0, seed=3))
-
-
-def test_refused() -> None:
-    loader = followed(DataLoader, 8, 2, 0, 2)
-    state = loader.state_dict()
-    with pytest.raises(CheckpointMismatchError, match=r"over 8 samples, and the dataset now has 9(.|\n)*same dataset"):
-        followed(DataLoader, 9, 2, 0, 2).load_state_dict(state)
-    with pytest.raises(CheckpointMismatchError, match=r"does not tell which samples(.|\n)*end of an epoch"):
-        loader.load_state_dict(StatefulDataLoader(range(8)).state_dict())
 
 
 class Endless(IterableDataset[int]):

@@ -15,7 +15,7 @@ from fsdp_core.testing.loopback.plugin import LOOPBACK
 from fsdp_core.testing.meshes import LINES, DeclaredMesh
 from fsdp_core.testing.pairs.comparing import differences, differing_bits
 from fsdp_core.testing.pairs.dimensions import FORBIDDEN, declared, options_of
-from fsdp_core.testing.pairs.drawing import coverage, draw, forbids, pairs_of
+from fsdp_core.testing.pairs.drawing import coverage, draw, forbids
 from fsdp_core.testing.pairs.oracle import Run, train_in_one_process
 from fsdp_core.testing.pairs.running import Held, Outcome, Piece
 
@@ -59,11 +59,6 @@ def test_a_strategy_is_drawn_with_what_it_declares() -> None:
     assert options == {"state_dict_type": "full"}
     without = declared(LOOPBACK, LINES, without={"trained=in some steps": "a reason"})
     assert {one.name: set(one.values) for one in without}["trained"] == own["trained"] - {"in some steps"}
-
-
-def test_pairs_of_a_configuration() -> None:
-    a, b, c = ("a", "1"), ("b", "2"), ("c", "3")
-    assert pairs_of(dict([a, b, c])) == {frozenset({a, b}), frozenset({a, c}), frozenset({b, c})}
 
 
 CHOSEN = {**DEFAULTS, "precision": "double", "optimizer": "adamw", "clip": "norm", "accumulate": "2"}

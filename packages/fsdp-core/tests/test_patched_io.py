@@ -25,8 +25,9 @@ from lightning.pytorch.core import saving
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from checkpoint_ranks import ThreadRuntime, on_threads, rank_rows
-from cli_checkpoints import in_pieces, state_by_name
+from checkpoint_ranks import ThreadRuntime, on_threads
+from chunked_tensors import in_pieces, rank_rows
+from cli_checkpoints import state_by_name
 from conftest import Site
 from damaged_folders import save_alone
 from fsdp_core.checkpoint import ChunkedTensor, load_state_dict

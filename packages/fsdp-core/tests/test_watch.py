@@ -147,6 +147,13 @@ def greet(hub: Hub, rank: int) -> Connection:
     return made
 
 
+def connected() -> tuple[socket.socket, Connection]:
+    """Both ends of a connection, a watcher's and the hub's."""
+    with socket.create_server(("localhost", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        return ours, Connection(server.accept()[0])
+
+
 def next_of(connection: Connection) -> dict[str, Any]:
     assert select.select([connection], [], [], 30.0)[0], "nothing has come"
     return next(iter(connection.receive()))
@@ -282,9 +289,7 @@ def test_a_rank_that_waits_in_lightnings_barrier_says_so(
     monkeypatch.setattr(_InfiniteBarrier, "__init__", set_up)
     monkeypatch.setattr(watcher, "_is_of_now", lambda: True)
     made: list[Watcher] = []
-    with socket.create_server(("localhost", 0)) as server:
-        ours = socket.create_connection(server.getsockname())
-        other = Connection(server.accept()[0])
+    ours, other = connected()
 
     def train() -> None:
         made.append(Watcher(Connection(ours), MEMBERS[1], MEMBERS[0], 0.2, lambda: "at step 0", None))
@@ -324,9 +329,7 @@ def in_worker(error: Exception) -> Exception:
 def test_the_traceback_of_an_exception_comes_before_what_is_made_of_it(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("localhost", 0)) as server:
-        ours = socket.create_connection(server.getsockname())
-        other = Connection(server.accept()[0])
+    ours, other = connected()
     told_before: list[bool] = []
     monkeypatch.setattr(watcher, "_installed", False)
     monkeypatch.setattr(sys, "excepthook", lambda *_: told_before.append(bool(select.select([other], [], [], 0.2)[0])))
@@ -364,12 +367,9 @@ def test_a_hub_that_ends_says_goodbye(hub: Hub) -> None:
 
 def test_a_process_with_many_open_files_is_watched_like_any_other() -> None:
     """``select()`` takes no file numbers above 1,023: rank 0 would be taken for lost."""
-    with socket.create_server(("localhost", 0)) as server:
-        ours = socket.create_connection(server.getsockname())
-        theirs, _ = server.accept()
+    ours, other = connected()
     held = socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD, 1500))
     ours.close()
-    other = Connection(theirs)
     watcher = Watcher(Connection(held), MEMBERS[1], MEMBERS[0], 60.0, lambda: "at step 1", None)
     try:
         other.send(kind="report?")

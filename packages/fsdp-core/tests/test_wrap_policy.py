@@ -68,17 +68,19 @@ def is_block(module: nn.Module) -> bool:
 
 @pytest.mark.parametrize(
     "policy",
-    [{Block}, frozenset({Block}), [Block], (Block,), is_block, ModuleWrapPolicy({Block})],
-    ids=["set", "frozenset", "list", "tuple", "function", "torch's policy"],
+    [
+        {Block},
+        frozenset({Block}),
+        [Block],
+        (Block,),
+        is_block,
+        ModuleWrapPolicy({Block}),
+        partial(size_based_auto_wrap_policy, min_num_params=10),
+    ],
+    ids=["set", "frozenset", "list", "tuple", "function", "torch's policy", "torch's by size"],
 )
 def test_policies_of_any_form(policy: Callable[..., bool]) -> None:
     model = listed(Block(), Block())
-    assert select_units(model, policy) == list(model["members"])
-
-
-def test_torch_policy_by_size() -> None:
-    model = listed(Block(), Block())
-    policy = partial(size_based_auto_wrap_policy, min_num_params=10)
     assert select_units(model, policy) == list(model["members"])
 
 
