@@ -17,7 +17,7 @@ from fsdp_core.runtime import _check_group
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.loopback.fabric import LoopbackFabricStrategy
 from fsdp_core.testing.refusals import refusal
-from fsdp_core.torch_private import default_store
+from fsdp_core.torch_private.process_groups import default_store
 
 
 def comes_again() -> str:

@@ -17,7 +17,7 @@ from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.suite.refusals.bad_options import BOTH
 from fsdp_core.testing.training import means, new_fabric
-from fsdp_core.torch_private import process_groups
+from fsdp_core.torch_private.process_groups import process_groups
 
 pytestmark = pytest.mark.everything
 

@@ -18,7 +18,8 @@ from torch.distributed import DistError
 
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.mesh import DATA_AXES, Mesh, MeshAxis
-from fsdp_core.torch_private import default_store, forget_meshes, note_meshes
+from fsdp_core.torch_private.dtensors import forget_meshes, note_meshes
+from fsdp_core.torch_private.process_groups import default_store
 
 __all__ = ["ProcessGroupRuntime", "ReduceOp", "Runtime"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_core.torch_private import queue_backward_callback
+from fsdp_core.torch_private.autograd import queue_backward_callback
 
 __all__ = ["EndOfBackward"]
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_core.gradients.step_gradients import forget_shown
-from fsdp_core.torch_private import without_torch_function
+from fsdp_core.torch_private.tensors import without_torch_function
 
 __all__ = ["on_zero_grad"]
 

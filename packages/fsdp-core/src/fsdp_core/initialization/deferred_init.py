@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.deferred_random import Draw, Draws, random_state, set_random_state
 from fsdp_core.state.host_memory import give_back
-from fsdp_core.torch_private import TorchDispatchMode, skipped_initialiser, tree_flatten, tree_map
+from fsdp_core.torch_private.tensors import TorchDispatchMode, skipped_initialiser, tree_flatten, tree_map
 
 __all__ = ["continue_deferred", "deferred_init", "has_values", "is_deferred", "values_of", "was_changed"]
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.torch_private import without_torch_function
+from fsdp_core.torch_private.tensors import without_torch_function
 
 __all__ = ["ReplacedParameter", "mark_replaced"]
 

@@ -31,7 +31,8 @@ from fsdp_core.state.held_gradients import HeldGradients, held_at_parameters, re
 from fsdp_core.state.layout import Layout, bytes_held, whole_parts
 from fsdp_core.state.optimizer import load_optimizer_state, optimizer_state
 from fsdp_core.state.saved_tensor import SavedTensor
-from fsdp_core.torch_private import is_accumulated, loads_in_its_own_way
+from fsdp_core.torch_private.autograd import is_accumulated
+from fsdp_core.torch_private.modules import loads_in_its_own_way
 
 if TYPE_CHECKING:
     from fsdp_core.sharding.backend import Backend

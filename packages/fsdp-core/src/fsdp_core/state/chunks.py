@@ -232,7 +232,7 @@ def chunked(tensor: Tensor | ChunkedTensor | TensorSource, *, rank: int = 0) -> 
 
 
 def _of_dtensor(tensor: DTensor) -> ChunkedTensor:
-    from fsdp_core.torch_private import is_first_slice
+    from fsdp_core.torch_private.dtensors import is_first_slice
 
     if torch.is_grad_enabled():  # to_local() would then create a new tensor, tracked by autograd
         with torch.no_grad():
@@ -279,7 +279,7 @@ def _box(
     """Return the offsets and lengths of the box at a mesh coordinate, and which copy of the tensor it belongs to."""
     from torch.distributed.tensor import Replicate, Shard
 
-    from fsdp_core.torch_private import StridedShard
+    from fsdp_core.torch_private.dtensors import StridedShard
 
     offsets, lengths, replica = [0] * len(shape), list(shape), 0
     sharded: list[tuple[int, int, int]] = []  # the dimension, this rank's piece, and the number of pieces

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from fsdp_core.torch_private import Collective, last_collective
+from fsdp_core.torch_private.process_groups import Collective, last_collective
 
 __all__ = ["Location", "StandStill", "location_of", "stacks"]
 

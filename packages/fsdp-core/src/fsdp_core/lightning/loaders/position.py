@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from fsdp_core.errors import CheckpointMismatchError
-from fsdp_core.torch_private import batches_yielded, is_exhausted, iterates_as_torch, watch_iterators
+from fsdp_core.torch_private.dataloaders import batches_yielded, is_exhausted, iterates_as_torch, watch_iterators
 
 __all__ = ["POSITION", "LoaderPosition", "ResumableSampler", "apart", "follow", "position_of", "sampler_of"]
 

@@ -29,7 +29,7 @@ from fsdp_core.sharding.optimizers.small_params import (
     new_small_params,
 )
 from fsdp_core.state.random_state import random_state, set_random_state
-from fsdp_core.torch_private import plain_tensors_replicated
+from fsdp_core.torch_private.optimizers import plain_tensors_replicated
 
 __all__ = [
     "COARSE",
