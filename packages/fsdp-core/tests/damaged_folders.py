@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,17 @@ class Payload:
 
     def __reduce__(self) -> Any:
         return os.system, (f"touch {self.file}",)
+
+
+@contextmanager
+def limited_files(size: int) -> Iterator[None]:
+    """No file of this process may become larger than ``size`` bytes: writing on fails with EFBIG, as on a full disk."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))  # Python ignores the signal that goes with it
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
 Errors = type[Exception] | tuple[type[Exception], ...]

@@ -135,7 +135,7 @@ def test_a_manifest_that_does_not_fit_is_refused(
     refused(folder, message)
 
 
-def test_what_is_no_checkpoint_is_said(tmp_path: Path, folder: Path) -> None:
+def test_paths_without_a_checkpoint_are_explained(tmp_path: Path, folder: Path) -> None:
     refused(tmp_path / "nothing", "no checkpoint at .*nothing: the path does not exist. Check the path")
     (tmp_path / "file.ckpt").write_bytes(b"x")
     refused(tmp_path / "file.ckpt", "is a file, but a sharded checkpoint is a folder with a manifest.json")

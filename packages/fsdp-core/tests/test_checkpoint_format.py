@@ -173,7 +173,7 @@ def content_of(folder: Path) -> dict[str, Any]:
 # --- What saves write fits the schema -------------------------------------------------------------------------------
 
 
-def test_the_schema_is_one() -> None:
+def test_schema_is_valid() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
 
@@ -182,7 +182,7 @@ def test_manifests_fit_the_schema(folders: dict[str, Path], name: str) -> None:
     VALIDATOR.validate(content_of(folders[name]))
 
 
-def test_members_that_are_not_known_are_ignored_but_counted(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_unknown_members_are_ignored_but_part_of_the_checksum(folders: dict[str, Path], tmp_path: Path) -> None:
     def add(content: dict[str, Any]) -> None:
         content["x-note"] = {"by": ["somebody", 1, True, None, {}]}
         content["tensors"]["model/wte.weight"]["x-note"] = "€"
@@ -301,7 +301,9 @@ LONG_DOUBLES = [
         *LONG_DOUBLES,
     ],
 )
-def test_what_the_format_has_no_place_for_is_refused(tmp_path: Path, state: dict[str, Any], message: str) -> None:
+def test_names_and_numbers_outside_of_the_format_are_refused(
+    tmp_path: Path, state: dict[str, Any], message: str
+) -> None:
     with pytest.raises(CheckpointValueError, match=message):
         save_alone(tmp_path / "c", state)
     assert not list(tmp_path.iterdir())
@@ -419,7 +421,7 @@ BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_the_schema_refuses_readers_refuse(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_readers_refuse_what_the_schema_refuses(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
     folder = changed(folders["tied"], tmp_path, BROKEN[name])
     assert not VALIDATOR.is_valid(content_of(folder))
     assert refused(folder) == [True, True]
@@ -448,7 +450,7 @@ BEYOND_THE_SCHEMA: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("name", BEYOND_THE_SCHEMA)
-def test_what_no_schema_says_readers_refuse(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_readers_refuse_more_than_the_schema(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
     folder = changed(folders["tied"], tmp_path, BEYOND_THE_SCHEMA[name])
     assert VALIDATOR.is_valid(content_of(folder))
     assert refused(folder) == [True, True]
@@ -474,7 +476,7 @@ AMBIGUOUS: dict[str, Callable[[str], str | bytes]] = {
 
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
-def test_json_that_others_might_read_otherwise_is_refused(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_ambiguous_json_is_refused(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
     folder = changed(folders["tied"], tmp_path, lambda content: None)
     text = (folder / "manifest.json").read_text()
     other = AMBIGUOUS[name](text)
@@ -523,7 +525,7 @@ def test_a_manifest_laid_out_otherwise_is_the_same(folders: dict[str, Path], tmp
         "",
     ],
 )
-def test_plain_data_that_means_nothing_is_refused(folders: dict[str, Path], tmp_path: Path, plain: str) -> None:
+def test_meaningless_plain_data_is_refused(folders: dict[str, Path], tmp_path: Path, plain: str) -> None:
     folder = changed(folders["tied"], tmp_path, lambda content: None)
     content = content_of(folder)
     name = content["state"]["json"]
@@ -546,7 +548,7 @@ def first_cells(text: str) -> list[str]:
     return re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
 
 
-def test_the_table_of_tags_is_whole() -> None:
+def test_table_of_tags_is_complete() -> None:
     written = first_cells(section("Plain data"))
     assert len(set(written)) == len(written)
     assert set(written) == {*plain_data._READERS, "$saved", "$tensor"}
@@ -557,7 +559,7 @@ def test_every_tag_of_the_table_is_saved_and_read(folders: dict[str, Path]) -> N
     assert set(re.findall(r'\{"(\$\w+)":', text)) - {"$x"} == set(first_cells(section("Plain data")))
 
 
-def test_the_table_of_dtypes_is_whole() -> None:
+def test_table_of_dtypes_is_complete() -> None:
     cells = re.findall(r"\| `(\w+)` \| `(\w+)`[^|]*\| (\d) ", section("Tensor files"))
     assert {(name, stored, int(size)) for name, stored, size in cells} == {
         (name, stored, ITEM_BYTES[name]) for name, stored in STORED_NAMES.items()

@@ -96,7 +96,7 @@ def test_the_prefix_of_a_trainers_own(ckpt: Path, tmp_path: Path) -> None:
     assert nest["trainer"]["epoch"] == 2
 
 
-def test_what_is_there_already(tmp_path: Path) -> None:
+def test_existing_target_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
     torch.save({"w": torch.zeros(2)}, tmp_path / "b.pt")
     new = tmp_path / "new"

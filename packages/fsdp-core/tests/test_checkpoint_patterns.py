@@ -63,7 +63,7 @@ def drawn(choice: random.Random) -> tuple[tuple[int, ...], Held]:
     return shape, sorted(zip(ranks, pieces, strict=True))
 
 
-def test_a_pattern_is_the_list_that_it_stands_for() -> None:
+def test_pattern_equals_its_list_of_chunks() -> None:
     choice = random.Random(3)
     patterned = 0
     for _ in range(300):
@@ -99,7 +99,7 @@ def pattern_json(chunks: PatternedChunks) -> dict[str, Any]:
     return {"files": chunks.files, **chunks.pattern.to_json()}
 
 
-def test_what_is_no_pattern_is_listed() -> None:
+def test_irregular_chunks_have_no_pattern() -> None:
     rows: Held = [(rank, (((rank, 0), (1, 4)),)) for rank in range(4)]
     assert pattern_of((4, 4), rows) is not None
     assert pattern_of((4, 4), rows[:-1]) is None

@@ -158,7 +158,7 @@ def test_folders_that_are_uploaded_into_one_are_whole_by_themselves(tmp_path: Pa
     assert files_in(merged) == {"manifest.json", *read_manifest(merged).files}
 
 
-def test_a_place_alone_is_never_loaded_and_says_what_is_missing(places: list[Path], tmp_path: Path) -> None:
+def test_one_place_alone_is_refused(places: list[Path], tmp_path: Path) -> None:
     first, second = places
     with pytest.raises(CheckpointFormatError) as caught:
         load(first)
@@ -218,7 +218,7 @@ def test_duplicates_are_named_and_a_spoiled_one_is_passed_over(places: list[Path
     assert not list(tmp_path.glob(".*"))
 
 
-def test_gather_refuses_what_it_would_spoil(places: list[Path], tmp_path: Path) -> None:
+def test_gather_refuses_to_spoil_its_sources(places: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "out.ckpt"
     for inside in (*places, places[1] / "deeper"):
         with pytest.raises(CheckpointExistsError, match="choose"):

@@ -9,7 +9,6 @@ import re
 import resource
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from checkpoint_ranks import started
+from damaged_folders import limited_files
 from fsdp_core.checkpoint import is_checkpoint, load_state_dict, remove, verify
 from fsdp_core.checkpoint.importing import import_checkpoint
 from fsdp_core.errors import CheckpointError, CheckpointExistsError
@@ -120,17 +120,6 @@ def test_a_target_that_is_refused_stays_as_it_is(pool: RankPool, tmp_path: Path,
 
 
 # --- The disk says no -----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def limited_files(size: int) -> Iterator[None]:
-    """No file of this process may become larger than ``size`` bytes: writing on fails with EFBIG, as on a full disk."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))  # Python ignores the signal that goes with it
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
 def fail_to_save(path: Path, overwrite: bool, limited_rank: int | None) -> tuple[str, str]:
@@ -313,7 +302,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     ids=["full", "quota", "permission", "read_only", "connection"],
 )
 @pytest.mark.parametrize("old", [True, False])
-def test_whatever_a_filesystem_refuses(full: str, at: str, error: OSError, message: str, old: bool) -> None:
+def test_errors_of_filesystems_are_explained(full: str, at: str, error: OSError, message: str, old: bool) -> None:
     if old:
         save_large(full, 1.0)
     before = {name: file.getvalue() for name, file in Full.store.items()}

@@ -165,7 +165,7 @@ def test_one_process_reads_the_whole_model(saved: dict[tuple[int, Cuts], Path]) 
         assert state_dict["lm_head.weight"] is state_dict["wte.weight"]
 
 
-def test_what_is_on_disk(saved: dict[tuple[int, Cuts], Path]) -> None:
+def test_manifest_and_files_of_flat_ranges(saved: dict[tuple[int, Cuts], Path]) -> None:
     for (ranks, cuts), path in saved.items():
         manifest = read_manifest(path)
         assert (manifest.world_size, manifest.aliases) == (ranks, ALIASES)
@@ -219,7 +219,7 @@ def test_several_parameters_in_one_flat_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [0, 1, 3])
-def test_what_one_thread_can_not_save_is_raised_on_all_and_the_old_one_stays(tmp_path: Path, bad: int) -> None:
+def test_refusal_on_one_thread_is_raised_on_all(tmp_path: Path, bad: int) -> None:
     path = tmp_path / "c"
     assert on_threads(4, lambda runtime: save_shards(path, runtime, padded_cuts)) == [None] * 4
     before = sorted(path.rglob("*"))

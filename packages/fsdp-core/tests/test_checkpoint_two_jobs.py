@@ -407,7 +407,7 @@ READERS: dict[str, Callable[[Path], float]] = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_read_in_which_it_is_replaced_begins_anew(
+def test_reader_begins_anew_if_the_checkpoint_is_replaced(
     tmp_path: Path, reader: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whenever that happens: each reader gives the old one or the new one, and takes neither for damaged."""
@@ -424,14 +424,14 @@ def test_a_read_in_which_it_is_replaced_begins_anew(
     assert number > 4
 
 
-def test_what_was_loaded_can_be_read_after_it_was_replaced(tmp_path: Path) -> None:
+def test_loaded_checkpoint_is_readable_after_its_replacement(tmp_path: Path) -> None:
     save_version(tmp_path / "c", 1.0)
     nest = load(tmp_path / "c")
     save_version(tmp_path / "c", 2.0)
     assert [float(saved.full().sum()) for saved in nest["model"].values()] == [12.0, 2.0]
 
 
-def test_what_can_not_be_read_any_more_is_not_called_damaged(tmp_path: Path) -> None:
+def test_replaced_checkpoint_is_not_called_damaged(tmp_path: Path) -> None:
     url = f"memory:///{uuid4().hex}/c"
     save_version(url, 1.0)
     nest = load(url)
@@ -440,9 +440,7 @@ def test_what_can_not_be_read_any_more_is_not_called_damaged(tmp_path: Path) -> 
         nest["model"]["w"].full()
 
 
-def test_one_that_is_replaced_again_and_again_is_given_up_and_not_called_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reader_gives_up_after_max_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, values = tmp_path / "c", iter(range(2, 1000))
     save_version(path, 1.0)
     read = Folder.size

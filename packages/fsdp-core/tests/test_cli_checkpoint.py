@@ -113,7 +113,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("case", [*BAD_INPUT, "an unknown scheme"])
-def test_what_can_not_be_read_is_named(folder: Path, tmp_path: Path, case: str, command: str) -> None:
+def test_unreadable_checkpoint_is_named_by_every_command(folder: Path, tmp_path: Path, case: str, command: str) -> None:
     spoil, message = BAD_INPUT.get(case, (lambda f: None, "can't open nosuchfs://bucket/a.ckpt"))
     spoil(folder)
     path = folder if case in BAD_INPUT else "nosuchfs://bucket/a.ckpt"

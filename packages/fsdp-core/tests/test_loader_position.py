@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count, product, zip_longest
+from itertools import count, product
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler  # type: ignore[import-untyped]
 
+from adapter_clauses.loader_runs import in_turns
 from fsdp_core.lightning.loaders.position import POSITION, ResumableSampler, apart, follow, position_of, sampler_of
 
 LOADERS = [DataLoader, StatefulDataLoader]
@@ -29,12 +30,6 @@ def followed(kind: Any, size: int, world_size: int, rank: int, batch: int, epoch
     loader = kind(range(size), batch_size=batch, sampler=order, collate_fn=list, **options)
     assert follow(loader, order) is position_of(loader) is not None
     return loader
-
-
-def in_turns(by_rank: list[list[list[int]]]) -> list[int]:
-    """What all ranks together see, given each one's batches, in the order in which they take turns."""
-    steps = zip(*by_rank, strict=True)
-    return [index for step in steps for turn in zip_longest(*step) for index in turn if index is not None]
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -187,14 +182,14 @@ def samples() -> Any:
     ],
     ids=["iterable", "dataset with state", "no ranks", "own sampler", "own batches", "own iteration", "out of order"],
 )
-def test_not_known(make: Any) -> None:
+def test_loaders_whose_position_is_not_followed(make: Any) -> None:
     order: Any = DistributedSampler(samples(), 2, 0)
     loader = make(order)
     assert follow(loader, sampler_of(loader)) is None
     assert position_of(loader) is None
 
 
-def test_known() -> None:
+def test_loaders_whose_position_is_followed() -> None:
     for kind in (DistributedSampler, StatefulDistributedSampler):
         order: Any = kind(samples(), 2, 1, shuffle=False)
         for loader in (

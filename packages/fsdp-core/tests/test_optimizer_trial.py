@@ -116,7 +116,7 @@ class Holds(torch.optim.SGD):
         self.one = params[1]
 
 
-def test_what_an_optimizer_holds_besides_its_groups_follows() -> None:
+def test_parameters_held_outside_of_groups_are_replaced() -> None:
     model = Model((6, 4), (6,))
     inner = torch.optim.AdamW(model.written)
     optimizer: Any = model.repoint(Holds(list(model.written), inner))
@@ -217,13 +217,15 @@ NOT_ELEMENTWISE = "looks at more of a parameter than single elements"
         *((Later, {"lr": lr, "spikes": spikes}, NOT_ELEMENTWISE) for lr in (0.1, 0.0) for spikes in (False, True)),
     ],
 )
-def test_what_is_not_of_single_elements_is_refused_over_pieces(kind: Any, options: dict[str, Any], why: str) -> None:
+def test_optimizers_that_are_not_elementwise_are_refused_over_pieces(
+    kind: Any, options: dict[str, Any], why: str
+) -> None:
     model = Model((6, 4))
     with pytest.raises(OptimizerMismatchError, match=why):
         model.repoint(kind(list(model.written), **options))
 
 
-def test_a_strangers_optimizer_is_taken_that_is_elementwise() -> None:
+def test_unknown_elementwise_optimizer_is_accepted() -> None:
     model = Model((6, 4))
     torch.manual_seed(3)
     model.repoint(Strangers(model.written, by_its_signs))
@@ -238,7 +240,7 @@ def of_one_shape(parameter: Tensor, grad: Tensor) -> Tensor:
     return grad.sign()
 
 
-def test_what_cannot_be_tried_is_warned_of() -> None:
+def test_optimizer_that_cannot_be_tried_gets_a_warning() -> None:
     model = Model((6, 4))
     with pytest.warns(UserWarning, match=r"Strangers could not be tried .*made for another shape.*devices=1"):
         model.repoint(Strangers(model.written, of_one_shape))
@@ -263,7 +265,7 @@ class Rows(OneByOne):
             parameter.grad.div_(parameter.grad.norm(dim=1).max())
 
 
-def test_owners_run_what_looks_at_one_parameter_alone() -> None:
+def test_owners_run_optimizers_of_one_parameter_alone() -> None:
     """Of a model whose parameters are all alike, too."""
     for shapes in (((6, 4),), ((6, 4), (4,))):
         model = Model(*shapes)
@@ -304,7 +306,7 @@ class DrawsAndScales(OneByOne):
         parameter.grad.div_(parameter.grad.norm() + 1e-6)
 
 
-def test_what_draws_is_refused_over_few_elements() -> None:
+def test_random_optimizer_is_refused_over_few_elements() -> None:
     """Its steps over more may take minutes."""
     model = Model((6, 4))
     with pytest.raises(OptimizerMismatchError, match=NOT_ELEMENTWISE):
@@ -413,7 +415,7 @@ class KeepsSome(OneByOne):
     ],
 )
 @pytest.mark.parametrize("owners", [False, True])
-def test_what_would_fail_or_differ_later_is_refused(kind: Any, why: str, owners: bool) -> None:
+def test_optimizers_that_fail_or_differ_later_are_refused(kind: Any, why: str, owners: bool) -> None:
     """At the first step, at the first checkpoint, or never, silently."""
     model = Model((6, 4))
     with pytest.raises(OptimizerMismatchError, match=why):
@@ -427,7 +429,7 @@ def test_what_would_fail_or_differ_later_is_refused(kind: Any, why: str, owners:
         (DecaysByTheMean, NOT_ELEMENTWISE),  # though the norm only scales a small part of a step
     ],
 )
-def test_what_only_an_owner_can_run(kind: Any, why: str) -> None:
+def test_optimizers_that_only_an_owner_can_run(kind: Any, why: str) -> None:
     model = Model((6, 4))
     with pytest.raises(OptimizerMismatchError, match=why):
         check_steps(kind(model.held, lr=0.1), model.layout)
@@ -496,7 +498,7 @@ class Forgets(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("show_whole", [False, True])
-def test_an_optimizer_that_nobody_can_resume_is_said_to_be_one(show_whole: bool) -> None:
+def test_optimizer_that_nobody_can_resume_gets_a_warning(show_whole: bool) -> None:
     model = Model((6, 4))
     made = (Forgets if not show_whole else type("ForgetsRows", (Forgets, Rows), {}))(model.held, lr=0.1)
     with pytest.warns(UserWarning, match=r"can't be resumed, sharded or not: .*NotImplementedError: no states here"):

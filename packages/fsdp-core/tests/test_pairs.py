@@ -37,16 +37,13 @@ DEFAULTS = {one.name: next(iter(one.values)) for one in ALL}
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sixty_configurations_cover_all_pairs_that_can_be(seed: int) -> None:
-    drawn = list(islice(draw(ALL, RULES, seed), 60))
+    many = list(islice(draw(ALL, RULES, seed), 200))
+    drawn = many[:60]
     covered, can_be = coverage(drawn, ALL, RULES)
     assert covered == can_be > 1500
-    assert not any(forbids(rule, one) for rule in RULES for one in drawn)
+    assert not any(forbids(rule, one) for rule in RULES for one in many)
     assert drawn == list(islice(draw(ALL, RULES, seed), 60)) != list(islice(draw(ALL, RULES, seed + 1), 60))
     assert all(one.keys() == DEFAULTS.keys() for one in drawn)
-
-
-def test_what_is_drawn_after_all_pairs_is_allowed_too() -> None:
-    assert not any(forbids(rule, one) for rule in RULES for one in islice(draw(ALL, RULES, 0), 60, 200))
 
 
 def test_a_strategy_is_drawn_with_what_it_declares() -> None:

@@ -259,7 +259,7 @@ def test_what_is_computed_of_what_was_read_is_refused(how: str) -> None:
     assert_says(told, name, "after wrap()", "auto_wrap_policy={MyBlock}")
 
 
-def test_what_stays_whole() -> None:
+def test_parameters_that_are_not_divided() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -359,12 +359,6 @@ def test_an_exception_that_the_loss_of_another_rank_causes_is_no_cause(text: str
     assert not watcher._comes_from_loss(ValueError(text))
 
 
-def test_a_hub_that_ends_says_goodbye(hub: Hub) -> None:
-    rank = greet(hub, 1)
-    hub.close()
-    assert next_of(rank) == {"kind": "bye", "members": []}
-
-
 def test_a_process_with_many_open_files_is_watched_like_any_other() -> None:
     """``select()`` takes no file numbers above 1,023: rank 0 would be taken for lost."""
     ours, other = connected()
