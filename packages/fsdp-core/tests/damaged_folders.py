@@ -58,10 +58,9 @@ def reseal(folder: Path, path: Path) -> None:
     rewrite(folder, lambda content: content["files"].update({str(path.relative_to(folder)): entry}))
 
 
-def chunk_of(content: dict[str, Any], key: str = "model/w") -> dict[str, Any]:
+def chunk_of(content: dict[str, Any], key: str = "model/w") -> Any:
     """The first chunk of a tensor in a manifest."""
-    found: dict[str, Any] = content["tensors"][key]["chunks"][0]
-    return found
+    return content["tensors"][key]["chunks"][0]
 
 
 def model_file(folder: Path) -> Path:

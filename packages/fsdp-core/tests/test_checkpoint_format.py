@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import json
 import re
+import shutil
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from datetime import UTC, date, datetime, time, timedelta
@@ -320,11 +321,7 @@ def rewrite(folder: Path, content: dict[str, Any]) -> None:
 
 def changed(source: Path, target: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     """A copy of a checkpoint whose manifest was changed by somebody who knows the format."""
-    for path in source.rglob("*"):
-        if path.is_file():
-            copied = target / path.relative_to(source)
-            copied.parent.mkdir(parents=True, exist_ok=True)
-            copied.write_bytes(path.read_bytes())
+    shutil.copytree(source, target, dirs_exist_ok=True)
     content = content_of(target)
     change(content)
     rewrite(target, content)
@@ -343,19 +340,16 @@ def refused(folder: Path) -> list[bool]:
     return outcomes
 
 
-def weight(content: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = content["tensors"]["model/wte.weight"]
-    return found
+def weight(content: dict[str, Any]) -> Any:
+    return content["tensors"]["model/wte.weight"]
 
 
-def chunk(content: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = weight(content)["chunks"][0]
-    return found
+def chunk(content: dict[str, Any]) -> Any:
+    return weight(content)["chunks"][0]
 
 
-def file(content: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = next(iter(content["files"].values()))
-    return found
+def file(content: dict[str, Any]) -> Any:
+    return next(iter(content["files"].values()))
 
 
 def named(name: str) -> Callable[[dict[str, Any]], None]:

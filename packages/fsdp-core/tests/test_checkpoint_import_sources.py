@@ -17,29 +17,20 @@ from torch import Tensor, nn
 import checkpoint_import_ranks as ranks
 import checkpoint_ranks
 from damaged_folders import import_refused
-from fsdp_core.checkpoint import SavedTensor, load, read_manifest, verify
+from fsdp_core.checkpoint import load, read_manifest, verify
 from fsdp_core.checkpoint.importing import import_checkpoint
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError, CheckpointValueError
 from fsdp_core.testing.ranks import RankPool
-from nests import assert_same
+from nests import assert_same, read_all
 
 REAL_XLA = Path(__file__).parent / "xla_shards"
-
-
-def whole(value: Any) -> Any:
-    """A nest with its tensors read."""
-    if isinstance(value, dict):
-        return {key: whole(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [whole(item) for item in value]
-    return value.full() if isinstance(value, SavedTensor) else value
 
 
 def imported(source: Path, out: Path, **options: Any) -> dict[str, Any]:
     """What a checkpoint holds after it was imported."""
     import_checkpoint(source, out, **options)
     verify(out)
-    nest: dict[str, Any] = whole(load(out))
+    nest: dict[str, Any] = read_all(load(out))
     return nest
 
 

@@ -283,9 +283,8 @@ def test_tools_read_patterns(folder: Path, tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], whole) for name, whole in WHOLE.items())
 
 
-def chunks_of(content: dict[str, Any], name: str = "rows") -> dict[str, Any]:
-    found: dict[str, Any] = content["tensors"][f"model/{name}"]["chunks"]
-    return found
+def chunks_of(content: dict[str, Any], name: str = "rows") -> Any:
+    return content["tensors"][f"model/{name}"]["chunks"]
 
 
 def add_tensor(content: dict[str, Any], shape: list[int], **pattern: Any) -> None:

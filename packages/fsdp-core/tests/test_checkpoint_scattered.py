@@ -162,10 +162,10 @@ def test_one_place_alone_is_refused(places: list[Path], tmp_path: Path) -> None:
     first, second = places
     with pytest.raises(CheckpointFormatError) as caught:
         load(first)
-    told = str(caught.value)
-    assert_says(told, "is a place of the scattered save", "of 10 files, 4 are missing")
-    assert f"rank 2-3 on {writers.new_writer('0' * 12).host}, to {second}" in told
-    assert f"fsdp checkpoint gather {first} … OUT" in told
+    message = str(caught.value)
+    assert_says(message, "is a place of the scattered save", "of 10 files, 4 are missing")
+    assert f"rank 2-3 on {writers.new_writer('0' * 12).host}, to {second}" in message
+    assert f"fsdp checkpoint gather {first} … OUT" in message
     for reader in (load, verify, load_state_dict, read_manifest, describe):
         with pytest.raises(CheckpointFormatError, match="it holds what rank 2-3 wrote of the scattered save") as caught:
             reader(second)
@@ -409,9 +409,9 @@ def test_links_that_lead_out_of_a_place_are_not_followed(places: list[Path], tmp
 
 def test_the_command_joins_verifies_and_describes(places: list[Path], tmp_path: Path) -> None:
     (first, second), out = places, tmp_path / "out.ckpt"
-    told = run("verify", first, status=1).output
-    assert_says(told, "of 10 files, 4 are missing", "rank 2-3 on")
-    assert "is damaged" not in told
+    message = run("verify", first, status=1).output
+    assert_says(message, "of 10 files, 4 are missing", "rank 2-3 on")
+    assert "is damaged" not in message
     found = json.loads(run("verify", first, "--json", status=1).stdout)
     assert len(found["elsewhere"]) == 4
     assert set(found["faults"]) == set(found["elsewhere"])

@@ -195,13 +195,13 @@ def test_a_folder_that_this_user_may_not_write(open_path: Path, make: Callable[[
     before = everything(open_path)
     for folder in (path.parent, *(found for found in path.parent.rglob("*") if found.is_dir())):
         folder.chmod(0o555)
-    told = as_nobody(save_large, path, 2.0)
-    assert told.startswith(f"CheckpointError: writing {path} failed: PermissionError: ")
-    assert "This user lacks permission for that: request it, or use another path." in told
+    message = as_nobody(save_large, path, 2.0)
+    assert message.startswith(f"CheckpointError: writing {path} failed: PermissionError: ")
+    assert "This user lacks permission for that: request it, or use another path." in message
     if make is a_checkpoint:
-        told = as_nobody(remove, path)
-        assert told.startswith(f"CheckpointError: can't remove {path}: PermissionError: ")
-        assert "This user lacks permission for that: request it" in told
+        message = as_nobody(remove, path)
+        assert message.startswith(f"CheckpointError: can't remove {path}: PermissionError: ")
+        assert "This user lacks permission for that: request it" in message
     for folder in (path.parent, *(found for found in path.parent.rglob("*") if found.is_dir())):
         folder.chmod(0o755)
     assert everything(open_path) == before
@@ -229,10 +229,10 @@ def test_what_this_user_may_not_read_is_not_called_damaged(open_path: Path) -> N
         mode = closed.stat().st_mode
         closed.chmod(0)
         for read, named in by.items():
-            told = as_nobody(read, open_path / "old.pt" if closed.suffix == ".pt" else path)
-            assert f"can't read {named}" in told, (closed, told)
-            assert_says(told, "PermissionError", "This user lacks permission for that: request it")
-            assert not re.search("damage|missing|nothing|backup|Check the path", told), told
+            message = as_nobody(read, open_path / "old.pt" if closed.suffix == ".pt" else path)
+            assert f"can't read {named}" in message, (closed, message)
+            assert_says(message, "PermissionError", "This user lacks permission for that: request it")
+            assert not re.search("damage|missing|nothing|backup|Check the path", message), message
         closed.chmod(mode)
     assert version_of(path) == 1.0
 

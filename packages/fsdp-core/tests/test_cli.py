@@ -205,12 +205,6 @@ def test_describe_as_json(full_site: Site) -> None:
             "lightning.fabric.Fabric take it as it is, and Lightning's documentation describes it. "
             "Did you mean 'fsdp2'?\nInstalled: erring, good, ",
         ),
-        ("fsdp2", "strategy 'fsdp2' is not installed. Type: pip install fsdp-fsdp2\nInstalled: erring, good, "),
-        (
-            "twice",
-            "strategy 'twice' is ambiguous: one-plugin 1.0 and two-plugin 1.0 provide it.\nUninstall all but one",
-        ),
-        ("bad_plugin", "strategy 'bad_plugin' can't be used: bad-plugin 1.0 failed to load: ModuleNotFoundError: "),
     ],
 )
 def test_our_errors_are_shown_without_a_traceback(full_site: Site, name: str, message: str) -> None:

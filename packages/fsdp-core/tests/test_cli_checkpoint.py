@@ -212,8 +212,8 @@ def test_inspect_puts_together_what_is_repeated_and_nothing_else(tmp_path: Path)
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_a_file_of_lightning_is_sent_to_import(command: str, tmp_path: Path) -> None:
     torch.save({"state_dict": {"w": torch.ones(2)}, "pytorch-lightning_version": "2.6.6"}, tmp_path / "last.ckpt")
-    told = run(command, tmp_path / "last.ckpt", status=1).output
-    (line,) = re.findall(r"`fsdp (checkpoint import \S+ )NEW`", told)
+    message = run(command, tmp_path / "last.ckpt", status=1).output
+    (line,) = re.findall(r"`fsdp (checkpoint import \S+ )NEW`", message)
     run(*line.split()[1:], tmp_path / "new", "--weights-only")
     assert "model/w" in run("inspect", tmp_path / "new").stdout
 

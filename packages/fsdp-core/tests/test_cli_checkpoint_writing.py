@@ -457,9 +457,9 @@ def test_foreign_files_are_not_replaced(folder: Path, tmp_path: Path, target: st
 @pytest.mark.parametrize("target", ALL)
 def test_a_folder_that_can_not_be_made_is_named(folder: Path, tmp_path: Path, target: str) -> None:
     (tmp_path / "file").write_text("x")
-    told = write_to(folder, tmp_path / "file" / "out", target, status=1)
-    assert "can't write" in told or "is a file" in told
-    assert "Traceback" not in told
+    message = write_to(folder, tmp_path / "file" / "out", target, status=1)
+    assert "can't write" in message or "is a file" in message
+    assert "Traceback" not in message
 
 
 @pytest.mark.parametrize("target", ALL)
@@ -481,8 +481,8 @@ def test_a_write_that_fails_leaves_what_was_there(
         return read(self, *arguments)
 
     monkeypatch.setattr(tensor_bytes.TensorBytes, "read", failing)
-    told = write_to(folder, out, target, "--overwrite", status=1)
-    assert f"can't write {out}: OSError: [Errno 28] No space left on device\nThere is no space left" in told
+    message = write_to(folder, out, target, "--overwrite", status=1)
+    assert f"can't write {out}: OSError: [Errno 28] No space left on device\nThere is no space left" in message
     assert content(out) == before
     calls = 0
     write_to(folder, tmp_path / "new" / "out", target, status=1)
@@ -502,8 +502,8 @@ def test_a_disk_that_takes_no_more_is_named(tmp_path: Path, target: str) -> None
 def test_a_damaged_checkpoint_is_not_passed_on(folder: Path, tmp_path: Path, target: str) -> None:
     (file,) = (folder / "model").iterdir()
     flip(file)
-    told = write_to(folder, tmp_path / "out", target, status=1)
-    assert f"model/{file.name} has the checksum" in told
+    message = write_to(folder, tmp_path / "out", target, status=1)
+    assert f"model/{file.name} has the checksum" in message
     assert not (tmp_path / "out").exists()
     write_to(folder, tmp_path / "out", target, "--no-verify")
     assert (tmp_path / "out").exists()

@@ -48,11 +48,11 @@ LOADS = Location(innermost="queue.py:5 in get", users="train.py:8 in rows", wait
 def test_an_error_that_says_what_to_do_is_not_answered_by_a_new_start() -> None:
     again = "Start the same command again"
     assert again in raised(MEMBERS[1], "ValueError: a bad batch", "at step 3").message
-    told = raised(
+    message = raised(
         MEMBERS[1], "ShardingError: the epoch is over", "at step 3", "Give each rank as many batches."
     ).message
-    assert "Give each rank as many batches." in told
-    assert again not in told
+    assert "Give each rank as many batches." in message
+    assert again not in message
 
 
 @pytest.mark.parametrize(
@@ -126,11 +126,11 @@ def test_the_rank_that_is_behind(case: str) -> None:
 
 
 def test_a_lost_host_is_told_by_its_ranks() -> None:
-    told = lost(MEMBERS[2:], "at step 4", host_is_silent=True).message
-    assert told.startswith(
+    message = lost(MEMBERS[2:], "at step 4", host_is_silent=True).message
+    assert message.startswith(
         "rank 2 on b (process 102), rank 3 on b (process 103) were lost at step 4: their host has not"
     )
-    assert "ckpt_path='last'" in told
+    assert "ckpt_path='last'" in message
 
 
 @pytest.fixture

@@ -251,10 +251,10 @@ class UnlikeInOptimizers(Lit):
 def _unlike_in_optimizers(strategy: str, tmp: str) -> tuple[str, int, str]:
     module = UnlikeInOptimizers()
     run = new_trainer(tmp, strategy, 2)
-    told = refusal(ShardingError, lambda: run.fit(module, loader(1, 2)))
+    message = refusal(ShardingError, lambda: run.fit(module, loader(1, 2)))
     fabric, net = new_fabric(strategy), oracle.new_net()
     optimizer = oracle.adamw_groups(net) if here().rank else oracle.sgd(net)
-    return told, len(module.losses), refusal(ShardingError, lambda: fabric.setup(net, optimizer))
+    return message, len(module.losses), refusal(ShardingError, lambda: fabric.setup(net, optimizer))
 
 
 class BadModulesOfAdaptersSuite(Clauses):
