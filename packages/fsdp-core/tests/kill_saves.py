@@ -66,26 +66,30 @@ def wait_for(pid: int) -> None:
         time.sleep(0.001)
 
 
+def kill_some(pids: list[int], choice: random.Random) -> None:
+    """Kill at least one of these processes, and wait until all have ended."""
+    for pid in choice.sample(pids, k=choice.randint(1, len(pids))):
+        os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        wait_for(pid)
+
+
 def kill_once(path: Path, meeting: Path, ranks: int, version: float, choice: random.Random, pace: float) -> float:
     """Start saving after ``version``, kill at a random instant; gives the version acknowledged last."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     pids = [fork_rank(save_forever, path, meeting, rank, ranks, version + 1, writer) for rank in range(ranks)]
     os.close(writer)
-    told, end = b"", time.monotonic() + SECONDS
-    while not told and time.monotonic() < end:  # until it has saved once, so that the instant is one of a save
+    acknowledged, end = b"", time.monotonic() + SECONDS
+    while not acknowledged and time.monotonic() < end:  # until it has saved once, so that the instant is one of a save
         time.sleep(0.001)
-        told += _read(reader)
+        acknowledged += _read(reader)
     time.sleep(choice.uniform(0, 2 * pace))
-    victims = choice.sample(pids, k=choice.randint(1, ranks))
-    for pid in victims:
-        os.kill(pid, signal.SIGKILL)
-    for pid in pids:
-        wait_for(pid)
-    told += _read(reader)
+    kill_some(pids, choice)
+    acknowledged += _read(reader)
     os.close(reader)
     meeting.unlink(missing_ok=True)
-    return max([version, *map(float, told.split())])
+    return max([version, *map(float, acknowledged.split())])
 
 
 def kill_first_save(folder: Path, number: int, ranks: int, choice: random.Random, pace: float) -> None:
@@ -96,10 +100,7 @@ def kill_first_save(folder: Path, number: int, ranks: int, choice: random.Random
     while set(folder.iterdir()) <= before and time.monotonic() < end:  # until the ranks have met, and one writes
         time.sleep(0.0005)
     time.sleep(choice.uniform(0, 2 * pace))
-    for pid in choice.sample(pids, k=choice.randint(1, ranks)):
-        os.kill(pid, signal.SIGKILL)
-    for pid in pids:
-        wait_for(pid)
+    kill_some(pids, choice)
     meeting.unlink(missing_ok=True)
     for found in (found for found in folder.iterdir() if not found.name.startswith(".")):
         assert found.suffix == ".ckpt", f"{found} is no name of a checkpoint"

@@ -58,6 +58,7 @@ def scatter(paths: Paths, ranks: int = 4, version: float = 1.0, **options: Any) 
 
 def check(path: Any, version: float = 1.0) -> None:
     """Everything in a checkpoint, or in places, is what was saved."""
+    verify(path)
     assert version_of(path) == version
     assert load_state_dict(path)["w"].equal(load(path)["model"]["w"].full())
 

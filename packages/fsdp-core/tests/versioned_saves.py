@@ -43,8 +43,7 @@ def save_version(
 
 
 def version_of(path: Any) -> float:
-    """The version of a checkpoint, or of places together; every byte is verified, and every element must say it."""
-    verify(path)
+    """The version of a checkpoint, or of places together, of which a load verifies all; every element must say it."""
     nest = load(path)
     version, ranks = float(nest["step"]), nest["ranks"]
     moment = nest["optimizer"][0]["state"]["w"]
@@ -62,7 +61,8 @@ def files_in(path: Path) -> set[str]:
 
 
 def is_tidy(path: Path) -> bool:
-    """Whether a folder holds what its manifest names, nothing else, and nothing was left beside it."""
+    """Whether a folder holds what its manifest names, whole, nothing else, and nothing was left beside it."""
+    verify(path)
     return files_in(path) == {*read_manifest(path).files, "manifest.json"} and not [
         other for other in path.parent.iterdir() if other.name.startswith((f"{path.name}.", "."))
     ]
