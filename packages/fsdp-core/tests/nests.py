@@ -32,4 +32,4 @@ def read_all(value: Any) -> Any:
         return value.full()
     if isinstance(value, dict):
         return {key: read_all(item) for key, item in value.items()}
-    return [read_all(item) for item in value] if isinstance(value, list | tuple) else value
+    return type(value)(map(read_all, value)) if isinstance(value, list | tuple) else value

@@ -234,6 +234,9 @@ def test_help_and_version(site: Site) -> None:
     assert "list Show the strategies, and which can run here." in shown
     assert "describe Show what a strategy can do, and its options." in shown
     assert "checkpoint Look into checkpoints, compare and convert them." in shown
+    assert "doctor Look for what is broken here, for you and for bug reports." in shown
+    explained = " ".join(site.fsdp("doctor", "--help").stdout.split())
+    assert "Exit status: 0, or 1 if something is broken." in explained
     assert "Print JSON, for programs to read." in site.fsdp("describe", "--help").stdout
     assert site.fsdp("--version").stdout.startswith("fsdp (fsdp-core) ")
 

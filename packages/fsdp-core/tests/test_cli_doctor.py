@@ -307,10 +307,3 @@ def test_failed_questions_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one["what"] for one in found["findings"]] == [
         f"fsdp doctor could not look at {subject}: OSError: no such?[2J thing" for subject in subjects
     ]
-
-
-def test_doctor_is_in_the_help(site: Site) -> None:
-    assert " doctor Look for what is broken here, for you and for bug reports. " in " ".join(
-        site.fsdp("--help").stdout.split()
-    )
-    assert "Exit status: 0, or 1 if something is broken." in " ".join(site.fsdp("doctor", "--help").stdout.split())
