@@ -186,12 +186,12 @@ def test_holes_and_disagreements_are_named_as_without_patterns(tmp_path: Path) -
 
     for error in on_threads(3, lacking):
         assert isinstance(error, CheckpointMismatchError)
-        for told in (
+        for message in (
             "'model/rows': nothing covers [3:6, 0:4] of shape [7, 4]",
             "'model/columns': rank 0 has (2, 12) int64, and rank 1 has (2, 12) float32",
             "'model/extra': rank 1 has it, and rank 0 does not",
         ):
-            assert told in str(error)
+            assert message in str(error)
 
 
 def test_ranks_may_have_their_tensors_in_another_order(tmp_path: Path) -> None:
@@ -274,9 +274,9 @@ def folder(tmp_path: Path, patterns_always: None) -> Path:
 
 
 def test_tools_read_patterns(folder: Path, tmp_path: Path) -> None:
-    told = describe(folder)
-    assert told["format_version"] == 2
-    assert [told["tensors"][f"model/{name}"]["chunks"] for name in ("rows", "flat", "empty")] == [3, 7, 0]
+    description = describe(folder)
+    assert description["format_version"] == 2
+    assert [description["tensors"][f"model/{name}"]["chunks"] for name in ("rows", "flat", "empty")] == [3, 7, 0]
     assert reshard(folder, tmp_path / "in 2", files=2).format_version == 1
     assert not compare(folder, tmp_path / "in 2").tensors
     weights = load_state_dict(tmp_path / "in 2")

@@ -251,15 +251,15 @@ def test_a_whole_save_within_another(
         with monkeypatch.context() as patched:
             patched.setattr(warnings, "warn", lambda *args, **kwargs: None)
             calls = at_call(patched, number, partial(save_version, path, 3.0))
-            told = True
+            was_refused = True
             with contextlib.suppress(CheckpointExistsError):
                 save_version(path, 2.0)
-                told = False
+                was_refused = False
         if len(calls) < number:  # it was over before
             break
-        seen[told] += 1
-        assert version_of(path) == 3.0 if told else version_of(path) in (2.0, 3.0)
-        assert not told or is_tidy(path)
+        seen[was_refused] += 1
+        assert version_of(path) == 3.0 if was_refused else version_of(path) in (2.0, 3.0)
+        assert not was_refused or is_tidy(path)
     assert seen[True] >= 5
     assert seen[False] >= 2
 
@@ -326,13 +326,14 @@ def test_files_in_a_checkpoint_are_removed_when_their_writer_is_gone(
         warnings.simplefilter("always")
         save_version(path, 3.0)
     assert version_of(path) == 3.0
-    told = [str(one.message) for one in caught if "it also holds files of another save" in str(one.message)]
+    messages = [str(warning.message) for warning in caught]
+    messages = [message for message in messages if "it also holds files of another save" in message]
     if writer is GONE:
         assert is_tidy(path)
-        assert not told
+        assert not messages
     else:
-        assert len(told) == 1
-        assert committed or "on gpu-07, of which nothing is known here), which are kept" in told[0]
+        assert len(messages) == 1
+        assert committed or "on gpu-07, of which nothing is known here), which are kept" in messages[0]
 
 
 def test_a_removal_that_is_interrupted_leaves_no_half_checkpoint(

@@ -239,25 +239,25 @@ def test_the_context_may_be_in_another_such() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("argument", "message"),
     [
         (3, "wrap() got a int"),
         (nn.ModuleList([nn.Linear(1, 1)]), "a ModuleList, which is never called"),
         (nn.ModuleDict(), "a ModuleDict, which is never called"),
     ],
 )
-def test_what_can_be_no_unit_is_refused(what: object, told: str) -> None:
+def test_wrap_refuses_what_is_never_called(argument: object, message: str) -> None:
     with pytest.raises(ShardingError) as refused:
-        fsdp_core.wrap(what)  # type: ignore[type-var]
-    assert told in str(refused.value)
+        fsdp_core.wrap(argument)  # type: ignore[type-var]
+    assert message in str(refused.value)
     assert "Wrap its members" in str(refused.value) or "Give it a module" in str(refused.value)
 
 
-def test_what_is_marked_in_a_context_is_told() -> None:
-    told: list[nn.Module] = []
+def test_callback_gets_modules_that_are_marked_in_its_context() -> None:
+    noted: list[nn.Module] = []
     first, second, third = (nn.Linear(1, 1) for _ in range(3))
-    with mark_by_torch_wrap(), when_marked(told.append):
+    with mark_by_torch_wrap(), when_marked(noted.append):
         fsdp_core.wrap(first)
         torch_wrap(second)
     fsdp_core.wrap(third)
-    assert [m is one for m, one in zip(told, (first, second), strict=True)] == [True, True]
+    assert [m is one for m, one in zip(noted, (first, second), strict=True)] == [True, True]
