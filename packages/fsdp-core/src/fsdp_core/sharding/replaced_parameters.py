@@ -89,7 +89,7 @@ def _found(values: Any) -> ReplacedParameter | None:
     if isinstance(values, dict):
         values = list(values.values())
     if isinstance(values, list | tuple):
-        return next((found for value in values if (found := _found(value)) is not None), None)
+        return next((replaced for value in values if (replaced := _found(value)) is not None), None)
     return None
 
 

@@ -98,14 +98,14 @@ class ChunkedTensor:
         Args:
             copies: Tensors of the same shape, by the id of the original. Data without a copy is kept.
         """
-        made = object.__new__(ChunkedTensor)  # the boxes have been checked
-        made.shape, made.dtype, made.replica = self.shape, self.dtype, self.replica
-        made.chunks = (
-            tuple([Chunk(offsets=one.offsets, data=copies.get(id(one.data), one.data)) for one in self.chunks])
+        copy = object.__new__(ChunkedTensor)  # the boxes have been checked
+        copy.shape, copy.dtype, copy.replica = self.shape, self.dtype, self.replica
+        copy.chunks = (
+            tuple([Chunk(offsets=chunk.offsets, data=copies.get(id(chunk.data), chunk.data)) for chunk in self.chunks])
             if self.replica == 0
             else ()
         )
-        return made
+        return copy
 
     def numel(self) -> int:
         """Return the number of elements of the full tensor."""
@@ -311,4 +311,4 @@ def _pieces(dim: int, placements: tuple[Placement, ...], mesh: tuple[int, ...]) 
     """Into how many pieces placements other than strided ones divide a dimension."""
     from torch.distributed.tensor import Shard
 
-    return prod(n for one, n in zip(placements, mesh, strict=True) if type(one) is Shard and one.dim == dim)
+    return prod(n for p, n in zip(placements, mesh, strict=True) if type(p) is Shard and p.dim == dim)
