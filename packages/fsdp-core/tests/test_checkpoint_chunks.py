@@ -18,6 +18,7 @@ from chunked_tensors import in_boxes, in_pieces, slices_of, split
 from fsdp_core import errors
 from fsdp_core.checkpoint import Chunk, ChunkedTensor, chunked, fill, fill_all, load, load_state_dict, save, verify
 from fsdp_core.checkpoint.storage.tensor_bytes import TensorBytes, open_files
+from fsdp_core.state.boxes import copy_into
 from fsdp_core.state.coverage import Box, find_fault
 from fsdp_core.testing.refusals import assert_says, refusal
 
@@ -65,6 +66,20 @@ LAYOUTS: dict[str, Any] = {
 
 def bytes_of(tensor: Tensor) -> bytearray:
     return bytearray(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64], ids=str)
+def test_bytes_of_a_box_are_copied_to_its_place(dtype: torch.dtype) -> None:
+    rng = random.Random(0)
+    for _ in range(500):
+        shape = [rng.randint(1, 6) for _ in range(rng.randint(0, 4))]
+        lengths = [rng.randint(1, size) for size in shape]
+        offsets = [rng.randint(0, size - length) for size, length in zip(shape, lengths, strict=True)]
+        box, expected = torch.randint(1, 100, lengths).to(dtype), torch.zeros(shape, dtype=dtype)
+        expected[slices_of(offsets, lengths)] = box
+        target = bytearray(expected.nbytes)
+        copy_into(memoryview(target), shape, offsets, memoryview(bytes_of(box)), dtype.itemsize, lengths)
+        assert target == bytes_of(expected), (shape, offsets, lengths)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

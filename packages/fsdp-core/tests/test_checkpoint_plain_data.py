@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fsdp_core.checkpoint.format.plain_data import decode, encode
-from fsdp_core.errors import CheckpointValueError
+from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 from fsdp_core.testing.refusals import assert_says, refusal
 
 
@@ -190,3 +190,8 @@ def test_refuses_a_container_that_contains_itself() -> None:
 def test_the_same_container_twice_is_no_loop() -> None:
     shared = [1]
     assert through_json([shared, shared]) == [[1], [1]]
+
+
+def test_an_unknown_tag_is_refused() -> None:
+    with pytest.raises(CheckpointFormatError, match=r"which this version does not support: upgrade fsdp-core"):
+        decode({"$import": "os.system"}, lambda tag, name: None)

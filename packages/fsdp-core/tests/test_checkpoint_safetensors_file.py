@@ -15,7 +15,7 @@ from torch import Tensor
 from chunked_tensors import slices_of
 from fsdp_core.checkpoint.format import safetensors_file
 from fsdp_core.checkpoint.format.safetensors_file import parse_header, read_box, write_safetensors
-from fsdp_core.errors import CheckpointFormatError
+from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 from fsdp_core.state.dtypes import SAFETENSORS_NAMES
 
 
@@ -104,6 +104,13 @@ def test_reads_any_box_into_any_target(target: str, run: int, staging: int, monk
             out = torch.full((*lengths[::-1], 2), -1, dtype=dtype)[..., 0].permute(2, 1, 0)
         read_box(reader(data), where, offsets, out)
         assert out.equal(whole[slices_of(offsets, lengths)].to(dtype))
+
+
+def test_a_tensor_that_has_no_place_in_a_file_is_refused_before_anything_is_written() -> None:
+    stream = io.BytesIO()
+    with pytest.raises(CheckpointValueError, match=r"can't save 'x': .* is not dense"):
+        write_safetensors(stream, {"x": torch.zeros(2).to_sparse()})
+    assert not stream.getvalue()
 
 
 def made(header: object, body: bytes, length: int | None = None) -> bytes:

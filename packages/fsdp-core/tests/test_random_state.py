@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from pathlib import Path
@@ -11,9 +12,11 @@ import numpy
 import pytest
 import torch
 
+import fsdp_core
 from fsdp_core import checkpoint
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.state.random_state import random_state, set_random_state, state_of_rank
+from fsdp_core.testing import RankPool
 
 
 def _drawn() -> list[float]:
@@ -91,3 +94,22 @@ def test_another_number_of_ranks_is_told_of(runtime: ProcessGroupRuntime) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert state_of_rank(states * 3, runtime) is None
+
+
+def _on_each_rank(seed: int, saved: Any) -> tuple[Any, list[float]]:
+    rank = int(os.environ["RANK"])
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(seed + rank)
+    random.seed(seed + rank)
+    numpy.random.seed(seed + rank)
+    if saved is not None:
+        fsdp_core.RandomState().load_state_dict(saved)
+    return fsdp_core.RandomState().state_dict(), _drawn()
+
+
+def test_each_rank_gets_its_own() -> None:
+    with RankPool() as ranks:
+        (saved, first), (same, second) = ranks.run(2, _on_each_rank, 0, None)
+        assert first != second
+        assert len(saved["ranks"]) == len(same["ranks"]) == 2
+        assert [drawn for _, drawn in ranks.run(2, _on_each_rank, 5, saved)] == [first, second]
