@@ -31,9 +31,11 @@ from torch.distributed.fsdp import (
 )
 
 import fsdp_core
+from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.state.fqn import aliases, clean_name
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, Block, Trained
+from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.short_runs import assert_trained_alike, fit_module
 from fsdp_core.testing.state import full_state, held_by, sharded_by, trained_by
 from fsdp_core.testing.training import Lit, fit, loader, means, new_fabric, new_trainer
@@ -428,6 +430,29 @@ def test_groups_by_number_of_axes(ranks: RankPool, tmp_path: Path, options: dict
     """Every parameter is in the group that its own shape puts it in, although shards are 1-D."""
     want = oracle.train_plain(3, oracle.adamw_groups)
     assert_trained_alike(ranks.run(2, fit, "fsdp_native", str(tmp_path), 2, 3, "adamw_groups", options), want)
+
+
+class OfAnother(Lit):
+    """Its optimizer holds its own parameters, and those of another module that is sharded."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.unregistered = [other]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), *self.unregistered[0].parameters()], lr=0.1)
+
+
+def fit_with_shards_of_another(tmp: str) -> str:
+    sharded = Lit()
+    new_trainer(tmp, "fsdp_native", 2).fit(sharded, loader(1, 2))
+    module = OfAnother(sharded)
+    return refusal(OptimizerMismatchError, lambda: new_trainer(tmp, "fsdp_native", 2).fit(module, loader(1, 2)))
+
+
+def test_optimizer_over_another_sharded_module(ranks: RankPool, tmp_path: Path) -> None:
+    for message in ranks.run(2, fit_with_shards_of_another, str(tmp_path)):
+        assert_says(message, "param group 0 of SGD", "none of the sharded model's", "leave it stale")
 
 
 # -- callbacks ---------------------------------------------------------------------------------------------------------
