@@ -26,6 +26,7 @@ from fsdp_core.lightning.fabric_checkpoints import (
 from fsdp_core.lightning.features.fabric_steps import FabricSteps
 from fsdp_core.lightning.features.preemption import Signals
 from fsdp_core.lightning.hooks.forwarding import root_around, set_up_model
+from fsdp_core.lightning.hooks.redirection import is_inside_forward
 from fsdp_core.lightning.loaders.fabric_loaders import follow_in_fabric
 from fsdp_core.lightning.notebooks import FabricForkedRanks
 from fsdp_core.lightning.precision_plugins import ShardedFabricPrecision, asked_precision, shard_dtypes
@@ -132,7 +133,11 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         return self.steps.roots
 
     trained_roots = roots
-    is_stepping_by_hand = True  # nothing tells when the user calls a model next
+
+    @property
+    def is_stepping_by_hand(self) -> bool:
+        """Whether a method that takes whole steps is running inside of a model's forward pass."""
+        return any(is_inside_forward(root.root) for root in self.roots)
 
     def sharded_of(self, module: nn.Module) -> Sharded:
         """The sharded state of a model that was set up: its shards, their layout, gradients and state.

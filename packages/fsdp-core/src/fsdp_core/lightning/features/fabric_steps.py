@@ -109,6 +109,7 @@ class FabricSteps:
     def _before_pass(self, outputs: Sequence[Tensor | GradientEdge]) -> None:
         """Mend roots before a backward pass without Fabric: nothing else would before gradients are read by hand."""
         if not self._in_backward:
+            self.gradients.guard_parameters()  # a library is about to gather
             self._mend_roots(outputs)
 
     def _mend_roots(self, outputs: Sequence[Tensor | GradientEdge]) -> None:
