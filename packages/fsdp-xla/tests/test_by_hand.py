@@ -149,6 +149,7 @@ def test_ranks_train_as_one_process_does(
     assert_as_one_process(launching.call(2, on_ranks, tmp_path / "run", kind, options), kind, tmp_path)
 
 
+@pytest.mark.everything
 def test_a_recorded_graph_is_run_in_any_order(launching: Launching, tmp_path: Path) -> None:
     """It is run by when its nodes were recorded, which threads count by themselves: a later fit's in another order."""
     for number in range(2):

@@ -228,7 +228,7 @@ def _is_of_each(name: str, args: Any) -> bool:
     return is_elementwise(name) and name not in RESHAPED_IN_PLACE
 
 
-_GRAD_FN: Any = Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_GRAD_FN: Any = getattr(Tensor, "grad_fn").__get__  # noqa: B009  # which stubs take for a node
 
 
 def _is_registered_by_pruning(func: Any) -> bool:

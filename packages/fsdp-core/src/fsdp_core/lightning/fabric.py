@@ -26,7 +26,6 @@ from fsdp_core.lightning.fabric_checkpoints import (
 from fsdp_core.lightning.features.fabric_steps import FabricSteps
 from fsdp_core.lightning.features.preemption import Signals
 from fsdp_core.lightning.hooks.forwarding import root_around, set_up_model
-from fsdp_core.lightning.hooks.redirection import is_inside_forward
 from fsdp_core.lightning.loaders.fabric_loaders import follow_in_fabric
 from fsdp_core.lightning.notebooks import FabricForkedRanks
 from fsdp_core.lightning.precision_plugins import ShardedFabricPrecision, asked_precision, shard_dtypes
@@ -137,7 +136,7 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
     @property
     def is_stepping_by_hand(self) -> bool:
         """Whether a method that takes whole steps is running inside of a model's forward pass."""
-        return any(is_inside_forward(root.root) for root in self.roots)
+        return self.steps.are_inside_forward
 
     def sharded_of(self, module: nn.Module) -> Sharded:
         """The sharded state of a model that was set up: its shards, their layout, gradients and state.
