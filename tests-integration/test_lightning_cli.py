@@ -101,6 +101,23 @@ def test_options_arrive(script: Any, tmp_path: Path) -> None:
     assert made(script, tmp_path, "moved.yaml").state_dict_type == "full"
 
 
+def test_a_printed_configuration_is_read_again(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also ``"every_2"``, in whose place a function may stand; and a function by its path."""
+    (tmp_path / "asked.yaml").write_text(FILES["fsdp2_computation.yaml"], encoding="utf-8")
+    for policy in ("every_2", "json.loads"):
+        words = [
+            *("--config", str(tmp_path / "asked.yaml"), "--print_config"),
+            f"--trainer.strategy.init_args.activation_checkpointing_policy={policy}",
+        ]
+        with pytest.raises(SystemExit):
+            LightningCLI(script.Net, args=words, run=False)
+        printed = capsys.readouterr().out
+        assert yaml.safe_load(printed)["trainer"]["strategy"]["init_args"]["activation_checkpointing_policy"] == policy
+        (tmp_path / "printed.yaml").write_text(printed, encoding="utf-8")
+        read = LightningCLI(script.Net, args=["--config", str(tmp_path / "printed.yaml")], run=False)
+        assert read.trainer.strategy.options.activation_checkpointing_policy == policy
+
+
 def test_files_train_on_two_ranks_and_a_saved_one_goes_on(tmp_path: Path) -> None:
     for name in ("fsdp2.yaml", "fsdp_native.yaml"):
         (tmp_path / name).write_text(FILES[name], encoding="utf-8")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
+from checkpoint_ranks import started
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.sharding.optimizers import trial
@@ -25,6 +26,7 @@ from fsdp_core.sharding.optimizers.trial import check_steps
 from fsdp_core.sharding.optimizers.trial_state import layout_of_small_params
 from fsdp_core.state.layout import FlatRange, Layout, Part, stand_in
 from fsdp_core.state.optimizer import load_optimizer_state, optimizer_state
+from fsdp_core.testing import RankPool
 
 #: What the documentation's table says of torch's optimizers over 1-D pieces.
 REFUSED_OVER_PIECES = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
@@ -312,6 +314,43 @@ def test_random_optimizer_is_refused_over_few_elements() -> None:
     with pytest.raises(OptimizerMismatchError, match=NOT_ELEMENTWISE):
         check_steps(DrawsAndScales(model.pieces, lr=0.1), model.layout)
     assert 0 < DrawsAndScales.largest <= 12 * 10
+
+
+class DrawsOnRank1(OneByOne):
+    """Draws on one rank alone; what it does with the number is its option."""
+
+    def __init__(self, params: Any, rank: int, *, uses: bool) -> None:
+        super().__init__(params, lr=0.1)
+        self.rank, self.uses = rank, uses
+
+    def prepare(self, parameter: Any, group: dict[str, Any]) -> None:
+        if self.rank == 1:
+            number = torch.rand(())
+            parameter.grad.mul_(number if self.uses else 1.0)
+
+
+def differ_in_draws() -> list[bool | str]:
+    """What the set-up says of optimizers that draw on one of two ranks: of one that uses the number, and one not."""
+    runtime = started()
+    outcomes: list[bool | str] = []
+    for uses in (True, False):
+        model = Model((6, 4))
+        try:
+            outcomes.append(
+                check_steps(DrawsOnRank1(model.held, runtime.rank, uses=uses), model.layout, runtime=runtime)
+            )
+        except OptimizerMismatchError as error:
+            outcomes.append(str(error))
+    runtime.stop()
+    return outcomes
+
+
+def test_ranks_on_one_of_which_an_optimizer_draws_decide_together() -> None:
+    with RankPool() as ranks:
+        first, second = ranks.run(2, differ_in_draws, timeout=60)
+    assert "another rank has refused it" in first[0]
+    assert "draws random numbers in its step" in second[0]
+    assert first[1] is second[1] is False
 
 
 def test_a_trial_makes_no_matrix_of_all_elements() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_core.errors import StrategyInfoError
+from fsdp_core.errors import StrategyInfoError, UnsupportedCapabilityError
 from fsdp_core.lightning import ShardedTrainerStrategy
 from fsdp_core.plugins.option_discovery import options_in
 from fsdp_core.plugins.strategy_info import Option
@@ -212,6 +212,21 @@ def test_a_constructor_shows_what_it_passes_on(made: type[Sized]) -> None:
     environment = object()
     strategy = made(None, None, environment, size=3, state_dict_type="full")
     assert (strategy.cluster_environment, strategy.size, strategy.state_dict_type) == (environment, 3, "full")
+
+
+class TakesOne(LoopbackTrainerStrategy):
+    """Passes on one option."""
+
+    def __init__(self, state_dict_type: str = "full") -> None:
+        super().__init__(state_dict_type=state_dict_type)
+
+
+def test_a_subclass_is_asked_to_pass_on_what_its_strategy_takes() -> None:
+    told = refusal(UnsupportedCapabilityError, lambda: TakesOne(async_save=True))  # type: ignore[call-arg]
+    assert (
+        "has no option 'async_save'. The strategy has it, and the constructor of TakesOne does not pass it on" in told
+    )
+    assert "Did you mean" not in told
 
 
 def test_help_names_what_is_passed_on() -> None:

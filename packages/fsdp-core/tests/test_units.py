@@ -113,6 +113,39 @@ def test_a_policy_that_chooses_nothing_is_refused(policy: Any) -> None:
         select_units(nn.Linear(2, 2), policy)
 
 
+def block_called_as_another(module_name: str) -> type[nn.Module]:
+    return type("Block", (nn.Linear,), {"__module__": module_name})
+
+
+def test_classes_of_one_name_are_told_apart() -> None:
+    theirs, again = block_called_as_another("theirs"), block_called_as_another("theirs")
+    for option, apply in {
+        "auto_wrap_policy": select_units,
+        "activation_checkpointing_policy": checkpoint_activations,
+    }.items():
+        for present, words in {
+            block_called_as_another("mine"): ": mine.Block.",
+            again: ": theirs.Block (as it was before it was defined again: build the model anew).",
+        }.items():
+            net = nn.Sequential(present(2, 2), nn.ReLU())
+            with pytest.raises(ShardingError) as refusal:
+                apply(net, {theirs})  # type: ignore[operator]
+            text = str(refusal.value)
+            assert f"{option}={{theirs.Block}} matches no submodule of Sequential" in text
+            assert f"Its submodules are of{words.removesuffix('.')}, ReLU." in text
+
+
+def test_a_policy_may_be_the_path_of_a_function() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    assert checkpoint_activations(net, f"{__name__}.is_linear") == 1
+    with pytest.raises(ShardingError, match="has no attribute 'is_nothing'"):
+        checkpoint_activations(net, f"{__name__}.is_nothing")
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
 def test_recomputation_is_set_up_once() -> None:
     model = listed(Block(), Block())
     assert checkpoint_activations(model, {Block}) == 2

@@ -116,6 +116,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"ignored_states": ["head"]}, ["ignored_states=['head'] does not name", "parameters or modules of it"]),
     ({"device_mesh": 4}, ["device_mesh=4 is not a mesh", "device_mesh=(2, 4)"]),
     ({"device_mesh": "2x2"}, ["device_mesh='2x2' is not a mesh", "device_mesh=(2, 4)"]),
+    ({"process_group_backend": "glooo"}, ["process_group_backend='glooo'", "'gloo'", "'cpu:gloo,cuda:nccl'"]),
+    ({"process_group_backend": "cpu:glooo,cuda:nccl"}, ["process_group_backend='cpu:glooo,cuda:nccl'", "leave it out"]),
+    ({"process_group_backend": 5}, ["process_group_backend=5 is no backend of torch.distributed"]),
+    ({"process_group_backend": ""}, ["process_group_backend='' is no backend of torch.distributed"]),
     # what FSDP1 can't do
     ({"use_orig_params": "no"}, ["use_orig_params='no' is neither True nor False", "it is True by default"]),
     ({"limit_all_gathers": 1}, ["limit_all_gathers=1 is neither True nor False"]),
@@ -173,6 +177,19 @@ REFUSED_OF_FAIRSCALE: list[tuple[dict[str, Any], list[str]]] = [
     (
         {"compute_dtype": torch.float16, "mixed_precision": BF16},
         ["compute_dtype and mixed_precision", "old and a new spelling", "Write mixed_precision alone"],
+    ),
+    (
+        {"reshard_after_forward": True, "sharding_strategy": "NO_SHARD"},
+        ["reshard_after_forward and sharding_strategy", "Write sharding_strategy alone"],
+    ),
+    ({"fp32_reduce_scatter": "no"}, ["fp32_reduce_scatter='no' is neither True nor False"]),
+    *(
+        ({"min_num_params": value}, [f"min_num_params={value!r} is not a number of parameters", "1e8"])
+        for value in ("many", -5, 0, True, float("nan"), float("inf"), {Block})
+    ),
+    *(
+        ({"compute_dtype": value}, [f"compute_dtype={value!r} is no floating-point dtype", "torch.bfloat16"])
+        for value in ("bf16", 16, torch.int8)
     ),
     ({"flatten_parameters": False}, ["flatten_parameters=False", "only fairscale had", "strategy='fsdp2'"]),
     ({"move_grads_to_cpu": True}, ["move_grads_to_cpu=True", "only fairscale had", "cpu_offload=True"]),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from fsdp_core import full_state_dict, load_state_dict
 from fsdp_core.errors import UnsupportedCapabilityError
@@ -297,3 +298,38 @@ def test_plain_tensors_that_pieces_are_written_to_are_pieces(ranks: RankPool) ->
         for message in told.values():
             assert_says(message, "this rank's piece", "gathered(module)")
         assert values == [1.0] * 4
+
+
+#: Prunings that torch would do of a piece.
+PRUNINGS: dict[str, Callable[[nn.Module], Any]] = {
+    "smallest": lambda layer: prune.l1_unstructured(layer, "weight", amount=0.3),
+    "random": lambda layer: prune.random_unstructured(layer, "weight", amount=0.3),
+    "none": lambda layer: prune.identity(layer, "bias"),
+}
+
+
+def pruned() -> tuple[dict[str, str], bool]:
+    """What is said of prunings of a layer of which only one rank may have elements, and whether a step goes on."""
+    fabric = new_fabric("fsdp_native", 2, {"auto_wrap_policy": None})
+    net = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES))
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    told = {
+        f"{name} of {index}": refusal(UnsupportedCapabilityError, partial(do, layer))
+        for name, do in PRUNINGS.items()
+        for index, layer in enumerate(net)
+    }
+    before = full_state(fabric.strategy)
+    fabric.backward(model(torch.ones(2, FEATURES)).sum())
+    optimizer.step()
+    after = full_state(fabric.strategy)
+    if fabric.global_rank:  # where nothing is gathered
+        return told, True
+    return told, before.keys() == after.keys() and not any(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_pruning_is_refused_on_all_ranks(ranks: RankPool) -> None:
+    """Of a piece without elements torch has nothing to prune, and that rank would go on alone."""
+    for told, goes_on in ranks.run(2, pruned):
+        assert goes_on
+        for message in told.values():
+            assert_says(message, "torch.nn.utils.prune", "before it is sharded", "gathered(module, modifier_rank=0)")

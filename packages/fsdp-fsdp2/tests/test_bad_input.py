@@ -46,6 +46,7 @@ MISUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["mp_policy=MixedPrecision", "MixedPrecisionPolicy"],
     ),
     "mp_policy string": ({"mp_policy": "bf16"}, ["mp_policy='bf16'", "precision="]),
+    "backend of process groups": ({"process_group_backend": "glooo"}, ["process_group_backend='glooo'", "'gloo'"]),
     "reshard string": ({"reshard_after_forward": "yes"}, ["reshard_after_forward='yes'", "True", "None"]),
     "reshard size": ({"reshard_after_forward": 3}, ["reshard_after_forward=3", "divide"]),
 }

@@ -32,6 +32,20 @@ class _ByHand(Lit):
         optimizer.zero_grad()
 
 
+class PenaltyBetween(_ByHand):
+    """A gradient penalty whose graph is recorded between two calls that are trained too."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        x, y = batch
+        first = self(x)
+        mixed = (0.3 * x + 0.7 * x.flip(1)).requires_grad_(True)
+        (gradient,) = torch.autograd.grad(self(mixed).sum(), mixed, create_graph=True)
+        loss = mse_loss(first, y) + mse_loss(self(x.flip(1)), y) + (gradient.norm(dim=1) - 1).square().mean()
+        self.losses.append(loss.detach())
+        self.manual_backward(loss)
+        self.step()
+
+
 class TwoLosses(_ByHand):
     """Two backward passes through one forward pass."""
 
@@ -133,6 +147,14 @@ def test_ranks_train_as_one_process_does(
     launching: Launching, tmp_path: Path, kind: type[Any], options: dict[str, Any] | None
 ) -> None:
     assert_as_one_process(launching.call(2, on_ranks, tmp_path / "run", kind, options), kind, tmp_path)
+
+
+@pytest.mark.everything
+def test_a_recorded_graph_is_run_in_any_order(launching: Launching, tmp_path: Path) -> None:
+    """It is run by when its nodes were recorded, which threads count by themselves: a later fit's in another order."""
+    for number in range(2):
+        result = launching.call(2, on_ranks, tmp_path / str(number), PenaltyBetween, None)
+        assert_as_one_process(result, PenaltyBetween, tmp_path)
 
 
 def under_spmd(folder: Path, kind: type[Any]) -> dict[str, Any]:

@@ -141,11 +141,15 @@ def test_dtypes_are_those_asked_for(
     [
         ({"coalesce_all_gather_ops": True}, ["coalesce_all_gather_ops=True", "shard_param_on_dim_0=True"]),
         (
+            {"compute_dtype": "bf16"},
+            ["compute_dtype='bf16' is no floating-point dtype", "=torch.bfloat16"],
+        ),
+        (
             {"pin_layout_in_collective_ops": True},
             ["pin_layout_in_collective_ops=True", "on the CPU", "Leave it out"],
         ),
     ],
-    ids=["coalesced without rows", "pin_layout_in_collective_ops"],
+    ids=["coalesced without rows", "a dtype's name", "pin_layout_in_collective_ops"],
 )
 def test_what_would_end_the_process_is_refused(
     launching: Launching, tmp_path: Path, options: dict[str, Any], words: list[str]

@@ -58,6 +58,13 @@ MISUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"activation_checkpointing_policy": "auto"},
         ["activation_checkpointing_policy='auto'", "activation_checkpointing_policy={MyBlock}"],
     ),
+    "checkpointing path": (
+        {"activation_checkpointing_policy": "nowhere.is_large"},
+        [
+            "activation_checkpointing_policy='nowhere.is_large' can't be imported: No module named",
+            "{MyBlock}",
+        ],
+    ),
     "checkpointing class": (
         {"activation_checkpointing_policy": Block},
         ["activation_checkpointing_policy=Block is a class", "{Block}"],
@@ -91,6 +98,10 @@ class BadOptionsSuite(Clauses):
             ({"state_dict_type": "sharded_state"}, ["state_dict_type='sharded_state'", "'sharded'", "'full'"]),
             ({"checkpoint_io": TorchCheckpointIO()}, ["TorchCheckpointIO", "(state_dict_type='full')"]),
             ({"async_save": "no"}, ["async_save='no'", "True", "False"]),
+            (
+                {"accelerator": {Block}},
+                ["accelerator={", "Accelerator of Lightning's", "auto_wrap_policy={MyBlock}"],
+            ),
             pytest.param(
                 {"scattered_save": "no"},
                 ["scattered_save='no'", "True", "False"],

@@ -41,15 +41,16 @@ class FairscaleOptions(NativeOptions):
 
     flatten_parameters: bool = True
     """``True`` only."""
-    reshard_after_forward: bool = True
-    """Whether units free their parameters between forward and backward pass."""
+    reshard_after_forward: bool | None = None
+    """Whether units free their parameters between forward and backward pass; or ``sharding_strategy``. ``None``:
+    they do, unless that says otherwise."""
     move_grads_to_cpu: bool | None = None
     """``None`` only; gradients follow ``cpu_offload``."""
     fp32_reduce_scatter: bool | None = None
     """Whether gradients are reduced in fp32 instead of ``compute_dtype``, if that is given; precision strings such
     as ``"16-mixed"`` always reduce in fp32."""
     compute_dtype: torch.dtype | None = None
-    """The dtype to compute in; that of ``precision`` when ``None``."""
+    """The floating-point dtype to compute in; that of ``precision`` when ``None``."""
     bucket_cap_mb: int = 25
     """25 only; there are no buckets."""
     min_num_params: float | None = None
@@ -72,10 +73,11 @@ class FairscaleOptions(NativeOptions):
         """The options of ``fsdp_native`` that mean the same."""
         sharding_strategy, mixed_precision = self.sharding_strategy, self.mixed_precision
         auto_wrap_policy = self.auto_wrap_policy
-        if not self.reshard_after_forward:
+        if self.reshard_after_forward is not None:
             _refuse_two_spellings("reshard_after_forward", "sharding_strategy", sharding_strategy is not None)
-            sharding_strategy = "SHARD_GRAD_OP"
+            sharding_strategy = "FULL_SHARD" if self.reshard_after_forward else "SHARD_GRAD_OP"
         if self.compute_dtype is not None:
+            _check_dtype(self.compute_dtype)
             _refuse_two_spellings("compute_dtype", "mixed_precision", mixed_precision is not None)
             reduce = torch.float32 if self.fp32_reduce_scatter else self.compute_dtype
             mixed_precision = MixedPrecision(
@@ -83,6 +85,7 @@ class FairscaleOptions(NativeOptions):
             )
         if self.min_num_params is not None:
             _refuse_two_spellings("min_num_params", "auto_wrap_policy", auto_wrap_policy != "auto")
+            _check_number(self.min_num_params)
             auto_wrap_policy = partial(size_based_auto_wrap_policy, min_num_params=int(self.min_num_params))
         values = {each.name: getattr(self, each.name) for each in fields(NativeOptions)}
         return NativeOptions(
@@ -150,6 +153,24 @@ def _refuse_two_spellings(old: str, new: str, both: bool) -> None:
     if both:
         raise UnsupportedCapabilityError(
             f"{old} and {new} are an old and a new spelling of one option.\nWrite {new} alone."
+        )
+
+
+def _check_dtype(dtype: object) -> None:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UnsupportedCapabilityError(
+            f"compute_dtype={dtype!r} is no floating-point dtype of torch's.\n"
+            "Write compute_dtype=torch.bfloat16 or torch.float16; or leave it out, and write precision='bf16-mixed'."
+        )
+
+
+def _check_number(number: object) -> None:
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if not is_number or not 1 <= number < float("inf"):  # type: ignore[operator]  # it is a number then
+        raise UnsupportedCapabilityError(
+            f"min_num_params={number!r} is not a number of parameters.\n"
+            "Write how many a submodule must have to be a unit, such as min_num_params=1e8; or leave it out: repeated "
+            "blocks are units."
         )
 
 

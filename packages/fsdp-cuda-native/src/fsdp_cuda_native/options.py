@@ -177,7 +177,7 @@ class NativeOptions(ShardingOptions):
     auto_wrap_policy: WrapPolicy | None = option("auto", part_of="units", describe=describe_policy)
     """Which submodules are gathered and freed together: a set of classes, a function ``module -> bool`` or one of
     torch's policies, ``"auto"`` for the blocks repeated in ``ModuleList`` s, or ``None`` for the root alone."""
-    activation_checkpointing_policy: ActivationCheckpointingPolicy | None = None
+    activation_checkpointing_policy: str | ActivationCheckpointingPolicy | None = None
     """As ``activation_checkpointing``, a set of classes, a function ``module -> bool``, or ``"every_2"`` for every
     second repeated block, and so on."""
     sync_each_batch: bool = False

@@ -90,7 +90,8 @@ class NativeSharded(Sharded):
             else:
                 refuse_use_outside(unit, names)
             keep_gradients_of_frozen(unit)
-        torch_private.refuse_freezing_parts(root, names)
+        torch_private.unguard_before_calls(self._units)
+        torch_private.refuse_parts_of(root, names)
         torch_private.reduce_left_out(root)
         if root in self._units:
             root.register_forward_pre_hook(partial(_gather_anew, weakref.ref(self)), prepend=True)

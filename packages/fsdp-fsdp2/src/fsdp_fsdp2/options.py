@@ -44,7 +44,7 @@ class FSDP2Options(ShardingOptions):
     auto_wrap_policy: WrapPolicy | None = option("auto", part_of="units", describe=describe_policy)
     """Which submodules are gathered and freed together: a set of classes, a function ``module -> bool`` or one of
     torch's policies, ``"auto"`` for the blocks repeated in ``ModuleList`` s, or ``None`` for the root alone."""
-    activation_checkpointing_policy: ActivationCheckpointingPolicy | None = option(
+    activation_checkpointing_policy: str | ActivationCheckpointingPolicy | None = option(
         None, part_of="units", describe=describe_policy
     )
     """Which submodules recompute their activations in the backward pass: a set of classes, a function ``module ->

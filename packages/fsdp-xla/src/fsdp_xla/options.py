@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+import torch
+
 from fsdp_core import UnsupportedCapabilityError
 
 __all__ = [
@@ -86,11 +88,18 @@ INSTEAD_IN_SPMD = {
 
 
 def check_options(options: Mapping[str, object]) -> None:
-    """Refuse combinations that XlaFullyShardedDataParallel can't handle.
+    """Refuse dtypes that are none, and combinations that XlaFullyShardedDataParallel can't handle.
 
     Raises:
         UnsupportedCapabilityError: An option is refused; the message names what to write instead.
     """
+    for name in ("compute_dtype", "buffer_dtype"):
+        dtype = options.get(name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise UnsupportedCapabilityError(
+                f"{name}={dtype!r} is no floating-point dtype of torch's.\n"
+                f"Write {name}=torch.bfloat16, or leave it out."
+            )
     if options.get("coalesce_all_gather_ops") and not options.get("shard_param_on_dim_0"):
         raise UnsupportedCapabilityError(
             "coalesce_all_gather_ops=True needs shard_param_on_dim_0=True: torch_xla 2.9 does not coalesce flat "

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
 
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.gradients.elementwise import is_elementwise, writes_to_first
@@ -227,6 +228,21 @@ def _is_of_each(name: str, args: Any) -> bool:
     return is_elementwise(name) and name not in RESHAPED_IN_PLACE
 
 
+_GRAD_FN: Any = getattr(Tensor, "grad_fn").__get__  # noqa: B009  # which stubs take for a node
+
+
+def _is_registered_by_pruning(func: Any) -> bool:
+    """Whether a piece is being registered by torch's pruning, which goes on by what a rank's piece has.
+
+    Of one without elements it has nothing to choose. It has changed nothing yet, and would not put all of it back.
+    """
+    if func != _GRAD_FN:
+        return False
+    registering = sys._getframe(2)
+    caller = registering.f_back if registering.f_code is nn.Module.register_parameter.__code__ else None
+    return caller is not None and caller.f_code.co_filename == prune.__file__
+
+
 #: What an attribute's functions are called, in words.
 _IN_WORDS = {"__set__": "an assignment", "numel": "vector_to_parameters"}
 
@@ -251,6 +267,13 @@ class Piece(Tensor):
         reason = _OF_PARAMETER if issubclass(cls, ParameterPiece) else _OF_GRADIENT
         if not _is_of_each(name, args) or (name == "numel" and sys._getframe(1).f_code is _VECTOR_TO_PARAMETERS):
             raise UnsupportedCapabilityError(f"{_IN_WORDS.get(name, name)} {reason}")
+        if _is_registered_by_pruning(func):
+            raise UnsupportedCapabilityError(
+                "torch.nn.utils.prune chooses elements by all of a parameter, and registers another for it, and this "
+                "rank has a piece of it.\n"
+                "Prune the model before it is sharded: in __init__ or configure_model, under Fabric before "
+                "fabric.setup(). Or set elements to zero within fsdp_core.gathered(module, modifier_rank=0)."
+            )
         with without_torch_function():
             if name in OF_FIRST and not isinstance(args[0], Piece):
                 return func(*args, **(kwargs or {}))

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
+from lightning.fabric.accelerators import Accelerator
+
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.lightning.capabilities import StrategyCapabilities, check_options
 from fsdp_core.lightning.features.finite_gradients import check_error_if_nonfinite
@@ -16,7 +18,7 @@ from fsdp_core.lightning.setup_checks import (
     check_waiting,
 )
 from fsdp_core.plugins.unknown_options import refuse_unknown_options
-from fsdp_core.sharding.options import ShardingOptions, check_switches, option_names
+from fsdp_core.sharding.options import ShardingOptions, check_process_group_backend, check_switches, option_names
 
 __all__ = ["ConstructedStrategy", "define_constructor"]
 
@@ -124,4 +126,16 @@ class ConstructedStrategy(StrategyCapabilities):
         check_error_if_nonfinite(options.error_if_nonfinite)
         check_scattered_save(options.scattered_save, options.state_dict_type)
         check_switches(options)
+        check_process_group_backend(getattr(options, "process_group_backend", None))
+        self._check_accelerator(getattr(options, "accelerator", None))
         return options
+
+    def _check_accelerator(self, accelerator: object) -> None:
+        """Refuse what is no accelerator: the first option by position, which others' strategies don't begin with."""
+        if not isinstance(accelerator, Accelerator | None):
+            name = type(self).__name__
+            raise UnsupportedCapabilityError(
+                f"accelerator={accelerator!r} is no Accelerator of Lightning's. It is the first option of {name} by "
+                f"position.\nWrite options by keyword: {name}(auto_wrap_policy={{MyBlock}}); and the accelerator's "
+                'name to Trainer or Fabric: accelerator="cpu".'
+            )

@@ -132,7 +132,11 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         return self.steps.roots
 
     trained_roots = roots
-    is_stepping_by_hand = True  # nothing tells when the user calls a model next
+
+    @property
+    def is_stepping_by_hand(self) -> bool:
+        """Whether a method that takes whole steps is running inside of a model's forward pass."""
+        return self.steps.are_inside_forward
 
     def sharded_of(self, module: nn.Module) -> Sharded:
         """The sharded state of a model that was set up: its shards, their layout, gradients and state.

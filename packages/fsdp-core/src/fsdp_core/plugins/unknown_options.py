@@ -41,7 +41,7 @@ def refuse_unknown_options(
     options = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
     options = list(dict.fromkeys([*options, *further, *listed]))
     refused = {
-        name: _instead(name, options, translations)
+        name: _instead(name, options, translations, made.__name__ if name in listed else None)
         for name, value in unknown.items()
         if getattr(value, "name", value) not in (always or {}).get(name, ())
     }
@@ -57,8 +57,20 @@ def refuse_unknown_options(
     )
 
 
-def _instead(name: str, options: Sequence[str], translations: Mapping[str, str]) -> str:
-    """What to write instead of an option, with a leading space; empty if unknown."""
+def _instead(name: str, options: Sequence[str], translations: Mapping[str, str], subclass: str | None) -> str:
+    """What to write instead of an option, with a leading space; empty if unknown.
+
+    Args:
+        name: The option.
+        options: Those that there are.
+        translations: By other libraries' options, what to write instead.
+        subclass: The class that does not take it, if its strategy does.
+    """
+    if subclass is not None:
+        return (
+            f" The strategy has it, and the constructor of {subclass} does not pass it on: let that take **options, "
+            "and give them to super().__init__()."
+        )
     likeness, nearest = registry.likeness(name, options)
     owners = [info.name for info in registry.strategies().values() if name in {option.name for option in info.options}]
     near = f" Did you mean {nearest!r}?" if likeness >= registry.CUTOFF and name not in translations else ""

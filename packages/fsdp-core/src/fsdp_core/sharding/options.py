@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
+import torch.distributed as dist
+
 from fsdp_core.errors import UnsupportedCapabilityError
 
-__all__ = ["ShardingOptions", "check_switches", "option", "option_names"]
+__all__ = ["ShardingOptions", "check_process_group_backend", "check_switches", "option", "option_names"]
 
 
 class _Traits(NamedTuple):
@@ -98,7 +100,7 @@ class ShardingOptions:
 
 
 def check_switches(options: ShardingOptions) -> None:
-    """Refuse what is neither ``True`` nor ``False`` for an option that is annotated as ``bool``.
+    """Refuse what is neither ``True`` nor ``False`` for an option that is annotated as ``bool``, or as it or ``None``.
 
     ``"no"`` is true, and libraries would take it for that.
 
@@ -110,10 +112,35 @@ def check_switches(options: ShardingOptions) -> None:
     """
     for each in fields(options):
         value = getattr(options, each.name)
-        if each.type in ("bool", bool) and not isinstance(value, bool):
+        is_switch = each.type in ("bool", bool) or (each.type in ("bool | None", bool | None) and value is not None)
+        if is_switch and not isinstance(value, bool):
             raise UnsupportedCapabilityError(
                 f"{each.name}={value!r} is neither True nor False.\nWrite one of them; it is {each.default} by default."
             )
+
+
+def check_process_group_backend(backend: object) -> None:
+    """Refuse a backend of process groups that torch does not know, which it would say when ranks meet.
+
+    Args:
+        backend: A backend's name, a list of them by device such as ``"cpu:gloo,cuda:nccl"``, or ``None``.
+
+    Raises:
+        UnsupportedCapabilityError: It is none.
+
+    Example:
+        >>> check_process_group_backend("cpu:gloo,cuda:nccl")
+    """
+    if backend is None or not dist.is_available():
+        return
+    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    names = [each.rpartition(":")[2] for each in backend.split(",")] if isinstance(backend, str) else [""]
+    if not all(name.lower() in known for name in names):
+        raise UnsupportedCapabilityError(
+            f"process_group_backend={backend!r} is no backend of torch.distributed.\n"
+            f"Write one of {', '.join(map(repr, known))}; one for each device, such as 'cpu:gloo,cuda:nccl'; or leave "
+            "it out: it is chosen by device. A package that brings another must be imported before."
+        )
 
 
 def option_names(options_class: type[ShardingOptions]) -> list[str]:

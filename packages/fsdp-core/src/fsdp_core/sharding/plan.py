@@ -230,26 +230,30 @@ def plan_module(
         chosen = list(units(module))
         kept_whole = {id(parameter) for parameter in replicated(module)}
         decided = details(module, chosen)
+        parameters = _plan_units(module, plan.parameters, chosen, kept_whole)
+        parameters |= _plan_sizes(parameters, local_numels)
     except Exception as refusal:  # of a function that the user gave, too: ranks compare it, and each raises its own
         return replace(plan, refusal=refusal)
     names = {submodule: name for name, submodule in module.named_modules()}
+    return replace(plan, parameters=parameters, units=tuple(names[unit] for unit in chosen), details=decided)
+
+
+def _plan_units(
+    module: nn.Module, parameters: Mapping[str, ParameterPlan], units: Sequence[nn.Module], kept_whole: Collection[int]
+) -> dict[str, ParameterPlan]:
+    """The parameters with their units; ``kept_whole`` has the ids of those of which every rank keeps all."""
+    names = {submodule: name for name, submodule in module.named_modules()}
     unit_names = {
         id(parameter): clean_name(names[unit])
-        for unit, own in modules_by_unit(chosen, module)
+        for unit, own in modules_by_unit(units, module)
         for submodule in own
         for parameter in submodule.parameters(recurse=False)
     }
     ids = {clean_name(name): id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
-    parameters = {
+    return {
         name: replace(parameter, unit=unit_names.get(ids[name], ""), is_replicated=ids[name] in kept_whole)
-        for name, parameter in plan.parameters.items()
+        for name, parameter in parameters.items()
     }
-    return replace(
-        plan,
-        parameters={**parameters, **_plan_sizes(parameters, local_numels)},
-        units=tuple(names[unit] for unit in chosen),
-        details=decided,
-    )
 
 
 def _plan_parameters(module: nn.Module) -> dict[str, ParameterPlan]:

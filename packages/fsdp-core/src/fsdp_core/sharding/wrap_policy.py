@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import pkgutil
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,7 +34,9 @@ __all__ = [
 #: Classes, a predicate on modules, one of torch's FSDP policies (called with module, recurse, nonwrapped_numel), or
 #: ``"auto"`` for :func:`repeated_blocks`.
 WrapPolicy = Collection[type[nn.Module]] | Callable[..., bool] | Literal["auto"]
-#: Classes, a predicate on modules, or ``"every_2"`` for every second repeated block, and so on.
+#: Classes, a predicate on modules, or ``"every_2"`` for every second repeated block, and so on; or the import path of
+#: one of the former. Options are annotated as ``str | ActivationCheckpointingPolicy``, with strings first: LightningCLI
+#: would save them as functions, which it can't.
 ActivationCheckpointingPolicy = Collection[type[nn.Module]] | Callable[[nn.Module], bool] | str
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -105,10 +108,11 @@ def select_units(module: nn.Module, policy: WrapPolicy | None) -> list[nn.Module
     else:
         chosen = [*_matching(module, policy), *by_hand]
         if not chosen and not _matches_root(module, policy):
+            policy_text, class_names = _tell_apart(module, policy)
             raise ShardingError(
-                f"auto_wrap_policy={describe_policy(policy)} matches no submodule of {type(module).__name__}, "
+                f"auto_wrap_policy={policy_text} matches no submodule of {type(module).__name__}, "
                 "so nothing but the whole model would be a unit.\n"
-                f"Its submodules are of: {_classes_in(module)}.\n{_HOW_TO['auto_wrap_policy']}"
+                f"Its submodules are of: {class_names}.\n{_HOW_TO['auto_wrap_policy']}"
             )
     _refuse_containers(chosen, policy, "auto_wrap_policy")
     chosen_set = set(chosen)
@@ -141,15 +145,17 @@ def checkpoint_activations(
     """
     if policy is None:
         return 0
+    if isinstance(policy, str) and "." in policy:
+        policy = _import_policy(policy)
     if isinstance(policy, str):
         chosen = _every_nth(module, policy)
     else:
         chosen = list(_matching(module, policy, option="activation_checkpointing_policy"))
     if not chosen:
+        policy_text, class_names = _tell_apart(module, policy)
         raise ShardingError(
-            f"activation_checkpointing_policy={describe_policy(policy)} matches no submodule of "
-            f"{type(module).__name__}.\n"
-            f"Its submodules are of: {_classes_in(module)}.\n{_HOW_TO['activation_checkpointing_policy']}"
+            f"activation_checkpointing_policy={policy_text} matches no submodule of {type(module).__name__}.\n"
+            f"Its submodules are of: {class_names}.\n{_HOW_TO['activation_checkpointing_policy']}"
         )
     _refuse_containers(chosen, policy, "activation_checkpointing_policy")
     recompute = recompute or functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=True)
@@ -166,6 +172,18 @@ _HOW_TO = {
     "activation_checkpointing_policy": "Write activation_checkpointing_policy={MyBlock} with the class of the repeated "
     "block, a function module -> bool, 'every_2' for every second repeated block, or None.",
 }
+
+
+def _import_policy(path: str) -> ActivationCheckpointingPolicy:
+    """The policy at an import path, as configuration files write it."""
+    try:
+        policy: ActivationCheckpointingPolicy = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ShardingError(
+            f"activation_checkpointing_policy={path!r} can't be imported: {error}.\n"
+            f"{_HOW_TO['activation_checkpointing_policy']}"
+        ) from error
+    return policy
 
 
 def _every_nth(module: nn.Module, policy: str) -> list[nn.Module]:
@@ -305,6 +323,25 @@ def _shares_outside(unit: nn.Module, names: Sequence[str], places: Mapping[int, 
     return outside is not None
 
 
-def _classes_in(module: nn.Module) -> str:
-    names = dict.fromkeys(type(m).__name__ for m in module.modules() if m is not module)
-    return ", ".join(list(names)[:20]) or "none, it has no submodules"
+def _tell_apart(module: nn.Module, policy: object) -> tuple[str, str]:
+    """A policy, and the classes of a module's submodules, such that two classes of one name are told apart."""
+    present = dict.fromkeys(type(submodule) for submodule in module.modules() if submodule is not module)
+    asked = list(policy) if isinstance(policy, Collection) and not isinstance(policy, str) else []
+    every_class = dict.fromkeys([*present, *(each for each in asked if isinstance(each, type))])
+    names = Counter(each.__name__ for each in every_class)
+    full_names = Counter(_full_name(each) for each in every_class)
+
+    def name(of: type) -> str:
+        if names[of.__name__] == 1:
+            return of.__name__
+        # where a notebook's cell has run again, two classes have even one full name
+        is_outdated = full_names[_full_name(of)] > 1 and of in present
+        remark = " (as it was before it was defined again: build the model anew)" if is_outdated else ""
+        return _full_name(of) + remark
+
+    text = "{" + ", ".join(sorted(map(name, asked))) + "}" if asked else describe_policy(policy)
+    return text, ", ".join([name(each) for each in present][:20]) or "none, it has no submodules"
+
+
+def _full_name(of: type) -> str:
+    return f"{of.__module__}.{of.__qualname__}"

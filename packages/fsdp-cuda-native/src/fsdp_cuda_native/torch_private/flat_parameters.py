@@ -44,9 +44,11 @@ from fsdp_core.sharding import (
     outside_of_compilation,
     place_piece,
     times_written,
+    unguard_parameters,
     without_torch_function,
 )
 from fsdp_core.state import gathered_modules
+from fsdp_cuda_native.flattened_parts import RunningParts, let_go_of_view, refuse_parts
 from fsdp_cuda_native.torch_private.handles import speed_up
 
 __all__ = [
@@ -84,7 +86,7 @@ __all__ = [
     "reduce_left_out",
     "reduce_unused",
     "reduce_waiting",
-    "refuse_freezing_parts",
+    "refuse_parts_of",
     "reset",
     "reshard",
     "resume_forward",
@@ -95,6 +97,7 @@ __all__ = [
     "tied_members",
     "times_each_written",
     "times_shards_written",
+    "unguard_before_calls",
     "units_in_passes",
     "units_of",
     "was_kept",
@@ -275,8 +278,20 @@ def place_pieces(unit: FullyShardedDataParallel, names: Mapping[nn.Module, str])
         place_piece(parameter, PiecePlace(name, (tuple(shape), first, ends)))
 
 
-def refuse_freezing_parts(root: FullyShardedDataParallel, names: Mapping[nn.Module, str]) -> None:
-    """Refuse to freeze or unfreeze modules with parameters that are a part of a flat parameter outside of them.
+def unguard_before_calls(units: Sequence[FullyShardedDataParallel]) -> None:
+    """Let flat parameters that optimizers hold be as any, once a unit is called: FSDP1 is about to gather from them."""
+    flat_params = [weakref.ref(flat) for unit in units if (flat := handle_of(unit).flat_param)._params is None]
+    for unit in units if flat_params else ():
+        unit.register_forward_pre_hook(partial(_unguard, flat_params), prepend=True)
+
+
+@outside_of_compilation
+def _unguard(refs: Iterable[weakref.ref[nn.Parameter]], *_: Any) -> None:
+    unguard_parameters(flat for flat_ref in refs if (flat := flat_ref()) is not None)
+
+
+def refuse_parts_of(root: FullyShardedDataParallel, names: Mapping[nn.Module, str]) -> None:
+    """Refuse loops over the parameters of modules that are a part of a flat parameter outside of them, and freezing.
 
     FSDP1 lets them have none: ``module.requires_grad_(False)`` would freeze nothing, without a word.
 
@@ -284,26 +299,22 @@ def refuse_freezing_parts(root: FullyShardedDataParallel, names: Mapping[nn.Modu
         root: The root. Where its units have original parameters, nothing is refused.
         names: The user's names of modules.
     """
-    parts: dict[nn.Module, set[nn.Module]] = {}  # those of units, and the modules that hold parameters of them
+    parts: dict[nn.Module, list[tuple[nn.Module, str]]] = {}  # those of units, and what each lacks
+    running = RunningParts()
     for unit in units_of(root):
         flat = handle_of(unit).flat_param
         if flat._params is not None:
             continue
-        owners = {info.module for info in (*flat._param_infos, *flat._shared_param_infos)}
+        places = [(info.module, info.param_name) for info in (*flat._param_infos, *flat._shared_param_infos)]
         for part in unit.module.modules():
             if part is not unit.module and not isinstance(part, FullyShardedDataParallel):
-                parts.setdefault(part, set()).update(owners)
-    for part, owners in parts.items():
-        if part in names and not owners.isdisjoint(part.modules()):
-            part.__dict__["requires_grad_"] = partial(_refuse_freezing, names[part])
-
-
-def _refuse_freezing(name: str, requires_grad: bool = True) -> NoReturn:
-    raise UnsupportedCapabilityError(
-        f"requires_grad_() of {name!r} would freeze or unfreeze a part of a flat parameter, which is trained as a "
-        "whole or not at all.\n"
-        "Leave use_orig_params=False out; or let it be a unit of its own, with auto_wrap_policy."
-    )
+                inside = set(part.modules())
+                parts.setdefault(part, []).extend((owner, name) for owner, name in places if owner in inside)
+        if unit is not root:
+            running.follow(unit.module)
+    for part, lacking in parts.items():
+        if part in names and lacking:
+            refuse_parts(part, names[part], lacking, running)
 
 
 def gathered_parameters(unit: FullyShardedDataParallel) -> Iterator[tuple[Tensor, nn.Parameter, bool]]:
@@ -491,6 +502,14 @@ class GatheredWrites:
             value.taken(view)
             value.keep(part, flat._local_shard, view, self._values, is_counted=is_certain)
 
+    def let_go(self) -> None:
+        """Refuse what users compute with views that modules go on holding, once the unit is freed."""
+        if not self._handle._use_orig_params:
+            for value, module, attribute in self._gathered:
+                view = module.__dict__.get(attribute)
+                if isinstance(view, Tensor):
+                    let_go_of_view(view, value.name)
+
     def _may_be_written(self, *, is_counted: bool) -> bool:
         """Whether :meth:`keep` has anything to look for: in most passes nobody writes."""
         times = None
@@ -568,6 +587,8 @@ def _keep_before(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any]) -
     if writes is not None:
         writes.keep(is_counted=handle._training_state == HandleTrainingState.FORWARD)
     type(handle)._use_sharded_flat_param(handle)
+    if writes is not None:
+        writes.let_go()
 
 
 def _gathered_part(handle: Any) -> Tensor | None:
@@ -791,11 +812,16 @@ def forget_views(unit: FullyShardedDataParallel) -> None:
     if flat._tensors is not None:
         flat._tensors[:] = [None] * len(flat._tensors)
     if not handle._use_orig_params:
-        places = [(i.module, i.param_name) for i in (*flat._param_infos, *flat._shared_param_infos)]
-        for module, name in places:
-            view = module.__dict__.get(name)
+        names: list[str] = vars(handle)[_NAMES]
+        user_names = {(i.module, i.param_name): name for i, name in zip(flat._param_infos, names, strict=True)}
+        for info in flat._shared_param_infos:
+            user_names[info.module, info.param_name] = user_names[info.prim_module, info.prim_param_name]
+        for (module, attribute), name in user_names.items():
+            view = module.__dict__.get(attribute)
             if view is not None:
-                module.__dict__[name] = view.data
+                with without_torch_function():
+                    module.__dict__[attribute] = view.data
+                let_go_of_view(module.__dict__[attribute], name)
 
 
 #: FSDP1 changes the memory of the flat parameter, which these transforms have wrapped; torch ends the process then.

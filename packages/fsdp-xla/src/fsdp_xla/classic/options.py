@@ -26,7 +26,7 @@ class XLAFSDPOptions(ShardingOptions):
     """Which submodules are gathered and freed together: a set of classes, a function ``module -> bool``, one of
     torch_xla's or torch's policies, ``"auto"`` for the blocks repeated in ``ModuleList`` s, or ``None`` for the
     root alone."""
-    activation_checkpointing_policy: ActivationCheckpointingPolicy | None = option(
+    activation_checkpointing_policy: str | ActivationCheckpointingPolicy | None = option(
         None, part_of="units", describe=describe_policy
     )
     """Which submodules recompute their activations in the backward pass: a set of classes, a function ``module ->

@@ -78,13 +78,18 @@ class WrappedUnit(OutsideAttributes, XlaFullyShardedDataParallel):  # type: igno
                 "Use strategy='xla_fsdp_spmd'; or the Trainer, and call the model and torch.autograd.grad() in "
                 "training_step()."
             )
+        if root is not None:
+            self.__dict__[_RECORDED] = True
         super()._rebuild_full_params(*args, **kwargs)
 
     def _free_full_params(self, params: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
-        """Free, but for what an earlier call of this pass still needs, in which it was frozen.
+        """Free, but for what an earlier call of this pass still needs, in which it was frozen, and what a graph needs.
 
-        torch_xla frees it when a later call has its gradient.
+        torch_xla frees the former when a later call has its gradient. A graph of ``create_graph=True`` is run
+        in an order that depends on the threads that have recorded it: perhaps before torch_xla gathers for the call.
         """
+        if _RECORDED in self.__dict__:
+            return
         own: Any = self.full_params
         if params is None or _UNFROZEN not in self.__dict__ or all(params[0] is not full for full in own):
             super()._free_full_params(params, *args, **kwargs)
@@ -153,6 +158,7 @@ def free_gathered(root: nn.Module) -> None:
     """Free parameters that units have gathered and kept."""
     for unit in units_of(root):
         unit.__dict__.pop(_UNFROZEN, None)
+        unit.__dict__.pop(_RECORDED, None)
         # torch_xla forgets that it has them when the first is freed: what was frozen in an earlier call is freed with
         # the later one, and gathered again for the earlier
         if unit.has_full_params or any(map(_is_gathered, unit.full_params)):
@@ -183,6 +189,7 @@ def end_step(root: nn.Module) -> None:
         unit.training_state = TrainingState.IDLE
         unit._pre_backward_hook_has_run = unit._post_backward_callback_queued = False
         unit.__dict__.pop(_UNFROZEN, None)
+        unit.__dict__.pop(_RECORDED, None)
         unit._free_full_params(apply_opt_barrier=False)
         if unit._output_pre_backward_hook_registered is not None:
             unit._output_pre_backward_hook_registered.clear()
@@ -237,6 +244,9 @@ class Writes:
 
 
 _GATHERED, _ROOT = "_fsdp_xla_gathered", "_fsdp_xla_root"
+
+#: Of a unit that stays gathered to the end of the next backward pass that adds to gradients.
+_RECORDED = "_fsdp_xla_recorded"
 
 
 def watch_calls(root: nn.Module) -> None:
@@ -300,6 +310,7 @@ def resume_forward(root: Any) -> None:
             parameter._shard_bwd_hook = (node, hook)
     for unit in units:
         if unit is root or not unit.reshard_after_forward:
+            unit.__dict__.pop(_RECORDED, None)
             unit._free_full_params(apply_opt_barrier=unit.optimization_barrier_in_forward)
             unit._rebuild_full_params(apply_opt_barrier=unit.optimization_barrier_in_forward)
     root._register_post_backward_hooks()
@@ -348,6 +359,9 @@ def reduce_pending(root: Any) -> None:
                     unit.reduce_scatter_op.flush()
                     unit.training_state = state
         end()
+        for unit in units_of(root):
+            if unit.__dict__.pop(_RECORDED, False):
+                unit._free_full_params()
 
     root._wait_for_post_backward = reduce_and_end
 

@@ -64,6 +64,11 @@ class FabricSteps:
         """
         return [root for root_ref in self._roots if (root := root_ref()) is not None]
 
+    @property
+    def are_inside_forward(self) -> bool:
+        """Whether a model's forward pass is running, in which a method may take whole steps."""
+        return any(is_inside_forward(root.root) for root in self.roots)
+
     def set_up(self, module: nn.Module, shard: Callable[[nn.Module], Sharded]) -> ShardedForward:
         """Shard a module, and follow its passes."""
         unguard_parameters(module.parameters())  # of one that is sharded already, maybe by another Fabric
@@ -109,6 +114,7 @@ class FabricSteps:
     def _before_pass(self, outputs: Sequence[Tensor | GradientEdge]) -> None:
         """Mend roots before a backward pass without Fabric: nothing else would before gradients are read by hand."""
         if not self._in_backward:
+            self.gradients.guard_parameters()  # a library is about to gather
             self._mend_roots(outputs)
 
     def _mend_roots(self, outputs: Sequence[Tensor | GradientEdge]) -> None:

@@ -99,7 +99,7 @@ def check_steps(
 
     may_have_owners = owners and all(len(layout[p]) == 1 for p in specs)
     over_few = _Trial(optimizer, smaller(specs), on_all_ranks)
-    if over_few.draws():  # a step of such an optimizer may take seconds over more elements: most are refused over few
+    if not on_all_ranks(not over_few.draws()):  # its steps may take seconds over more elements: most are refused here
         over_few.needs_owners(may_have_owners)
     return _Trial(optimizer, specs, on_all_ranks).needs_owners(may_have_owners)
 
@@ -148,7 +148,7 @@ class _Trial:
 
     def needs_owners(self, may_have_owners: bool) -> bool:
         """Whether the optimizer has to step on owners. Raises if it can't be used at all."""
-        reference, error = self._run_unsharded()
+        reference, error = self._agree_on_unsharded()
         if not self.on_all_ranks(reference is not None) or reference is None:
             warnings.warn(
                 f"{self.name} could not be tried over small tensors{_describe_error(error)}, so it is not known "
@@ -189,6 +189,22 @@ class _Trial:
     def _run(self, view: View, specs: Specs | None = None, **settings: Any) -> TrialRun:
         settings = {"by_closure": self.by_closure, "before_step": self._log_if_slow, **settings}
         return run_steps(self.optimizer, self.specs if specs is None else specs, view, **settings)
+
+    def _agree_on_unsharded(self) -> tuple[TrialRun | None, Exception | None]:
+        """What :meth:`_run_unsharded` returns. Where it raises on one rank, this raises on all."""
+        refusal: OptimizerMismatchError | None = None
+        reference, error = None, None
+        try:
+            reference, error = self._run_unsharded()
+        except OptimizerMismatchError as raised:
+            refusal = raised
+        if self.on_all_ranks(refusal is None):
+            return reference, error
+        raise refusal or OptimizerMismatchError(
+            f"{self.name} can be used on this rank, and another rank has refused it: its error says why. Each rank has "
+            "tried the same small steps, so the optimizer behaves differently on ranks.\n"
+            "Build it the same on every rank; or use another, such as AdamW."
+        )
 
     def _run_unsharded(self) -> tuple[TrialRun | None, Exception | None]:
         """The steps over whole parameters, or why they fail there too; with a closure only if there has to be one.

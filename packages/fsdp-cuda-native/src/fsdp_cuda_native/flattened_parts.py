@@ -1,0 +1,147 @@
+"""Modules with parameters that are a part of a flat parameter around them, as without ``use_orig_params``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
+from types import MethodType
+from typing import Any, NoReturn, cast
+
+from torch import Tensor, nn
+
+from fsdp_core import UnsupportedCapabilityError
+from fsdp_core.sharding import outside_of_compilation, without_torch_function
+
+__all__ = ["RunningParts", "let_go_of_view", "refuse_parts"]
+
+#: By part, its name, the calls that run, and the modules in it that lack parameters, with the names of these.
+_LACKING = "_fsdp_cuda_native_lacking"
+
+_INSTEAD = (
+    "Leave use_orig_params=False out; or let it be a unit of its own, with auto_wrap_policy; or loop over the "
+    "parameters of the whole model, or of units. For values, read within fsdp_core.gathered(module)."
+)
+
+
+class RunningParts:
+    """How many calls of parts and units run: code inside of a model's own ``forward()`` may look for parameters."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    def __bool__(self) -> bool:
+        return self._depth > 0
+
+    def follow(self, module: nn.Module) -> None:
+        """Count the calls of a module."""
+        module.register_forward_pre_hook(self._begin)
+        module.register_forward_hook(self._end, always_call=True)
+
+    @outside_of_compilation
+    def _begin(self, *_: Any) -> None:
+        self._depth += 1
+
+    @outside_of_compilation
+    def _end(self, *_: Any) -> None:
+        self._depth -= 1
+
+
+def refuse_parts(part: nn.Module, name: str, lacking: Sequence[tuple[nn.Module, str]], running: RunningParts) -> None:
+    """Refuse loops over the parameters of a module that FSDP1 lets have none, and freezing them: nothing would be done.
+
+    Args:
+        part: The module, which is no unit.
+        name: The user's name of it.
+        lacking: The modules in it that hold parameters of a flat parameter around it, and the names of these.
+        running: The calls of parts that run, in which nothing is refused.
+    """
+    running.follow(part)
+    part.__dict__[_LACKING] = name, lacking, running
+    part.__dict__["requires_grad_"] = partial(_refuse_freezing, name)
+    part.__dict__["named_parameters"] = MethodType(_named_parameters, part)  # parameters() and zero_grad() ask it
+
+
+def _named_parameters(
+    self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    name, lacking, running = self.__dict__[_LACKING]
+    absent = [
+        attribute
+        for owner, attribute in lacking
+        if (recurse or owner is self) and attribute not in owner._parameters  # not gathered, nor shown as written
+    ]
+    if absent and not running:
+        raise UnsupportedCapabilityError(
+            f"parameters() of {name!r} would lack {absent[0]!r}, and what loops over them would leave that out: it is "
+            f"a part of a flat parameter of a module around it.\n{_INSTEAD}"
+        )
+    return type(self).named_parameters(self, prefix, recurse, remove_duplicate)
+
+
+def _refuse_freezing(name: str, requires_grad: bool = True) -> NoReturn:
+    raise UnsupportedCapabilityError(
+        f"requires_grad_() of {name!r} would freeze or unfreeze a part of a flat parameter, which is trained as a "
+        "whole or not at all.\n"
+        "Leave use_orig_params=False out; or let it be a unit of its own, with auto_wrap_policy."
+    )
+
+
+#: What may be asked of a view whose memory is freed.
+_ASKED = frozenset(
+    {"size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "ndimension", "nelement"}
+    | {"requires_grad_", "get_device", "__len__", "__hash__", "untyped_storage", "data_ptr", "storage_offset"}
+)
+_ASKED_ATTRIBUTES = frozenset(
+    getattr(Tensor, name).__get__
+    for name in (
+        *("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "_version"),
+        *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_nested", "itemsize", "nbytes"),
+    )
+)
+
+
+class _FreedView:
+    """What a module holds in place of a parameter while its unit is not gathered: a view without memory."""
+
+    _fsdp_name: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with without_torch_function():
+            is_asked = func in _ASKED_ATTRIBUTES or getattr(func, "__name__", "") in _ASKED
+            for view in () if is_asked else _views_in((args, kwargs or {})):
+                tensor = cast("Tensor", view)
+                if tensor.numel() and not tensor.untyped_storage().size():
+                    raise UnsupportedCapabilityError(
+                        f"{view._fsdp_name!r} was used outside of the forward() of the unit that it belongs to: it is "
+                        f"a part of a flat parameter, whose memory is freed there.\n{_INSTEAD}"
+                    )
+            return func(*args, **(kwargs or {}))
+
+
+@cache
+def _freed_class(of: type[Tensor]) -> type[Tensor]:
+    return type("FreedView", (_FreedView, of), {})
+
+
+def _views_in(values: Any) -> Iterator[_FreedView]:
+    if isinstance(values, _FreedView):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _views_in(value)
+    elif isinstance(values, Mapping):
+        yield from _views_in(list(values.values()))
+
+
+def let_go_of_view(view: Tensor, name: str) -> None:
+    """Refuse, from now on, what is computed with a view while its memory is freed: torch would end the process.
+
+    Args:
+        view: What a module holds.
+        name: The user's name of the parameter.
+    """
+    instance: Any = view
+    if not isinstance(view, _FreedView):
+        instance.__class__ = _freed_class(type(view))
+        instance._fsdp_name = name
