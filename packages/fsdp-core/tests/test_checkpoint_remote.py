@@ -35,7 +35,7 @@ from fsdp_core.checkpoint import (
 from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.errors import CheckpointError, CheckpointExistsError
 from fsdp_core.runtime import Runtime
-from fsdp_core.testing.ranks import RankPool
+from fsdp_core.testing.launching.ranks import RankPool
 from fsdp_core.testing.refusals import assert_says
 from test_checkpoint_commit import Stop, save_state, value_of
 

@@ -24,7 +24,7 @@ from fsdp_core.checkpoint import is_checkpoint, load_state_dict, remove, save, v
 from fsdp_core.checkpoint.importing import import_checkpoint
 from fsdp_core.errors import CheckpointError, CheckpointExistsError
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
-from fsdp_core.testing.ranks import RankPool
+from fsdp_core.testing.launching.ranks import RankPool
 from fsdp_core.testing.refusals import assert_says
 
 ROWS = 4096

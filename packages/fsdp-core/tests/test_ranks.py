@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_core.testing import RankError, RankPool
-from fsdp_core.testing.forking import PATIENCE
+from fsdp_core.testing.launching.forking import PATIENCE
 
 
 def leave_variables() -> None:

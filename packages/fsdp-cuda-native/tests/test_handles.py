@@ -15,8 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.modules.parameters import own_share
-from fsdp_core.testing.training import new_fabric
+from fsdp_core.testing.training import new_fabric, own_share
 
 #: What torch's handles do for each parameter, and ours in less time where they can.
 METHODS = ("_writeback_orig_params", "_use_sharded_views")

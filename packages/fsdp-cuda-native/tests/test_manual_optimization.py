@@ -18,8 +18,7 @@ from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Block, Trained
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.training.loops import losses_of
-from fsdp_core.testing.training import Lit, loader, means, new_trainer
+from fsdp_core.testing.training import Lit, loader, losses_of, means, new_trainer
 
 FLAT: dict[str, Any] = {"use_orig_params": False, "auto_wrap_policy": {Block, nn.Linear}}
 

@@ -44,8 +44,17 @@ from fsdp_core.testing.state import sharded_by
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.suite.numerics.precision import assert_parts_equal, seen_by_a_block, trained_by_parts
 from fsdp_core.testing.suite.refusals.bad_options import BOTH, unfit_options
-from fsdp_core.testing.suite.training.loops import losses_of
-from fsdp_core.testing.training import Lit, fabric_fit, fit, full_state, loader, means, new_fabric, new_trainer
+from fsdp_core.testing.training import (
+    Lit,
+    fabric_fit,
+    fit,
+    full_state,
+    loader,
+    losses_of,
+    means,
+    new_fabric,
+    new_trainer,
+)
 from fsdp_cuda_native import DDPFullyShardedStrategy
 from fsdp_cuda_native.plugin import why_not_here
 from fsdp_cuda_native.unit_checks import check_not_wrapped, unit_options

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_core.testing import RankPool, Ranks, forking
-from fsdp_core.testing.collecting import CLAUSE, chosen, clauses_of, refuse_left_out
-from fsdp_core.testing.reporting import FORMATS, Results
+from fsdp_core.testing import RankPool, Ranks
+from fsdp_core.testing.launching import forking
+from fsdp_core.testing.reporting.collecting import CLAUSE, chosen, clauses_of, refuse_left_out
+from fsdp_core.testing.reporting.results import FORMATS, Results
 
 __all__ = ["ranks"]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.full_tensor import each_whole
-from fsdp_core.testing.rank_context import here
+from fsdp_core.testing.launching.rank_context import here
 
 __all__ = [
     "assert_sharded",

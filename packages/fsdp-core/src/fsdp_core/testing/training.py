@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 import fsdp_core
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import oracle
+from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.launching.ranks import ranks_are_nodes
 from fsdp_core.testing.oracle import BATCH, Trained, dataset, new_net
-from fsdp_core.testing.rank_context import here
-from fsdp_core.testing.ranks import ranks_are_nodes
 from fsdp_core.testing.state import full_state
 
 __all__ = [
@@ -27,9 +27,11 @@ __all__ = [
     "fabric_fit",
     "fit",
     "loader",
+    "losses_of",
     "means",
     "new_fabric",
     "new_trainer",
+    "own_share",
     "strategy_argument",
     "whole_batches",
 ]
@@ -81,6 +83,14 @@ def loader(steps: int, world_size: int) -> DataLoader[Any]:
 def whole_batches(fabric: Fabric, steps: int) -> list[tuple[Tensor, Tensor]]:
     """The oracle's global batches, on the device of this rank."""
     return [fabric.to_device(batch) for batch in oracle.global_batches(steps)]
+
+
+def own_share(fabric: Fabric, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """This rank's rows of a batch."""
+    x, y = batch
+    rows = slice(fabric.global_rank, None, fabric.world_size)
+    share: tuple[Tensor, Tensor] = fabric.to_device((x[rows], y[rows]))
+    return share
 
 
 def strategy_argument(name: str, front_end: FrontEnd, options: Mapping[str, Any] | None = None) -> Any:
@@ -145,6 +155,11 @@ def means(losses: list[Tensor]) -> list[float]:
         return []
     values: list[float] = here().mean(torch.stack([loss.detach().cpu() for loss in losses]).float()).tolist()
     return values
+
+
+def losses_of(module: Lit) -> list[float]:
+    """The losses that a module has recorded in this process."""
+    return [loss.item() for loss in module.losses]
 
 
 def fit(

@@ -23,10 +23,10 @@ from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.gradients.step_gradients import plain
 from fsdp_core.state.chunks import ChunkedTensor, chunked
 from fsdp_core.state.layout import Layout
+from fsdp_core.testing.launching.rank_context import here
 from fsdp_core.testing.oracle import BATCH
 from fsdp_core.testing.pairs.dimensions import Configuration
 from fsdp_core.testing.pairs.net import CLIP, MICRO_BATCHES, batches, is_last, loss_of, new_net, optimizers
-from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.state import sharded_by
 from fsdp_core.testing.training import new_fabric, new_trainer, strategy_argument
 

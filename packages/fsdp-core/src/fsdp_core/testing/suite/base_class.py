@@ -13,7 +13,7 @@ import fsdp_core
 from fsdp_core.lightning.capabilities import capability_of
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.sharding.mixed_precision import ShardPrecision
-from fsdp_core.testing.ranks import RankKind, RankPool, Ranks
+from fsdp_core.testing.launching.ranks import RankKind, RankPool, Ranks
 
 __all__ = [
     "KINDS",

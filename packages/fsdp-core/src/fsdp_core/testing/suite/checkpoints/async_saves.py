@@ -13,7 +13,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 import fsdp_core
 from fsdp_core.checkpoint import is_checkpoint, load
 from fsdp_core.testing import Ranks
-from fsdp_core.testing.disks import Disk, disk
+from fsdp_core.testing.measuring.disks import Disk, disk
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.base_class import KINDS, Clauses, requires
 from fsdp_core.testing.training import Lit, loader, new_trainer
@@ -24,7 +24,7 @@ ASYNC = {"async_save": True}
 
 
 class Slow(TorchCheckpointIO):
-    """Writes full checkpoints as slowly as a :class:`~fsdp_core.testing.disks.Disk`."""
+    """Writes full checkpoints as slowly as a :class:`~fsdp_core.testing.measuring.disks.Disk`."""
 
     def __init__(self, used: Disk) -> None:
         self.used = used

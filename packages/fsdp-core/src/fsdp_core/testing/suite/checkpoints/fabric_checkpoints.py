@@ -21,9 +21,8 @@ from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.base_class import KINDS, Clauses, on_ranks, requires
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import assert_bit_equal
-from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.parity import assert_same
-from fsdp_core.testing.training import new_fabric, whole_batches
+from fsdp_core.testing.training import new_fabric, own_share, whole_batches
 
 __all__ = ["FabricCheckpointsSuite"]
 

@@ -18,13 +18,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import fsdp_core
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.launching.rank_context import here
 from fsdp_core.testing.oracle import BATCH, FEATURES, RESUME_TOLERANCE
-from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.base_class import KINDS, Clauses, needs_of, requires, with_options
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import assert_bit_equal
-from fsdp_core.testing.suite.modules.parameters import own_share
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, own_share
 
 __all__ = [
     "MOMENTS",

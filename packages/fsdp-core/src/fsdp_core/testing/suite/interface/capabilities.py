@@ -17,7 +17,7 @@ from fsdp_core.lightning.capabilities import capability_of
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.collectives import count_collectives
+from fsdp_core.testing.measuring.collectives import count_collectives
 from fsdp_core.testing.oracle import Block
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.suite.base_class import Clauses, requires, undeclared

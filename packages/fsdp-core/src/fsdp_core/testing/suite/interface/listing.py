@@ -11,7 +11,7 @@ import pytest
 import fsdp_core
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import FrontEnd
-from fsdp_core.testing.forking import within
+from fsdp_core.testing.launching.forking import within
 from fsdp_core.testing.suite.base_class import Clauses
 
 __all__ = ["ListingSuite"]

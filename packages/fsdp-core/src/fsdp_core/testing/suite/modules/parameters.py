@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torchmetrics import SumMetric
@@ -22,10 +21,9 @@ from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.base_class import Clauses, each_ranks, on_ranks, precisions, requires
 from fsdp_core.testing.suite.numerics.parity import assert_same
-from fsdp_core.testing.suite.training.loops import losses_of
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
+from fsdp_core.testing.training import Lit, loader, losses_of, means, new_fabric, new_trainer, own_share, whole_batches
 
-__all__ = ["Gains", "ParametersSuite", "gains_of", "own_share"]
+__all__ = ["Gains", "ParametersSuite", "gains_of"]
 
 
 UNFROZEN, UNUSED = "unfrozen later", "unused in the last micro-batch"
@@ -64,14 +62,6 @@ def _gains_oracle(scenario: str) -> dict[str, float]:
         optimizer.step()
         optimizer.zero_grad()
     return {"one": net.one.item(), "two": net.two.item()}
-
-
-def own_share(fabric: Fabric, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """This rank's rows of a batch."""
-    x, y = batch
-    mine = slice(fabric.global_rank, None, fabric.world_size)
-    share: tuple[Tensor, Tensor] = fabric.to_device((x[mine], y[mine]))
-    return share
 
 
 def gains_of(strategy: Any) -> dict[str, float]:

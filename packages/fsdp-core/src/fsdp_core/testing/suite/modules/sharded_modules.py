@@ -29,9 +29,8 @@ from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, Trained
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.base_class import Clauses, each_ranks, on_ranks
-from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.parity import assert_same
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, own_share
 
 __all__ = ["ShardedModulesSuite"]
 

@@ -23,8 +23,8 @@ from fsdp_core.lightning.hooks.sharded_modules import size_in_words
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.launching.rank_context import here
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, WIDE, Block
-from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import assert_sharded, full_state, held_by, sharded_by, trained_by
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks, precisions, requires, with_options

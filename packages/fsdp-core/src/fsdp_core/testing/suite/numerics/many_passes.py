@@ -31,9 +31,8 @@ from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained
 from fsdp_core.testing.refusals import refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.base_class import Clauses, needs_of, requires
-from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.pairs import SEED
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, strategy_argument
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, own_share, strategy_argument
 
 __all__ = [
     "SETTINGS",

@@ -18,9 +18,8 @@ from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.base_class import Clauses, requires
-from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.parity import assert_same
-from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, own_share
 
 __all__ = ["NormsSuite"]
 

@@ -16,9 +16,8 @@ from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FEATURES, Trained
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks, requires
-from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.parity import assert_same
-from fsdp_core.testing.training import means, new_fabric
+from fsdp_core.testing.training import means, new_fabric, own_share
 
 __all__ = ["BranchesSuite"]
 

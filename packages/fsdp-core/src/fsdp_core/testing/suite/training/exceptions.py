@@ -18,8 +18,8 @@ from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import sharded_by
 from fsdp_core.testing.suite.base_class import Clauses, requires
-from fsdp_core.testing.suite.modules.parameters import Gains, gains_of, own_share
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+from fsdp_core.testing.suite.modules.parameters import Gains, gains_of
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, own_share
 
 __all__ = ["ExceptionsSuite"]
 

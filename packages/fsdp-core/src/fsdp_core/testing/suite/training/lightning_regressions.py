@@ -16,14 +16,23 @@ from torch.nn.functional import mse_loss
 from fsdp_core.errors import ShardingError
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.collectives import count_collectives
+from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.measuring.collectives import count_collectives
 from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE, WIDE, Block, Trained
-from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import assert_sharded, full_state, held_by, poison_gradient, sharded_by, trained_by
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks, requires, with_options
-from fsdp_core.testing.suite.modules.parameters import own_share
-from fsdp_core.testing.training import Lit, fabric_fit, fit, loader, means, new_fabric, new_trainer, whole_batches
+from fsdp_core.testing.training import (
+    Lit,
+    fabric_fit,
+    fit,
+    loader,
+    means,
+    new_fabric,
+    new_trainer,
+    own_share,
+    whole_batches,
+)
 
 __all__ = ["BrokenElsewhereSuite", "every_stage"]
 

@@ -19,14 +19,9 @@ from fsdp_core.testing.refusals import assert_says
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.base_class import Clauses, requires
 from fsdp_core.testing.suite.numerics.parity import assert_same
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
+from fsdp_core.testing.training import Lit, loader, losses_of, means, new_fabric, new_trainer, whole_batches
 
-__all__ = ["Gan", "LoopsSuite", "UsesRootTwice", "assert_root_stays_gathered", "losses_of", "root_used_twice"]
-
-
-def losses_of(module: Lit) -> list[float]:
-    """The losses that a module has recorded in this process."""
-    return [loss.item() for loss in module.losses]
+__all__ = ["Gan", "LoopsSuite", "UsesRootTwice", "assert_root_stays_gathered", "root_used_twice"]
 
 
 class Gan(Lit):

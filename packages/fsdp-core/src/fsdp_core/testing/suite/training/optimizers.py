@@ -21,8 +21,7 @@ from fsdp_core.testing.oracle import FP32_TOLERANCE, WIDE, Trained
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import assert_sharded, full_state, held_by, sharded_by, trained_by
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks
-from fsdp_core.testing.suite.modules.parameters import own_share
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, own_share, whole_batches
 
 __all__ = ["OptimizersSuite", "assert_all_trained", "built_after_evaluation", "built_before_sharding"]
 

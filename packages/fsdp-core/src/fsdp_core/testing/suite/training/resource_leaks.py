@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.rank_context import here
+from fsdp_core.testing.launching.rank_context import here
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
 from fsdp_core.torch_private import process_groups

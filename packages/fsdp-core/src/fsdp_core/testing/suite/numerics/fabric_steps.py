@@ -13,8 +13,7 @@ from torch.nn.functional import mse_loss
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.modules.parameters import own_share
-from fsdp_core.testing.training import new_fabric
+from fsdp_core.testing.training import new_fabric, own_share
 
 __all__ = ["METHODS", "WAITING", "assert_gradients_wait", "assert_whole_steps"]
 

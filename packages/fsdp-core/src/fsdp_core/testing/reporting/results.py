@@ -14,8 +14,8 @@ import pytest
 
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import Capability
-from fsdp_core.testing.collecting import CLAUSE
-from fsdp_core.testing.report_page import page
+from fsdp_core.testing.reporting.collecting import CLAUSE
+from fsdp_core.testing.reporting.page import page
 
 __all__ = ["FORMATS", "Results"]
 

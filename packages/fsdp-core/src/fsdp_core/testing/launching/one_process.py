@@ -12,8 +12,15 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from fsdp_core.testing.forking import StartMethod, end_process, kill_process, lead_session, start_process, within
-from fsdp_core.testing.ranks import (
+from fsdp_core.testing.launching.forking import (
+    StartMethod,
+    end_process,
+    kill_process,
+    lead_session,
+    start_process,
+    within,
+)
+from fsdp_core.testing.launching.ranks import (
     Failure,
     RankKind,
     describe_silence,

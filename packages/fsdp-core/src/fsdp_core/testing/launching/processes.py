@@ -18,7 +18,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from fsdp_core.testing.forking import within
+from fsdp_core.testing.launching.forking import within
 
 __all__ = ["SECONDS", "Ended", "fresh_environment", "interruptible", "start"]
 

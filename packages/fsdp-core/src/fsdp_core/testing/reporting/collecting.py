@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import Capability, StrategyInfo
-from fsdp_core.testing.ranks import RankKind
+from fsdp_core.testing.launching.ranks import RankKind
 
 if TYPE_CHECKING:
     from fsdp_core.testing.suite.base_class import Clauses

@@ -1,7 +1,7 @@
 """Forks ranks from a process that has imported torch and Lightning already, which saves each rank seconds.
 
 This process is :mod:`multiprocessing`'s fork server. It has no threads, no process group and no state of the tests'
-own process; it imports :mod:`fsdp_core.testing.preloaded`.
+own process; it imports :mod:`fsdp_core.testing.launching.preloaded`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _STACKS: signal.Signals | None = getattr(signal, "SIGRTMAX", None)
 #: Seconds until a process begins to write its stacks, and between two pieces of them.
 _BEGINS, _GOES_ON = 2.0, 0.5
 
-_PRELOADED = "fsdp_core.testing.preloaded"
+_PRELOADED = "fsdp_core.testing.launching.preloaded"
 
 #: Environment variables of the fork server. Threads of a numerical library would not survive a fork.
 _OF_SERVER = {"OMP_NUM_THREADS": "1"}
@@ -68,7 +68,7 @@ _OF_SERVER = {"OMP_NUM_THREADS": "1"}
 _DIED = (
     "The process that ranks are forked from died before it was ready: while it imported torch and Lightning, while it "
     "imported the script that this is called from, or because it was killed. Its stderr says which.\n"
-    "To test the imports alone, type: python -m fsdp_core.testing.preloaded\n"
+    "To test the imports alone, type: python -m fsdp_core.testing.launching.preloaded\n"
     'In a script, call RankPool under `if __name__ == "__main__":`, in a file; then start it again.'
 )
 
@@ -435,7 +435,7 @@ def _forks_without_threads() -> bool:
 
 
 def _tell_threads(connection: Connection) -> None:
-    from fsdp_core.testing.preloaded import FAILURES, THREADS
+    from fsdp_core.testing.launching.preloaded import FAILURES, THREADS
 
     connection.send((THREADS, FAILURES))
 

@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, ClassVar, Literal, NoReturn, Protocol, Self
 
-from fsdp_core.testing.forking import (
+from fsdp_core.testing.launching.forking import (
     StartMethod,
     end_process,
     kill_process,
@@ -129,7 +129,7 @@ class RankPool:
 
     Attributes:
         start_method: ``"forkserver"``, which takes milliseconds, or ``"spawn"`` for libraries that start threads or
-            open a device when torch is imported; see :func:`~fsdp_core.testing.forking.start_process`.
+            open a device when torch is imported; see :func:`~fsdp_core.testing.launching.forking.start_process`.
 
     Example:
         .. code-block:: python
