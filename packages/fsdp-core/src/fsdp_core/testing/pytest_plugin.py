@@ -27,10 +27,10 @@ def _rank_pools() -> Iterator[Callable[[type[Ranks]], Ranks]]:
     """Returns the only pool of a class, which lives for the whole session."""
     pools: dict[type[Ranks], Ranks] = {}
 
-    def pool_of(chosen: type[Ranks]) -> Ranks:
-        if chosen not in pools:
-            pools[chosen] = chosen()
-        return pools[chosen]
+    def pool_of(pool_class: type[Ranks]) -> Ranks:
+        if pool_class not in pools:
+            pools[pool_class] = pool_class()
+        return pools[pool_class]
 
     yield pool_of
     for pool in pools.values():

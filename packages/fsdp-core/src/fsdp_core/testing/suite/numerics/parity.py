@@ -15,8 +15,8 @@ from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.sharding.wrap_policy import describe_policy
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, Trained, train_plain
 from fsdp_core.testing.loop import Loop
+from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, Trained, train_plain
 from fsdp_core.testing.refusals import assert_says
 from fsdp_core.testing.suite.base_class import Clauses, requires, with_options
 from fsdp_core.testing.training import fabric_fit, fit
