@@ -48,7 +48,8 @@ class Loop:
     ) -> None:
         self.fabric: Any = None if strategy is None else new_fabric(strategy, ranks, options, precision)
         self.net: Any = oracle.new_net() if net is None else net
-        self.model, self.optimizer = self.net, make_optimizer(self.net)
+        self.model: Any = self.net
+        self.optimizer: Any = make_optimizer(self.net)
         if self.fabric is not None:
             self.model, self.optimizer = self.fabric.setup(self.net, self.optimizer)
 

@@ -20,7 +20,8 @@ __all__ = ["CLAUSE", "chosen", "clauses_of", "refuse_left_out"]
 #: The description of a clause for the report, on its pytest item.
 CLAUSE = pytest.StashKey[dict[str, Any]]()
 
-_HERE = str(Path(__file__).parent)
+#: The folder of the suite: its clauses may skip themselves.
+_KIT = str(Path(__file__).parent.parent)
 
 
 def clauses_of(cls: object) -> type[Clauses] | None:
@@ -120,7 +121,7 @@ def _skips_itself(item: Any, path: str, reason: str) -> bool:
     all_marks = [mark for mark in item.iter_markers() if mark.name in ("skip", "skipif")]
     if all_marks:
         return all(any(mark is own_mark for own_mark in own_marks) for mark in all_marks)
-    return path.startswith(_HERE)
+    return path.startswith(_KIT)
 
 
 def _needs(item: Any) -> list[Any]:

@@ -213,8 +213,8 @@ class Clauses:
     @staticmethod
     def class_of(strategy: str, front_end: FrontEnd) -> Any:
         """The class of a strategy, by name."""
-        found = fsdp_core.resolve(strategy, front_end)
-        return found.func if isinstance(found, partial) else found
+        strategy_class = fsdp_core.resolve(strategy, front_end)
+        return strategy_class.func if isinstance(strategy_class, partial) else strategy_class
 
 
 def _marks(value: Any) -> tuple[Any, ...]:

@@ -45,7 +45,7 @@ class Gains(nn.Module):
         return x * self.two if use_two else x
 
 
-def sgd_of_gains(net: Gains) -> torch.optim.Optimizer:
+def sgd_of_gains(net: nn.Module) -> torch.optim.Optimizer:
     """An optimizer with a rate at which the 0-dim parameters move."""
     return torch.optim.SGD(net.parameters(), lr=0.1)
 

@@ -467,7 +467,8 @@ class Exchanging(nn.Module):
             "an object that it changes": lambda: values.hidden,
             "a distribution": lambda: values.mean,
         }
-        return read.get(self.how, lambda: values)()
+        output: Tensor = read[self.how]() if self.how in read else values
+        return output
 
 
 def _train(strategy: str, net: nn.Module) -> Trained | str:
