@@ -126,9 +126,10 @@ def differences(outcomes: Sequence[Outcome], want: Run, configuration: Configura
     for quantity, state, parts in states:
         tensors = _join_all(parts, quantity, messages)
         for key in sorted({name[1] for name in state}) if quantity == "moment" else [None]:
-            wanted = {n: v for n, v in _arrays(state).items() if key is None or n[1] == key}
+            wanted_tensors = {n: v for n, v in _arrays(state).items() if key is None or n[1] == key}
             got = {n: v for n, v in tensors.items() if key is None or n[1] == key}
-            messages += _compare(got, wanted, quantity if key is None else f"{quantity} {key}", tolerance)
+            label = quantity if key is None else f"{quantity} {key}"
+            messages += _compare(got, wanted_tensors, label, tolerance)
     return messages
 
 

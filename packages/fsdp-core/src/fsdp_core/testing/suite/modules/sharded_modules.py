@@ -467,8 +467,8 @@ class Exchanging(nn.Module):
             "an object that it changes": lambda: values.hidden,
             "a distribution": lambda: values.mean,
         }
-        output: Tensor = read[self.how]() if self.how in read else values
-        return output
+        features: Tensor = read[self.how]() if self.how in read else values
+        return features
 
 
 def _train(strategy: str, net: nn.Module) -> Trained | str:
