@@ -273,7 +273,7 @@ class FabricCheckpointsSuite(Clauses):
         assert_same([([], state) for state in got], ([], loop.state()))
 
     @requires(Capability.SHARDED_CHECKPOINT)
-    def test_loaded_weights_are_root_optimizer_an_optimizer_that_is_older(self, ranks: Ranks, tmp_path: Path) -> None:
+    def test_loaded_weights_are_trained_by_an_optimizer_that_is_older(self, ranks: Ranks, tmp_path: Path) -> None:
         """An optimizer set up before ``fabric.load`` must train the loaded weights."""
         want = oracle.train_plain(2, oracle.momentum)
         assert_same(ranks.run(2, _weights_alone, self.strategy, str(tmp_path / "checkpoint")), want)

@@ -19,6 +19,7 @@ from torch.nn.functional import mse_loss
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
 from fsdp_core.torch_private import process_groups
@@ -40,17 +41,15 @@ def _under_trainer(strategy: str, tmp: Path, path: Path | None, options: Mapping
 
 def _under_fabric(strategy: str, tmp: Path, path: Path | None, options: Mapping[str, Any] | None) -> None:
     """Set up, step, save, load, and tear down, which ends background saves."""
-    fabric = new_fabric(strategy, 2, options)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
-    for x, y in whole_batches(fabric, 1):
-        fabric.backward(mse_loss(model(x), y))
-        optimizer.step()
+    loop = Loop(strategy, options=options)
+    for x, y in loop.whole_batches(1):
+        loop.backward(loop.loss(x, y))
+        loop.optimizer.step()
     if path is not None:
-        fabric.save(path, {"model": model, "optimizer": optimizer})
-        fabric.load(path, {"model": model, "optimizer": optimizer})
-    used: Any = fabric.strategy
-    used.teardown()
+        objects = {"model": loop.model, "optimizer": loop.optimizer}
+        loop.fabric.save(path, objects)
+        loop.fabric.load(path, objects)
+    loop.fabric.strategy.teardown()
 
 
 def left_behind(
@@ -96,12 +95,12 @@ def _alive(strategy: str, tmp: str, front_end: FrontEnd) -> list[str]:
             trainer.fit(module, loader(1, 2))
             used: Any = trainer.strategy
         else:
-            fabric, module = new_fabric(strategy), oracle.new_net()
-            model, optimizer = fabric.setup(module, oracle.momentum(module))
-            for x, y in whole_batches(fabric, 1):
-                fabric.backward(mse_loss(model(x), y))
-                optimizer.step()
-            used = fabric.strategy
+            loop = Loop(strategy)
+            module = loop.net
+            for x, y in loop.whole_batches(1):
+                loop.backward(loop.loss(x, y))
+                loop.optimizer.step()
+            used = loop.fabric.strategy
         parameters = {f"parameter {name}": weakref.ref(parameter) for name, parameter in module.named_parameters()}
         return {"module": weakref.ref(module), "backend": weakref.ref(used.backend), **parameters}
 
