@@ -37,7 +37,7 @@ def refusal(error: type[Exception] | tuple[type[Exception], ...], call: Callable
 
 
 def result_or_refusal(error: type[Exception] | tuple[type[Exception], ...], work: Callable[[], T]) -> T | str:
-    """What a function returns, or the text of the exception that refuses it, with its notes.
+    """What a function returns, or the exception that it raises, as text for :func:`assert_says`, with its notes.
 
     Example:
         >>> result_or_refusal(ValueError, lambda: int("7")), result_or_refusal(ValueError, lambda: int("x"))
@@ -47,6 +47,8 @@ def result_or_refusal(error: type[Exception] | tuple[type[Exception], ...], work
         return work()
     except error as refused:
         return "\n".join([str(refused), *getattr(refused, "__notes__", ())])
+    except Exception as other:
+        return f"{_INSTEAD} {type(other).__name__}: {other}"
 
 
 def was_refused(message: str) -> bool:

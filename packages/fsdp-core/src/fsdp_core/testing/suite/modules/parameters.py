@@ -19,7 +19,7 @@ from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Trained
-from fsdp_core.testing.refusals import assert_says, result_or_refusal
+from fsdp_core.testing.refusals import assert_says, result_or_refusal, was_refused
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.base_class import Clauses, each_ranks, on_ranks, precisions, requires
 from fsdp_core.testing.suite.numerics.parity import assert_same_or_refused, assert_state_close
@@ -440,6 +440,7 @@ class ParametersSuite(Clauses):
         for outcomes in ranks.run(2, _train_with_uses, self.strategy, str(tmp_path)):
             for use, outcome in outcomes.items():
                 if isinstance(outcome, str):
+                    assert was_refused(outcome), outcome
                     if use == "other weights of a block":
                         words = ("was replaced by another tensor", "functional_call()", "auto_wrap_policy=None")
                         assert_says(outcome, *words)

@@ -518,7 +518,7 @@ class ShardedModulesSuite(Clauses):
         for outcomes in ranks.run(2, _train_each_exchange, self.strategy):
             for how, outcome in outcomes.items():
                 if isinstance(outcome, str):
-                    assert how in LATER, outcome
+                    assert how in LATER, f"blocks exchange {how}: {outcome}"
                     assert_says(outcome, "a unit, ExchangingBlock, returned a ", "auto_wrap_policy")
                 elif not (how == "a penalty in an attribute" and ranks.kind == "threads"):  # torch_xla raises
                     assert outcome[0] == pytest.approx(want[how][0], abs=FP32_TOLERANCE), f"blocks exchange {how}"
