@@ -1,10 +1,10 @@
 """What a backend's tests need: ranks to run on, an unsharded oracle, and tests to inherit.
 
-``suite`` contains the tests that every sharded strategy must pass. They train in a :class:`~fsdp_core.testing.loop.Loop`
-or with the functions of ``training``, compare with ``oracle``, and look at shards by ``state`` and at errors by
-``refusals``. ``pairs`` and ``steps`` draw what is trained. ``launching`` starts ranks, ``measuring`` measures what they
-use, ``reporting`` and ``pytest_plugin`` choose and report clauses, and ``loopback`` is a backend for the kit's own tests.
-This package itself imports neither torch nor pytest.
+``suite`` contains the tests that every sharded strategy must pass. They train in a ``loop.Loop`` or with the functions
+of ``training``, compare with ``oracle``, and look at shards by ``state`` and at errors by ``refusals``. ``pairs`` and
+``steps`` draw what is trained. ``launching`` starts ranks, ``measuring`` measures what they use, ``reporting`` and
+``pytest_plugin`` choose and report clauses, and ``loopback`` is a backend for the kit's own tests. This package itself
+imports neither torch nor pytest.
 """
 
 from __future__ import annotations
