@@ -15,7 +15,7 @@ WIDTH, INDENT = 110, 6
 #: What is not a Python package.
 BESIDE = {
     "tests-integration/": "the laws, the documentation, checkpoints between packages, benchmarks/, seeded/ "
-    "with wrong copies of example-backend/ and example-zero2/, strangers' packages",
+    "with wrong copies of example-backend/ and example-zero2/, strangers' packages, example-tests/ of both",
     "docs/": "these pages, examples/ that tests run, pictures/",
     ".github/ .ci/run noxfile.py conftest.py tools/ constraints.txt pyproject.toml": "how all of it is built "
     "and tested",

@@ -15,18 +15,23 @@ def pair(f, net, opt=sgd):
     return f.setup(net, opt(net.parameters()))
 
 
-def gan(f, data, keep):
-    torch.manual_seed(0)
+def update(f, optimizer, loss):
+    optimizer.zero_grad()
+    f.backward(loss)
+    optimizer.step()
+
+
+def gan(f, data, keep, clear=lambda net, optimizer: optimizer.zero_grad()):
     (G, og), (D, od) = pair(f, mlp(4, 8), adam), pair(f, mlp(8, 1), adam)
     for i, x, y in data():
-        od.zero_grad()
+        clear(D, od)
         l1 = bce(D(x).view(-1), torch.ones(8))
         f.backward(l1)
         fake = G(torch.randn(8, 4))
         l2 = bce(D(fake.detach()).view(-1), torch.zeros(8))
         f.backward(l2)
         od.step()
-        og.zero_grad()
+        clear(G, og)
         lg = bce(D(fake).view(-1), torch.ones(8))
         f.backward(lg)
         og.step()
@@ -35,26 +40,10 @@ def gan(f, data, keep):
 
 
 def gan_module_zero_grad(f, data, keep):
-    torch.manual_seed(0)
-    (G, og), (D, od) = pair(f, mlp(4, 8), adam), pair(f, mlp(8, 1), adam)
-    for i, x, y in data():
-        D.zero_grad()
-        l1 = bce(D(x).view(-1), torch.ones(8))
-        f.backward(l1)
-        fake = G(torch.randn(8, 4))
-        l2 = bce(D(fake.detach()).view(-1), torch.zeros(8))
-        f.backward(l2)
-        od.step()
-        G.zero_grad()
-        lg = bce(D(fake).view(-1), torch.ones(8))
-        f.backward(lg)
-        og.step()
-        keep(l1, l2, lg)
-    return G, D
+    return gan(f, data, keep, clear=lambda net, optimizer: net.zero_grad())
 
 
 def wgan_gp(f, data, keep):
-    torch.manual_seed(0)
     (G, og), (D, od) = pair(f, mlp(4, 8), adam), pair(f, mlp(8, 1), adam)
     for i, x, y in data():
         for _ in range(2):
@@ -64,19 +53,14 @@ def wgan_gp(f, data, keep):
             out = D(inter)
             g = autograd.grad(out, inter, torch.ones_like(out), create_graph=True)[0]
             ld = D(fake).mean() - D(x).mean() + 10 * ((g.norm(2, 1) - 1) ** 2).mean()
-            od.zero_grad()
-            f.backward(ld)
-            od.step()
+            update(f, od, ld)
         lg = -D(G(torch.randn(8, 4))).mean()
-        og.zero_grad()
-        f.backward(lg)
-        og.step()
+        update(f, og, lg)
         keep(ld, lg)
     return G, D
 
 
 def wgan_clip(f, data, keep):
-    torch.manual_seed(0)
     (G, og), (D, od) = pair(f, mlp(4, 8)), pair(f, mlp(8, 1))
     for i, x, y in data():
         for p in D.parameters():
@@ -84,27 +68,20 @@ def wgan_clip(f, data, keep):
         for p in D.parameters():
             p.data.clamp_(-0.1, 0.1)
         ld = D(G(torch.randn(8, 4)).detach()).mean() - D(x).mean()
-        od.zero_grad()
-        f.backward(ld)
-        od.step()
+        update(f, od, ld)
         for p in D.parameters():
             p.requires_grad = False
         lg = -D(G(torch.randn(8, 4))).mean()
-        og.zero_grad()
-        f.backward(lg)
-        og.step()
+        update(f, og, lg)
         keep(ld, lg)
     return G, D
 
 
 def r1_lazy(f, data, keep):
-    torch.manual_seed(0)
     (G, og), (D, od) = pair(f, mlp(4, 8)), pair(f, mlp(8, 1))
     for i, x, y in data():
         ld = F.softplus(D(G(torch.randn(8, 4)).detach())).mean() + F.softplus(-D(x)).mean()
-        od.zero_grad()
-        f.backward(ld)
-        od.step()
+        update(f, od, ld)
         if i % 2 == 0:
             x.requires_grad = True
             p = D(x)
@@ -115,15 +92,12 @@ def r1_lazy(f, data, keep):
             od.step()
             keep(r)
         lg = F.softplus(-D(G(torch.randn(8, 4)))).mean()
-        og.zero_grad()
-        f.backward(lg)
-        og.step()
+        update(f, og, lg)
         keep(ld, lg)
     return G, D
 
 
 def freelb(f, data, keep):
-    torch.manual_seed(0)
     net, o = pair(f, mlp())
     for i, x, y in data():
         d = torch.zeros(8, 8).uniform_(-0.1, 0.1)
@@ -140,7 +114,6 @@ def freelb(f, data, keep):
 
 
 def ppo(f, data, keep):
-    torch.manual_seed(0)
     pol, val = mlp(), mlp(8, 1)
     ref = copy.deepcopy(pol).requires_grad_(False)
     pol, op = pair(f, pol, adam)
@@ -167,7 +140,6 @@ def ppo(f, data, keep):
 
 
 def mean_teacher(f, data, keep):
-    torch.manual_seed(0)
     s = mlp()
     t = copy.deepcopy(s).requires_grad_(False)
     s, o = pair(f, s)
@@ -177,9 +149,7 @@ def mean_teacher(f, data, keep):
             tt = t(x + 0.1 * torch.randn_like(x)).softmax(1)
         out = s(x)
         l = keep(F.cross_entropy(out, y) + F.mse_loss(out.softmax(1), tt))
-        o.zero_grad()
-        f.backward(l)
-        o.step()
+        update(f, o, l)
         with torch.no_grad():
             for p, q in zip(t.parameters(), s.parameters()):
                 p.mul_(0.9).add_(q, alpha=0.1)
@@ -187,8 +157,6 @@ def mean_teacher(f, data, keep):
 
 
 def moco(f, data, keep):
-    torch.manual_seed(0)
-
     class M(nn.Module):
         def __init__(s):
             super().__init__()
@@ -212,15 +180,11 @@ def moco(f, data, keep):
     m, o = f.setup(m, sgd(m.q.parameters()))
     for i, x, y in data():
         l = keep(F.cross_entropy(m(x), torch.zeros(8).long()))
-        o.zero_grad()
-        f.backward(l)
-        o.step()
+        update(f, o, l)
     return m
 
 
 def hnn(f, data, keep):
-    torch.manual_seed(0)
-
     class H(nn.Module):
         def __init__(s):
             super().__init__()
@@ -234,17 +198,13 @@ def hnn(f, data, keep):
     net, o = pair(f, H())
     for i, x, y in data():
         l = keep(F.mse_loss(net(x), x.roll(1, 1)))
-        o.zero_grad()
-        f.backward(l)
-        o.step()
+        update(f, o, l)
         with torch.no_grad():
             keep(net(x).sum())
     return net
 
 
 def deq(f, data, keep):
-    torch.manual_seed(0)
-
     class D(nn.Module):
         def __init__(s):
             super().__init__()
@@ -276,15 +236,11 @@ def deq(f, data, keep):
     net, o = pair(f, D())
     for i, x, y in data():
         l = keep(F.cross_entropy(net(x), y))
-        o.zero_grad()
-        f.backward(l)
-        o.step()
+        update(f, o, l)
     return net
 
 
 def tbptt(f, data, keep):
-    torch.manual_seed(0)
-
     class R(nn.Module):
         def __init__(s):
             super().__init__()
@@ -301,20 +257,15 @@ def tbptt(f, data, keep):
         for k in range(3):
             out, h = net(x[None] + 0.1 * k, h.detach())
             l = keep(F.cross_entropy(out, y))
-            o.zero_grad()
-            f.backward(l)
-            o.step()
+            update(f, o, l)
     return net
 
 
 def dreamer(f, data, keep):
-    torch.manual_seed(0)
     (W, ow), (A, oa) = pair(f, mlp(11, 8), adam), pair(f, mlp(), adam)
     for i, x, y in data():
         lw = F.mse_loss(W(torch.cat([x, F.one_hot(y, 3).float()], 1)), x.roll(1, 1))
-        ow.zero_grad()
-        f.backward(lw)
-        ow.step()
+        update(f, ow, lw)
         for p in W.parameters():
             p.requires_grad = False
         s = x
@@ -322,9 +273,7 @@ def dreamer(f, data, keep):
         for _ in range(3):
             s = W(torch.cat([s, A(s).softmax(1)], 1))
             R = R + s.mean()
-        oa.zero_grad()
-        f.backward(-R)
-        oa.step()
+        update(f, oa, -R)
         for p in W.parameters():
             p.requires_grad = True
         keep(lw, R)
@@ -332,7 +281,6 @@ def dreamer(f, data, keep):
 
 
 def ebm(f, data, keep):
-    torch.manual_seed(0)
     net, o = pair(f, mlp(8, 1))
     for i, x, y in data():
         z = torch.rand(8, 8) * 2 - 1
@@ -342,15 +290,12 @@ def ebm(f, data, keep):
             z = (z.detach() - 0.5 * g + 0.01 * torch.randn_like(z)).clamp(-1, 1)
         e, n = net(torch.cat([x, z])).chunk(2)
         l = keep(e.mean() - n.mean() + 0.1 * (e**2 + n**2).mean())
-        o.zero_grad()
-        f.backward(l)
-        o.step()
+        update(f, o, l)
     return net
 
 
 def maml_whole(f, data, keep):
     """Calls of torch.func.functional_call inside forward()."""
-    torch.manual_seed(0)
 
     class M(nn.Module):
         def __init__(s):
@@ -371,9 +316,7 @@ def maml_whole(f, data, keep):
     net, o = pair(f, M())
     for i, x, y in data():
         l = keep(net(x, y))
-        o.zero_grad()
-        f.backward(l)
-        o.step()
+        update(f, o, l)
     return net
 
 
@@ -381,8 +324,6 @@ maml_whole.options = {"auto_wrap_policy": None}
 
 
 def dann(f, data, keep):
-    torch.manual_seed(0)
-
     class M(nn.Module):
         def __init__(s):
             super().__init__()
@@ -397,27 +338,20 @@ def dann(f, data, keep):
         c, d = net(x, 0.5)
         _, e = net(x * 2 + 1, 0.5)
         l = keep(F.cross_entropy(c, y) + F.cross_entropy(d, y * 0) + F.cross_entropy(e, y * 0 + 1))
-        o.zero_grad()
-        f.backward(l)
-        o.step()
+        update(f, o, l)
     return net
 
 
 def tent(f, data, keep):
-    torch.manual_seed(0)
     net, o = pair(f, mlp())
     for i, x, y in data():
         l = F.cross_entropy(net(x), y)
-        o.zero_grad()
-        f.backward(l)
-        o.step()
+        update(f, o, l)
         net.eval()
         for _ in range(2):
             out = net(x + 1)
             e = -(out.softmax(1) * out.log_softmax(1)).sum(1).mean()
-            o.zero_grad()
-            f.backward(e)
-            o.step()
+            update(f, o, e)
             keep(e)
         net.train()
         keep(l, F.cross_entropy(net(x), y))
@@ -425,7 +359,6 @@ def tent(f, data, keep):
 
 
 def hook_optimizers(f, data, keep):
-    torch.manual_seed(0)
     m = mlp()
     net = f.setup_module(m)
     opts = {p: torch.optim.Adam([p], lr=0.01, foreach=False, eps=1e-3) for p in net.parameters()}
@@ -443,7 +376,6 @@ def hook_optimizers(f, data, keep):
 
 
 def pcgrad(f, data, keep):
-    torch.manual_seed(0)
     net, o = pair(f, mlp())
     for i, x, y in data():
         out = net(x)
@@ -476,21 +408,18 @@ def ac_penalty(f, data, keep):
                 h = checkpoint(b, h, use_reentrant=False)
             return s.n.out(h)
 
-    torch.manual_seed(0)
     net, o = pair(f, M())
     for i, x, y in data():
         x.requires_grad_()
         out = net(x)
         (g,) = autograd.grad(out.sum(), x, create_graph=True)
         l = keep(out.pow(2).mean() + (g.norm(dim=1) - 1).pow(2).mean())
-        o.zero_grad()
-        f.backward(l)
-        o.step()
+        update(f, o, l)
     return net
 
 
 ALL = {
     name: value
     for name, value in globals().items()
-    if getattr(value, "__module__", "") == __name__ and not isinstance(value, type) and name != "pair"
+    if getattr(value, "__module__", "") == __name__ and not isinstance(value, type) and name not in ("pair", "update")
 }

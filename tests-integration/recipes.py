@@ -66,6 +66,17 @@ class Lit(pl.LightningModule):
         self.automatic_optimization = not self.manual
         self.build()
 
+    def build(self):
+        self.net = mlp()
+
+    def training_step(self, b, i):
+        return self.keep(F.cross_entropy(self.net(b[0]), b[1]))
+
+    def update(self, optimizer, loss):
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
     def keep(self, *v):
         self.kept += [float(x.detach()) if isinstance(x, torch.Tensor) else float(x) for x in v]
         return v[0]
@@ -140,8 +151,7 @@ class cyclegan(Lit):
 
     def set_requires_grad(self, nets, flag):
         for net in nets:
-            for p in net.parameters():
-                p.requires_grad = flag
+            net.requires_grad_(flag)
 
     def training_step(self, b, i):
         og, od = self.optimizers()
@@ -168,7 +178,7 @@ class cyclegan(Lit):
         self.keep(lg, la, lb)
 
 
-class wgan_gp(Lit):
+class Adversaries(Lit):
     manual = True
 
     def build(self):
@@ -177,6 +187,8 @@ class wgan_gp(Lit):
     def configure_optimizers(self):
         return adam(self.g.parameters()), adam(self.d.parameters())
 
+
+class wgan_gp(Adversaries):
     def penalty(self, real, fake):
         alpha = torch.rand(real.size(0), 1)
         inter = (alpha * real + (1 - alpha) * fake).requires_grad_(True)
@@ -198,15 +210,11 @@ class wgan_gp(Lit):
         for _ in range(2):
             fake = self.g(z).detach()
             ld = self.d(fake).mean() - self.d(b[0]).mean() + 10 * self.penalty(b[0], fake)
-            od.zero_grad()
-            self.manual_backward(ld)
-            od.step()
+            self.update(od, ld)
         self.untoggle_optimizer(od)
         self.toggle_optimizer(og)
         lg = -self.d(self.g(z)).mean()
-        og.zero_grad()
-        self.manual_backward(lg)
-        og.step()
+        self.update(og, lg)
         self.untoggle_optimizer(og)
         self.keep(ld, lg)
 
@@ -224,8 +232,7 @@ class stylegan2(Lit):
         return adam([*self.mapping.parameters(), *self.synth.parameters()], 0.003), adam(self.d.parameters(), 0.003)
 
     def req(self, m, f):
-        for p in m.parameters():
-            p.requires_grad = f
+        m.requires_grad_(f)
 
     def training_step(self, b, i):
         og, od = self.optimizers()
@@ -272,15 +279,7 @@ class stylegan2(Lit):
         self.keep(ld, r1, lg, pl)
 
 
-class dcgan_raw(Lit):
-    manual = True
-
-    def build(self):
-        self.g, self.d = mlp(4, 8), mlp(8, 1)
-
-    def configure_optimizers(self):
-        return adam(self.g.parameters()), adam(self.d.parameters())
-
+class dcgan_raw(Adversaries):
     def training_step(self, b, i):
         og, od = self.optimizers()
         self.d.zero_grad()
@@ -304,8 +303,7 @@ class ppo_rlhf(Lit):
         self.policy = mlp(8, 3)
         self.value = mlp(8, 1)
         self.ref = copy.deepcopy(self.policy)
-        for p in self.ref.parameters():
-            p.requires_grad = False
+        self.ref.requires_grad_(False)
         self.reward = mlp(8, 3).eval().requires_grad_(False)
 
     def configure_optimizers(self):
@@ -353,8 +351,7 @@ class gradnorm(Lit):
     def configure_optimizers(self):
         return sgd([*self.trunk.parameters(), *self.heads.parameters()]), sgd([self.w])
 
-    def training_step(self, b, i):
-        o, ow = self.optimizers()
+    def losses(self, b):
         f = self.trunk(b[0])
         ls = torch.stack(
             [
@@ -364,7 +361,16 @@ class gradnorm(Lit):
         )
         if self.l0 is None:
             self.l0 = ls.detach()
-        wl = self.w * ls
+        return ls
+
+    def distance(self, ls, norms):
+        ratio = ls.detach() / self.l0
+        target = (norms.mean() * (ratio / ratio.mean()) ** 1.5).detach()
+        return (norms - target).abs().sum()
+
+    def training_step(self, b, i):
+        o, ow = self.optimizers()
+        wl = self.w * (ls := self.losses(b))
         o.zero_grad()
         ow.zero_grad()
         norms = torch.stack(
@@ -373,9 +379,7 @@ class gradnorm(Lit):
                 for t in range(2)
             ]
         )
-        ratio = ls.detach() / self.l0
-        target = (norms.mean() * (ratio / ratio.mean()) ** 1.5).detach()
-        gl = (norms - target).abs().sum()
+        gl = self.distance(ls, norms)
         self.manual_backward(wl.sum() + gl)
         o.step()
         ow.step()
@@ -387,15 +391,7 @@ class gradnorm_published(gradnorm):
 
     def training_step(self, b, i):
         o, ow = self.optimizers()
-        f = self.trunk(b[0])
-        ls = torch.stack(
-            [
-                (self.heads[0](f).squeeze() - b[1]).pow(2).mean(),
-                (self.heads[1](f).squeeze() - b[0].sum(1)).pow(2).mean(),
-            ]
-        )
-        if self.l0 is None:
-            self.l0 = ls.detach()
+        ls = self.losses(b)
         o.zero_grad()
         wl = self.w * ls
         self.manual_backward(wl.sum(), retain_graph=True)
@@ -406,9 +402,7 @@ class gradnorm_published(gradnorm):
                 for t in range(2)
             ]
         )
-        ratio = ls.detach() / self.l0
-        target = (norms.mean() * (ratio / ratio.mean()) ** 1.5).detach()
-        gl = (norms - target).abs().sum()
+        gl = self.distance(ls, norms)
         self.w.grad = autograd.grad(gl, self.w)[0]
         o.step()
         ow.step()
@@ -419,9 +413,6 @@ class awp_kaggle(Lit):
     """Adversarial weight perturbation as written in many notebooks."""
 
     manual = True
-
-    def build(self):
-        self.net = mlp()
 
     def training_step(self, b, i):
         opt = self.optimizers()
@@ -461,9 +452,7 @@ class awp_proxy(Lit):
         self.proxy.load_state_dict(self.net.state_dict())
         self.proxy.train()
         loss = -F.cross_entropy(self.proxy(b[0]), b[1])
-        popt.zero_grad()
-        self.manual_backward(loss)
-        popt.step()
+        self.update(popt, loss)
         diff = {}
         with torch.no_grad():
             for (n, p), q in zip(self.net.named_parameters(), self.proxy.parameters()):
@@ -472,9 +461,7 @@ class awp_proxy(Lit):
                     diff[n] = p.norm() / (d.norm() + 1e-20) * d * 0.1
                     p.add_(diff[n])
         adv = F.cross_entropy(self.net(b[0]), b[1])
-        opt.zero_grad()
-        self.manual_backward(adv)
-        opt.step()
+        self.update(opt, adv)
         with torch.no_grad():
             for n, p in self.net.named_parameters():
                 if n in diff:
@@ -484,9 +471,6 @@ class awp_proxy(Lit):
 
 class jacobian_reg(Lit):
     """Hoffman et al.: random projections of the Jacobian."""
-
-    def build(self):
-        self.net = mlp()
 
     def training_step(self, b, i):
         x = b[0].requires_grad_(True)
@@ -557,9 +541,6 @@ class func_laplacian(Lit):
 
 class vat(Lit):
     """lyakaap/VAT-pytorch: a backward pass inside the step, whose gradients are thrown away."""
-
-    def build(self):
-        self.net = mlp()
 
     def training_step(self, b, i):
         x = b[0]
@@ -890,9 +871,6 @@ class rdrop(Lit):
 class smart(Lit):
     """archinetai/smart-pytorch."""
 
-    def build(self):
-        self.net = mlp()
-
     def training_step(self, b, i):
         e = b[0]
         state = self.net(e)
@@ -968,8 +946,7 @@ class ebm(Lit):
         x = torch.cat([self.examples[k] for k in torch.randint(0, len(self.examples), (8,)).tolist()]).detach()
         was = self.cnn.training
         self.cnn.eval()
-        for p in self.cnn.parameters():
-            p.requires_grad = False
+        self.cnn.requires_grad_(False)
         x.requires_grad = True
         had = torch.is_grad_enabled()
         torch.set_grad_enabled(True)
@@ -985,8 +962,7 @@ class ebm(Lit):
             x.grad.detach_()
             x.grad.zero_()
             x.data.clamp_(-1.0, 1.0)
-        for p in self.cnn.parameters():
-            p.requires_grad = True
+        self.cnn.requires_grad_(True)
         self.cnn.train(was)
         torch.set_grad_enabled(had)
         self.examples = [t.detach() for t in x.chunk(8)] + self.examples
@@ -1097,10 +1073,12 @@ class cosine_aux(Lit):
         self.main = nn.Linear(8, 3)
         self.aux = nn.Linear(8, 1)
 
-    def training_step(self, b, i):
+    def losses(self, b):
         f = self.f(b[0])
-        m = F.cross_entropy(self.main(f), b[1])
-        a = (self.aux(f).squeeze() - b[0].sum(1)).pow(2).mean()
+        return f, F.cross_entropy(self.main(f), b[1]), (self.aux(f).squeeze() - b[0].sum(1)).pow(2).mean()
+
+    def training_step(self, b, i):
+        f, m, a = self.losses(b)
         (gm,) = autograd.grad(m, f, retain_graph=True)
         (ga,) = autograd.grad(a, f, retain_graph=True)
         return self.keep(m + F.cosine_similarity(gm.flatten(), ga.flatten(), 0).clamp(min=0).detach() * a)
@@ -1110,9 +1088,7 @@ class cosine_aux_params(cosine_aux):
     """The same with the gradients of the shared parameters, as published."""
 
     def training_step(self, b, i):
-        f = self.f(b[0])
-        m = F.cross_entropy(self.main(f), b[1])
-        a = (self.aux(f).squeeze() - b[0].sum(1)).pow(2).mean()
+        _, m, a = self.losses(b)
         ps = list(self.f.parameters())
         gm = torch.cat([g.flatten() for g in autograd.grad(m, ps, retain_graph=True)])
         ga = torch.cat([g.flatten() for g in autograd.grad(a, ps, retain_graph=True)])
@@ -1124,12 +1100,6 @@ class tent(Lit):
 
     validates = True
     trainer_args = {"inference_mode": False}
-
-    def build(self):
-        self.net = mlp()
-
-    def training_step(self, b, i):
-        return self.keep(F.cross_entropy(self.net(b[0]), b[1]))
 
     @torch.enable_grad()
     def validation_step(self, b, i):
@@ -1159,9 +1129,7 @@ class tent_manual(tent):
 
     def step(self, loss):
         opt = self.optimizers()
-        opt.zero_grad()
-        self.manual_backward(loss)
-        opt.step()
+        self.update(opt, loss)
         opt.zero_grad()
 
 
@@ -1170,12 +1138,6 @@ class memo_inputs(Lit):
 
     validates = True
     trainer_args = {"inference_mode": False}
-
-    def build(self):
-        self.net = mlp()
-
-    def training_step(self, b, i):
-        return self.keep(F.cross_entropy(self.net(b[0]), b[1]))
 
     @torch.enable_grad()
     def validation_step(self, b, i):
@@ -1204,9 +1166,6 @@ class gradcam(Lit):
             self.acts.append(out)
             out.register_hook(lambda g: self.acts.append(g))
 
-    def training_step(self, b, i):
-        return self.keep(F.cross_entropy(self.net(b[0]), b[1]))
-
     def validation_step(self, b, i):
         with torch.enable_grad():
             x = b[0].clone().requires_grad_()
@@ -1219,12 +1178,7 @@ class gradcam(Lit):
             self.keep(F.relu((a * g.mean(0, keepdim=True)).sum(1)).sum())
 
 
-class wgan_clip(Lit):
-    manual = True
-
-    def build(self):
-        self.g, self.d = mlp(4, 8), mlp(8, 1)
-
+class wgan_clip(Adversaries):
     def configure_optimizers(self):
         return torch.optim.RMSprop(self.g.parameters(), lr=0.003, eps=1e-3), torch.optim.RMSprop(
             self.d.parameters(), lr=0.003, eps=1e-3
@@ -1234,8 +1188,7 @@ class wgan_clip(Lit):
         og, od = self.optimizers()
         one = torch.tensor(1.0)
         mone = one * -1
-        for p in self.d.parameters():
-            p.requires_grad = True
+        self.d.requires_grad_(True)
         for _ in range(2):
             for p in self.d.parameters():
                 p.data.clamp_(-0.1, 0.1)
@@ -1247,8 +1200,7 @@ class wgan_clip(Lit):
             ef = self.d(z).mean()
             ef.backward(mone)
             od.step()
-        for p in self.d.parameters():
-            p.requires_grad = False
+        self.d.requires_grad_(False)
         self.g.zero_grad()
         eg = self.d(self.g(torch.randn(8, 4))).mean()
         eg.backward(one)
@@ -1359,9 +1311,6 @@ class gradual_unfreeze(Lit):
                 p.requires_grad = k >= 3 - i
         self.net.inp.requires_grad_(i == 3)
 
-    def training_step(self, b, i):
-        return self.keep(F.cross_entropy(self.net(b[0]), b[1]))
-
 
 class progressive(Lit):
     """Deeper layers fade in; layers that no rank has used have no gradient."""
@@ -1393,21 +1342,14 @@ class progressive(Lit):
         dep, al = min(i, 2), 0.3
         z = torch.randn(8, 8)
         ld = F.softplus(self.d(self.gen(z, dep, al).detach())).mean() + F.softplus(-self.d(b[0])).mean()
-        od.zero_grad()
-        self.manual_backward(ld)
-        od.step()
+        self.update(od, ld)
         lg = F.softplus(-self.d(self.gen(z, dep, al))).mean()
-        og.zero_grad()
-        self.manual_backward(lg)
-        og.step()
+        self.update(og, lg)
         self.keep(ld, lg)
 
 
 class hook_optimizers(Lit):
     """The tutorial of torch: an optimizer for each parameter steps in the backward pass."""
-
-    def build(self):
-        self.net = mlp()
 
     def configure_optimizers(self):
         return None
@@ -1455,9 +1397,7 @@ class tbptt(Lit):
         for k, c in enumerate(x.split(2)):
             y, h = self.rnn(c + 0.1 * k, h if h is None else h.detach())
             loss = F.cross_entropy(self.out(y[-1]), b[1])
-            opt.zero_grad()
-            self.manual_backward(loss)
-            opt.step()
+            self.update(opt, loss)
             self.keep(loss)
 
 
@@ -1669,13 +1609,9 @@ class darts(Lit):
         for p, g in zip(ps, gw):
             p.data.add_(g * eps)
         ga = ga - 0.05 * (got[0] - got[1]) / (2 * eps)
-        oa.zero_grad()
-        self.manual_backward((self.alpha * ga.detach()).sum())
-        oa.step()
+        self.update(oa, (self.alpha * ga.detach()).sum())
         lt = F.cross_entropy(self.f(x[:4]), y[:4])
-        ow.zero_grad()
-        self.manual_backward(lt)
-        ow.step()
+        self.update(ow, lt)
         self.keep(lv, lt)
 
     same = True
@@ -1696,9 +1632,6 @@ class ewc(Lit):
 
 
 class l1_reg(Lit):
-    def build(self):
-        self.net = mlp()
-
     def training_step(self, b, i):
         return self.keep(F.cross_entropy(self.net(b[0]), b[1]) + 0.01 * sum(p.abs().sum() for p in self.parameters()))
 
@@ -1769,15 +1702,11 @@ class meta_pseudo_labels(Lit):
         s = self.s(x)
         sl = F.cross_entropy(self.s(x), y).detach()
         ls = F.cross_entropy(s, hard)
-        os_.zero_grad()
-        self.manual_backward(ls)
-        os_.step()
+        self.update(os_, ls)
         with torch.no_grad():
             dot = sl - F.cross_entropy(self.s(x), y)
         lt = F.cross_entropy(t, y) + dot * F.cross_entropy(t, hard)
-        ot.zero_grad()
-        self.manual_backward(lt)
-        ot.step()
+        self.update(ot, lt)
         self.keep(ls, lt)
 
 
@@ -1826,12 +1755,6 @@ class trpo(Lit):
 class galore_like(Lit):
     """Perturbed gradients in on_after_backward, as noise for privacy or gradient centralisation has them."""
 
-    def build(self):
-        self.net = mlp()
-
-    def training_step(self, b, i):
-        return self.keep(F.cross_entropy(self.net(b[0]), b[1]))
-
     def on_after_backward(self):
         for p in self.parameters():
             if p.grad is not None:
@@ -1862,9 +1785,6 @@ class lookahead_bilevel(Lit):
     """Learned reweighting (Ren et al.): a virtual step of the weights, differentiated."""
 
     options = {"auto_wrap_policy": None}
-
-    def build(self):
-        self.net = mlp()
 
     def training_step(self, b, i):
         x, y = b
@@ -1922,5 +1842,5 @@ class free_at(Lit):
 ALL = {
     name: value
     for name, value in globals().items()
-    if isinstance(value, type) and issubclass(value, Lit) and value is not Lit
+    if isinstance(value, type) and issubclass(value, Lit) and value not in (Lit, Adversaries)
 }

@@ -60,18 +60,23 @@ def set_up(strategy: str, world_size: int, precision: str, seed: int, **options:
     return fabric, {"model": model, "adam": optimizers[0], "sgd": optimizers[1]}
 
 
+def step(fabric: Any, state: dict[str, Any]) -> float:
+    """Train for a step; the loss after it."""
+    fabric.backward(state["model"](torch.arange(7)))
+    for key in ("adam", "sgd"):
+        state[key].step()
+        state[key].zero_grad()
+    return float(state["model"](torch.arange(7)).detach())
+
+
 def train_and_save(strategy: str, precision: str, path: str) -> float:
     """Two steps and a third one, whose loss is what training goes on with."""
     fabric, state = set_up(strategy, 1, precision, seed=1)
-    for step in range(3):
-        if step == 2:
+    for index in range(3):
+        if index == 2:
             fabric.save(path, state)
-        loss = state["model"](torch.arange(7))
-        fabric.backward(loss)
-        for key in ("adam", "sgd"):
-            state[key].step()
-            state[key].zero_grad()
-    return float(state["model"](torch.arange(7)).detach())
+        loss = step(fabric, state)
+    return loss
 
 
 def load_and_save(strategy: str, world_size: int, precision: str, paths: list[tuple[str, str]]) -> list[float]:
@@ -81,12 +86,7 @@ def load_and_save(strategy: str, world_size: int, precision: str, paths: list[tu
     for source, target in paths:
         fabric.load(source, state)
         fabric.save(target, state)
-        loss = state["model"](torch.arange(7))
-        fabric.backward(loss)
-        for key in ("adam", "sgd"):
-            state[key].step()
-            state[key].zero_grad()
-        losses.append(float(state["model"](torch.arange(7)).detach()))
+        losses.append(step(fabric, state))
     return losses
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 from fsdp_core.checkpoint import verify
@@ -20,6 +20,7 @@ from fsdp_core.checkpoint.importing import import_checkpoint
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.oracle import FP32_TOLERANCE, adamw_groups, global_batches, new_net, train_plain
+from fsdp_core.testing.short_runs import run_steps
 from fsdp_core.testing.training import loader, means, new_fabric, new_trainer
 from test_interchange import STEPS, TwoEpochs
 
@@ -59,15 +60,8 @@ def lightnings_own(name: str) -> tuple[Fabric, nn.Module]:
 
 
 def steps(fabric: Fabric, model: Any, optimizer: Any, first: int, last: int) -> list[float]:
-    losses = []
-    for i, (x, y) in enumerate(loader(2 * STEPS, fabric.world_size)):
-        if first <= i < last:
-            loss = mse_loss(model(x), y)
-            losses.append(loss.detach())
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    return means(losses)
+    batches = islice(loader(2 * STEPS, fabric.world_size), first, last)
+    return means(run_steps(model, optimizer, batches, fabric.backward))
 
 
 def train_old(name: str, path: str) -> list[float]:
@@ -160,13 +154,7 @@ class SecondHalf(TwoEpochs):
 
 
 def plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]) -> list[float]:
-    losses = []
-    for x, y in batches:
-        loss = mse_loss(model(x), y)
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    losses = [loss.item() for loss in run_steps(model, optimizer, batches)]
     return losses
 
 

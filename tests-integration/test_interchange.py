@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.oracle import FP32_TOLERANCE, adamw_groups, new_net, train_plain
 from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.short_runs import run_steps
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
 
@@ -45,7 +47,7 @@ class TwoEpochs(Lit):
     def train_dataloader(self) -> Any:
         whole = loader(2 * STEPS, self.world_size)
         first = self.trainer.current_epoch * STEPS
-        batches: Any = [batch for i, batch in enumerate(whole) if first <= i < first + STEPS]
+        batches: Any = list(islice(whole, first, first + STEPS))
         return DataLoader(batches, batch_size=None)
 
 
@@ -78,14 +80,7 @@ def train_by_fabric(
     if load is not None:
         fabric.load(load, state)
         assert state["at"] == steps[0]
-    losses = []
-    for i, (x, y) in enumerate(loader(2 * STEPS, world_size)):
-        if steps[0] <= i < steps[1]:
-            loss = torch.nn.functional.mse_loss(model(x), y)
-            losses.append(loss.detach())
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+    losses = run_steps(model, optimizer, islice(loader(2 * STEPS, world_size), *steps), fabric.backward)
     if save is not None:
         fabric.save(save, {**state, "at": steps[1]})
     return means(losses), (full_state(fabric.strategy), full_optimizer_state(fabric.strategy, optimizer))

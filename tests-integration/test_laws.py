@@ -132,14 +132,17 @@ def test_plugins_import_core_and_not_each_other(name: str) -> None:
 #: What stands on all others.
 ABOVE = ("huggingface", "lightning")
 
+#: What shards, computes and stores, between what every process needs and what stands on all others.
+MIDDLE = ("gradients", "state", "initialization", "sharding", "checkpoint")
+
 #: Folders and modules of core, and what none of their files imports of core. docs/architecture.md says the same.
 NEVER = {
     "errors.py": ("",),
     "lazy_names.py": ("",),
-    "torch_private.py": ("",),
-    "runtime.py": ("plugins", "gradients", "state", "initialization", "sharding", "checkpoint", *ABOVE),
-    "watch/**": ("plugins", "gradients", "state", "initialization", "sharding", "checkpoint", *ABOVE),
-    "plugins/**": ("gradients", "state", "initialization", "sharding", "checkpoint", *ABOVE),
+    "torch_private/**": ("runtime", "plugins", *MIDDLE, *ABOVE),
+    "runtime.py": ("plugins", *MIDDLE, *ABOVE),
+    "watch/**": ("plugins", *MIDDLE, *ABOVE),
+    "plugins/**": (*MIDDLE, *ABOVE),
     "gradients/**": ("plugins", "state", "initialization", "sharding", "checkpoint", *ABOVE),
     "state/**": ("plugins", "initialization", "sharding", "checkpoint", *ABOVE),
     "initialization/**": ("plugins", "gradients", "sharding", "checkpoint", *ABOVE),
@@ -169,7 +172,7 @@ NEVER = {
         *("lightning.trainer", "lightning.fabric", "lightning.strategy"),
         *("lightning.checkpoints", "lightning.loaders", "lightning.registration", "lightning.features"),
     ),
-    "doctor/**": ("gradients", "state", "initialization", "sharding", "checkpoint", *ABOVE),
+    "doctor/**": (*MIDDLE, *ABOVE),
     "cli/**": ("gradients", "state", "initialization", "sharding"),
 }
 #: What plugins import of core: these, and nothing below.

@@ -20,6 +20,7 @@ from fsdp_core.testing import RankPool
 from fsdp_core.testing.launching.processes import start
 from fsdp_core.testing.oracle import FP32_TOLERANCE, momentum
 from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.short_runs import run_steps
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.training import Lit, loader, losses_of, means, new_fabric, new_trainer
 from one_device import train
@@ -221,18 +222,9 @@ def _save_by_fabric(strategy: str, tmp: str) -> Any:
     fabric = new_fabric(strategy)
     module = Lit("adamw_groups")
     model, optimizer = fabric.setup(module, module.configure_optimizers())
-    for x, y in loader(STEPS, 2):
-        fabric.backward(nn.functional.mse_loss(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
+    run_steps(model, optimizer, loader(STEPS, 2), fabric.backward)
     fabric.save(f"{tmp}/run", {"model": model, "optimizer": optimizer, "step": STEPS})
-    losses = []
-    for x, y in loader(STEPS, 2):
-        loss = nn.functional.mse_loss(model(x), y)
-        losses.append(loss.detach())
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = run_steps(model, optimizer, loader(STEPS, 2), fabric.backward)
     return means(losses)
 
 
@@ -247,13 +239,7 @@ def test_fabrics_folder_goes_on_in_plain_fabric(ranks: RankPool, tmp_path: Path,
     state = {"model": model, "optimizer": optimizer, "step": 0}
     assert fabric.load(tmp_path / "run", state) == {}
     assert state["step"] == STEPS
-    losses = []
-    for x, y in loader(STEPS, 1):
-        loss = nn.functional.mse_loss(model(x), y)
-        losses.append(loss.item())
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = [loss.item() for loss in run_steps(model, optimizer, loader(STEPS, 1), fabric.backward)]
     assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
 
 

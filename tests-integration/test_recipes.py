@@ -150,6 +150,7 @@ def looped(strategy: str | None, loop: Any) -> tuple[list[float], dict[str, Tens
             yield index, x.clone(), y
 
     fabric: Any = Unsharded() if strategy is None else new_fabric(strategy, 2, getattr(loop, "options", {}))
+    torch.manual_seed(0)
     with averaged_gradients(fabric) if strategy is None else contextlib.nullcontext():
         made = loop(fabric, batches, keep)
     states = {}

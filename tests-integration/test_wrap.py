@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import wrap as torch_wrap
-from torch.nn.functional import mse_loss
 
 from fsdp_core import wrap
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
@@ -20,6 +19,7 @@ from fsdp_core.state.fqn import clean_name
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Block, Trained
 from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.short_runs import run_steps
 from fsdp_core.testing.state import full_state, sharded_by
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
@@ -138,13 +138,7 @@ def under_fabric(strategy: str, world_size: int, place: str) -> tuple[Trained, l
     else:
         net = wrap_two(oracle.new_net(), wrap)
     model, optimizer = fabric.setup(net, oracle.momentum(net))
-    losses = []
-    for x, y in fabric.setup_dataloaders(loader(3, world_size)):
-        loss = mse_loss(model(x), y)
-        losses.append(loss.detach())
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = run_steps(model, optimizer, fabric.setup_dataloaders(loader(3, world_size)), fabric.backward)
     ours: Any = fabric.strategy
     if not hasattr(ours, "backend"):
         return (means(losses), {n: t.clone() for n, t in net.state_dict().items()}), list(units_of(net))
@@ -480,13 +474,7 @@ def trained_chain(strategy: str, chain: type[Chain], path: str) -> tuple[Trained
         sharded = used.roots[-1]
         if part:
             fabric.load(path, {"model": model, "optimizer": optimizer})
-        losses = []
-        for x, y in oracle.global_batches(2):
-            loss = mse_loss(model(x), y)
-            losses.append(loss.item())
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+        losses = [loss.item() for loss in run_steps(model, optimizer, oracle.global_batches(2), fabric.backward)]
         if not part:
             fabric.save(path, {"model": model, "optimizer": optimizer})
         results.append((losses, full_state(fabric.strategy, sharded)))

@@ -72,6 +72,13 @@ def met(yes: bool) -> str:
     return "met" if yes else "NOT MET"
 
 
+def beside(figure: str, ratio: float, bar: float | None, detail: str) -> Row:
+    """A ratio, which may have a bar."""
+    if bar is None:
+        return Row(figure, f"{ratio:.3f}", detail=detail)
+    return Row(figure, f"{ratio:.3f}", f"≤ {bar:.2f}", met(ratio <= bar), detail)
+
+
 def step_time(strategy: str, rounds: int, *words: object, ranks: int = RANKS) -> dict[str, Any]:
     """Rounds of :mod:`step_time`, each in processes of its own."""
     of = ("--strategy", strategy, *words)
@@ -86,13 +93,9 @@ def strategy_rows(of: dict[str, Any]) -> Iterator[Row]:
     for (pair, wall), bar in zip(time["ratios"].items(), (1.05, 1.00, None), strict=True):
         milliseconds = " / ".join(f"{time['milliseconds'][name]:.0f}" for name in pair.split(" ÷ "))
         processor_time = time["ratios of processor time"][pair]["ratio"]
-        yield Row(
-            f"time per step: {pair}",
-            f"{wall['ratio']:.3f}",
-            f"≤ {bar:.2f}" if bar else "",
-            met(wall["ratio"] <= bar) if bar else "",
-            f"95 % in {wall['from']:.3f} to {wall['to']:.3f}; {milliseconds} ms; processor time {processor_time:.3f}",
-        )
+        interval = f"95 % in {wall['from']:.3f} to {wall['to']:.3f}"
+        detail = f"{interval}; {milliseconds} ms; processor time {processor_time:.3f}"
+        yield beside(f"time per step: {pair}", wall["ratio"], bar, detail)
     mine, lightnings, _ = of["calls"]
     more = of["calls"][mine] / of["calls"][lightnings]
     detail = f"{of['calls'][mine]:.0f} / {of['calls'][lightnings]:.0f}"
@@ -104,13 +107,8 @@ def strategy_rows(of: dict[str, Any]) -> Iterator[Row]:
     if memory:
         for (name, held), bar in zip(memory["contenders"].items(), (1.10, None, None), strict=True):
             with_buffers = f"{held['ratio with buffers in transit']:.3f} with buffers in transit"
-            yield Row(
-                f"memory ÷ (total ÷ ranks + largest block): {name}",
-                f"{held['ratio']:.3f}",
-                f"≤ {bar:.2f}" if bar else "",
-                met(held["ratio"] <= bar) if bar else "",
-                f"peak {held['peak'] / 2**20:.1f} MiB; {with_buffers}",
-            )
+            detail = f"peak {held['peak'] / 2**20:.1f} MiB; {with_buffers}"
+            yield beside(f"memory ÷ (total ÷ ranks + largest block): {name}", held["ratio"], bar, detail)
 
 
 def meshes(rounds: int, turns: int) -> dict[str, Any]:
@@ -164,13 +162,8 @@ def muon_rows(of: dict[str, Any]) -> Iterator[Row]:
     """Muon's steps on the owners of matrices, beside those of ranks that all see every matrix."""
     for (pair, ratio), bar in zip(of["ratios"].items(), (0.7, None), strict=True):
         milliseconds = " / ".join(f"{of['milliseconds'][name]:.0f}" for name in pair.split(" ÷ "))
-        yield Row(
-            f"Muon's step on {of['ranks']} ranks: {pair}",
-            f"{ratio['ratio']:.3f}",
-            f"≤ {bar:.2f}" if bar else "",
-            met(ratio["ratio"] <= bar) if bar else "",
-            f"95 % in {ratio['from']:.3f} to {ratio['to']:.3f}; {milliseconds} ms",
-        )
+        detail = f"95 % in {ratio['from']:.3f} to {ratio['to']:.3f}; {milliseconds} ms"
+        yield beside(f"Muon's step on {of['ranks']} ranks: {pair}", ratio["ratio"], bar, detail)
 
 
 def checkpoints(strategy: str, *, quick: bool) -> dict[str, Any]:
@@ -247,13 +240,7 @@ def checkpoint_rows(of: dict[str, Any]) -> Iterator[Row]:
     for name, ratio in two["extra memory ÷ (shard + staging)"].items():
         bar = 1.2 if name in ("save", "load") else None
         detail = f"{two['extra memory'][name] / 2**20:.0f} MiB beside a shard of {two['shard'] / 2**20:.0f} MiB"
-        yield Row(
-            f"extra memory ÷ (shard + staging): {name}",
-            f"{ratio:.3f}",
-            f"≤ {bar}" if bar else "",
-            met(ratio <= bar) if bar else "",
-            detail,
-        )
+        yield beside(f"extra memory ÷ (shard + staging): {name}", ratio, bar, detail)
     peak, alone = (whole["peak memory"][name] / 1e9 for name in ("command", "import torch"))
     detail = f"import torch alone {alone:.3f} GB; writes {whole['bytes'] / 1e9:.2f} GB"
     yield Row("peak memory of `consolidate`", f"{peak:.3f} GB", "≤ 0.25 GB", met(peak <= 0.25), detail)

@@ -30,7 +30,7 @@ from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE, HALF_TOLERANCE
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.training import Lit
-from fsdp_core.torch_private import note_meshes
+from fsdp_core.torch_private.dtensors import note_meshes
 
 STRATEGIES = ("fsdp2", "fsdp_native")
 #: Ranks on the CPU that load what one rank has saved.

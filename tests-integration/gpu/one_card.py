@@ -39,7 +39,7 @@ from torch.nn.functional import mse_loss
 
 import fsdp_core
 from fsdp_core.testing.state import full_state
-from fsdp_core.torch_private import note_meshes
+from fsdp_core.torch_private.dtensors import note_meshes
 
 STRATEGIES = ("fsdp2", "fsdp_native")
 #: The backend of the process group for tensors on the device.

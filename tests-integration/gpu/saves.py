@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from checkpoint_time import DCP_STALL, FOUR_GIGABYTES, SMALL, held, save_and_load
 from device import PROCESS_GROUP
 
-from fsdp_core.torch_private import note_meshes
+from fsdp_core.torch_private.dtensors import note_meshes
 
 STRATEGIES = ("fsdp2", "fsdp_native")
 #: Bytes that the folder of large checkpoints must have free: four of 4 GB, and the one that a save replaces.

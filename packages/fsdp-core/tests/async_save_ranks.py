@@ -6,14 +6,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from checkpoint_ranks import KINDS, bits, sharded, started
 from fsdp_core.checkpoint import async_save, fill, is_checkpoint, load, read_manifest, remove, save, verify
@@ -23,17 +21,15 @@ from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.testing.measuring.disks import disk
 from fsdp_core.testing.refusals import refusal
 
+OPTIONS: dict[str, Any] = {"strategy": "test", "kinds": KINDS}
 
-def state_of(weights: dict[str, Tensor], epoch: int = 3) -> dict[str, Any]:
-    """A state with a moment for each weight, a callback's tensor and plain data that can be changed."""
+
+def new_state(epoch: int = 3) -> dict[str, Any]:
+    """Weights with a moment for each, a callback's tensor, and plain data that can be changed."""
+    weights = sharded("flat")
     moments = {name: {"exp_avg": weight * 2} for name, weight in weights.items()}
     optimizer = {"state": moments, "param_groups": [{"lr": 0.1, "params": list(weights)}]}
     return {"model": weights, "optimizer": [optimizer], "best": torch.tensor(7.0), "history": [1, [2]], "epoch": epoch}
-
-
-def as_given(state: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a save."""
-    return {"state": state, "strategy": "test", "kinds": KINDS}
 
 
 def change(state: dict[str, Any]) -> None:
@@ -47,81 +43,66 @@ def change(state: dict[str, Any]) -> None:
     state["history"][1].append(3)
 
 
-def assert_unchanged(path: Path, epoch: int = 3) -> None:
-    """A checkpoint holds what :func:`state_of` gives."""
+def assert_saved(path: Path, epoch: int = 3) -> None:
+    """A checkpoint holds :func:`new_state`."""
     verify(path)
-    nest, expected = load(path), state_of(sharded("flat"))
+    nest, expected = load(path), new_state()
+    saved_moments, moments = nest["optimizer"][0]["state"], expected["optimizer"][0]["state"]
     for name, weight in expected["model"].items():
-        for want, got in (
-            (weight, nest["model"][name]),
-            (expected["optimizer"][0]["state"][name]["exp_avg"], nest["optimizer"][0]["state"][name]["exp_avg"]),
-        ):
-            held = torch.zeros_like(want)
-            fill(held, got)
-            assert bits(held) == bits(want), name
+        pairs = ((weight, nest["model"][name]), (moments[name]["exp_avg"], saved_moments[name]["exp_avg"]))
+        for original, saved in pairs:
+            filled = torch.zeros_like(original)
+            fill(filled, saved)
+            assert bits(filled) == bits(original), name
     assert (nest["best"].item(), nest["optimizer"][0]["param_groups"][0]["lr"]) == (7.0, 0.1)
     assert (nest["history"], nest["epoch"]) == ([1, [2]], epoch)
 
 
-def changed_while_written(path: Path) -> None:
+def change_while_written(path: Path) -> None:
     """Change everything as soon as the save has returned."""
     saves = AsyncSaves(started())
     with disk(opened=False) as slow:
         for epoch in (3, 4):  # into new memory, and into memory that was used before
-            state = state_of(sharded("flat"), epoch)
-            saves.save(path, **as_given(state))
+            state = new_state(epoch)
+            saves.save(path, state, **OPTIONS)
             change(state)
             assert epoch == 4 or not is_checkpoint(path)
             slow.opened.set()
             saves.wait()
-            assert_unchanged(path, epoch)
+            assert_saved(path, epoch)
             slow.opened.clear()
             dist.barrier()
     saves.close()
 
 
-def second_waits(folder: Path) -> None:
+def save_twice(folder: Path) -> None:
     """Save twice, and let the first one be written only when the second has begun."""
-    saves, state = AsyncSaves(started()), state_of(sharded("flat"))
+    saves = AsyncSaves(started())
     with disk(opened=False) as slow:
-        saves.save(folder / "first", **as_given(state))
+        saves.save(folder / "first", new_state(), **OPTIONS)
         assert not is_checkpoint(folder / "first")
         threading.Timer(0.5, slow.opened.set).start()
-        saves.save(folder / "second", **as_given(state))
+        saves.save(folder / "second", new_state(), **OPTIONS)
         assert is_checkpoint(folder / "first")
         saves.close()
-    assert_unchanged(folder / "second")
+    assert_saved(folder / "second")
 
 
-def goes_on_while_written(path: Path) -> None:
-    """Save to a disk that writes nothing before the steps that come after the save are over."""
-    saves, state = AsyncSaves(started()), state_of(sharded("flat"))
-    with disk(opened=False) as slow:
-        saves.save(path, **as_given(state))
-        for _ in range(20):  # the ranks' own collectives go on meanwhile
-            saves.step()
-            dist.all_reduce(torch.ones(100))
-        assert not is_checkpoint(path)
-        slow.opened.set()
-        saves.close()
-    assert_unchanged(path)
-
-
-def fails_on_one_rank(path: Path, bad_rank: int) -> dict[str, Any]:
-    """Overwrite a checkpoint on a disk that is full on one rank, and go on stepping."""
+def fail_on_one_rank(path: Path, bad_rank: int) -> tuple[str, int]:
+    """Overwrite a checkpoint on a disk that is full on one rank, and go on stepping; the error, and at which step."""
     runtime = started()
     saves = AsyncSaves(runtime)
-    saves.save(path, **as_given(state_of(sharded("flat"))))
+    saves.save(path, new_state(), **OPTIONS)
     saves.wait()
     before = read_manifest(path).save_id
-    told, at = "", -1
+    message, raised_at = "", -1
     with disk(room=1000 if runtime.rank == bad_rank else None):
-        saves.save(path, **as_given(state_of(sharded("flat"), epoch=4)))
+        saves.save(path, new_state(epoch=4), **OPTIONS)
         for step in range(10_000):
             try:
                 saves.step()
             except CheckpointError as error:
-                told, at = f"{type(error).__name__}: {error}", step
+                message, raised_at = f"{type(error).__name__}: {error}", step
                 break
             if step % 3 == runtime.rank:  # one rank and then the other is ahead
                 time.sleep(0.002)
@@ -130,35 +111,39 @@ def fails_on_one_rank(path: Path, bad_rank: int) -> dict[str, Any]:
         saves.step()
         saves.wait()
     assert read_manifest(path).save_id == before
-    assert_unchanged(path)
-    saves.save(path, **as_given(state_of(sharded("flat"), epoch=5)))
+    assert_saved(path)
+    saves.save(path, new_state(epoch=5), **OPTIONS)
     saves.close()
-    assert_unchanged(path, epoch=5)
-    return {"told": told, "at": at}
+    assert_saved(path, epoch=5)
+    return message, raised_at
 
 
-def told_by(path: Path, call: str) -> str:
-    """What the next call but a step tells of a failure; nothing is done by the call itself."""
-    saves = AsyncSaves(started())
-    with disk(room=1000):
-        saves.save(path, **as_given(state_of(sharded("flat"))))
-        other = partial(saves.save, path.with_name("other"), **as_given(state_of(sharded("flat"))))
-        calls: dict[str, Callable[[], None]] = {"save": other, "wait": saves.wait, "close": saves.close}
-        error = refusal(CheckpointError, lambda: calls[call]())
-    saves.close()
-    assert not path.exists()
-    assert not path.with_name("other").exists()
-    return error
+def errors_of_next_calls(folder: Path) -> list[str]:
+    """What the next call but a step says of a failure; nothing is done by the call itself."""
+    runtime, messages = started(), []
+    calls: dict[str, Callable[[AsyncSaves], None]] = {
+        "save": lambda saves: saves.save(folder / "other", new_state(), **OPTIONS),
+        "wait": AsyncSaves.wait,
+        "close": AsyncSaves.close,
+    }
+    for name, call in calls.items():
+        saves = AsyncSaves(runtime)
+        with disk(room=1000):
+            saves.save(folder / name, new_state(), **OPTIONS)
+            messages.append(refusal(CheckpointError, lambda call=call, saves=saves: call(saves)))  # type: ignore[misc]
+        saves.close()
+        assert not (folder / name).exists()
+    assert not (folder / "other").exists()
+    return messages
 
 
-def removed_in_order(folder: Path, fails: bool) -> list[str]:
+def remove_behind_a_save(folder: Path, fails: bool) -> list[str]:
     """Ask for a removal behind a save; gives what is there in the end."""
     runtime = started()
-    state = state_of(sharded("flat"))
-    save(folder / "old", runtime=runtime, **as_given(state))
+    save(folder / "old", new_state(), runtime=runtime, **OPTIONS)
     saves = AsyncSaves(runtime)
     with disk(opened=False, room=1000 if fails and runtime.rank else None) as slow:
-        saves.save(folder / "new", **as_given(state))
+        saves.save(folder / "new", new_state(), **OPTIONS)
         saves.run("removing old", lambda ranks: remove(folder / "old") if ranks.rank == 0 else None)
         assert is_checkpoint(folder / "old")
         assert not is_checkpoint(folder / "new")
@@ -170,8 +155,8 @@ def removed_in_order(folder: Path, fails: bool) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def fails_in_a_job(path: Path) -> str:
-    """A job that fails on rank 0 alone; gives what is told."""
+def fail_in_a_job(path: Path) -> str:
+    """Fail on rank 0 alone, in a job that is no save."""
     runtime = started()
     saves = AsyncSaves(runtime)
     if runtime.rank == 0:  # a folder that is no checkpoint
@@ -184,60 +169,42 @@ def fails_in_a_job(path: Path) -> str:
     return f"{type(error.value).__name__}: {error.value}"
 
 
-def refused(path: Path) -> str:
+def save_what_is_refused(path: Path) -> str:
     """A state that can't be saved is refused by the call itself, on all ranks."""
     runtime = started()
-    saves = AsyncSaves(runtime)
-    state = state_of(sharded("flat"))
+    saves, state = AsyncSaves(runtime), new_state()
     if runtime.rank == 1:
         state["hook"] = print
-    error = refusal(CheckpointValueError, lambda: saves.save(path, **as_given(state)))
+    message = refusal(CheckpointValueError, lambda: saves.save(path, state, **OPTIONS))
     saves.close()
-    return error
+    return message
 
 
-def written_to_on_one_rank(path: Path) -> str:
-    """Write to shards on one rank before their deferred copies are made; gives what is told."""
+def write_before_the_copy(path: Path) -> str:
+    """Write to shards on one rank before their deferred copies are made."""
     runtime = started()
-    saves, state = AsyncSaves(runtime), state_of(sharded("flat"))
+    saves, state = AsyncSaves(runtime), new_state()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_save, "_HEAD_START", 1e6)  # the thread waits until somebody waits for it
         parts = list(map(local_tensor, state["model"].values()))  # when asked for later, the copies are made at once
-        saves.save(path, deferred=lambda tensor: [tensor], **as_given(state))
+        saves.save(path, state, deferred=lambda tensor: [tensor], **OPTIONS)
         if runtime.rank == 1:
             for part in parts:
                 part.zero_()
-        error = refusal(CheckpointError, lambda: saves.wait())
+        message = refusal(CheckpointError, saves.wait)
     assert not path.exists()
-    saves.save(path, **as_given(state_of(sharded("flat"))))  # the ranks are not out of step
+    saves.save(path, new_state(), **OPTIONS)  # the ranks are not out of step
     saves.close()
-    assert_unchanged(path)
-    return error
+    assert_saved(path)
+    return message
 
 
-def leaves_no_trace(path: Path) -> tuple[int, int, int, list[str]]:
-    """How many process groups there are before, while and after saves; and the threads that are left."""
-    runtime = started()
-    sharded("flat")  # makes the mesh's groups
-    world = dist.distributed_c10d._world
-    saves = AsyncSaves(runtime)
-    before = len(world.pg_map)
-    for _ in range(2):  # a closed one begins anew
-        saves.save(path, **as_given(state_of(sharded("flat"))))
-        during = len(world.pg_map)
-        saves.close()
-        saves.close()
-        assert saves._staging._blocks == []
-    runtime.barrier()
-    return before, during, len(world.pg_map), [t.name for t in threading.enumerate() if t.name.startswith("fsdp-save")]
-
-
-def a_rank_dies(path: Path) -> None:
-    """Rank 1 dies while it writes; rank 0 notes what it is told."""
+def die_while_writing(path: Path) -> None:
+    """Rank 1 dies while it writes; rank 0 notes what is raised."""
     runtime = started()
     saves = AsyncSaves(runtime)
     with disk(opened=runtime.rank == 0) as used:
-        saves.save(path, **as_given(state_of(sharded("flat"))))
+        saves.save(path, new_state(), **OPTIONS)
         if runtime.rank == 1:
             assert used.reached.wait(20)
             os._exit(3)

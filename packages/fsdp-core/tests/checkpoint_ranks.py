@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp_core.checkpoint import Chunk, ChunkedTensor, SavedTensor, chunked, fill, fill_all, load, save
+from fsdp_core.checkpoint import ChunkedTensor, SavedTensor, chunked, fill, fill_all, load, save
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 
 KINDS = {"model": "model", "optimizer/0": "optimizer"}
@@ -182,13 +182,6 @@ def bits(tensor: Tensor) -> bytes:
     """The bytes of what this rank holds."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return bytes(local.contiguous().flatten().view(torch.uint8).tolist()) if local.numel() else b""
-
-
-def rank_rows(rows: Tensor, rank: int, ranks: int) -> ChunkedTensor:
-    """A rank's rows of a tensor of which all ranks have as many."""
-    count, *others = rows.shape
-    chunk = Chunk(offsets=(rank * count, *[0] * len(others)), data=rows)
-    return ChunkedTensor(shape=(ranks * count, *others), dtype=rows.dtype, chunks=(chunk,))
 
 
 def boxes_of(layout: str) -> list[tuple[str, list[tuple[tuple[int, ...], tuple[int, ...]]], int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +10,18 @@ import torch
 from click.testing import CliRunner, Result
 from torch import Tensor, nn
 
+from chunked_tensors import in_pieces
 from damaged_folders import save_alone
-from fsdp_core.checkpoint import Chunk, ChunkedTensor
 from fsdp_core.cli import fsdp
 
 
-def run(*arguments: object, status: int = 0) -> Result:
-    """Run ``fsdp checkpoint`` in this process; it must end with this status, and never with a traceback."""
+def run(*arguments: object, status: int | None = 0) -> Result:
+    """Run ``fsdp checkpoint`` in this process; it must end with this status, if one is given, and with no traceback."""
     result = CliRunner().invoke(fsdp, ["checkpoint", *map(str, arguments)], prog_name="fsdp")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    assert result.exit_code == status, result.output
+    assert status is None or result.exit_code == status, result.output
     return result
-
-
-def in_pieces(tensor: Tensor, axis: int, *cuts: int) -> ChunkedTensor:
-    """A tensor in chunks along an axis, as if several ranks held them."""
-    edges = [0, *cuts, tensor.shape[axis]]
-    return ChunkedTensor(
-        shape=tuple(tensor.shape),
-        dtype=tensor.dtype,
-        chunks=tuple(
-            Chunk(
-                offsets=tuple(first if dim == axis else 0 for dim in range(tensor.ndim)),
-                data=tensor.narrow(axis, first, last - first),
-            )
-            for first, last in pairwise(edges)
-        ),
-    )
 
 
 def state_by_name(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import os
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +58,9 @@ def reseal(folder: Path, path: Path) -> None:
     rewrite(folder, lambda content: content["files"].update({str(path.relative_to(folder)): entry}))
 
 
-def chunk_of(content: dict[str, Any], key: str = "model/w") -> dict[str, Any]:
+def chunk_of(content: dict[str, Any], key: str = "model/w") -> Any:
     """The first chunk of a tensor in a manifest."""
-    found: dict[str, Any] = content["tensors"][key]["chunks"][0]
-    return found
+    return content["tensors"][key]["chunks"][0]
 
 
 def model_file(folder: Path) -> Path:
@@ -78,6 +80,27 @@ def flip(path: Path, position: int = -1) -> None:
     data = bytearray(path.read_bytes())
     data[position] ^= 0x10
     path.write_bytes(bytes(data))
+
+
+class Payload:
+    """Makes a file wherever it is unpickled freely."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.file}",)
+
+
+@contextmanager
+def limited_files(size: int) -> Iterator[None]:
+    """No file of this process may become larger than ``size`` bytes: writing on fails with EFBIG, as on a full disk."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))  # Python ignores the signal that goes with it
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
 Errors = type[Exception] | tuple[type[Exception], ...]

@@ -41,6 +41,7 @@ from fsdp_core.checkpoint.tools.listing import find_checkpoints
 from fsdp_core.cli import fsdp
 from fsdp_core.errors import CheckpointError, CheckpointValueError
 from fsdp_core.lightning.checkpoints.full.consolidation import consolidate_lightning
+from nests import read_all
 
 #: What may stand anywhere in JSON.
 VALUES: list[Any] = [
@@ -140,18 +141,9 @@ def change_header(folder: Path, draw: random.Random) -> None:
 CHANGES: list[Callable[[Path, random.Random], None]] = [change_manifest, change_plain, change_header]
 
 
-def whole(value: Any) -> Any:
-    """A nest with all of its tensors read."""
-    if hasattr(value, "full"):
-        return value.full()
-    if isinstance(value, dict):
-        return {key: whole(item) for key, item in value.items()}
-    return [whole(item) for item in value] if isinstance(value, list | tuple) else value
-
-
 def models(folder: Path) -> list[dict[str, Tensor]]:
     """The tensors of each model, by name."""
-    nest, found = whole(load(folder)), []
+    nest, found = read_all(load(folder)), []
     for path in [path for path, kind in read_manifest(folder).kinds.items() if kind == "model"]:
         part: Any = None
         with suppress(CheckpointValueError):  # it names nothing in the state, which not all readers look at
@@ -214,7 +206,7 @@ def inspected(folder: Path, out: Path) -> None:
 
 
 READERS: dict[str, Callable[[Path, Path], object]] = {
-    "load": lambda folder, out: whole(load(folder)),
+    "load": lambda folder, out: read_all(load(folder)),
     "verify": lambda folder, out: verify(folder),
     "inspect": inspected,
     "list": lambda folder, out: find_checkpoints(folder.parent),

@@ -14,6 +14,7 @@ from typing import Any
 import fsdp_core
 from fsdp_core.checkpoint import fill_all, is_checkpoint, load, read_manifest, verify
 from fsdp_core.errors import CheckpointError
+from nests import read_all
 
 #: Events of CPython that touch files by a path, the first argument.
 PATHS = {"open", "os.listdir", "os.scandir", "os.truncate", "os.mkdir", "os.remove", "os.rmdir", "os.rename", "os.link",
@@ -23,17 +24,9 @@ FORBIDDEN = {"import", "exec", "compile", "pickle", "marshal", "subprocess", "so
 FORBIDDEN |= {"os.system", "os.exec", "os.spawn", "os.posix_spawn", "os.fork", "os.forkpty", "os.kill", "os.putenv"}
 
 
-def whole(value: Any) -> None:
-    """Read every tensor of a nest."""
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
-        whole(item)
-    if hasattr(value, "full"):
-        value.full()
-
-
 READS: dict[str, Callable[[str], object]] = {
     "load": load,
-    "load without verification": lambda path: whole(load(path, verify=False)),
+    "load without verification": lambda path: read_all(load(path, verify=False)),
     "load_state_dict": fsdp_core.load_state_dict,
     "verify": verify,
     "read_manifest": read_manifest,

@@ -18,48 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from damaged_folders import save_alone
-from fsdp_core.checkpoint import Chunk, ChunkedTensor, load, read_manifest
+from fsdp_core.checkpoint import read_manifest
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+from versioned_saves import files_in, save_version, version_of
 
-ROWS = 64
 SECONDS = 20.0
 
 
-def state(version: float, rank: int, ranks: int) -> dict[str, Any]:
-    """A state of which every element says its version; this rank's rows of it."""
-
-    def rows(width: int) -> ChunkedTensor:
-        chunk = Chunk(offsets=(rank * ROWS, 0), data=torch.full((ROWS, width), version))
-        return ChunkedTensor(shape=(ranks * ROWS, width), dtype=torch.float32, chunks=(chunk,))
-
-    moments = {name: {"exp_avg": rows(width)} for name, width in (("w", 512), ("b", 3))}
-    return {
-        "model": {"w": rows(512), "b": rows(3)},
-        "optimizer": [{"state": moments, "param_groups": [{"params": ["w", "b"]}]}],
-        "best": torch.tensor([version]),
-        "version": version,
-    }
-
-
-def save_version(path: Path, version: float, runtime: Runtime, **options: bool) -> None:
-    """Save it over what is there."""
-    save_alone(path, state(version, runtime.rank, runtime.world_size), runtime=runtime, **options)
-
-
-def version_of(path: Path | list[Path]) -> float:
-    """The version that is committed, once every byte of it has been verified and every element says it."""
-    nest = load(path)
-    tensors = [*nest["model"].values(), *(entry["exp_avg"] for entry in nest["optimizer"][0]["state"].values())]
-    version = float(nest["version"])
-    assert all(tensor.full().eq(version).all() for tensor in tensors), "versions are mixed"
-    assert nest["best"].item() == version, "versions are mixed"
-    return version
-
-
-def files_in(path: Path) -> set[str]:
-    """All files in a folder."""
-    return {str(found.relative_to(path)) for found in path.rglob("*") if found.is_file()}
+def save_large(path: Path, version: float, runtime: Runtime) -> None:
+    """Save so much that many saves are killed while they write."""
+    save_version(path, version, runtime, shape=(64, 512))
 
 
 def save_forever(path: Path, meeting: Path, rank: int, ranks: int, version: float, acknowledged: int | None) -> None:
@@ -69,7 +37,7 @@ def save_forever(path: Path, meeting: Path, rank: int, ranks: int, version: floa
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     while True:
-        save_version(path / f"step={version}.ckpt" if acknowledged is None else path, version, runtime)
+        save_large(path / f"step={version}.ckpt" if acknowledged is None else path, version, runtime)
         if rank == 0 and acknowledged is not None:
             os.write(acknowledged, f"{version}\n".encode())
         version += 1
@@ -98,26 +66,30 @@ def wait_for(pid: int) -> None:
         time.sleep(0.001)
 
 
+def kill_some(pids: list[int], choice: random.Random) -> None:
+    """Kill at least one of these processes, and wait until all have ended."""
+    for pid in choice.sample(pids, k=choice.randint(1, len(pids))):
+        os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        wait_for(pid)
+
+
 def kill_once(path: Path, meeting: Path, ranks: int, version: float, choice: random.Random, pace: float) -> float:
     """Start saving after ``version``, kill at a random instant; gives the version acknowledged last."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     pids = [fork_rank(save_forever, path, meeting, rank, ranks, version + 1, writer) for rank in range(ranks)]
     os.close(writer)
-    told, end = b"", time.monotonic() + SECONDS
-    while not told and time.monotonic() < end:  # until it has saved once, so that the instant is one of a save
+    acknowledged, end = b"", time.monotonic() + SECONDS
+    while not acknowledged and time.monotonic() < end:  # until it has saved once, so that the instant is one of a save
         time.sleep(0.001)
-        told += _read(reader)
+        acknowledged += _read(reader)
     time.sleep(choice.uniform(0, 2 * pace))
-    victims = choice.sample(pids, k=choice.randint(1, ranks))
-    for pid in victims:
-        os.kill(pid, signal.SIGKILL)
-    for pid in pids:
-        wait_for(pid)
-    told += _read(reader)
+    kill_some(pids, choice)
+    acknowledged += _read(reader)
     os.close(reader)
     meeting.unlink(missing_ok=True)
-    return max([version, *map(float, told.split())])
+    return max([version, *map(float, acknowledged.split())])
 
 
 def kill_first_save(folder: Path, number: int, ranks: int, choice: random.Random, pace: float) -> None:
@@ -128,10 +100,7 @@ def kill_first_save(folder: Path, number: int, ranks: int, choice: random.Random
     while set(folder.iterdir()) <= before and time.monotonic() < end:  # until the ranks have met, and one writes
         time.sleep(0.0005)
     time.sleep(choice.uniform(0, 2 * pace))
-    for pid in choice.sample(pids, k=choice.randint(1, ranks)):
-        os.kill(pid, signal.SIGKILL)
-    for pid in pids:
-        wait_for(pid)
+    kill_some(pids, choice)
     meeting.unlink(missing_ok=True)
     for found in (found for found in folder.iterdir() if not found.name.startswith(".")):
         assert found.suffix == ".ckpt", f"{found} is no name of a checkpoint"
@@ -151,7 +120,7 @@ def main(folder: Path, seed: int, kills: int, ranks: int) -> None:
     choice, path, alone = random.Random(seed), folder / "last.ckpt", ProcessGroupRuntime()
     began = time.monotonic()
     for version in (1.0, 2.0, 3.0):
-        save_version(path, version, alone)
+        save_large(path, version, alone)
     pace = (time.monotonic() - began) / 3
     version, ahead, interrupted = 3.0, 0, 0
     for number in range(kills):
@@ -161,7 +130,7 @@ def main(folder: Path, seed: int, kills: int, ranks: int) -> None:
         ahead += committed > acknowledged
         interrupted += files_in(path) != {*read_manifest(path).files, "manifest.json"}
         version = committed
-    save_version(path, version + 1, alone)
+    save_large(path, version + 1, alone)
     assert version_of(path) == version + 1
     first, halves = folder / "first", 0
     first.mkdir()
@@ -169,7 +138,7 @@ def main(folder: Path, seed: int, kills: int, ranks: int) -> None:
         before = set(first.glob(".*"))
         kill_first_save(first, number, ranks, choice, pace)
         halves += len(set(first.glob(".*")) - before)
-    save_version(first / "last.ckpt", 1.0, alone)
+    save_large(first / "last.ckpt", 1.0, alone)
     hidden = sorted(found.name for found in first.glob(".*"))
     left = files_in(path) - {*read_manifest(path).files, "manifest.json"}
     beside = sorted(found.name for found in folder.iterdir())

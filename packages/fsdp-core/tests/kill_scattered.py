@@ -24,7 +24,8 @@ from fsdp_core.checkpoint.storage.recognition import is_interrupted
 from fsdp_core.checkpoint.tools.listing import find_checkpoints
 from fsdp_core.errors import CheckpointFormatError
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
-from kill_saves import files_in, fork_rank, save_version, version_of, wait_for
+from kill_saves import fork_rank, wait_for
+from versioned_saves import files_in, save_version, version_of
 
 RANKS = 2
 

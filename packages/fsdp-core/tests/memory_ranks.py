@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from checkpoint_ranks import started
 from damaged_folders import save_alone
 from fsdp_core.checkpoint import fill_all, load, load_state_dict
+from fsdp_core.checkpoint.importing import import_checkpoint
 from fsdp_core.testing.measuring.memory import peak_of
 
 TENSORS, SIDE = 2, 4096  # 64 MiB each
@@ -57,6 +58,16 @@ def load_peak(path: Path, layout: str) -> int:
     peak = peak_of(lambda: work(path, state))
     assert all(tensor.to_local().eq(1.0).all() for tensor in state.values() if isinstance(tensor, DTensor))
     return peak
+
+
+def import_peak(folder: Path) -> int:
+    """The peak of importing a file of 240 MB, one tensor of which has 160 MB."""
+    weights = {"big": torch.ones(40, 1000, 1000), **{f"{i}": torch.ones(1000, 1000) for i in range(20)}}
+    for name, state in (("small", {"w": torch.ones(3)}), ("large", weights)):
+        torch.save({"state_dict": state, "pytorch-lightning_version": "2.6.0"}, folder / f"{name}.ckpt")
+    del weights, state
+    import_checkpoint(folder / "small.ckpt", folder / "small imported")
+    return peak_of(lambda: import_checkpoint(folder / "large.ckpt", folder / "large imported"))
 
 
 def whole_peak(path: Path) -> int:

@@ -24,3 +24,12 @@ def assert_same(got: Any, want: Any, at: str = "", *, extra: Collection[str] = (
         assert got.equal(want), at
     else:
         assert got == want or (got != got and want != want), at
+
+
+def read_all(value: Any) -> Any:
+    """A nest with all of its saved tensors read."""
+    if hasattr(value, "full"):
+        return value.full()
+    if isinstance(value, dict):
+        return {key: read_all(item) for key, item in value.items()}
+    return type(value)(map(read_all, value)) if isinstance(value, list | tuple) else value

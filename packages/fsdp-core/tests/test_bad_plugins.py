@@ -129,7 +129,7 @@ def good_site(site: Site) -> Site:
     return site
 
 
-def test_what_a_hook_must_not_give(good_site: Site) -> None:
+def test_invalid_results_of_hooks(good_site: Site) -> None:
     for number, (source, _) in enumerate(BROKEN.values()):
         good_site.plugin(f"bad-{number:02}", source, version=f"0.{number}")
     seen = json.loads(run_list(good_site, "--json").stdout)
@@ -159,7 +159,7 @@ def test_a_plugin_that_does_more_than_to_list_its_names(good_site: Site, case: s
     assert f"  bad-plugin 1.0 (bad_plugin) {what}; " in run_list(good_site).stdout
 
 
-def test_what_libraries_write_to_stdout_is_kept_out_of_json(good_site: Site) -> None:
+def test_output_of_libraries_is_kept_out_of_json(good_site: Site) -> None:
     # As C code does, which knows no sys.stdout; and when the process ends.
     source = "import ctypes, os\nos.write(1, b'banner')\nctypes.CDLL(None).puts(b'banner')\n"
     good_site.plugin("bad-plugin", source + HOOK)

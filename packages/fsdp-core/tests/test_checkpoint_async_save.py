@@ -18,7 +18,7 @@ import torch
 import async_save_ranks
 from checkpoint_ranks import ThreadRuntime, bits, on_threads
 from conftest import Site
-from fsdp_core.checkpoint import Chunk, ChunkedTensor, SavedTensor, chunked, is_checkpoint, load, read_manifest, save
+from fsdp_core.checkpoint import Chunk, ChunkedTensor, SavedTensor, chunked, is_checkpoint, load, save
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.planning import Plan, plan_save
 from fsdp_core.checkpoint.staging import Staging
@@ -27,7 +27,6 @@ from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.state.dtypes import SAFETENSORS_NAMES
 from fsdp_core.testing.launching.processes import interruptible
 from fsdp_core.testing.launching.ranks import RankError, RankPool
-from fsdp_core.testing.measuring.disks import disk
 from fsdp_core.testing.refusals import assert_says
 
 
@@ -50,7 +49,7 @@ class TestStaging:
             assert bits(copies[name]) == bits(original.resolve_neg().contiguous()), name
             assert original.numel() == 0 or copies[name].data_ptr() != original.data_ptr()
 
-    def test_one_memory_is_copied_once(self) -> None:
+    def test_shared_memory_is_copied_once(self) -> None:
         weight = torch.ones(4, 3)
         state = {"model": {"in": weight, "out": weight.detach(), "rows": weight[:2]}}
         plan = Staging().copy(plan_save(state, {"model": "model"}, {}, rank=0), rank=0)
@@ -71,7 +70,7 @@ class TestStaging:
         staging.wait()
         assert (copies["weight"].tolist(), copies["buffer"].tolist()) == ([1.0, 1.0], [1.0, 1.0, 1.0])
 
-    def test_a_write_before_a_deferred_copy_is_told(self) -> None:
+    def test_write_before_a_deferred_copy_is_reported(self) -> None:
         weight = torch.ones(2)
         state = {"model": {"weight": weight}}
         staging = Staging()
@@ -93,7 +92,7 @@ class TestStaging:
         ids=["scalar", "nan", "strided", "complex", "float8", "bool"],
     )
     @pytest.mark.parametrize("where", ["nowhere", "first", "last", "run"])
-    def test_a_write_through_data_before_a_deferred_copy_is_told(self, weight: torch.Tensor, where: str) -> None:
+    def test_write_through_data_before_a_deferred_copy_is_reported(self, weight: torch.Tensor, where: str) -> None:
         weight = weight.clone() if weight.is_contiguous() else weight.mT.clone().mT if weight.ndim > 1 else weight
         staging, elements = Staging(), weight.numel()
         staging.copy(Plan(tensors={"weight": weight}), rank=0, deferred=lambda tensor: [tensor])
@@ -120,7 +119,7 @@ class TestStaging:
         first = pointers(1000, 50)
         assert (pointers(1000, 50), pointers(10, 5)[0], pointers(1000, 50)) == (first, first[0], first)
 
-    def test_a_save_of_other_tensors_than_the_last_gets_places_of_its_own(self) -> None:
+    def test_other_tensors_get_other_memory(self) -> None:
         staging = Staging()
         states = [
             {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(4)},
@@ -156,7 +155,7 @@ class TestStaging:
         assert (plan.tensors, plan.stored["model/second"].chunks) == ({}, ())
         assert sum(block.numel() for block in staging._blocks) == 64
 
-    def test_what_is_read_when_it_is_written_is_not_copied(self, tmp_path: Path) -> None:
+    def test_lazy_tensors_are_not_copied(self, tmp_path: Path) -> None:
         first = {"model": {"w": torch.arange(12.0).reshape(4, 3)}}
         options: dict[str, Any] = {"strategy": "test", "kinds": {"model": "model"}}
         save(tmp_path / "one", first, runtime=ProcessGroupRuntime(), **options)
@@ -183,9 +182,7 @@ class Awaited(threading.Event):
 
 
 class TestHeadStart:
-    def test_who_goes_on_is_left_alone_at_first_and_who_waits_is_not_kept_waiting(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_thread_waits_for_its_head_start_unless_awaited(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("fsdp_core.checkpoint.async_save._HEAD_START", 300)  # more than a test may take
         saves, begun = AsyncSaves(ProcessGroupRuntime()), threading.Event()
         saves._awaited = awaited = Awaited()
@@ -204,63 +201,53 @@ class TestHeadStart:
 
 
 class TestRanks:
-    def test_later_changes_are_not_in_it(self, pool: RankPool, tmp_path: Path) -> None:
-        pool.run(2, async_save_ranks.changed_while_written, tmp_path / "it", timeout=60)
+    def test_later_changes_are_not_saved(self, pool: RankPool, tmp_path: Path) -> None:
+        pool.run(2, async_save_ranks.change_while_written, tmp_path / "it", timeout=60)
 
     def test_the_second_save_waits_for_the_first(self, pool: RankPool, tmp_path: Path) -> None:
-        pool.run(2, async_save_ranks.second_waits, tmp_path, timeout=60)
-
-    def test_steps_go_on_while_a_slow_disk_writes(self, pool: RankPool, tmp_path: Path) -> None:
-        pool.run(2, async_save_ranks.goes_on_while_written, tmp_path / "it", timeout=60)
+        pool.run(2, async_save_ranks.save_twice, tmp_path, timeout=60)
 
     @pytest.mark.parametrize("bad_rank", [0, 1])
     def test_a_failure_is_raised_by_all_ranks_at_one_step_and_once(
         self, pool: RankPool, tmp_path: Path, bad_rank: int
     ) -> None:
         for i in range(3):
-            first, second = pool.run(2, async_save_ranks.fails_on_one_rank, tmp_path / str(i), bad_rank, timeout=60)
-            assert first == second
             path = tmp_path / str(i)
-            assert first["told"].startswith(f"CheckpointError: saving {path} in the background has failed:")
-            assert_says(first["told"], "No space left on device", f"on rank {bad_rank} of 2")
+            first, second = pool.run(2, async_save_ranks.fail_on_one_rank, path, bad_rank, timeout=60)
+            assert first == second
+            message, _ = first
+            assert message.startswith(f"CheckpointError: saving {path} in the background has failed:")
+            assert_says(message, "No space left on device", f"on rank {bad_rank} of 2", "There is no space left: free")
 
-    @pytest.mark.parametrize("call", ["save", "wait", "close"])
-    def test_whatever_comes_next_raises_it(self, pool: RankPool, tmp_path: Path, call: str) -> None:
-        for told in pool.run(2, async_save_ranks.told_by, tmp_path / "it", call, timeout=60):
-            assert "No space left on device" in told
+    def test_next_call_raises_the_failure(self, pool: RankPool, tmp_path: Path) -> None:
+        for messages in pool.run(2, async_save_ranks.errors_of_next_calls, tmp_path, timeout=60):
+            assert all("No space left on device" in message for message in messages)
 
     @pytest.mark.parametrize("fails", [False, True])
-    def test_a_removal_comes_after_the_save_before_it_and_not_without_it(
-        self, pool: RankPool, tmp_path: Path, fails: bool
-    ) -> None:
-        left = pool.run(2, async_save_ranks.removed_in_order, tmp_path, fails, timeout=60)
+    def test_removal_waits_for_the_save_before_it(self, pool: RankPool, tmp_path: Path, fails: bool) -> None:
+        left = pool.run(2, async_save_ranks.remove_behind_a_save, tmp_path, fails, timeout=60)
         assert left[0] == (["old"] if fails else ["new"])
 
-    def test_what_fails_on_rank_0_alone_is_raised_on_all(self, pool: RankPool, tmp_path: Path) -> None:
-        first, second = pool.run(2, async_save_ranks.fails_in_a_job, tmp_path / "it", timeout=60)
+    def test_failure_on_rank_0_is_raised_on_all_ranks(self, pool: RankPool, tmp_path: Path) -> None:
+        first, second = pool.run(2, async_save_ranks.fail_in_a_job, tmp_path / "it", timeout=60)
         assert first == second
         assert first.startswith("CheckpointExistsError: removing it in the background has failed")
 
     def test_a_refusal_does_not_wait(self, pool: RankPool, tmp_path: Path) -> None:
-        for told in pool.run(2, async_save_ranks.refused, tmp_path / "it", timeout=60):
-            assert "'hook'" in told
-            assert "in the background" not in told
+        for message in pool.run(2, async_save_ranks.save_what_is_refused, tmp_path / "it", timeout=60):
+            assert "'hook'" in message
+            assert "in the background" not in message
         assert not (tmp_path / "it").exists()
 
-    def test_what_one_rank_has_written_to_is_raised_on_all(self, pool: RankPool, tmp_path: Path) -> None:
-        first, second = pool.run(2, async_save_ranks.written_to_on_one_rank, tmp_path / "it", timeout=60)
+    def test_write_on_one_rank_is_raised_on_all_ranks(self, pool: RankPool, tmp_path: Path) -> None:
+        first, second = pool.run(2, async_save_ranks.write_before_the_copy, tmp_path / "it", timeout=60)
         assert first == second
         assert_says(first, "was written to while it was being copied", "on rank 1 of 2")
-
-    def test_nothing_is_left_of_it(self, pool: RankPool, tmp_path: Path) -> None:
-        traces = pool.run(2, async_save_ranks.leaves_no_trace, tmp_path / "it", timeout=60)
-        for before, during, after, threads in traces:
-            assert (during, after, threads) == (before + 1, before, [])
 
     def test_a_rank_that_dies_is_a_failure(self, pool: RankPool, tmp_path: Path) -> None:
         path = tmp_path / "it.ckpt"
         with pytest.raises(RankError, match="the process died with exit code 3"):
-            pool.run(2, async_save_ranks.a_rank_dies, path, timeout=30)
+            pool.run(2, async_save_ranks.die_while_writing, path, timeout=30)
         assert "in the background has failed" in path.with_suffix(".txt").read_text()
         assert not is_checkpoint(path)
 
@@ -349,7 +336,7 @@ class TestEndOfTheInterpreter:
         assert "looked up" in done.stdout
         assert "terminate called" not in done.stderr
 
-    def test_a_failure_that_nobody_was_told_is_told(self, site: Site) -> None:
+    def test_unraised_failure_is_printed_at_exit(self, site: Site) -> None:
         done = site.fork(*_words(site.path, "full"), check=False)
         assert "the script ends" in done.stdout
         assert done.returncode == 1, done.stderr
@@ -373,25 +360,3 @@ class TestEndOfTheInterpreter:
         _, err = process.communicate(timeout=60)  # the disk takes 300 s
         assert process.returncode == 130, err
         assert "interrupted before a checkpoint was complete" in err
-
-
-def test_one_process_without_a_group(tmp_path: Path) -> None:
-    saves = AsyncSaves(ProcessGroupRuntime())
-    weight = torch.ones(3)
-    with disk(opened=False) as slow:
-        saves.save(tmp_path / "it", {"model": {"w": weight}}, strategy="test", kinds={"model": "model"})
-        weight.zero_()
-        slow.opened.set()
-        saves.close()
-    assert load(tmp_path / "it")["model"]["w"].full().tolist() == [1.0, 1.0, 1.0]
-    assert read_manifest(tmp_path / "it").world_size == 1
-
-
-def test_a_disk_that_is_full_names_the_remedy(tmp_path: Path) -> None:
-    saves = AsyncSaves(ProcessGroupRuntime())
-    with disk(room=10):
-        saves.save(tmp_path / "it", {"model": {"w": torch.ones(3)}}, strategy="test", kinds={"model": "model"})
-        with pytest.raises(CheckpointError, match="There is no space left: free some, or use another path"):
-            saves.wait()
-    saves.step()
-    saves.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import random
 from pathlib import Path
@@ -13,23 +14,15 @@ import torch
 from torch import Tensor
 
 from checkpoint_ranks import ThreadRuntime, on_threads
+from chunked_tensors import in_boxes, in_pieces, slices_of, split
 from fsdp_core import errors
 from fsdp_core.checkpoint import Chunk, ChunkedTensor, chunked, fill, fill_all, load, load_state_dict, save, verify
+from fsdp_core.checkpoint.storage.tensor_bytes import TensorBytes, open_files
+from fsdp_core.state.boxes import copy_into
+from fsdp_core.state.coverage import Box, find_fault
 from fsdp_core.testing.refusals import assert_says, refusal
-from test_checkpoint_coverage import split
 
 WHOLE = torch.arange(60.0).reshape(5, 4, 3)
-
-
-def boxes(whole: Tensor, parts: list[tuple[tuple[int, ...], tuple[int, ...]]], replica: int = 0) -> ChunkedTensor:
-    """Chunks of a tensor, each a view into it."""
-    cut = [(o, whole[tuple(slice(a, a + n) for a, n in zip(o, lengths, strict=True))]) for o, lengths in parts]
-    return ChunkedTensor(
-        shape=tuple(whole.shape),
-        dtype=whole.dtype,
-        chunks=tuple(Chunk(offsets=offsets, data=data) for offsets, data in cut),
-        replica=replica,
-    )
 
 
 def save_each(path: Path, states: list[dict[str, Any]], **options: Any) -> list[Any]:
@@ -49,7 +42,7 @@ def test_any_boxes_on_any_ranks_load_into_any_others(tmp_path: Path, seed: int) 
     parts: list[list[Any]] = [[] for _ in range(ranks)]
     for box in split((5, 4, 3), rng.randint(0, 14), rng):
         rng.choice(parts).append(box)
-    states = [{"model": {"w": boxes(WHOLE, part)}, "elsewhere": [boxes(WHOLE, part)]} for part in parts]
+    states = [{"model": {"w": in_boxes(WHOLE, part)}, "elsewhere": [in_boxes(WHOLE, part)]} for part in parts]
     assert save_each(tmp_path / "c", states) == [None] * ranks
     verify(tmp_path / "c")
     nest = load(tmp_path / "c")
@@ -57,20 +50,54 @@ def test_any_boxes_on_any_ranks_load_into_any_others(tmp_path: Path, seed: int) 
     assert nest["elsewhere"][0].full().equal(WHOLE)
     target = torch.full_like(WHOLE, -1)
     for part in split((5, 4, 3), 9, rng):
-        fill(boxes(target, [part]), nest["model"]["w"])
+        fill(in_boxes(target, [part]), nest["model"]["w"])
     assert target.equal(WHOLE)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_reads_any_box(tmp_path: Path, seed: int) -> None:
-    rng = random.Random(seed)
-    states = [{"model": {"w": boxes(WHOLE, [box])}} for box in split((5, 4, 3), 2, rng)]
-    save_each(tmp_path / "c", states)
-    saved = load(tmp_path / "c")["model"]["w"]
-    offsets = tuple(rng.randint(0, n) for n in WHOLE.shape)
-    lengths = tuple(rng.randint(0, n - o) for o, n in zip(offsets, WHOLE.shape, strict=True))
-    expected = WHOLE[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
-    assert saved.read(offsets, lengths).equal(expected)
+#: The same tensor, cut in different ways; the last ones by a grid.
+LAYOUTS: dict[str, Any] = {
+    "whole": WHOLE,
+    "rows": in_pieces(WHOLE, 0, 1, 4),
+    "middle": in_pieces(WHOLE, 1, 3),
+    "last": in_pieces(WHOLE, 2, 1, 2),
+    "grid": in_boxes(WHOLE, [(offsets, (4, 2, 2)) for offsets in itertools.product((0, 4), (0, 2), (0, 2))]),
+}
+
+
+def bytes_of(tensor: Tensor) -> bytearray:
+    return bytearray(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64], ids=str)
+def test_bytes_of_a_box_are_copied_to_its_place(dtype: torch.dtype) -> None:
+    rng = random.Random(0)
+    for _ in range(500):
+        shape = [rng.randint(1, 6) for _ in range(rng.randint(0, 4))]
+        lengths = [rng.randint(1, size) for size in shape]
+        offsets = [rng.randint(0, size - length) for size, length in zip(shape, lengths, strict=True)]
+        box, expected = torch.randint(1, 100, lengths).to(dtype), torch.zeros(shape, dtype=dtype)
+        expected[slices_of(offsets, lengths)] = box
+        target = bytearray(expected.nbytes)
+        copy_into(memoryview(target), shape, offsets, memoryview(bytes_of(box)), dtype.itemsize, lengths)
+        assert target == bytes_of(expected), (shape, offsets, lengths)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_box_of_any_layout_is_read(tmp_path: Path, layout: str) -> None:
+    """By a load, and as bytes, without torch."""
+    save_each(tmp_path / "c", [{"model": {"w": LAYOUTS[layout]}}])
+    saved, reader, rng = load(tmp_path / "c")["model"]["w"], TensorBytes(open_files(tmp_path / "c")), random.Random(1)
+    for _ in range(100):
+        lengths = [rng.randint(1, size) for size in WHOLE.shape]
+        offsets = [rng.randint(0, size - length) for size, length in zip(WHOLE.shape, lengths, strict=True)]
+        expected = WHOLE[slices_of(offsets, lengths)]
+        assert saved.read(offsets, lengths).equal(expected)
+        assert reader.read("model/w", offsets, lengths) == bytes_of(expected), (offsets, lengths)
+    assert saved.read((5, 1, 0), (0, 2, 3)).shape == (0, 2, 3)
+    reader.block_bytes = 20
+    blocks = list(reader.source("model/w", (1, 5)).blocks())
+    assert all(len(block) <= 20 for block in blocks)
+    assert bytearray().join(blocks) == bytes_of(WHOLE[1:5])
 
 
 @pytest.mark.parametrize(
@@ -87,7 +114,7 @@ def test_a_box_outside_of_the_tensor_is_refused(tmp_path: Path, box: Any) -> Non
 def test_only_the_first_copy_is_written(tmp_path: Path) -> None:
     halves: list[list[Any]] = [[((0, 0, 0), (3, 4, 3))], [((3, 0, 0), (2, 4, 3))]]
     states = [
-        {"model": {"w": boxes(WHOLE if copy == 0 else WHOLE * 0, half, copy)}} for copy in (0, 1) for half in halves
+        {"model": {"w": in_boxes(WHOLE if copy == 0 else WHOLE * 0, half, copy)}} for copy in (0, 1) for half in halves
     ]
     assert save_each(tmp_path / "c", states) == [None] * 4
     assert load_state_dict(tmp_path / "c")["w"].equal(WHOLE)
@@ -109,7 +136,7 @@ def test_only_the_first_copy_is_written(tmp_path: Path) -> None:
 def test_holes_and_overlaps_are_refused_on_every_rank(tmp_path: Path, parts: Any, message: str) -> None:
     assert save_each(tmp_path / "c", [{"model": {"w": WHOLE}}] * 2) == [None, None]
     before = sorted(tmp_path.rglob("*"))
-    results = save_each(tmp_path / "c", [{"model": {"w": boxes(WHOLE, part)}} for part in parts])
+    results = save_each(tmp_path / "c", [{"model": {"w": in_boxes(WHOLE, part)}} for part in parts])
     for result in results:
         assert isinstance(result, errors.CheckpointMismatchError)
         with pytest.raises(errors.CheckpointMismatchError, match=message):
@@ -124,7 +151,7 @@ def test_holes_and_overlaps_are_refused_on_every_rank(tmp_path: Path, parts: Any
         ([{"w": torch.zeros(2)}, {"w": torch.zeros(3)}], r"rank 0 has \(2,\) float32, and rank 1 has \(3,\) float32"),
         ([{"w": torch.zeros(2)}, {"w": torch.zeros(2).half()}], r"and rank 1 has \(2,\) float16"),
         ([{}, {"w": torch.zeros(2)}], "rank 1 has it, and rank 0 does not"),
-        ([{"w": boxes(WHOLE, [((0, 0, 0), (2, 4, 3))])}, {}], "nothing covers"),
+        ([{"w": in_boxes(WHOLE, [((0, 0, 0), (2, 4, 3))])}, {}], "nothing covers"),
     ],
     ids=["shape", "dtype", "only_on_rank_1", "only_on_rank_0"],
 )
@@ -137,7 +164,7 @@ def test_ranks_that_disagree_are_refused(tmp_path: Path, states: Any, message: s
 
 
 def test_at_most_twenty_faults_are_shown(tmp_path: Path) -> None:
-    hole = boxes(WHOLE, [((0, 0, 0), (2, 4, 3))])
+    hole = in_boxes(WHOLE, [((0, 0, 0), (2, 4, 3))])
     (result,) = save_each(tmp_path / "c", [{"model": {f"w{i}": hole for i in range(25)}}])
     assert str(result).count("nothing covers") == 20
     assert "… and 5 more" in str(result)
@@ -215,7 +242,7 @@ class _Source:
         self.tensor, self.shape, self.dtype = tensor, tuple(tensor.shape), tensor.dtype
 
     def read(self, offsets: Any, lengths: Any) -> Tensor:
-        return self.tensor[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+        return self.tensor[slices_of(offsets, lengths)]
 
 
 def test_a_part_is_copied_and_converted_and_else_taken_for_no_tensor() -> None:
@@ -257,3 +284,51 @@ def test_a_saved_tensor_says_how_it_is_read(tmp_path: Path) -> None:
     with pytest.raises(errors.CheckpointMismatchError) as raised:
         fill_all({"w": torch.ones(3)}, {"w": saved})
     assert "To convert" not in str(raised.value)
+
+
+# -- whether boxes cover a tensor exactly, against counting every element ----------------------------------------------
+
+
+def count(shape: tuple[int, ...], boxes: list[Box]) -> torch.Tensor:
+    counted = torch.zeros(shape, dtype=torch.int32)
+    for offsets, lengths in boxes:
+        counted[slices_of(offsets, lengths)] += 1
+    return counted
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_agrees_with_counting(seed: int) -> None:
+    rng = random.Random(seed)
+    shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(0, 4)))
+    boxes = split(shape, rng.randint(0, 12), rng)
+    assert find_fault(shape, boxes) is None
+    missing = boxes.pop(rng.randrange(len(boxes)))
+    assert "nothing covers" in str(find_fault(shape, boxes))
+    twice = [*boxes, missing, rng.choice([*boxes, missing])]
+    assert "two chunks cover" in str(find_fault(shape, twice))
+    # As many boxes, of which some may be there twice, others not at all, and one lies anywhere.
+    begin = tuple(rng.randrange(size) for size in shape)
+    anywhere = begin, tuple(rng.randint(1, size - at) for at, size in zip(begin, shape, strict=True))
+    drawn = [*rng.choices([*boxes, missing], k=len(boxes)), anywhere]
+    assert (count(shape, drawn) == 1).all().item() == (find_fault(shape, drawn) is None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "message"),
+    [
+        ((), [], "nothing covers []"),
+        ((), [((), ()), ((), ())], "two chunks cover []"),
+        ((4,), [((0,), (2,)), ((3,), (1,))], "nothing covers [2:3]"),
+        ((4,), [((0,), (2,)), ((2,), (1,))], "nothing covers [3:4]"),
+        ((4,), [((1,), (3,))], "nothing covers [0:1]"),
+        ((2, 2), [((0, 0), (1, 2)), ((1, 1), (1, 1))], "nothing covers [1:2, 0:1]"),
+        ((2, 2), [((0, 0), (2, 2)), ((1, 1), (1, 1))], "two chunks cover [1:2, 1:2]"),
+        ((2,), [((1,), (2,))], "does not lie inside"),
+        ((2,), [((-1,), (2,))], "does not lie inside"),
+        ((2,), [((0,), (0,))], "does not lie inside"),
+        ((0, 3), [((0, 0), (0, 3))], "does not lie inside"),
+        ((2,), [((0, 0), (2, 1))], "does not have 1 dimensions"),
+    ],
+)
+def test_says_what_is_wrong_and_where(shape: tuple[int, ...], boxes: list[Box], message: str) -> None:
+    assert message in str(find_fault(shape, boxes))

@@ -39,28 +39,6 @@ def test_the_manifest_is_readable_and_comes_back(folder: Path) -> None:
     assert content["versions"]["torch"] == str(torch.__version__)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda path: path.unlink(), "-rank-00000.safetensors is missing"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "has [0-9]+ bytes instead of [0-9]+"),
-        (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "has [0-9]+ bytes instead of [0-9]+"),
-        (lambda path: path.write_bytes(b""), "has 0 bytes instead of"),
-    ],
-    ids=["missing", "truncated", "too_long", "empty"],
-)
-@pytest.mark.parametrize("which", [model_file, state_file], ids=["model", "state"])
-def test_a_missing_or_cut_file_is_named(
-    folder: Path, which: Callable[[Path], Path], change: Callable[[Path], object], message: str
-) -> None:
-    change(which(folder))
-    message = message if which is model_file else message.replace("-rank-00000.safetensors", "")
-    refused(folder, message)
-    refused(folder, "Restore these files, or load an earlier checkpoint")
-    refused(folder, message, by=verify)
-    refused(folder, message, by=load_state_dict)
-
-
 def test_every_flipped_byte_is_found_and_its_file_named(folder: Path) -> None:
     for path in [path for path in folder.rglob("*") if path.is_file()]:
         before = path.read_bytes()
@@ -126,24 +104,16 @@ def test_verify_tells_how_far_it_is(folder: Path) -> None:
     ("change", "message"),
     [
         (lambda c: c.update(format_version=3), "has format version 3, .* reads version 1 to 2: pip install --upgrade"),
-        (lambda c: c.update(format_version="1"), "has format version '1'"),
-        (lambda c: c.pop("format_version"), "has format version None"),
         (lambda c: c.update(format="other"), "it is not one of ours"),
         (lambda c: c.pop("tensors"), "it lacks 'tensors'"),
-        (lambda c: c.pop("files"), "it lacks 'files'"),
         (lambda c: c.update(tensors=[1]), "of the wrong type"),
-        (lambda c: c.update(files=None), "of the wrong type"),
         (lambda c: c.update(world_size="2"), "'2' is not an integer"),
         (lambda c: c.update(save_id="../../x"), "no save has the id"),
         (lambda c: c.update(kinds={"model": "code"}), "neither 'model' nor 'optimizer'"),
         (lambda c: c.update(aliases={"model/x": "model/nothing"}), "refers to 'model/nothing', which is not among"),
         (lambda c: c["tensors"]["model/w"].update(shape=[3, 3]), r"tensor 'model/w': nothing covers \[0:3, 2:3\]"),
         (lambda c: c["tensors"]["model/w"].update(shape=[3, -2]), "tensor 'model/w': no tensor has the shape"),
-        (lambda c: c["tensors"]["model/w"].update(shape=[3, 2**62]), "tensor 'model/w': no tensor has the shape"),
-        (lambda c: c["tensors"]["model/w"].update(shape=[1] * 5000), "tensor 'model/w': no tensor has the shape"),
-        (lambda c: c["tensors"]["model/w"].update(shape="32"), "tensor 'model/w': '32' is not a list"),
         (lambda c: c["tensors"]["model/w"].update(dtype="object"), "tensor 'model/w': 'object' is not a dtype"),
-        (lambda c: c["tensors"]["model/w"].update(chunks=[]), "tensor 'model/w': nothing covers"),
         (lambda c: c["tensors"]["model/w"]["chunks"].append(chunk_of(c)), "tensor 'model/w': two chunks cover"),
         (lambda c: chunk_of(c).update(offsets=[1, 0]), "tensor 'model/w': .* does not lie inside"),
         (lambda c: c["files"].update({"../x": c["files"][chunk_of(c)["file"]]}), "does not stay inside the checkpoint"),
@@ -154,16 +124,9 @@ def test_verify_tells_how_far_it_is(folder: Path) -> None:
             lambda c: chunk_of(c).update(key="model/x"),
             "should hold .* 'model/w' as 'model/x', .* it holds nothing by that",
         ),
-        (lambda c: c["tensors"]["model/w"].update(shape=[3, float("nan")]), "is not an integer"),
-        (
-            lambda c: c["files"].update({chunk_of(c)["file"]: {"size": float("nan"), "checksum": "xxh3:"}}),
-            "is not an integer",
-        ),
-        (lambda c: chunk_of(c).update(lengths=[float("inf"), 2]), "is not an integer"),
-        (lambda c: chunk_of(c).update(offsets=[True, 0]), "is not an integer"),
         (lambda c: c["tensors"]["model/w"].update(dtype="int32"), "of shape .* and int32, but it holds .* float32"),
     ],
-    ids=range(31),
+    ids=range(19),
 )
 def test_a_manifest_that_does_not_fit_is_refused(
     folder: Path, change: Callable[[dict[str, Any]], object], message: str
@@ -172,7 +135,7 @@ def test_a_manifest_that_does_not_fit_is_refused(
     refused(folder, message)
 
 
-def test_what_is_no_checkpoint_is_said(tmp_path: Path, folder: Path) -> None:
+def test_paths_without_a_checkpoint_are_explained(tmp_path: Path, folder: Path) -> None:
     refused(tmp_path / "nothing", "no checkpoint at .*nothing: the path does not exist. Check the path")
     (tmp_path / "file.ckpt").write_bytes(b"x")
     refused(tmp_path / "file.ckpt", "is a file, but a sharded checkpoint is a folder with a manifest.json")

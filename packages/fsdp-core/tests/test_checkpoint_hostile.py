@@ -16,7 +16,7 @@ import torch
 
 import hostile_reads
 from conftest import Site
-from damaged_folders import chunk_of, model_file, refused, reseal, rewrite, save_small, state_file
+from damaged_folders import Payload, chunk_of, model_file, refused, reseal, rewrite, save_small, state_file
 from fsdp_core.checkpoint import load, load_state_dict, verify
 from fsdp_core.checkpoint.format import json_text
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
@@ -27,16 +27,6 @@ from fsdp_core.testing.refusals import refusal
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return save_small(tmp_path / "run" / "a.ckpt")
-
-
-class Payload:
-    """What a hostile pickle holds: a command for whoever unpickles it."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch {self.marker}",)
 
 
 def pickled(folder: Path) -> bytes:
@@ -174,7 +164,14 @@ REFUSED: dict[str, Callable[[Path], object]] = {
     "the same tensor a thousand times": lambda f: write_state(
         f, json.dumps({"a": [{"$tensor": "callbacks/best"}] * 1000})
     ),
-    "code by name": lambda f: write_state(f, '{"a": {"$import": "os.system"}}'),
+    **{
+        f"plain data {text}": lambda f, text=text: write_state(f, f'{{"a": {{{text}}}}}')
+        for text in (
+            '"$import": "os.system"', '"$timedelta": [1e400]', '"$timedelta": "x"', '"$dtype": "nn"', '"$dict": 3',
+            '"$dtype": ["float32"]', '"$numpy": ["object", {"$tuple": [1]}]', '"$bytes": "%%"', '"$device": "rm -rf"',
+            '"$set": [[1]]', '"$float": "import os"', '"$namespace": [[1, 2]]', '"$size": ["x"]', '"$datetime": "now"',
+        )
+    },
     "an unknown factory": lambda f: write_state(f, '{"a": {"$defaultdict": ["os.system", []]}}'),
     "numpy objects": lambda f: write_state(f, '{"a": {"$numpy": ["O", 1]}}'),
     "numpy's own parser": lambda f: write_state(f, '{"a": {"$numpy": ["(2**40,)f4", 1]}}'),

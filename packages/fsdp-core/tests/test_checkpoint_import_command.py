@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 from functools import partial
 from pathlib import Path
 
@@ -99,7 +96,7 @@ def test_the_prefix_of_a_trainers_own(ckpt: Path, tmp_path: Path) -> None:
     assert nest["trainer"]["epoch"] == 2
 
 
-def test_what_is_there_already(tmp_path: Path) -> None:
+def test_existing_target_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
     torch.save({"w": torch.zeros(2)}, tmp_path / "b.pt")
     new = tmp_path / "new"
@@ -118,12 +115,6 @@ def test_what_is_there_already(tmp_path: Path) -> None:
     (tmp_path / "folder" / "mine.txt").write_text("mine")
     assert "mine.txt" in run(tmp_path / "a.pt", tmp_path / "folder", "--overwrite", status=1).stderr
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["mine.txt"]
-
-
-@pytest.mark.parametrize("arguments", [[], ["a"], ["a", "b", "c"], ["a", "b", "--weight-only"],
-                                       ["a", "b", "--parameter-order", "missing.txt"]])  # fmt: skip
-def test_wrong_usage(arguments: list[str]) -> None:
-    run(*arguments, status=2)
 
 
 def test_every_option_has_help() -> None:
@@ -148,28 +139,3 @@ def test_progress_reaches_the_whole(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     import_checkpoint(tmp_path / "old.pt", tmp_path / "new", on_bytes=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (480_028, 480_028)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
-def test_memory_stays_small(tmp_path: Path) -> None:
-    """A file of 240 MB, one tensor of it 160 MB, passes through less than 80 MB: 20 to 32, as malloc keeps pieces."""
-    state = {"big": torch.ones(40, 1000, 1000), **{f"{i}": torch.ones(1000, 1000) for i in range(20)}}
-    torch.save({"state_dict": state, "pytorch-lightning_version": "2.6.0"}, tmp_path / "old.ckpt")
-    del state
-    code = textwrap.dedent(
-        """
-        import re, sys, torch
-        from fsdp_core.checkpoint.importing import import_checkpoint
-        def peak():
-            return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
-        torch.save({"w": torch.ones(3)}, sys.argv[3])
-        import_checkpoint(sys.argv[3], sys.argv[3] + ".new")
-        before = peak()
-        import_checkpoint(sys.argv[1], sys.argv[2])
-        print(peak() - before)
-        """
-    )
-    paths = [str(tmp_path / name) for name in ("old.ckpt", "new", "small.pt")]
-    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, timeout=90, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 80e6

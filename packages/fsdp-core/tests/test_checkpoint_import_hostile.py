@@ -24,7 +24,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from damaged_folders import import_refused
+from damaged_folders import Payload, import_refused
 from fsdp_core.checkpoint import load, load_state_dict
 from fsdp_core.checkpoint.importing import import_checkpoint, memory_budget
 from fsdp_core.checkpoint.importing.plain import PlainReader
@@ -34,16 +34,6 @@ from fsdp_core.testing.refusals import refusal
 from test_checkpoint_plain_data import PLAIN
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-class Payload:
-    """Runs a command wherever it is unpickled freely."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.file}",)
 
 
 @pytest.fixture

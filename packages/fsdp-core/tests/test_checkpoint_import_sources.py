@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +16,20 @@ from torch import Tensor, nn
 import checkpoint_import_ranks as ranks
 import checkpoint_ranks
 from damaged_folders import import_refused
-from fsdp_core.checkpoint import SavedTensor, load, read_manifest, verify
+from fsdp_core.checkpoint import load, read_manifest, verify
 from fsdp_core.checkpoint.importing import import_checkpoint
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError, CheckpointValueError
 from fsdp_core.testing.launching.ranks import RankPool
-from nests import assert_same
+from nests import assert_same, read_all
 
 REAL_XLA = Path(__file__).parent / "xla_shards"
-
-
-def whole(value: Any) -> Any:
-    """A nest with its tensors read."""
-    if isinstance(value, dict):
-        return {key: whole(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [whole(item) for item in value]
-    return value.full() if isinstance(value, SavedTensor) else value
 
 
 def imported(source: Path, out: Path, **options: Any) -> dict[str, Any]:
     """What a checkpoint holds after it was imported."""
     import_checkpoint(source, out, **options)
     verify(out)
-    nest: dict[str, Any] = whole(load(out))
+    nest: dict[str, Any] = read_all(load(out))
     return nest
 
 
@@ -60,26 +50,24 @@ def test_torch_distributed_checkpoint(pool: RankPool, tmp_path: Path, world_size
     assert_same(weights, {"model": ranks.weights()})
 
 
-def test_layout_of_torchtitan(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(2, ranks.save_with_torch, tmp_path / "old", "torchtitan", timeout=60)
-    got = imported(tmp_path / "old", tmp_path / "new")
-    assert_same(got.pop("model"), ranks.weights())
-    assert_same(got.pop("optimizer"), ranks.optimizer())
-    assert got["train_state"] == {"step": torch.tensor(4)}
-    assert got["dataloader"] == {"dp_rank_0": b"\x80\x04.", "world_size": 2}
+#: What is saved beside weights by layout, or instead of all of them.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "torchtitan": {
+        "optimizer": ranks.optimizer(),
+        "train_state": {"step": torch.tensor(4)},
+        "dataloader": {"dp_rank_0": b"\x80\x04.", "world_size": 2},
+    },
+    "accelerate": {"optimizer": ranks.optimizer()},
+    "safetensors": {"model": {name: tensor for name, tensor in ranks.weights().items() if tensor.ndim}},
+}
 
 
-def test_layout_of_accelerate(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(2, ranks.save_with_torch, tmp_path / "old", "accelerate", timeout=60)
-    (tmp_path / "old" / "random_states_0.pkl").write_bytes(b"never read")
-    got = imported(tmp_path / "old", tmp_path / "new")
-    assert_same(got, {"model": ranks.weights(), "optimizer": ranks.optimizer()})
-
-
-def test_safetensors_of_ranks(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(2, ranks.save_with_torch, tmp_path / "old", "safetensors", timeout=60)
-    got = imported(tmp_path / "old", tmp_path / "new")
-    assert_same(got, {"model": {name: tensor for name, tensor in ranks.weights().items() if tensor.ndim}})
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_other_libraries(pool: RankPool, tmp_path: Path, layout: str) -> None:
+    pool.run(2, ranks.save_with_torch, tmp_path / "old", layout, timeout=60)
+    if layout == "accelerate":
+        (tmp_path / "old" / "random_states_0.pkl").write_bytes(b"never read")
+    assert_same(imported(tmp_path / "old", tmp_path / "new"), {"model": ranks.weights(), **LAYOUTS[layout]})
 
 
 def test_a_folder_without_its_metadata(pool: RankPool, tmp_path: Path) -> None:
@@ -211,92 +199,83 @@ def test_folder_of_hugging_face_that_is_not_whole(tmp_path: Path) -> None:
 # -- torch_xla ------------------------------------------------------------------------------------------------------
 
 
-class XlaUnit:
-    """Shards as torch_xla's FSDP makes them of one wrapped module, after its source; the real ones are below."""
-
-    def __init__(self, prefix: str, parameters: Mapping[str, Tensor], *, flatten: bool, dim0: bool) -> None:
-        self.prefix, self.parameters, self.flatten, self.dim0 = prefix, parameters, flatten, dim0
-        inner = "_fsdp_wrapped_module."
-        if flatten:
-            flat = torch.cat([tensor.flatten() for tensor in parameters.values()])
-            self.held = {f"{inner}flat_param_0": flat}
-        else:
-            self.held = {f"{inner}_fpw_module.{name}": tensor for name, tensor in parameters.items()}
-
-    def shards(self, rank: int, world_size: int) -> dict[str, Tensor]:
-        made = {}
-        for name, tensor in self.held.items():
-            tensor = tensor if self.dim0 else tensor.flatten()
-            missing = -tensor.shape[0] % (world_size * (1 if self.dim0 else 128))
-            padded = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
-            rows = padded.shape[0] // world_size
-            made[self.outer(self.shard(name))] = padded[rank * rows : (rank + 1) * rows].clone()
-        return made
-
-    def outer(self, name: str) -> str:
-        return f"{self.prefix}.{name}" if self.prefix else name
-
-    @staticmethod
-    def shard(name: str) -> str:
-        return f"_fsdp_shard.{name}".replace(".", "_FSDP_SHARD_SEPARATOR_")
-
-    def shard_info(self) -> dict[str, Any]:
-        return {self.shard(name): {"_orig_size": t.shape, "_orig_name": name} for name, t in self.held.items()}
-
-    def flatten_info(self) -> dict[str, Any]:
-        if not self.flatten:
-            return {}
-        shapes = [tensor.shape for tensor in self.parameters.values()]
-        names = [f"_fpw_module.{name}" for name in self.parameters]
-        told = (names, shapes, [math.prod(shape) for shape in shapes])
-        return {self.outer("_fsdp_wrapped_module.flat_param_0"): told}
+def shard_name(name: str) -> str:
+    return f"_fsdp_shard.{name}".replace(".", "_FSDP_SHARD_SEPARATOR_")
 
 
 def xla_shards(folder: Path, world_size: int, *, flatten: bool, dim0: bool) -> dict[str, Any]:
-    """Write the shards of a model of two units, with AdamW's state, and give what is to come of them."""
+    """Write shards as torch_xla's FSDP makes them, after its source; the real ones are below.
+
+    They are of two wrapped modules, one in the other, with AdamW's state. Gives what is to come of them.
+    """
     generator = torch.Generator().manual_seed(world_size)
     inner = {"weight": torch.randn(9, 5, 3, generator=generator), "bias": torch.randn(9, generator=generator)}
     outer = {"1.weight": torch.randn(41, 7, generator=generator), "1.scale": torch.randn(1, generator=generator)}
-    moments = [{name: tensor * factor for name, tensor in (inner | outer).items()} for factor in (2, 3)]
-    folder.mkdir()
+    units = {"": outer, "_fsdp_wrapped_module.0.": inner}
+    weights = inner | outer
+    moments = {"exp_avg": {n: t * 2 for n, t in weights.items()}, "exp_avg_sq": {n: t * 3 for n, t in weights.items()}}
 
-    def units(of: Mapping[str, Tensor]) -> list[XlaUnit]:
-        options = {"flatten": flatten, "dim0": dim0}
-        return [
-            XlaUnit("", {name: of[name] for name in outer}, **options),
-            XlaUnit("_fsdp_wrapped_module.0", {name: of[name] for name in inner}, **options),
-        ]
+    def to_be_cut(parameters: Iterable[str], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a unit cuts into shards, by the name that it has there."""
+        if flatten:
+            return {"_fsdp_wrapped_module.flat_param_0": torch.cat([values[name].flatten() for name in parameters])}
+        return {f"_fsdp_wrapped_module._fpw_module.{name}": values[name] for name in parameters}
 
-    for rank in range(world_size):
-        own = [{k: v for unit in units(of) for k, v in unit.shards(rank, world_size).items()} for of in (inner | outer, *moments)]  # fmt: skip # noqa: E501
-        state = {
-            number: {"step": torch.tensor(5.0), "exp_avg": own[1][name], "exp_avg_sq": own[2][name]}
-            for number, name in enumerate(own[0])
+    def shards_of(values: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+        shards = {}
+        for prefix, parameters in units.items():
+            for name, tensor in to_be_cut(parameters, values).items():
+                tensor = tensor if dim0 else tensor.flatten()
+                missing = -tensor.shape[0] % (world_size * (1 if dim0 else 128))
+                padded = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+                shards[prefix + shard_name(name)] = padded.tensor_split(world_size)[rank].clone()
+        return shards
+
+    shard_info = {
+        prefix.removesuffix("."): {
+            shard_name(name): {"_orig_size": tensor.shape, "_orig_name": name}
+            for name, tensor in to_be_cut(parameters, weights).items()
         }
-        metadata = {
-            "shard_info": {unit.prefix: unit.shard_info() for unit in units(inner | outer)},
-            "flatten_info": {key: told for unit in units(inner | outer) for key, told in unit.flatten_info().items()},
-            "buffer_info": {"_fsdp_wrapped_module._fpw_module.2.mean": {"_orig_dtype": torch.float32}},
-            "world_size": world_size,
-            "rank": rank,
+        for prefix, parameters in units.items()
+    }
+    flatten_info = {
+        f"{prefix}_fsdp_wrapped_module.flat_param_0": (
+            [f"_fpw_module.{name}" for name in parameters],
+            [tensor.shape for tensor in parameters.values()],
+            [tensor.numel() for tensor in parameters.values()],
+        )
+        for prefix, parameters in units.items()
+        if flatten
+    }
+    folder.mkdir()
+    for rank in range(world_size):
+        model = shards_of(weights, rank)
+        cut_moments = {key: shards_of(values, rank) for key, values in moments.items()}
+        state = {
+            number: {"step": torch.tensor(5.0), **{key: values[name] for key, values in cut_moments.items()}}
+            for number, name in enumerate(model)
         }
         content = {
-            "model": OrderedDict(own[0], **{"_fsdp_wrapped_module.2.mean": torch.ones(2).bfloat16()}),
-            "shard_metadata": metadata,
+            "model": OrderedDict(model, **{"_fsdp_wrapped_module.2.mean": torch.ones(2).bfloat16()}),
+            "shard_metadata": {
+                "shard_info": shard_info,
+                "flatten_info": flatten_info,
+                "buffer_info": {"_fsdp_wrapped_module._fpw_module.2.mean": {"_orig_dtype": torch.float32}},
+                "world_size": world_size,
+                "rank": rank,
+            },
             "optimizer": {"state": state, "param_groups": [{"lr": 0.1, "params": list(range(len(state)))}]},
             "epoch": 3,
         }
         torch.save(content, folder / f"checkpoint_rank-{rank:08d}-of-{world_size:08d}.pth")
     names = {**{name: name for name in outer}, **{name: f"0.{name}" for name in inner}}
+    states = {
+        full: {"step": torch.tensor(5.0), **{key: values[name] for key, values in moments.items()}}
+        for name, full in names.items()
+    }
     return {
-        "model": {**{names[n]: (inner | outer)[n] for n in names}, "2.mean": torch.ones(2)},
-        "optimizer": {
-            "state": {
-                names[n]: {"step": torch.tensor(5.0), "exp_avg": moments[0][n], "exp_avg_sq": moments[1][n]}
-                for n in names
-            },
-            "param_groups": [{"lr": 0.1, "params": list(names.values())}],
-        },
+        "model": {**{full: weights[name] for name, full in names.items()}, "2.mean": torch.ones(2)},
+        "optimizer": {"state": states, "param_groups": [{"lr": 0.1, "params": list(names.values())}]},
         "epoch": 3,
     }
 

@@ -37,3 +37,8 @@ def test_a_save_and_loads_of_any_layout(pool: RankPool, folder: Path) -> None:
     for layout in ("rows", "strided", "columns"):
         check(f"load into {layout}", pool.run(2, memory_ranks.load_peak, folder / "rows", layout, timeout=120))
     check("load in one process", pool.run(1, memory_ranks.whole_peak, folder / "rows", timeout=120))
+
+
+def test_an_import_passes_pieces_on(pool: RankPool, folder: Path) -> None:
+    (peak,) = pool.run(1, memory_ranks.import_peak, folder, timeout=120)
+    assert peak < 80e6  # 20 to 32, as malloc keeps pieces

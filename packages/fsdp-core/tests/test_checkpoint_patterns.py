@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import format_reader
 from checkpoint_ranks import ThreadRuntime, on_threads
+from chunked_tensors import in_boxes
 from damaged_folders import refused, rewrite, save_alone
 from fsdp_core.checkpoint import (
-    Chunk,
     ChunkedTensor,
     compare,
     describe,
@@ -64,7 +63,7 @@ def drawn(choice: random.Random) -> tuple[tuple[int, ...], Held]:
     return shape, sorted(zip(ranks, pieces, strict=True))
 
 
-def test_a_pattern_is_the_list_that_it_stands_for() -> None:
+def test_pattern_equals_its_list_of_chunks() -> None:
     choice = random.Random(3)
     patterned = 0
     for _ in range(300):
@@ -100,7 +99,7 @@ def pattern_json(chunks: PatternedChunks) -> dict[str, Any]:
     return {"files": chunks.files, **chunks.pattern.to_json()}
 
 
-def test_what_is_no_pattern_is_listed() -> None:
+def test_irregular_chunks_have_no_pattern() -> None:
     rows: Held = [(rank, (((rank, 0), (1, 4)),)) for rank in range(4)]
     assert pattern_of((4, 4), rows) is not None
     assert pattern_of((4, 4), rows[:-1]) is None
@@ -127,24 +126,19 @@ WHOLE = {
 def state_of(rank: int, ranks: int, change: float = 0.0) -> dict[str, Any]:
     """This rank's parts, with a tensor that is in no pattern."""
 
-    def part(whole: Tensor, *held: tuple[tuple[int, ...], tuple[int, ...]]) -> ChunkedTensor:
-        cut = [(o, whole[tuple(slice(a, a + n) for a, n in zip(o, lengths, strict=True))]) for o, lengths in held]
-        chunks = tuple(Chunk(offsets=offsets, data=data) for offsets, data in cut)
-        return ChunkedTensor(shape=tuple(whole.shape), dtype=whole.dtype, chunks=chunks)
-
     whole = {name: tensor + change if tensor.is_floating_point() else tensor for name, tensor in WHOLE.items()}
     piece = -(-7 // ranks)
     begin = min(rank * piece, 7)
     rows = [((begin, 0), (min(piece, 7 - begin), 4))] if begin < 7 else []
     start, end = 210 * rank // ranks, 210 * (rank + 1) // ranks
     return {
-        "rows": part(whole["rows"], *rows),
-        "more_rows": part(whole["more_rows"], *rows),
-        "columns": part(whole["columns"], ((0, 12 * rank // ranks), (2, 12 // ranks))),
-        "flat": part(whole["flat"], *((o, n) for o, n, _ in boxes((5, 6, 7), start, end - start))),
+        "rows": in_boxes(whole["rows"], rows),
+        "more_rows": in_boxes(whole["more_rows"], rows),
+        "columns": in_boxes(whole["columns"], [((0, 12 * rank // ranks), (2, 12 // ranks))]),
+        "flat": in_boxes(whole["flat"], [(o, n) for o, n, _ in boxes((5, 6, 7), start, end - start)]),
         "on_rank_0": whole["on_rank_0"],
-        "pinwheel": part(whole["pinwheel"], *PINWHEEL[rank::ranks]),
-        "empty": part(whole["empty"]),
+        "pinwheel": in_boxes(whole["pinwheel"], PINWHEEL[rank::ranks]),
+        "empty": in_boxes(whole["empty"], []),
     }
 
 
@@ -192,12 +186,12 @@ def test_holes_and_disagreements_are_named_as_without_patterns(tmp_path: Path) -
 
     for error in on_threads(3, lacking):
         assert isinstance(error, CheckpointMismatchError)
-        for told in (
+        for message in (
             "'model/rows': nothing covers [3:6, 0:4] of shape [7, 4]",
             "'model/columns': rank 0 has (2, 12) int64, and rank 1 has (2, 12) float32",
             "'model/extra': rank 1 has it, and rank 0 does not",
         ):
-            assert told in str(error)
+            assert message in str(error)
 
 
 def test_ranks_may_have_their_tensors_in_another_order(tmp_path: Path) -> None:
@@ -280,18 +274,17 @@ def folder(tmp_path: Path, patterns_always: None) -> Path:
 
 
 def test_tools_read_patterns(folder: Path, tmp_path: Path) -> None:
-    told = describe(folder)
-    assert told["format_version"] == 2
-    assert [told["tensors"][f"model/{name}"]["chunks"] for name in ("rows", "flat", "empty")] == [3, 7, 0]
+    description = describe(folder)
+    assert description["format_version"] == 2
+    assert [description["tensors"][f"model/{name}"]["chunks"] for name in ("rows", "flat", "empty")] == [3, 7, 0]
     assert reshard(folder, tmp_path / "in 2", files=2).format_version == 1
     assert not compare(folder, tmp_path / "in 2").tensors
     weights = load_state_dict(tmp_path / "in 2")
     assert all(torch.equal(weights[name], whole) for name, whole in WHOLE.items())
 
 
-def chunks_of(content: dict[str, Any], name: str = "rows") -> dict[str, Any]:
-    found: dict[str, Any] = content["tensors"][f"model/{name}"]["chunks"]
-    return found
+def chunks_of(content: dict[str, Any], name: str = "rows") -> Any:
+    return content["tensors"][f"model/{name}"]["chunks"]
 
 
 def add_tensor(content: dict[str, Any], shape: list[int], **pattern: Any) -> None:

@@ -12,11 +12,10 @@ from typing import Any
 
 import fsspec
 import pytest
-import torch
 
-from checkpoint_ranks import ThreadRuntime, on_threads, rank_rows
+from checkpoint_ranks import ThreadRuntime, on_threads
 from cli_checkpoints import run
-from damaged_folders import refused
+from damaged_folders import KINDS, refused
 from fsdp_core.checkpoint import (
     describe,
     gather,
@@ -25,7 +24,6 @@ from fsdp_core.checkpoint import (
     load_state_dict,
     read_manifest,
     remove,
-    save,
     saving,
     verify,
 )
@@ -38,8 +36,8 @@ from fsdp_core.checkpoint.tools.listing import find_checkpoints
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.testing.refusals import assert_says
+from versioned_saves import files_in, save_version, state, version_of
 
-ROWS = 3
 Paths = Callable[[int], Path]
 
 
@@ -50,42 +48,19 @@ class OtherHostsRuntime(ThreadRuntime):
         return self  # these tests never use both at the same time
 
 
-def state_of(rank: int, ranks: int, version: float = 1.0) -> dict[str, Any]:
-    """Rows that all ranks hold in turn, a tensor that all have a copy of, and plain data."""
-    rows = torch.full((ROWS, 2), version + rank)
-    model = {"rows": rank_rows(rows, rank, ranks), "scale": torch.tensor([version])}
-    moments = {"rows": {"exp_avg": model["rows"], "step": torch.tensor(version)}}
-    optimizer = {"state": moments, "param_groups": [{"params": ["rows", "scale"]}]}
-    return {"model": model, "optimizer": [optimizer], "version": version, "best": torch.tensor([version])}
-
-
-KINDS = {"model": "model", "optimizer/0": "optimizer"}
-
-
 def save_at(runtime: Runtime, path: Path, version: float = 1.0, **options: Any) -> None:
-    state = state_of(runtime.rank, runtime.world_size, version)
-    save(path, state, runtime=runtime, strategy="test", kinds=KINDS, **{"scattered": True, **options})
+    save_version(path, version, runtime, **{"scattered": True, **options})
 
 
 def scatter(paths: Paths, ranks: int = 4, version: float = 1.0, **options: Any) -> list[Any]:
     return on_threads(ranks, lambda runtime: save_at(runtime, paths(runtime.rank), version, **options))
 
 
-def check(path: Any, ranks: int = 4, version: float = 1.0) -> None:
+def check(path: Any, version: float = 1.0) -> None:
     """Everything in a checkpoint, or in places, is what was saved."""
     verify(path)
-    nest = load(path)
-    want = torch.arange(ranks).repeat_interleave(ROWS).float()[:, None].expand(-1, 2) + version
-    moment = nest["optimizer"][0]["state"]["rows"]
-    for tensor in (nest["model"]["rows"], moment["exp_avg"]):
-        assert torch.equal(tensor.full(), want)
-    assert nest["model"]["scale"].full().item() == moment["step"].full().item() == version
-    assert (nest["version"], nest["best"].item()) == (version, version)
-    assert torch.equal(load_state_dict(path)["rows"], want)
-
-
-def files_in(path: Path) -> set[str]:
-    return {str(found.relative_to(path)) for found in path.rglob("*") if not found.is_dir()}
+    assert version_of(path) == version
+    assert load_state_dict(path)["w"].equal(load(path)["model"]["w"].full())
 
 
 def per_rank(tmp_path: Path) -> Paths:
@@ -184,14 +159,14 @@ def test_folders_that_are_uploaded_into_one_are_whole_by_themselves(tmp_path: Pa
     assert files_in(merged) == {"manifest.json", *read_manifest(merged).files}
 
 
-def test_a_place_alone_is_never_loaded_and_says_what_is_missing(places: list[Path], tmp_path: Path) -> None:
+def test_one_place_alone_is_refused(places: list[Path], tmp_path: Path) -> None:
     first, second = places
     with pytest.raises(CheckpointFormatError) as caught:
         load(first)
-    told = str(caught.value)
-    assert_says(told, "is a place of the scattered save", "of 10 files, 4 are missing")
-    assert f"rank 2-3 on {writers.new_writer('0' * 12).host}, to {second}" in told
-    assert f"fsdp checkpoint gather {first} … OUT" in told
+    message = str(caught.value)
+    assert_says(message, "is a place of the scattered save", "of 10 files, 4 are missing")
+    assert f"rank 2-3 on {writers.new_writer('0' * 12).host}, to {second}" in message
+    assert f"fsdp checkpoint gather {first} … OUT" in message
     for reader in (load, verify, load_state_dict, read_manifest, describe):
         with pytest.raises(CheckpointFormatError, match="it holds what rank 2-3 wrote of the scattered save") as caught:
             reader(second)
@@ -244,7 +219,7 @@ def test_duplicates_are_named_and_a_spoiled_one_is_passed_over(places: list[Path
     assert not list(tmp_path.glob(".*"))
 
 
-def test_gather_refuses_what_it_would_spoil(places: list[Path], tmp_path: Path) -> None:
+def test_gather_refuses_to_spoil_its_sources(places: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "out.ckpt"
     for inside in (*places, places[1] / "deeper"):
         with pytest.raises(CheckpointExistsError, match="choose"):
@@ -338,9 +313,9 @@ def test_in_the_background_and_in_turn(tmp_path: Path) -> None:
     def work(runtime: ThreadRuntime) -> None:
         saves = AsyncSaves(runtime)
         for version in (1.0, 2.0):
-            state = state_of(runtime.rank, runtime.world_size, version)
-            saves.save(paths(runtime.rank), state, strategy="test", kinds=KINDS, scattered=True)
-            state["model"]["scale"].zero_()
+            saved = state(version, runtime.rank, runtime.world_size)
+            saves.save(paths(runtime.rank), saved, strategy="test", kinds=KINDS, scattered=True)
+            saved["model"]["b"].zero_()
         saves.close()
 
     assert on_threads(4, work, OtherHostsRuntime) == [None] * 4
@@ -435,9 +410,9 @@ def test_links_that_lead_out_of_a_place_are_not_followed(places: list[Path], tmp
 
 def test_the_command_joins_verifies_and_describes(places: list[Path], tmp_path: Path) -> None:
     (first, second), out = places, tmp_path / "out.ckpt"
-    told = run("verify", first, status=1).output
-    assert_says(told, "of 10 files, 4 are missing", "rank 2-3 on")
-    assert "is damaged" not in told
+    message = run("verify", first, status=1).output
+    assert_says(message, "of 10 files, 4 are missing", "rank 2-3 on")
+    assert "is damaged" not in message
     found = json.loads(run("verify", first, "--json", status=1).stdout)
     assert len(found["elsewhere"]) == 4
     assert set(found["faults"]) == set(found["elsewhere"])

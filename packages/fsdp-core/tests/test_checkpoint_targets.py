@@ -9,7 +9,6 @@ import re
 import resource
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,31 +18,18 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from checkpoint_ranks import rank_rows, started
-from fsdp_core.checkpoint import is_checkpoint, load_state_dict, remove, save, verify
+from checkpoint_ranks import started
+from damaged_folders import limited_files
+from fsdp_core.checkpoint import is_checkpoint, load_state_dict, remove, verify
 from fsdp_core.checkpoint.importing import import_checkpoint
 from fsdp_core.errors import CheckpointError, CheckpointExistsError
-from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.testing.launching.ranks import RankPool
 from fsdp_core.testing.refusals import assert_says
+from versioned_saves import save_version, version_of
 
-ROWS = 4096
+#: Larger than what a limited process may write.
+save_large = partial(save_version, shape=(4096, 16))
 NOBODY = 65534
-
-
-def save_value(path: Any, value: float, runtime: Runtime | None = None, **options: Any) -> None:
-    """Save rows of one value; each rank has as many."""
-    runtime = runtime or ProcessGroupRuntime()
-    rows = torch.full((ROWS, 16), value)
-    weight = rank_rows(rows, runtime.rank, runtime.world_size)
-    save(path, {"model": {"w": weight}}, runtime=runtime, strategy="test", kinds={"model": "model"}, **options)
-
-
-def value_of(path: Any) -> float:
-    verify(path)
-    weight = load_state_dict(path)["w"]
-    assert (weight == weight[0, 0]).all()
-    return float(weight[0, 0])
 
 
 def everything(folder: Path) -> dict[str, str | bytes]:
@@ -56,7 +42,7 @@ def everything(folder: Path) -> dict[str, str | bytes]:
 
 
 def a_checkpoint(path: Path) -> None:
-    save_value(path, 1.0)
+    save_large(path, 1.0)
 
 
 def a_foreign_folder(path: Path) -> None:
@@ -122,7 +108,7 @@ def test_a_target_that_is_refused_stays_as_it_is(pool: RankPool, tmp_path: Path,
     before = everything(tmp_path)
     if ranks == 1:
         with pytest.raises(kind, match=message) as caught:
-            save_value(tmp_path / name, 2.0, overwrite=overwrite)
+            save_large(tmp_path / name, 2.0, overwrite=overwrite)
         assert type(caught.value) is kind
         assert name in str(caught.value)
     else:
@@ -136,23 +122,12 @@ def test_a_target_that_is_refused_stays_as_it_is(pool: RankPool, tmp_path: Path,
 # --- The disk says no -----------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def limited_files(size: int) -> Iterator[None]:
-    """No file of this process may become larger than ``size`` bytes: writing on fails with EFBIG, as on a full disk."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))  # Python ignores the signal that goes with it
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-
-
 def fail_to_save(path: Path, overwrite: bool, limited_rank: int | None) -> tuple[str, str]:
     """Save on this rank, which may have no room; gives the error."""
     runtime = started()
     try:
-        with limited_files(ROWS * 16 if runtime.rank == limited_rank else resource.RLIM_INFINITY):
-            save_value(path, 2.0, runtime, overwrite=overwrite)
+        with limited_files(2**16 if runtime.rank == limited_rank else resource.RLIM_INFINITY):
+            save_large(path, 2.0, runtime, overwrite=overwrite)
     except CheckpointError as error:
         return type(error).__name__, str(error)
     return "saved", ""
@@ -174,7 +149,7 @@ def test_one_rank_of_two_has_no_room(
     assert f"(on rank {limited_rank} of 2, while writing {path}" in message
     assert everything(tmp_path) == before
     assert pool.run(2, fail_to_save, path, True, None, timeout=40) == [("saved", "")] * 2
-    assert value_of(path) == 2.0
+    assert version_of(path) == 2.0
 
 
 def as_nobody(work: Callable[..., Any], *args: Any) -> str:
@@ -220,18 +195,18 @@ def test_a_folder_that_this_user_may_not_write(open_path: Path, make: Callable[[
     before = everything(open_path)
     for folder in (path.parent, *(found for found in path.parent.rglob("*") if found.is_dir())):
         folder.chmod(0o555)
-    told = as_nobody(save_value, path, 2.0)
-    assert told.startswith(f"CheckpointError: writing {path} failed: PermissionError: ")
-    assert "This user lacks permission for that: request it, or use another path." in told
+    message = as_nobody(save_large, path, 2.0)
+    assert message.startswith(f"CheckpointError: writing {path} failed: PermissionError: ")
+    assert "This user lacks permission for that: request it, or use another path." in message
     if make is a_checkpoint:
-        told = as_nobody(remove, path)
-        assert told.startswith(f"CheckpointError: can't remove {path}: PermissionError: ")
-        assert "This user lacks permission for that: request it" in told
+        message = as_nobody(remove, path)
+        assert message.startswith(f"CheckpointError: can't remove {path}: PermissionError: ")
+        assert "This user lacks permission for that: request it" in message
     for folder in (path.parent, *(found for found in path.parent.rglob("*") if found.is_dir())):
         folder.chmod(0o755)
     assert everything(open_path) == before
     if make is a_checkpoint:
-        assert value_of(path) == 1.0
+        assert version_of(path) == 1.0
 
 
 def test_what_this_user_may_not_read_is_not_called_damaged(open_path: Path) -> None:
@@ -245,7 +220,7 @@ def test_what_this_user_may_not_read_is_not_called_damaged(open_path: Path) -> N
         path / "manifest.json": {
             **dict.fromkeys((verify, load_state_dict), str(path)),
             **dict.fromkeys((remove, imported, is_checkpoint), str(path / "manifest.json")),
-            partial(save_value, value=2.0): str(path / "manifest.json"),
+            partial(save_large, version=2.0): str(path / "manifest.json"),
         },
         path.parent: {verify: str(path), load_state_dict: str(path), imported: str(path)},
         open_path / "old.pt": {imported: str(open_path / "old.pt")},
@@ -254,12 +229,12 @@ def test_what_this_user_may_not_read_is_not_called_damaged(open_path: Path) -> N
         mode = closed.stat().st_mode
         closed.chmod(0)
         for read, named in by.items():
-            told = as_nobody(read, open_path / "old.pt" if closed.suffix == ".pt" else path)
-            assert f"can't read {named}" in told, (closed, told)
-            assert_says(told, "PermissionError", "This user lacks permission for that: request it")
-            assert not re.search("damage|missing|nothing|backup|Check the path", told), told
+            message = as_nobody(read, open_path / "old.pt" if closed.suffix == ".pt" else path)
+            assert f"can't read {named}" in message, (closed, message)
+            assert_says(message, "PermissionError", "This user lacks permission for that: request it")
+            assert not re.search("damage|missing|nothing|backup|Check the path", message), message
         closed.chmod(mode)
-    assert value_of(path) == 1.0
+    assert version_of(path) == 1.0
 
 
 def imported(source: Path) -> None:
@@ -270,7 +245,7 @@ def test_a_filesystem_that_takes_no_files() -> None:
     with pytest.raises(
         CheckpointError, match=r"writing /proc/self/c failed: .*No such file|writing /proc/self/c failed: "
     ):
-        save_value("/proc/self/c", 1.0)
+        save_large("/proc/self/c", 1.0)
 
 
 class Full(MemoryFileSystem):  # type: ignore[misc]
@@ -282,23 +257,16 @@ class Full(MemoryFileSystem):  # type: ignore[misc]
     error: OSError | None = None
     at = ""
 
-    def _check(self, path: str) -> None:
-        if Full.error is not None and Full.at in path:
-            raise Full.error
-
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
         stream = super()._open(path, mode=mode, **kwargs)
         if mode == "wb" and Full.error is not None and Full.at in path:
-            # Writes to this device fail with ENOSPC once the buffer is flushed.
             stream.write(b"half of it")
-            if Full.error.errno == errno.ENOSPC:
-                with open("/dev/full", "wb") as device:
-                    device.write(b"the other half")
             raise Full.error
         return stream
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
-        self._check(path)
+        if Full.error is not None and Full.at in path:
+            raise Full.error
         super().pipe_file(path, value, mode=mode, **kwargs)
 
 
@@ -327,17 +295,17 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     ids=["full", "quota", "permission", "read_only", "connection"],
 )
 @pytest.mark.parametrize("old", [True, False])
-def test_whatever_a_filesystem_refuses(full: str, at: str, error: OSError, message: str, old: bool) -> None:
+def test_errors_of_filesystems_are_explained(full: str, at: str, error: OSError, message: str, old: bool) -> None:
     if old:
-        save_value(full, 1.0)
+        save_large(full, 1.0)
     before = {name: file.getvalue() for name, file in Full.store.items()}
     Full.error, Full.at = error, at
     doing = "writing" if at == "model/" else "committing"
     with pytest.raises(CheckpointError, match=f"^{doing} {full} failed: {type(error).__name__}: .*{message}"):
-        save_value(full, 2.0)
+        save_large(full, 2.0)
     Full.error = None
     assert {name: file.getvalue() for name, file in Full.store.items()} == before
     if old:
-        assert value_of(full) == 1.0
-    save_value(full, 3.0)
-    assert value_of(full) == 3.0
+        assert version_of(full) == 1.0
+    save_large(full, 3.0)
+    assert version_of(full) == 3.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import random
 import threading
@@ -37,7 +36,16 @@ from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.cli import checkpoint as command
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.lightning.checkpoints.full.opening import read_whole
-from test_checkpoint_commit import Stop, files_in, interrupt, is_tidy, save_interrupted, save_state, value_of
+from versioned_saves import (
+    Stop,
+    another_writer,
+    files_in,
+    interrupt,
+    is_tidy,
+    save_interrupted,
+    save_version,
+    version_of,
+)
 
 TOLD = r"another job has (saved|removed).*\n?.*Give each job paths of its own"
 
@@ -128,7 +136,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Turns]:
 def check_outcome(path: Any, two: Any, three: Any, seed: int) -> None:
     """Of two jobs that have saved 2 and 3, one that has reported success stays, and others are told."""
     failed = {value: error for value, error in ((2.0, two), (3.0, three)) if error is not None}
-    assert value_of(path) in {2.0, 3.0} - set(failed), seed
+    assert version_of(path) in {2.0, 3.0} - set(failed), seed
     for error in failed.values():
         with pytest.raises(CheckpointExistsError, match=TOLD):
             raise error
@@ -143,16 +151,16 @@ def a_file(path: Path) -> None:
 
 
 def a_link(path: Path) -> None:
-    save_state(path.with_name("linked.ckpt"), 9.0)
+    save_version(path.with_name("linked.ckpt"), 9.0)
     path.symlink_to("linked.ckpt")
 
 
 def a_checkpoint(path: Any) -> None:
-    save_state(path, 1.0)
+    save_version(path, 1.0)
 
 
 def an_interrupted_save(path: Path) -> None:
-    save_state(path, 1.0)
+    save_version(path, 1.0)
     (path / "manifest.json").unlink()
 
 
@@ -173,13 +181,13 @@ def test_of_two_jobs_one_stays_whole_and_the_other_is_told(
         before(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore" if not locks or before is an_interrupted_save else "error")
-            two, three = turns(seed).run(partial(save_state, path, 2.0), partial(save_state, path, 3.0))
+            two, three = turns(seed).run(partial(save_version, path, 2.0), partial(save_version, path, 3.0))
         check_outcome(path, two, three, seed)
         if locks and before is not an_interrupted_save:
             assert is_tidy(path), seed
         assert not list(path.parent.glob(".partial*"))
         if before is a_link:
-            assert value_of(path.with_name("linked.ckpt")) == 9.0
+            assert version_of(path.with_name("linked.ckpt")) == 9.0
 
 
 @pytest.mark.parametrize("before", [nothing, a_checkpoint])
@@ -189,7 +197,7 @@ def test_in_an_object_store_too(turns: Callable[[int], Turns], before: Callable[
         before(url)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            two, three = turns(seed).run(partial(save_state, url, 2.0), partial(save_state, url, 3.0))
+            two, three = turns(seed).run(partial(save_version, url, 2.0), partial(save_version, url, 3.0))
         check_outcome(url, two, three, seed)
 
 
@@ -197,14 +205,14 @@ def test_a_save_and_a_removal(tmp_path: Path, turns: Callable[[int], Turns]) -> 
     """As where two runs share a directory, and the top-k of one removes what the other is saving."""
     for seed in range(8):
         path = tmp_path / str(seed) / "epoch=1.ckpt"
-        save_state(path, 1.0)
+        save_version(path, 1.0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            saved, removed = turns(seed).run(partial(save_state, path, 2.0), partial(remove, path))
+            saved, removed = turns(seed).run(partial(save_version, path, 2.0), partial(remove, path))
         assert removed is None or isinstance(removed, CheckpointError), seed
         assert saved is None or isinstance(saved, CheckpointError), seed
         if is_checkpoint(path):
-            assert value_of(path) in (1.0, 2.0), seed
+            assert version_of(path) in (1.0, 2.0), seed
         elif saved is None:
             assert removed is None
 
@@ -242,16 +250,16 @@ def test_a_whole_save_within_another(
         before(path)
         with monkeypatch.context() as patched:
             patched.setattr(warnings, "warn", lambda *args, **kwargs: None)
-            calls = at_call(patched, number, partial(save_state, path, 3.0))
-            told = True
+            calls = at_call(patched, number, partial(save_version, path, 3.0))
+            was_refused = True
             with contextlib.suppress(CheckpointExistsError):
-                save_state(path, 2.0)
-                told = False
+                save_version(path, 2.0)
+                was_refused = False
         if len(calls) < number:  # it was over before
             break
-        seen[told] += 1
-        assert value_of(path) == 3.0 if told else value_of(path) in (2.0, 3.0)
-        assert not told or is_tidy(path)
+        seen[was_refused] += 1
+        assert version_of(path) == 3.0 if was_refused else version_of(path) in (2.0, 3.0)
+        assert not was_refused or is_tidy(path)
     assert seen[True] >= 5
     assert seen[False] >= 2
 
@@ -287,14 +295,13 @@ GONE, ELSEWHERE = {"pid": 999_999_999}, {"host": "gpu-07"}
 def test_half_folders_are_removed_when_their_writer_is_gone(
     tmp_path: Path, writer: dict[str, Any], left: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(commit, "new_writer", lambda *a: dataclasses.replace(writers.new_writer(*a), **writer))
+    with another_writer(monkeypatch, **writer) as patched:
         save_interrupted(patched, tmp_path / "epoch=1.ckpt", 5.0, "fsync", 4)
         (half,) = tmp_path.iterdir()
         (half / "notes.txt").write_text("mine")
         save_interrupted(patched, tmp_path / "epoch=2.ckpt", 5.0, "fsync", 4)
     assert len(list(tmp_path.iterdir())) == 2
-    save_state(tmp_path / "epoch=3.ckpt", 3.0)
+    save_version(tmp_path / "epoch=3.ckpt", 3.0)
     assert len(list(tmp_path.glob(".partial*"))) == (2 if left else 1)
     assert (half / "notes.txt").read_text() == "mine"  # no save has written it
     assert left or files_in(half) == {"notes.txt"}
@@ -307,26 +314,26 @@ def test_files_in_a_checkpoint_are_removed_when_their_writer_is_gone(
 ) -> None:
     """Also those that a save had replaced, which ended before it removed them."""
     path = tmp_path / "last.ckpt"
-    save_state(path, 1.0)
-    with monkeypatch.context() as patched:
-        patched.setattr(commit, "new_writer", lambda *a: dataclasses.replace(writers.new_writer(*a), **writer))
+    save_version(path, 1.0)
+    with another_writer(monkeypatch, **writer) as patched:
         if committed:
             patched.setattr(commit.SaveTarget, "tidy", lambda *args: None)
-            save_state(path, 5.0)
+            save_version(path, 5.0)
         else:
             save_interrupted(patched, path, 5.0, "fsync", 6)
-    assert value_of(path) == (5.0 if committed else 1.0)
+    assert version_of(path) == (5.0 if committed else 1.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        save_state(path, 3.0)
-    assert value_of(path) == 3.0
-    told = [str(one.message) for one in caught if "it also holds files of another save" in str(one.message)]
+        save_version(path, 3.0)
+    assert version_of(path) == 3.0
+    messages = [str(warning.message) for warning in caught]
+    messages = [message for message in messages if "it also holds files of another save" in message]
     if writer is GONE:
         assert is_tidy(path)
-        assert not told
+        assert not messages
     else:
-        assert len(told) == 1
-        assert committed or "on gpu-07, of which nothing is known here), which are kept" in told[0]
+        assert len(messages) == 1
+        assert committed or "on gpu-07, of which nothing is known here), which are kept" in messages[0]
 
 
 def test_a_removal_that_is_interrupted_leaves_no_half_checkpoint(
@@ -334,7 +341,7 @@ def test_a_removal_that_is_interrupted_leaves_no_half_checkpoint(
 ) -> None:
     paths = {at: tmp_path / f"{at}.ckpt" for at in (1, 2, 4)}
     for path in paths.values():
-        save_state(path, 1.0)
+        save_version(path, 1.0)
     for at, path in paths.items():
         with monkeypatch.context() as patched:
             interrupt(patched, os, "unlink", at)
@@ -342,7 +349,7 @@ def test_a_removal_that_is_interrupted_leaves_no_half_checkpoint(
                 remove(path)
         assert not path.exists()
     assert len(list(tmp_path.iterdir())) == 3
-    save_state(tmp_path / "next.ckpt", 2.0)
+    save_version(tmp_path / "next.ckpt", 2.0)
     assert [found.name for found in tmp_path.iterdir()] == ["next.ckpt"]
 
 
@@ -351,7 +358,7 @@ def test_a_manifest_that_can_not_be_read_when_a_save_fails_may_be_its_own(
 ) -> None:
     """So nothing is removed: the save may have been committed all the same."""
     path = tmp_path / "last.ckpt"
-    save_state(path, 1.0)
+    save_version(path, 1.0)
     read = Folder.read
 
     def fails(self: Folder, name: str, *args: Any) -> bytes:
@@ -368,8 +375,8 @@ def test_a_manifest_that_can_not_be_read_when_a_save_fails_may_be_its_own(
         patched.setattr(Folder, "read", fails)
         patched.setattr(Folder, "commit", commit)
         with pytest.raises(CheckpointError, match="Input/output error"):
-            save_state(path, 2.0)
-    assert value_of(path) == 2.0
+            save_version(path, 2.0)
+    assert version_of(path) == 2.0
 
 
 # -- readers -----------------------------------------------------------------------------------------------------------
@@ -401,7 +408,7 @@ READERS: dict[str, Callable[[Path], float]] = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_read_in_which_it_is_replaced_begins_anew(
+def test_reader_begins_anew_if_the_checkpoint_is_replaced(
     tmp_path: Path, reader: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whenever that happens: each reader gives the old one or the new one, and takes neither for damaged."""
@@ -409,36 +416,34 @@ def test_a_read_in_which_it_is_replaced_begins_anew(
     monkeypatch.setattr(folder, "_locked", lambda path: None)  # or a save within reshard's would wait for it
     while True:
         number += 1
-        save_state(path, 1.0)
+        save_version(path, 1.0)
         with monkeypatch.context() as patched:
-            calls = at_call(patched, number, lambda: save_state(path, 2.0))
+            calls = at_call(patched, number, lambda: save_version(path, 2.0))
             assert READERS[reader](path) in (0.0, 1.0, 2.0)
         if len(calls) < number:
             break
     assert number > 4
 
 
-def test_what_was_loaded_can_be_read_after_it_was_replaced(tmp_path: Path) -> None:
-    save_state(tmp_path / "c", 1.0)
+def test_loaded_checkpoint_is_readable_after_its_replacement(tmp_path: Path) -> None:
+    save_version(tmp_path / "c", 1.0)
     nest = load(tmp_path / "c")
-    save_state(tmp_path / "c", 2.0)
+    save_version(tmp_path / "c", 2.0)
     assert [float(saved.full().sum()) for saved in nest["model"].values()] == [12.0, 2.0]
 
 
-def test_what_can_not_be_read_any_more_is_not_called_damaged(tmp_path: Path) -> None:
+def test_replaced_checkpoint_is_not_called_damaged(tmp_path: Path) -> None:
     url = f"memory:///{uuid4().hex}/c"
-    save_state(url, 1.0)
+    save_version(url, 1.0)
     nest = load(url)
-    save_state(url, 2.0)
+    save_version(url, 2.0)
     with pytest.raises(CheckpointFormatError, match=r"another run has replaced or removed memory://.* since the load"):
         nest["model"]["w"].full()
 
 
-def test_one_that_is_replaced_again_and_again_is_given_up_and_not_called_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reader_gives_up_after_max_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, values = tmp_path / "c", iter(range(2, 1000))
-    save_state(path, 1.0)
+    save_version(path, 1.0)
     read = Folder.size
     inside: list[bool] = []
     monkeypatch.setattr(rereading, "_SECONDS", 0)
@@ -446,7 +451,7 @@ def test_one_that_is_replaced_again_and_again_is_given_up_and_not_called_damaged
     def replaced(self: Folder, name: str) -> int | None:
         if name.startswith("model/") and not inside:
             inside.append(True)
-            save_state(path, float(next(values)))
+            save_version(path, float(next(values)))
             inside.clear()
         return read(self, name)
 
@@ -458,7 +463,7 @@ def test_one_that_is_replaced_again_and_again_is_given_up_and_not_called_damaged
 def test_ranks_begin_anew_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank reads the old manifest, another the new one."""
     path, once = tmp_path / "c", threading.Lock()
-    save_state(path, 1.0)
+    save_version(path, 1.0)
     read, meeting = Folder.read, threading.Barrier(2)
     done: list[bool] = []
 
@@ -472,7 +477,7 @@ def test_ranks_begin_anew_together(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return data
 
     def save_alone(value: float) -> None:
-        thread = threading.Thread(target=save_state, args=(path, value))
+        thread = threading.Thread(target=save_version, args=(path, value))
         with monkeypatch.context() as patched:
             patched.setattr(Folder, "read", read)
             thread.start()

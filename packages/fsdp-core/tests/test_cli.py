@@ -205,12 +205,6 @@ def test_describe_as_json(full_site: Site) -> None:
             "lightning.fabric.Fabric take it as it is, and Lightning's documentation describes it. "
             "Did you mean 'fsdp2'?\nInstalled: erring, good, ",
         ),
-        ("fsdp2", "strategy 'fsdp2' is not installed. Type: pip install fsdp-fsdp2\nInstalled: erring, good, "),
-        (
-            "twice",
-            "strategy 'twice' is ambiguous: one-plugin 1.0 and two-plugin 1.0 provide it.\nUninstall all but one",
-        ),
-        ("bad_plugin", "strategy 'bad_plugin' can't be used: bad-plugin 1.0 failed to load: ModuleNotFoundError: "),
     ],
 )
 def test_our_errors_are_shown_without_a_traceback(full_site: Site, name: str, message: str) -> None:
@@ -240,6 +234,9 @@ def test_help_and_version(site: Site) -> None:
     assert "list Show the strategies, and which can run here." in shown
     assert "describe Show what a strategy can do, and its options." in shown
     assert "checkpoint Look into checkpoints, compare and convert them." in shown
+    assert "doctor Look for what is broken here, for you and for bug reports." in shown
+    explained = " ".join(site.fsdp("doctor", "--help").stdout.split())
+    assert "Exit status: 0, or 1 if something is broken." in explained
     assert "Print JSON, for programs to read." in site.fsdp("describe", "--help").stdout
     assert site.fsdp("--version").stdout.startswith("fsdp (fsdp-core) ")
 

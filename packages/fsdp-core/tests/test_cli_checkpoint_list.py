@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -14,17 +13,14 @@ import pytest
 import torch
 
 from cli_checkpoints import run, save_trained
-from conftest import Site
 from damaged_folders import save_alone
-from fsdp_core.checkpoint.storage import commit, writers
 from fsdp_core.testing.refusals import assert_says
-from test_checkpoint_commit import save_interrupted, save_state
+from versioned_saves import another_writer, save_interrupted, save_version
 
 
 def interrupted(path: Path, monkeypatch: pytest.MonkeyPatch, **writer: Any) -> None:
     """Let a save end before it is committed, of this process or of another one."""
-    with monkeypatch.context() as patched:
-        patched.setattr(commit, "new_writer", lambda *a: dataclasses.replace(writers.new_writer(*a), **writer))
+    with another_writer(monkeypatch, **writer) as patched:
         save_interrupted(patched, path, 5.0, "fsync", 5)
 
 
@@ -41,7 +37,7 @@ def test_whole_damaged_and_unfinished(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "d.ckpt" / "manifest.json").write_text('{"format": "fsdp-checkpoint", "format_version": 9}')
     interrupted(tmp_path / "c.ckpt", monkeypatch, pid=999_999_999)
     interrupted(tmp_path / "c.ckpt", monkeypatch, host="gpu-07")
-    save_state(tmp_path / "e.ckpt", 1.0)  # which removes what is left of the writer that is gone
+    save_version(tmp_path / "e.ckpt", 1.0)  # which removes what is left of the writer that is gone
     interrupted(tmp_path / "c.ckpt", monkeypatch, pid=999_999_999)
     interrupted(tmp_path / "e.ckpt", monkeypatch, pid=os.getppid(), started=1)
     (tmp_path / "f.ckpt").write_bytes(b"a file")
@@ -91,8 +87,8 @@ def test_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     from fsdp_core.checkpoint.tools.listing import find_checkpoints
 
     url = f"memory://{tmp_path.name}"
-    save_state(f"{url}/a.ckpt", 1.0)
-    save_state(f"{url}/b.ckpt", 1.0)
+    save_version(f"{url}/a.ckpt", 1.0)
+    save_version(f"{url}/b.ckpt", 1.0)
     fs, root = fsspec.core.url_to_fs(f"{url}/b.ckpt")
     fs.rm_file(f"{root}/manifest.json")
     found = {one.path.rpartition("/")[2]: (one.state, one.remark) for one in find_checkpoints(url)}
@@ -116,10 +112,3 @@ def test_what_is_no_directory_of_checkpoints_is_said(tmp_path: Path, make: Any, 
 
 def test_a_directory_of_nothing(tmp_path: Path) -> None:
     assert run("list", tmp_path).stdout == f"no checkpoint of this format in {tmp_path}\n"
-
-
-def test_no_torch_is_imported(site: Site, tmp_path: Path) -> None:
-    save_trained(tmp_path / "a.ckpt")
-    done = site.fsdp("checkpoint", "list", str(tmp_path))
-    assert " whole " in done.stdout
-    assert done.stderr == "heavy: []\n"

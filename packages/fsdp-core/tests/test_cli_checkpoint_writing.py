@@ -22,8 +22,9 @@ from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from cli_checkpoints import ALIASES, in_pieces, run, save_trained, state_by_name, trained
-from damaged_folders import flip, save_alone
+from chunked_tensors import in_pieces
+from cli_checkpoints import ALIASES, run, save_trained, state_by_name, trained
+from damaged_folders import flip, limited_files, save_alone
 from fsdp_core import errors
 from fsdp_core.checkpoint import (
     consolidate_huggingface,
@@ -149,7 +150,7 @@ def test_conversion_of_the_models_dtype(folder: Path, tmp_path: Path, target: st
 
 
 @pytest.mark.parametrize("target", ["safetensors", "huggingface"])
-def test_which_model(tmp_path: Path, target: str) -> None:
+def test_model_is_chosen_by_key(tmp_path: Path, target: str) -> None:
     state = {"gen": {"w": torch.ones(2)}, "nets/disc": {"w": torch.zeros(3)}}
     save_alone(tmp_path / "a", state, {"gen": "model", "nets%2Fdisc": "model"})
     refused = run("consolidate", tmp_path / "a", tmp_path / "x", "--to", target, status=1)
@@ -254,7 +255,7 @@ def _optimizer(*names: str) -> dict[str, Any]:
     return {"state": {}, "param_groups": [{"lr": 0.1, "params": list(names)}]}
 
 
-def test_which_of_fabrics_models_and_optimizers(tmp_path: Path) -> None:
+def test_fabrics_model_and_optimizers_are_chosen_by_key(tmp_path: Path) -> None:
     """Is taken from their names where that is certain; else what to type is said."""
     weights = {"w": torch.ones(1)}
     state = {
@@ -402,7 +403,7 @@ ALL = [*TO, "reshard"]
 
 
 @pytest.mark.parametrize("target", ALL)
-def test_what_is_there_is_replaced_only_when_asked(folder: Path, tmp_path: Path, target: str) -> None:
+def test_existing_output_is_replaced_only_with_overwrite(folder: Path, tmp_path: Path, target: str) -> None:
     out, other = tmp_path / "x" / "y" / "out", save_trained(tmp_path / "b.ckpt", seed=1)  # in folders that are made
     write_to(folder, out, target)
     before = content(out)
@@ -439,7 +440,7 @@ def test_paths_that_overlap_are_refused(folder: Path, tmp_path: Path, target: st
 
 
 @pytest.mark.parametrize("target", ALL)
-def test_what_is_something_else_stays(folder: Path, tmp_path: Path, target: str) -> None:
+def test_foreign_files_are_not_replaced(folder: Path, tmp_path: Path, target: str) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     message = "and the output is one file" if target in ("safetensors", "lightning") else "something else in it"
@@ -456,9 +457,9 @@ def test_what_is_something_else_stays(folder: Path, tmp_path: Path, target: str)
 @pytest.mark.parametrize("target", ALL)
 def test_a_folder_that_can_not_be_made_is_named(folder: Path, tmp_path: Path, target: str) -> None:
     (tmp_path / "file").write_text("x")
-    told = write_to(folder, tmp_path / "file" / "out", target, status=1)
-    assert "can't write" in told or "is a file" in told
-    assert "Traceback" not in told
+    message = write_to(folder, tmp_path / "file" / "out", target, status=1)
+    assert "can't write" in message or "is a file" in message
+    assert "Traceback" not in message
 
 
 @pytest.mark.parametrize("target", ALL)
@@ -480,33 +481,20 @@ def test_a_write_that_fails_leaves_what_was_there(
         return read(self, *arguments)
 
     monkeypatch.setattr(tensor_bytes.TensorBytes, "read", failing)
-    told = write_to(folder, out, target, "--overwrite", status=1)
-    assert f"can't write {out}: OSError: [Errno 28] No space left on device\nThere is no space left" in told
+    message = write_to(folder, out, target, "--overwrite", status=1)
+    assert f"can't write {out}: OSError: [Errno 28] No space left on device\nThere is no space left" in message
     assert content(out) == before
     calls = 0
     write_to(folder, tmp_path / "new" / "out", target, status=1)
     assert (content(tmp_path / "new"), leftovers(tmp_path)) == ({}, [])
 
 
-LIMITED = """
-import resource, sys
-from fsdp_core.cli import main
-resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
-sys.argv[0] = "fsdp"
-main()
-"""
-
-
 @pytest.mark.parametrize("target", ["safetensors", "huggingface", "reshard"])
 def test_a_disk_that_takes_no_more_is_named(tmp_path: Path, target: str) -> None:
     save_alone(tmp_path / "a.ckpt", {"model": {"w": torch.ones(300_000)}})
-    extra = ["reshard", tmp_path / "a.ckpt", tmp_path / "o", "--files", 2]
-    if target != "reshard":
-        extra = ["consolidate", tmp_path / "a.ckpt", tmp_path / "o", "--to", target]
-    command = [sys.executable, "-c", LIMITED, "checkpoint", *map(str, extra)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1, done.stderr
-    assert f"can't write {tmp_path / 'o'}: OSError: [Errno 27] File too large" in done.stderr
+    with limited_files(300_000):
+        message = write_to(tmp_path / "a.ckpt", tmp_path / "o", target, status=1)
+    assert f"can't write {tmp_path / 'o'}: OSError: [Errno 27] File too large" in message
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
@@ -514,8 +502,8 @@ def test_a_disk_that_takes_no_more_is_named(tmp_path: Path, target: str) -> None
 def test_a_damaged_checkpoint_is_not_passed_on(folder: Path, tmp_path: Path, target: str) -> None:
     (file,) = (folder / "model").iterdir()
     flip(file)
-    told = write_to(folder, tmp_path / "out", target, status=1)
-    assert f"model/{file.name} has the checksum" in told
+    message = write_to(folder, tmp_path / "out", target, status=1)
+    assert f"model/{file.name} has the checksum" in message
     assert not (tmp_path / "out").exists()
     write_to(folder, tmp_path / "out", target, "--no-verify")
     assert (tmp_path / "out").exists()

@@ -161,7 +161,7 @@ WHOLE = """
 """
 
 
-def test_what_is_written_takes_effect(site: Site, written: Path) -> None:
+def test_written_shard_module_takes_effect(site: Site, written: Path) -> None:
     """With ``shard_module`` written, here for whole parameters, clauses on numbers pass, and those on shards don't."""
     install(site, written)
     file = site.path / "fsdp_my_shards" / "backend.py"
@@ -190,7 +190,7 @@ def test_what_is_written_takes_effect(site: Site, written: Path) -> None:
         ("present", ["a package 'fsdp-present'"]),
     ],
 )
-def test_a_name_that_cannot_be(site: Site, name: str, words: list[str]) -> None:
+def test_names_that_are_refused(site: Site, name: str, words: list[str]) -> None:
     site.provide("their-plugin", 'name="theirs", summary="", trainer="a:B", accelerators=("cpu",)', version="3.1")
     site.plugin("broken-plugin", "import my_dep")
     site.distribution("fsdp-present")
@@ -200,7 +200,7 @@ def test_a_name_that_cannot_be(site: Site, name: str, words: list[str]) -> None:
     assert not list(site.path.glob(f"fsdp-{name}*"))
 
 
-def test_a_folder_that_is_there(site: Site) -> None:
+def test_existing_folder_is_refused(site: Site) -> None:
     (site.path / "mine").mkdir()
     done = site.fsdp("new-backend", "my_shards", "--path", "mine", check=False)
     assert done.returncode == 1

@@ -146,7 +146,7 @@ def test_a_seed_that_is_set_before_memory_is_given_decides() -> None:
     assert_same(got, nn.Linear(5, 4))
 
 
-def test_a_change_that_did_nothing_is_told() -> None:
+def test_change_without_effect_is_refused() -> None:
     """And one that was given to a module, to be done when it gets memory, is done."""
     with deferred_init():
         changed, given = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
@@ -159,7 +159,7 @@ def test_a_change_that_did_nothing_is_told() -> None:
     assert layer.weight.tolist() == [[1.0, 1.0]] * 2
 
 
-def test_what_was_left_unfilled_is_filled_by_reset_parameters() -> None:
+def test_reset_parameters_fills_what_the_constructor_left() -> None:
     class Late(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -177,7 +177,7 @@ def test_what_was_left_unfilled_is_filled_by_reset_parameters() -> None:
         fill(late)
 
 
-def test_values_that_are_no_values_yet() -> None:
+def test_values_that_are_read_while_deferred() -> None:
     with deferred_init():
         data = torch.tensor([3.0, 1.0])
         with pytest.raises(ShardingError, match=r"Write torch\.empty"):
@@ -189,7 +189,7 @@ def test_values_that_are_no_values_yet() -> None:
     assert value.tolist() == [6.0, 7, 8, 9, 10, 11]
 
 
-def test_what_was_noted_goes_with_the_model() -> None:
+def test_notes_are_freed_with_the_model() -> None:
     from fsdp_core.initialization import deferred_init as noted
 
     def count() -> int:
@@ -220,7 +220,7 @@ def test_a_buffer_without_elements_leaves_the_values_of_its_layer() -> None:
     assert all(torch.equal(tensor, want[name]) for name, tensor in state(layer).items())
 
 
-def test_what_is_made_of_values_that_were_not_noted_is_refused() -> None:
+def test_values_of_unknown_origin_are_refused() -> None:
     with deferred_init():
         layer = nn.Linear(3, 3)
         layer.load_state_dict({"weight": torch.empty(3, 3), "bias": torch.empty(3)})

@@ -59,7 +59,9 @@ class Manual(BoringModel):
         ([GlobalBatch(4, per_rank=1)], {}, Manual, "can't accumulate in manual optimization"),
     ],
 )
-def test_what_it_does_not_fit(tmp_path: Path, callbacks: Any, given: Any, module: Any, told: str) -> None:
+def test_trainers_that_contradict_the_global_batch(
+    tmp_path: Path, callbacks: Any, given: Any, module: Any, told: str
+) -> None:
     trainer = quiet_trainer(**given, callbacks=callbacks, default_root_dir=tmp_path, max_steps=1)
     with pytest.raises(ShardingError, match=told):
         trainer.fit(module())

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from checkpoint_ranks import ThreadRuntime, on_threads, rank_rows
+from checkpoint_ranks import ThreadRuntime, on_threads
+from chunked_tensors import rank_rows
 from damaged_folders import save_alone
 from fsdp_core.checkpoint import fill_all, load, merging, run_on_all
 from fsdp_core.checkpoint.async_save import AsyncSaves

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from math import prod
 from typing import Any
 
@@ -10,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp_core.checkpoint import ChunkedTensor, fill
+from chunked_tensors import slices_of
 from fsdp_core.errors import CheckpointMismatchError, OptimizerMismatchError
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.sharding.optimizers.rebinding import rebind_optimizer
-from fsdp_core.state.coverage import find_fault
 from fsdp_core.state.full_tensor import whole
 from fsdp_core.state.layout import FlatRange, Part, boxes
 from fsdp_core.state.optimizer import load_optimizer_state, optimizer_state
@@ -37,45 +35,15 @@ def test_boxes_hold_the_run_in_order(shape: tuple[int, ...]) -> None:
         at = 0
         for offsets, lengths, position in found:
             assert position == at
-            place = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+            place = slices_of(offsets, lengths)
             assert numbered[place].reshape(-1).tolist() == list(range(start + at, start + at + prod(lengths)))
             at += prod(lengths)
         assert at == length
 
 
-@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4)], ids=str)
-def test_runs_that_divide_a_tensor_cover_it(shape: tuple[int, ...]) -> None:
-    size = prod(shape)
-    for first, second in itertools.combinations(range(size + 1), 2):
-        cuts = [0, first, second, size]
-        covered = [
-            (offsets, lengths)
-            for start, end in itertools.pairwise(cuts)
-            for offsets, lengths, _ in boxes(shape, start, end - start)
-        ]
-        assert find_fault(shape, covered) is None
-
-
 def flat_part(name: str, shape: tuple[int, ...], offset: int = 0, start: int = 0, length: int | None = None) -> Part:
     run = FlatRange(offset=offset, start=start, length=prod(shape) if length is None else length)
     return Part(name=name, shape=shape, range=run)
-
-
-def test_a_part_shares_memory_with_what_holds_it() -> None:
-    flat = torch.arange(10.0)
-    state = flat_part("w", (3, 4), offset=2, start=3, length=6).of(flat)
-    assert isinstance(state, ChunkedTensor)
-    fill(state, -torch.arange(12.0).reshape(3, 4))
-    assert flat.tolist() == [0, 1, -3, -4, -5, -6, -7, -8, 8, 9]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_whole_of_chunks_is_what_was_cut(shape: tuple[int, ...]) -> None:
-    tensor = torch.randn(shape).to(torch.bfloat16)
-    tensor.reshape(-1)[0] = -0.0
-    gathered = whole(flat_part("w", shape).of(tensor.reshape(-1)), ALONE)
-    assert gathered.shape == tensor.shape
-    assert torch.equal(gathered.reshape(-1).view(torch.int16), tensor.reshape(-1).view(torch.int16))
 
 
 class Flat:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count, product, zip_longest
+from itertools import count, product
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler  # type: ignore[import-untyped]
 
-from fsdp_core.errors import CheckpointMismatchError
+from adapter_clauses.loader_runs import in_turns
 from fsdp_core.lightning.loaders.position import POSITION, ResumableSampler, apart, follow, position_of, sampler_of
 
 LOADERS = [DataLoader, StatefulDataLoader]
@@ -30,12 +30,6 @@ def followed(kind: Any, size: int, world_size: int, rank: int, batch: int, epoch
     loader = kind(range(size), batch_size=batch, sampler=order, collate_fn=list, **options)
     assert follow(loader, order) is position_of(loader) is not None
     return loader
-
-
-def in_turns(by_rank: list[list[list[int]]]) -> list[int]:
-    """What all ranks together see, given each one's batches, in the order in which they take turns."""
-    steps = zip(*by_rank, strict=True)
-    return [index for step in steps for turn in zip_longest(*step) for index in turn if index is not None]
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -101,21 +95,6 @@ def test_smaller_batches_and_uneven_turns_left_out(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_what_workers_have_prepared_ahead_does_not_count(kind: Any) -> None:
-    loader = followed(kind, 24, 2, 0, 2, num_workers=2)
-    iterator = iter(loader)
-    assert loader.state_dict()[POSITION]["seen"] == 0
-    next(iterator)
-    state = loader.state_dict()
-    assert state[POSITION]["seen"] == 4
-    other = followed(kind, 24, 1, 0, 2, num_workers=2)
-    other.load_state_dict(state)
-    iterator = iter(other)
-    assert other.state_dict() == state
-    assert next(iterator) == list(torchs(24, 1, 0))[4:6]
-
-
-@pytest.mark.parametrize("kind", LOADERS)
 def test_iterators_that_nobody_uses_take_nothing(kind: Any) -> None:
     loader = followed(kind, 8, 2, 0, 2)
     used = iter(loader)
@@ -162,23 +141,6 @@ def test_another_epoch_is_not_interrupted() -> None:
     assert [index for batch in other for index in batch] == list(torchs(9, 2, 0, 1))
 
 
-def test_the_order_is_that_of_the_interrupted_epoch() -> None:
-    loader, other = followed(DataLoader, 8, 1, 0, 2, seed=3), followed(DataLoader, 8, 1, 0, 2, seed=4)
-    iterator = iter(loader)
-    first = next(iterator)
-    other.load_state_dict(loader.state_dict())
-    assert first + [index for batch in other for index in batch] == list(torchs(8, 1, 0, seed=3))
-
-
-def test_refused() -> None:
-    loader = followed(DataLoader, 8, 2, 0, 2)
-    state = loader.state_dict()
-    with pytest.raises(CheckpointMismatchError, match=r"over 8 samples, and the dataset now has 9(.|\n)*same dataset"):
-        followed(DataLoader, 9, 2, 0, 2).load_state_dict(state)
-    with pytest.raises(CheckpointMismatchError, match=r"does not tell which samples(.|\n)*end of an epoch"):
-        loader.load_state_dict(StatefulDataLoader(range(8)).state_dict())
-
-
 class Endless(IterableDataset[int]):
     def __iter__(self) -> Any:
         return count()
@@ -220,14 +182,14 @@ def samples() -> Any:
     ],
     ids=["iterable", "dataset with state", "no ranks", "own sampler", "own batches", "own iteration", "out of order"],
 )
-def test_not_known(make: Any) -> None:
+def test_loaders_whose_position_is_not_followed(make: Any) -> None:
     order: Any = DistributedSampler(samples(), 2, 0)
     loader = make(order)
     assert follow(loader, sampler_of(loader)) is None
     assert position_of(loader) is None
 
 
-def test_known() -> None:
+def test_loaders_whose_position_is_followed() -> None:
     for kind in (DistributedSampler, StatefulDistributedSampler):
         order: Any = kind(samples(), 2, 1, shuffle=False)
         for loader in (

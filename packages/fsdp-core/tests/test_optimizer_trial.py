@@ -40,16 +40,16 @@ class Model:
     """Whole parameters as an optimizer gets them, and the pieces that a rank holds of them."""
 
     def __init__(self, *shapes: tuple[int, ...]) -> None:
-        self.written = [nn.Parameter(torch.randn(shape)) for shape in shapes]
-        self.held = [nn.Parameter(torch.zeros(3)) for _ in shapes]
+        self.params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+        self.pieces = [nn.Parameter(torch.zeros(3)) for _ in shapes]
         run = FlatRange(offset=0, start=0, length=3)
         self.layout: Layout = {
-            held: (Part(name=str(number), shape=shape, range=run),)
-            for number, (held, shape) in enumerate(zip(self.held, shapes, strict=True))
+            piece: (Part(name=str(number), shape=shape, range=run),)
+            for number, (piece, shape) in enumerate(zip(self.pieces, shapes, strict=True))
         }
 
-    def repoint(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        pieces = dict(zip(self.written, self.held, strict=True))
+    def rebind(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        pieces = dict(zip(self.params, self.pieces, strict=True))
         return rebind_optimizer(optimizer, lambda p: p if p in self.layout else pieces.get(p), self.layout)
 
 
@@ -63,24 +63,24 @@ def test_each_optimizer_of_torch_over_pieces(name: str) -> None:
     for settings in variants(name):
         model = Model((6, 4), *([] if name == "Muon" else [(6,)]))
         extra = {"momentum": 0.9} if settings.get("nesterov") and name == "SGD" else {}
-        optimizer = getattr(torch.optim, name)(model.written, lr=0.1, **settings, **extra)
+        optimizer = getattr(torch.optim, name)(model.params, lr=0.1, **settings, **extra)
         if name in REFUSED_OVER_PIECES:
             with pytest.raises(OptimizerMismatchError, match=name):
-                model.repoint(optimizer)
+                model.rebind(optimizer)
             continue
-        model.repoint(optimizer)
-        for held in model.held:
-            held.grad = torch.ones(3)
+        model.rebind(optimizer)
+        for piece in model.pieces:
+            piece.grad = torch.ones(3)
         optimizer.step()
-        assert all(held.any() for held in model.held)
-        assert set(optimizer.state) <= set(model.held)
+        assert all(piece.any() for piece in model.pieces)
+        assert set(optimizer.state) <= set(model.pieces)
 
 
 def test_state_from_before_the_first_step_is_made_anew() -> None:
     model = Model((6, 4))
-    optimizer = model.repoint(torch.optim.Adagrad(model.written, initial_accumulator_value=0.25))
-    ((held, state),) = optimizer.state.items()
-    assert held is model.held[0]
+    optimizer = model.rebind(torch.optim.Adagrad(model.params, initial_accumulator_value=0.25))
+    ((piece, state),) = optimizer.state.items()
+    assert piece is model.pieces[0]
     assert state["sum"].tolist() == [0.25] * 3
     assert state["step"] == 0
 
@@ -99,9 +99,9 @@ def test_copies_of_parameters_are_refused() -> None:
     """Also of those that stand in for them in ``configure_optimizers``, all of whose elements are alike."""
     for like in (torch.randn(24), stand_in((6, 4), torch.randn(3)).detach()):
         model = Model((6, 4))
-        model.written = [nn.Parameter(like.reshape(6, 4))]
+        model.params = [nn.Parameter(like.reshape(6, 4))]
         with pytest.raises(OptimizerMismatchError, match="has copied them, and its state \\('first'\\)"):
-            model.repoint(Copies(model.written))
+            model.rebind(Copies(model.params))
 
 
 class Holds(torch.optim.SGD):
@@ -116,11 +116,11 @@ class Holds(torch.optim.SGD):
         self.one = params[1]
 
 
-def test_what_an_optimizer_holds_besides_its_groups_follows() -> None:
+def test_parameters_held_outside_of_groups_are_replaced() -> None:
     model = Model((6, 4), (6,))
-    inner = torch.optim.AdamW(model.written)
-    optimizer: Any = model.repoint(Holds(list(model.written), inner))
-    first, second = model.held
+    inner = torch.optim.AdamW(model.params)
+    optimizer: Any = model.rebind(Holds(list(model.params), inner))
+    first, second = model.pieces
     assert optimizer.listed == [first, second]
     assert optimizer.paired[0] is first
     assert optimizer.named["first"] is first
@@ -217,16 +217,18 @@ NOT_ELEMENTWISE = "looks at more of a parameter than single elements"
         *((Later, {"lr": lr, "spikes": spikes}, NOT_ELEMENTWISE) for lr in (0.1, 0.0) for spikes in (False, True)),
     ],
 )
-def test_what_is_not_of_single_elements_is_refused_over_pieces(kind: Any, options: dict[str, Any], why: str) -> None:
+def test_optimizers_that_are_not_elementwise_are_refused_over_pieces(
+    kind: Any, options: dict[str, Any], why: str
+) -> None:
     model = Model((6, 4))
     with pytest.raises(OptimizerMismatchError, match=why):
-        model.repoint(kind(list(model.written), **options))
+        model.rebind(kind(list(model.params), **options))
 
 
-def test_a_strangers_optimizer_is_taken_that_is_elementwise() -> None:
+def test_unknown_elementwise_optimizer_is_accepted() -> None:
     model = Model((6, 4))
     torch.manual_seed(3)
-    model.repoint(Strangers(model.written, by_its_signs))
+    model.rebind(Strangers(model.params, by_its_signs))
     drawn = torch.rand(1)
     torch.manual_seed(3)
     assert torch.equal(drawn, torch.rand(1))  # nothing else was drawn
@@ -238,10 +240,10 @@ def of_one_shape(parameter: Tensor, grad: Tensor) -> Tensor:
     return grad.sign()
 
 
-def test_what_cannot_be_tried_is_warned_of() -> None:
+def test_optimizer_that_cannot_be_tried_gets_a_warning() -> None:
     model = Model((6, 4))
     with pytest.warns(UserWarning, match=r"Strangers could not be tried .*made for another shape.*devices=1"):
-        model.repoint(Strangers(model.written, of_one_shape))
+        model.rebind(Strangers(model.params, of_one_shape))
 
 
 class ByTheNormOfAll(torch.optim.AdamW):
@@ -263,14 +265,14 @@ class Rows(OneByOne):
             parameter.grad.div_(parameter.grad.norm(dim=1).max())
 
 
-def test_owners_run_what_looks_at_one_parameter_alone() -> None:
+def test_owners_run_optimizers_of_one_parameter_alone() -> None:
     """Of a model whose parameters are all alike, too."""
     for shapes in (((6, 4),), ((6, 4), (4,))):
         model = Model(*shapes)
-        assert check_steps(Rows(model.held, lr=0.1), model.layout, owners=True)
+        assert check_steps(Rows(model.pieces, lr=0.1), model.layout, owners=True)
         with pytest.raises(OptimizerMismatchError, match="ByTheNormOfAll looks at more"):
-            check_steps(ByTheNormOfAll(model.held, lr=0.1), model.layout, owners=True)
-        assert not check_steps(torch.optim.AdamW(model.held, lr=0.1), model.layout, owners=True)
+            check_steps(ByTheNormOfAll(model.pieces, lr=0.1), model.layout, owners=True)
+        assert not check_steps(torch.optim.AdamW(model.pieces, lr=0.1), model.layout, owners=True)
 
 
 class Squares(OneByOne):
@@ -304,18 +306,18 @@ class DrawsAndScales(OneByOne):
         parameter.grad.div_(parameter.grad.norm() + 1e-6)
 
 
-def test_what_draws_is_refused_over_few_elements() -> None:
+def test_random_optimizer_is_refused_over_few_elements() -> None:
     """Its steps over more may take minutes."""
     model = Model((6, 4))
     with pytest.raises(OptimizerMismatchError, match=NOT_ELEMENTWISE):
-        check_steps(DrawsAndScales(model.held, lr=0.1), model.layout)
+        check_steps(DrawsAndScales(model.pieces, lr=0.1), model.layout)
     assert 0 < DrawsAndScales.largest <= 12 * 10
 
 
 def test_a_trial_makes_no_matrix_of_all_elements() -> None:
     """Whose runs are looked at, an optimizer of square matrices would make one with thousands of rows."""
     model = Model((6, 4), (4,))
-    assert check_steps(Squares(model.held, lr=0.1), model.layout, owners=True)
+    assert check_steps(Squares(model.pieces, lr=0.1), model.layout, owners=True)
     assert 100 < Squares.largest < 200
 
 
@@ -349,8 +351,8 @@ class Differentiates(torch.optim.SGD):
     """Takes the gradients of gradients."""
 
     def step(self, closure: Any = None) -> Any:
-        held = [p for group in self.param_groups for p in group["params"]]
-        torch.autograd.grad([p.grad for p in held], held, [torch.ones_like(p) for p in held])
+        params = [p for group in self.param_groups for p in group["params"]]
+        torch.autograd.grad([p.grad for p in params], params, [torch.ones_like(p) for p in params])
 
 
 class Ascends(torch.optim.SGD):
@@ -360,14 +362,14 @@ class Ascends(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         if closure is None:
             raise RuntimeError("a closure is needed")
-        held = [p for group in self.param_groups for p in group["params"]]
-        total = torch.stack([p.grad.norm() for p in held]).norm()
-        up = [p.grad / total for p in held]
-        for parameter, way in zip(held, up, strict=True):
+        params = [p for group in self.param_groups for p in group["params"]]
+        total = torch.stack([p.grad.norm() for p in params]).norm()
+        up = [p.grad / total for p in params]
+        for parameter, way in zip(params, up, strict=True):
             parameter += way
         with torch.enable_grad():
             closure()
-        for parameter, way in zip(held, up, strict=True):
+        for parameter, way in zip(params, up, strict=True):
             parameter -= way
         return super().step()
 
@@ -413,11 +415,11 @@ class KeepsSome(OneByOne):
     ],
 )
 @pytest.mark.parametrize("owners", [False, True])
-def test_what_would_fail_or_differ_later_is_refused(kind: Any, why: str, owners: bool) -> None:
+def test_optimizers_that_fail_or_differ_later_are_refused(kind: Any, why: str, owners: bool) -> None:
     """At the first step, at the first checkpoint, or never, silently."""
     model = Model((6, 4))
     with pytest.raises(OptimizerMismatchError, match=why):
-        check_steps(kind(model.held, lr=0.1), model.layout, owners=owners)
+        check_steps(kind(model.pieces, lr=0.1), model.layout, owners=owners)
 
 
 @pytest.mark.parametrize(
@@ -427,11 +429,11 @@ def test_what_would_fail_or_differ_later_is_refused(kind: Any, why: str, owners:
         (DecaysByTheMean, NOT_ELEMENTWISE),  # though the norm only scales a small part of a step
     ],
 )
-def test_what_only_an_owner_can_run(kind: Any, why: str) -> None:
+def test_optimizers_that_only_an_owner_can_run(kind: Any, why: str) -> None:
     model = Model((6, 4))
     with pytest.raises(OptimizerMismatchError, match=why):
-        check_steps(kind(model.held, lr=0.1), model.layout)
-    assert check_steps(kind(model.held, lr=0.1), model.layout, owners=True)
+        check_steps(kind(model.pieces, lr=0.1), model.layout)
+    assert check_steps(kind(model.pieces, lr=0.1), model.layout, owners=True)
 
 
 class RowsWithAMemory(Rows):
@@ -464,10 +466,10 @@ class Box:
     """Nothing that a checkpoint can hold."""
 
     def __init__(self, grad: Tensor) -> None:
-        self.held = grad.clone()
+        self.pieces = grad.clone()
 
     def __iter__(self) -> Any:
-        return iter([self.held])
+        return iter([self.pieces])
 
 
 @pytest.mark.parametrize(
@@ -476,7 +478,7 @@ class Box:
 def test_owners_state_in_containers_is_resumed(keeps: Any) -> None:
     model = Model((6, 4))
     RowsWithAMemory.keeps = staticmethod(keeps)
-    assert check_steps(RowsWithAMemory(model.held, lr=0.1), model.layout, owners=True)
+    assert check_steps(RowsWithAMemory(model.pieces, lr=0.1), model.layout, owners=True)
 
 
 def test_owners_state_that_no_checkpoint_holds_is_refused() -> None:
@@ -485,7 +487,7 @@ def test_owners_state_that_no_checkpoint_holds_is_refused() -> None:
     with pytest.raises(
         OptimizerMismatchError, match=r"state could not be saved and resumed: .*Box is neither plain data"
     ):
-        check_steps(RowsWithAMemory(model.held, lr=0.1), model.layout, owners=True)
+        check_steps(RowsWithAMemory(model.pieces, lr=0.1), model.layout, owners=True)
 
 
 class Forgets(torch.optim.SGD):
@@ -496,9 +498,9 @@ class Forgets(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("show_whole", [False, True])
-def test_an_optimizer_that_nobody_can_resume_is_said_to_be_one(show_whole: bool) -> None:
+def test_optimizer_that_nobody_can_resume_gets_a_warning(show_whole: bool) -> None:
     model = Model((6, 4))
-    made = (Forgets if not show_whole else type("ForgetsRows", (Forgets, Rows), {}))(model.held, lr=0.1)
+    made = (Forgets if not show_whole else type("ForgetsRows", (Forgets, Rows), {}))(model.pieces, lr=0.1)
     with pytest.warns(UserWarning, match=r"can't be resumed, sharded or not: .*NotImplementedError: no states here"):
         assert check_steps(made, model.layout, owners=True) is show_whole
 
@@ -521,7 +523,7 @@ def test_a_trial_leaves_the_random_numbers_of_the_user_alone() -> None:
     torch.set_rng_state(states[0])
     random.setstate(states[1])
     numpy.random.set_state(states[2])
-    assert not check_steps(Draws(model.held, lr=0.1), model.layout, owners=True)
+    assert not check_steps(Draws(model.pieces, lr=0.1), model.layout, owners=True)
     assert drawn() == want
 
 
@@ -543,7 +545,7 @@ def test_a_trial_that_takes_long_says_what_it_does(monkeypatch: pytest.MonkeyPat
     listener, model = Listener(), Model((6, 4))
     trial._log.addHandler(listener)
     try:
-        check_steps(Waits(model.held, lr=0.1), model.layout)
+        check_steps(Waits(model.pieces, lr=0.1), model.layout)
     finally:
         trial._log.removeHandler(listener)
     assert "Waits has been tried over small tensors, to find out its steps over whole parameters" in said[0]
@@ -576,4 +578,4 @@ def test_the_state_of_an_optimizer_inside_is_saved_and_restored() -> None:
     load_optimizer_state(other, layout, optimizer_state(one, layout, ProcessGroupRuntime()))
     assert torch.equal(other.inner.state[parameter]["exp_avg"], one.inner.state[parameter]["exp_avg"])
     model = Model((6, 4))
-    assert not check_steps(Ahead(torch.optim.AdamW(model.held)), model.layout, owners=True)
+    assert not check_steps(Ahead(torch.optim.AdamW(model.pieces)), model.layout, owners=True)

@@ -15,7 +15,7 @@ from fsdp_core.testing.loopback.plugin import LOOPBACK
 from fsdp_core.testing.meshes import LINES, DeclaredMesh
 from fsdp_core.testing.pairs.comparing import differences, differing_bits
 from fsdp_core.testing.pairs.dimensions import FORBIDDEN, declared, options_of
-from fsdp_core.testing.pairs.drawing import coverage, draw, forbids, pairs_of
+from fsdp_core.testing.pairs.drawing import coverage, draw, forbids
 from fsdp_core.testing.pairs.oracle import Run, train_in_one_process
 from fsdp_core.testing.pairs.running import Outcome, Piece, Pieces
 
@@ -37,16 +37,13 @@ DEFAULTS = {one.name: next(iter(one.values)) for one in ALL}
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sixty_configurations_cover_all_pairs_that_can_be(seed: int) -> None:
-    drawn = list(islice(draw(ALL, RULES, seed), 60))
+    many = list(islice(draw(ALL, RULES, seed), 200))
+    drawn = many[:60]
     covered, can_be = coverage(drawn, ALL, RULES)
     assert covered == can_be > 1500
-    assert not any(forbids(rule, one) for rule in RULES for one in drawn)
+    assert not any(forbids(rule, one) for rule in RULES for one in many)
     assert drawn == list(islice(draw(ALL, RULES, seed), 60)) != list(islice(draw(ALL, RULES, seed + 1), 60))
     assert all(one.keys() == DEFAULTS.keys() for one in drawn)
-
-
-def test_what_is_drawn_after_all_pairs_is_allowed_too() -> None:
-    assert not any(forbids(rule, one) for rule in RULES for one in islice(draw(ALL, RULES, 0), 60, 200))
 
 
 def test_a_strategy_is_drawn_with_what_it_declares() -> None:
@@ -59,11 +56,6 @@ def test_a_strategy_is_drawn_with_what_it_declares() -> None:
     assert options == {"state_dict_type": "full"}
     without = declared(LOOPBACK, LINES, without={"trained=in some steps": "a reason"})
     assert {one.name: set(one.values) for one in without}["trained"] == own["trained"] - {"in some steps"}
-
-
-def test_pairs_of_a_configuration() -> None:
-    a, b, c = ("a", "1"), ("b", "2"), ("c", "3")
-    assert pairs_of(dict([a, b, c])) == {frozenset({a, b}), frozenset({a, c}), frozenset({b, c})}
 
 
 CHOSEN = {**DEFAULTS, "precision": "double", "optimizer": "adamw", "clip": "norm", "accumulate": "2"}

@@ -25,8 +25,9 @@ from lightning.pytorch.core import saving
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from checkpoint_ranks import ThreadRuntime, on_threads, rank_rows
-from cli_checkpoints import in_pieces, state_by_name
+from checkpoint_ranks import ThreadRuntime, on_threads
+from chunked_tensors import in_pieces, rank_rows
+from cli_checkpoints import state_by_name
 from conftest import Site
 from damaged_folders import save_alone
 from fsdp_core.checkpoint import ChunkedTensor, load_state_dict
@@ -330,9 +331,9 @@ def test_lightnings_own_sharded_strategies_say_what_to_write(tmp_path: Path, tra
     save_as_trainer(path, *trained)
     one = object.__new__(strategy)  # what it needs to be built, such as a mesh, does not matter here
     for asked in (path, str(path)):
-        told = refusal(UnsupportedCapabilityError, lambda asked=asked: one.load_checkpoint(asked))  # type: ignore[misc]
+        message = refusal(UnsupportedCapabilityError, lambda asked=asked: one.load_checkpoint(asked))  # type: ignore[misc]
         assert_says(
-            told,
+            message,
             f"Lightning's {strategy.__name__} can't open {path}",
             "Write a strategy that `fsdp list` shows",
             f"fsdp checkpoint consolidate {path} FILE --to lightning",

@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from fsdp_core.testing import RankError, RankPool
 from fsdp_core.testing.launching.forking import PATIENCE
+from fsdp_core.testing.launching.one_process import OneProcessRanks
+from fsdp_core.testing.refusals import refusal
 
 
 def leave_variables() -> None:
@@ -77,13 +79,18 @@ def fail_on(rank: int, error: BaseException) -> None:
 def test_an_error_begins_with_what_the_first_rank_that_failed_has_raised(
     rank: int, error: BaseException, summary: str
 ) -> None:
-    with RankPool() as ranks, pytest.raises(RankError) as raised:
-        ranks.run(2, fail_on, rank, error)
-    first, where, *rest = str(raised.value).splitlines()
-    assert (first, where) == (summary, f"on rank {rank} of 2, in fail_on:")
-    assert [line for line in rest if line.startswith("---")] == ["--- rank 0 of 2", "--- rank 1 of 2"]
+    with RankPool() as ranks:
+        rest = assert_begins_with_cause(refusal(RankError, lambda: ranks.run(2, fail_on, rank, error)), summary, rank)
     assert rest.count("Traceback (most recent call last):") == 2
     assert "ConnectionError: the other rank is gone" in rest
+
+
+def assert_begins_with_cause(message: str, summary: str, rank: int) -> list[str]:
+    """The first lines of an error of two ranks say what has failed where; gives the others, which are of both ranks."""
+    first, where, *rest = message.splitlines()
+    assert (first, where) == (summary, f"on rank {rank} of 2, in fail_on:")
+    assert [line for line in rest if line.startswith("---")] == ["--- rank 0 of 2", "--- rank 1 of 2"]
+    return rest
 
 
 def leave(status: int) -> None:
@@ -94,14 +101,19 @@ def answer_with(value: object) -> object:
     return lambda: value
 
 
+def assert_names_what_became_of_ranks(kind: type[RankPool | OneProcessRanks]) -> None:
+    with kind() as ranks:
+        for call, message in (
+            (lambda: ranks.run(1, leave, 3), r"the process died with exit code 3\n"),
+            (lambda: ranks.run(1, time.sleep, 60, timeout=0.5), r"no answer within 0.5 s\n"),
+            (lambda: ranks.run(1, answer_with, 1), r"(\w+\.)*(AttributeError|PicklingError): Can't pickle"),
+        ):
+            with pytest.raises(RankError, match=f"^{message}"):
+                call()
+
+
 def test_an_error_begins_with_what_has_become_of_a_rank_that_raised_nothing() -> None:
-    with RankPool() as ranks:
-        with pytest.raises(RankError, match=r"^the process died with exit code 3\non rank 0 of 1, in leave:\n"):
-            ranks.run(1, leave, 3)
-        with pytest.raises(RankError, match=r"^no answer within 0.1 s\non rank 0 of 1, in sleep:\n"):
-            ranks.run(1, time.sleep, 60, timeout=0.1)
-        with pytest.raises(RankError, match=r"^(\w+\.)*(AttributeError|PicklingError): Can't pickle"):
-            ranks.run(1, answer_with, 1)
+    assert_names_what_became_of_ranks(RankPool)
 
 
 def test_a_time_limit_can_be_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from fsdp_core.runtime import _check_group
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.loopback.fabric import LoopbackFabricStrategy
 from fsdp_core.testing.refusals import refusal
-from fsdp_core.torch_private import default_store
+from fsdp_core.torch_private.process_groups import default_store
 
 
 def comes_again() -> str:
@@ -84,7 +84,7 @@ def test_one_rank_gets_what_all_bring_and_all_get_sums() -> None:
     assert (alone.gather_objects_to("x"), alone.total([3, 4])) == (["x"], [3, 4])
 
 
-def test_who_came_alone_may_come_again_with_the_others() -> None:
+def test_rank_that_came_alone_may_come_again() -> None:
     with RankPool() as ranks:
         told, _ = ranks.run(2, comes_again, timeout=100)
     assert "rank 0 waited 0.5 s in something for what rank 1 did not do" in told

@@ -184,9 +184,9 @@ READS: dict[str, Callable[[nn.Linear], Any]] = {
 
 @pytest.mark.parametrize("read", READS)
 def test_reading_is_refused(read: str) -> None:
-    told = refusal(ShardingError, lambda: READS[read](built(0)))
+    message = refusal(ShardingError, lambda: READS[read](built(0)))
     assert_says(
-        told, f"{read} needs the whole of a parameter of shape (4", "before wrap()", "auto_wrap_policy={MyBlock}"
+        message, f"{read} needs the whole of a parameter of shape (4", "before wrap()", "auto_wrap_policy={MyBlock}"
     )
 
 
@@ -194,8 +194,8 @@ def test_what_is_computed_of_other_ranks_elements_is_refused() -> None:
     layer = built(0)
     with torch.no_grad():
         layer.weight.data /= layer.weight.data.sum()
-    told = refusal(ShardingError, lambda: check_same_parts(layer, Alone(0)))
-    assert_says(told, "'weight' was computed after wrap() from elements that other ranks keep", "wrap() it last")
+    message = refusal(ShardingError, lambda: check_same_parts(layer, Alone(0)))
+    assert_says(message, "'weight' was computed after wrap() from elements that other ranks keep", "wrap() it last")
 
 
 @pytest.mark.parametrize("change", ["nothing", "scaled", "by .data"])
@@ -209,8 +209,10 @@ def test_ranks_with_other_values_are_told(change: str) -> None:
     for other in (filled, *([] if change == "scaled" else [scaled])):
         digests: list[Any] = []
         check_same_parts(other, Alone(1, others=lambda own, digests=digests: digests.append(own) or own))
-        told = refusal(ShardingError, lambda d=digests: check_same_parts(layer, Alone(0, others=lambda own: d[0])))  # type: ignore[misc]
-        assert_says(told, "ranks have built 'weight' with different values", "seed_everything(...)", "auto_wrap_policy")
+        message = refusal(ShardingError, lambda d=digests: check_same_parts(layer, Alone(0, others=lambda own: d[0])))  # type: ignore[misc]
+        assert_says(
+            message, "ranks have built 'weight' with different values", "seed_everything(...)", "auto_wrap_policy"
+        )
 
 
 def test_every_rank_looks_closer_if_one_differs() -> None:
@@ -254,12 +256,12 @@ def test_what_is_computed_of_what_was_read_is_refused(how: str) -> None:
             fsdp_core.wrap(model[1])
         if how == "a layer in its place":
             model[0] = nn.ReLU()
-    told = refusal(ShardingError, lambda: check_same_parts(model, Alone(0)))
+    message = refusal(ShardingError, lambda: check_same_parts(model, Alone(0)))
     name = "'start'" if how == "a buffer" else "'1.weight'"
-    assert_says(told, name, "after wrap()", "auto_wrap_policy={MyBlock}")
+    assert_says(message, name, "after wrap()", "auto_wrap_policy={MyBlock}")
 
 
-def test_what_stays_whole() -> None:
+def test_parameters_that_are_not_divided() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -48,11 +48,11 @@ LOADS = Location(innermost="queue.py:5 in get", users="train.py:8 in rows", wait
 def test_an_error_that_says_what_to_do_is_not_answered_by_a_new_start() -> None:
     again = "Start the same command again"
     assert again in raised(MEMBERS[1], "ValueError: a bad batch", "at step 3").message
-    told = raised(
+    message = raised(
         MEMBERS[1], "ShardingError: the epoch is over", "at step 3", "Give each rank as many batches."
     ).message
-    assert "Give each rank as many batches." in told
-    assert again not in told
+    assert "Give each rank as many batches." in message
+    assert again not in message
 
 
 @pytest.mark.parametrize(
@@ -126,11 +126,11 @@ def test_the_rank_that_is_behind(case: str) -> None:
 
 
 def test_a_lost_host_is_told_by_its_ranks() -> None:
-    told = lost(MEMBERS[2:], "at step 4", host_is_silent=True).message
-    assert told.startswith(
+    message = lost(MEMBERS[2:], "at step 4", host_is_silent=True).message
+    assert message.startswith(
         "rank 2 on b (process 102), rank 3 on b (process 103) were lost at step 4: their host has not"
     )
-    assert "ckpt_path='last'" in told
+    assert "ckpt_path='last'" in message
 
 
 @pytest.fixture
@@ -145,6 +145,13 @@ def greet(hub: Hub, rank: int) -> Connection:
     made = connect(["localhost"], hub.port, kind="hello", token=hub.token, member=asdict(MEMBERS[rank]))
     assert made is not None
     return made
+
+
+def connected() -> tuple[socket.socket, Connection]:
+    """Both ends of a connection, a watcher's and the hub's."""
+    with socket.create_server(("localhost", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        return ours, Connection(server.accept()[0])
 
 
 def next_of(connection: Connection) -> dict[str, Any]:
@@ -282,9 +289,7 @@ def test_a_rank_that_waits_in_lightnings_barrier_says_so(
     monkeypatch.setattr(_InfiniteBarrier, "__init__", set_up)
     monkeypatch.setattr(watcher, "_is_of_now", lambda: True)
     made: list[Watcher] = []
-    with socket.create_server(("localhost", 0)) as server:
-        ours = socket.create_connection(server.getsockname())
-        other = Connection(server.accept()[0])
+    ours, other = connected()
 
     def train() -> None:
         made.append(Watcher(Connection(ours), MEMBERS[1], MEMBERS[0], 0.2, lambda: "at step 0", None))
@@ -324,9 +329,7 @@ def in_worker(error: Exception) -> Exception:
 def test_the_traceback_of_an_exception_comes_before_what_is_made_of_it(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("localhost", 0)) as server:
-        ours = socket.create_connection(server.getsockname())
-        other = Connection(server.accept()[0])
+    ours, other = connected()
     told_before: list[bool] = []
     monkeypatch.setattr(watcher, "_installed", False)
     monkeypatch.setattr(sys, "excepthook", lambda *_: told_before.append(bool(select.select([other], [], [], 0.2)[0])))
@@ -356,20 +359,11 @@ def test_an_exception_that_the_loss_of_another_rank_causes_is_no_cause(text: str
     assert not watcher._comes_from_loss(ValueError(text))
 
 
-def test_a_hub_that_ends_says_goodbye(hub: Hub) -> None:
-    rank = greet(hub, 1)
-    hub.close()
-    assert next_of(rank) == {"kind": "bye", "members": []}
-
-
 def test_a_process_with_many_open_files_is_watched_like_any_other() -> None:
     """``select()`` takes no file numbers above 1,023: rank 0 would be taken for lost."""
-    with socket.create_server(("localhost", 0)) as server:
-        ours = socket.create_connection(server.getsockname())
-        theirs, _ = server.accept()
+    ours, other = connected()
     held = socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD, 1500))
     ours.close()
-    other = Connection(theirs)
     watcher = Watcher(Connection(held), MEMBERS[1], MEMBERS[0], 60.0, lambda: "at step 1", None)
     try:
         other.send(kind="report?")

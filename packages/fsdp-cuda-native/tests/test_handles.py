@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp._flat_param import FlatParamHandle
-from torch.nn.functional import mse_loss
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fsdp_core.testing import RankPool, oracle
-from fsdp_core.testing.oracle import FP32_TOLERANCE
+from fsdp_core.testing.short_runs import assert_close_by_name, run_steps
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.training import new_fabric, own_share
+from fsdp_core.testing.training import own_share
+from native_runs import set_up
 
 #: What torch's handles do for each parameter, and ours in less time where they can.
 METHODS = ("_writeback_orig_params", "_use_sharded_views")
@@ -43,19 +43,14 @@ def halve(net: nn.Module, *, in_place: bool) -> None:
 
 
 def train_halved(options: dict[str, Any], in_place: bool) -> tuple[dict[str, torch.Tensor], list[Counter[str]]]:
-    fabric = new_fabric("fsdp_native", 2, options)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    fabric, net, model, optimizer = set_up(options)
     calls: Counter[str] = Counter()
     count_calls(calls)
     counts = []
     for batch in oracle.global_batches(4):
         calls.clear()
         halve(net, in_place=in_place)
-        x, y = own_share(fabric, batch)
-        fabric.backward(mse_loss(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
+        run_steps(model, optimizer, [own_share(fabric, batch)], fabric.backward)
         counts.append(Counter(calls))
     return full_state(fabric.strategy), counts
 
@@ -67,14 +62,11 @@ def test_parameters_with_other_memory_are_left_to_torch(
 ) -> None:
     net = oracle.new_net()
     optimizer = oracle.sgd(net)
-    for x, y in oracle.global_batches(4):
+    for batch in oracle.global_batches(4):
         halve(net, in_place=True)
-        mse_loss(net(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        run_steps(net, optimizer, [batch])
     for state, counts in ranks.run(2, train_halved, options, in_place):
-        for name, tensor in net.state_dict().items():
-            torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+        assert_close_by_name(state, net.state_dict())
         for name in METHODS:
             assert (max(count[name] for count in counts[1:]) > 0) == (not in_place), counts
 
@@ -88,9 +80,8 @@ class Noting(nn.Linear):
 
 
 def noted_in_a_step() -> tuple[int, int]:
-    fabric = new_fabric("fsdp_native", 2, {"auto_wrap_policy": {Noting, nn.Linear}})
-    net = nn.Sequential(Noting(4, 4), nn.Linear(4, 4))
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    options = {"auto_wrap_policy": {Noting, nn.Linear}}
+    fabric, net, model, optimizer = set_up(options, net=nn.Sequential(Noting(4, 4), nn.Linear(4, 4)))
     layer: Any = net[0]
     while not isinstance(layer, Noting):
         layer = layer.module

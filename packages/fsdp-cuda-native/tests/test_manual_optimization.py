@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +14,16 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.sharding.wrap_policy import describe_policy
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Block, Trained
 from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.short_runs import assert_trained_alike, fit_module
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.training import Lit, loader, losses_of, means, new_trainer
-
-FLAT: dict[str, Any] = {"use_orig_params": False, "auto_wrap_policy": {Block, nn.Linear}}
+from fsdp_core.testing.training import Lit, loader, means, new_trainer
+from native_runs import FLAT, HYBRID, SHARD_GRAD_OP, WHOLE, show_parameter
 
 #: Every parameter is in one of these units, unless the root has one of its own.
 IN_UNITS: dict[str, Any] = {"auto_wrap_policy": {oracle.Net, Block, nn.Sequential}}
-
-
-def shown(value: Any) -> str:
-    """How pytest shows a parameter of a test."""
-    if isinstance(value, dict):
-        return ",".join(f"{key}={describe_policy(option)}" for key, option in value.items())
-    return str(value)
 
 
 class Gan(Lit):
@@ -122,70 +115,71 @@ class Gan(Lit):
 MODES = ["one by one", "zeroed last", "both", "closure"]
 
 
-def play(
-    mode: str, tmp: str, world_size: int, options: dict[str, Any], precision: Any = None, gated: bool = True
-) -> Trained:
-    module = Gan(mode, gated)
+def assert_played(
+    ranks: RankPool,
+    tmp_path: Path,
+    mode: str,
+    options: dict[str, Any],
+    *,
+    world_size: int = 2,
+    precision: Any = None,
+    gated: bool = True,
+) -> None:
+    new_module = partial(Gan, mode, gated)
+    want = fit_module(new_module, "auto", str(tmp_path), 1, 3)
+    arguments = ("fsdp_native", str(tmp_path), world_size, 3, options)
     loop: dict[str, Any] = {"precision": precision}
     if precision == "16-mixed":  # a scale from which no step overflows, so that none is left out
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
         loop = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
-    run = new_trainer(tmp, "fsdp_native", world_size, options, **loop)
-    run.fit(module, loader(3, world_size), loader(1, world_size))
-    return means(module.losses), full_state(run.strategy)
-
-
-def plain_play(mode: str, tmp_path: Path, gated: bool = True) -> Trained:
-    module = Gan(mode, gated)
-    new_trainer(tmp_path, "auto").fit(module, loader(3, 1))
-    return losses_of(module), module.state_dict()
+    got = ranks.run(world_size, fit_module, new_module, *arguments, loop, True)
+    assert_moved_alike(got, want, FP32_TOLERANCE if precision is None else HALF_TOLERANCE)
 
 
 @pytest.mark.parametrize(
     ("mode", "options"),
     [
-        *((mode, options) for mode in MODES for options in ({}, FLAT, {"sharding_strategy": "NO_SHARD"})),
+        *((mode, options) for mode in MODES for options in ({}, FLAT, WHOLE)),
         *((mode, {"auto_wrap_policy": None}) for mode in ("one by one", "closure")),
         *((mode, {"auto_wrap_policy": {Block, nn.Linear}}) for mode in ("zeroed last", "both")),
-        *((mode, {"sharding_strategy": "SHARD_GRAD_OP"}) for mode in ("one by one", "both")),
-        *((mode, {**FLAT, "sharding_strategy": "NO_SHARD"}) for mode in ("zeroed last", "closure")),
+        *((mode, SHARD_GRAD_OP) for mode in ("one by one", "both")),
+        *((mode, {**FLAT, **WHOLE}) for mode in ("zeroed last", "closure")),
         *((mode, {"backward_prefetch": None}) for mode in ("one by one", "both")),
     ],
-    ids=shown,
+    ids=show_parameter,
 )
 def test_losses_and_weights_equal_plain(ranks: RankPool, tmp_path: Path, mode: str, options: dict[str, Any]) -> None:
-    assert_played(ranks.run(2, play, mode, str(tmp_path), 2, options), plain_play(mode, tmp_path))
+    assert_played(ranks, tmp_path, mode, options)
 
 
-@pytest.mark.parametrize(("world_size", "options"), [(1, {}), (1, FLAT), (3, {})], ids=shown)
+@pytest.mark.parametrize(("world_size", "options"), [(1, {}), (1, FLAT), (3, {})], ids=show_parameter)
 @pytest.mark.parametrize("mode", MODES)
 def test_other_numbers_of_ranks(
     ranks: RankPool, tmp_path: Path, mode: str, world_size: int, options: dict[str, Any]
 ) -> None:
-    assert_played(ranks.run(world_size, play, mode, str(tmp_path), world_size, options), plain_play(mode, tmp_path))
+    assert_played(ranks, tmp_path, mode, options, world_size=world_size)
 
 
 @pytest.mark.parametrize("mode", ["one by one", "both"])
 def test_root_without_parameters(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     """It has nothing to gather, and its units still wait for backward passes inside its forward pass."""
-    got = ranks.run(2, play, mode, str(tmp_path), 2, IN_UNITS, None, False)
-    assert_played(got, plain_play(mode, tmp_path, gated=False))
+    assert_played(ranks, tmp_path, mode, IN_UNITS, gated=False)
 
 
 def refused_prefetch(tmp: str) -> str:
-    return refusal(UnsupportedCapabilityError, lambda: play("both", tmp, 2, {"forward_prefetch": True}))
+    run = new_trainer(tmp, "fsdp_native", 2, {"forward_prefetch": True})
+    return refusal(UnsupportedCapabilityError, lambda: run.fit(Gan("both"), loader(3, 2)))
 
 
 def test_forward_prefetch_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     """It would use units that were gathered before a step."""
-    for told in ranks.run(2, refused_prefetch, str(tmp_path)):
-        assert_says(told, "forward_prefetch=True", "manual optimization", "Leave forward_prefetch out")
+    for message in ranks.run(2, refused_prefetch, str(tmp_path)):
+        assert_says(message, "forward_prefetch=True", "manual optimization", "Leave forward_prefetch out")
 
 
 @pytest.mark.parametrize("mode", ["one by one", "both"])
 def test_replicas(ranks: RankPool, tmp_path: Path, mode: str) -> None:
-    options = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}
-    assert_played(ranks.run(4, play, mode, str(tmp_path), 4, options), plain_play(mode, tmp_path))
+    assert_played(ranks, tmp_path, mode, HYBRID, world_size=4)
 
 
 @pytest.mark.parametrize(
@@ -193,17 +187,16 @@ def test_replicas(ranks: RankPool, tmp_path: Path, mode: str) -> None:
     [
         *((mode, precision, {}) for mode in MODES for precision in ("bf16-mixed", "16-mixed")),
         ("both", "bf16-mixed", FLAT),
-        ("both", "bf16-mixed", {"sharding_strategy": "NO_SHARD"}),
+        ("both", "bf16-mixed", WHOLE),
         ("one by one", "16-mixed", FLAT),
     ],
-    ids=shown,
+    ids=show_parameter,
 )
 def test_half_precision(ranks: RankPool, tmp_path: Path, mode: str, precision: str, options: dict[str, Any]) -> None:
-    got = ranks.run(2, play, mode, str(tmp_path), 2, options, precision)
-    assert_played(got, plain_play(mode, tmp_path), HALF_TOLERANCE)
+    assert_played(ranks, tmp_path, mode, options, precision=precision)
 
 
-def assert_played(got: list[Trained], want: Trained, tolerance: float = FP32_TOLERANCE) -> None:
+def assert_moved_alike(got: list[Trained], want: Trained, tolerance: float = FP32_TOLERANCE) -> None:
     """Also that everything has moved that moves in one process, by about as much."""
     start = Gan().state_dict()
     for losses, state in got:
@@ -244,12 +237,6 @@ class BlocksTwice(Lit):
         return None
 
 
-def blocks_twice(tmp: str, automatic: bool, options: dict[str, Any], precision: Any) -> list[float]:
-    module = BlocksTwice(automatic)
-    new_trainer(tmp, "fsdp_native", 2, options, precision=precision).fit(module, loader(3, 2))
-    return means(module.losses)
-
-
 @pytest.mark.parametrize(
     ("automatic", "precision", "options"),
     [
@@ -258,19 +245,19 @@ def blocks_twice(tmp: str, automatic: bool, options: dict[str, Any], precision: 
         (True, None, FLAT),
         (False, None, {"activation_checkpointing": Block}),
         (False, None, FLAT),
-        (False, None, {"sharding_strategy": "SHARD_GRAD_OP"}),
-        (False, None, {"sharding_strategy": "NO_SHARD"}),
+        (False, None, SHARD_GRAD_OP),
+        (False, None, WHOLE),
     ],
-    ids=shown,
+    ids=show_parameter,
 )
 def test_a_block_used_twice_in_one_forward(
     ranks: RankPool, tmp_path: Path, automatic: bool, precision: Any, options: dict[str, Any]
 ) -> None:
-    plain = BlocksTwice(automatic)
-    new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
     tolerance = FP32_TOLERANCE if precision is None else HALF_TOLERANCE
-    for losses in ranks.run(2, blocks_twice, str(tmp_path), automatic, options, precision):
-        assert losses == pytest.approx(losses_of(plain), rel=tolerance)
+    plain_losses, _ = fit_module(partial(BlocksTwice, automatic), "auto", str(tmp_path), 1, 3)
+    arguments = ("fsdp_native", str(tmp_path), 2, 3, options, {"precision": precision})
+    for losses, _ in ranks.run(2, fit_module, partial(BlocksTwice, automatic), *arguments):
+        assert losses == pytest.approx(plain_losses, rel=tolerance)
 
 
 # -- gradients kept from step to step ----------------------------------------------------------------------------------
@@ -301,26 +288,18 @@ class Accumulating(Lit):
             optimizer.zero_grad()
 
 
-def accumulate(tmp: str, blocked: bool, per_step: int, options: dict[str, Any], precision: Any) -> Trained:
-    module = Accumulating(blocked, per_step)
-    run = new_trainer(tmp, "fsdp_native", 2, options, precision=precision)
-    run.fit(module, loader(6, 2))
-    state = full_state(run.strategy)
-    return means(module.losses), {name.removeprefix("net."): tensor for name, tensor in state.items()}
-
-
 @pytest.mark.parametrize(
     ("per_step", "options", "precision"),
     [
         (1, {}, None),
         (1, FLAT, None),
-        (1, {"sharding_strategy": "SHARD_GRAD_OP"}, None),
-        (1, {"sharding_strategy": "NO_SHARD"}, None),
+        (1, SHARD_GRAD_OP, None),
+        (1, WHOLE, None),
         (1, {"sync_each_batch": True}, None),
         (1, {}, "bf16-mixed"),
         (2, {}, None),
     ],
-    ids=shown,
+    ids=show_parameter,
 )
 @pytest.mark.parametrize("blocked", [False, True], ids=["reduced at once", "reduced together"])
 def test_accumulating_by_hand(
@@ -328,11 +307,11 @@ def test_accumulating_by_hand(
 ) -> None:
     """Over several training steps, and over several backward passes in each."""
     want_losses, want = oracle.train_plain(6, oracle.momentum, accumulate=3, clip_norm=0.2)
+    want = {f"net.{name}": tensor for name, tensor in want.items()}
     tolerance = FP32_TOLERANCE if precision is None else HALF_TOLERANCE
-    for losses, state in ranks.run(2, accumulate, str(tmp_path), blocked, per_step, options, precision):
-        assert losses == pytest.approx(want_losses, rel=tolerance)
-        for name, tensor in want.items():
-            torch.testing.assert_close(state[name], tensor, atol=tolerance, rtol=tolerance, msg=name)
+    arguments = ("fsdp_native", str(tmp_path), 2, 6, options, {"precision": precision})
+    got = ranks.run(2, fit_module, partial(Accumulating, blocked, per_step), *arguments)
+    assert_trained_alike(got, (want_losses, want), tolerance)
 
 
 # -- after an exception ------------------------------------------------------------------------------------------------
@@ -355,13 +334,13 @@ class RaisesGoingBack(torch.autograd.Function):
 
 
 class Failing(Gan):
-    """Fails in the second batch, at a place of choice; the first optimizer may have stepped by then."""
+    """Fails in the second batch, at a point of choice; the first optimizer may have stepped by then."""
 
-    place: str | None
+    point: str | None
 
-    def __init__(self, mode: str, place: str, gated: bool = True) -> None:
+    def __init__(self, mode: str, point: str, gated: bool = True) -> None:
         super().__init__(mode, gated)
-        self.place = place
+        self.point = point
         self.calls = 0
         self.critic.register_forward_pre_hook(lambda *_: self.fail("in the forward"))
 
@@ -370,11 +349,11 @@ class Failing(Gan):
         super().training_step(batch, batch_idx)
 
     def fail(self, here: str) -> None:
-        if self.place == here and self.late:
+        if self.point == here and self.late:
             raise Interrupted
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        if self.place == "in the backward" and self.late:
+        if self.point == "in the backward" and self.late:
             # behind the critic and the last block, which have had their gradients by then
             gate = self.gate[None]
             begun = gate.detach().requires_grad_()  # the gate itself may be a buffer
@@ -383,41 +362,41 @@ class Failing(Gan):
         self.fail("after the backward")
 
 
-def fit_again(mode: str, place: str, tmp: str, options: dict[str, Any] | None, gated: bool = True) -> Trained:
+def fit_again(mode: str, point: str, tmp: str, options: dict[str, Any] | None, gated: bool = True) -> Trained:
     """Fit until it fails, then again with the same module, which doesn't fail any more."""
     strategy, world_size = ("auto", 1) if options is None else ("fsdp_native", 2)
-    module = Failing(mode, place, gated)
+    module = Failing(mode, point, gated)
     with pytest.raises(Interrupted):
         new_trainer(tmp, strategy, world_size, options).fit(module, loader(2, world_size))
-    module.place = None
+    module.point = None
     module.losses.clear()
     run = new_trainer(tmp, strategy, world_size, options)
     run.fit(module, loader(3, world_size))
     return means(module.losses), module.state_dict() if options is None else full_state(run.strategy)
 
 
-PLACES = ["in the forward", "in the backward", "after the backward"]
+POINTS = ["in the forward", "in the backward", "after the backward"]
 
 
 @pytest.mark.parametrize(
-    ("mode", "place", "options"),
+    ("mode", "point", "options"),
     [
-        *((mode, place, {}) for mode in ("one by one", "both") for place in PLACES),
+        *((mode, point, {}) for mode in ("one by one", "both") for point in POINTS),
         ("zeroed last", "in the backward", {}),
         ("closure", "in the forward", {}),
-        *(("one by one", place, FLAT) for place in PLACES),
-        *(("both", place, {"sharding_strategy": "NO_SHARD"}) for place in PLACES),
+        *(("one by one", point, FLAT) for point in POINTS),
+        *(("both", point, WHOLE) for point in POINTS),
     ],
-    ids=shown,
+    ids=show_parameter,
 )
 def test_fit_again_after_an_exception(
-    ranks: RankPool, tmp_path: Path, mode: str, place: str, options: dict[str, Any]
+    ranks: RankPool, tmp_path: Path, mode: str, point: str, options: dict[str, Any]
 ) -> None:
-    want = fit_again(mode, place, str(tmp_path), None)
-    assert_played(ranks.run(2, fit_again, mode, place, str(tmp_path), options), want)
+    want = fit_again(mode, point, str(tmp_path), None)
+    assert_moved_alike(ranks.run(2, fit_again, mode, point, str(tmp_path), options), want)
 
 
 def test_fit_again_with_a_root_without_parameters(ranks: RankPool, tmp_path: Path) -> None:
     want = fit_again("one by one", "in the backward", str(tmp_path), None, False)
     got = ranks.run(2, fit_again, "one by one", "in the backward", str(tmp_path), IN_UNITS, False)
-    assert_played(got, want)
+    assert_moved_alike(got, want)

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.measuring.collectives import Layer, count_in_steps, new_layers
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.short_runs import assert_fits_as_plain
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.numerics.fabric_steps import assert_gradients_wait, assert_whole_steps
 from fsdp_core.testing.suite.numerics.many_passes import (
@@ -34,9 +34,10 @@ from fsdp_core.testing.suite.numerics.many_passes import (
     write_before_backward,
     write_before_backward_plainly,
 )
-from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, new_fabric
 from fsdp_cuda_native.sharded import NativeSharded
 from fsdp_cuda_native.torch_private import flat_parameters, nested_passes, unit_gradients
+from native_runs import set_up
 
 
 def counted() -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
@@ -200,7 +201,7 @@ class PlacingNet(oracle.Net):
         return self.out(self.part(self.inp(x), len(self.blocks)))
 
 
-class Penalized(pl.LightningModule):
+class Penalized(Lit):
     """A penalty on the gradient of a block, and an adversarial example of the whole net."""
 
     def __init__(self, place: str) -> None:
@@ -222,21 +223,10 @@ class Penalized(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def penalized(strategy: str, ranks: int, tmp: str, place: str) -> dict[str, torch.Tensor]:
-    module = Penalized(place)
-    options = {"auto_wrap_policy": {PlacingBlock}} if ranks > 1 else None
-    trainer = new_trainer(tmp, strategy, ranks, options)
-    trainer.fit(module, loader(3, ranks))
-    state = module.state_dict() if ranks == 1 else full_state(trainer.strategy)
-    return {name: tensor.detach().clone() for name, tensor in state.items()}
-
-
 @pytest.mark.parametrize("place", PLACES)
 def test_penalties_of_blocks_that_return_objects(ranks: RankPool, tmp_path: Path, place: str) -> None:
-    want = penalized("auto", 1, str(tmp_path), place)
-    for state in ranks.run(2, penalized, "fsdp_native", 2, str(tmp_path), place):
-        for name, tensor in want.items():
-            torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+    options = {"auto_wrap_policy": {PlacingBlock}}
+    assert_fits_as_plain(ranks, tmp_path, "fsdp_native", partial(Penalized, place), options=options)
 
 
 class Weighed(Penalized):
@@ -250,19 +240,8 @@ class Weighed(Penalized):
         return mse_loss(torch.func.functional_call(self.net, weights, (x,)), y) + mse_loss(self.net(0.5 * x), y)
 
 
-def weighed(strategy: str, ranks: int, tmp: str) -> dict[str, torch.Tensor]:
-    module = Weighed()
-    trainer = new_trainer(tmp, strategy, ranks, {"auto_wrap_policy": None} if ranks > 1 else None)
-    trainer.fit(module, loader(2, ranks))
-    state = module.state_dict() if ranks == 1 else full_state(trainer.strategy)
-    return {name: tensor.detach().clone() for name, tensor in state.items()}
-
-
 def test_tied_parameters_are_called_with_others_in_a_step(ranks: RankPool, tmp_path: Path) -> None:
-    want = weighed("auto", 1, str(tmp_path))
-    for state in ranks.run(2, weighed, "fsdp_native", 2, str(tmp_path)):
-        for name, tensor in want.items():
-            torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+    assert_fits_as_plain(ranks, tmp_path, "fsdp_native", Weighed, steps=2, options={"auto_wrap_policy": None})
 
 
 class OverFlat(Lit):
@@ -303,23 +282,13 @@ class OverFlat(Lit):
         return loss
 
 
-def trained_over_flat(strategy: str, ranks: int, tmp: str, how: str) -> dict[str, torch.Tensor]:
-    module = OverFlat(how)
-    options = {"auto_wrap_policy": oracle.is_layer, "use_orig_params": False} if ranks > 1 else None
-    trainer = new_trainer(tmp, strategy, ranks, options)
-    trainer.fit(module, loader(3, ranks))
-    state = module.state_dict() if ranks == 1 else full_state(trainer.strategy)
-    return {name: tensor.detach().clone() for name, tensor in state.items()}
-
-
 OVER_FLAT = ("written between two calls", "written after a step by hand", "a hook of a block's loss")
 
 
 @pytest.mark.parametrize("how", OVER_FLAT)
 def test_flat_parameters_in_steps(ranks: RankPool, tmp_path: Path, how: str) -> None:
-    want = trained_over_flat("auto", 1, str(tmp_path), how)
-    for state in ranks.run(2, trained_over_flat, "fsdp_native", 2, str(tmp_path), how):
-        torch.testing.assert_close(state, want, atol=FP32_TOLERANCE, rtol=0)
+    options = {"auto_wrap_policy": oracle.is_layer, "use_orig_params": False}
+    assert_fits_as_plain(ranks, tmp_path, "fsdp_native", partial(OverFlat, how), options=options)
 
 
 @pytest.mark.parametrize("how", WRITTEN_BEFORE_BACKWARD)
@@ -341,9 +310,7 @@ def test_a_backward_pass_without_fabric_after_an_exception(ranks: RankPool) -> N
 
 
 def frozen_in_part() -> list[str]:
-    fabric = new_fabric("fsdp_native", 2, {"auto_wrap_policy": oracle.is_layer, "use_orig_params": False})
-    net = oracle.new_net()
-    fabric.setup(net, oracle.sgd(net))
+    _, net, *_ = set_up({"auto_wrap_policy": oracle.is_layer, "use_orig_params": False})
     net.blocks[1].down.requires_grad_(False)  # a unit
     assert not any(parameter.requires_grad for parameter in net.blocks[1].down.parameters())
     return [refusal(UnsupportedCapabilityError, partial(part.requires_grad_, False)) for part in (net.inp, net.out)]
@@ -383,9 +350,7 @@ def accumulate_solved(net: nn.Module, backward: Callable[[torch.Tensor], Any], s
 
 
 def accumulated_solved() -> dict[str, torch.Tensor]:
-    fabric = new_fabric("fsdp_native", 2)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    fabric, _, model, optimizer = set_up()
     accumulate_solved(model, fabric.backward, fabric.no_backward_sync)
     optimizer.step()
     return full_state(fabric.strategy)
@@ -402,9 +367,7 @@ def test_what_waits_is_reduced_once_where_a_function_calls_the_net(ranks: RankPo
 
 
 def transposed_in_a_call() -> str:
-    fabric = new_fabric("fsdp_native", 2)
-    net = oracle.new_net()
-    model, _ = fabric.setup(net, oracle.sgd(net))
+    _, net, model, _ = set_up()
 
     def transpose(layer: nn.Linear, _: Any) -> None:
         with torch.no_grad():

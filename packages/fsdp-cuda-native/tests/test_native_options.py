@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,45 +30,28 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 from torch.distributed.fsdp.wrap import wrap as torch_wrap
-from torch.nn.functional import mse_loss
 
 import fsdp_core
 import fsdp_cuda_native
 from fsdp_core.errors import OptimizerMismatchError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.initialization.wrap import mark_by_torch_wrap
 from fsdp_core.plugins.strategy_info import FrontEnd
-from fsdp_core.sharding.wrap_policy import describe_policy
-from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing import RankPool, oracle, short_runs
 from fsdp_core.testing.oracle import FP32_TOLERANCE, HALF_TOLERANCE, Block, train_plain
 from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.short_runs import assert_fits_as_plain, run_steps
 from fsdp_core.testing.state import sharded_by
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.suite.numerics.precision import assert_parts_equal, seen_by_a_block, trained_by_parts
 from fsdp_core.testing.suite.refusals.bad_options import BOTH, unfit_options
-from fsdp_core.testing.training import (
-    Lit,
-    fabric_fit,
-    fit,
-    full_state,
-    loader,
-    losses_of,
-    means,
-    new_fabric,
-    new_trainer,
-)
+from fsdp_core.testing.training import Lit, fabric_fit, fit, loader, means, new_fabric, new_trainer
 from fsdp_cuda_native import DDPFullyShardedStrategy
 from fsdp_cuda_native.plugin import why_not_here
 from fsdp_cuda_native.unit_checks import check_not_wrapped, unit_options
+from native_runs import FLAT, WHOLE, show_parameter
 
 NAMES = ["fsdp_native", "fsdp_native_full_shard_offload", "ddp_fully_sharded"]
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
-
-
-def shown(value: Any) -> str:
-    """How pytest shows a parameter of a test."""
-    if isinstance(value, dict):
-        return ",".join(f"{key}={describe_policy(option)}" for key, option in value.items())
-    return "" if isinstance(value, list) else str(value)
 
 
 class Group:
@@ -145,9 +129,9 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
 def test_every_option_is_a_keyword_of_the_signature(front_end: FrontEnd, name: str) -> None:
     """Where LightningCLI, editors and Sphinx look."""
     foreign = "precision" if front_end == "trainer" else "precision_plugin"
-    listed = {one.name: one.default for one in fsdp_core.describe(name).options if one.name != foreign}
+    listed = {option.name: option.default for option in fsdp_core.describe(name).options if option.name != foreign}
     made: Any = fsdp_core.resolve(name, front_end)
-    assert {one.name: one.default for one in made.__signature__.parameters.values()} == listed
+    assert {option.name: option.default for option in made.__signature__.parameters.values()} == listed
 
 
 @BOTH
@@ -160,15 +144,8 @@ def test_options_that_say_what_always_happens(front_end: FrontEnd, name: str) ->
 def test_options_that_are_refused_are_told_together(front_end: FrontEnd) -> None:
     made = fsdp_core.resolve("ddp_fully_sharded", front_end)
     refused = {"bucket_cap_mb": 200, "move_grads_to_cpu": True, "sync_module_states": False, "cpu_ofload": True}
-    told = refusal(UnsupportedCapabilityError, lambda: made(**refused))
-    assert_says(told, "bucket_cap_mb=200", "move_grads_to_cpu=True", "sync_module_states:", "cpu_ofload:")
-
-
-@BOTH
-@pytest.mark.parametrize(("options", "words"), REFUSED, ids=shown)
-def test_option_that_is_refused(front_end: FrontEnd, options: dict[str, Any], words: list[str]) -> None:
-    made = fsdp_core.resolve("fsdp_native", front_end)
-    assert_says(refusal(UnsupportedCapabilityError, lambda: made(**options)), *words)
+    message = refusal(UnsupportedCapabilityError, lambda: made(**refused))
+    assert_says(message, "bucket_cap_mb=200", "move_grads_to_cpu=True", "sync_module_states:", "cpu_ofload:")
 
 
 @pytest.mark.parametrize(
@@ -183,43 +160,50 @@ def test_option_of_the_other_front_end(front_end: FrontEnd, options: dict[str, A
     assert_says(refusal(UnsupportedCapabilityError, lambda: made(**options)), *words)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (
-            {"reshard_after_forward": False, "sharding_strategy": "FULL_SHARD"},
-            ["reshard_after_forward and sharding_strategy", "old and a new spelling", "Write sharding_strategy alone"],
-        ),
-        (
-            {"min_num_params": 1e8, "auto_wrap_policy": {Block}},
-            ["min_num_params and auto_wrap_policy", "old and a new spelling", "Write auto_wrap_policy alone"],
-        ),
-        (
-            {"compute_dtype": torch.float16, "mixed_precision": BF16},
-            ["compute_dtype and mixed_precision", "old and a new spelling", "Write mixed_precision alone"],
-        ),
-        ({"flatten_parameters": False}, ["flatten_parameters=False", "only fairscale had", "strategy='fsdp2'"]),
-        ({"move_grads_to_cpu": True}, ["move_grads_to_cpu=True", "only fairscale had", "cpu_offload=True"]),
-        ({"move_grads_to_cpu": False}, ["move_grads_to_cpu=False", "only fairscale had", "leave it out"]),
-        ({"bucket_cap_mb": 200}, ["bucket_cap_mb=200", "only fairscale had", "Leave it out"]),
-        ({"state_dict_to_cpu": False}, ["state_dict_to_cpu=False", "only fairscale had", "Leave it out"]),
-        (
-            {"reshard_after_foward": False},
-            ["'ddp_fully_sharded'", "'reshard_after_foward'", "Did you mean 'reshard_after_forward'?"],
-        ),
-        ({"shardng_strategy": "NO_SHARD"}, ["'ddp_fully_sharded'", "Did you mean 'sharding_strategy'?"]),
-        ({"cpu_ofload": True}, ["'ddp_fully_sharded'", "Did you mean 'cpu_offload'?", "auto_wrap_policy"]),
-        ({"cpu_offload": True, "sync_each_batch": True}, ["sync_each_batch=True", "cpu_offload"]),
-        (
-            {"activation_checkpointing": Block, "activation_checkpointing_policy": {Block}},
-            ["two spellings", "activation_checkpointing_policy={MyBlock} alone"],
-        ),
-    ],
-    ids=shown,
-)
+#: Options of fairscale's strategy, and what is said of them.
+REFUSED_OF_FAIRSCALE: list[tuple[dict[str, Any], list[str]]] = [
+    (
+        {"reshard_after_forward": False, "sharding_strategy": "FULL_SHARD"},
+        ["reshard_after_forward and sharding_strategy", "old and a new spelling", "Write sharding_strategy alone"],
+    ),
+    (
+        {"min_num_params": 1e8, "auto_wrap_policy": {Block}},
+        ["min_num_params and auto_wrap_policy", "old and a new spelling", "Write auto_wrap_policy alone"],
+    ),
+    (
+        {"compute_dtype": torch.float16, "mixed_precision": BF16},
+        ["compute_dtype and mixed_precision", "old and a new spelling", "Write mixed_precision alone"],
+    ),
+    ({"flatten_parameters": False}, ["flatten_parameters=False", "only fairscale had", "strategy='fsdp2'"]),
+    ({"move_grads_to_cpu": True}, ["move_grads_to_cpu=True", "only fairscale had", "cpu_offload=True"]),
+    ({"move_grads_to_cpu": False}, ["move_grads_to_cpu=False", "only fairscale had", "leave it out"]),
+    ({"bucket_cap_mb": 200}, ["bucket_cap_mb=200", "only fairscale had", "Leave it out"]),
+    ({"state_dict_to_cpu": False}, ["state_dict_to_cpu=False", "only fairscale had", "Leave it out"]),
+    (
+        {"reshard_after_foward": False},
+        ["'ddp_fully_sharded'", "'reshard_after_foward'", "Did you mean 'reshard_after_forward'?"],
+    ),
+    ({"shardng_strategy": "NO_SHARD"}, ["'ddp_fully_sharded'", "Did you mean 'sharding_strategy'?"]),
+    ({"cpu_ofload": True}, ["'ddp_fully_sharded'", "Did you mean 'cpu_offload'?", "auto_wrap_policy"]),
+    ({"cpu_offload": True, "sync_each_batch": True}, ["sync_each_batch=True", "cpu_offload"]),
+    (
+        {"activation_checkpointing": Block, "activation_checkpointing_policy": {Block}},
+        ["two spellings", "activation_checkpointing_policy={MyBlock} alone"],
+    ),
+]
+
+
 @BOTH
-def test_option_of_fairscale_that_is_refused(front_end: FrontEnd, options: dict[str, Any], words: list[str]) -> None:
-    made = fsdp_core.resolve("ddp_fully_sharded", front_end)
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        *(("fsdp_native", *case) for case in REFUSED),
+        *(("ddp_fully_sharded", *case) for case in REFUSED_OF_FAIRSCALE),
+    ],
+    ids=show_parameter,
+)
+def test_option_that_is_refused(front_end: FrontEnd, name: str, options: dict[str, Any], words: list[str]) -> None:
+    made = fsdp_core.resolve(name, front_end)
     assert_says(refusal(UnsupportedCapabilityError, lambda: made(**options)), *words)
 
 
@@ -237,10 +221,12 @@ def test_options_of_a_unit() -> None:
         net = nn.Sequential(torch_wrap(nn.Linear(2, 2), sharding_strategy="NO_SHARD"))
         halves = torch_wrap(nn.Linear(2, 2), mixed_precision=MixedPrecisionPolicy())
     assert unit_options("block", prefetching) == {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}
-    told = refusal(UnsupportedCapabilityError, lambda: check_not_wrapped(net))
-    assert_says(told, "wrap(0, sharding_strategy=...)", "for the whole model", "to the strategy", "backward_prefetch")
-    told = refusal(UnsupportedCapabilityError, lambda: unit_options("block", halves))
-    assert_says(told, "is not known to 'fsdp_native'", "torch.distributed.fsdp.MixedPrecision", "belongs to 'fsdp2'")
+    message = refusal(UnsupportedCapabilityError, lambda: check_not_wrapped(net))
+    assert_says(
+        message, "wrap(0, sharding_strategy=...)", "for the whole model", "to the strategy", "backward_prefetch"
+    )
+    message = refusal(UnsupportedCapabilityError, lambda: unit_options("block", halves))
+    assert_says(message, "is not known to 'fsdp_native'", "torch.distributed.fsdp.MixedPrecision", "belongs to 'fsdp2'")
 
 
 def already_wrapped() -> tuple[str, str]:
@@ -355,8 +341,8 @@ def unfit(case: str) -> str:
 
 @pytest.mark.parametrize("case", UNFIT)
 def test_option_that_does_not_fit_the_ranks(ranks: RankPool, case: str) -> None:
-    for told in ranks.run(2, unfit, case):
-        assert_says(told, *UNFIT[case][1])
+    for message in ranks.run(2, unfit, case):
+        assert_says(message, *UNFIT[case][1])
 
 
 def on_uneven_hosts() -> str:
@@ -368,8 +354,8 @@ def on_uneven_hosts() -> str:
 
 
 def test_hosts_of_different_sizes(ranks: RankPool) -> None:
-    for told in ranks.run(3, on_uneven_hosts):
-        assert_says(told, "hosts have different numbers of ranks", "device_mesh=", "sharding_strategy='FULL_SHARD'")
+    for message in ranks.run(3, on_uneven_hosts):
+        assert_says(message, "hosts have different numbers of ranks", "device_mesh=", "sharding_strategy='FULL_SHARD'")
 
 
 def unfit_under_trainer(tmp: str) -> tuple[str, bool]:
@@ -377,8 +363,8 @@ def unfit_under_trainer(tmp: str) -> tuple[str, bool]:
 
 
 def test_module_is_as_it_was_after_a_refusal(ranks: RankPool, tmp_path: Path) -> None:
-    ((told, as_it_was),) = ranks.run(1, unfit_under_trainer, str(tmp_path))
-    assert_says(told, "which ranks to shard over")
+    ((message, as_it_was),) = ranks.run(1, unfit_under_trainer, str(tmp_path))
+    assert_says(message, "which ranks to shard over")
     assert as_it_was
 
 
@@ -390,25 +376,16 @@ class ByShape(Lit):
         return getattr(torch.optim, self.optimizer_name)(matrices, lr=0.05)
 
 
-def by_shape(tmp: str, optimizer: str, world_size: int, options: dict[str, Any]) -> tuple[str, list[float]]:
-    """What is said, and the losses if it is none."""
-    module = ByShape(optimizer)
-    run = new_trainer(tmp, "fsdp_native", world_size, options)
-    told = refusal(OptimizerMismatchError, lambda: run.fit(module, loader(3, world_size)))
-    return told, means(module.losses)
-
-
 @pytest.mark.parametrize("optimizer", ["Adafactor", "Muon"])
 def test_optimizer_that_looks_at_shapes(ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
     """It trains as in one process: over shards on the owners of parameters, and where every rank holds them whole."""
-    plain = ByShape(optimizer)
-    new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
-    shares: tuple[dict[str, Any], ...] = ({}, {"sharding_strategy": "NO_SHARD"})
-    sharded, whole = (ranks.run(2, by_shape, str(tmp_path), optimizer, 2, options) for options in shares)
     # Muon computes in bf16, where directions without a gradient get those of rounding errors
     tolerance = 1e-2 if optimizer == "Muon" else FP32_TOLERANCE
-    for _, losses in [*sharded, *whole, *ranks.run(1, by_shape, str(tmp_path), optimizer, 1, {})]:
-        assert losses == pytest.approx(losses_of(plain), abs=tolerance)
+    new_module = partial(ByShape, optimizer)
+    for world_size, options in ((2, {}), (2, WHOLE), (1, {})):
+        assert_fits_as_plain(
+            ranks, tmp_path, "fsdp_native", new_module, world_size=world_size, options=options, tolerance=tolerance
+        )
 
 
 def unfit_under_fabric(name: str) -> str:
@@ -419,8 +396,8 @@ def unfit_under_fabric(name: str) -> str:
 
 
 def test_optimizer_that_looks_at_all_parameters_under_fabric(ranks: RankPool) -> None:
-    for told in ranks.run(2, unfit_under_fabric, "LBFGS"):
-        assert_says(told, "LBFGS", "strategy='fsdp2'")
+    for message in ranks.run(2, unfit_under_fabric, "LBFGS"):
+        assert_says(message, "LBFGS", "strategy='fsdp2'")
 
 
 # -- parameters that are kept elsewhere --------------------------------------------------------------------------------
@@ -434,24 +411,24 @@ def of_flat_parameters(tmp: str) -> tuple[str, list[str], int]:
         one.net.frozen.requires_grad_(True)  # one flat parameter is trained as a whole
     run = new_trainer(tmp, "fsdp_native", 2, options, callbacks=[BackboneFinetuning()])
     tuned.backbone = tuned.net.blocks
-    told = refusal(UnsupportedCapabilityError, lambda: run.fit(tuned, loader(1, 2)))
+    message = refusal(UnsupportedCapabilityError, lambda: run.fit(tuned, loader(1, 2)))
     new_trainer(tmp, "fsdp_native", 2, options).fit(module, loader(1, 2))
     parts = [module, module.net, module.net.blocks[0], module.net.blocks[0].up, module.net.out, module.net.inp]
-    return told, [refusal(ShardingError, part.state_dict) for part in parts], len(tuned.losses)
+    return message, [refusal(ShardingError, part.state_dict) for part in parts], len(tuned.losses)
 
 
 def test_layers_whose_parameters_are_one_flat_one(ranks: RankPool, tmp_path: Path) -> None:
     """They hold nothing, which must not be taken for an empty state."""
-    for told, refused, losses in ranks.run(2, of_flat_parameters, str(tmp_path)):
+    for message, of_parts, losses in ranks.run(2, of_flat_parameters, str(tmp_path)):
         assert_says(
-            told,
+            message,
             "BackboneFinetuning can't be used with 'fsdp_native'",
             "'net.inp.weight' is kept elsewhere",
             "a strategy that keeps sharded parameters in their modules",
         )
         assert not losses
-        for message in refused:
-            assert_says(message, "can't be read while 'fsdp_native' has it sharded", "trainer.save_checkpoint(path)")
+        for of_part in of_parts:
+            assert_says(of_part, "can't be read while 'fsdp_native' has it sharded", "trainer.save_checkpoint(path)")
 
 
 # -- a torch without FSDP1 ---------------------------------------------------------------------------------------------
@@ -491,9 +468,9 @@ def test_a_torch_without_fsdp1_is_listed(tmp_path: Path) -> None:
 
 
 def test_a_torch_without_fsdp1_is_refused(tmp_path: Path) -> None:
-    probe, *told = beside_a_bare_torch(tmp_path, "-c", RESOLVE).strip().split("\n")
+    probe, *lines = beside_a_bare_torch(tmp_path, "-c", RESOLVE).strip().split("\n")
     assert_says(probe, "no longer ships FullyShardedDataParallel", "'fsdp2'", "pip install fsdp-fsdp2")
-    assert len([line for line in told if "'fsdp_native'" in line and "can't run here" in line]) == 2
+    assert len([line for line in lines if "'fsdp_native'" in line and "can't run here" in line]) == 2
 
 
 # -- what can be -------------------------------------------------------------------------------------------------------
@@ -533,7 +510,7 @@ def test_option_that_leaves_numbers_alone(
         # of docs/migration.md
         {"mixed_precision": MixedPrecision(torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)},
     ],
-    ids=shown,
+    ids=show_parameter,
 )
 def test_what_a_step_calls_is_cast_as_by_the_root(ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
     """With ``mixed_precision`` alone, whose units leave their inputs as they are."""
@@ -542,29 +519,18 @@ def test_what_a_step_calls_is_cast_as_by_the_root(ranks: RankPool, tmp_path: Pat
         assert_parts_equal(trained)
 
 
-def fit_compiled(tmp: str, options: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
-    """Fit with blocks that are compiled by what traces the backward pass too."""
-    module = Lit("momentum")
-    for block in module.net.blocks:
-        block.compile(backend="aot_eager")
-    run = new_trainer(tmp, "fsdp_native", 2, options)
-    run.fit(module, loader(3, 2))
-    state = full_state(run.strategy)
-    return means(module.losses), {name.removeprefix("net."): v for name, v in state.items()}
+class Compiled(Lit):
+    """Blocks that are compiled by what traces the backward pass too."""
+
+    def __init__(self) -> None:
+        super().__init__("momentum")
+        for block in self.net.blocks:
+            block.compile(backend="aot_eager")
 
 
 def test_units_that_the_user_compiles(ranks: RankPool, tmp_path: Path) -> None:
     """A graph takes what is gathered for it, whose class torch's check of a graph's first call must know."""
-    got = ranks.run(2, fit_compiled, str(tmp_path), {"auto_wrap_policy": {Block}})
-    assert_same(got, train_plain(3, oracle.momentum))
-
-
-@pytest.mark.parametrize("strategy", NAMES)
-def test_names_under_both_front_ends(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
-    """By name alone; ``options=None`` gives Lightning the string."""
-    want = train_plain(3, oracle.momentum)
-    assert_same(ranks.run(2, fit, strategy, str(tmp_path), 2, 3, "momentum"), want)
-    assert_same(ranks.run(2, fabric_fit, strategy, 2, 3, "momentum"), want)
+    assert_fits_as_plain(ranks, tmp_path, "fsdp_native", Compiled, options={"auto_wrap_policy": {Block}})
 
 
 @pytest.mark.parametrize("strategy", NAMES)
@@ -598,17 +564,11 @@ def test_precision_in_old_words(ranks: RankPool, tmp_path: Path, precision: Any,
 
 
 def fabric_in_old_words() -> list[float]:
-    fabric = new_fabric("ddp_fully_sharded", 2, {"activation_checkpointing": Block}, precision=16)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
-    losses = []
-    for x, y in fabric.setup_dataloaders(loader(3, 2)):
-        loss = mse_loss(model(x), y)
-        losses.append(loss.detach())
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return means(losses)
+    options = {"activation_checkpointing": Block}
+    fabric, _, model, optimizer = short_runs.set_up(
+        "ddp_fully_sharded", options, optimizer=oracle.momentum, precision=16
+    )
+    return means(run_steps(model, optimizer, fabric.setup_dataloaders(loader(3, 2)), fabric.backward))
 
 
 def test_precision_in_old_words_under_fabric(ranks: RankPool) -> None:
@@ -624,7 +584,7 @@ def test_precision_in_old_words_under_fabric(ranks: RankPool) -> None:
         ("ddp_fully_sharded", {"compute_dtype": torch.bfloat16}),
         ("ddp_fully_sharded", {"compute_dtype": torch.bfloat16, "fp32_reduce_scatter": True}),
     ],
-    ids=shown,
+    ids=show_parameter,
 )
 def test_computation_in_half_precision(ranks: RankPool, tmp_path: Path, strategy: str, options: dict[str, Any]) -> None:
     """It wins over the precision string, which is left at its default here."""
@@ -673,15 +633,9 @@ def built_empty() -> tuple[list[float], bool]:
     was_empty = all(p.is_meta for p in net.parameters())
     model = fabric.setup_module(net)
     optimizer = fabric.setup_optimizers(oracle.sgd(model))
-    losses = []
-    for x, y in oracle.global_batches(2):
-        loss = mse_loss(model(x), y)
-        losses.append(loss.item())
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = run_steps(model, optimizer, oracle.global_batches(2), fabric.backward)
     assert not any(p.is_meta for p in sharded_by(fabric.strategy).root.parameters())
-    return losses, was_empty
+    return [loss.item() for loss in losses], was_empty
 
 
 def test_param_init_fn(ranks: RankPool) -> None:
@@ -699,23 +653,22 @@ class LooksAtNorms(Lit):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[str] = []
+        self.messages: list[str] = []
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         parameter = optimizer.param_groups[0]["params"][0]
-        self.told.append(refusal(UnsupportedCapabilityError, lambda: parameter.norm()))
-        self.told.append(refusal(UnsupportedCapabilityError, lambda: parameter.grad.norm()))
+        self.messages.append(refusal(UnsupportedCapabilityError, lambda: parameter.norm()))
+        self.messages.append(refusal(UnsupportedCapabilityError, lambda: parameter.grad.norm()))
 
 
 def norms_of_flat_parameters(tmp: str) -> list[str]:
     module = LooksAtNorms()
-    options = {"use_orig_params": False, "auto_wrap_policy": {Block, nn.Linear}}
-    new_trainer(tmp, "fsdp_native", 2, options, accumulate_grad_batches=2).fit(module, loader(4, 2))
-    return module.told
+    new_trainer(tmp, "fsdp_native", 2, FLAT, accumulate_grad_batches=2).fit(module, loader(4, 2))
+    return module.messages
 
 
 def test_norms_of_flat_parameters_in_a_hook(ranks: RankPool, tmp_path: Path) -> None:
-    for told in ranks.run(2, norms_of_flat_parameters, str(tmp_path)):
-        assert len(told) == 4
-        for message in told:
+    for messages in ranks.run(2, norms_of_flat_parameters, str(tmp_path)):
+        assert len(messages) == 4
+        for message in messages:
             assert_says(message, "would see this rank's piece of it alone")

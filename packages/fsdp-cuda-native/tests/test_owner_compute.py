@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 from fsdp_core import full_state_dict
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.short_runs import run_steps
 from fsdp_core.testing.suite.training.whole_matrices import (
     OwnMuon,
     assert_same_steps,
@@ -23,6 +23,7 @@ from fsdp_core.testing.suite.training.whole_matrices import (
     steps_on,
 )
 from fsdp_core.testing.training import new_fabric, whole_batches
+from native_runs import set_up
 
 MATRICES = 7  # of the net: its tied pair, and two in each block
 
@@ -90,15 +91,15 @@ class Remembers(torch.optim.SGD):
         return super().step(closure)
 
 
+def new_optimizer(net: nn.Module) -> Remembers:
+    return Remembers(net.parameters(), lr=0.1)
+
+
 def remembered(folder: str, world_size: int, first: int, last: int) -> dict[str, Tensor]:
-    fabric, net = new_fabric("fsdp_native", world_size), two_layers()
-    model, optimizer = fabric.setup(net, Remembers(net.parameters(), lr=0.1))
+    fabric, _, model, optimizer = set_up(net=two_layers(), optimizer=new_optimizer, world_size=world_size)
     if first:
         fabric.load(folder, {"model": model, "optimizer": optimizer})
-    for x, y in whole_batches(fabric, last)[first:]:
-        optimizer.zero_grad()
-        fabric.backward(mse_loss(model(x), y))
-        optimizer.step()
+    run_steps(model, optimizer, whole_batches(fabric, last)[first:], fabric.backward)
     if not first:
         fabric.save(folder, {"model": model, "optimizer": optimizer})
     return full_state_dict(model)
@@ -112,12 +113,7 @@ def two_layers() -> nn.Module:
 def test_state_in_containers_is_resumed_on_another_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     ranks.run(2, remembered, folder, 2, 0, 3)
-    net = two_layers()
-    optimizer = Remembers(net.parameters(), lr=0.1)
-    for x, y in oracle.global_batches(5):
-        optimizer.zero_grad()
-        mse_loss(net(x), y).backward()
-        optimizer.step()
+    _, want = oracle.train_plain(5, new_optimizer, net=two_layers())
     for world_size in (1, 3):
         first, *_ = ranks.run(world_size, remembered, folder, world_size, 3, 5)
-        torch.testing.assert_close(first, dict(net.state_dict()), atol=FP32_TOLERANCE, rtol=0)
+        torch.testing.assert_close(first, want, atol=FP32_TOLERANCE, rtol=0)

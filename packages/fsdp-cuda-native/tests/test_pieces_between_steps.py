@@ -18,6 +18,7 @@ from fsdp_core.testing.oracle import FEATURES
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
+from native_runs import set_up
 
 
 class Adapted(nn.Module):
@@ -71,9 +72,6 @@ class Merging(Lit):
     def on_train_batch_end(self, *_: Any) -> None:
         self.called("on_train_batch_end")
 
-    def on_validation_epoch_end(self) -> None:
-        self.called("on_validation_epoch_end")
-
     def on_train_epoch_end(self) -> None:
         self.called("on_train_epoch_end")
 
@@ -105,9 +103,7 @@ def test_merging_pieces_between_steps_is_refused(
 
 
 def written_by_index() -> tuple[list[str], list[float]]:
-    fabric = new_fabric("fsdp_native", 2, {"auto_wrap_policy": None})
-    net = nn.Sequential(nn.Linear(FEATURES, FEATURES, bias=False))
-    fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    fabric, net, _, _ = set_up({"auto_wrap_policy": None}, net=nn.Sequential(nn.Linear(FEATURES, FEATURES, bias=False)))
     weight = net[0].weight
     with torch.no_grad():
         weight[:] = 2.0
@@ -159,9 +155,7 @@ MIXTURES: dict[str, Callable[[nn.Parameter, nn.Parameter], Any]] = {
 
 
 def mixed() -> dict[str, str]:
-    fabric = new_fabric("fsdp_native", 2, {"auto_wrap_policy": {nn.Linear}})
-    net = new_pair()
-    model, _ = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    fabric, net, model, _ = set_up({"auto_wrap_policy": {nn.Linear}}, net=new_pair())
     fabric.backward(model(torch.ones(2, FEATURES)).square().mean())
     told: dict[str, str] = {}
     for name, mix in MIXTURES.items():
@@ -222,6 +216,11 @@ def test_what_belongs_to_one_parameter_is_computed_together(ranks: RankPool) -> 
     torch.testing.assert_close(got, want, atol=oracle.FP32_TOLERANCE, rtol=0)
 
 
+def scale(net: nn.Module, factor: float) -> None:
+    for p in net.parameters():
+        p.data = p.data * factor
+
+
 def assigned(tmp: str, is_root: bool) -> list[dict[str, Tensor]]:
     """What is read after ``parameter.data = …`` between steps: by hand, from a checkpoint, and what a load leaves."""
     fabric = new_fabric("fsdp_native", 2, {"auto_wrap_policy": None if is_root else {nn.Linear}})
@@ -230,24 +229,19 @@ def assigned(tmp: str, is_root: bool) -> list[dict[str, Tensor]]:
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     fabric.save(f"{tmp}/before.ckpt", {"model": model})
     fabric.backward(model(torch.ones(2, FEATURES)).square().mean())
-    for p in net.parameters():
-        p.data = p.data * 0.5
+    scale(net, 0.5)
     exported = full_state_dict(net)
-    for p in net.parameters():
-        p.data = p.data * 0.5
+    scale(net, 0.5)
     fabric.save(f"{tmp}/after.ckpt", {"model": model})
     optimizer.zero_grad()
-    for p in net.parameters():
-        p.data = p.data * 0.5
+    scale(net, 0.5)
     fabric.load(f"{tmp}/before.ckpt", {"model": model})
     outputs = [model(torch.ones(2, FEATURES))]  # without a backward pass, after which units may stay gathered
     loaded = full_state_dict(net)
     model(torch.ones(2, FEATURES))
-    for p in net.parameters():
-        p.data = p.data * 2.0
+    scale(net, 2.0)
     outputs.append(model(torch.ones(2, FEATURES)))
-    for p in net.parameters():
-        p.data = p.data * 2.0
+    scale(net, 2.0)
     called = full_state_dict(net)
     with torch.no_grad():
         told = refusal(UnsupportedCapabilityError, partial(setattr, net[0].weight, "data", torch.ones(1000)))
@@ -266,9 +260,9 @@ def test_assigned_data_is_what_is_read(ranks: RankPool, tmp_path: Path, is_root:
 
 def filled() -> tuple[dict[str, str], list[float]]:
     """What is refused of plain tensors that pieces are written to, and of plain ones that are cut into pieces."""
-    fabric = new_fabric("fsdp_native", 2, {"auto_wrap_policy": None})
-    net = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES))
-    fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    fabric, net, _, _ = set_up(
+        {"auto_wrap_policy": None}, net=nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES))
+    )
     parameters = list(net.parameters())
     averages = [torch.zeros(p.shape) for p in parameters]
     products, copies, slices = (torch.empty(parameters[0].shape) for _ in range(3))

@@ -13,12 +13,12 @@ from torch.nn.functional import mse_loss
 import fsdp_core
 import test_conformance
 from fsdp_core.testing import RankPool, oracle
-from fsdp_core.testing.oracle import FP32_TOLERANCE, Block, train_plain
+from fsdp_core.testing.oracle import FP32_TOLERANCE, train_plain
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.checkpoints.resuming import assert_goes_on_between_micro_batches
 from fsdp_core.testing.suite.numerics.forward_backward_order import LeavingOut
 from fsdp_core.testing.suite.numerics.pairs import assert_equals_plain
-from fsdp_core.testing.training import new_fabric
+from native_runs import FLAT, WHOLE, set_up
 
 
 @pytest.mark.parametrize("sync_each_batch", [False, True])
@@ -28,18 +28,20 @@ def test_accumulated_gradients(ranks: RankPool, tmp_path: Path, sharding: str, s
     assert_goes_on_between_micro_batches(ranks, tmp_path, "fsdp_native", {"options": options})
 
 
-FLAT: dict[str, Any] = {"use_orig_params": False, "auto_wrap_policy": {Block, nn.Linear}}
-WHOLE: dict[str, Any] = {"sharding_strategy": "NO_SHARD"}
 #: The options of the run that saves, and of the one that goes on.
 HANDED_ON = [({}, {}), (FLAT, FLAT), ({}, WHOLE), (FLAT, {**FLAT, **WHOLE})]
 
 
+def with_gradients(options: dict[str, Any], net: nn.Module | None = None) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """A Fabric, a model and its optimizer, and all that a checkpoint amid an accumulation holds."""
+    fabric, _, model, optimizer = set_up(options, net=net, optimizer=oracle.momentum)
+    state = {"model": model, "optimizer": optimizer, "gradients": fsdp_core.AccumulatedGradients(model)}
+    return fabric, model, optimizer, state
+
+
 def third_micro_batch(path: str, options: dict[str, Any], resumed: bool) -> dict[str, Any]:
     """The weights after a step of three micro-batches, the first of them reduced, saved before the third."""
-    fabric = new_fabric("fsdp_native", 2, options)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
-    state = {"model": model, "optimizer": optimizer, "gradients": fsdp_core.AccumulatedGradients(model)}
+    fabric, model, optimizer, state = with_gradients(options)
     for number, (x, y) in enumerate(oracle.global_batches(3)):
         if number == 2 and not resumed:
             fabric.save(path, state)
@@ -65,20 +67,23 @@ def test_gradients_of_which_some_are_reduced(ranks: RankPool, tmp_path: Path) ->
     for runs in ranks.run(2, handed_on, str(tmp_path)):
         for number, got in enumerate(runs):
             for how, state in zip(("going on", "resumed"), got, strict=True):
-                for name, tensor in want.items():
-                    close = torch.allclose(state[name], tensor, rtol=0, atol=FP32_TOLERANCE)
-                    assert close, f"{name} differs, {how} with {HANDED_ON[number]}"
+                message = f"{how} with {HANDED_ON[number]}"
+                torch.testing.assert_close(
+                    state, want, rtol=0, atol=FP32_TOLERANCE, msg=lambda t, m=message: f"{m}: {t}"
+                )
+
+
+def leaving_out(first: int) -> LeavingOut:
+    net = LeavingOut(first, of=2)
+    net.load_state_dict(oracle.new_net().state_dict())
+    return net
 
 
 def left_out_last(path: str, options: dict[str, Any]) -> list[dict[str, Any]]:
     """The weights after a step whose last micro-batch leaves out a block; of the run that saves, and of the resumed."""
-    found = []
+    states = []
     for resumed in (False, True):
-        fabric = new_fabric("fsdp_native", 2, options)
-        net = LeavingOut(1 - resumed, of=2)
-        net.load_state_dict(oracle.new_net().state_dict())
-        model, optimizer = fabric.setup(net, oracle.momentum(net))
-        state = {"model": model, "optimizer": optimizer, "gradients": fsdp_core.AccumulatedGradients(model)}
+        fabric, model, optimizer, state = with_gradients(options, leaving_out(1 - resumed))
         (x, y), (x2, y2) = (
             (x[fabric.global_rank :: 2], y[fabric.global_rank :: 2]) for x, y in oracle.global_batches(2)
         )
@@ -90,8 +95,8 @@ def left_out_last(path: str, options: dict[str, Any]) -> list[dict[str, Any]]:
             fabric.save(path, state)
         fabric.backward(mse_loss(model(x2), y2) / 2)
         optimizer.step()
-        found.append(full_state(fabric.strategy))
-    return found
+        states.append(full_state(fabric.strategy))
+    return states
 
 
 @pytest.mark.parametrize("options", [{}, FLAT, WHOLE], ids=["sharded", "flat", "whole"])
@@ -99,16 +104,10 @@ def test_gradients_of_a_unit_that_the_last_micro_batch_leaves_out(
     ranks: RankPool, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     """They were lost, or failed an assertion of FSDP1's, since only a unit that is visited reduces."""
-    net = LeavingOut(1, of=2)
-    net.load_state_dict(oracle.new_net().state_dict())
-    optimizer = oracle.momentum(net)
-    for x, y in oracle.global_batches(2):
-        (mse_loss(net(x), y) / 2).backward()
-    optimizer.step()
-    for went_on, resumed in ranks.run(2, left_out_last, str(tmp_path / "c"), options):
-        for name, tensor in net.state_dict().items():
-            for state in (went_on, resumed):
-                assert torch.allclose(state[name], tensor, rtol=0, atol=FP32_TOLERANCE), name
+    _, want = train_plain(2, oracle.momentum, accumulate=2, net=leaving_out(1))
+    for states in ranks.run(2, left_out_last, str(tmp_path / "c"), options):
+        for state in states:
+            torch.testing.assert_close(state, want, rtol=0, atol=FP32_TOLERANCE)
 
 
 def test_gradients_of_whole_parameters_are_resumed_in_full_precision(ranks: RankPool, tmp_path: Path) -> None:

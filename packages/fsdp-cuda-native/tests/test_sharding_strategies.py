@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.measuring.collectives import count_collectives
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Block, Trained, train_plain
 from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.short_runs import assert_close_by_name, run_steps
 from fsdp_core.testing.state import (
     assert_sharded,
     full_optimizer_state,
@@ -35,9 +36,9 @@ from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import assert_bit_e
 from fsdp_core.testing.suite.numerics.pairs import assert_equals_plain
 from fsdp_core.testing.suite.numerics.parity import assert_same, options_id
 from fsdp_core.testing.training import Lit, fit, loader, means, new_fabric, new_trainer
+from native_runs import FLAT, set_up
 
 CLIP = 0.2
-FLAT = {"use_orig_params": False, "auto_wrap_policy": {Block, nn.Linear}}  # one kind of parameter in every unit
 
 
 def mesh_of_four() -> DeviceMesh:
@@ -82,7 +83,7 @@ WAYS: dict[str, tuple[int, Callable[[Any], dict[str, Any]]]] = {
 }
 
 
-def under_trainer(way: str, tmp: str, steps: int, loop: dict[str, Any], more: dict[str, Any]) -> Trained:
+def fit_way(way: str, tmp: str, steps: int, loop: dict[str, Any], more: dict[str, Any]) -> Trained:
     world_size, options = WAYS[way]
     module = Lit("momentum")
     run = new_trainer(tmp, "fsdp_native", world_size, {**options(module.net), **more}, **loop)
@@ -91,12 +92,19 @@ def under_trainer(way: str, tmp: str, steps: int, loop: dict[str, Any], more: di
     return means(module.losses), {name.removeprefix("net."): tensor for name, tensor in state.items()}
 
 
-def under_fabric(way: str, steps: int, accumulate: int) -> tuple[Trained, list[float]]:
+def train_way(way: str, steps: int, accumulate: int) -> tuple[Trained, list[float]]:
     """Losses and weights, and the norm before each clipping."""
     world_size, options = WAYS[way]
     net = oracle.new_net()
-    fabric = new_fabric("fsdp_native", world_size, options(net))
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    fabric, net, model, optimizer = set_up(options(net), net=net, optimizer=oracle.momentum, world_size=world_size)
+    losses, norms = train_clipped(fabric, model, optimizer, world_size, steps, accumulate)
+    return (losses, full_state(fabric.strategy)), norms
+
+
+def train_clipped(
+    fabric: Any, model: Any, optimizer: Any, world_size: int, steps: int, accumulate: int
+) -> tuple[list[float], list[float]]:
+    """The losses; and the norms before each clipping, which is preceded by one that clips nothing."""
     losses, norms = [], []
     for i, (x, y) in enumerate(fabric.setup_dataloaders(loader(steps, world_size))):
         stepping = (i + 1) % accumulate == 0
@@ -106,12 +114,11 @@ def under_fabric(way: str, steps: int, accumulate: int) -> tuple[Trained, list[f
             fabric.backward(loss / accumulate)
         if stepping:
             order = 2.0 if i % 2 else float("inf")
-            largest: Any = fabric.clip_gradients(model, optimizer, max_norm=1e9, norm_type=order)
-            norm: Any = fabric.clip_gradients(model, optimizer, max_norm=CLIP)
-            norms += [float(largest), float(norm)]
+            norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=1e9, norm_type=order)))
+            norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=CLIP)))
             optimizer.step()
             optimizer.zero_grad()
-    return (means(losses), full_state(fabric.strategy)), norms
+    return means(losses), norms
 
 
 def plain_norms(steps: int, accumulate: int) -> list[float]:
@@ -153,7 +160,7 @@ LOOPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_trainer_equals_plain(ranks: RankPool, tmp_path: Path, way: str, looped: str) -> None:
     """Clipped by the norm of the whole gradient: once each element, however many ranks hold it."""
     loop, more = LOOPS[looped]
-    got = ranks.run(WAYS[way][0], under_trainer, way, str(tmp_path), 4, loop, more)
+    got = ranks.run(WAYS[way][0], fit_way, way, str(tmp_path), 4, loop, more)
     want = train_plain(4, oracle.momentum, clip_norm=CLIP, accumulate=loop.get("accumulate_grad_batches", 1))
     assert_same(got, want)
 
@@ -163,7 +170,7 @@ def test_trainer_equals_plain(ranks: RankPool, tmp_path: Path, way: str, looped:
     "way", ["SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD over groups", "flat HYBRID_SHARD", "ignored"]
 )
 def test_fabric_equals_plain(ranks: RankPool, way: str, accumulate: int) -> None:
-    got = ranks.run(WAYS[way][0], under_fabric, way, 4, accumulate)
+    got = ranks.run(WAYS[way][0], train_way, way, 4, accumulate)
     assert_same([trained for trained, _ in got], train_plain(4, oracle.momentum, clip_norm=CLIP, accumulate=accumulate))
     for _, norms in got:
         assert norms == pytest.approx(plain_norms(4, accumulate), rel=FP32_TOLERANCE)
@@ -172,11 +179,10 @@ def test_fabric_equals_plain(ranks: RankPool, way: str, accumulate: int) -> None
 # -- what each of them does --------------------------------------------------------------------------------------------
 
 
-def held_in(way: str) -> int:
+def count_local_elements(way: str) -> int:
     world_size, options = WAYS[way]
     net = oracle.new_net()
-    fabric = new_fabric("fsdp_native", world_size, options(net))
-    fabric.setup(net)
+    fabric, *_ = set_up(options(net), net=net, world_size=world_size)
     return held_by(sharded_by(fabric.strategy).root.parameters())
 
 
@@ -186,16 +192,13 @@ def held_in(way: str) -> int:
 )
 def test_share_of_each_rank(ranks: RankPool, way: str, replicas: int) -> None:
     total = sum(p.numel() for p in oracle.new_net().parameters())
-    held = ranks.run(WAYS[way][0], held_in, way)
-    assert_sharded(held, total * replicas)
+    elements = ranks.run(WAYS[way][0], count_local_elements, way)
+    assert_sharded(elements, total * replicas)
 
 
 def gathers_in_a_step(way: str) -> int:
     """How many all-gathers a forward and a backward pass take."""
-    world_size, options = WAYS[way]
-    net = oracle.new_net()
-    fabric = new_fabric("fsdp_native", world_size, options(net))
-    model = fabric.setup_module(net)
+    fabric, _, model, _ = set_up(WAYS[way][1](None))
     x, y = oracle.global_batches(1)[0]
     return count_collectives(lambda: fabric.backward(mse_loss(model(x), y)), "allgather")
 
@@ -257,34 +260,27 @@ IGNORED: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
 }
 
 
-def with_ignored(
-    kind: str, world_size: int, more: dict[str, Any], precision: Any = None
+def train_with_ignored(
+    case: str, world_size: int, more: dict[str, Any], precision: Any = None
 ) -> tuple[Trained, dict[str, torch.Tensor]]:
     """Losses and weights, and those that this rank holds of what is ignored."""
     net = oracle.new_net()
     named = dict(net.named_modules())
-    options, prefix = IGNORED[kind]
-    fabric = new_fabric("fsdp_native", world_size, {**options(net), **more}, precision)
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
-    losses = []
-    for i, (x, y) in enumerate(fabric.setup_dataloaders(loader(4, world_size))):
-        with fabric.no_backward_sync(model, enabled=not i % 2):
-            loss = mse_loss(model(x), y)
-            losses.append(loss.detach())
-            fabric.backward(loss / 2)
-        if i % 2:
-            fabric.clip_gradients(model, optimizer, max_norm=CLIP)
-            optimizer.step()
-            optimizer.zero_grad()
+    options, prefix = IGNORED[case]
+    options = {**options(net), **more}
+    fabric, net, model, optimizer = set_up(
+        options, net=net, optimizer=oracle.momentum, world_size=world_size, precision=precision
+    )
+    losses, _ = train_clipped(fabric, model, optimizer, world_size, 4, 2)
     names = [name for name in oracle.new_net().state_dict() if name.startswith(prefix) and name != "scale"]
-    whole = {name: getattr(named[name.rpartition(".")[0]], name.rpartition(".")[2]).detach() for name in names}
-    return (means(losses), full_state(fabric.strategy)), whole
+    unsharded = {name: getattr(named[name.rpartition(".")[0]], name.rpartition(".")[2]).detach() for name in names}
+    return (losses, full_state(fabric.strategy)), unsharded
 
 
 @pytest.mark.parametrize(
-    ("kind", "world_size", "more"),
+    ("case", "world_size", "more"),
     [
-        *((kind, 2, {}) for kind in IGNORED),
+        *((case, 2, {}) for case in IGNORED),
         ("a block", 2, {"sync_each_batch": True}),
         ("a block", 2, {"auto_wrap_policy": None}),
         ("a block", 3, {"sharding_strategy": "NO_SHARD"}),
@@ -294,14 +290,14 @@ def with_ignored(
     ids=lambda value: options_id(value) if isinstance(value, dict) else str(value),
 )
 def test_ignored_parameters_stay_whole_and_equal(
-    ranks: RankPool, kind: str, world_size: int, more: dict[str, Any]
+    ranks: RankPool, case: str, world_size: int, more: dict[str, Any]
 ) -> None:
     want = train_plain(4, oracle.momentum, accumulate=2, clip_norm=CLIP)
-    got = ranks.run(world_size, with_ignored, kind, world_size, more)
+    got = ranks.run(world_size, train_with_ignored, case, world_size, more)
     assert_same([trained for trained, _ in got], want)
-    for _, whole in got:
-        assert whole
-        for name, tensor in whole.items():
+    for _, unsharded in got:
+        assert unsharded
+        for name, tensor in unsharded.items():
             assert tensor.shape == want[1][name].shape, name
             assert torch.equal(tensor, got[0][1][name]), f"{name} differs between ranks"
 
@@ -310,10 +306,10 @@ def test_ignored_parameters_stay_whole_and_equal(
 def test_ignored_parameters_in_half_precision(ranks: RankPool, precision: str) -> None:
     """They keep the dtype of storage, beside units that compute in half precision."""
     want, state = train_plain(4, oracle.momentum, accumulate=2, clip_norm=CLIP)
-    got = ranks.run(2, with_ignored, "a layer in a block", 2, {}, precision)
-    for (losses, _), whole in got:
+    got = ranks.run(2, train_with_ignored, "a layer in a block", 2, {}, precision)
+    for (losses, _), unsharded in got:
         assert losses == pytest.approx(want, rel=HALF_TOLERANCE)
-        for name, tensor in whole.items():
+        for name, tensor in unsharded.items():
             assert tensor.dtype is (torch.bfloat16 if precision == "bf16-true" else torch.float32)
             torch.testing.assert_close(tensor.float(), state[name], atol=HALF_TOLERANCE, rtol=HALF_TOLERANCE, msg=name)
             assert torch.equal(tensor, got[0][1][name]), f"{name} differs between ranks"
@@ -327,7 +323,7 @@ class ByUnit(Lit):
 
     def configure_optimizers(self) -> Any:
         blocks = list(self.net.blocks.parameters())
-        others = [p for p in self.parameters() if not any(p is one for one in blocks)]
+        others = [p for p in self.parameters() if not any(p is parameter for parameter in blocks)]
         return torch.optim.SGD(
             [{"params": blocks, "weight_decay": 0.1}, {"params": others, "lr": 0.01}], lr=0.05, momentum=0.9
         )
@@ -366,11 +362,11 @@ def test_groups_of_whole_units_are_flat_parameters(ranks: RankPool, tmp_path: Pa
 
 
 def refusals_of_flat_parameters(tmp: str) -> dict[str, str]:
-    def under_trainer(module: Lit, options: dict[str, Any]) -> str:
+    def refuse_fit(module: Lit, options: dict[str, Any]) -> str:
         run = new_trainer(tmp, "fsdp_native", 2, options)
-        told = refusal((OptimizerMismatchError, ShardingError), lambda: run.fit(module, loader(1, 2)))
+        message = refusal((OptimizerMismatchError, ShardingError), lambda: run.fit(module, loader(1, 2)))
         assert not module.losses
-        return told
+        return message
 
     fabric = new_fabric("fsdp_native", 2, FLAT)
     net, other = oracle.new_net(), oracle.new_net()
@@ -380,23 +376,25 @@ def refusals_of_flat_parameters(tmp: str) -> dict[str, str]:
     fabric.setup_optimizers(torch.optim.SGD(flat, lr=0.1))  # flat parameters are what an optimizer may hold
     mixed = new_fabric("fsdp_native", 2, {"use_orig_params": False})
     return {
-        "divided under Trainer": under_trainer(ByNumberOfAxes(), FLAT),
+        "divided under Trainer": refuse_fit(ByNumberOfAxes(), FLAT),
         "divided under Fabric": refusal(OptimizerMismatchError, lambda: fabric.setup(net, oracle.adamw_groups(net))),
-        "a part of it": under_trainer(WeightsOnly(), FLAT),
-        "frozen and trainable": under_trainer(Lit(), {"use_orig_params": False}),
+        "a part of it": refuse_fit(WeightsOnly(), FLAT),
+        "frozen and trainable": refuse_fit(Lit(), {"use_orig_params": False}),
         "frozen and trainable under Fabric": refusal(ShardingError, lambda: mixed.setup(oracle.new_net())),
     }
 
 
 def test_flat_parameters_that_cannot_be(ranks: RankPool, tmp_path: Path) -> None:
-    for told in ranks.run(2, refusals_of_flat_parameters, str(tmp_path)):
+    for messages in ranks.run(2, refusals_of_flat_parameters, str(tmp_path)):
         for case in ("divided under Trainer", "divided under Fabric"):
-            assert_says(told[case], "blocks.0.up.weight'", "blocks.0.up.bias'", "are one flat parameter", "AdamW")
-            assert_says(told[case], "different param groups", "in one group; or write use_orig_params=True")
-        assert_says(told["a part of it"], "net.blocks.0.up.bias'", "SGD", "has not all of them", "use_orig_params=True")
-        assert_says(told["frozen and trainable"], "Lit", "'net.inp.weight'", "'net.frozen.", "one flat parameter")
+            assert_says(messages[case], "blocks.0.up.weight'", "blocks.0.up.bias'", "are one flat parameter", "AdamW")
+            assert_says(messages[case], "different param groups", "in one group; or write use_orig_params=True")
+        assert_says(
+            messages["a part of it"], "net.blocks.0.up.bias'", "SGD", "has not all of them", "use_orig_params=True"
+        )
+        assert_says(messages["frozen and trainable"], "Lit", "'net.inp.weight'", "'net.frozen.", "one flat parameter")
         for case in ("frozen and trainable", "frozen and trainable under Fabric"):
-            assert_says(told[case], "frozen", "use_orig_params=True", "auto_wrap_policy")
+            assert_says(messages[case], "frozen", "use_orig_params=True", "auto_wrap_policy")
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -471,14 +469,7 @@ def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 def one_group_oracle() -> list[float]:
     net = oracle.new_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, eps=1e-3)
-    losses = []
-    for x, y in oracle.global_batches(2) * 2:
-        loss = mse_loss(net(x), y)
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    return means(run_steps(net, optimizer, oracle.global_batches(2) * 2))
 
 
 @pytest.mark.parametrize("way", CHECKPOINTED)
@@ -530,21 +521,20 @@ class Idle(nn.Module):
         return output
 
 
-def names_after_three_passes(options: dict[str, Any], accumulating: bool) -> tuple[list[str], list[str]]:
-    fabric = new_fabric("fsdp_native", dist_size(), {"auto_wrap_policy": {nn.Linear}, **options})
-    net = Idle()
-    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
+def names_after_three_passes(
+    world_size: int, options: dict[str, Any], accumulating: bool
+) -> tuple[list[str], list[str]]:
+    options = {"auto_wrap_policy": {nn.Linear}, **options}
+    fabric, _, model, optimizer = set_up(
+        options, net=Idle(), optimizer=lambda net: torch.optim.AdamW(net.parameters()), world_size=world_size
+    )
     for batch in range(3):
         with fabric.no_backward_sync(model, enabled=accumulating and batch < 2):
             fabric.backward(model(torch.ones(2, 4)).sum())
     optimizer.step()
     sharded = sharded_by(fabric.strategy)
-    held = [part.name for parts in sharded.layout().values() for part in parts]
-    return sorted(held), sorted(sharded.optimizer_state(optimizer.optimizer)["param_groups"][0]["params"])  # type: ignore[attr-defined]
-
-
-def dist_size() -> int:
-    return int(os.environ["WORLD_SIZE"])
+    names = [part.name for parts in sharded.layout().values() for part in parts]
+    return sorted(names), sorted(sharded.optimizer_state(optimizer.optimizer)["param_groups"][0]["params"])
 
 
 @pytest.mark.parametrize("accumulating", [False, True])
@@ -556,8 +546,8 @@ def test_a_parameter_that_is_never_used_stays_the_models(
 ) -> None:
     """Several backward passes before a step, of which none comes to the root's own parameter."""
     names = sorted(name for name, _ in Idle().named_parameters())
-    for held, trained in ranks.run(world_size, names_after_three_passes, options, accumulating):
-        assert held == trained == names
+    for of_layout, of_optimizer in ranks.run(world_size, names_after_three_passes, world_size, options, accumulating):
+        assert of_layout == of_optimizer == names
 
 
 # -- units that return what they were given ----------------------------------------------------------------------------
@@ -567,89 +557,76 @@ class Skippable(nn.Module):
     """A layer that is skipped on rank 0, and then returns its input.
 
     Args:
-        given: What it is called with, and returns: ``"a tensor"``, ``"tensors"``, or ``"a dict by keyword"``.
+        form: What it is called with, and returns: ``"a tensor"``, ``"tensors"``, or ``"a dict by keyword"``.
     """
 
-    def __init__(self, given: str) -> None:
+    def __init__(self, form: str) -> None:
         super().__init__()
-        self.linear, self.given = nn.Linear(FEATURES, FEATURES), given
+        self.linear, self.form = nn.Linear(FEATURES, FEATURES), form
 
     def forward(self, *args: Any, **more: Any) -> Any:
-        inputs = [more["inputs"]["x"]] if self.given == "a dict by keyword" else args
+        inputs = [more["inputs"]["x"]] if self.form == "a dict by keyword" else args
         outputs = [x if _skips else x + torch.tanh(self.linear(x)) for x in inputs]
-        if self.given == "a dict by keyword":
+        if self.form == "a dict by keyword":
             return {"x": outputs[0], "of": more["inputs"]}
-        return tuple(outputs) if self.given == "tensors" else outputs[0]
+        return tuple(outputs) if self.form == "tensors" else outputs[0]
 
 
 class Skipping(nn.Module):
     """Layers one after the other with nothing in between, of which rank 0 uses none."""
 
-    def __init__(self, given: str) -> None:
+    def __init__(self, form: str) -> None:
         super().__init__()
         with oracle.seeded(1):
-            self.inp, self.given = nn.Linear(FEATURES, FEATURES), given
-            self.layers = nn.ModuleList(Skippable(given) for _ in range(3))
+            self.inp, self.form = nn.Linear(FEATURES, FEATURES), form
+            self.layers = nn.ModuleList(Skippable(form) for _ in range(3))
 
     def forward(self, x: Any) -> Any:
         x = self.inp(x)
-        if self.given == "tensors":
+        if self.form == "tensors":
             first, second = x, x.flip(1)
             for layer in self.layers:
                 first, second = layer(first, second)
             return first + second
         for layer in self.layers:
-            x = layer(inputs={"x": x})["x"] if self.given == "a dict by keyword" else layer(x)
+            x = layer(inputs={"x": x})["x"] if self.form == "a dict by keyword" else layer(x)
         return x
 
 
 _skips = False
 
 
-def skip_on_rank_0(given: str, accumulate: int) -> dict[str, Any]:
-    """In the last micro-batch of each step."""
+def train_skipping(form: str, accumulate: int, sharded: bool) -> dict[str, Any]:
+    """The weights after two steps, in whose last micro-batch rank 0 skips all layers; of a rank, or of one process."""
     global _skips
-    fabric = new_fabric("fsdp_native", 2, {"auto_wrap_policy": {Skippable}})
-    net = Skipping(given)
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
-    rank = fabric.global_rank
+    net: Any = Skipping(form)
+    if sharded:
+        fabric, net, model, optimizer = set_up({"auto_wrap_policy": {Skippable}}, net=net)
+        shares, backward, waits = [fabric.global_rank], fabric.backward, fabric.no_backward_sync
+    else:
+        model, optimizer = net, oracle.sgd(net)
+        shares, backward, waits = [0, 1], torch.Tensor.backward, lambda *_, **__: nullcontext()
     for i, (x, y) in enumerate(oracle.global_batches(2 * accumulate)):
         last = i % accumulate == accumulate - 1
-        _skips = rank == 0 and last
-        with fabric.no_backward_sync(model, enabled=not last):
-            fabric.backward(mse_loss(model(x[rank::2]), y[rank::2]))
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
-    return full_state(fabric.strategy)
-
-
-def skip_in_one_process(given: str, accumulate: int) -> dict[str, Any]:
-    global _skips
-    net = Skipping(given)
-    optimizer = oracle.sgd(net)
-    for i, (x, y) in enumerate(oracle.global_batches(2 * accumulate)):
         losses = []
-        last = i % accumulate == accumulate - 1
-        for rank in (0, 1):
-            _skips = rank == 0 and last
-            losses.append(mse_loss(net(x[rank::2]), y[rank::2]))
-        torch.stack(losses).mean().backward()
+        with waits(model, enabled=not last):
+            for rank in shares:
+                _skips = rank == 0 and last
+                losses.append(mse_loss(model(x[rank::2]), y[rank::2]))
+            backward(torch.stack(losses).mean())
         if last:
             optimizer.step()
             optimizer.zero_grad()
-    return net.state_dict()
+    return full_state(fabric.strategy) if sharded else net.state_dict()
 
 
 @pytest.mark.parametrize(
-    ("given", "accumulate"), [("a tensor", 1), ("a tensor", 2), ("tensors", 1), ("a dict by keyword", 1)]
+    ("form", "accumulate"), [("a tensor", 1), ("a tensor", 2), ("tensors", 1), ("a dict by keyword", 1)]
 )
-def test_layers_that_one_rank_skips(ranks: RankPool, given: str, accumulate: int) -> None:
+def test_layers_that_one_rank_skips(ranks: RankPool, form: str, accumulate: int) -> None:
     """Each is called with tensors alone, or with what has to be searched for them; gradients are new, or added to."""
-    want = skip_in_one_process(given, accumulate)
-    got = ranks.run(2, skip_on_rank_0, given, accumulate)[0]
-    assert got.keys() == want.keys()
-    torch.testing.assert_close(got, dict(want), rtol=0, atol=FP32_TOLERANCE)
+    want = train_skipping(form, accumulate, False)
+    assert_close_by_name(ranks.run(2, train_skipping, form, accumulate, True)[0], want)
 
 
 class Probe(nn.Module):
@@ -688,9 +665,7 @@ def train_probed(net: nn.Module, optimizer: Any, backward: Callable[[torch.Tenso
 
 
 def probe_on_ranks() -> dict[str, Any]:
-    fabric = new_fabric("fsdp_native", 2, {"auto_wrap_policy": {Probe}})
-    net = Probed()
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    fabric, _, model, optimizer = set_up({"auto_wrap_policy": {Probe}}, net=Probed())
     train_probed(model, optimizer, fabric.backward, fabric.global_rank)
     return full_state(fabric.strategy)
 
@@ -699,9 +674,7 @@ def test_a_unit_that_returns_its_input_is_gathered_for_a_loss_that_it_keeps(rank
     """The backward pass comes to the unit's output first, although the input waits for the loss's gradient."""
     net = Probed()
     train_probed(net, oracle.sgd(net), torch.Tensor.backward, None)
-    got, want = ranks.run(2, probe_on_ranks)[0], net.state_dict()
-    assert got.keys() == want.keys()
-    torch.testing.assert_close(got, dict(want), rtol=0, atol=FP32_TOLERANCE)
+    assert_close_by_name(ranks.run(2, probe_on_ranks)[0], net.state_dict())
 
 
 def test_clipping_a_module_in_fp64_of_which_a_rank_holds_frozen_elements_alone(ranks: RankPool, tmp_path: Path) -> None:
@@ -731,7 +704,7 @@ def penalised(tmp: str, precision: Any) -> list[str]:
 
 
 def test_what_replaces_half_precision_on_one_rank(ranks: RankPool, tmp_path: Path) -> None:
-    [told] = ranks.run(1, penalised, str(tmp_path), "bf16-mixed")
-    assert_says("\n".join(told), "setStorage", "precision='bf16-true'")
+    [messages] = ranks.run(1, penalised, str(tmp_path), "bf16-mixed")
+    assert_says("\n".join(messages), "setStorage", "precision='bf16-true'")
     for precision in ("bf16-true", "32-true"):
         assert ranks.run(1, penalised, str(tmp_path), precision) == [[]]

@@ -7,6 +7,7 @@ import inspect
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +34,16 @@ import fsdp_core
 from fsdp_core.errors import OptimizerMismatchError
 from fsdp_core.state.fqn import aliases, clean_name
 from fsdp_core.testing import RankPool, oracle
-from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, Block
+from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, Block, Trained
 from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.testing.short_runs import assert_trained_alike, fit_module
 from fsdp_core.testing.state import full_state, held_by, sharded_by, trained_by
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, fit, loader, means, new_fabric, new_trainer
 from fsdp_cuda_native import DDPFullyShardedNativeStrategy, DDPFullyShardedStrategy
 from fsdp_cuda_native.fabric import NativeFSDPStrategy
+from native_runs import FLAT, SHARD_GRAD_OP, WHOLE, set_up
 
-FLAT: dict[str, Any] = {"use_orig_params": False, "auto_wrap_policy": {Block, nn.Linear}}
-KINDS: list[dict[str, Any]] = [
-    {},
-    {"sharding_strategy": "SHARD_GRAD_OP"},
-    {"sharding_strategy": "NO_SHARD"},
-    FLAT,
-]
+KINDS: list[dict[str, Any]] = [{}, SHARD_GRAD_OP, WHOLE, FLAT]
 kinds = pytest.mark.parametrize("options", KINDS, ids=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "flat"])
 
 # -- signatures --------------------------------------------------------------------------------------------------------
@@ -371,8 +368,7 @@ def memory_of_a_trainer(tmp: str, options: dict[str, Any], evaluated: bool) -> d
 def memory_of_a_fabric(tmp: str, options: dict[str, Any], evaluated: bool) -> dict[str, Any]:
     memory = Memory(options)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
-    fabric = new_fabric("fsdp_native", 2, options)
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    fabric, net, model, optimizer = set_up(options, net=net, optimizer=oracle.momentum)
     memory.look(sharded_by(fabric.strategy).root, [optimizer])
     for _ in range(2):
         fabric.backward(model(torch.ones(2, WIDTH)).square().mean())
@@ -426,119 +422,54 @@ def test_process_group_of_the_user_is_left_as_found(ranks: RankPool, tmp_path: P
     assert ranks.run(2, group_of_the_user, str(tmp_path), front_end) == [[True, True, 3]] * 2
 
 
-def fit_twice(tmp: str) -> list[float]:
-    """One Trainer after another; each with a module of its own, and the group of the first."""
-    losses = []
-    for _ in range(2):
-        module = Lit("momentum")
-        run = new_trainer(tmp, "fsdp_native", 2)
-        run.fit(module, loader(2, 2))
-        losses += means(module.losses)
-    return losses
-
-
-def test_one_trainer_after_another(ranks: RankPool, tmp_path: Path) -> None:
-    want, _ = oracle.train_plain(2, oracle.momentum)
-    for losses in ranks.run(2, fit_twice, str(tmp_path)):
-        assert losses == pytest.approx(want * 2, abs=FP32_TOLERANCE)
-
-
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
-class OfItself(Lit):
-    def configure_optimizers(self) -> Any:
-        return oracle.adamw_groups(self)
-
-
-class OfTrainersModel(Lit):
-    """As scripts of Lightning 1.x had to write it."""
-
-    def configure_optimizers(self) -> Any:
-        assert self.trainer.model is not None
-        return oracle.adamw_groups(self.trainer.model)
-
-
-def groups_by_axes(tmp: str, module_class: type[Lit], options: dict[str, Any]) -> tuple[list[float], list[int]]:
-    module = module_class()
-    run = new_trainer(tmp, "fsdp_native", 2, options)
-    run.fit(module, loader(3, 2))
-    return means(module.losses), [held_by(group["params"]) for group in run.optimizers[0].param_groups]
-
-
-@pytest.mark.parametrize("options", KINDS[:3], ids=["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize("module_class", [OfItself, OfTrainersModel])
-def test_groups_by_number_of_axes(
-    ranks: RankPool, tmp_path: Path, module_class: type[Lit], options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("options", KINDS[1:3], ids=["SHARD_GRAD_OP", "NO_SHARD"])
+def test_groups_by_number_of_axes(ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
     """Every parameter is in the group that its own shape puts it in, although shards are 1-D."""
-    want, _ = oracle.train_plain(3, oracle.adamw_groups)
-    got = ranks.run(2, groups_by_axes, str(tmp_path), module_class, options)
-    for losses, _ in got:
-        assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
-    plain = oracle.adamw_groups(oracle.new_net()).param_groups
-    whole = [[p for p in group["params"] if p.ndim] for group in plain]
-    zero_dim = [sum(1 for p in group["params"] if not p.ndim) for group in plain]
-    copies = 2 if options.get("sharding_strategy") == "NO_SHARD" else 1
-    for index in range(2):
-        held = sum(groups[index] for _, groups in got)
-        assert held == copies * sum(p.numel() for p in whole[index]) + 2 * zero_dim[index]
+    want = oracle.train_plain(3, oracle.adamw_groups)
+    assert_trained_alike(ranks.run(2, fit, "fsdp_native", str(tmp_path), 2, 3, "adamw_groups", options), want)
 
 
 class OfAnother(Lit):
-    """Its optimizer holds its own parameters, and those of another module."""
+    """Its optimizer holds its own parameters, and those of another module that is sharded."""
 
     def __init__(self, other: nn.Module) -> None:
         super().__init__()
-        self.others = [other]
+        self.unregistered = [other]
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([*self.parameters(), *self.others[0].parameters()], lr=0.1)
+        return torch.optim.SGD([*self.parameters(), *self.unregistered[0].parameters()], lr=0.1)
 
 
-def refused_optimizers(tmp: str) -> dict[str, str]:
-    def fit_it(module: Lit) -> str:
-        told = refusal(OptimizerMismatchError, lambda: new_trainer(tmp, "fsdp_native", 2).fit(module, loader(1, 2)))
-        assert not module.losses
-        return told
-
+def fit_with_shards_of_another(tmp: str) -> str:
     sharded = Lit()
     new_trainer(tmp, "fsdp_native", 2).fit(sharded, loader(1, 2))
-    fabric = new_fabric("fsdp_native", 2)
-    net, other = oracle.new_net(), oracle.new_net()
-    return {
-        "unsharded": fit_it(OfAnother(oracle.new_net())),
-        "of another sharded one": fit_it(OfAnother(sharded)),
-        "under Fabric": refusal(OptimizerMismatchError, lambda: fabric.setup(net, oracle.sgd(other))),
-    }
+    module = OfAnother(sharded)
+    return refusal(OptimizerMismatchError, lambda: new_trainer(tmp, "fsdp_native", 2).fit(module, loader(1, 2)))
 
 
-def test_optimizer_over_another_module(ranks: RankPool, tmp_path: Path) -> None:
-    for told in ranks.run(2, refused_optimizers, str(tmp_path)):
-        for message in told.values():
-            assert_says(message, "param group 0 of SGD", "none of the sharded model's", "leave it stale")
-            assert_says(message, "fabric.setup(model, optimizer)", "`self.parameters()`")
+def test_optimizer_over_another_sharded_module(ranks: RankPool, tmp_path: Path) -> None:
+    for message in ranks.run(2, fit_with_shards_of_another, str(tmp_path)):
+        assert_says(message, "param group 0 of SGD", "none of the sharded model's", "leave it stale")
 
 
 # -- callbacks ---------------------------------------------------------------------------------------------------------
 
 
-def averaged(tmp: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    run = new_trainer(tmp, "fsdp_native", 2, options, callbacks=[EMAWeightAveraging(decay=0.5)])
-    run.fit(Lit("momentum"), loader(4, 2), loader(1, 2))
-    return full_state(run.strategy)
+def fit_averaged(strategy: str, tmp: str, world_size: int, options: dict[str, Any] | None = None) -> Trained:
+    averaging = {"callbacks": [EMAWeightAveraging(decay=0.5)]}
+    return fit_module(partial(Lit, "momentum"), strategy, tmp, world_size, 4, options, averaging, validates=True)
 
 
 @kinds
 def test_weight_averaging_equals_one_process(ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
-    plain = Lit("momentum")
-    new_trainer(tmp_path, "auto", callbacks=[EMAWeightAveraging(decay=0.5)]).fit(plain, loader(4, 1), loader(1, 1))
+    want = fit_averaged("auto", str(tmp_path), 1)
+    got = ranks.run(2, fit_averaged, "fsdp_native", str(tmp_path), 2, options)
+    assert_trained_alike(got, want)
     _, unaveraged = oracle.train_plain(4, oracle.momentum)
-    for state in ranks.run(2, averaged, str(tmp_path), options):
-        assert state.keys() == plain.state_dict().keys()
-        for name, tensor in plain.state_dict().items():
-            torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
-        assert not torch.allclose(state["net.inp.weight"], unaveraged["inp.weight"], atol=1e-3)
+    assert not torch.allclose(want[1]["net.inp.weight"], unaveraged["inp.weight"], atol=1e-3)
 
 
 class Keeps(ModelSummary):
@@ -574,9 +505,7 @@ def _summon() -> list[dict[str, bool]]:
     """With each kind of options, of what Fabric has returned: which parameters were whole, and written back."""
     found = []
     for options in KINDS:
-        fabric = new_fabric("fsdp_native", 2, options)
-        net = oracle.new_net()
-        model, _ = fabric.setup(net, oracle.momentum(net))
+        fabric, net, model, _ = set_up(options, optimizer=oracle.momentum)
         before, seen = full_state(fabric.strategy), {}
         with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
             for name, parameter in net.named_parameters():
@@ -596,10 +525,9 @@ def _summon() -> list[dict[str, bool]]:
 
 def _names() -> dict[str, tuple[list[str], list[str], list[str]]]:
     """The names of modules, parameters and buffers of a net, and of one of its units."""
-    fabric = new_fabric("fsdp_native", 2)
     net = oracle.new_net()
     whole = {name: parameter.shape for name, parameter in net.named_parameters()}
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    fabric, net, model, optimizer = set_up(net=net, optimizer=oracle.momentum)
     found = {"net": _names_in(net), "unit": _names_in(net.blocks[1])}
     fabric.backward(model(oracle.global_batches(1)[0][0]).sum())
     found["after a backward pass"] = _names_in(net)

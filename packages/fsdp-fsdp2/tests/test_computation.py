@@ -18,16 +18,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, DistributedSampler
 
 import fsdp_core
+from fsdp2_runs import set_up
 from fsdp_core.errors import FSDPError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import Block, Trained, train_plain
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.numerics.parity import assert_buffers_alone, assert_same
-from fsdp_core.testing.training import Lit, means, new_fabric, new_trainer
+from fsdp_core.testing.training import fit, means, new_fabric
 from fsdp_fsdp2.computation.compilation import CompiledForward, compile_units
 from fsdp_fsdp2.computation.prefetch_and_reshard import reshards
 
@@ -40,8 +40,12 @@ class Operations(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.overloadpacket.__name__] += 1
+        if self.is_counted(func, args):
+            self.counts[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
+
+    def is_counted(self, func: Any, args: Any) -> bool:
+        return True
 
 
 class Saved(saved_tensors_hooks):
@@ -64,9 +68,9 @@ def trained_with(
     options: dict[str, Any], world_size: int = 2, accumulate: int = 1, precision: Any = None, steps: int = 4
 ) -> tuple[Trained, Counts]:
     """Train the oracle's net, whose blocks are seven wide inside, and count what its first batch does."""
-    fabric = new_fabric("fsdp2", world_size, options, precision=precision)
-    net = oracle.new_net(width=16)
-    model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
+    fabric, _, model, optimizer = set_up(
+        options, net=oracle.new_net(width=16), optimizer=oracle.adamw_groups, world_size=world_size, precision=precision
+    )
     runtime: Any = fabric.strategy.runtime  # type: ignore[attr-defined]
     rank, ranks = runtime.data_parallel_rank, runtime.data_parallel_world_size
     losses, saved, operations = [], Saved(), Operations()
@@ -162,9 +166,7 @@ def reductions_on(accumulate: int) -> tuple[Counter[str], Counter[str], str]:
                 micro_batch(index, model, lambda x=x, y=y: backward(nn.functional.mse_loss(model(x), y)))
         return counting.counts
 
-    fabric = new_fabric("fsdp2", 4, HYBRID)
-    net = without_scalars()
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    fabric, net, model, optimizer = set_up(HYBRID, net=without_scalars(), world_size=4)
     counted = run(model, ours, fabric.backward)
     optimizer.zero_grad()
     x, y = batches[0]
@@ -183,20 +185,14 @@ def reductions_on(accumulate: int) -> tuple[Counter[str], Counter[str], str]:
     return counted, run(fully_shard(other, mesh=mesh), by_hand, torch.Tensor.backward), told
 
 
-class Collectives(TorchDispatchMode):
+class Collectives(Operations):
     """Counts reductions of floating-point tensors."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if "reduce" in name and func.namespace == "c10d":
-            tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-            if tensors[0].is_floating_point():
-                self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
+    def is_counted(self, func: Any, args: Any) -> bool:
+        if "reduce" not in func.overloadpacket.__name__ or func.namespace != "c10d":
+            return False
+        tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+        return bool(tensors[0].is_floating_point())
 
 
 def without_scalars() -> Any:
@@ -341,9 +337,9 @@ def continued(folder: str, keywords: dict[str, Any]) -> Trained:
     """Two steps with compiled units, and two without."""
     losses = []
     for compile, part in ((keywords, (0, 1)), (False, (2, 3))):
-        fabric = new_fabric("fsdp2", 2, {"compile": compile})
-        net = oracle.new_net(width=16)
-        model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
+        fabric, _, model, optimizer = set_up(
+            {"compile": compile}, net=oracle.new_net(width=16), optimizer=oracle.adamw_groups
+        )
         if not compile:
             fabric.load(folder, {"model": model, "optimizer": optimizer})
         for i in part:
@@ -557,26 +553,6 @@ def test_copies_of_compiled_modules_run_themselves() -> None:
     assert other.forward.__self__ is other  # type: ignore[attr-defined]
 
 
-class Fitted(Lit):
-    """Divides the oracle's batches among the data-parallel ranks itself."""
-
-    def train_dataloader(self) -> Any:
-        data: Any = oracle.dataset(oracle.BATCH * 4)
-        assert self.trainer is not None
-        share = self.trainer.distributed_sampler_kwargs
-        assert share is not None
-        sampler: Any = DistributedSampler(data, **share, shuffle=False)
-        return DataLoader(data, batch_size=oracle.BATCH // share["num_replicas"], sampler=sampler)
-
-
-def fit_with(options: dict[str, Any], world_size: int, tmp: str, trainer: dict[str, Any]) -> Trained:
-    module = Fitted("adamw_groups", width=16)
-    run = new_trainer(tmp, "fsdp2", world_size, options, **trainer)
-    run.fit(module)
-    state = {name.removeprefix("net."): value for name, value in full_state(run.strategy).items()}
-    return means(module.losses), state
-
-
 def test_under_the_trainer(ranks: RankPool, tmp_path: Path) -> None:
     options = {
         **HYBRID,
@@ -587,9 +563,9 @@ def test_under_the_trainer(ranks: RankPool, tmp_path: Path) -> None:
         "backward_prefetch_depth": 2,
         "reshard_after_forward": {Block},
     }
-    got = ranks.run(
-        4, fit_with, options, 4, str(tmp_path), {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}, timeout=180.0
-    )
+    trainer = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+    arguments = ("fsdp2", str(tmp_path), 4, 4, "adamw_groups", options, trainer, {"width": 16})
+    got = ranks.run(4, fit, *arguments, timeout=180.0)
     want = train_plain(4, oracle.adamw_groups, net=oracle.new_net(width=16), accumulate=2, clip_norm=0.05)
     assert_same(got, want)
 

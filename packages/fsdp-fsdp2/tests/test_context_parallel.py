@@ -17,11 +17,14 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import fsdp_core
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
-from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing import RankPool, oracle, short_runs
+from fsdp_core.testing.meshes import DeclaredMesh
 from fsdp_core.testing.oracle import Trained
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.state import full_optimizer_state, full_state
+from fsdp_core.testing.short_runs import assert_trained_alike
+from fsdp_core.testing.state import full_state
 from fsdp_core.testing.training import means, new_fabric, new_trainer
+from mesh_runs import assert_moves
 
 pytestmark = pytest.mark.everything
 
@@ -124,40 +127,24 @@ def plain(kind: str = "causal", accumulate: int = 1, clip: float | None = None) 
     return losses, {name: value.detach() for name, value in net.state_dict().items()}
 
 
-def assert_same(got: list[Trained], want: Trained) -> None:
-    for losses, state in got:
-        assert losses == pytest.approx(want[0], abs=oracle.FP32_TOLERANCE)
-        torch.testing.assert_close(state, want[1], rtol=oracle.FP32_TOLERANCE, atol=oracle.FP32_TOLERANCE)
+def plan(prefix: str) -> dict[str, Any]:
+    columns, rows = ("attention.q", "attention.kv", "up"), ("attention.out", "down")
+    styles: dict[str, Any] = {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
+    return {"tp_plan": {f"{prefix}blocks.*.{name}": style for name, style in styles.items()}}
 
 
-PLAN: dict[str, Any] = {
-    "blocks.*.attention.q": "colwise",
-    "blocks.*.attention.kv": "colwise",
-    "blocks.*.attention.out": "rowwise",
-    "blocks.*.up": "colwise",
-    "blocks.*.down": "rowwise",
-}
-
-#: Options and the number of ranks.
-MESHES: dict[str, tuple[dict[str, Any], int]] = {
-    "context 2": ({"context_parallel_size": 2}, 2),
-    "context 4": ({"context_parallel_size": 4}, 4),
-    "shard 2 x context 2": ({"context_parallel_size": 2, "data_parallel_size": 2}, 4),
-    "replicate 2 x context 2": (
-        {"context_parallel_size": 2, "data_parallel_size": 1, "data_parallel_replicate_size": 2},
-        4,
+MESHES: dict[str, DeclaredMesh] = {
+    "context 2": DeclaredMesh(ranks=2, options={"context_parallel_size": 2}),
+    "context 4": DeclaredMesh(ranks=4, options={"context_parallel_size": 4}),
+    "shard 2 x context 2": DeclaredMesh(ranks=4, options={"context_parallel_size": 2, "data_parallel_size": 2}),
+    "replicate 2 x context 2": DeclaredMesh(
+        ranks=4, options={"context_parallel_size": 2, "data_parallel_size": 1, "data_parallel_replicate_size": 2}
     ),
-    "context 2 x tensor 2": ({"context_parallel_size": 2, "tensor_parallel_size": 2, "tp_plan": PLAN}, 4),
-    "shard 2": ({}, 2),
+    "context 2 x tensor 2": DeclaredMesh(
+        ranks=4, options={"context_parallel_size": 2, "tensor_parallel_size": 2}, plan=plan
+    ),
+    "shard 2": DeclaredMesh(ranks=2),
 }
-
-
-def options_of(mesh: str, prefix: str = "") -> dict[str, Any]:
-    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-    options = dict(MESHES[mesh][0])
-    if "tp_plan" in options:
-        options["tp_plan"] = {prefix + name: styles[style]() for name, style in options["tp_plan"].items()}
-    return options
 
 
 def sampled(data: Any, strategy: Any, **options: Any) -> DataLoader[Any]:
@@ -204,7 +191,7 @@ class Lit(pl.LightningModule):
 
 def fit_on(mesh: str, tmp: str, kind: str, trainer: dict[str, Any], options: dict[str, Any]) -> Any:
     module = Lit(kind)
-    run = new_trainer(tmp, "fsdp2", MESHES[mesh][1], {**options_of(mesh, "net."), **options}, **trainer)
+    run = new_trainer(tmp, "fsdp2", MESHES[mesh].ranks, {**MESHES[mesh].options_for("net."), **options}, **trainer)
     run.fit(module)
     state = {name.removeprefix("net."): value for name, value in full_state(run.strategy).items()}
     trained = means(module.losses), state
@@ -218,14 +205,14 @@ def fit_on(mesh: str, tmp: str, kind: str, trainer: dict[str, Any], options: dic
 @pytest.mark.parametrize("mesh", ["context 2", "shard 2 x context 2"])
 def test_trainer_in_every_stage(ranks: RankPool, tmp_path: Path, mesh: str) -> None:
     trainer = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2, "num_sanity_val_steps": 1}
-    got = ranks.run(MESHES[mesh][1], fit_on, mesh, str(tmp_path), "causal", trainer, {})
+    got = ranks.run(MESHES[mesh].ranks, fit_on, mesh, str(tmp_path), "causal", trainer, {})
     want = plain(accumulate=2, clip=0.05)
-    assert_same([trained for trained, *_ in got], want)
+    assert_trained_alike([trained for trained, *_ in got], want)
     net = new_net()
     net.load_state_dict(want[1])
     logits = [net(batch["ids"]) for batch in batches()]
     mean = sum(float(loss_of(y, batch["labels"])) for y, batch in zip(logits, batches(), strict=True)) / STEPS
-    shares = MESHES[mesh][1] // 2
+    shares = MESHES[mesh].ranks // 2
     for rank, (_, logged, tested, predicted, shapes) in enumerate(got):
         assert logged["loss"] == pytest.approx(want[0][-1], abs=oracle.FP32_TOLERANCE)
         assert tested == pytest.approx(mean, abs=oracle.FP32_TOLERANCE)
@@ -235,9 +222,10 @@ def test_trainer_in_every_stage(ranks: RankPool, tmp_path: Path, mesh: str) -> N
 
 
 def fabric_fit_on(mesh: str, kind: str, options: dict[str, Any]) -> Any:
-    fabric = new_fabric("fsdp2", MESHES[mesh][1], {**options_of(mesh), **options})
-    net = new_net()
-    model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
+    options = {**MESHES[mesh].options_for(""), **options}
+    fabric, _, model, optimizer = short_runs.set_up(
+        "fsdp2", options, net=new_net(), optimizer=oracle.adamw_groups, world_size=MESHES[mesh].ranks
+    )
     losses = []
     for batch in fabric.setup_dataloaders(sampled(rows(), fabric.strategy)):
         loss = loss_of(model(batch["ids"], kind, batch["document"]), batch["labels"])
@@ -258,25 +246,17 @@ def every_kind_on(mesh: str) -> list[Any]:
 def test_masks_under_fabric(ranks: RankPool, mesh: str) -> None:
     got = ranks.run(4, every_kind_on, mesh)
     for index, kind in enumerate(("causal", "padded", "packed", "all")):
-        assert_same([by_kind[index] for by_kind in got], plain(kind))
-
-
-def saved_on(mesh: str, folder: str) -> Any:
-    fabric, model, optimizer = trained(mesh)
-    fabric.save(folder, {"model": model, "optimizer": optimizer})
-    return full_state(fabric.strategy), full_optimizer_state(fabric.strategy, optimizer)
-
-
-def loaded_on(mesh: str, folder: str) -> Any:
-    fabric, model, optimizer = trained(mesh)
-    fabric.load(folder, {"model": model, "optimizer": optimizer})
-    return full_state(fabric.strategy), full_optimizer_state(fabric.strategy, optimizer)
+        assert_trained_alike([by_kind[index] for by_kind in got], plain(kind))
 
 
 def trained(mesh: str) -> tuple[Any, Any, Any]:
-    fabric = new_fabric("fsdp2", MESHES[mesh][1], options_of(mesh))
-    net = new_net()
-    model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
+    fabric, _, model, optimizer = short_runs.set_up(
+        "fsdp2",
+        MESHES[mesh].options_for(""),
+        net=new_net(),
+        optimizer=oracle.adamw_groups,
+        world_size=MESHES[mesh].ranks,
+    )
     (batch,) = fabric.setup_dataloaders(DataLoader(batches(1), batch_size=None))  # type: ignore[arg-type]
     fabric.backward(loss_of(model(batch["ids"]), batch["labels"]))
     optimizer.step()
@@ -284,24 +264,10 @@ def trained(mesh: str) -> tuple[Any, Any, Any]:
 
 
 def test_checkpoints_move_between_meshes(ranks: RankPool, tmp_path: Path) -> None:
-    folders = {mesh: str(tmp_path / mesh.replace(" ", "")) for mesh in ("context 2", "context 2 x tensor 2")}
-    wants = {mesh: ranks.run(MESHES[mesh][1], saved_on, mesh, folder) for mesh, folder in folders.items()}
-    for mesh, loaded in (("context 2", "shard 2"), ("context 2 x tensor 2", "context 2")):
-        want, *others = wants[mesh]
-        for states in (*others, *ranks.run(2, loaded_on, loaded, folders[mesh])):
-            torch.testing.assert_close(states, want, rtol=0, atol=0)
-        held = sum(path.stat().st_size for path in Path(folders[mesh]).rglob("*.safetensors"))
-        written = sum(t.numel() * t.element_size() for state in want for t in leaves(state))
-        assert held < written + 2**16  # each byte once, and the files' headers
-    in_one_process = fsdp_core.load_state_dict(folders["context 2"])
-    torch.testing.assert_close(in_one_process, wants["context 2"][0][0], rtol=0, atol=0)
-
-
-def leaves(state: Any) -> list[torch.Tensor]:
-    if isinstance(state, torch.Tensor):
-        return [state]
-    values = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
-    return [tensor for value in values for tensor in leaves(value)]
+    assert_moves(ranks, tmp_path / "both", trained, "context 2 x tensor 2", "context 2", MESHES)
+    model = assert_moves(ranks, tmp_path / "context", trained, "context 2", "shard 2", MESHES)
+    in_one_process = fsdp_core.load_state_dict(tmp_path / "context")
+    torch.testing.assert_close(in_one_process, model, rtol=0, atol=0)
 
 
 class Dropping(nn.Module):
@@ -526,9 +492,8 @@ def test_what_is_wrong_on_a_part_of_a_sequence(ranks: RankPool) -> None:
 
 
 def half_on(precision: str) -> Any:
-    fabric = new_fabric("fsdp2", 2, {"context_parallel_size": 2}, precision)
-    net = new_net()
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    options = {"context_parallel_size": 2}
+    fabric, _, model, optimizer = short_runs.set_up("fsdp2", options, net=new_net(), precision=precision)
     batch = fabric.strategy.split_batch(fabric.to_device(batches(1)[0]))  # type: ignore[attr-defined]
     loss = loss_of(model(batch["ids"], "padded"), batch["labels"])
     fabric.backward(loss)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.utils import _to_kwargs
 
 import fsdp_core
-from fsdp_core import torch_private
 from fsdp_core.huggingface import held_model
-from fsdp_core.torch_private import last_collective
+from fsdp_core.torch_private import process_groups
+from fsdp_core.torch_private.process_groups import last_collective
 
 _CUDA = torch.device("cuda", 0)
 
@@ -142,7 +142,7 @@ def test_collectives_of_nccl_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     of_nccl = _entry("nccl:_all_gather_base", number=3, created=2.0)
     for name, entry in (("_dump_fr_trace_json", of_gloo), ("_dump_nccl_trace_json", of_nccl)):
         text = json.dumps({"entries": [entry]}).encode()
-        monkeypatch.setattr(torch_private._c10d, name, lambda text=text: text, raising=False)
+        monkeypatch.setattr(process_groups._c10d, name, lambda text=text: text, raising=False)
     last = last_collective()
     assert last is not None
     assert (last.name, last.sequence) == ("nccl:_all_gather_base", 8)

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.functional import mse_loss
 
 import fsdp_core
 from fsdp_core.errors import ShardingError
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.short_runs import run_steps
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.suite.refusals.bad_options import BOTH
 from fsdp_core.testing.training import means, new_fabric
-from fsdp_core.torch_private import process_groups
+from fsdp_core.torch_private.process_groups import process_groups
 
 pytestmark = pytest.mark.everything
 
@@ -37,13 +37,7 @@ def looked_up_on() -> Any:
         parallelize_module(block, mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(block, mesh=mesh["data_parallel"], ignored_params={block.gain})
     model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
-    losses = []
-    for x, y in oracle.global_batches(2):
-        loss = mse_loss(model(x), y)
-        losses.append(loss.detach())
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = run_steps(model, optimizer, oracle.global_batches(2), fabric.backward)
     return sizes, made, (means(losses), full_state(fabric.strategy))
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 import test_context_parallel as context
 from fsdp_core import full_state_dict
 from fsdp_core.errors import ShardingError
-from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing import RankPool, oracle, short_runs
 from fsdp_core.testing.oracle import Trained, train_plain
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
@@ -32,9 +32,7 @@ CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
 def called_before_steps(options: dict[str, Any]) -> dict[str, Trained]:
     found = {}
     for name, call in CALLS.items():
-        fabric = new_fabric("fsdp2", 2, options)
-        net = oracle.new_net()
-        model, optimizer = fabric.setup(net, oracle.sgd(net))
+        fabric, net, model, optimizer = short_runs.set_up("fsdp2", options)
         losses = []
         for x, y in oracle.global_batches(3):
             loss = mse_loss(model(x), y)
@@ -84,17 +82,10 @@ def test_gathered_memory_that_is_kept(ranks: RankPool) -> None:
 
 
 def pruned_before() -> Trained:
-    fabric = new_fabric("fsdp2", 2, {"auto_wrap_policy": {oracle.Block}})
-    net = new_pruned()
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
-    losses = []
-    for x, y in oracle.global_batches(3):
-        loss = mse_loss(model(x), y)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, full_state(fabric.strategy)
+    options = {"auto_wrap_policy": {oracle.Block}}
+    fabric, _, model, optimizer = short_runs.set_up("fsdp2", options, net=new_pruned(), optimizer=oracle.momentum)
+    losses = short_runs.run_steps(model, optimizer, oracle.global_batches(3), fabric.backward)
+    return means(losses), full_state(fabric.strategy)
 
 
 def new_pruned() -> oracle.Net:
@@ -186,4 +177,4 @@ def after_context_parallel() -> Trained:
 
 
 def test_model_is_recomputed_without_context_parallelism_of_another(ranks: RankPool) -> None:
-    context.assert_same(ranks.run(2, after_context_parallel), context.plain())
+    assert_same(ranks.run(2, after_context_parallel), context.plain())

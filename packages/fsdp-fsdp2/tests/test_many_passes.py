@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.functional import mse_loss
 
+from fsdp2_runs import set_up
 from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.measuring.collectives import Layer, count_in_steps, new_layers
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says
+from fsdp_core.testing.short_runs import assert_close_by_name, assert_fits_as_plain, fit_module
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.numerics.fabric_steps import assert_gradients_wait, assert_whole_steps
 from fsdp_core.testing.suite.numerics.many_passes import (
@@ -32,7 +33,7 @@ from fsdp_core.testing.suite.numerics.many_passes import (
     write_before_backward,
     write_before_backward_plainly,
 )
-from fsdp_core.testing.training import loader, new_fabric, new_trainer, own_share
+from fsdp_core.testing.training import Lit, new_fabric, own_share
 from fsdp_core.watch import watcher
 from fsdp_fsdp2.sharded import FSDP2Sharded
 from fsdp_fsdp2.torch_private import forward_passes, frozen_shards, unused_parameters
@@ -192,26 +193,16 @@ def step_with_hooks_of_activations(net: oracle.Net, x: torch.Tensor, y: torch.Te
     return loss
 
 
-class HookingActivations(pl.LightningModule):
+class HookingActivations(Lit):
     def __init__(self) -> None:
-        super().__init__()
-        self.net = oracle.new_net()
+        super().__init__("momentum")
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
         return step_with_hooks_of_activations(self.net, *batch)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return oracle.momentum(self)
 
-
-def trained_with_hooks_of_activations(tmp: str | None) -> dict[str, torch.Tensor]:
-    if tmp is not None:
-        trainer = new_trainer(tmp, "fsdp2", 2)
-        trainer.fit(HookingActivations(), loader(3, 2))
-        return {name.removeprefix("net."): tensor for name, tensor in full_state(trainer.strategy).items()}
-    fabric = new_fabric("fsdp2", 2)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
+def trained_with_hooks_of_activations() -> dict[str, torch.Tensor]:
+    fabric, _, model, optimizer = set_up(optimizer=oracle.momentum)
     for batch in oracle.global_batches(3):
         optimizer.zero_grad()
         fabric.backward(step_with_hooks_of_activations(model.module, *own_share(fabric, batch)))
@@ -219,16 +210,11 @@ def trained_with_hooks_of_activations(tmp: str | None) -> dict[str, torch.Tensor
     return full_state(fabric.strategy)
 
 
-@pytest.mark.parametrize("front", ["fabric", "automatic"])
-def test_hooks_of_activations_that_run_the_whole_net(ranks: RankPool, tmp_path: Path, front: str) -> None:
-    net = oracle.new_net()
-    optimizer = oracle.momentum(net)
-    for batch in oracle.global_batches(3):
-        optimizer.zero_grad()
-        step_with_hooks_of_activations(net, *batch).backward()
-        optimizer.step()
-    for got in ranks.run(2, trained_with_hooks_of_activations, str(tmp_path) if front == "automatic" else None):
-        torch.testing.assert_close(got, dict(net.state_dict()), atol=FP32_TOLERANCE, rtol=0)
+def test_hooks_of_activations_that_run_the_whole_net(ranks: RankPool, tmp_path: Path) -> None:
+    assert_fits_as_plain(ranks, tmp_path, "fsdp2", HookingActivations)
+    _, want = fit_module(HookingActivations, "auto", str(tmp_path), 1, 3)
+    for got in ranks.run(2, trained_with_hooks_of_activations):
+        assert_close_by_name({f"net.{name}": tensor for name, tensor in got.items()}, want)
 
 
 @pytest.mark.skipif(
@@ -257,9 +243,7 @@ def frozen_in_one_of_two_calls(
 
 
 def trained_when_frozen_in_one_call(options: dict[str, Any], first: bool) -> dict[str, torch.Tensor]:
-    fabric = new_fabric("fsdp2", 2, options)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    fabric, net, model, optimizer = set_up(options)
     x, y = own_share(fabric, oracle.global_batches(1)[0])
     fabric.backward(frozen_in_one_of_two_calls(net, model, x, y, first=first))
     optimizer.step()
@@ -280,9 +264,7 @@ def test_parameters_unfrozen_at_their_shards_while_a_unit_stays_gathered(
 
 
 def penalised_outside() -> str:
-    fabric = new_fabric("fsdp2", 2)
-    net = oracle.new_net()
-    model, _ = fabric.setup(net, oracle.sgd(net))
+    fabric, net, model, _ = set_up()
     x, y = own_share(fabric, oracle.global_batches(1)[0])
     try:
         mse_loss(model(x) * net.blocks[0].norm.weight, y)

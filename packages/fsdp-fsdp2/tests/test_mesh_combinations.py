@@ -17,31 +17,25 @@ from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
 
-import test_conformance
-from declared_meshes import MESHES
+from fsdp2_runs import set_up
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.modules.sharded_modules import Unfreezing
-from fsdp_core.testing.suite.numerics.pairs import assert_equals_plain
-from fsdp_core.testing.training import means, new_fabric, new_trainer, strategy_argument
-from test_parallel_axes import OwnLoader
+from fsdp_core.testing.training import means, new_trainer, strategy_argument
+from mesh_runs import MESHES, OwnLoader, assert_combination, own_part
 
 pytestmark = pytest.mark.everything
-
-
-def combined(ranks: RankPool, tmp_path: Path, **labels: str) -> None:
-    assert_equals_plain(ranks, tmp_path, test_conformance.TestFSDP2, **labels)
 
 
 @pytest.mark.parametrize("clip", ["nothing", "norm", "value"])
 def test_manual_optimization_on_a_mesh(ranks: RankPool, tmp_path: Path, clip: str) -> None:
     """A gathered parameter that tensor parallelism has divided is a DTensor: it could not show its shard's gradient."""
-    combined(ranks, tmp_path, mesh="shard 2 x tensor 2", front_end="by hand", accumulate="2", clip=clip)
+    assert_combination(ranks, tmp_path, mesh="shard 2 x tensor 2", front_end="by hand", accumulate="2", clip=clip)
 
 
 def test_module_in_fp64_under_fabric(ranks: RankPool, tmp_path: Path) -> None:
     """Fabric rounded what a model in fp64 returned to fp32."""
-    combined(ranks, tmp_path, mesh="replicate 2 x tensor 2", front_end="fabric", precision="double")
+    assert_combination(ranks, tmp_path, mesh="replicate 2 x tensor 2", front_end="fabric", precision="double")
 
 
 @pytest.mark.parametrize("front_end", ["fabric", "by hand"])
@@ -49,12 +43,14 @@ def test_two_optimizers_of_which_both_are_clipped_before_steps_in_fp16(
     ranks: RankPool, tmp_path: Path, front_end: str
 ) -> None:
     """The first step's ``GradScaler.update()`` made the second divide its gradients by the scale once more."""
-    combined(ranks, tmp_path, front_end=front_end, precision="16-mixed", optimizer="two", clip="norm")
+    assert_combination(ranks, tmp_path, front_end=front_end, precision="16-mixed", optimizer="two", clip="norm")
 
 
 def test_replicas_that_accumulate_offloaded_gradients(ranks: RankPool, tmp_path: Path) -> None:
     options = {"accumulate": "2", "cpu_offload": "True", "optimizer": "adamw", "resume": "amid a step"}
-    combined(ranks, tmp_path, mesh="replicate 2 x shard 2", resumed_on="shard 2 x tensor 2", clip="value", **options)
+    assert_combination(
+        ranks, tmp_path, mesh="replicate 2 x shard 2", resumed_on="shard 2 x tensor 2", clip="value", **options
+    )
 
 
 class Thawed(OwnLoader):
@@ -158,10 +154,9 @@ def scaled_on(mesh: str) -> tuple[list[float], dict[str, Tensor]]:
     fabric.launch()
     net = oracle.new_net(width=8)
     model, optimizer = fabric.setup(net, oracle.sgd(net))
-    runtime: Any = fabric.strategy.runtime  # type: ignore[attr-defined]
     scales = []
     for index, batch in enumerate(oracle.global_batches(3)):
-        x, y = (one.chunk(runtime.data_parallel_world_size)[runtime.data_parallel_rank] for one in batch)
+        x, y = own_part(fabric, batch)
         loss = mse_loss(model(x), y)
         fabric.backward(loss * (torch.inf if index == 1 and fabric.global_rank == fabric.world_size - 1 else 1.0))
         optimizer.step()
@@ -179,9 +174,9 @@ def test_overflow_of_one_rank_skips_the_step_on_a_mesh(ranks: RankPool) -> None:
 
 
 def given_up_on(mesh: str) -> dict[str, Tensor]:
-    fabric = new_fabric("fsdp2", MESHES[mesh].ranks, MESHES[mesh].options_for(""), "16-mixed")
-    net = oracle.new_net(width=8)
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    fabric, _, model, optimizer = set_up(
+        MESHES[mesh].options_for(""), net=oracle.new_net(width=8), world_size=MESHES[mesh].ranks, precision="16-mixed"
+    )
     for x, y in oracle.global_batches(2):
         fabric.backward(mse_loss(model(x), y))
         fabric.clip_gradients(model, optimizer, max_norm=0.1)

@@ -13,110 +13,34 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 import fsdp_core
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
-from fsdp_core.testing import RankPool, oracle
-from fsdp_core.testing.oracle import Trained, train_plain
+from fsdp_core.testing import RankPool, oracle, short_runs
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.state import full_optimizer_state, full_state
-from fsdp_core.testing.suite.numerics.parity import assert_same
-from fsdp_core.testing.training import Lit, means, new_fabric, new_trainer
+from fsdp_core.testing.short_runs import assert_close_by_name, run_steps
+from fsdp_core.testing.state import full_state
+from fsdp_core.testing.training import Lit, new_fabric, new_trainer
+from mesh_runs import (
+    MESHES,
+    PARALLEL,
+    WIDTH,
+    OwnLoader,
+    assert_combination,
+    assert_moves,
+    options_of,
+    own_part,
+    set_up_on,
+)
 
 pytestmark = pytest.mark.everything
 
-WIDTH = 8  # of a block, which two ranks can divide
 
-
-def plan() -> dict[str, Any]:
-    """The blocks' linear layers divided by columns and rows, and the tied pair by rows."""
-    whole = {"inp": ColwiseParallel(output_layouts=Replicate()), "out": ColwiseParallel(output_layouts=Replicate())}
-    return {**whole, "blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
-
-
-#: Options and the number of ranks; the plan is built by each rank.
-MESHES: dict[str, tuple[dict[str, Any], int]] = {
-    "replicate 2 x shard 2": ({"data_parallel_replicate_size": 2}, 4),
-    "replicate 2": ({"data_parallel_replicate_size": 2, "data_parallel_size": 1}, 2),
-    "tensor 2": ({"tensor_parallel_size": 2}, 2),
-    "shard 2 x tensor 2": ({"tensor_parallel_size": 2}, 4),
-    "replicate 2 x tensor 2": (
-        {"data_parallel_replicate_size": 2, "data_parallel_size": 1, "tensor_parallel_size": 2},
-        4,
-    ),
-    "tensor 4": ({"tensor_parallel_size": 4}, 4),
-}
-
-
-def options_of(mesh: str, under_lightning_module: bool = False) -> dict[str, Any]:
-    options, _ = MESHES[mesh]
-    prefix = "net." if under_lightning_module else ""
-    blocks_alone = mesh == "tensor 4"  # which does not divide the other layers
-    own = {f"{prefix}{name}": style for name, style in plan().items() if not blocks_alone or "blocks" in name}
-    return {**options, "tp_plan": own} if "tensor_parallel_size" in options else options
-
-
-class OwnLoader(Lit):
-    """Divides the oracle's batches among the data-parallel ranks itself."""
-
-    steps = 4
-
-    def train_dataloader(self) -> Any:
-        data: Any = oracle.dataset(oracle.BATCH * self.steps)
-        assert self.trainer is not None
-        share = self.trainer.distributed_sampler_kwargs
-        assert share is not None
-        sampler: Any = DistributedSampler(data, **share, shuffle=False)
-        return DataLoader(data, batch_size=oracle.BATCH // share["num_replicas"], sampler=sampler)
-
-
-def fit_on(mesh: str, tmp: str, optimizer: str, trainer: dict[str, Any]) -> tuple[Trained, float]:
-    module = OwnLoader(optimizer, width=WIDTH)
-    run = new_trainer(tmp, "fsdp2", MESHES[mesh][1], options_of(mesh, under_lightning_module=True), **trainer)
-    run.fit(module)
-    state = {name.removeprefix("net."): value for name, value in full_state(run.strategy).items()}
-    return (means(module.losses), state), float(run.callback_metrics["loss"])
-
-
-def fabric_fit_on(mesh: str, accumulate: int, max_norm: float | None) -> Trained:
-    fabric = new_fabric("fsdp2", MESHES[mesh][1], options_of(mesh))
-    net = oracle.new_net(width=WIDTH)
-    model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
-    shares = fabric.strategy.runtime.data_parallel_world_size  # type: ignore[attr-defined]
-    data: Any = oracle.dataset(oracle.BATCH * 4)
-    losses = []
-    for i, (x, y) in enumerate(fabric.setup_dataloaders(DataLoader(data, batch_size=oracle.BATCH // shares))):
-        stepping = (i + 1) % accumulate == 0
-        with fabric.no_backward_sync(model, enabled=not stepping):
-            loss = nn.functional.mse_loss(model(x), y)
-            losses.append(loss.detach())
-            fabric.backward(loss / accumulate)
-        if stepping:
-            if max_norm is not None:
-                fabric.clip_gradients(model, optimizer, max_norm=max_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-    return means(losses), full_state(fabric.strategy)
-
-
-def plain(optimizer: str, **options: Any) -> Trained:
-    return train_plain(4, getattr(oracle, optimizer), net=oracle.new_net(width=WIDTH), **options)
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_trainer_equals_plain(ranks: RankPool, tmp_path: Path, mesh: str) -> None:
-    clip = {"gradient_clip_val": 0.05}
-    got = ranks.run(MESHES[mesh][1], fit_on, mesh, str(tmp_path), "adamw_groups", clip)
-    want = plain("adamw_groups", clip_norm=0.05)
-    assert_same([trained for trained, _ in got], want)
-    assert [logged for _, logged in got] == pytest.approx([want[0][-1]] * len(got), abs=oracle.FP32_TOLERANCE)
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_accumulation_under_fabric_equals_plain(ranks: RankPool, mesh: str) -> None:
-    got = ranks.run(MESHES[mesh][1], fabric_fit_on, mesh, 2, 0.05)
-    assert_same(got, plain("adamw_groups", accumulate=2, clip_norm=0.05))
+@pytest.mark.parametrize("mesh", PARALLEL)
+@pytest.mark.parametrize("loop", [{"front_end": "trainer"}, {"front_end": "fabric", "accumulate": "2"}], ids=str)
+def test_training_equals_plain(ranks: RankPool, tmp_path: Path, mesh: str, loop: dict[str, str]) -> None:
+    assert_combination(ranks, tmp_path, mesh=mesh, clip="norm", optimizer="adamw", **loop)
 
 
 ORDERS = (1.0, float("inf"))
@@ -133,16 +57,14 @@ def test_norm_of_gradients_sharded_over_different_axes(ranks: RankPool) -> None:
 
 
 def norms_on(mesh: str) -> list[float]:
-    fabric = new_fabric("fsdp2", MESHES[mesh][1], options_of(mesh))
-    net = oracle.new_net(width=WIDTH)
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
-    x, y = fabric.to_device(oracle.global_batches(1)[0])
+    fabric, _, model, optimizer = set_up_on(mesh)
+    x, y = oracle.global_batches(1)[0]
     fabric.backward(nn.functional.mse_loss(model(x), y))
     return [float(fabric.clip_gradients(model, optimizer, max_norm=1e9, norm_type=order)) for order in ORDERS]
 
 
 def seen_on(mesh: str, shuffle: bool) -> tuple[int, list[list[float]]]:
-    fabric = new_fabric("fsdp2", MESHES[mesh][1], options_of(mesh))
+    fabric = new_fabric("fsdp2", MESHES[mesh].ranks, options_of(mesh))
     data: Any = [float(i) for i in range(16)]
     with mock.patch.dict(os.environ, {"PL_GLOBAL_SEED": "3"}):  # by which Lightning's sampler shuffles
         loader = fabric.setup_dataloaders(DataLoader(data, batch_size=2, shuffle=shuffle))
@@ -158,23 +80,9 @@ def test_tensor_parallel_peers_see_the_same_batches(ranks: RankPool, shuffle: bo
     assert sorted(x for _, batches in (got[0], got[2]) for batch in batches for x in batch) == list(range(16))
 
 
-def saved_on(mesh: str, folder: str) -> Any:
-    fabric, model, optimizer = trained(mesh)
-    fabric.save(folder, {"model": model, "optimizer": optimizer})
-    return full_state(fabric.strategy), full_optimizer_state(fabric.strategy, optimizer)
-
-
-def loaded_on(mesh: str | None, folder: str) -> Any:
-    fabric, model, optimizer = trained(mesh)
-    fabric.load(folder, {"model": model, "optimizer": optimizer})
-    return full_state(fabric.strategy), full_optimizer_state(fabric.strategy, optimizer)
-
-
-def trained(mesh: str | None) -> tuple[Any, Any, Any]:
-    fabric = new_fabric("fsdp2", MESHES[mesh][1] if mesh else 2, options_of(mesh) if mesh else None)
-    net = oracle.new_net(width=WIDTH)
-    model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
-    x, y = fabric.to_device(oracle.global_batches(1)[0])
+def train_on(mesh: str) -> tuple[Any, Any, Any]:
+    fabric, _, model, optimizer = set_up_on(mesh, optimizer=oracle.adamw_groups)
+    x, y = oracle.global_batches(1)[0]
     fabric.backward(nn.functional.mse_loss(model(x), y))
     optimizer.step()
     return fabric, model, optimizer
@@ -183,57 +91,46 @@ def trained(mesh: str | None) -> tuple[Any, Any, Any]:
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        ("shard 2 x tensor 2", None),
+        ("shard 2 x tensor 2", "shard 2"),
         ("shard 2 x tensor 2", "replicate 2 x shard 2"),
         ("replicate 2 x shard 2", "tensor 2"),
         ("replicate 2 x tensor 2", "shard 2 x tensor 2"),
     ],
 )
-def test_checkpoints_move_between_meshes(ranks: RankPool, tmp_path: Path, saved: str, loaded: str | None) -> None:
-    folder = str(tmp_path / "checkpoint")
-    want, *others = ranks.run(MESHES[saved][1], saved_on, saved, folder)
-    got = ranks.run(MESHES[loaded][1] if loaded else 2, loaded_on, loaded, folder)
-    for states in (*others, *got):
-        torch.testing.assert_close(states, want, rtol=0, atol=0)
-    held = sum(path.stat().st_size for path in (tmp_path / "checkpoint").rglob("*.safetensors"))
-    written = sum(t.numel() * t.element_size() for t in leaves(want))
-    assert held < written + 2**16  # each byte once, and the files' headers
-
-
-def leaves(state: Any) -> list[torch.Tensor]:
-    if isinstance(state, torch.Tensor):
-        return [state]
-    values = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
-    return [tensor for value in values for tensor in leaves(value)]
+def test_checkpoints_move_between_meshes(ranks: RankPool, tmp_path: Path, saved: str, loaded: str) -> None:
+    assert_moves(ranks, tmp_path / "checkpoint", train_on, saved, loaded)
 
 
 def axes_on(mesh: str) -> tuple[Any, ...]:
-    strategy: Any = new_fabric("fsdp2", MESHES[mesh][1], options_of(mesh)).strategy
-    whole = strategy.device_mesh
-    left_out = next(axis for axis in ("tensor_parallel", "data_parallel_replicate") if axis not in whole.mesh_dim_names)
-    assert_says(refusal(KeyError, lambda: whole["data_parallel", left_out]), left_out, "one rank", "apart")
-    return whole.mesh_dim_names, whole["tensor_parallel"].size(), whole["data_parallel_replicate"].size(), strategy.mesh
+    strategy: Any = new_fabric("fsdp2", MESHES[mesh].ranks, options_of(mesh)).strategy
+    mesh_of_all = strategy.device_mesh
+    left_out = next(
+        axis for axis in ("tensor_parallel", "data_parallel_replicate") if axis not in mesh_of_all.mesh_dim_names
+    )
+    assert_says(refusal(KeyError, lambda: mesh_of_all["data_parallel", left_out]), left_out, "one rank", "apart")
+    sizes = (mesh_of_all[axis].size() for axis in ("tensor_parallel", "data_parallel_replicate"))
+    return mesh_of_all.mesh_dim_names, *sizes, strategy.mesh
 
 
 @pytest.mark.parametrize("mesh", ["replicate 2", "shard 2 x tensor 2"])
 def test_axes_of_one_rank_are_left_out_and_can_be_looked_up(ranks: RankPool, mesh: str) -> None:
-    sizes = MESHES[mesh][0]
-    for names, tensor, replicate, data in ranks.run(MESHES[mesh][1], axes_on, mesh):
+    sizes = MESHES[mesh].options
+    for names, tensor, replicate, data in ranks.run(MESHES[mesh].ranks, axes_on, mesh):
         assert tensor == sizes.get("tensor_parallel_size", 1) == data.tensor_parallel
         assert replicate == sizes.get("data_parallel_replicate_size", 1) == data.data_parallel_replicate
         assert ("tensor_parallel" in names, "data_parallel_replicate" in names) == (tensor > 1, replicate > 1)
 
 
 def device_mesh_of_module(tmp: str) -> tuple[int, int]:
-    found: list[Any] = []
+    meshes: list[Any] = []
 
     class Looks(Lit):
         def configure_model(self) -> None:
-            found.append(self.device_mesh)
+            meshes.append(self.device_mesh)
 
     run = new_trainer(tmp, "fsdp2", 2, options_of("replicate 2"))
     run.validate(Looks(width=WIDTH), DataLoader([torch.ones(oracle.FEATURES)] * 0, batch_size=1), verbose=False)
-    (mesh,) = found
+    (mesh,) = meshes
     return mesh["data_parallel_replicate"].size(), mesh["tensor_parallel"].size()
 
 
@@ -310,9 +207,9 @@ def unfit() -> dict[str, str]:
 
 
 def test_plan_that_does_not_fit(ranks: RankPool) -> None:
-    for told in ranks.run(2, unfit):
+    for messages in ranks.run(2, unfit):
         for case, (_, _, words) in UNFIT.items():
-            assert_says(told[case], *words)
+            assert_says(messages[case], *words)
 
 
 #: Options, on two ranks, and what the message says.
@@ -377,14 +274,12 @@ def sequence_parallel_on(world_size: int) -> dict[str, torch.Tensor]:
         "up": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
     }
     styles = {**own, "down": RowwiseParallel(), "up": ColwiseParallel(input_layouts=Shard(1))}
-    fabric = new_fabric("fsdp2", world_size, {"tensor_parallel_size": 2, "tp_plan": styles})
     with oracle.seeded(3):
         net = Normed()
         x = torch.randn(4, 8, 6)
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    runtime: Any = fabric.strategy.runtime  # type: ignore[attr-defined]
-    mine = x.chunk(runtime.data_parallel_world_size)[runtime.data_parallel_rank]
-    fabric.backward(model(mine).square().mean())
+    options = {"tensor_parallel_size": 2, "tp_plan": styles}
+    fabric, _, model, optimizer = short_runs.set_up("fsdp2", options, net=net, world_size=world_size)
+    fabric.backward(model(own_part(fabric, x)).square().mean())
     optimizer.step()
     return full_state(fabric.strategy)
 
@@ -394,17 +289,14 @@ def test_sequence_parallel_norms_get_whole_gradients(ranks: RankPool, world_size
     with oracle.seeded(3):
         net = Normed()
         x = torch.randn(4, 8, 6)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     net(x).square().mean().backward()
-    optimizer.step()
+    oracle.sgd(net).step()
     for got in ranks.run(world_size, sequence_parallel_on, world_size):
-        torch.testing.assert_close(got, dict(net.state_dict()), rtol=oracle.FP32_TOLERANCE, atol=oracle.FP32_TOLERANCE)
+        assert_close_by_name(got, net.state_dict())
 
 
 def gathered_on(mesh: str) -> tuple[list[float], Any]:
-    fabric = new_fabric("fsdp2", MESHES[mesh][1], options_of(mesh))
-    net = oracle.new_net(width=WIDTH)
-    model = fabric.setup(net)
+    fabric, net, model, _ = set_up_on(mesh)
     x, _ = oracle.global_batches(1)[0]
     with fsdp_core.gathered(model, modifier_rank=0):
         output = net(x).flatten().tolist()
@@ -433,8 +325,8 @@ class Scaled(nn.Linear):
 
 
 def gathered_beside_a_buffer(mesh: str) -> tuple[Any, Any, Any]:
-    options = {**MESHES[mesh][0], "tp_plan": {"0": ColwiseParallel(), "1": RowwiseParallel()}}
-    fabric = new_fabric("fsdp2", MESHES[mesh][1], options)
+    options = {"tensor_parallel_size": 2, "tp_plan": {"0": ColwiseParallel(), "1": RowwiseParallel()}}
+    fabric = new_fabric("fsdp2", MESHES[mesh].ranks, options)
     with oracle.seeded(3):
         net = nn.Sequential(Scaled(6, 8), nn.Linear(8, 6))
     model = fabric.setup(net)
@@ -459,48 +351,13 @@ def test_gathered_shows_buffers_of_divided_layers(ranks: RankPool) -> None:
         assert float(scale) == 6.0
 
 
-def stopped_amid_accumulation(mesh: str, folder: str) -> None:
-    fabric, model, optimizer = accumulating(mesh)
-    with fabric.no_backward_sync(model):
-        micro_batch(fabric, model, 0)
-    held = fsdp_core.AccumulatedGradients(model)
-    fabric.save(folder, {"model": model, "optimizer": optimizer, "gradients": held})
-
-
-def resumed_amid_accumulation(mesh: str, folder: str) -> Any:
-    fabric, model, optimizer = accumulating(mesh)
-    held = fsdp_core.AccumulatedGradients(model)
-    fabric.load(folder, {"model": model, "optimizer": optimizer, "gradients": held})
-    micro_batch(fabric, model, 1)
-    optimizer.step()
-    return full_state(fabric.strategy)
-
-
-def accumulating(mesh: str) -> tuple[Any, Any, Any]:
-    fabric = new_fabric("fsdp2", MESHES[mesh][1], options_of(mesh))
-    net = oracle.new_net(width=WIDTH)
-    return fabric, *fabric.setup(net, oracle.sgd(net))
-
-
-def micro_batch(fabric: Any, model: Any, index: int) -> None:
-    runtime: Any = fabric.strategy.runtime
-    x, y = (one.chunk(runtime.data_parallel_world_size)[runtime.data_parallel_rank] for one in BATCHES[index])
-    fabric.backward(nn.functional.mse_loss(model(x), y) / 2)
-
-
-BATCHES = oracle.global_batches(2)
-
-
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [("shard 2 x tensor 2", "shard 2 x tensor 2"), ("shard 2 x tensor 2", "tensor 2"), ("replicate 2", "tensor 2")],
+    [("shard 2 x tensor 2", "the same"), ("shard 2 x tensor 2", "tensor 2"), ("replicate 2", "tensor 2")],
 )
 def test_accumulated_gradients_move_between_meshes(ranks: RankPool, tmp_path: Path, saved: str, loaded: str) -> None:
-    folder = str(tmp_path / "checkpoint")
-    ranks.run(MESHES[saved][1], stopped_amid_accumulation, saved, folder)
-    _, want = train_plain(2, oracle.sgd, accumulate=2, net=oracle.new_net(width=WIDTH))
-    for got in ranks.run(MESHES[loaded][1], resumed_amid_accumulation, loaded, folder):
-        torch.testing.assert_close(got, want, rtol=oracle.FP32_TOLERANCE, atol=oracle.FP32_TOLERANCE)
+    labels = {"accumulate": "2", "resume": "amid a step", "front_end": "fabric"}
+    assert_combination(ranks, tmp_path, mesh=saved, resumed_on=loaded, **labels)
 
 
 class NormedHeads(nn.Module):
@@ -524,39 +381,37 @@ def unplanned_norm(mesh: str, planned: bool) -> tuple[str, str, str]:
     own = {"up": ColwiseParallel(), "down": RowwiseParallel(), **style}
     torch.manual_seed(0)
     net = NormedHeads()
-    fabric = new_fabric("fsdp2", MESHES[mesh][1], {**MESHES[mesh][0], "tp_plan": own})
+    sizes = MESHES[mesh].options
+    fabric = new_fabric("fsdp2", MESHES[mesh].ranks, {**sizes, "tp_plan": own})
     model, optimizer = fabric.setup(net, oracle.sgd(net))
     x, y = fabric.to_device(oracle.global_batches(1)[0])
     fabric.backward(nn.functional.mse_loss(model(x), y))
-    told = refusal(ShardingError, optimizer.step)
+    message = refusal(ShardingError, optimizer.step)
 
     gated = NormedHeads()
     nn.init.zeros_(gated.down.weight)
     model_of_gated, second = fabric.setup(gated, oracle.sgd(gated))
 
     def train() -> None:
-        for x, y in oracle.global_batches(3):
-            second.zero_grad()
-            fabric.backward(nn.functional.mse_loss(model_of_gated(x), y))
-            second.step()
+        run_steps(model_of_gated, second, oracle.global_batches(3), fabric.backward)
 
     late = refusal(ShardingError, train)
 
     module = OwnLoader("sgd", width=WIDTH)
     module.net, module.steps = NormedHeads(), 1
     prefixed = {f"net.{name}": style for name, style in own.items()}
-    run = new_trainer("unused", "fsdp2", MESHES[mesh][1], {**MESHES[mesh][0], "tp_plan": prefixed})
-    return told, refusal(ShardingError, lambda: run.fit(module)), late
+    run = new_trainer("unused", "fsdp2", MESHES[mesh].ranks, {**sizes, "tp_plan": prefixed})
+    return message, refusal(ShardingError, lambda: run.fit(module)), late
 
 
 @pytest.mark.parametrize("mesh", ["tensor 2", "shard 2 x tensor 2"])
 def test_what_the_plan_forgets_is_refused_before_the_first_step(ranks: RankPool, mesh: str) -> None:
     """Each rank would train its own copy of a norm between divided layers."""
-    for refused in ranks.run(MESHES[mesh][1], unplanned_norm, mesh, False):
-        for told in refused:
-            assert_says(told, "norm.weight'", "norm.bias' differ between tensor-parallel ranks", "SequenceParallel(")
-    for taken in ranks.run(MESHES[mesh][1], unplanned_norm, mesh, True):
-        assert [told.split(": ", 1)[1] for told in taken] == ["nothing was raised"] * 3
+    for refused in ranks.run(MESHES[mesh].ranks, unplanned_norm, mesh, False):
+        for message in refused:
+            assert_says(message, "norm.weight'", "norm.bias' differ between tensor-parallel ranks", "SequenceParallel(")
+    for taken in ranks.run(MESHES[mesh].ranks, unplanned_norm, mesh, True):
+        assert [message.split(": ", 1)[1] for message in taken] == ["nothing was raised"] * 3
 
 
 class Dropped(nn.Module):
@@ -622,9 +477,9 @@ def sampled_on(mesh: str) -> tuple[list[tuple[int, int]], list[list[float]], str
     backwards, data = Backwards(), [float(i) for i in range(8)]
     samplers = [backwards.transform_dataloader, lambda loader: None]
     options = {**options_of(mesh), "data_sampler": lambda loader: samplers.pop(0)(loader)}
-    fabric = new_fabric("fsdp2", MESHES[mesh][1], options)
+    fabric = new_fabric("fsdp2", MESHES[mesh].ranks, options)
     batches = [batch.tolist() for batch in fabric.setup_dataloaders(DataLoader(cast("Any", data), batch_size=2))]
-    told = refusal(ShardingError, lambda: fabric.setup_dataloaders(DataLoader(cast("Any", data), batch_size=2)))
+    message = refusal(ShardingError, lambda: fabric.setup_dataloaders(DataLoader(cast("Any", data), batch_size=2)))
     seen = list(backwards.seen)
 
     validated: list[list[float]] = []
@@ -633,18 +488,18 @@ def sampled_on(mesh: str) -> tuple[list[tuple[int, int]], list[list[float]], str
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             validated.append(batch.tolist())
 
-    own = {**options_of(mesh, under_lightning_module=True), "data_sampler": backwards.transform_dataloader}
-    run = new_trainer("unused", "fsdp2", MESHES[mesh][1], own)
+    own = {**options_of(mesh, "net."), "data_sampler": backwards.transform_dataloader}
+    run = new_trainer("unused", "fsdp2", MESHES[mesh].ranks, own)
     run.validate(Validating(width=WIDTH), DataLoader(cast("Any", data), batch_size=2), verbose=False)
-    return seen, batches, told, validated
+    return seen, batches, message, validated
 
 
 def test_data_sampler(ranks: RankPool) -> None:
     """It gets each loader with the sampler of the data-parallel rank, under both front ends."""
-    for rank, (seen, batches, told, validated) in enumerate(ranks.run(4, sampled_on, "shard 2 x tensor 2")):
+    for rank, (seen, batches, message, validated) in enumerate(ranks.run(4, sampled_on, "shard 2 x tensor 2")):
         assert seen == [(rank // 2, 2)]
         assert batches == validated == [[6.0 + rank // 2, 4.0 + rank // 2], [2.0 + rank // 2, 0.0 + rank // 2]]
-        assert_says(told, "data_sampler returned None for a DataLoader", "Return the loader")
+        assert_says(message, "data_sampler returned None for a DataLoader", "Return the loader")
 
 
 def test_a_data_sampler_of_nemo_is_named() -> None:

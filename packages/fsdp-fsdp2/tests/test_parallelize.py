@@ -24,23 +24,16 @@ from torch.utils.data import DataLoader
 from fsdp_core import wrap
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.oracle import train_plain
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_optimizer_state, full_state, local
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import Lit, means, new_fabric, new_trainer
-from test_parallel_axes import MESHES, WIDTH, OwnLoader, options_of, plain
+from mesh_runs import MESHES, PARALLEL, WIDTH, OwnLoader, options_of, own_part, plain
 
 pytestmark = pytest.mark.everything
 
 EACH_BLOCK = {"up": ColwiseParallel, "down": RowwiseParallel}
-
-
-def sizes_of(mesh: str) -> dict[str, Any]:
-    return MESHES[mesh][0] if mesh in MESHES else {}
-
-
-def ranks_of(mesh: str) -> int:
-    return MESHES[mesh][1] if mesh in MESHES else 2
 
 
 def shard_by_hand(net: Any, mesh: Any, **options: Any) -> Any:
@@ -78,8 +71,8 @@ class ByHand(OwnLoader):
 
 
 def by_hand_on(mesh: str, tmp: str, empty: bool) -> Any:
-    options = {**sizes_of(mesh), "activation_checkpointing_policy": {oracle.Block}}
-    run = new_trainer(tmp, "fsdp2", ranks_of(mesh), options, gradient_clip_val=0.05)
+    options = {**MESHES[mesh].options, "activation_checkpointing_policy": {oracle.Block}}
+    run = new_trainer(tmp, "fsdp2", MESHES[mesh].ranks, options, gradient_clip_val=0.05)
     module = ByHand(empty, again=not empty)
     torch.manual_seed(1)  # of a model without memory, when it gets some
     run.fit(module)
@@ -87,7 +80,7 @@ def by_hand_on(mesh: str, tmp: str, empty: bool) -> Any:
     state = {name.removeprefix("net."): value for name, value in full_state(run.strategy).items()}
     kept = sum(local(p).numel() for p in module.parameters())
     logged = float(run.callback_metrics["loss"])
-    again = new_trainer(tmp, "fsdp2", ranks_of(mesh), sizes_of(mesh), max_epochs=2)
+    again = new_trainer(tmp, "fsdp2", MESHES[mesh].ranks, MESHES[mesh].options, max_epochs=2)
     other = ByHand(not empty)
     again.fit(other, ckpt_path=str(Path(tmp) / "by hand"))
     means_of_both = means(module.losses), means(other.losses)
@@ -106,13 +99,13 @@ def by_hand_on(mesh: str, tmp: str, empty: bool) -> Any:
     ],
 )
 def test_configure_model_that_shards_equals_plain(ranks: RankPool, tmp_path: Path, mesh: str, empty: bool) -> None:
-    got = ranks.run(ranks_of(mesh), by_hand_on, mesh, str(tmp_path), empty)
+    got = ranks.run(MESHES[mesh].ranks, by_hand_on, mesh, str(tmp_path), empty)
     want = plain("adamw_groups", clip_norm=0.05)
     assert_same([trained for trained, *_ in got], want)
-    whole = sum(p.numel() for p in oracle.new_net(width=WIDTH).parameters())
+    total = sum(p.numel() for p in oracle.new_net(width=WIDTH).parameters())
     for _, logged, kept, *_ in got:
         assert logged == pytest.approx(want[0][-1], abs=oracle.FP32_TOLERANCE)
-        assert kept < 0.8 * whole
+        assert kept < 0.8 * total
     second = train_on(*want)
     for *_, resumed, moments in got:
         assert resumed == pytest.approx(second[0], abs=oracle.FP32_TOLERANCE)
@@ -123,17 +116,9 @@ def train_on(losses: list[float], state: dict[str, Any]) -> Any:
     """Eight steps at once, the last four without clipping; the losses of these."""
     net = oracle.new_net(width=WIDTH)
     optimizer = oracle.adamw_groups(net)
-    seen = []
-    for epoch in range(2):
-        for x, y in oracle.global_batches(4):
-            loss = mse_loss(net(x), y)
-            seen.append(loss.item())
-            loss.backward()
-            if not epoch:
-                nn.utils.clip_grad_norm_(net.parameters(), 0.05)
-            optimizer.step()
-            optimizer.zero_grad()
-    return seen[4:], net.state_dict()
+    train_plain(4, lambda _: optimizer, net=net, clip_norm=0.05)
+    losses, state = train_plain(4, lambda _: optimizer, net=net)
+    return losses, state
 
 
 calls: list[Any] = []
@@ -156,8 +141,8 @@ def with_options(module: Any, mesh: Any, *, tp_plan: Any, **options: Any) -> Any
 
 def by_function_on(mesh: str, function: Any, empty: bool) -> Any:
     calls.clear()
-    options = {**(options_of(mesh) if function is with_options else sizes_of(mesh)), "parallelize_fn": function}
-    fabric = new_fabric("fsdp2", ranks_of(mesh), options)
+    options = {**(options_of(mesh) if function is with_options else MESHES[mesh].options), "parallelize_fn": function}
+    fabric = new_fabric("fsdp2", MESHES[mesh].ranks, options)
     torch.manual_seed(fabric.global_rank + 5)  # rank 0's values win
     with fabric.init_module(empty_init=empty):
         net: Any = oracle.Net(width=WIDTH)
@@ -170,10 +155,9 @@ def by_function_on(mesh: str, function: Any, empty: bool) -> Any:
     else:
         model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
     fabric.strategy.parallelize()  # type: ignore[attr-defined]
-    runtime: Any = fabric.strategy.runtime  # type: ignore[attr-defined]
     losses = []
     for batch in oracle.global_batches(4):
-        x, y = (one.chunk(runtime.data_parallel_world_size)[runtime.data_parallel_rank] for one in batch)
+        x, y = own_part(fabric, batch)
         loss = mse_loss(model(x), y)
         losses.append(loss.detach())
         fabric.backward(loss)
@@ -193,7 +177,7 @@ def by_function_on(mesh: str, function: Any, empty: bool) -> Any:
     ],
 )
 def test_parallelize_fn_equals_plain(ranks: RankPool, mesh: str, function: Any, empty: bool) -> None:
-    got = ranks.run(ranks_of(mesh), by_function_on, mesh, function, empty)
+    got = ranks.run(MESHES[mesh].ranks, by_function_on, mesh, function, empty)
     assert_same([trained for trained, *_ in got], plain("adamw_groups", clip_norm=0.05))
     for _, called, units in got:
         assert len(called) == 1
@@ -243,7 +227,7 @@ def test_units_keep_their_own_options(ranks: RankPool) -> None:
 
 
 def built_empty_on(mesh: str) -> Any:
-    fabric = new_fabric("fsdp2", ranks_of(mesh), options_of(mesh) if mesh in MESHES else None)
+    fabric = new_fabric("fsdp2", MESHES[mesh].ranks, options_of(mesh))
     torch.manual_seed(fabric.global_rank + 1)
     with fabric.init_module(empty_init=True):
         net = oracle.Net(width=WIDTH)
@@ -252,10 +236,10 @@ def built_empty_on(mesh: str) -> Any:
     return full_state(fabric.strategy)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", PARALLEL)
 def test_built_without_memory_equals_unsharded(ranks: RankPool, mesh: str) -> None:
     want = dict(oracle.new_net(width=WIDTH).state_dict())
-    for state in ranks.run(ranks_of(mesh), built_empty_on, mesh):
+    for state in ranks.run(MESHES[mesh].ranks, built_empty_on, mesh):
         torch.testing.assert_close(state, want, rtol=0, atol=0)
 
 
@@ -310,14 +294,12 @@ class LitWords(Lit):
         return loss
 
     def train_dataloader(self) -> Any:
-        runtime = self.trainer.strategy.runtime
-        mine = [one.chunk(runtime.data_parallel_world_size)[runtime.data_parallel_rank] for one in words(3)]
+        mine = [own_part(self.trainer, batch) for batch in words(3)]
         return DataLoader(mine, batch_size=None)
 
 
 def words_under_trainer(tmp: str, world_size: int) -> Any:
-    plan = words_plan("net.") | {"net.up": ColwiseParallel(), "net.norm": SequenceParallel(use_local_output=True)}
-    plan["net.norm"] = PartOfSequence()
+    plan = {**words_plan("net."), "net.norm": PartOfSequence()}
     options = {"tensor_parallel_size": 2, "loss_parallel": True, "tp_plan": plan}
     run = new_trainer(tmp, "fsdp2", world_size, options, gradient_clip_val=0.2, use_distributed_sampler=False)
     module = LitWords()
@@ -327,17 +309,15 @@ def words_under_trainer(tmp: str, world_size: int) -> Any:
 
 
 def words_under_fabric(world_size: int) -> Any:
-    plan = words_plan()
-    plan["norm"] = PartOfSequence()
+    plan = {**words_plan(), "norm": PartOfSequence()}
     fabric = new_fabric("fsdp2", world_size, {"tensor_parallel_size": 2, "loss_parallel": True, "tp_plan": plan})
     with oracle.seeded(3):
         net = Words()
     model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
     model.mark_forward_method("training_step")
-    runtime: Any = fabric.strategy.runtime  # type: ignore[attr-defined]
     losses, kinds = [], set()
     for batch in words(3):
-        loss = model.training_step(batch.chunk(runtime.data_parallel_world_size)[runtime.data_parallel_rank])
+        loss = model.training_step(own_part(fabric, batch))
         losses.append(loss.detach())
         kinds.add(type(loss))
         fabric.backward(loss)
@@ -354,8 +334,8 @@ class PartOfSequence(SequenceParallel):
     def _prepare_input_fn(sequence_sharding: Any, mod: Any, inputs: Any, device_mesh: Any) -> Any:
         from torch.distributed.tensor import DTensor
 
-        whole = DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False)
-        return whole.redistribute(placements=sequence_sharding)
+        sequence = DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False)
+        return sequence.redistribute(placements=sequence_sharding)
 
     @staticmethod
     def _prepare_output_fn(use_local_output: Any, mod: Any, outputs: Any, device_mesh: Any) -> Any:
@@ -412,7 +392,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (one(x).unflatten(-1, (-1, self.head_dim)) for one in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj))
         q = self.q_norm(q).transpose(1, 2)
         mixed = nn.functional.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), enable_gqa=True)
         output: torch.Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
@@ -447,9 +427,8 @@ def own_plans_on(world_size: int) -> Any:
     with oracle.seeded(3):
         net = Layers()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.5))
-    runtime: Any = fabric.strategy.runtime  # type: ignore[attr-defined]
     for tokens in words(2):
-        mine = tokens.chunk(runtime.data_parallel_world_size)[runtime.data_parallel_rank]
+        mine = own_part(fabric, tokens)
         fabric.backward(cross_entropy(model(mine).flatten(0, 1), mine.roll(1, 1).flatten()))
         norm = fabric.clip_gradients(model, optimizer, max_norm=0.2)
         optimizer.step()
@@ -487,6 +466,10 @@ def returns_another(module: Any, mesh: Any) -> Any:
     return nn.Sequential(module)
 
 
+def in_data(mesh: Any) -> Any:
+    return mesh["data_parallel"]
+
+
 def first_block_on(axis: Any) -> Any:
     def shard(net: Any, mesh: Any) -> Any:
         fully_shard(net.blocks[0], mesh=axis(mesh), ignored_params={net.blocks[0].gain})
@@ -509,7 +492,7 @@ def divided(net: Any, mesh: Any) -> Any:
 
 def marked_too(net: Any, mesh: Any) -> Any:
     wrap(net.blocks[1])
-    return first_block_on(lambda one: one["data_parallel"])(net, mesh)
+    return first_block_on(in_data)(net, mesh)
 
 
 def never_reduced(net: Any, mesh: Any) -> Any:
@@ -518,7 +501,7 @@ def never_reduced(net: Any, mesh: Any) -> Any:
 
 
 def has_run_before(net: Any, mesh: Any) -> Any:
-    block = first_block_on(lambda one: one["data_parallel"])(net, mesh).blocks[0]
+    block = first_block_on(in_data)(net, mesh).blocks[0]
     block(torch.ones(2, 6))
     return net
 
@@ -532,7 +515,7 @@ def left_out(net: Any, mesh: Any) -> Any:
 
 def changed_on_meta(net: Any, mesh: Any) -> Any:
     net = oracle.Net(width=WIDTH).to("meta")
-    nn.init.ones_(first_block_on(lambda one: one["data_parallel"])(net, mesh).blocks[0].up.weight)
+    nn.init.ones_(first_block_on(in_data)(net, mesh).blocks[0].up.weight)
     return net
 
 
@@ -540,10 +523,6 @@ class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(6, 2)
-
-
-def in_data(mesh: Any) -> Any:
-    return mesh["data_parallel"]
 
 
 #: What the module's code does to a net, options of the strategy, and what the message says. On 2 x 2 ranks.
@@ -654,18 +633,18 @@ _REFUSALS = (ShardingError, UnsupportedCapabilityError)
 
 
 def refused_on_ranks() -> dict[str, str]:
-    told = {}
+    messages = {}
     for case, (code, options, _) in REFUSED.items():
         fabric = new_fabric("fsdp2", 4, {"tensor_parallel_size": 2, **options})
         net = oracle.new_net(width=WIDTH)
         net = (code(net, fabric.strategy.device_mesh) if code else None) or net  # type: ignore[attr-defined]
-        told[case] = refusal(_REFUSALS, lambda net=net, fabric=fabric: fabric.setup(net))  # type: ignore[misc]
-    return told
+        messages[case] = refusal(_REFUSALS, lambda net=net, fabric=fabric: fabric.setup(net))  # type: ignore[misc]
+    return messages
 
 
 def test_refused_by_name_on_all_ranks(ranks: RankPool) -> None:
-    for told in ranks.run(4, refused_on_ranks, timeout=200):
-        amiss = {case: told[case] for case, (*_, parts) in REFUSED.items() if not says(told[case], parts)}
+    for messages in ranks.run(4, refused_on_ranks, timeout=200):
+        amiss = {case: messages[case] for case, (*_, parts) in REFUSED.items() if not says(messages[case], parts)}
         assert not amiss, "\n".join(f"{case}: {message}" for case, message in amiss.items())
 
 

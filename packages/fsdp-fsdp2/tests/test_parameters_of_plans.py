@@ -21,7 +21,8 @@ from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.training import new_fabric, new_trainer
 from fsdp_fsdp2.torch_private.parameter_groups import parameters_of
-from test_parallel_axes import WIDTH, Normed, OwnLoader, options_of
+from mesh_runs import WIDTH, OwnLoader, options_of
+from test_parallel_axes import Normed
 
 pytestmark = pytest.mark.everything
 
@@ -212,7 +213,7 @@ class Hinted(OwnLoader):
 
 def hinted_on(tmp: str) -> list[str]:
     module = Hinted()
-    new_trainer(tmp, "fsdp2", 4, options_of("shard 2 x tensor 2", under_lightning_module=True)).fit(module)
+    new_trainer(tmp, "fsdp2", 4, options_of("shard 2 x tensor 2", "net.")).fit(module)
     return module.hinted
 
 

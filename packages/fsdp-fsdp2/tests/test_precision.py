@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.functional import mse_loss
 
+from fsdp2_runs import set_up
 from fsdp_core import wrap
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.sharding.mixed_precision import ShardPrecision
@@ -19,7 +20,7 @@ from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, HALF_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.suite.numerics.precision import assert_parts_equal, seen_by_a_block, trained_by_parts
-from fsdp_core.testing.training import Lit, loader, losses_of, means, new_fabric, new_trainer, own_share
+from fsdp_core.testing.training import Lit, loader, losses_of, means, new_trainer, own_share
 
 
 class Halves(Lit):
@@ -83,9 +84,7 @@ def test_device_without_bf16(precision: str, instead: str) -> None:
 
 
 def _norms_in_double() -> dict[str, float]:
-    fabric = new_fabric("fsdp2")
-    net = oracle.new_net().double()
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    fabric, net, model, optimizer = set_up(net=oracle.new_net().double())
     x, y = own_share(fabric, oracle.global_batches(1)[0])
     fabric.backward(mse_loss(model(x.double()), y.double()))
     norms = {name: float(value) for name, value in grad_norm(net, 2).items()}

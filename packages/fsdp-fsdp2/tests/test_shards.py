@@ -27,12 +27,6 @@ def shared_units() -> tuple[list[str], list[str]]:
     return units_of(net), [n for n, p in net.named_parameters() if not isinstance(p, DTensor)]
 
 
-def placed_after_evaluation(tmp: str) -> bool:
-    module = Lit("sgd")
-    new_trainer(tmp, "fsdp2", 2).validate(module, loader(1, 2), verbose=False)
-    return all(isinstance(p, DTensor) for p in module.parameters() if p.ndim)
-
-
 def units_after_stages(tmp: str, options: dict[str, Any]) -> list[list[str]]:
     module = Lit("sgd")
     run = new_trainer(tmp, "fsdp2", 2, options)
@@ -41,28 +35,6 @@ def units_after_stages(tmp: str, options: dict[str, Any]) -> list[list[str]]:
         stage(module, loader(1, 2))
         found.append(units_of(module))
     return found
-
-
-def replaced_by_setup(joint: bool) -> bool:
-    """Whether an optimizer from before the set-up holds none of the unsharded parameters after it."""
-    fabric = new_fabric("fsdp2")
-    net = oracle.new_net()
-    optimizer = oracle.adamw_groups(net)
-    before = {id(p) for p in net.parameters() if p.ndim}  # 0-dim parameters stay as they are
-    if joint:
-        _, optimizer = fabric.setup(net, optimizer)
-    else:
-        fabric.setup_module(net)
-        optimizer = fabric.setup_optimizers(optimizer)
-    return not before & {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-
-def largest_storage() -> int:
-    fabric = new_fabric("fsdp2")
-    net = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
-    _, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    held = [p.to_local() for group in optimizer.param_groups for p in group["params"]]
-    return max(t.untyped_storage().nbytes() for t in held)
 
 
 def gathered_between_passes(options: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -104,24 +76,11 @@ def test_units_kept_between_forward_and_backward(ranks: RankPool, options: dict[
     assert ranks.run(2, gathered_between_passes, options) == [(kept, [])] * 2
 
 
-def test_evaluation_leaves_dtensors(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(2, placed_after_evaluation, str(tmp_path)) == [True, True]
-
-
 @pytest.mark.parametrize("options", [{}, {"auto_wrap_policy": None}, {"auto_wrap_policy": {oracle.Block}}], ids=str)
 def test_stages_leave_the_units_alone(ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
     root_only = options.get("auto_wrap_policy", "auto") is None
     want = [""] if root_only else ["", "net.blocks.0", "net.blocks.1", "net.blocks.2"]
     assert ranks.run(2, units_after_stages, str(tmp_path), options) == [[want] * 3] * 2
-
-
-@pytest.mark.parametrize("joint", [True, False])
-def test_optimizers_let_go_of_unsharded_parameters(ranks: RankPool, joint: bool) -> None:
-    assert ranks.run(2, replaced_by_setup, joint) == [True, True]
-
-
-def test_each_shard_has_memory_of_its_own(ranks: RankPool) -> None:
-    assert ranks.run(2, largest_storage) == [512 * 512 * 4 / 2] * 2
 
 
 class Teacher(nn.Module):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,6 +43,13 @@ class Launching(ThreadRanks):
         told = self.call(devices, _raised, function, *args)
         assert told is not None, f"{function.__name__} raised nothing"
         return str(told)
+
+    def assert_error(self, devices: int, words: Iterable[str], function: Callable[..., Any], *args: Any) -> None:
+        """Check that the function raises, and that the traceback has these words."""
+        __tracebackhide__ = True
+        message = self.error(devices, function, *args)
+        for word in words:
+            assert word in message, message
 
 
 class LaunchingSPMD(Launching):
@@ -116,8 +123,17 @@ def trainer(folder: Path, options: dict[str, Any] | None = None, **kwargs: Any) 
         "use_distributed_sampler": False,
         "default_root_dir": str(folder),
     }
-    chosen: Any = "xla_fsdp" if options is None else XLAFSDPStrategy(**options)
-    return L.Trainer(strategy=chosen, devices=devices(), **{**quiet, **kwargs})
+    quiet["strategy"] = "xla_fsdp" if options is None else XLAFSDPStrategy(**options)
+    if "devices" not in kwargs:
+        quiet["devices"] = devices()
+    return L.Trainer(**{**quiet, **kwargs})
+
+
+def launch(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a function on each rank with a Fabric, whose strategy has these options; what rank 0 has returned."""
+    from fsdp_xla.fabric import XLAFSDPStrategy
+
+    return L.Fabric(strategy=XLAFSDPStrategy(**options), devices=devices()).launch(function, *args)
 
 
 def means(ranks: Any) -> list[float]:

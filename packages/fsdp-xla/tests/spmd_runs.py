@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
+import launching
 from fsdp_core.sharding import sharded_of
 from fsdp_core.testing import oracle
 from fsdp_core.testing.oracle import new_net
@@ -68,16 +70,9 @@ def fabric_fit(
 
 
 def new_trainer(tmp: str, options: Mapping[str, Any] | None = None, **kwargs: Any) -> pl.Trainer:
-    quiet: dict[str, Any] = {
-        "devices": 4,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "max_epochs": 1,
-        "default_root_dir": tmp,
-    }
-    return pl.Trainer(strategy=strategy_argument(NAME, "trainer", options), **{**quiet, **kwargs})
+    strategy = strategy_argument(NAME, "trainer", options)
+    shared = {"strategy": strategy, "devices": 4, "limit_val_batches": None, "use_distributed_sampler": True}
+    return launching.trainer(Path(tmp), **{**shared, **kwargs})
 
 
 def fit(

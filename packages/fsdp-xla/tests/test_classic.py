@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ import torch
 from lightning.fabric.plugins.precision import XLAPrecision as FabricXLAPrecision
 from lightning.pytorch.plugins.precision import XLAPrecision
 from torch import nn
-from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 import fsdp_core
@@ -30,9 +31,10 @@ from fsdp_core.testing.oracle import (
     new_net,
     train_plain,
 )
+from fsdp_core.testing.short_runs import run_steps
 from fsdp_core.testing.state import full_state
 from fsdp_xla.torch_xla_private.devices import compiled
-from launching import STEPS, Launching, Module, devices, loader, seen, trained, trainer
+from launching import STEPS, Launching, Module, devices, launch, loader, seen, trained, trainer
 
 
 def assert_same(result: dict[str, Any], expected: Trained, tolerance: float = FP32_TOLERANCE) -> None:
@@ -90,18 +92,7 @@ def test_accumulated_and_clipped_on_one_rank_and_on_four(launching: Launching, t
 
 
 def by_full_name(path: Path) -> Any:
-    stage = L.Trainer(
-        strategy="xla_fsdp_full",
-        devices=devices(),
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=0,
-        use_distributed_sampler=False,
-    )
-    stage.fit(Module(path))
+    trainer(path.parent, strategy="xla_fsdp_full", max_steps=1).fit(Module(path))
 
 
 def test_the_name_for_full_checkpoints_saves_one_file_with_the_optimizer(launching: Launching, tmp_path: Path) -> None:
@@ -155,36 +146,27 @@ def mlp() -> nn.Module:
 
 
 def rows(path: Path) -> Any:
-    from fsdp_xla.fabric import XLAFSDPStrategy
-
     def train(fabric: L.Fabric) -> Any:
         with fabric.init_module():
             net = mlp()
         net = fabric.setup_module(net)
         optimizer = fabric.setup_optimizers(momentum(net))
-        for x, y in fabric.setup_dataloaders(loader(fabric.global_rank, STEPS), use_distributed_sampler=False):
-            fabric.backward(mse_loss(net(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
+        run_steps(
+            net,
+            optimizer,
+            fabric.setup_dataloaders(loader(fabric.global_rank, STEPS), use_distributed_sampler=False),
+            fabric.backward,
+        )
         fabric.save(path, {"model": net, "optimizer": optimizer})
 
-    strategy = XLAFSDPStrategy(auto_wrap_policy={nn.Linear}, shard_param_on_dim_0=True)
-    L.Fabric(strategy=strategy, devices=devices()).launch(train)
+    launch(train, auto_wrap_policy={nn.Linear}, shard_param_on_dim_0=True)
 
 
 def test_shards_of_whole_rows(launching: Launching, tmp_path: Path) -> None:
     """Of which 7 and 6 are not divided evenly."""
     launching.call(2, rows, tmp_path / "rows")
-    net = mlp()
-    optimizer = momentum(net)
-    for x, y in global_batches(STEPS):
-        mse_loss(net(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    found = load_state_dict(tmp_path / "rows")
-    assert list(found) == list(net.state_dict())
-    for name, value in found.items():
-        torch.testing.assert_close(value, net.state_dict()[name], atol=FP32_TOLERANCE, rtol=0)
+    _, want = train_plain(STEPS, momentum, net=mlp())
+    torch.testing.assert_close(dict(load_state_dict(tmp_path / "rows")), want, atol=FP32_TOLERANCE, rtol=0)
 
 
 def gathered_weights() -> Any:
@@ -194,7 +176,7 @@ def gathered_weights() -> Any:
         fabric.setup_module(net)
         return full_state(fabric.strategy), compiled._get_executed_fallback_ops()
 
-    return L.Fabric(strategy="xla_fsdp", devices=devices()).launch(gather)
+    return launch(gather)
 
 
 def test_gathering_weights_falls_back_to_no_operator_of_the_cpu(launching: Launching) -> None:
@@ -222,7 +204,7 @@ def collectives() -> Any:
             "object": fabric.broadcast({"rank": rank}),
         }
 
-    return L.Fabric(strategy="xla_fsdp", devices=devices()).launch(talk)
+    return launch(talk)
 
 
 def test_collectives(launching: Launching) -> None:
@@ -241,8 +223,6 @@ def as_lightnings(path: Path) -> Any:
     """Written for Fabric's own XLAFSDPStrategy: its precision object, contexts and signatures."""
     from torch.distributed.fsdp.wrap import wrap
 
-    from fsdp_xla.fabric import XLAFSDPStrategy
-
     def train(fabric: L.Fabric) -> Any:
         strategy: Any = fabric.strategy
         rank = fabric.global_rank
@@ -260,8 +240,7 @@ def as_lightnings(path: Path) -> Any:
             "precision": strategy.precision.precision,
         }
 
-    strategy = XLAFSDPStrategy(precision=FabricXLAPrecision("32-true"), auto_wrap_policy=None)
-    return L.Fabric(strategy=strategy, devices=devices()).launch(train)
+    return launch(train, precision=FabricXLAPrecision("32-true"), auto_wrap_policy=None)
 
 
 def test_what_is_written_for_lightnings_strategy_of_this_name(launching: Launching, tmp_path: Path) -> None:
@@ -423,39 +402,20 @@ def foreign_optimizer(_: Path) -> None:
         fabric.setup_module(new_net())
         fabric.setup_optimizers(momentum(new_net()))
 
-    L.Fabric(strategy="xla_fsdp", devices=devices()).launch(train)
+    launch(train)
 
 
-def set_up(net: nn.Module, **options: Any) -> None:
-    from fsdp_xla.fabric import XLAFSDPStrategy
-
-    L.Fabric(strategy=XLAFSDPStrategy(**options), devices=devices()).launch(
-        lambda fabric: fabric.setup_module(net) and None
-    )
+def set_up(_: Path, new_module: Callable[[], nn.Module] = new_net, **options: Any) -> None:
+    net = new_module()
+    launch(lambda fabric: fabric.setup_module(net) and None, **options)
 
 
-def no_match(_: Path) -> None:
-    set_up(new_net(), auto_wrap_policy={nn.Conv2d})
+def without_forward() -> nn.Module:
+    return nn.ModuleDict({"linear": nn.Linear(2, 2)})
 
 
-def no_forward(_: Path) -> None:
-    set_up(nn.ModuleDict({"linear": nn.Linear(2, 2)}))
-
-
-def in_half(_: Path) -> None:
-    set_up(new_net().half())
-
-
-def rows_of_a_number(_: Path) -> None:
-    set_up(new_net(), shard_param_on_dim_0=True)
-
-
-def torchs_option(_: Path) -> None:
-    set_up(new_net(), sharding_strategy="FULL_SHARD")
-
-
-def a_wrapper(_: Path) -> None:
-    set_up(new_net(), auto_wrapper_callable=None)
+def in_half() -> nn.Module:
+    return new_net().half()
 
 
 def no_function(_: Path) -> None:
@@ -470,19 +430,23 @@ def no_function(_: Path) -> None:
         (in_bf16, ["keeps its shards in fp32", "precision='bf16-mixed'", "xla_fsdp_spmd"]),
         (on_another_number, ["devices=3 was requested", "CPU_NUM_DEVICES=2", "devices=2"]),
         (foreign_optimizer, ["none of the sharded model's", "fabric.setup(model, optimizer)"]),
-        (no_match, ["matches no submodule of Net", "{MyBlock}"]),
-        (no_forward, ["ModuleDict has no forward()", "Write a forward()"]),
-        (in_half, ["torch.float16", "precision='bf16-mixed'"]),
-        (rows_of_a_number, ["'blocks.0.gain' is 0-dim", "Leave shard_param_on_dim_0 out"]),
-        (torchs_option, ["no option 'sharding_strategy'", "reshard_after_forward=True"]),
-        (a_wrapper, ["no option 'auto_wrapper_callable'", "activation_checkpointing_policy={MyBlock}"]),
+        (partial(set_up, auto_wrap_policy={nn.Conv2d}), ["matches no submodule of Net", "{MyBlock}"]),
+        (partial(set_up, new_module=without_forward), ["ModuleDict has no forward()", "Write a forward()"]),
+        (partial(set_up, new_module=in_half), ["torch.float16", "precision='bf16-mixed'"]),
+        (partial(set_up, shard_param_on_dim_0=True), ["'blocks.0.gain' is 0-dim", "Leave shard_param_on_dim_0 out"]),
+        (
+            partial(set_up, sharding_strategy="FULL_SHARD"),
+            ["no option 'sharding_strategy'", "reshard_after_forward=True"],
+        ),
+        (
+            partial(set_up, auto_wrapper_callable=None),
+            ["no option 'auto_wrapper_callable'", "activation_checkpointing_policy={MyBlock}"],
+        ),
         (no_function, ["needs to be called with a function"]),
     ],
 )
 def test_what_is_refused_says_what_to_write(launching: Launching, tmp_path: Path, case: Any, words: list[str]) -> None:
-    told = launching.error(2, case, tmp_path / "run")
-    for word in words:
-        assert word in told
+    launching.assert_error(2, words, case, tmp_path / "run")
 
 
 class Raises(Module):
@@ -500,6 +464,5 @@ def raising_rank(path: Path) -> None:
 
 def test_when_a_rank_has_failed_alone_no_rank_runs_in_its_process_again(afresh: Launching, tmp_path: Path) -> None:
     assert "ValueError: this rank has had enough" in afresh.error(2, raising_rank, tmp_path / "raises")
-    told = afresh.error(2, train, tmp_path / "after-that")
-    for words in ("has failed in this process before", "Restart Python"):
-        assert words in told
+    words = ("has failed in this process before", "Restart Python")
+    afresh.assert_error(2, words, train, tmp_path / "after-that")

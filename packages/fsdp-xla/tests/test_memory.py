@@ -17,8 +17,9 @@ from torch.distributed.fsdp.wrap import wrap as torch_wrap
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
+import launching as runs
 from fsdp_core import CheckpointError, UnsupportedCapabilityError, load_state_dict, wrap
-from launching import Launching, LaunchingSPMD
+from launching import Launching, LaunchingSPMD, launch
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux resets a process's peak")
 
@@ -77,8 +78,6 @@ def _status(field: str) -> int:
 
 
 def fabric_save(folder: Path, name: str, options: dict[str, Any]) -> Any:
-    from fsdp_xla.fabric import XLAFSDPStrategy
-
     def train(fabric: Any) -> Any:
         with fabric.init_module():
             torch.manual_seed(1)
@@ -92,7 +91,7 @@ def fabric_save(folder: Path, name: str, options: dict[str, Any]) -> Any:
         fabric.save(folder / f"{name}-warm", state)  # what is needed once, is there then
         return peak_of(fabric.strategy.runtime, lambda: fabric.save(folder / name, state))
 
-    peak = L.Fabric(strategy=XLAFSDPStrategy(**options), devices=DEVICES).launch(train)
+    peak = launch(train, **options)
     return {"peak": peak, **first_rows(folder / name)}
 
 
@@ -133,18 +132,7 @@ class Module(L.LightningModule):
 
 
 def trainer(folder: Path, options: dict[str, Any]) -> L.Trainer:
-    from fsdp_xla import XLAFSDPStrategy
-
-    return L.Trainer(
-        strategy=XLAFSDPStrategy(**options),
-        devices=DEVICES,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        max_epochs=1,
-        default_root_dir=str(folder),
-    )
+    return runs.trainer(folder, options, use_distributed_sampler=True)
 
 
 def trainer_save(folder: Path, name: str, options: dict[str, Any]) -> Any:
@@ -162,45 +150,33 @@ BUILDS: dict[str, tuple[dict[str, Any], Callable[[nn.Module], nn.Module]]] = {
 }
 
 
-def built(folder: Path, name: str) -> Any:
+def build_and_save(fabric: Any, folder: Path, name: str) -> int:
     """Build a model and shard it; the most memory that this took."""
     context, mark = BUILDS[name]
 
-    def train(fabric: Any) -> Any:
-        def build(layers: int) -> Any:
-            with fabric.init_module(**context):
-                net = Deep(layers, mark)
-            return fabric.setup_module(net)
-
-        warm, found = build(2), {}
-        peak = peak_of(fabric.strategy.runtime, lambda: found.update(model=build(DEEP)))
-        fabric.save(folder / name, {"model": found["model"]})
-        assert warm is not found["model"]
-        return peak
-
-    L.seed_everything(1)
-    peak = L.Fabric(strategy="xla_fsdp", devices=DEVICES).launch(train)
-    return {"peak": peak, **first_rows(folder / name)}
-
-
-def built_by_one_process(folder: Path, name: str) -> Any:
-    """The same under SPMD."""
-    context, mark = BUILDS[name]
-    fabric = L.Fabric(strategy="xla_fsdp_spmd", devices=DEVICES)
-    fabric.launch()
-
     def build(layers: int) -> Any:
-        torch.manual_seed(1)
         with fabric.init_module(**context):
             net = Deep(layers, mark)
         return fabric.setup_module(net)
 
-    warm, found = build(2), {}
-    runtime: Any = fabric.strategy.runtime  # type: ignore[attr-defined]
-    peak = peak_of(runtime, lambda: found.update(model=build(DEEP)))
-    fabric.save(folder / name, {"model": found["model"]})
-    assert warm is not found["model"]
-    return {"peak": peak, **first_rows(folder / name)}
+    warm, models = build(2), []
+    peak = peak_of(fabric.strategy.runtime, lambda: models.append(build(DEEP)))
+    fabric.save(folder / name, {"model": models[0]})
+    assert warm is not models[0]
+    return peak
+
+
+def built(folder: Path, name: str) -> Any:
+    L.seed_everything(1)
+    return {"peak": launch(build_and_save, folder, name), **first_rows(folder / name)}
+
+
+def built_by_one_process(folder: Path, name: str) -> Any:
+    """The same under SPMD."""
+    fabric = L.Fabric(strategy="xla_fsdp_spmd", devices=DEVICES)
+    fabric.launch()
+    torch.manual_seed(1)
+    return {"peak": build_and_save(fabric, folder, name), **first_rows(folder / name)}
 
 
 class Configured(Module):
@@ -255,7 +231,6 @@ def contradicting() -> dict[str, str]:
 def failing_in_turn(folder: Path) -> dict[int, str]:
     """What each rank raises when the last one can't be read."""
     from fsdp_xla.classic import lazy_state as read_late
-    from fsdp_xla.fabric import XLAFSDPStrategy
 
     told: dict[int, str] = {}
     flat_on_host = read_late.flat_on_host
@@ -275,7 +250,7 @@ def failing_in_turn(folder: Path) -> dict[int, str]:
         told[rank] = str(error.value)
 
     try:
-        L.Fabric(strategy=XLAFSDPStrategy(sequential_save=True), devices=DEVICES).launch(save)
+        launch(save, sequential_save=True)
     finally:
         read_late.flat_on_host = flat_on_host
     return told

@@ -29,7 +29,7 @@ from fsdp_core.testing.oracle import (
     train_plain,
 )
 from fsdp_core.testing.training import Lit
-from launching import Launching, devices
+from launching import Launching, devices, launch
 
 STEPS = 3
 
@@ -96,10 +96,6 @@ def test_the_trainer_that_started_ranks_knows_how_far_they_came(of_a_logger: dic
     assert [step for step, _ in result["test"]] == [STEPS]
 
 
-def fabric_job(job: Any) -> Any:
-    return L.Fabric(strategy="xla_fsdp", devices=devices()).launch(job)
-
-
 def reduced_loss() -> Any:
     """Gradients of a loss whose mean over ranks was asked for before the backward pass, without ``detach()``."""
 
@@ -118,7 +114,7 @@ def reduced_loss() -> Any:
             net.zero_grad()
         return {"norms": norms, "means": fabric.all_gather(torch.tensor(told)).tolist()}
 
-    return fabric_job(job)
+    return launch(job)
 
 
 def test_a_reduced_loss_still_gives_its_gradients(launching: Launching) -> None:
@@ -142,7 +138,7 @@ def broadcast() -> Any:
         values = [[one.tolist() for one in (*sent, alone)], on, add]
         return fabric.strategy.runtime.gather_objects(values)
 
-    return fabric_job(job)
+    return launch(job)
 
 
 def test_a_broadcast_tensor_is_on_the_receivers_device(launching: Launching) -> None:
@@ -271,7 +267,7 @@ def saved_from_the_device(folder: Path) -> Any:
                 refused.append(str(error))
         return {"scale": rest["scale"].tolist(), "more": rest["more"][0].item(), "refused": refused}
 
-    return fabric_job(job)
+    return launch(job)
 
 
 @pytest.fixture(scope="module")
@@ -297,11 +293,10 @@ def synced(folder: Path) -> None:
 
 
 def synced_norm(_: Path) -> None:
-    fabric_job(lambda fabric: fabric.setup_module(nn.Sequential(nn.SyncBatchNorm(2), nn.Linear(2, 2))))
+    launch(lambda fabric: fabric.setup_module(nn.Sequential(nn.SyncBatchNorm(2), nn.Linear(2, 2))))
 
 
 @pytest.mark.parametrize(("case", "option"), [(synced, "sync_batchnorm"), (synced_norm, "SyncBatchNorm")])
 def test_batch_norm_over_ranks_is_refused(launching: Launching, tmp_path: Path, case: Any, option: str) -> None:
-    told = launching.error(2, case, tmp_path)
-    for words in ("UnsupportedCapabilityError", option, "several ranks of 'xla_fsdp'", "strategy='xla_fsdp_spmd'"):
-        assert words in told
+    words = ("UnsupportedCapabilityError", option, "several ranks of 'xla_fsdp'", "strategy='xla_fsdp_spmd'")
+    launching.assert_error(2, words, case, tmp_path)

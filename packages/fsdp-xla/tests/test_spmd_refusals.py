@@ -66,82 +66,77 @@ def other_terms(tmp: str) -> None:
 UNSUPPORTED = "UnsupportedCapabilityError"
 
 
-@pytest.mark.parametrize(
-    ("make", "asked", "error", "words"),
-    [
-        (
-            fitted,
-            {"devices": 3},
-            "StrategyUnavailableError",
-            ["devices=3", "XLA has 4", "CPU_NUM_DEVICES=3", "write devices=4"],
-        ),
-        (
-            fitted,
-            {"devices": 4, "num_nodes": 2, "use_distributed_sampler": False},
-            UNSUPPORTED,
-            ["num_nodes=2", "one host", "strategy='xla_fsdp'"],
-        ),
-        (
-            sharded,
-            {"tensor_parallel_size": 3, "tensor_plan": {"*.up.weight": 0}},
-            UNSUPPORTED,
-            ["tensor_parallel_size=3", "4 devices", "divides 4"],
-        ),
-        (sharded, {"tensor_parallel_size": 0}, UNSUPPORTED, ["tensor_parallel_size=0", "Write 1, or more"]),
-        (sharded, {"tensor_plan": {"*.up.weight": 0}}, UNSUPPORTED, ["tensor_plan", "tensor_parallel_size=2"]),
-        (
-            sharded,
-            {"tensor_parallel_size": 2, "tensor_plan": {"*.top.weight": 0}},
-            "ShardingError",
-            ["tensor_plan['*.top.weight']", "inp.weight, blocks.0"],
-        ),
-        (
-            sharded,
-            {"tensor_parallel_size": 2, "tensor_plan": {"*.up.*": 1}},
-            "ShardingError",
-            ["tensor_plan['*.up.*']=1", "'blocks.0.up.bias'", "(7,)"],
-        ),
-        (made, {"precision": "16-true"}, UNSUPPORTED, ["precision='16-true'", "bf16-mixed"]),
-        (made, {"precision": "16-mixed"}, UNSUPPORTED, ["precision='16-mixed'", "gradient_scaling"]),
-        (sharded, {"cpu_offload": True}, UNSUPPORTED, ["cpu_offload"]),
-        (made, {"options": {"reshard_after_forward": True}}, UNSUPPORTED, ["reshard_after_forward"]),
-        (made, {"options": {"process_group_backend": "nccl"}}, UNSUPPORTED, ["process_group_backend"]),
-        (fitted, {"accelerator": "cuda", "devices": 1}, "MisconfigurationException", ["CUDA"]),
-        (sharded, {"auto_wrap_policy": {nn.LSTM}}, "ShardingError", ["{LSTM}", "matches no submodule of Net"]),
-        (
-            sharded,
-            {"activation_checkpointing_policy": Block},
-            "ShardingError",
-            ["activation_checkpointing_policy=Block", "{Block}"],
-        ),
-        (options_of_a_unit, {}, UNSUPPORTED, ["wrap(0, compute_dtype=...)", "whole model", "write wrap(module)"]),
-        (foreign_optimizer, {}, "OptimizerMismatchError", ["none of the sharded model's"]),
-        (other_terms, {}, "ShardingError", ["before, with other settings", "auto_wrap_policy"]),
-    ],
-    ids=[
-        "devices",
-        "nodes",
-        "mesh",
-        "size",
-        "plan without an axis",
-        "plan of nothing",
-        "plan of no dimension",
-        "16-true",
-        "16-mixed",
-        "cpu_offload",
-        "reshard_after_forward",
-        "unknown option",
-        "cuda",
-        "policy",
-        "checkpointing",
-        "options of a unit",
-        "foreign optimizer",
-        "other terms",
-    ],
-)
-def test_it_is_refused(
-    spmd: LaunchingSPMD, tmp_path: Any, make: Any, asked: dict[str, Any], error: str, words: list[str]
-) -> None:
+#: What is done with which options, and what is raised, with what words.
+REFUSED: dict[str, tuple[Any, dict[str, Any], str, list[str]]] = {
+    "devices": (
+        fitted,
+        {"devices": 3},
+        "StrategyUnavailableError",
+        ["devices=3", "XLA has 4", "CPU_NUM_DEVICES=3", "write devices=4"],
+    ),
+    "nodes": (
+        fitted,
+        {"devices": 4, "num_nodes": 2, "use_distributed_sampler": False},
+        UNSUPPORTED,
+        ["num_nodes=2", "one host", "strategy='xla_fsdp'"],
+    ),
+    "mesh": (
+        sharded,
+        {"tensor_parallel_size": 3, "tensor_plan": {"*.up.weight": 0}},
+        UNSUPPORTED,
+        ["tensor_parallel_size=3", "4 devices", "divides 4"],
+    ),
+    "size": (sharded, {"tensor_parallel_size": 0}, UNSUPPORTED, ["tensor_parallel_size=0", "Write 1, or more"]),
+    "plan without an axis": (
+        sharded,
+        {"tensor_plan": {"*.up.weight": 0}},
+        UNSUPPORTED,
+        ["tensor_plan", "tensor_parallel_size=2"],
+    ),
+    "plan of nothing": (
+        sharded,
+        {"tensor_parallel_size": 2, "tensor_plan": {"*.top.weight": 0}},
+        "ShardingError",
+        ["tensor_plan['*.top.weight']", "inp.weight, blocks.0"],
+    ),
+    "plan of no dimension": (
+        sharded,
+        {"tensor_parallel_size": 2, "tensor_plan": {"*.up.*": 1}},
+        "ShardingError",
+        ["tensor_plan['*.up.*']=1", "'blocks.0.up.bias'", "(7,)"],
+    ),
+    "16-true": (made, {"precision": "16-true"}, UNSUPPORTED, ["precision='16-true'", "bf16-mixed"]),
+    "16-mixed": (made, {"precision": "16-mixed"}, UNSUPPORTED, ["precision='16-mixed'", "gradient_scaling"]),
+    "cpu_offload": (sharded, {"cpu_offload": True}, UNSUPPORTED, ["cpu_offload"]),
+    "reshard_after_forward": (
+        made,
+        {"options": {"reshard_after_forward": True}},
+        UNSUPPORTED,
+        ["reshard_after_forward"],
+    ),
+    "unknown option": (made, {"options": {"process_group_backend": "nccl"}}, UNSUPPORTED, ["process_group_backend"]),
+    "cuda": (fitted, {"accelerator": "cuda", "devices": 1}, "MisconfigurationException", ["CUDA"]),
+    "policy": (sharded, {"auto_wrap_policy": {nn.LSTM}}, "ShardingError", ["{LSTM}", "matches no submodule of Net"]),
+    "checkpointing": (
+        sharded,
+        {"activation_checkpointing_policy": Block},
+        "ShardingError",
+        ["activation_checkpointing_policy=Block", "{Block}"],
+    ),
+    "options of a unit": (
+        options_of_a_unit,
+        {},
+        UNSUPPORTED,
+        ["wrap(0, compute_dtype=...)", "whole model", "write wrap(module)"],
+    ),
+    "foreign optimizer": (foreign_optimizer, {}, "OptimizerMismatchError", ["none of the sharded model's"]),
+    "other terms": (other_terms, {}, "ShardingError", ["before, with other settings", "auto_wrap_policy"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_is_refused(spmd: LaunchingSPMD, tmp_path: Any, case: str) -> None:
+    make, asked, error, words = REFUSED[case]
     raised, message = spmd.call(4, refused, make, str(tmp_path), asked)
     assert raised == error, message
     for word in words:

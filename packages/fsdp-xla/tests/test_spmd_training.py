@@ -23,6 +23,7 @@ from fsdp_core.testing.oracle import (
     sgd,
     train_plain,
 )
+from fsdp_core.testing.short_runs import run_steps
 from fsdp_core.testing.training import Lit, loader
 from launching import LaunchingSPMD
 from spmd_runs import fabric_fit, fit, moments, new_fabric, new_trainer, shapes, whole_state
@@ -162,14 +163,10 @@ def uneven(tmp: str) -> dict[str, Any]:
 def test_a_batch_that_does_not_divide_trains_rightly(spmd: LaunchingSPMD, tmp_path: Any) -> None:
     found = spmd.call(DEVICES, uneven, str(tmp_path))
     rows = dataset(BATCH + 7)
+    parts = rows[:BATCH], rows[BATCH:]
+    batches = [(torch.stack([x for x, _ in part]), torch.stack([y for _, y in part])) for part in parts]
     net = new_net()
-    optimizer, losses = sgd(net), []
-    for part in (rows[:BATCH], rows[BATCH:]):
-        loss = mse_loss(net(torch.stack([x for x, _ in part])), torch.stack([y for _, y in part]))
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = [loss.item() for loss in run_steps(net, sgd(net), batches)]
     assert_same_training(found, losses, net.state_dict())
 
 
@@ -178,13 +175,7 @@ def with_dropout(options: dict[str, Any]) -> dict[str, Any]:
     fabric.strategy.runtime.set_device_random_state(5)
     net = new_net(dropout=0.5)
     model, optimizer = fabric.setup(net, sgd(net))
-    losses = []
-    for x, y in fabric.setup_dataloaders(loader(1, 1)):
-        loss = mse_loss(model(x), y)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+    losses = run_steps(model, optimizer, fabric.setup_dataloaders(loader(1, 1)), fabric.backward)
     return {"losses": [x.item() for x in losses], "state": whole_state(fabric.strategy, net)}
 
 
@@ -246,18 +237,12 @@ def with_keywords() -> dict[str, Any]:
 
 
 def test_units_may_take_keywords_and_give_nests_that_are_changed_in_place(spmd: LaunchingSPMD) -> None:
-    net: OfKeywords = of_keywords()
-    optimizer, losses = sgd(net), []
-    for x, y in global_batches(4):
-        loss = mse_loss(net(x), y)
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    net = of_keywords()
+    losses, want = train_plain(4, sgd, net=net)
     found = spmd.call(DEVICES, with_keywords)
     # torch itself updates batch statistics once more when it recomputes a BatchNorm; so does XLA
-    statistics = {name for name in net.state_dict() if "running_" in name or "num_batches" in name}
-    state = {name: value for name, value in net.state_dict().items() if name not in statistics}
+    statistics = {name for name in want if "running_" in name or "num_batches" in name}
+    state = {name: value for name, value in want.items() if name not in statistics}
     found = {**found, "state": {name: value for name, value in found["state"].items() if name not in statistics}}
     assert_same_training(found, losses, state)
     assert {m for m in net.modules() if isinstance(m, Block)}, "the case has blocks with 0-dim parameters"
@@ -282,10 +267,8 @@ def averaged(tmp: str) -> dict[str, Any]:
 def test_averaged_weights_are_in_shards_and_tied(spmd: LaunchingSPMD, tmp_path: Any) -> None:
     net = new_net()
     optimizer, seen = sgd(net), []
-    for x, y in global_batches(3):
-        mse_loss(net(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for batch in global_batches(3):
+        run_steps(net, optimizer, [batch])
         seen.append({name: value.clone() for name, value in net.state_dict().items()})
     mean = {name: sum(one[name] for one in seen) / 3 for name in seen[0]}
     found = spmd.call(DEVICES, averaged, str(tmp_path))
@@ -317,18 +300,12 @@ def stages(tmp: str) -> dict[str, Any]:
 def test_stages_follow_each_other(spmd: LaunchingSPMD, tmp_path: Any) -> None:
     found = spmd.call(DEVICES, stages, str(tmp_path))
     net = new_net()
-    losses, optimizer = [], sgd(net)
-    for epoch in range(2):
-        for x, y in global_batches(2):
-            loss = mse_loss(net(x), y)
-            losses.append(loss.item())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if epoch == 0:
-            with torch.no_grad():
-                mean = sum(mse_loss(net(x), y).item() for x, y in global_batches(2)) / 2
-                predicted = torch.cat([net(x) for x, _ in global_batches(2)])
+    optimizer, batches = sgd(net), global_batches(2)
+    losses = run_steps(net, optimizer, batches)
+    with torch.no_grad():
+        mean = sum(mse_loss(net(x), y).item() for x, y in batches) / 2
+        predicted = torch.cat([net(x) for x, _ in batches])
+    losses = [loss.item() for loss in [*losses, *run_steps(net, optimizer, batches)]]
     assert_same_training(found, losses, net.state_dict())
     assert found["tested"] == pytest.approx(mean, abs=FP32_TOLERANCE)
     assert found["validated"] == pytest.approx(mean, abs=FP32_TOLERANCE)

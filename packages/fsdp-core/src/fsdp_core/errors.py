@@ -47,10 +47,10 @@ def first_line(error: BaseException) -> str:
         >>> first_line(ValueError("lr is negative\nWrite a positive one"))
         'lr is negative'
     """
-    said = next(iter(str(error).strip().splitlines()), "")
-    if not said and isinstance(error, AssertionError) and error.__traceback__ is not None:
+    line = next(iter(str(error).strip().splitlines()), "")
+    if not line and isinstance(error, AssertionError) and error.__traceback__ is not None:
         return traceback.extract_tb(error.__traceback__)[-1].line or ""
-    return said
+    return line
 
 
 class FSDPError(Exception):

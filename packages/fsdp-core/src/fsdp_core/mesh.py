@@ -87,32 +87,32 @@ class Mesh:
             fsdp_core.errors.UnsupportedCapabilityError: tensor_parallel_size=3 does not divide 4 ranks.
             Write sizes whose product divides 4, such as tensor_parallel_size=2.
         """
-        asked = {
+        requested = {
             "data_parallel_replicate": data_parallel_replicate_size,
             "data_parallel": data_parallel_size,
             "context_parallel": context_parallel_size,
             "tensor_parallel": tensor_parallel_size,
         }
-        sizes = {axis: 1 if size == "auto" else _check_size(f"{axis}_size", size) for axis, size in asked.items()}
-        others = math.prod(size for axis, size in sizes.items() if axis != "data_parallel")
-        written = [f"{axis}_size={size}" for axis, size in asked.items() if size != "auto"]
+        sizes = {axis: 1 if size == "auto" else _check_size(f"{axis}_size", size) for axis, size in requested.items()}
+        other_ranks = math.prod(size for axis, size in sizes.items() if axis != "data_parallel")
+        size_texts = [f"{axis}_size={size}" for axis, size in requested.items() if size != "auto"]
         if data_parallel_size == "auto":
-            if world_size % others:
+            if world_size % other_ranks:
                 fitting = _fitting(sizes, world_size)
                 raise UnsupportedCapabilityError(
-                    f"{', '.join(written)} {'does' if len(written) == 1 else 'together do'} not divide "
+                    f"{', '.join(size_texts)} {'does' if len(size_texts) == 1 else 'together do'} not divide "
                     f"{_ranks(world_size)}.\n"
                     f"Write sizes whose product divides {world_size}, such as {fitting}."
                 )
-            sizes["data_parallel"] = world_size // others
-        elif others * sizes["data_parallel"] != world_size:
-            product = others * sizes["data_parallel"]
+            sizes["data_parallel"] = world_size // other_ranks
+        elif other_ranks * sizes["data_parallel"] != world_size:
+            product = other_ranks * sizes["data_parallel"]
             raise UnsupportedCapabilityError(
-                f"{', '.join(written)} {'is' if len(written) == 1 else 'are'} for {_ranks(product)}, and there "
+                f"{', '.join(size_texts)} {'is' if len(size_texts) == 1 else 'are'} for {_ranks(product)}, and there "
                 f"{'is' if world_size == 1 else 'are'} {world_size}.\n"
                 + (
-                    f"Write data_parallel_size={world_size // others}, or leave it out; "
-                    if not world_size % others
+                    f"Write data_parallel_size={world_size // other_ranks}, or leave it out; "
+                    if not world_size % other_ranks
                     else f"Write sizes whose product is {world_size}, such as {_fitting(sizes, world_size)}; "
                 )
                 + f"or start {_ranks(product)}."
@@ -138,14 +138,14 @@ class Mesh:
 
     def groups(self, axes: tuple[MeshAxis, ...]) -> Iterator[tuple[int, ...]]:
         """All groups of peers along some axes, by their lowest ranks."""
-        seen: set[int] = set()
+        grouped_ranks: set[int] = set()
         strides = dict(zip(MESH_AXES, self._strides(), strict=True))
         for first in range(self.world_size):
-            if first not in seen:
+            if first not in grouped_ranks:
                 group = [first]
                 for axis in axes:
                     group = [rank + step * strides[axis] for rank in group for step in range(getattr(self, axis))]
-                seen.update(group)
+                grouped_ranks.update(group)
                 yield tuple(sorted(group))
 
     def _strides(self) -> list[int]:
@@ -174,10 +174,10 @@ def _ranks(count: int) -> str:
 
 def _fitting(sizes: dict[str, int], world_size: int) -> str:
     """Sizes close to those asked for whose product divides the world size."""
-    left, fitting = world_size, []
+    remaining, fitting = world_size, []
     for axis, size in reversed(sizes.items()):
         if axis != "data_parallel" and size > 1:
-            fits = max(n for n in range(1, min(size, left) + 1) if not left % n)
-            left //= fits
+            fits = max(n for n in range(1, min(size, remaining) + 1) if not remaining % n)
+            remaining //= fits
             fitting.append(f"{axis}_size={fits}")
     return ", ".join(fitting) or f"data_parallel_size={world_size}"

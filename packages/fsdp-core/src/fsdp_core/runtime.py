@@ -18,7 +18,8 @@ from torch.distributed import DistError
 
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.mesh import DATA_AXES, Mesh, MeshAxis
-from fsdp_core.torch_private import default_store, forget_meshes, note_meshes
+from fsdp_core.torch_private.dtensors import forget_meshes, note_meshes
+from fsdp_core.torch_private.process_groups import default_store
 
 __all__ = ["ProcessGroupRuntime", "ReduceOp", "Runtime"]
 
@@ -53,8 +54,8 @@ def _check_group(device: str) -> None:
         ShardingError: It can't.
     """
     config = dist.get_backend_config()
-    kinds = [one.partition(":")[0] for one in config.split(",") if ":" in one]
-    if not kinds or device in kinds:
+    device_types = [entry.partition(":")[0] for entry in config.split(",") if ":" in entry]
+    if not device_types or device in device_types:
         return
     own = dist.Backend.default_device_backend_map.get(device, "...")
     instead = "cpu:gloo,cuda:nccl" if device in ("cpu", "cuda") else f"cpu:gloo,{device}:{own}"
@@ -73,12 +74,12 @@ def _collectives_recorded() -> Iterator[None]:
     The last collective of a rank that hangs is looked up there.
     """
     name = "TORCH_FR_BUFFER_SIZE"
-    given = os.environ.get(name)
+    previous = os.environ.get(name)
     os.environ.setdefault(name, "2000")
     try:
         yield
     finally:
-        if given is None:
+        if previous is None:
             del os.environ[name]
 
 
@@ -309,14 +310,14 @@ class Runtime(ABC):
     def barrier(self) -> None:
         """Block until every rank has called it."""
 
-    def rendezvous(self, doing: str) -> None:
+    def rendezvous(self, operation: str) -> None:
         """Block until every rank has called it, or raise if some rank does not.
 
         Used before operations that a user might run on one rank only, after which ranks would otherwise wait for each
         other for a long time, or exchange mismatched data.
 
         Args:
-            doing: The operation that all ranks must run, in words, for the error.
+            operation: The operation that all ranks must run, in words, for the error.
 
         Raises:
             ShardingError: Another rank did not call it in time, where that can be detected.
@@ -427,7 +428,7 @@ class ProcessGroupRuntime(Runtime):
     def described(self) -> str:
         if self._alone:
             return super().described()
-        by_device = dict(one.split(":") for one in dist.get_backend_config().split(",") if ":" in one)
+        by_device = dict(entry.split(":") for entry in dist.get_backend_config().split(",") if ":" in entry)
         return f"{super().described()} ({by_device.get(self.device.type) or dist.get_backend()})"
 
     def stop(self) -> None:
@@ -539,30 +540,30 @@ class ProcessGroupRuntime(Runtime):
             return list(numbers)
         sums = torch.tensor(list(numbers), dtype=torch.int64, device="cpu" if self._on_host else self.device)
         dist.all_reduce(sums, dist.ReduceOp.SUM, group=self._group)
-        return [int(one) for one in sums.tolist()]
+        return [int(total) for total in sums.tolist()]
 
-    def rendezvous(self, doing: str) -> None:
+    def rendezvous(self, operation: str) -> None:
         store = default_store()
         if store is None or self.world_size == 1:
             return
         wait = self.patience if self._timeout is None else min(self._timeout, self.patience)
         counter = f"fsdp_core/meetings of rank {self.rank}"
         number = store.add(counter, 1)
-        place = f"fsdp_core/meeting {number}"
-        store.set(f"{place}/{self.rank}", doing)
-        if store.add(place, 1) == self.world_size:
-            store.set(f"{place}/all", "")
+        meeting = f"fsdp_core/meeting {number}"
+        store.set(f"{meeting}/{self.rank}", operation)
+        if store.add(meeting, 1) == self.world_size:
+            store.set(f"{meeting}/all", "")
         try:
-            store.wait([f"{place}/all"], wait)
+            store.wait([f"{meeting}/all"], wait)
         except DistError as late:
-            absent = [rank for rank in range(self.world_size) if not store.check([f"{place}/{rank}"])]
+            absent = [rank for rank in range(self.world_size) if not store.check([f"{meeting}/{rank}"])]
             if not absent:
                 return
-            store.delete_key(f"{place}/{self.rank}")  # a caller that catches this may retry the same meeting
-            store.add(place, -1)
+            store.delete_key(f"{meeting}/{self.rank}")  # a caller that catches this may retry the same meeting
+            store.add(meeting, -1)
             store.add(counter, -1)
             raise ShardingError(
-                f"rank {self.rank} waited {wait.total_seconds():g} s in {doing} for what rank "
+                f"rank {self.rank} waited {wait.total_seconds():g} s in {operation} for what rank "
                 f"{', '.join(map(str, absent))} did not do. All ranks must do it, equally often.\n"
                 "Let every rank call it, and one alone use what comes out; or write `with fsdp_core.gathered(module):` "
                 "on every rank, in which a single one may call the module. generate() of transformers takes "
@@ -595,7 +596,7 @@ class _Peers(ProcessGroupRuntime):
             if main.rank in ranks:
                 self._group = group
 
-    def rendezvous(self, doing: str) -> None:
+    def rendezvous(self, operation: str) -> None:
         self.barrier()
 
     def stop(self) -> None:

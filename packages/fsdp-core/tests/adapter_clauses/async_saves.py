@@ -28,7 +28,7 @@ from fsdp_core.testing.suite.base_class import KINDS, Clauses, on_ranks
 from fsdp_core.testing.suite.checkpoints.async_saves import ASYNC, AtStep, options_of
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import assert_bit_equal
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
-from fsdp_core.torch_private import process_groups
+from fsdp_core.torch_private.process_groups import process_groups
 
 __all__ = ["AsyncSavesSuite"]
 

@@ -58,60 +58,35 @@ def _drawn(strategy: str, tmp: str) -> tuple[str, int]:
     return refusal(UnsupportedCapabilityError, lambda: run.fit(module, loader(1, 2))), len(module.losses)
 
 
-def _hooked(fabric: Fabric, path: str) -> None:
-    net: Any = oracle.new_net()
-    net.blocks[0].up.weight.register_hook(lambda grad: grad * 0)
-    fabric.setup(net)
+def _changed(change: Callable[[Any], object]) -> Callable[[Fabric, str], None]:
+    """What sets up the oracle's model after a change."""
+
+    def set_up_changed(fabric: Fabric, path: str) -> None:
+        net = oracle.new_net()
+        change(net)
+        fabric.setup(net)
+
+    return set_up_changed
 
 
-def _written_in_forward(fabric: Fabric, path: str) -> None:
-    net: Any = oracle.new_net()
-    net.table = nn.Embedding(4, 2, max_norm=1.0)
-    fabric.setup(net)
-
-
-def _sparse(fabric: Fabric, path: str) -> None:
-    net: Any = oracle.new_net()
-    net.table = nn.Embedding(4, 2, sparse=True)
-    fabric.setup(net)
-
-
-def _lazy(fabric: Fabric, path: str) -> None:
-    net: Any = oracle.new_net()
-    net.head = nn.LazyLinear(2)
-    fabric.setup(net)
-
-
-def _tied_by_memory(fabric: Fabric, path: str) -> None:
-    net: Any = oracle.new_net()
+def _tie_by_memory(net: Any) -> None:
     net.head = nn.Linear(6, 6)
     net.head.weight = nn.Parameter(net.inp.weight.data)
-    fabric.setup(net)
-
-
-def _memory_in_a_list(fabric: Fabric, path: str) -> None:
-    net: Any = oracle.new_net()
-    net.kept = [net.inp.weight.data[:2]]
-    fabric.setup(net)
 
 
 class Packed(Tensor):
     """Stands for the tensor subclasses of quantisation libraries."""
 
 
-def _quantised(fabric: Fabric, path: str) -> None:
-    net: Any = oracle.new_net()
+def _quantise(net: Any) -> None:
     net.blocks[0].up.weight = nn.Parameter(torch.ones(7, 6).as_subclass(Packed), requires_grad=False)
-    fabric.setup(net)
 
 
-def _packed(fabric: Fabric, path: str) -> None:
+def _pack(net: Any) -> None:
     """As bitsandbytes packs 4-bit weights, without its class."""
-    net: Any = oracle.new_net()
     weight = nn.Parameter(torch.zeros(21, 1, dtype=torch.uint8), requires_grad=False)
     net.blocks[0].packed = weight
     setattr(weight, "quant_state", {"shape": (7, 6)})  # noqa: B010  # no attribute that torch knows
-    fabric.setup(net)
 
 
 def _part_first(fabric: Fabric, path: str) -> None:
@@ -163,14 +138,35 @@ def _fewer_parameters(fabric: Fabric, path: str) -> None:
 
 #: What a user does, and parts of the error.
 REFUSED: dict[str, tuple[Callable[[Fabric, str], None], list[str]]] = {
-    "gradient hook": (_hooked, ["'blocks.0.up.weight'", "hook"]),
-    "weights that a forward pass writes": (_written_in_forward, ["'table'", "Leave max_norm out"]),
-    "sparse gradients": (_sparse, ["'table'", "sparse=True", "AdamW"]),
-    "a layer without a shape": (_lazy, ["'head.weight'", "lazy", "nn.Linear"]),
-    "two parameters in one memory": (_tied_by_memory, ["'inp.weight'", "'head.weight'", "share memory", "tied"]),
-    "a slice of a weight in a list": (_memory_in_a_list, ["'kept[0]'", "'inp.weight'", "share memory", ".clone()"]),
-    "quantised weight": (_quantised, ["'blocks.0.up.weight' is of the class Packed", "precision='bf16-true'"]),
-    "packed weight": (_packed, ["'blocks.0.packed', in torch.uint8, has an attribute 'quant_state'", "before it was"]),
+    "gradient hook": (
+        _changed(lambda net: net.blocks[0].up.weight.register_hook(lambda grad: grad * 0)),
+        ["'blocks.0.up.weight'", "hook"],
+    ),
+    "weights that a forward pass writes": (
+        _changed(lambda net: net.register_module("table", nn.Embedding(4, 2, max_norm=1.0))),
+        ["'table'", "Leave max_norm out"],
+    ),
+    "sparse gradients": (
+        _changed(lambda net: net.register_module("table", nn.Embedding(4, 2, sparse=True))),
+        ["'table'", "sparse=True", "AdamW"],
+    ),
+    "a layer without a shape": (
+        _changed(lambda net: net.register_module("head", nn.LazyLinear(2))),
+        ["'head.weight'", "lazy", "nn.Linear"],
+    ),
+    "two parameters in one memory": (
+        _changed(_tie_by_memory),
+        ["'inp.weight'", "'head.weight'", "share memory", "tied"],
+    ),
+    "a slice of a weight in a list": (
+        _changed(lambda net: setattr(net, "kept", [net.inp.weight.data[:2]])),
+        ["'kept[0]'", "'inp.weight'", "share memory", ".clone()"],
+    ),
+    "quantised weight": (_changed(_quantise), ["'blocks.0.up.weight' is of the class Packed", "precision='bf16-true'"]),
+    "packed weight": (
+        _changed(_pack),
+        ["'blocks.0.packed', in torch.uint8, has an attribute 'quant_state'", "before it was"],
+    ),
     "part of a model first": (_part_first, ["'blocks.0'", "Set up the whole model"]),
     "a buffer that nothing fills": (_unfilled, ["'table'", "reset_parameters()"]),
     "initialised in vain": (
@@ -255,10 +251,10 @@ class UnlikeInOptimizers(Lit):
 def _unlike_in_optimizers(strategy: str, tmp: str) -> tuple[str, int, str]:
     module = UnlikeInOptimizers()
     run = new_trainer(tmp, strategy, 2)
-    told = refusal(ShardingError, lambda: run.fit(module, loader(1, 2)))
+    message = refusal(ShardingError, lambda: run.fit(module, loader(1, 2)))
     fabric, net = new_fabric(strategy), oracle.new_net()
     optimizer = oracle.adamw_groups(net) if here().rank else oracle.sgd(net)
-    return told, len(module.losses), refusal(ShardingError, lambda: fabric.setup(net, optimizer))
+    return message, len(module.losses), refusal(ShardingError, lambda: fabric.setup(net, optimizer))
 
 
 class BadModulesOfAdaptersSuite(Clauses):

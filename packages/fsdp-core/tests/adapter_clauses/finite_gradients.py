@@ -53,7 +53,9 @@ class BreaksByHand(Breaks):
         optimizer.step()
 
 
-def _fitted(strategy: str, tmp: str, module_class: type[Breaks], **trainer: Any) -> tuple[str, int, dict[str, Tensor]]:
+def _fitted(
+    strategy: str, tmp: str, module_class: type[Breaks], trainer: dict[str, Any]
+) -> tuple[str, int, dict[str, Tensor]]:
     """What is raised, the steps that were taken, and the weights from then on."""
     module = module_class()
     run = new_trainer(tmp, strategy, 2, STOPS, **trainer)
@@ -63,7 +65,8 @@ def _fitted(strategy: str, tmp: str, module_class: type[Breaks], **trainer: Any)
 
 def _saved_on_exception(strategy: str, tmp: str) -> tuple[str, int, dict[str, Tensor]]:
     callbacks: list[pl.Callback] = [OnExceptionCheckpoint(tmp, filename="stopped")]
-    return _fitted(strategy, tmp, Breaks, gradient_clip_val=1.0, callbacks=callbacks, enable_checkpointing=True)
+    trainer = {"gradient_clip_val": 1.0, "callbacks": callbacks, "enable_checkpointing": True}
+    return _fitted(strategy, tmp, Breaks, trainer)
 
 
 def _stepped(strategy: str, clip: bool) -> tuple[list[str], list[str], dict[str, Tensor], dict[str, Tensor]]:
@@ -122,7 +125,7 @@ class FiniteGradientsSuite(Clauses):
         self, ranks: Ranks, tmp_path: Path, module_class: type[Breaks], trainer: dict[str, Any], steps: int
     ) -> None:
         """Under the Trainer all ranks must raise before the step, and name the one parameter and the step."""
-        for told, taken, _ in ranks.run(2, _fitted_with, self.strategy, str(tmp_path), module_class, trainer):
+        for told, taken, _ in ranks.run(2, _fitted, self.strategy, str(tmp_path), module_class, trainer):
             assert_says(told, f"before step {steps + 1},", "1 parameter of SGD", "'net.inp.weight'", "learning rate")
             assert taken == steps
 
@@ -142,9 +145,3 @@ class FiniteGradientsSuite(Clauses):
         """Anything but a bool must be refused."""
         told = refusal(UnsupportedCapabilityError, lambda: new_fabric(self.strategy, options={"error_if_nonfinite": 1}))
         assert_says(told, "error_if_nonfinite=1", "Write True")
-
-
-def _fitted_with(
-    strategy: str, tmp: str, module_class: type[Breaks], trainer: dict[str, Any]
-) -> tuple[str, int, dict[str, Tensor]]:
-    return _fitted(strategy, tmp, module_class, **trainer)

@@ -32,23 +32,6 @@ from fsdp_core.testing.launching.rank_context import here
 from fsdp_core.testing.refusals import refusal
 from fsdp_core.testing.training import Lit, new_fabric, new_trainer
 
-__all__ = [
-    "FULL",
-    "TWO_EPOCHS",
-    "Run",
-    "Seen",
-    "Stream",
-    "assert_sees",
-    "fabric_epochs",
-    "fabric_leaves_out",
-    "fabric_refused",
-    "fit",
-    "in_turns",
-    "order_of",
-    "refused",
-    "steps_after",
-]
-
 Sample = tuple[Tensor, Tensor, int]
 
 

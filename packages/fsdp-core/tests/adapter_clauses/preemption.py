@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor
@@ -94,6 +93,7 @@ def _loop(strategy: str, folder: str, signum: int | None, at: tuple[int, int], r
     """Take steps under Fabric until the ranks are told to end; the step after which they were, and the model."""
     before = signal.getsignal(signal.SIGTERM)
     fabric = new_fabric(strategy, 2)
+    used: Any = fabric.strategy
     torch.manual_seed(0)
     net = new_net()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
@@ -108,17 +108,13 @@ def _loop(strategy: str, folder: str, signum: int | None, at: tuple[int, int], r
             if signum is not None and (here().rank, step) == at:
                 os.kill(os.getpid(), signum)
             state["step"] = step + 1
-            if _strategy(fabric).told_to_end():
+            if used.told_to_end():
                 fabric.save(folder, state)
-                _strategy(fabric).requeue()  # not a job of SLURM's
+                used.requeue()  # not a job of SLURM's
                 break
     finally:
         signal.signal(signal.SIGTERM, before)
     return {"step": state["step"], "state": full_state(fabric.strategy)}
-
-
-def _strategy(fabric: Fabric) -> Any:
-    return fabric.strategy
 
 
 class _FewerOnOneRank(IterableDataset[Any]):

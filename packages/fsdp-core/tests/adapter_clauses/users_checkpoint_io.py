@@ -26,8 +26,8 @@ from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
 __all__ = ["UsersCheckpointIOSuite"]
 
 
-class Compressed(CheckpointIO):
-    """Writes ``PATH.gz``, with negated weights; what reads or removes it in another way fails or resumes from them.
+class Negating(CheckpointIO):
+    """Writes negated weights in a way of its own; who reads or removes them in another way fails, or resumes from them.
 
     Attributes:
         asked: What it was asked for, and the names of the files.
@@ -39,46 +39,46 @@ class Compressed(CheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write it."""
         self.asked.append(f"save {os.path.basename(path)}")
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with gzip.open(f"{path}.gz", "wb") as file:
-            torch.save(_negated(checkpoint), cast(IO[bytes], file))
+        self.write(_negated(checkpoint), path)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Read it."""
         self.asked.append(f"load {os.path.basename(path)}")
-        with gzip.open(f"{path}.gz", "rb") as file:
-            return _negated(torch.load(cast(IO[bytes], file), weights_only=True))
+        return _negated(self.read(path))
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove it."""
         self.asked.append(f"remove {os.path.basename(path)}")
+        self.remove(path)
+
+
+class Compressed(Negating):
+    """Writes ``PATH.gz``."""
+
+    def write(self, checkpoint: dict[str, Any], path: Any) -> None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with gzip.open(f"{path}.gz", "wb") as file:
+            torch.save(checkpoint, cast(IO[bytes], file))
+
+    def read(self, path: Any) -> Any:
+        with gzip.open(f"{path}.gz", "rb") as file:
+            return torch.load(cast(IO[bytes], file), weights_only=True)
+
+    def remove(self, path: Any) -> None:
         os.remove(f"{path}.gz")
 
 
-class InFolders(CheckpointIO):
-    """Makes a folder at the path, in which its file is.
+class InFolders(Negating):
+    """Makes a folder at the path, in which its file is."""
 
-    Attributes:
-        asked: What it was asked for, and the names of the folders.
-    """
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write it."""
-        self.asked.append(f"save {os.path.basename(path)}")
+    def write(self, checkpoint: dict[str, Any], path: Any) -> None:
         os.makedirs(path, exist_ok=True)
-        torch.save(_negated(checkpoint), os.path.join(path, "negated.pt"))
+        torch.save(checkpoint, os.path.join(path, "negated.pt"))
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read it."""
-        self.asked.append(f"load {os.path.basename(path)}")
-        return _negated(torch.load(os.path.join(path, "negated.pt"), weights_only=True))
+    def read(self, path: Any) -> Any:
+        return torch.load(os.path.join(path, "negated.pt"), weights_only=True)
 
-    def remove_checkpoint(self, path: Any) -> None:
-        """Remove it."""
-        self.asked.append(f"remove {os.path.basename(path)}")
+    def remove(self, path: Any) -> None:
         shutil.rmtree(path)
 
 

@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -80,28 +80,34 @@ class PaddedWithOnes(FlatShard):
         return pad(whole.reshape(-1), (0, self.length * self.runtime.world_size - self.numel), value=1.0)
 
 
-@backend("gradients_of_few_dropped")
-class NeedsAllRanks(LoopbackSharded):
-    """What is not used by every rank gets no gradient."""
+class DividesByUsers(LoopbackSharded):
+    """What becomes of a gradient follows from the share of the ranks that have one."""
 
-    def reduce(self) -> None:
-        shards = self.shards
-        own = torch.tensor([float(shard.gradient is not None) for shard in shards])
-        for shard, on_all in zip(shards, self.runtime.all_reduce(own, "min").tolist(), strict=True):
-            shard.gradient = shard.gradient if on_all else None
-        super().reduce()
-
-
-@backend("mean_over_users")
-class MeanOverUsers(LoopbackSharded):
-    """A gradient is the mean over those ranks that have one, and not over all."""
+    def divide(self, gradient: Tensor, share: float) -> Tensor | None:
+        raise NotImplementedError
 
     def reduce(self) -> None:
         shards = self.shards
         own = torch.tensor([float(shard.gradient is not None) for shard in shards])
         for shard, share in zip(shards, self.runtime.all_reduce(own, "mean").tolist(), strict=True):
-            shard.gradient = None if shard.gradient is None else shard.gradient / share
+            shard.gradient = None if shard.gradient is None else self.divide(shard.gradient, share)
         super().reduce()
+
+
+@backend("gradients_of_few_dropped")
+class NeedsAllRanks(DividesByUsers):
+    """What is not used by every rank gets no gradient."""
+
+    def divide(self, gradient: Tensor, share: float) -> Tensor | None:
+        return gradient if share == 1.0 else None
+
+
+@backend("mean_over_users")
+class MeanOverUsers(DividesByUsers):
+    """A gradient is the mean over those ranks that have one, and not over all."""
+
+    def divide(self, gradient: Tensor, share: float) -> Tensor | None:
+        return gradient / share
 
 
 @backend("evaluation_forgets_micro_batches")
@@ -279,28 +285,30 @@ class FreezesAsEvaluated(LoopbackSharded):
             shard.gathered.requires_grad_(False)
 
 
+def _untie(module: nn.Module) -> None:
+    for parameter, _, owners in list(parameters_with_owners(module)):
+        for owner, name in owners[1:]:
+            owner._parameters[name] = nn.Parameter(parameter.detach().clone())
+
+
 @backend("plan_unties")
 class UntiesWhilePlanning(LoopbackBackend):
     def units(self, module: nn.Module) -> list[nn.Module]:
-        for parameter, _, owners in list(parameters_with_owners(module)):
-            for owner, name in owners[1:]:
-                owner._parameters[name] = nn.Parameter(parameter.detach().clone())
+        _untie(module)
         return []
+
+
+@backend("tied_untied")
+class Unties(LoopbackBackend):
+    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> LoopbackSharded:
+        _untie(module)
+        return super().shard_module(module, plan)
 
 
 @backend("plan_miscounts")
 class CountsPadding(LoopbackBackend):
     def local_numels(self, parameters: Sequence[ParameterPlan]) -> list[int]:
         return [-(-parameter.numel // self.runtime.world_size) for parameter in parameters]
-
-
-@backend("tied_untied")
-class Untying(LoopbackBackend):
-    def shard_module(self, module: nn.Module, plan: ShardingPlan) -> LoopbackSharded:
-        for parameter, _, owners in list(parameters_with_owners(module)):
-            for owner, name in owners[1:]:
-                owner._parameters[name] = nn.Parameter(parameter.detach().clone())
-        return super().shard_module(module, plan)
 
 
 @backend("rank_0_not_heard")
@@ -348,13 +356,26 @@ class PartsOfItsOwn(LoopbackBackend):
         return super().shard_module(module, plan)
 
 
+# -- what is not done --------------------------------------------------------------------------------------------------
+
+#: By fault: a method that does nothing.
+IGNORED: dict[str, tuple[type[LoopbackBackend | LoopbackSharded], str]] = {
+    "optimizer_stale": (LoopbackBackend, "repoint"),
+    "clip_value_ignored": (LoopbackSharded, "clip_value"),
+    "zero_grad_forgets_shards_alone": (LoopbackSharded, "forget_unreduced"),
+    # what is gathered when an optimizer is toggled inside the forward pass is trained, or not, as it was before
+    "requires_grad_not_followed": (LoopbackSharded, "follow_requires_grad"),
+    # what a step writes to what is gathered is lost without a word
+    "writes_unwatched": (LoopbackSharded, "watch_writes"),
+    # nobody tells it of an exception under Fabric, and it does not look
+    "interruption_unnoticed": (LoopbackSharded, "mend_interrupted"),
+    "gradients_not_restored": (LoopbackSharded, "restore_gradients"),
+}
+for _fault, (_class, _method) in IGNORED.items():
+    backend(_fault)(type(_class)("Ignores", (_class,), {_method: lambda *_, **__: None}))
+
+
 # -- optimizers --------------------------------------------------------------------------------------------------------
-
-
-@backend("optimizer_stale")
-class NotRepointing(LoopbackBackend):
-    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], roots: Any) -> None:
-        pass
 
 
 @backend("optimizer_foreign")
@@ -435,12 +456,6 @@ class NeverRaises(LoopbackSharded):
         return super().clip_norm(parameters, max_norm, norm_type)
 
 
-@backend("clip_value_ignored")
-class NoClipping(LoopbackSharded):
-    def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        pass
-
-
 # -- accumulation ------------------------------------------------------------------------------------------------------
 
 
@@ -494,12 +509,6 @@ class WithoutFinally(LoopbackSharded):
         context.__exit__(None, None, None)
 
 
-@backend("zero_grad_forgets_shards_alone")
-class KeepsUnreduced(LoopbackSharded):
-    def forget_unreduced(self, names: Any) -> None:
-        pass
-
-
 @backend("no_sync_ignored")
 class AlwaysSyncs(LoopbackSharded):
     @contextmanager
@@ -525,14 +534,6 @@ class StaleInForward(LoopbackSharded):
         super().reshard()
 
 
-@backend("requires_grad_not_followed")
-class KeepsRequiringGrad(LoopbackSharded):
-    """What is gathered when an optimizer is toggled inside the forward pass is trained, or not, as it was before."""
-
-    def follow_requires_grad(self) -> None:
-        pass
-
-
 @backend("gradients_hidden_in_step")
 class HidesGradients(LoopbackSharded):
     """What is gathered after a backward pass inside the forward pass has no gradient, and does not say so."""
@@ -540,14 +541,6 @@ class HidesGradients(LoopbackSharded):
     def resume_forward(self) -> None:
         super().resume_forward()
         self.suspend_forward()
-
-
-@backend("writes_unwatched")
-class DoesNotWatchWrites(LoopbackSharded):
-    """What a step writes to what is gathered is lost without a word."""
-
-    def watch_writes(self) -> None:
-        return None
 
 
 @backend("interrupted_counts")
@@ -566,14 +559,6 @@ class GivesUpGradients(LoopbackSharded):
         self.reset()
         for parameter in self.layout():
             parameter.grad = None
-
-
-@backend("interruption_unnoticed")
-class Unaware(LoopbackSharded):
-    """Nobody tells it of an exception under Fabric, and it does not look."""
-
-    def mend_interrupted(self) -> None:
-        pass
 
 
 def _copied_if_container(given: Any) -> Any:
@@ -759,12 +744,6 @@ class DividesGroups(LoopbackSharded):
         super().load_optimizer_state(optimizer, {**state, "param_groups": groups}, check_only=check_only)
 
 
-@backend("gradients_not_restored")
-class ForgetsGradients(LoopbackSharded):
-    def restore_gradients(self, own: Any, reduced: Any) -> None:
-        pass
-
-
 @backend("strict_ignored")
 class NeverStrict(LoopbackSharded):
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True, *, check_only: bool = False) -> None:
@@ -791,42 +770,33 @@ class WithoutTerms(LoopbackBackend):
 # -- leftovers ---------------------------------------------------------------------------------------------------------
 
 
-@backend("group_left_open")
-class LeavesGroup(LoopbackBackend):
-    def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
-        torch.distributed.new_group()
-        return super().shard(module, plan)
+def _leave_file(_: nn.Module) -> None:
+    with tempfile.NamedTemporaryFile(delete=False) as file:
+        file.write(b"a cache of its own")
 
 
-@backend("thread_left_running")
-class LeavesThread(LoopbackBackend):
-    def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
-        threading.Thread(target=threading.Event().wait, daemon=True).start()
-        return super().shard(module, plan)
+_kept_modules: list[nn.Module] = []
+
+#: By fault: what sharding a module leaves behind.
+LEFT_BEHIND: dict[str, Callable[[nn.Module], object]] = {
+    "group_left_open": lambda module: torch.distributed.new_group(),
+    "thread_left_running": lambda module: threading.Thread(target=threading.Event().wait, daemon=True).start(),
+    "variable_left_set": lambda module: os.environ.update(LOOPBACK="1"),
+    "file_left_behind": _leave_file,
+    "module_kept": _kept_modules.append,
+}
 
 
-@backend("variable_left_set")
-class LeavesVariable(LoopbackBackend):
-    def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
-        os.environ["LOOPBACK"] = "1"
-        return super().shard(module, plan)
+def _leaving(leave: Callable[[nn.Module], object]) -> type[LoopbackBackend]:
+    class Leaves(LoopbackBackend):
+        def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
+            leave(module)
+            return super().shard(module, plan)
+
+    return Leaves
 
 
-@backend("file_left_behind")
-class LeavesFile(LoopbackBackend):
-    def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
-        with tempfile.NamedTemporaryFile(delete=False) as file:
-            file.write(b"a cache of its own")
-        return super().shard(module, plan)
-
-
-@backend("module_kept")
-class KeepsModules(LoopbackBackend):
-    kept: ClassVar[list[nn.Module]] = []
-
-    def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
-        self.kept.append(module)
-        return super().shard(module, plan)
+BACKENDS |= {fault: _leaving(leave) for fault, leave in LEFT_BEHIND.items()}
 
 
 # -- what the plugin says ----------------------------------------------------------------------------------------------

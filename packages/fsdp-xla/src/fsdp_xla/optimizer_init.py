@@ -32,15 +32,15 @@ class FirstSteps:
 
     def __init__(self, zeros: Callable[[Tensor], Tensor | None]) -> None:
         self._zeros = zeros
-        self._taken: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     @contextmanager
     def of(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Context in which an optimizer takes a step."""
-        if optimizer in self._taken:
+        if optimizer in self._optimizers:
             yield
             return
-        self._taken.add(optimizer)
+        self._optimizers.add(optimizer)
         parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         with _Zeros(parameters, self._zeros):
             yield
@@ -57,5 +57,5 @@ class _Zeros(TorchFunctionMode):
         kwargs = kwargs or {}
         # zeros like the optimizer's parameters alone: those that a closure's forward pass creates are like activations
         is_state = func is torch.zeros_like and len(args) == 1 and id(args[0]) in self._parameters
-        made = self._zeros(args[0]) if is_state and kwargs.keys() <= {"memory_format"} else None
-        return func(*args, **kwargs) if made is None else made
+        state = self._zeros(args[0]) if is_state and kwargs.keys() <= {"memory_format"} else None
+        return func(*args, **kwargs) if state is None else state

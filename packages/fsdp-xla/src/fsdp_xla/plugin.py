@@ -71,9 +71,9 @@ def why_not_here() -> str | None:
     device = os.environ.get("PJRT_DEVICE", "").upper()
     if device == "CPU" or (device in ("", "TPU") and _tpu_chips()):
         return None
-    asked = f"PJRT_DEVICE is {device!r}" if device else "PJRT_DEVICE is not set"
+    setting = f"PJRT_DEVICE is {device!r}" if device else "PJRT_DEVICE is not set"
     return (
-        f"no TPU is attached to this machine, and {asked}; to try it on the CPU, set PJRT_DEVICE=CPU "
+        f"no TPU is attached to this machine, and {setting}; to try it on the CPU, set PJRT_DEVICE=CPU "
         "and CPU_NUM_DEVICES=2 (or more) before Python starts"
     )
 
@@ -83,10 +83,10 @@ _GOOGLE = "0x1ae0"
 
 def _tpu_chips() -> int:
     """The number of Google's PCI devices."""
-    found = 0
+    chips = 0
     for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"):
         try:
-            found += vendor.read_text().strip() == _GOOGLE
+            chips += vendor.read_text().strip() == _GOOGLE
         except OSError:
             continue
-    return found
+    return chips

@@ -106,11 +106,11 @@ class AsyncSaves:
         """Wait until the deferred tensors of the last save are copied. To be called before they are changed."""
         self._staging.finish()
 
-    def run(self, doing: str, job: Callable[[Runtime], None]) -> None:
+    def run(self, operation: str, job: Callable[[Runtime], None]) -> None:
         """Run a job in the thread, after all pending jobs.
 
         Args:
-            doing: What the job does, for the error: ``"removing /data/old.ckpt"``.
+            operation: What the job does, for the error: ``"removing /data/old.ckpt"``.
             job: Called with a runtime whose collectives it may use.
         """
         if self._thread is None:
@@ -120,7 +120,7 @@ class AsyncSaves:
             atexit.register(_leave_unfinished)
         assert self._channel is not None
         self._awaited.clear()
-        self._last = self._thread.submit(self._work, self._channel, doing, job)
+        self._last = self._thread.submit(self._work, self._channel, operation, job)
         _unfinished.add(self._last)
         self._last.add_done_callback(_unfinished.discard)
 
@@ -168,18 +168,18 @@ class AsyncSaves:
             self._thread, self._channel = None, None
         self.wait()
 
-    def _work(self, channel: Runtime, doing: str, job: Callable[[Runtime], None]) -> None:
+    def _work(self, channel: Runtime, operation: str, job: Callable[[Runtime], None]) -> None:
         if self._failure is not None:
             return
         self._awaited.wait(_HEAD_START)
         try:
-            run_on_all(channel, doing, lambda: job(channel))  # so that either all ranks fail or none
+            run_on_all(channel, operation, lambda: job(channel))  # so that either all ranks fail or none
         except Exception as error:
-            self._fail(channel, doing, error)
+            self._fail(channel, operation, error)
 
-    def _fail(self, channel: Runtime, doing: str, error: Exception) -> None:
-        kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
-        failure = kind(f"{doing} in the background has failed: {error}")
+    def _fail(self, channel: Runtime, operation: str, error: Exception) -> None:
+        error_class = type(error) if isinstance(error, CheckpointError) else CheckpointError
+        failure = error_class(f"{operation} in the background has failed: {error}")
         failure.__cause__ = error
         with self._changed:
             self._choosing, steps = True, self._steps

@@ -25,7 +25,7 @@ _RANKS_SHOWN = 64
 _MESSAGES_SHOWN = 16
 
 
-def gather_to_all(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> list[T]:
+def gather_to_all(runtime: Runtime | None, operation: str, step: Callable[[], T]) -> list[T]:
     """Run a step on every rank, and return the results of all ranks on each.
 
     Each rank receives what all ranks return: for small results that every rank needs. :func:`run_on_all`,
@@ -33,7 +33,7 @@ def gather_to_all(runtime: Runtime | None, doing: str, step: Callable[[], T]) ->
 
     Args:
         runtime: The ranks; this process alone if ``None``.
-        doing: What the step does, for the error: ``"writing /data/last.ckpt"``.
+        operation: What the step does, for the error: ``"writing /data/last.ckpt"``.
         step: This rank's step. It must not wait for another rank, and its result must be picklable.
 
     Returns:
@@ -43,16 +43,16 @@ def gather_to_all(runtime: Runtime | None, doing: str, step: Callable[[], T]) ->
         CheckpointError: The step failed on some rank. The error names the ranks. Its class is that of the first failing
             rank's error, if that is a class of :mod:`fsdp_core.errors`.
     """
-    result = run_on_all(runtime, doing, step)
+    result = run_on_all(runtime, operation, step)
     return [result] if runtime is None else runtime.gather_objects(result)
 
 
-def run_on_all(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> T:
+def run_on_all(runtime: Runtime | None, operation: str, step: Callable[[], T]) -> T:
     """Run a step on every rank, and return this rank's own result, which is sent to no other.
 
     Args:
         runtime: The ranks; this process alone if ``None``.
-        doing: What the step does, for the error.
+        operation: What the step does, for the error.
         step: This rank's step, which must not wait for another rank.
 
     Raises:
@@ -67,32 +67,32 @@ def run_on_all(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> T:
     except Exception as error:
         own = error
     if runtime.total([own is not None])[0]:
-        _raise_on_all(runtime, doing, own)
+        _raise_on_all(runtime, operation, own)
     return result  # type: ignore[return-value]
 
 
-def run_on_first(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> T:
+def run_on_first(runtime: Runtime | None, operation: str, step: Callable[[], T]) -> T:
     """Run a step on every rank, and return rank 0's result on all of them.
 
     Args:
         runtime: The ranks; this process alone if ``None``.
-        doing: What the step does, for the error.
+        operation: What the step does, for the error.
         step: This rank's step. It must not wait for another rank. Rank 0's result must be picklable; that of others is
             sent to none.
 
     Raises:
         CheckpointError: As :func:`gather_to_all` raises it.
     """
-    result = run_on_all(runtime, doing, step)
+    result = run_on_all(runtime, operation, step)
     return result if runtime is None else runtime.broadcast_object(result)
 
 
-def gather_to_first(runtime: Runtime | None, doing: str, step: Callable[[], T]) -> list[T] | None:
+def gather_to_first(runtime: Runtime | None, operation: str, step: Callable[[], T]) -> list[T] | None:
     """Run a step on every rank, and return the results of all ranks on rank 0.
 
     Args:
         runtime: The ranks; this process alone if ``None``.
-        doing: What the step does, for the error.
+        operation: What the step does, for the error.
         step: This rank's step. It must not wait for another rank, and its result must be picklable.
 
     Returns:
@@ -101,7 +101,7 @@ def gather_to_first(runtime: Runtime | None, doing: str, step: Callable[[], T]) 
     Raises:
         CheckpointError: As :func:`gather_to_all` raises it.
     """
-    result = run_on_all(runtime, doing, step)
+    result = run_on_all(runtime, operation, step)
     return [result] if runtime is None else runtime.gather_objects_to(result)
 
 
@@ -110,18 +110,18 @@ def total(runtime: Runtime | None, numbers: Sequence[int]) -> list[int]:
     return list(numbers) if runtime is None else runtime.total(numbers)
 
 
-def _raise_on_all(runtime: Runtime, doing: str, own_error: Exception | None) -> NoReturn:
+def _raise_on_all(runtime: Runtime, operation: str, own_error: Exception | None) -> NoReturn:
     """Raise the same error on every rank. All ranks must call it."""
-    by_rank = runtime.gather_objects_to(None if own_error is None else _describe_failure(own_error, doing))
+    by_rank = runtime.gather_objects_to(None if own_error is None else _describe_failure(own_error, operation))
     summary: Failure | None = None
     if by_rank is not None:
         failures = {rank: failure for rank, failure in enumerate(by_rank) if failure is not None}
-        summary = _summarize(failures, len(by_rank), doing)
+        summary = _summarize(failures, len(by_rank), operation)
     name, message = runtime.broadcast_object(summary)
     raise getattr(errors, name)(message) from own_error
 
 
-def _summarize(failures: Mapping[int, Failure], world_size: int, doing: str) -> Failure:
+def _summarize(failures: Mapping[int, Failure], world_size: int, operation: str) -> Failure:
     """One error for all that have failed, at most a few kilobytes more than the longest message."""
     name, first = failures[min(failures)]
     message = first
@@ -129,7 +129,7 @@ def _summarize(failures: Mapping[int, Failure], world_size: int, doing: str) -> 
     if len(ranks) < world_size:
         rank_list = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
         more = f" and {len(ranks) - _RANKS_SHOWN} more" if len(ranks) > _RANKS_SHOWN else ""
-        message = f"{message}\n(on rank {rank_list}{more} of {world_size}, while {doing})"
+        message = f"{message}\n(on rank {rank_list}{more} of {world_size}, while {operation})"
     other_messages = sorted({message_of_rank for _, message_of_rank in failures.values()} - {first})
     for message_of_rank in other_messages[:_MESSAGES_SHOWN]:
         message += f"\nanother rank: {message_of_rank}"
@@ -138,8 +138,8 @@ def _summarize(failures: Mapping[int, Failure], world_size: int, doing: str) -> 
     return name, message
 
 
-def _describe_failure(error: Exception, doing: str) -> Failure:
+def _describe_failure(error: Exception, operation: str) -> Failure:
     """Return the name of an error class of :mod:`fsdp_core.errors` that every rank can raise, and the message."""
     if isinstance(error, FSDPError) and hasattr(errors, type(error).__name__):
         return type(error).__name__, str(error)
-    return "CheckpointError", f"{doing} failed: {type(error).__name__}: {error}. {remedy(error)}".rstrip()
+    return "CheckpointError", f"{operation} failed: {type(error).__name__}: {error}. {remedy(error)}".rstrip()

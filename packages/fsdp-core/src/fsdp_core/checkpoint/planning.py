@@ -56,7 +56,7 @@ def plan_save(state: Mapping[str, Any], kinds: Mapping[str, str], aliases: Mappi
         CheckpointValueError: A value in the state can't be saved, or ``kinds`` or ``aliases`` don't match the state.
     """
     roots: dict[Keys, Section] = {}
-    for path, kind in sorted(kinds.items(), key=lambda one: one[0].count("/")):  # the outermost takes precedence
+    for path, kind in sorted(kinds.items(), key=lambda item: item[0].count("/")):  # the outermost takes precedence
         if kind not in ("model", "optimizer"):
             raise CheckpointValueError(f"kinds[{path!r}] is {kind!r}; it must be 'model' or 'optimizer'")
         find_part(state, path)

@@ -15,7 +15,8 @@ from torch import Tensor
 from fsdp_core.checkpoint.fingerprints import differing, sample, view_of_sample
 from fsdp_core.checkpoint.planning import Plan
 from fsdp_core.errors import CheckpointError
-from fsdp_core.torch_private import call_before_parts, forget_call_before_parts, times_written
+from fsdp_core.torch_private.dtensors import call_before_parts, forget_call_before_parts
+from fsdp_core.torch_private.tensors import times_written
 
 __all__ = ["Staging"]
 

@@ -80,11 +80,11 @@ def _keep_stdout() -> None:
         return
     try:
         number, fallback = stdout.fileno(), sys.stderr.fileno()
-        kept = os.dup(number)
+        duplicate = os.dup(number)
         os.dup2(fallback, number)
     except OSError:  # no file behind it
         return
-    binary = os.fdopen(kept, "wb")
+    binary = os.fdopen(duplicate, "wb")
     sys.stdout = TextIOWrapper(binary, stdout.encoding, "replace", line_buffering=stdout.line_buffering)
 
 

@@ -27,8 +27,8 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 
 def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     """A number of bytes, such as ``5GB`` or ``512MiB``."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", value.strip().upper())
-    size = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", value.strip().upper())
+    size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
     if size < 1:
         raise click.BadParameter(f"{value!r} is no size; write one as 5GB or 512MiB", ctx, param)
     return size

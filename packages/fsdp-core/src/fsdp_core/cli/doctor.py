@@ -53,8 +53,8 @@ def _print_table(title: str, header: tuple[str, ...], rows: Sequence[tuple[str, 
 
 def _print_versions(facts: dict[str, Any]) -> None:
     always = ("torch", "lightning")
-    found = [(name, version) for name, version in (facts["versions"] or {}).items() if version or name in always]
-    rows = [(name, version or "not installed") for name, version in found]
+    versions = [(name, version) for name, version in (facts["versions"] or {}).items() if version or name in always]
+    rows = [(name, version or "not installed") for name, version in versions]
     _print_table("Versions", (), [("contract", facts["contract"]), *rows])
 
 

@@ -95,10 +95,12 @@ def _check_free(name: str, package: str) -> None:
             f"Give another one, such as: fsdp new-backend my_{name}"
         )
     try:
-        taken = package == "fsdp-core" or package in registry.FIRST_PARTY.values() or distribution(package) is not None
+        is_taken = (
+            package == "fsdp-core" or package in registry.FIRST_PARTY.values() or distribution(package) is not None
+        )
     except PackageNotFoundError:
-        taken = False
-    if taken:
+        is_taken = False
+    if is_taken:
         raise DuplicateStrategyError(
             f"the strategy {name!r} would be in a package {package!r}, which already exists.\n"
             f"Give another name, such as: fsdp new-backend my_{name}"

@@ -27,8 +27,8 @@ def main(file: str) -> None:
             facts["seconds"] = round(perf_counter() - began, 3)
             for front_end, module in modules.items():
                 facts[front_end] = _names(module)
-        said = [str(item.message) for item in caught]
-        facts["warnings"] = [text for text in said if text.startswith(("fsdp-core ", "the strategy "))]
+        messages = [str(item.message) for item in caught]
+        facts["warnings"] = [text for text in messages if text.startswith(("fsdp-core ", "the strategy "))]
     except BaseException as error:  # whatever it is, it is the finding
         facts["error"] = error_text(error)
     answer_with(file, {**facts, "done": True})

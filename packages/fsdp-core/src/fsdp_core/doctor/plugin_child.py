@@ -24,9 +24,9 @@ __all__ = ["main"]
 
 def main(file: str, name: str, module: str, package: str) -> None:
     """Load the plugin, answer, check whether its strategies can run here, and answer again."""
-    wanted = (name, module, package)
+    identity = (name, module, package)
     (entry_point, *_) = [
-        item for item in installed_plugins() if (item.name, item.value, provider_of(item).name) == wanted
+        item for item in installed_plugins() if (item.name, item.value, provider_of(item).name) == identity
     ]
     plugin = load_plugin(entry_point)
     strategies = [info.as_dict() for info in plugin.infos]

@@ -43,12 +43,14 @@ def _process_groups() -> dict[str, Any]:
 
     if not dist.is_available():
         return {"process_groups": {}}
-    known = {}
+    available = {}
     for name in ("gloo", "nccl", "mpi", "ucc", "xccl"):
         asks = getattr(dist, f"is_{name}_available", None)
-        known[name] = asks is not None and bool(asks())
-    others = [name for name in getattr(dist.Backend, "backend_list", ()) if name not in known and name != "undefined"]
-    return {"process_groups": {**known, **dict.fromkeys(map(str, others), True)}}
+        available[name] = asks is not None and bool(asks())
+    other_backends = [
+        name for name in getattr(dist.Backend, "backend_list", ()) if name not in available and name != "undefined"
+    ]
+    return {"process_groups": {**available, **dict.fromkeys(map(str, other_backends), True)}}
 
 
 def _cuda() -> dict[str, Any]:

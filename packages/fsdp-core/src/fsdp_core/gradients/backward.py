@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_core.torch_private import queue_backward_callback
+from fsdp_core.torch_private.autograd import queue_backward_callback
 
 __all__ = ["EndOfBackward"]
 
@@ -119,10 +119,10 @@ class EndOfBackward:
 
 def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     """Call a method without keeping what it belongs to."""
-    kept = weakref.WeakMethod(method)
+    reference = weakref.WeakMethod(method)
 
     def call(tensor: Tensor) -> None:
-        alive = kept()
+        alive = reference()
         if alive is not None:
             alive(tensor)
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.gradients.step_gradients import plain
 from fsdp_core.runtime import Runtime
-from fsdp_core.torch_private import foreach_mul_, foreach_norm
+from fsdp_core.torch_private.tensors import foreach_mul_, foreach_norm
 
 __all__ = ["clip_grads_by_norm", "clip_grads_by_value", "is_sharded_dtensor", "local_tensor"]
 

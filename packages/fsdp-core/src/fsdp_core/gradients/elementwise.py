@@ -37,7 +37,7 @@ def is_elementwise(name: str) -> bool:
         base = name.strip("_")
         return base in _OPERATORS or (base[:1] in ("i", "r") and base[1:] in _OPERATORS)
     base = name.removesuffix("_")
-    return any(known in _KNOWN or _is_pointwise(known) for known in (base, base.removeprefix("special_")))
+    return any(variant in _KNOWN or _is_pointwise(variant) for variant in (base, base.removeprefix("special_")))
 
 
 def writes_to_first(name: str) -> bool:

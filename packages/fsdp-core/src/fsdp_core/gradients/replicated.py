@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_core.gradients.backward import EndOfBackward
 from fsdp_core.runtime import Runtime
-from fsdp_core.torch_private import BatchNorm
+from fsdp_core.torch_private.modules import BatchNorm
 
 __all__ = ["ReplicatedParameters", "stays_whole"]
 

@@ -21,7 +21,7 @@ from fsdp_core.gradients.gathered_values import (
     GatheredTensor,
 )
 from fsdp_core.gradients.piece_places import OF_FIRST, PieceMixture, common_places, set_place
-from fsdp_core.torch_private import without_torch_function
+from fsdp_core.torch_private.tensors import without_torch_function
 
 __all__ = ["StepGradients", "forget_shown", "guard", "guard_parameters", "plain", "unguard", "unguard_parameters"]
 

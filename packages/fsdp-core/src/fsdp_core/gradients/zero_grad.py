@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_core.gradients.step_gradients import forget_shown
-from fsdp_core.torch_private import without_torch_function
+from fsdp_core.torch_private.tensors import without_torch_function
 
 __all__ = ["on_zero_grad"]
 
@@ -54,11 +54,11 @@ def _optimizer_zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
 
 @wraps(_modules_own)
 def _module_zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-    shown = {parameter for parameter in self.parameters() if forget_shown(parameter, set_to_none)}
-    if not shown:
+    forgotten = {parameter for parameter in self.parameters() if forget_shown(parameter, set_to_none)}
+    if not forgotten:
         _modules_own(self, set_to_none)
-    for parameter in self.parameters() if shown else ():
-        if parameter not in shown and parameter.grad is not None:
+    for parameter in self.parameters() if forgotten else ():
+        if parameter not in forgotten and parameter.grad is not None:
             if set_to_none:
                 parameter.grad = None
             else:

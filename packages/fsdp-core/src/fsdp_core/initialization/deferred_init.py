@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.deferred_random import Draw, Draws, random_state, set_random_state
 from fsdp_core.state.host_memory import give_back
-from fsdp_core.torch_private import TorchDispatchMode, skipped_initialiser, tree_flatten, tree_map
+from fsdp_core.torch_private.tensors import TorchDispatchMode, skipped_initialiser, tree_flatten, tree_map
 
 __all__ = ["continue_deferred", "deferred_init", "has_values", "is_deferred", "values_of", "was_changed"]
 
@@ -65,7 +65,7 @@ def has_values(tensor: Tensor) -> bool:
     if not is_deferred(tensor):
         return False
     build, storage_id = _record_of(tensor)
-    return storage_id in build.written
+    return storage_id in build.written_ids
 
 
 def was_changed(tensor: Tensor) -> bool:
@@ -205,7 +205,7 @@ class _Build:
     def __init__(self) -> None:
         self.steps: list[_Step] = []
         self.sizes: list[tuple[int, torch.dtype]] = []
-        self.written: set[int] = set()
+        self.written_ids: set[int] = set()
         self.changes: dict[int, int] = {}  # in place, by storage
         self.draws = Draws()
         self._drawn: dict[str, int] = {}
@@ -233,7 +233,7 @@ class _Build:
         )
         writes = frozenset(_record_of(t)[1] for t in targets)
         reads = frozenset(_record_of(t)[1] for t in input_tensors if is_deferred(t) and _record_of(t)[0] is self)
-        self.written |= writes
+        self.written_ids |= writes
         self.steps.append(
             _Step(
                 func=func,

@@ -21,7 +21,8 @@ from fsdp_core.initialization.wrap import when_marked
 from fsdp_core.runtime import Runtime
 from fsdp_core.state.fqn import clean_name
 from fsdp_core.state.host_memory import give_back, memory_of
-from fsdp_core.torch_private import default_store, users_of_storage, without_torch_function
+from fsdp_core.torch_private.process_groups import default_store
+from fsdp_core.torch_private.tensors import users_of_storage, without_torch_function
 
 __all__ = ["KeptPart", "check_same_parts", "is_part", "keep_parts", "kept_as_built", "let_go_of"]
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp.wrap import enable_wrap
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.torch_private import is_flattened
+from fsdp_core.torch_private.modules import is_flattened
 
 __all__ = ["mark_by_torch_wrap", "marked", "options_of", "wrap"]
 

@@ -28,7 +28,7 @@ from fsdp_core.lightning.capabilities import check_precision
 from fsdp_core.lightning.private import DtypeContext, convert_fp_tensor
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.sharding.mixed_precision import ShardPrecision
-from fsdp_core.torch_private import forget_unscaled, make_scaler_sharded, plain_tensors_replicated
+from fsdp_core.torch_private.optimizers import forget_unscaled, make_scaler_sharded, plain_tensors_replicated
 
 if TYPE_CHECKING:
     from fsdp_core.lightning.strategy import ShardedStrategy

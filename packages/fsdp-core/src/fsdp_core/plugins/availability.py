@@ -91,14 +91,14 @@ def _why_unmet(text: str) -> str | None:
     requirement = Requirement(text)
     if requirement.marker is not None and not requirement.marker.evaluate():
         return None
-    wanted = f"{requirement.name}{requirement.specifier}"
+    requirement_text = f"{requirement.name}{requirement.specifier}"
     try:
         installed = version(requirement.name)
     except PackageNotFoundError:
-        return f'it needs {wanted}, which is not installed; type: pip install "{wanted}"'
+        return f'it needs {requirement_text}, which is not installed; type: pip install "{requirement_text}"'
     # By base version, so that vendors' builds such as 2.9.0a0+… count as the release that they lead up to.
     if Version(Version(installed).base_version) not in requirement.specifier:
-        return f'it needs {wanted}, but {installed} is installed; type: pip install "{wanted}"'
+        return f'it needs {requirement_text}, but {installed} is installed; type: pip install "{requirement_text}"'
     return None
 
 

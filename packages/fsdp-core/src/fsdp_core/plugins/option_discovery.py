@@ -39,18 +39,18 @@ def options_in(*references: str, left_out: Collection[str] = ()) -> tuple[Option
     Raises:
         StrategyInfoError: A class does not exist, or does not explain one of its options.
     """
-    found: dict[str, Option] = {}
+    options: dict[str, Option] = {}
     for reference in references:
         module, _, name = reference.partition(":")
         tree = _tree(module)
-        options = _imported(module, name) if tree is None else _options(reference, _class(reference, tree, name))
-        for option in options:
-            found.setdefault(option.name, option)
+        own_options = _imported(module, name) if tree is None else _options(reference, _class(reference, tree, name))
+        for option in own_options:
+            options.setdefault(option.name, option)
     for file, module, name in _COMMON:
         for option in _common(file, module, name):
             if option.name not in left_out:
-                found.setdefault(option.name, option)
-    return tuple(found.values())
+                options.setdefault(option.name, option)
+    return tuple(options.values())
 
 
 def option_docs(options_class: type) -> dict[str, str]:

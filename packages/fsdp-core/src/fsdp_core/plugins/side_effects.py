@@ -162,7 +162,9 @@ def _environment(before: dict[str, str]) -> list[SideEffect]:
 def _threads(before: set[threading.Thread]) -> list[SideEffect]:
     new = [thread for thread in threading.enumerate() if thread not in before]
     remedy = "it should start them when a strategy starts, and stop them with it"
-    return [SideEffect(what=f"starts threads ({', '.join(one.name for one in new)})", remedy=remedy)] if new else []
+    return (
+        [SideEffect(what=f"starts threads ({', '.join(thread.name for thread in new)})", remedy=remedy)] if new else []
+    )
 
 
 def _folder() -> str | None:

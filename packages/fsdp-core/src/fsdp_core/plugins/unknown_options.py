@@ -13,7 +13,7 @@ __all__ = ["refuse_unknown_options"]
 
 def refuse_unknown_options(
     strategy: str,
-    made: type,
+    strategy_class: type,
     unknown: Mapping[str, object],
     translations: Mapping[str, str],
     further: tuple[str, ...] = (),
@@ -23,7 +23,7 @@ def refuse_unknown_options(
 
     Args:
         strategy: The name that users type.
-        made: The strategy's class, whose constructor names its options.
+        strategy_class: The strategy's class, whose constructor names its options.
         unknown: The unknown options, with their values.
         translations: By other libraries' options, what to write instead.
         further: Options that the constructor takes without naming them.
@@ -33,9 +33,11 @@ def refuse_unknown_options(
         UnsupportedCapabilityError: There are any; the message names the nearest option and the strategies that have it.
     """
     info = registry.strategies().get(strategy)
-    foreign = "precision" if hasattr(made, "precision_plugin") else "precision_plugin"  # the other front end's
+    foreign = (
+        "precision" if hasattr(strategy_class, "precision_plugin") else "precision_plugin"
+    )  # the other front end's
     listed = [] if info is None else [option.name for option in info.options if option.name != foreign]
-    parameters = inspect.signature(made).parameters.values()
+    parameters = inspect.signature(strategy_class).parameters.values()
     options = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
     options = list(dict.fromkeys([*options, *further, *listed]))
     refused = {

@@ -39,17 +39,10 @@ from fsdp_core.sharding.wrap_policy import (
     repeated_blocks,
     select_units,
 )
-from fsdp_core.torch_private import (
-    cast_inputs,
-    in_backward,
-    is_accumulated,
-    is_flattened,
-    is_recomputing,
-    outside_of_compilation,
-    outside_transforms,
-    times_written,
-    without_torch_function,
-)
+from fsdp_core.torch_private.autograd import in_backward, is_accumulated, is_recomputing, outside_transforms
+from fsdp_core.torch_private.compilation import outside_of_compilation
+from fsdp_core.torch_private.modules import cast_inputs, is_flattened
+from fsdp_core.torch_private.tensors import times_written, without_torch_function
 
 __all__ = [
     "DATA_AXES",

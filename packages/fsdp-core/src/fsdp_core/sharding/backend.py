@@ -240,8 +240,8 @@ class Backend(ABC):
         sharded.plan, sharded.user_modules = plan, user_modules
         alive = [(name, parameter) for name, reference in before if (parameter := reference()) is not None]
         sharded.remember(alive)
-        kept = {id(parameter) for parameter in (*sharded.layout(), *sharded.written.parameters())}
-        mark_replaced((name, parameter) for name, parameter in alive if id(parameter) not in kept)
+        sharded_ids = {id(parameter) for parameter in (*sharded.layout(), *sharded.written.parameters())}
+        mark_replaced((name, parameter) for name, parameter in alive if id(parameter) not in sharded_ids)
         keep(sharded)
         return sharded
 

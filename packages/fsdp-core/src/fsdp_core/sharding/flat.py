@@ -82,18 +82,18 @@ def unwrapped(root: nn.Module, inner: Callable[[nn.Module], nn.Module | None]) -
         root: A module.
         inner: Returns the module inside a wrapper; ``None`` for a module that is not a wrapper.
     """
-    taken: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
+    unwrapped_modules: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
     for parent in [parent for parent in root.modules() if inner(parent) is None]:
         for name, child in parent._modules.items():
             module = None if child is None else inner(child)
             if child is not None and module is not None:
-                taken.append((parent, name, child, module))
-    for parent, name, _, module in taken:
+                unwrapped_modules.append((parent, name, child, module))
+    for parent, name, _, module in unwrapped_modules:
         parent._modules[name] = module
     try:
         yield
     finally:
-        for parent, name, wrapper, _ in taken:
+        for parent, name, wrapper, _ in unwrapped_modules:
             parent._modules[name] = wrapper
 
 
@@ -119,19 +119,19 @@ def stand_ins_in_place(
         holders: The modules that hold flat parameters.
         is_flat: Called with a parameter's attribute name and the parameter; returns whether it is flat.
     """
-    places: dict[nn.Module, dict[str, nn.Parameter]] = {}
+    stand_ins_by_owner: dict[nn.Module, dict[str, nn.Parameter]] = {}
     for name, (member, _) in members.items():
-        places.setdefault(member.owner, {})[member.attribute] = stand_ins[name]
+        stand_ins_by_owner.setdefault(member.owner, {})[member.attribute] = stand_ins[name]
     for owner, attribute, first, first_attribute in ties:
-        places.setdefault(owner, {})[attribute] = places[first][first_attribute]
+        stand_ins_by_owner.setdefault(owner, {})[attribute] = stand_ins_by_owner[first][first_attribute]
     hidden: list[tuple[nn.Module, str, object]] = []
-    before = {owner: dict(owner._parameters) for owner in dict.fromkeys((*places, *holders))}
+    before = {owner: dict(owner._parameters) for owner in dict.fromkeys((*stand_ins_by_owner, *holders))}
     for owner, parameters in before.items():
-        shown = places.get(owner, {})
+        own_stand_ins = stand_ins_by_owner.get(owner, {})
         owner._parameters.clear()
-        for name in dict.fromkeys((*orders.get(owner, ()), *parameters, *shown)):
-            if name in shown:
-                owner._parameters[name] = shown[name]
+        for name in dict.fromkeys((*orders.get(owner, ()), *parameters, *own_stand_ins)):
+            if name in own_stand_ins:
+                owner._parameters[name] = own_stand_ins[name]
                 if name in owner.__dict__:
                     hidden.append((owner, name, owner.__dict__.pop(name)))
             elif name in parameters and not is_flat(name, parameters[name]):

@@ -15,13 +15,13 @@ from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.torch_private import (
+from fsdp_core.torch_private.autograd import (
     check_inputs_of_backward,
     check_missing_gradients,
     depends_on_other,
-    is_flattened,
     reaches,
 )
+from fsdp_core.torch_private.modules import is_flattened
 
 __all__ = ["refuse_gradient_hooks"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_core.torch_private import TorchDispatchMode, tree_flatten
+from fsdp_core.torch_private.tensors import TorchDispatchMode, tree_flatten
 
 __all__ = ["Communicates", "ObservedCommunication"]
 

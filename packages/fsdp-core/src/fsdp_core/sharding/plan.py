@@ -288,10 +288,10 @@ def _plan_sizes(
 
 def modules_by_unit(units: Iterable[nn.Module], root: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
     """The units, innermost first, and the root last, each with the modules in it that no earlier one holds."""
-    seen: set[nn.Module] = set()
+    assigned: set[nn.Module] = set()
     for unit in (*units, root):
-        own = [module for module in unit.modules() if module not in seen]
-        seen.update(own)
+        own = [module for module in unit.modules() if module not in assigned]
+        assigned.update(own)
         yield unit, own
 
 

@@ -70,14 +70,14 @@ def facts_of_options(options: Mapping[str, Any]) -> dict[str, str]:
     return {f"option {name!r}": described(value) for name, value in options.items()}
 
 
-def facts_of_packages(module: nn.Module, *others: type) -> dict[str, str]:
+def facts_of_packages(module: nn.Module, *further_classes: type) -> dict[str, str]:
     """The versions of torch and of the packages that define a module's classes and other classes.
 
     Args:
         module: The module; the classes of all its submodules are included.
-        *others: Other classes.
+        *further_classes: Other classes.
     """
-    classes = {*others, *(type(submodule) for submodule in module.modules())}
+    classes = {*further_classes, *(type(submodule) for submodule in module.modules())}
     names = {"torch", "fsdp_core"} | {base.__module__.partition(".")[0] for cls in classes for base in cls.__mro__}
     versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in sorted(names)}
     return {f"version of {name}": version for name, version in versions.items() if isinstance(version, str)}

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.torch_private import buffers_of, times_written, without_dispatch_modes
+from fsdp_core.torch_private.modules import buffers_of
+from fsdp_core.torch_private.tensors import times_written, without_dispatch_modes
 
 __all__ = ["recomputing"]
 

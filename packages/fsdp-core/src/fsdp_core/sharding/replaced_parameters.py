@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.torch_private import without_torch_function
+from fsdp_core.torch_private.tensors import without_torch_function
 
 __all__ = ["ReplacedParameter", "mark_replaced"]
 
@@ -89,7 +89,7 @@ def _found(values: Any) -> ReplacedParameter | None:
     if isinstance(values, dict):
         values = list(values.values())
     if isinstance(values, list | tuple):
-        return next((found for value in values if (found := _found(value)) is not None), None)
+        return next((replaced for value in values if (replaced := _found(value)) is not None), None)
     return None
 
 

@@ -95,9 +95,9 @@ class SequenceSplit:
         """The sequence dimension of each entry to split."""
         if self.dims is not None:
             for name, dim in self.dims.items():
-                known = entries.get(name)
-                if known is None or not -known.ndim <= dim < known.ndim:
-                    why = "is no tensor of the batch" if known is None else f"has no dimension {dim}"
+                entry = entries.get(name)
+                if entry is None or not -entry.ndim <= dim < entry.ndim:
+                    why = "is no tensor of the batch" if entry is None else f"has no dimension {dim}"
                     raise ShardingError(
                         f"context_parallel_dims names {_quoted(name)}, which {why}; its tensors are "
                         f"{_shapes(entries)}.\nWrite the names as they are here, with dimensions from 0."
@@ -135,8 +135,8 @@ class SequenceSplit:
         self.lengths.add(length)
         if not tensor.is_floating_point() and tensor.dtype != torch.bool:
             self.targets[part.numel()] = part.numel() // length * (length - 1)
-            kept = (tensor.movedim(dim, 0) != IGNORED).reshape(self.size, -1)
-            self._counts.append((name, kept.sum(1)))
+            is_counted = (tensor.movedim(dim, 0) != IGNORED).reshape(self.size, -1)
+            self._counts.append((name, is_counted.sum(1)))
         return part
 
     def _is_copy_of_last(self, entries: Mapping[str, Tensor]) -> bool:
@@ -151,9 +151,9 @@ class SequenceSplit:
         if self._compared:
             return
         self._compared = True
-        mine = [(name, tuple(tensor.shape), _checksum(tensor)) for name, tensor in entries.items()]
-        theirs = self.ranks.gather_objects(mine)
-        if any(one != theirs[0] for one in theirs):
+        own_entries = [(name, tuple(tensor.shape), _checksum(tensor)) for name, tensor in entries.items()]
+        entries_by_rank = self.ranks.gather_objects(own_entries)
+        if any(entries != entries_by_rank[0] for entries in entries_by_rank):
             raise ShardingError(
                 "context-parallel ranks have different batches, of which each would compute a part.\n"
                 "Let samplers go by data-parallel rank, DistributedSampler(data, "

@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.sharded_init import is_part
-from fsdp_core.torch_private import hooks_on
+from fsdp_core.torch_private.tensors import hooks_on
 
 __all__ = ["check_shardable"]
 

@@ -31,7 +31,8 @@ from fsdp_core.state.held_gradients import HeldGradients, held_at_parameters, re
 from fsdp_core.state.layout import Layout, bytes_held, whole_parts
 from fsdp_core.state.optimizer import load_optimizer_state, optimizer_state
 from fsdp_core.state.saved_tensor import SavedTensor
-from fsdp_core.torch_private import is_accumulated, loads_in_its_own_way
+from fsdp_core.torch_private.autograd import is_accumulated
+from fsdp_core.torch_private.modules import loads_in_its_own_way
 
 if TYPE_CHECKING:
     from fsdp_core.sharding.backend import Backend
@@ -454,10 +455,12 @@ class Sharded(ABC):
         with self.as_written():
             # for other entries, such as extra state, state_dict() returns copies, which only the module can load
             named = written.named_parameters(remove_duplicate=False), written.named_buffers(remove_duplicate=False)
-            kept = {clean_name(name) for name, _ in chain(*named)} - resized.keys()
+            loaded_names = {clean_name(name) for name, _ in chain(*named)} - resized.keys()
             raw_names = {clean_name(name): name for name in type(written).state_dict(written)}
-            known = live.keys() | resized.keys()
-            extra = {raw_names[n]: _read(value) for n, value in state.items() if n in known and n not in kept}
+            live_names = live.keys() | resized.keys()
+            extra = {
+                raw_names[n]: _read(value) for n, value in state.items() if n in live_names and n not in loaded_names
+            }
             if extra:
                 self.let_modules_load(written, extra, resized)
         self.adopt_model_state(live)
@@ -577,9 +580,9 @@ def sharded_of(module: nn.Module) -> Sharded | None:
         >>> print(sharded_of(nn.Linear(2, 1)))
         None
     """
-    found: Sharded | None = module.__dict__.get(_KEY)
+    sharded: Sharded | None = module.__dict__.get(_KEY)
     # a shallow copy has the module's attributes
-    return found if found is not None and (module is found.root or module is found.written) else None
+    return sharded if sharded is not None and (module is sharded.root or module is sharded.written) else None
 
 
 def sharded_around(module: nn.Module) -> tuple[Sharded, str] | None:
@@ -590,10 +593,10 @@ def sharded_around(module: nn.Module) -> tuple[Sharded, str] | None:
     """
     with _looking:
         roots = list(_all)
-    found = [(raw, one) for one in roots for raw, inner in one.root.named_modules() if inner is module]
-    if not found:
+    candidates = [(raw, sharded) for sharded in roots for raw, inner in sharded.root.named_modules() if inner is module]
+    if not candidates:
         return None
-    raw, sharded = max(found, key=lambda one: len(one[0]))  # the wrapper, rather than the module in it
+    raw, sharded = max(candidates, key=lambda candidate: len(candidate[0]))  # the wrapper, rather than the module in it
     name = clean_name(raw)
     return sharded, f"{name}." if name else ""
 

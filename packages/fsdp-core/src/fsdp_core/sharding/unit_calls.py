@@ -25,7 +25,9 @@ from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.gradients.gathered_values import is_gathered
 from fsdp_core.sharding.outside_attributes import users_module
 from fsdp_core.state.full_tensor import gathered_modules
-from fsdp_core.torch_private import in_dual_level, is_view, outside_of_compilation, running_transforms, tree_flatten
+from fsdp_core.torch_private.autograd import in_dual_level, is_view, running_transforms
+from fsdp_core.torch_private.compilation import outside_of_compilation
+from fsdp_core.torch_private.tensors import tree_flatten
 
 __all__ = ["RefusedTransforms", "UnitCalls"]
 

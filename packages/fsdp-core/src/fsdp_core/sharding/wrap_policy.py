@@ -170,12 +170,12 @@ _HOW_TO = {
 
 def _every_nth(module: nn.Module, policy: str) -> list[nn.Module]:
     """The blocks that ``"every_n"`` chooses: of n in a row the last, so that the first ones keep their activations."""
-    written = re.fullmatch(r"every_([1-9][0-9]*)", policy)
-    if written is None:
+    match = re.fullmatch(r"every_([1-9][0-9]*)", policy)
+    if match is None:
         raise ShardingError(
             f"activation_checkpointing_policy={policy!r} is no policy.\n{_HOW_TO['activation_checkpointing_policy']}"
         )
-    n = int(written[1])
+    n = int(match[1])
     blocks = marked(module) or repeated_blocks(module)
     if len(blocks) < n:
         raise ShardingError(
@@ -268,12 +268,12 @@ def _torch_policy_matches(root: nn.Module, policy: Callable[..., bool]) -> list[
 
 
 def _post_order(module: nn.Module) -> Iterator[nn.Module]:
-    seen: set[nn.Module] = set()
+    visited: set[nn.Module] = set()
 
     def visit(parent: nn.Module) -> Iterator[nn.Module]:
         for child in parent.children():
-            if child not in seen:
-                seen.add(child)
+            if child not in visited:
+                visited.add(child)
                 yield from visit(child)
                 yield child
 

@@ -141,7 +141,7 @@ def check_blocks(
         name_and_key for values_of_rank in by_rank for name_and_key in values_of_rank
     ):  # the same on every rank
         kinds = [values_of_rank.get((name, key)) for values_of_rank in by_rank]
-        blocks = next((kind for kind in kinds if isinstance(kind, dict)), None)
+        blocks = next((part for part in kinds if isinstance(part, dict)), None)
         if "in other blocks" in kinds or (blocks is not None and "plain" in kinds):
             raise CheckpointValueError(
                 f"{key!r} of {name!r} can't be saved: torchao quantises what each rank holds of it, "

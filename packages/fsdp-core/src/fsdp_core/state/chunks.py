@@ -98,14 +98,14 @@ class ChunkedTensor:
         Args:
             copies: Tensors of the same shape, by the id of the original. Data without a copy is kept.
         """
-        made = object.__new__(ChunkedTensor)  # the boxes have been checked
-        made.shape, made.dtype, made.replica = self.shape, self.dtype, self.replica
-        made.chunks = (
-            tuple([Chunk(offsets=one.offsets, data=copies.get(id(one.data), one.data)) for one in self.chunks])
+        copy = object.__new__(ChunkedTensor)  # the boxes have been checked
+        copy.shape, copy.dtype, copy.replica = self.shape, self.dtype, self.replica
+        copy.chunks = (
+            tuple([Chunk(offsets=chunk.offsets, data=copies.get(id(chunk.data), chunk.data)) for chunk in self.chunks])
             if self.replica == 0
             else ()
         )
-        return made
+        return copy
 
     def numel(self) -> int:
         """Return the number of elements of the full tensor."""
@@ -232,7 +232,7 @@ def chunked(tensor: Tensor | ChunkedTensor | TensorSource, *, rank: int = 0) -> 
 
 
 def _of_dtensor(tensor: DTensor) -> ChunkedTensor:
-    from fsdp_core.torch_private import is_first_slice
+    from fsdp_core.torch_private.dtensors import is_first_slice
 
     if torch.is_grad_enabled():  # to_local() would then create a new tensor, tracked by autograd
         with torch.no_grad():
@@ -279,7 +279,7 @@ def _box(
     """Return the offsets and lengths of the box at a mesh coordinate, and which copy of the tensor it belongs to."""
     from torch.distributed.tensor import Replicate, Shard
 
-    from fsdp_core.torch_private import StridedShard
+    from fsdp_core.torch_private.dtensors import StridedShard
 
     offsets, lengths, replica = [0] * len(shape), list(shape), 0
     sharded: list[tuple[int, int, int]] = []  # the dimension, this rank's piece, and the number of pieces
@@ -311,4 +311,4 @@ def _pieces(dim: int, placements: tuple[Placement, ...], mesh: tuple[int, ...]) 
     """Into how many pieces placements other than strided ones divide a dimension."""
     from torch.distributed.tensor import Shard
 
-    return prod(n for one, n in zip(placements, mesh, strict=True) if type(one) is Shard and one.dim == dim)
+    return prod(n for p, n in zip(placements, mesh, strict=True) if type(p) is Shard and p.dim == dim)

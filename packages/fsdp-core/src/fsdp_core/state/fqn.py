@@ -54,9 +54,9 @@ def aliases(module: nn.Module) -> dict[str, str]:
             if raw in unsaved:
                 continue
             name = clean_name(raw)
-            known = first.setdefault(id(tensor), name)
-            if known != name:
-                further[name] = known
+            first_name = first.setdefault(id(tensor), name)
+            if first_name != name:
+                further[name] = first_name
     return further
 
 

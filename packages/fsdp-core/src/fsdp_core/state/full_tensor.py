@@ -16,7 +16,7 @@ from fsdp_core.runtime import Runtime
 from fsdp_core.state.chunks import ChunkedTensor, chunked
 from fsdp_core.state.coverage import Box, find_fault
 from fsdp_core.state.saved_tensor import SavedTensor
-from fsdp_core.torch_private import StridedShard
+from fsdp_core.torch_private.dtensors import StridedShard
 
 __all__ = ["check_not_gathered", "each_whole", "gathered_modules", "running_forwards", "whole"]
 

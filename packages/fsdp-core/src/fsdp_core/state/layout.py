@@ -106,8 +106,8 @@ def bytes_held(layout: Layout) -> int:
         24
     """
     return sum(
-        (part.range.length if part.range is not None else _local(held).numel()) * held.element_size()
-        for held, parts in layout.items()
+        (part.range.length if part.range is not None else _local(parameter).numel()) * parameter.element_size()
+        for parameter, parts in layout.items()
         for part in parts
     )
 

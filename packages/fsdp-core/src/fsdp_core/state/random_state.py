@@ -111,7 +111,7 @@ class RandomState:
     """
 
     def __init__(self, runtime: Runtime | None = None) -> None:
-        self._given = runtime
+        self._chosen_runtime = runtime
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all ranks. All ranks must call it."""
@@ -126,8 +126,8 @@ class RandomState:
             set_random_state(own_state, runtime)
 
     def _runtime(self) -> Runtime:
-        if self._given is not None:
-            return self._given
+        if self._chosen_runtime is not None:
+            return self._chosen_runtime
         runtime = ProcessGroupRuntime()
         if dist.is_initialized():
             runtime.rank, runtime.world_size = dist.get_rank(), dist.get_world_size()
@@ -138,4 +138,4 @@ class RandomState:
 
 def of_ranks(state: RandomState, runtime: Runtime) -> RandomState:
     """Return the random-number state of a strategy's ranks, unless the user passed a runtime."""
-    return state if state._given is not None else RandomState(runtime)
+    return state if state._chosen_runtime is not None else RandomState(runtime)

@@ -114,9 +114,9 @@ class Hub:
             self._drop(connection, silent_host=False)
 
     def _handle_message(self, connection: Connection, message: dict[str, Any]) -> None:
-        kind = message["kind"]
+        message_type = message["kind"]
         if connection in self._unknown:
-            if kind != "hello" or not secrets.compare_digest(str(message["token"]), self.token):
+            if message_type != "hello" or not secrets.compare_digest(str(message["token"]), self.token):
                 raise ValueError("not a rank")
             member = Member(**message["member"])
             self._unknown.discard(connection)
@@ -124,20 +124,20 @@ class Hub:
             connection.send(kind="welcome")
             return
         member = self._members[connection]
-        if kind == "bye":
+        if message_type == "bye":
             self._ended.add(member.rank)
-        elif kind == "raised":
+        elif message_type == "raised":
             self._ended.add(member.rank)
             if self._verdict is None and not self._gone:
                 self._announce(raised(member, str(message["error"]), str(message["progress"]), str(message["advice"])))
-        elif kind in ("waits", "report"):
+        elif message_type in ("waits", "report"):
             report = dict(message["report"])
             self._reports[member.rank] = Report(
                 progress=str(report["progress"]), location=Location(**report["location"])
             )
             if message.get("may_go_on"):
                 connection.send(kind="noted")
-            if kind == "waits" and self._needs_reports(message):
+            if message_type == "waits" and self._needs_reports(message):
                 self._waited, self._may_go_on = float(message["seconds"]), bool(message.get("may_go_on"))
                 self._reports = {member.rank: self._reports[member.rank]}
                 self._decide_at = time.monotonic() + _TO_ANSWER
@@ -145,7 +145,7 @@ class Hub:
                     member_connection.send(kind="report?")
             elif self._waited is not None and len(self._reports.keys() | self._ended) == len(self._all):
                 self._decide_at = time.monotonic()
-        elif kind == "who?":
+        elif message_type == "who?":
             first = self._ended_first(but=member.rank)
             if first:  # whose ending is why this rank asks, and ends if it does: it is no cause for the ranks after it
                 self._ended_for_others.add(member.rank)

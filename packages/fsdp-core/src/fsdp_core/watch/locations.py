@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from fsdp_core.torch_private import Collective, last_collective
+from fsdp_core.torch_private.process_groups import Collective, last_collective
 
 __all__ = ["Location", "StandStill", "location_of", "stacks"]
 
@@ -66,15 +66,15 @@ class StandStill:
 
     def __init__(self, thread: int) -> None:
         self.thread = thread
-        self._seen: tuple[tuple[int, int], ...] = ()
+        self._last_position: tuple[tuple[int, int], ...] = ()
         self._since = time.monotonic()
 
     def seconds(self) -> float:
         """Look where the thread is now; the seconds since the first of the looks that have found it there."""
         frame = sys._current_frames().get(self.thread)
         position = tuple((id(stack_frame), stack_frame.f_lasti) for stack_frame in _stack(frame))
-        if position != self._seen:
-            self._seen, self._since = position, time.monotonic()
+        if position != self._last_position:
+            self._last_position, self._since = position, time.monotonic()
         return time.monotonic() - self._since
 
 

@@ -26,7 +26,7 @@ from torch import distributed as dist
 
 from fsdp_core.errors import FSDPError, first_line, warn
 from fsdp_core.runtime import Runtime
-from fsdp_core.torch_private import is_default_group
+from fsdp_core.torch_private.process_groups import is_default_group
 from fsdp_core.watch.hub import Hub
 from fsdp_core.watch.locations import StandStill, location_of, stacks
 from fsdp_core.watch.messages import Connection, connect

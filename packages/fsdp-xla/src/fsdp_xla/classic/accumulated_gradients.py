@@ -19,17 +19,17 @@ __all__ = ["forget_in_units", "held_by_units", "restore_to_units"]
 
 def held_by_units(root: nn.Module, layout: Layout) -> HeldGradients:
     """This rank's part of the gradients, copied to host memory."""
-    held = HeldGradients()
+    gradients = HeldGradients()
     name_of = {(id(member.owner), member.attribute): name for name, member in named_members(root)}
     for unit in units_of(root):
         for owner, attribute, grad in unreduced_gradients(unit):
-            held.own[name_of[id(owner), attribute]] = on_host(grad)
+            gradients.own[name_of[id(owner), attribute]] = on_host(grad)
     for shard, parts in layout.items():
         if shard.grad is not None:
             flat = flat_on_host(shard.grad)
             for part in parts:
-                held.reduced[part.name] = part.of(flat)
-    return held
+                gradients.reduced[part.name] = part.of(flat)
+    return gradients
 
 
 def forget_in_units(root: nn.Module, names: Collection[str]) -> None:

@@ -120,7 +120,7 @@ class XLABackend(Backend):
         buffers: list[tuple[nn.Module, str, Tensor]] = []
         root: XlaFullyShardedDataParallel | None = None
         for unit in plan.split_by_unit(module):
-            _place(unit.own, self.runtime)
+            _materialize_on_device(unit.own, self.runtime)
             buffers += [(m, name, buffer) for m in unit.own for name, buffer in m.named_buffers(recurse=False)]
             root = self._wrapped(unit.module)
             units.free_originals(root)
@@ -161,8 +161,8 @@ class XLABackend(Backend):
     def repoint(self, optimizers: Iterable[torch.optim.Optimizer], roots: Sequence[Sharded]) -> None:
         optimizers = list(optimizers)
         super().repoint(optimizers, roots)
-        held = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-        if xla.put_in_order([parameter for parameter in held if is_shard(parameter)]):
+        optimizer_params = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+        if xla.put_in_order([parameter for parameter in optimizer_params if is_shard(parameter)]):
             xla.settle()
 
     def full_tensor(self, value: Any) -> Any:
@@ -177,7 +177,7 @@ def _before_call(root: nn.Module, args: Any) -> None:
         raise refused_in_backward()
 
 
-def _place(modules: Sequence[nn.Module], runtime: XLARuntime) -> None:
+def _materialize_on_device(modules: Sequence[nn.Module], runtime: XLARuntime) -> None:
     """Move a unit's parameters and buffers to the device, with rank 0's values; tied parameters stay tied.
 
     Args:
@@ -191,9 +191,9 @@ def _place(modules: Sequence[nn.Module], runtime: XLARuntime) -> None:
     for module in modules:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in moved:
-                kept = let_go_of(parameter)
-                if kept is not None:
-                    data = torch.cat(runtime.gather_objects(kept.part)).view(kept.shape)
+                part_of_rank = let_go_of(parameter)
+                if part_of_rank is not None:
+                    data = torch.cat(runtime.gather_objects(part_of_rank.part)).view(part_of_rank.shape)
                 else:
                     data = runtime.broadcast_object(parameter.data.cpu())
                 new = parameter_of(data.to(device), parameter.requires_grad)

@@ -44,8 +44,8 @@ class HostOptimizer:
         self._optimizer = optimizer
         self._stand_ins: dict[nn.Parameter, nn.Parameter] = {}
         self.layout: dict[nn.Parameter, Any] = {}
-        for held, parts in layout.items():
-            self.layout[self._of(held)] = parts
+        for parameter, parts in layout.items():
+            self.layout[self._of(parameter)] = parts
         self.param_groups = [
             {**group, "params": [self._of(p) for p in group["params"]]} for group in optimizer.param_groups
         ]
@@ -54,7 +54,7 @@ class HostOptimizer:
             state: Any = optimizer.state
             for parameter, values in state.items():
                 self.state[self._of(parameter)] = {
-                    key: _held(value, parameter, late) if isinstance(value, Tensor) else value
+                    key: _host_value(value, parameter, late) if isinstance(value, Tensor) else value
                     for key, value in values.items()
                 }
 
@@ -86,8 +86,8 @@ class HostOptimizer:
     def give_back(self) -> None:
         """Load this state into the optimizer."""
         device_of = {stand_in: parameter for parameter, stand_in in self._stand_ins.items()}
-        for group, mine in zip(self._optimizer.param_groups, self.param_groups, strict=True):
-            group.update({key: value for key, value in mine.items() if key != "params"})
+        for group, own_group in zip(self._optimizer.param_groups, self.param_groups, strict=True):
+            group.update({key: value for key, value in own_group.items() if key != "params"})
         self._optimizer.state.clear()
         for stand_in, values in self.state.items():
             parameter = device_of[stand_in]
@@ -99,7 +99,7 @@ class HostOptimizer:
             }
 
 
-def _held(value: Tensor, parameter: nn.Parameter, late: bool) -> Tensor:
+def _host_value(value: Tensor, parameter: nn.Parameter, late: bool) -> Tensor:
     if value.shape != parameter.shape:
         return on_host(value)
     return torch.empty(value.numel(), dtype=value.dtype, device="meta") if late else flat_on_host(value)

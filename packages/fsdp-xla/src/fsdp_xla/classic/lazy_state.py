@@ -57,9 +57,9 @@ class DeviceFlat:
 class _Box:
     """A box of a parameter that is contiguous in a :class:`DeviceFlat`, as a source for writing checkpoints."""
 
-    def __init__(self, flat: DeviceFlat, place: Tensor) -> None:
-        self._flat, self._start = flat, int(place.storage_offset())
-        self.shape, self.dtype = tuple(place.shape), place.dtype
+    def __init__(self, flat: DeviceFlat, box: Tensor) -> None:
+        self._flat, self._start = flat, int(box.storage_offset())
+        self.shape, self.dtype = tuple(box.shape), box.dtype
 
     def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """Read whole rows, or a part of one: elements that are contiguous here too."""
@@ -95,18 +95,18 @@ def gathered_in_turn(value: ChunkedTensor, runtime: Runtime) -> Tensor | None:
     Raises:
         CheckpointError: A rank could not read its part; raised on all ranks.
     """
-    whole = torch.empty(value.shape, dtype=value.dtype) if runtime.rank == 0 else None
+    full_tensor = torch.empty(value.shape, dtype=value.dtype) if runtime.rank == 0 else None
 
-    def mine() -> list[tuple[tuple[int, ...], Tensor]]:
+    def own_boxes() -> list[tuple[tuple[int, ...], Tensor]]:
         return [(chunk.offsets, _in_memory(chunk.data)) for chunk in value.chunks] if value.replica == 0 else []
 
     for rank in range(runtime.world_size):
-        step: Callable[[], Any] = mine if rank == runtime.rank else lambda: None
+        step: Callable[[], Any] = own_boxes if rank == runtime.rank else lambda: None
         sent = gather_to_first(runtime, "gathering a full checkpoint", step)
-        if sent is not None and whole is not None:
+        if sent is not None and full_tensor is not None:
             for offsets, data in sent[rank]:
-                whole[tuple(slice(o, o + n) for o, n in zip(offsets, data.shape, strict=True))] = data
-    return whole
+                full_tensor[tuple(slice(o, o + n) for o, n in zip(offsets, data.shape, strict=True))] = data
+    return full_tensor
 
 
 def _in_memory(data: Any) -> Tensor:

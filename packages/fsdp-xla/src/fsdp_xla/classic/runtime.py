@@ -77,12 +77,12 @@ class XLARuntime(Runtime):
         if self._communicator is None:
             return obj
         on_device = any(isinstance(leaf, Tensor) and leaf.device.type == "xla" for leaf in xla.tree_flatten(obj)[0])
-        mine = None if self.rank != src else _RunFirst() if on_device else obj
-        told = self._communicator.all_gather_object(self.rank, mine)[src]
-        if isinstance(told, _RunFirst):
+        own = None if self.rank != src else _RunFirst() if on_device else obj
+        received = self._communicator.all_gather_object(self.rank, own)[src]
+        if isinstance(received, _RunFirst):
             xla.sync()  # on all ranks, because the object may depend on a collective of all ranks
-            told = self._communicator.all_gather_object(self.rank, obj if self.rank == src else None)[src]
-        return told
+            received = self._communicator.all_gather_object(self.rank, obj if self.rank == src else None)[src]
+        return received
 
     def barrier(self) -> None:
         self.gather_objects(None)

@@ -141,22 +141,22 @@ class XLASharded(Sharded):
         self.reshard()
         xla.settle()
         late = self.backend.options.sequential_save and not self._loading  # the target of a load must be in memory
-        held: dict[str, ChunkedTensor] = {}
+        shards: dict[str, ChunkedTensor] = {}
         for shard, parts in self.layout().items():
             here = DeviceFlat(shard, parts).part if late else _on(flat_on_host(shard))
-            held.update((part.name, here(part)) for part in parts)
+            shards.update((part.name, here(part)) for part in parts)
         with self.as_written():
             user = self.written
             state = {clean_name(name): value for name, value in type(user).state_dict(user).items()}
             first = aliases(user)
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, value in state.items():
-            known = first.get(name, name)
-            if known in held:
-                found[name] = held[known]
+            first_name = first.get(name, name)
+            if first_name in shards:
+                values[name] = shards[first_name]
             else:
-                found[name] = xla.on_host(value) if isinstance(value, Tensor) else value
-        return found
+                values[name] = xla.on_host(value) if isinstance(value, Tensor) else value
+        return values
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True, *, check_only: bool = False) -> None:
         self._loading = True

@@ -59,19 +59,23 @@ def as_user_wrote(root: nn.Module, orders: ParameterOrders) -> Iterator[dict[str
         The stand-in parameters by the user's names.
     """
     members = {name: (member, member.shard) for name, member in named_members(root)}
-    shown: dict[str, nn.Parameter] = {}
+    stand_ins: dict[str, nn.Parameter] = {}
     for name, (member, shard) in members.items():
         data = torch.full((), torch.nan, dtype=shard.dtype).expand(member.shape)  # in host memory
-        shown[name] = nn.Parameter(data, requires_grad=shard.requires_grad)
+        stand_ins[name] = nn.Parameter(data, requires_grad=shard.requires_grad)
     with (
         stand_ins_in_place(
-            shown,
+            stand_ins,
             members,
             ties=[tie for unit in units_of(root) for tie in tied_members(unit)],
             orders=orders,
             holders=(root, user_module(root)),
             is_flat=lambda _, parameter: parameter is not None and is_shard(parameter),
         ),
-        unwrapped(root, lambda one: user_module(one) if isinstance(one, XlaFullyShardedDataParallel) else None),
+        unwrapped(root, _wrapped_module),
     ):
-        yield shown
+        yield stand_ins
+
+
+def _wrapped_module(module: nn.Module) -> nn.Module | None:
+    return user_module(module) if isinstance(module, XlaFullyShardedDataParallel) else None

@@ -54,7 +54,7 @@ def _on_the_host(name: str) -> Callable[..., Any]:
     operator = getattr(getattr(torch.ops.aten, name), overload or "default")
 
     def compute(*args: Any, **kwargs: Any) -> Any:
-        device = next(one.device for one in args if isinstance(one, Tensor) and one.device.type == "xla")
+        device = next(arg.device for arg in args if isinstance(arg, Tensor) and arg.device.type == "xla")
         args, kwargs = apply_to_collection((args, kwargs), Tensor, lambda tensor: tensor.cpu())
         return apply_to_collection(operator(*args, **kwargs), Tensor, lambda tensor: tensor.to(device))
 

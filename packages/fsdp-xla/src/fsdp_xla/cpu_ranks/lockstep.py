@@ -70,24 +70,24 @@ class Lockstep:
         if after_failure:  # its pending operations would become part of the next program, and differ between ranks
             _XLAC._clear_pending_irs(device)
 
-    def sync(self, wait: bool = False, reset_scope: bool = True, *, doing: str = "ends a step") -> None:
+    def sync(self, wait: bool = False, reset_scope: bool = True, *, operation: str = "ends a step") -> None:
         """Do what ``torch_xla.sync`` does, on all ranks together."""
         device = _XLAC._xla_get_default_device()
-        self.together(lambda: _XLAC._xla_step_marker(device, [], wait=wait, reset_scope=reset_scope), doing)
+        self.together(lambda: _XLAC._xla_step_marker(device, [], wait=wait, reset_scope=reset_scope), operation)
         if xm.is_master_ordinal():
             xm.ms.save_metrics()
         context = xm._run_step_closures()
         _XLAC._set_all_reduce_token(context.device, None)
 
-    def together(self, dispatch: Callable[[], None], doing: str = "ends a step") -> None:
+    def together(self, dispatch: Callable[[], None], operation: str = "ends a step") -> None:
         """Call ``dispatch`` on every rank; on ranks other than 0 once rank 0's program is in the cache.
 
         Args:
             dispatch: Compiles and runs what this rank has recorded.
-            doing: What the rank does, as the end of the sentence "rank 0 ..."; all ranks must do it.
+            operation: What the rank does, as the end of the sentence "rank 0 ..."; all ranks must do it.
         """
         rank = xr.global_ordinal()
-        self._barrier.wait(rank, doing, self._prepare)
+        self._barrier.wait(rank, operation, self._prepare)
         try:
             if rank == 0:
                 try:
@@ -103,7 +103,7 @@ class Lockstep:
         except BaseException:
             self._barrier.abort()
             raise
-        self._barrier.wait(rank, doing, self._done)
+        self._barrier.wait(rank, operation, self._done)
 
     def _done(self) -> None:
         self._before = None
@@ -210,9 +210,9 @@ def _fetching(fetch: Callable[..., Any], steps: Lockstep) -> Callable[..., Any]:
     def fetch_when_run(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.device.type == "xla" and not (fetch.__name__ == "to" and _stays(*args, **kwargs)):
             text = _XLAC._get_xla_tensors_text([self])
-            if any(one in text for one in _COLLECTIVES):
+            if any(name in text for name in _COLLECTIVES):
                 with random_numbers_kept():
-                    steps.sync(doing=_FETCHING)
+                    steps.sync(operation=_FETCHING)
         return fetch(self, *args, **kwargs)
 
     return fetch_when_run

@@ -41,8 +41,8 @@ class XLACPUAccelerator(Accelerator):
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> int:
         """The requested number of devices; -1, or the string "-1", means all."""
-        asked = len(devices) if isinstance(devices, list | tuple) else int(devices)
-        return XLACPUAccelerator.auto_device_count() if asked == -1 else asked
+        count = len(devices) if isinstance(devices, list | tuple) else int(devices)
+        return XLACPUAccelerator.auto_device_count() if count == -1 else count
 
     @staticmethod
     def get_parallel_devices(devices: int) -> list[torch.device]:
@@ -75,9 +75,9 @@ def accelerator_for(strategy: str, chosen: Any) -> Any:
     name = type(chosen).__name__
     if isinstance(chosen, FabricCPUAccelerator) or name == "CPUAccelerator":
         if uses_cpu_devices():
-            meant = XLACPUAccelerator()
-            chosen.setup_device = meant.setup_device  # Fabric keeps its own choice, and calls only this on it
-            return meant
+            accelerator = XLACPUAccelerator()
+            chosen.setup_device = accelerator.setup_device  # Fabric keeps its own choice, and calls only this on it
+            return accelerator
         raise StrategyUnavailableError(
             f"strategy {strategy!r} runs on XLA devices, and the accelerator is 'cpu'.\n"
             "On a TPU host write accelerator='tpu'; to try it on the CPU, set PJRT_DEVICE=CPU and CPU_NUM_DEVICES=2 "

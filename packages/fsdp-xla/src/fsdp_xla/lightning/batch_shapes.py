@@ -37,7 +37,7 @@ class BatchShapes:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[str, list[tuple[tuple[int, ...], ...]]] = {}
+        self._shapes: dict[str, list[tuple[tuple[int, ...], ...]]] = {}
 
     def note(self, stage: str, batch: Any) -> None:
         """Record a batch's shapes, and warn once for each stage that has had more shapes than expected.
@@ -48,15 +48,15 @@ class BatchShapes:
         """
         shapes: list[tuple[int, ...]] = []
         apply_to_collection(batch, Tensor, lambda tensor: shapes.append(tuple(tensor.shape)))
-        seen = self._seen.setdefault(stage, [])
-        if tuple(shapes) in seen or len(seen) > _EXPECTED:
+        earlier_shapes = self._shapes.setdefault(stage, [])
+        if tuple(shapes) in earlier_shapes or len(earlier_shapes) > _EXPECTED:
             return
-        seen.append(tuple(shapes))
-        if len(seen) > _EXPECTED:
-            told = ", ".join(" and ".join(map(str, one)) or "no tensor" for one in seen)
+        earlier_shapes.append(tuple(shapes))
+        if len(earlier_shapes) > _EXPECTED:
+            earlier = [" and ".join(map(str, batch_shapes)) or "no tensor" for batch_shapes in earlier_shapes]
             warnings.warn(
-                f"the batches of {stage!r} have had {len(seen)} different shapes so far, and XLA compiles programs for "
-                f"each: {told}.\nPad them to one shape, or to a few, and write drop_last=True in the "
-                "DataLoader.",
+                f"the batches of {stage!r} have had {len(earlier)} different shapes so far, and XLA compiles programs "
+                f"for each: {', '.join(earlier)}.\nPad them to one shape, or to a few, and write drop_last=True in "
+                "the DataLoader.",
                 stacklevel=2,
             )

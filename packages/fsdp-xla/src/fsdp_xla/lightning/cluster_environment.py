@@ -25,7 +25,7 @@ class XLARanks(ClusterEnvironment):
     """Ranks as numbered by XLA; before they are started, rank 0 of the requested world size."""
 
     def __init__(self) -> None:
-        self._asked = 1
+        self._requested_size = 1
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -46,10 +46,10 @@ class XLARanks(ClusterEnvironment):
 
     def world_size(self) -> int:
         here = xla.rank_here()
-        return self._asked if here is None else here.world_size
+        return self._requested_size if here is None else here.world_size
 
     def set_world_size(self, size: int) -> None:
-        self._asked = size
+        self._requested_size = size
 
     def global_rank(self) -> int:
         here = xla.rank_here()
@@ -94,10 +94,10 @@ class XLADeviceRanks(OnXLADevices):
     def _number_ranks(self) -> None:
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         here = xla.rank_here()
-        asked = self.num_nodes * self.num_processes
-        if here is not None and here.world_size != asked:
+        requested = self.num_nodes * self.num_processes
+        if here is not None and here.world_size != requested:
             raise StrategyUnavailableError(
-                f"num_nodes={self.num_nodes} and devices={self.num_processes} ask for {asked} ranks, and XLA has "
+                f"num_nodes={self.num_nodes} and devices={self.num_processes} ask for {requested} ranks, and XLA has "
                 f"{here.world_size}.\nWrite the number of hosts of the TPU slice, and that of one host's devices."
             )
         threads = getattr(xla.this_thread, "communicator", None)
@@ -139,10 +139,10 @@ class XLADeviceRanks(OnXLADevices):
         return bool(min(decisions)) if all else bool(max(decisions))
 
 
-def refuse_synced_norms(asked: str) -> NoReturn:
+def refuse_synced_norms(requested: str) -> NoReturn:
     """Refuse synchronized batch norms: torch's would silently compute the statistics of this rank alone."""
     raise UnsupportedCapabilityError(
-        f"{asked} can't be used with several ranks of 'xla_fsdp': its statistics are exchanged through "
+        f"{requested} can't be used with several ranks of 'xla_fsdp': its statistics are exchanged through "
         "torch.distributed, which does not know XLA's ranks.\n"
         "Write strategy='xla_fsdp_spmd', where every batch is the global one, or leave it out."
     )

@@ -55,9 +55,9 @@ class TrainerXLALauncher(_XLALauncher):
         module = None
         if trainer is not None:
             _refuse_tuners(trainer)
-            given = inspect.signature(function).bind(*args, **kwargs).arguments
-            module = given.get("model") or trainer.lightning_module
-            if given.get("ckpt_path") is None and module in _fitted and _fitted[module] == _weights(module):
+            arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+            module = arguments.get("model") or trainer.lightning_module
+            if arguments.get("ckpt_path") is None and module in _fitted and _fitted[module] == _weights(module):
                 _refuse_what_was_lost(trainer)
         try:
             results, collected = run_ranks(self._ranks, _stage, (trainer, function, args, kwargs))

@@ -19,7 +19,7 @@ from fsdp_xla.lightning.accelerator import accelerator_for
 __all__ = ["OnXLADevices"]
 
 
-_seen: dict[type[Any], type[Any]] = {}
+_registered: dict[type[Any], type[Any]] = {}
 
 
 def _seen_as_lightnings(strategy: Any) -> Any:
@@ -28,13 +28,15 @@ def _seen_as_lightnings(strategy: Any) -> Any:
     Lightning checks this after everything is chosen. If it recognized the class earlier, it would interpret
     ``precision=`` by its own XLA precision, which has no mixed precision.
     """
-    if strategy in _seen:
-        return _seen[strategy]
-    seen = type(strategy.__name__, (strategy,), {"__module__": strategy.__module__, "__doc__": strategy.__doc__})
+    if strategy in _registered:
+        return _registered[strategy]
+    registered_class = type(
+        strategy.__name__, (strategy,), {"__module__": strategy.__module__, "__doc__": strategy.__doc__}
+    )
     for lightnings in (XLAStrategy, FabricXLAFSDPStrategy):
-        lightnings.register(seen)
-    _seen[strategy] = seen
-    return seen
+        lightnings.register(registered_class)
+    _registered[strategy] = registered_class
+    return registered_class
 
 
 class OnXLADevices:

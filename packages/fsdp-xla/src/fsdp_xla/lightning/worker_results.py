@@ -58,8 +58,8 @@ def apply_results(trainer: pl.Trainer, results: dict[str, Any]) -> None:
         *zip(trainer.loggers, results["loggers"], strict=True),
         *zip(_loops(trainer.fit_loop), results["loops"], strict=True),
     ]
-    for one, attributes in pairs:
-        vars(one).update(attributes)
+    for target, attributes in pairs:
+        vars(target).update(attributes)
 
 
 def to_host(value: Any) -> Any:
@@ -67,8 +67,8 @@ def to_host(value: Any) -> Any:
     return apply_to_collection(value, Tensor, on_host)
 
 
-def _of(one: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: vars(one)[name] for name in names if name in vars(one)}
+def _of(source: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: vars(source)[name] for name in names if name in vars(source)}
 
 
 def _loops(loop: Any) -> Iterator[Any]:

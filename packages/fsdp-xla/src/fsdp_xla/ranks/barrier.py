@@ -53,12 +53,12 @@ class ThreadBarrier:
         self._interrupt = False
         self._broken: str | None = None
 
-    def wait(self, rank: int, doing: str, then: Callable[[], None] | None = None) -> None:
+    def wait(self, rank: int, operation: str, then: Callable[[], None] | None = None) -> None:
         """Wait for all ranks to arrive.
 
         Args:
             rank: The caller.
-            doing: What it is about to do, as the end of the sentence "rank 0 ..."; all ranks must be about to do it.
+            operation: What it is about to do, as the end of the sentence "rank 0 ..."; all ranks must do the same.
             then: Called by the last rank to arrive, before any rank continues.
 
         Raises:
@@ -69,12 +69,12 @@ class ThreadBarrier:
             self._check()
             if self.building == rank and self._ranks > 1:
                 self._break(
-                    f"rank {rank} {doing}, which all ranks must do together, while it builds its model; on the CPU "
+                    f"rank {rank} {operation}, which all ranks must do together, while it builds its model; on the CPU "
                     "ranks build their models one after another, and the others wait for it.\n"
                     "Call barrier(), broadcast() and reductions before or after init_module() and configure_model()."
                 )
             turn = self._turn
-            self._waiting[rank] = (doing, threading.get_ident())
+            self._waiting[rank] = (operation, threading.get_ident())
             self._threads[rank] = threading.get_ident()
             if len(self._waiting) == self._ranks:
                 self._all_here(then)
@@ -83,15 +83,15 @@ class ThreadBarrier:
             end = time.monotonic() + self.timeout.total_seconds()
             while turn == self._turn:
                 self._check()
-                left = end - time.monotonic()
-                if left <= 0:
+                remaining = end - time.monotonic()
+                if remaining <= 0:
                     self._break(
                         self._never(
                             set(range(self._ranks)) - set(self._waiting),
                             f"did not arrive within {self.timeout.total_seconds():g} s",
                         )
                     )
-                self._condition.wait(min(left, threading.TIMEOUT_MAX))
+                self._condition.wait(min(remaining, threading.TIMEOUT_MAX))
             if turn == self._interrupted_turn:
                 raise KeyboardInterrupt
 
@@ -121,7 +121,7 @@ class ThreadBarrier:
         return self._broken is not None
 
     def _all_here(self, then: Callable[[], None] | None) -> None:
-        if len({doing for doing, _ in self._waiting.values()}) > 1:
+        if len({operation for operation, _ in self._waiting.values()}) > 1:
             self._break(f"ranks do different things: {self._waits()}.\n{_ALIKE}")
         if then is not None:
             then()
@@ -146,7 +146,7 @@ class ThreadBarrier:
 
     def _waits(self) -> str:
         return ", ".join(
-            f"rank {rank} {doing}{_line(thread)}" for rank, (doing, thread) in sorted(self._waiting.items())
+            f"rank {rank} {operation}{_line(thread)}" for rank, (operation, thread) in sorted(self._waiting.items())
         )
 
 

@@ -108,7 +108,7 @@ class ThreadCommunicator(Communicator):
         self.world_size = world_size
         self.barrier = ThreadBarrier(world_size, timeout)
         self._slots: list[Any] = [None] * world_size
-        self._others: list[ThreadCommunicator] = []
+        self._duplicates: list[ThreadCommunicator] = []
         self._lock = threading.RLock()
         self._random_states: list[Tensor] = []
         self._built = [0] * world_size
@@ -131,10 +131,10 @@ class ThreadCommunicator(Communicator):
 
     def duplicate(self, rank: int) -> Communicator:
         def create() -> None:
-            self._others.append(ThreadCommunicator(self.world_size, self.barrier.timeout))
+            self._duplicates.append(ThreadCommunicator(self.world_size, self.barrier.timeout))
 
         self.barrier.wait(rank, _EXCHANGES, create)
-        created = self._others[-1]
+        created = self._duplicates[-1]
         self.barrier.wait(rank, _EXCHANGES)
         return created
 
@@ -174,7 +174,7 @@ class ThreadCommunicator(Communicator):
     def abort(self) -> None:
         """Raise in every rank that waits, now or later."""
         self.barrier.abort()
-        for other in self._others:
+        for other in self._duplicates:
             other.abort()
 
 
@@ -206,7 +206,7 @@ class StoreCommunicator(Communicator):
         self._store: Any = store  # its annotations allow strings, not bytes
         self._host = host
         self._count = 0
-        self._made = 0
+        self._duplicate_count = 0
         self._set: list[str] = []
 
     def all_gather_object(self, rank: int, value: Any) -> list[Any]:
@@ -259,6 +259,6 @@ class StoreCommunicator(Communicator):
     def duplicate(self, rank: int) -> Communicator:
         # a separate connection: a wait blocks its connection, so that a value from another thread of this rank, for
         # which the others wait, would not get through
-        self._made += 1
-        separate = PrefixStore(f"{self._made}", self._store.clone())
+        self._duplicate_count += 1
+        separate = PrefixStore(f"{self._duplicate_count}", self._store.clone())
         return StoreCommunicator(separate, self.world_size, self._store)

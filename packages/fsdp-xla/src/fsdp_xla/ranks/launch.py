@@ -50,20 +50,20 @@ def check_cpu_devices(world_size: int) -> None:
     Raises:
         StrategyUnavailableError: It has another number already, or ``CPU_NUM_DEVICES`` specifies another.
     """
-    told = os.environ.get("CPU_NUM_DEVICES")
+    device_count = os.environ.get("CPU_NUM_DEVICES")
     if _started_with and _started_with[0] != world_size:
         raise StrategyUnavailableError(
             f"devices={world_size} was requested, and XLA has {_started_with[0]} CPU devices since a run with "
-            f"devices={_started_with[0]} in this process (CPU_NUM_DEVICES={told}).\n"
+            f"devices={_started_with[0]} in this process (CPU_NUM_DEVICES={device_count}).\n"
             f"Write devices={_started_with[0]}, or restart Python."
         )
-    if told is not None and int(told) != world_size:
+    if device_count is not None and int(device_count) != world_size:
         raise StrategyUnavailableError(
-            f"devices={world_size} was requested, and CPU_NUM_DEVICES={told} gives XLA {told} CPU "
-            f"device{'s' * (told != '1')}; ranks are its devices.\n"
-            f"Write devices={told}, or set CPU_NUM_DEVICES={world_size} before Python starts."
+            f"devices={world_size} was requested, and CPU_NUM_DEVICES={device_count} gives XLA {device_count} CPU "
+            f"device{'s' * (device_count != '1')}; ranks are its devices.\n"
+            f"Write devices={device_count}, or set CPU_NUM_DEVICES={world_size} before Python starts."
         )
-    if told is None and xla.runtime_is_started() and world_size != 1:
+    if device_count is None and xla.runtime_is_started() and world_size != 1:
         raise StrategyUnavailableError(
             f"devices={world_size} was requested, but XLA was already started in this process, with 1 CPU device.\n"
             f"Set CPU_NUM_DEVICES={world_size} before Python starts, and touch no XLA device before the launch."

@@ -111,25 +111,28 @@ class XLASPMDBackend(Backend):
         divided = plan.details["divided dimension"]
         dims = {id(parameter): divided.get(name) for name, parameter in named_parameters(module)}
         placed: dict[int, nn.Parameter] = {}
-        written: list[nn.Parameter] = []  # kept alive: a freed parameter's id could be reused
+        replaced: list[nn.Parameter] = []  # kept alive: a freed parameter's id could be reused
         units = plan.split_by_unit(module)
         for unit in units:
-            if any(t.is_meta for one in unit.own for t in (*one.parameters(False), *one.buffers(False))):
+            own_tensors = (
+                t for submodule in unit.own for t in (*submodule.parameters(False), *submodule.buffers(False))
+            )
+            if any(tensor.is_meta for tensor in own_tensors):
                 dims.update(_materialize(unit.own, dims))
             for submodule in unit.own:
-                self._place(submodule, dims, placed, written)
+                self._shard_parameters(submodule, dims, placed, replaced)
         module.to(self.runtime.device)  # anything else that follows a module's device, such as metrics
         boundaries = Boundaries(module, [unit.module for unit in units[:-1]], self.spmd.device_mesh)
         sharded = XLASPMDSharded(module, boundaries)
         self.spmd.settle()
         return sharded
 
-    def _place(
+    def _shard_parameters(
         self,
         module: nn.Module,
         dims: Mapping[int, int | None],
         placed: dict[int, nn.Parameter],
-        written: list[nn.Parameter],
+        replaced: list[nn.Parameter],
     ) -> None:
         """Put a module's own parameters and buffers on the devices, in shards. Tied parameters stay tied."""
         shards = self.spmd.device_mesh.shape()[FSDP_AXIS]
@@ -141,7 +144,7 @@ class XLASPMDBackend(Backend):
                 on_devices = nn.Parameter(self.marked(parameter.detach(), spec), parameter.requires_grad)
                 on_devices.__dict__.update(parameter.__dict__)  # attributes that users have set on parameters
                 placed[id(parameter)] = on_devices
-                written.append(parameter)
+                replaced.append(parameter)
                 # an optimizer that is re-pointed later still holds it: keep its shape, but free its memory
                 parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
             setattr(module, name, placed[id(parameter)])
@@ -189,11 +192,11 @@ class XLASPMDBackend(Backend):
 
     def full_tensor(self, value: Any) -> Any:
         if isinstance(value, ChunkedTensor):
-            whole = torch.empty(value.shape, dtype=value.dtype)
+            full = torch.empty(value.shape, dtype=value.dtype)
             for chunk in value.chunks:
                 box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.data.shape, strict=True))
-                whole[box] = cast(Tensor, chunk.data)
-            return whole
+                full[box] = cast(Tensor, chunk.data)
+            return full
         return super().full_tensor(value)
 
 
@@ -203,9 +206,11 @@ _layouts = WeakTensorKeyDictionary()
 
 def _materialize(modules: Sequence[nn.Module], dims: Mapping[int, int | None]) -> dict[int, int | None]:
     """Materialize modules from the meta device, and return the planned dimensions of the new parameters."""
-    places = [(one, name, dims.get(id(p))) for one in modules for name, p in one.named_parameters(recurse=False)]
+    places = [
+        (module, name, dims.get(id(p))) for module in modules for name, p in module.named_parameters(recurse=False)
+    ]
     materialize(modules, torch.device("cpu"))
-    return {id(one._parameters[name]): dim for one, name, dim in places}
+    return {id(module._parameters[name]): dim for module, name, dim in places}
 
 
 def _zeros_like(parameter: Tensor) -> Tensor | None:

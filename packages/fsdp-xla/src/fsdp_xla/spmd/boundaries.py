@@ -65,8 +65,8 @@ class Boundaries:
 
         def on_gradient_between(gradient: Tensor) -> Tensor:
             separate = gradient.clone()
-            found = [ref() for ref in with_gradient]
-            xm.optimization_barrier_([separate, *(p.grad for p in found if p is not None and p.grad is not None)])
+            parameters = [ref() for ref in with_gradient]
+            xm.optimization_barrier_([separate, *(p.grad for p in parameters if p is not None and p.grad is not None)])
             with_gradient.clear()
             shard(separate)
             return separate

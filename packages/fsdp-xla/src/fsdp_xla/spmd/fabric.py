@@ -41,11 +41,11 @@ class XLASPMDStrategy(XLASPMDRanks, ShardedFabricStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Make a dataloader yield batches on the devices. Fabric's own wrapper would replicate each tensor."""
         dataloader = super().process_dataloader(dataloader)
-        kind = type(dataloader)
-        if not hasattr(kind, "gives_shards"):
+        loader_class = type(dataloader)
+        if not hasattr(loader_class, "gives_shards"):
             # the same object, because core tracks its position; its class determines how it is iterated
-            iterate = {"__iter__": lambda loader: map(loader.batch_to_devices, kind.__iter__(loader))}
-            dataloader.__class__ = type(kind.__name__, (kind,), {**iterate, "gives_shards": True})
+            iterate = {"__iter__": lambda loader: map(loader.batch_to_devices, loader_class.__iter__(loader))}
+            dataloader.__class__ = type(loader_class.__name__, (loader_class,), {**iterate, "gives_shards": True})
         dataloader.batch_to_devices = self.batch_to_devices
         return dataloader
 

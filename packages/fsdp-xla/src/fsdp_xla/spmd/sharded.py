@@ -96,7 +96,8 @@ class XLASPMDSharded(Sharded):
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True, *, check_only: bool = False) -> None:
         self.backend.spmd.settle()
         root = self.root
-        held = {clean_name(n): t for of in (root.named_parameters, root.named_buffers) for n, t in of(**_EVERY)}
+        named_tensors = (*root.named_parameters(**_EVERY), *root.named_buffers(**_EVERY))
+        module_tensors = {clean_name(name): tensor for name, tensor in named_tensors}
         live = super().model_state()
         resized = self.resized_as_they_load(live, state)  # which load_state_dict() below loads
         targets: dict[str, Any] = {}
@@ -104,8 +105,8 @@ class XLASPMDSharded(Sharded):
         for name, value in live.items():
             if not isinstance(value, Tensor) or name in resized:
                 continue
-            if name in held and name in state and is_marked(held[name]):
-                shards[name] = HostShards(held[name])
+            if name in module_tensors and name in state and is_marked(module_tensors[name]):
+                shards[name] = HostShards(module_tensors[name])
                 targets[name] = shards[name].chunks
             else:
                 targets[name] = torch.empty(value.shape, dtype=value.dtype)  # empty_like() of XLA's has no memory
@@ -115,10 +116,10 @@ class XLASPMDSharded(Sharded):
         if check_only:
             return
         for name, of_name in shards.items():
-            held[name].data = of_name.tensor()
+            module_tensors[name].data = of_name.tensor()
         raw_names = {clean_name(name): name for name in type(root).state_dict(root)}
         rest = {
-            raw_names[name]: targets.get(name, _whole(value))
+            raw_names[name]: targets.get(name, _full(value))
             for name, value in state.items()
             if name in live and name not in shards
         }
@@ -158,11 +159,11 @@ class XLASPMDSharded(Sharded):
             shards = HostShards(parameter, value.dtype)
             fill(shards.chunks, value)
             return shards.tensor()
-        whole = torch.empty(shape, dtype=value.dtype)
-        fill(whole, value)
+        full = torch.empty(shape, dtype=value.dtype)
+        fill(full, value)
         if is_count and not (group.get("capturable") or group.get("fused")):
-            return whole
-        return self.backend.marked(whole, replicated_spec(whole.ndim))
+            return full
+        return self.backend.marked(full, replicated_spec(full.ndim))
 
     def accumulated_gradients(self) -> HeldGradients:
         self.backend.spmd.settle()
@@ -197,15 +198,15 @@ _TENSORS = (Tensor, ChunkedTensor, SavedTensor)
 _EVERY: dict[str, Any] = {"remove_duplicate": False}
 
 
-def _add(chunks: ChunkedTensor, whole: Tensor) -> None:
+def _add(chunks: ChunkedTensor, full: Tensor) -> None:
     for chunk in chunks.chunks:
         box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.data.shape, strict=True))
-        cast(Tensor, chunk.data).add_(whole[box])
+        cast(Tensor, chunk.data).add_(full[box])
 
 
 def _on_host(value: Any) -> Any:
     return held_by_devices(value) if isinstance(value, Tensor) and value.device.type == "xla" else value
 
 
-def _whole(value: Any) -> Any:
+def _full(value: Any) -> Any:
     return value.full() if isinstance(value, SavedTensor) else value

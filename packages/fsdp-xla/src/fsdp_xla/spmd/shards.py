@@ -24,8 +24,8 @@ def held_by_devices(tensor: Tensor) -> ChunkedTensor:
     tensor, shape = tensor.detach(), tuple(tensor.shape)
     boxes = local_boxes(tensor) if is_marked(tensor) else []
     if all(lengths == shape for _, _, lengths in boxes):
-        whole = () if 0 in shape else (Chunk(offsets=(0,) * len(shape), data=tensor.cpu()),)
-        return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=whole)
+        one_chunk = () if 0 in shape else (Chunk(offsets=(0,) * len(shape), data=tensor.cpu()),)
+        return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=one_chunk)
     chunks = tuple(
         Chunk(offsets=offsets, data=_without_padding(shard, lengths))
         for shard, (replica, offsets, lengths) in zip(local_shards(tensor), boxes, strict=True)

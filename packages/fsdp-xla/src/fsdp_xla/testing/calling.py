@@ -28,8 +28,8 @@ class OnThreads(Here):
 
     @property
     def rank(self) -> int:
-        found = xla.rank_here()
-        return 0 if found is None else found.rank
+        rank_of_thread = xla.rank_here()
+        return 0 if rank_of_thread is None else rank_of_thread.rank
 
     def mean(self, tensor: Tensor) -> Tensor:
         communicator = getattr(xla.this_thread, "communicator", None)

@@ -150,14 +150,14 @@ def _take_backward_pass(device: torch.device) -> None:
 
 
 def _wait_for(events: Sequence[threading.Event], interrupts: Sequence[Callable[[], None]]) -> None:
-    told = iter(interrupts)
+    remaining = iter(interrupts)
     interrupt: KeyboardInterrupt | None = None
     for event in events:
         while not event.is_set():
             try:
                 event.wait(0.5)  # a signal between Python's look at signals and the wait is seen after the wait
             except KeyboardInterrupt as error:
-                interrupt, how = error, next(told, None)
+                interrupt, how = error, next(remaining, None)
                 if how is None:
                     raise
                 how()
@@ -251,7 +251,7 @@ def put_in_order(tensors: Sequence[nn.Parameter]) -> bool:
     Returns:
         Whether they were in another order, so that copies of them are now pending.
     """
-    if all(one is other for one, other in zip(tensors, in_order(tensors), strict=True)):
+    if all(tensor is ordered for tensor, ordered in zip(tensors, in_order(tensors), strict=True)):
         return False
     for tensor in tensors:
         tensor.data = tensor.detach().clone()
@@ -339,10 +339,10 @@ def communicator_of_ranks(
     rank: int, world_size: int, address: str, port: int, timeout: timedelta | None
 ) -> Communicator:
     """This rank's communicator: in this process if ranks are its threads, otherwise a store at rank 0's address."""
-    mine: ThreadCommunicator | None = getattr(this_thread, "communicator", None)
-    if mine is not None:
+    own: ThreadCommunicator | None = getattr(this_thread, "communicator", None)
+    if own is not None:
         if timeout is not None:
-            mine.barrier.timeout = timeout
-        return mine
+            own.barrier.timeout = timeout
+        return own
     store = TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout or timedelta(minutes=30))
     return StoreCommunicator(store, world_size)

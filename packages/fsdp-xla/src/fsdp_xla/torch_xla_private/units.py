@@ -205,7 +205,7 @@ class Writes:
 
     def __init__(self, root: nn.Module, by_hand: Callable[[], bool]) -> None:
         self._units, self._by_hand = list(units_of(root)), by_hand
-        self._found: str | None = None
+        self._written_name: str | None = None
         for unit in self._units:
             unit._rebuild_full_params = partial(_rebuild_and_note, unit)
         self._hooks = [  # a unit frees at the end of its own forward pass
@@ -219,7 +219,7 @@ class Writes:
         """The name of the first parameter that was written since it was gathered."""
         for unit in self._units:
             self._look(unit)
-        return self._found
+        return self._written_name
 
     def stop(self) -> None:
         """Look no longer."""
@@ -228,11 +228,11 @@ class Writes:
 
     def _look(self, unit: Any, *_: Any) -> None:
         for parameters, values in unit.__dict__.get(_GATHERED, {}).items():
-            if self._found or not unit.has_full_params or (parameters == "sharded_params" and self._by_hand()):
+            if self._written_name or not unit.has_full_params or (parameters == "sharded_params" and self._by_hand()):
                 continue
             for parameter, value, info in zip(getattr(unit, parameters), values, unit.full_param_infos, strict=True):
                 if compiled._xla_get_tensor_id(parameter) != value:
-                    self._found = f"{info[0]}.{info[2]}".removeprefix(".")
+                    self._written_name = f"{info[0]}.{info[2]}".removeprefix(".")
                     break
 
 
@@ -245,9 +245,9 @@ def watch_calls(root: nn.Module) -> None:
         own = weakref.ref(unit)
 
         def show(tensors: list[Tensor], own: weakref.ref[Any] = own) -> None:
-            known = own()
-            if known is not None:
-                known._register_pre_backward_hooks(tensors)
+            unit = own()
+            if unit is not None:
+                unit._register_pre_backward_hooks(tensors)
 
         calls = UnitCalls(show)
         if unit is not root:  # parameters may be frozen or unfrozen in a step
@@ -258,11 +258,11 @@ def watch_calls(root: nn.Module) -> None:
 
 
 def _rebuild_and_note(unit: Any, *args: Any, **kwargs: Any) -> None:
-    known = unit.has_full_params
+    was_gathered = unit.has_full_params
     type(unit)._rebuild_full_params(unit, *args, **kwargs)
-    if not known:
-        held = {name: getattr(unit, name) for name in ("full_params", "sharded_params")}
-        unit.__dict__[_GATHERED] = {name: list(map(compiled._xla_get_tensor_id, held[name])) for name in held}
+    if not was_gathered:
+        tensors = {name: getattr(unit, name) for name in ("full_params", "sharded_params")}
+        unit.__dict__[_GATHERED] = {name: list(map(compiled._xla_get_tensor_id, tensors[name])) for name in tensors}
 
 
 @contextmanager
@@ -498,14 +498,14 @@ _SHARDS = "_fsdp_xla_shards"
 def _named_parameters(
     module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    found: set[nn.Parameter] = set()
+    yielded: set[nn.Parameter] = set()
     for name, parameter in type(module).named_parameters(module, prefix, recurse, remove_duplicate):
-        found.add(parameter)
+        yielded.add(parameter)
         yield name, parameter
     for path, owner in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
         for attribute, shard in vars(owner).get(_SHARDS, {}).items():
-            if shard not in found and attribute not in owner._parameters:  # where it is, a stand-in is in its place
-                found.add(shard)
+            if shard not in yielded and attribute not in owner._parameters:  # where it is, a stand-in is in its place
+                yielded.add(shard)
                 yield f"{path}.{attribute}".removeprefix("."), shard
 
 
@@ -558,8 +558,10 @@ def unreduced_gradients(unit: Any) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """The gradients that a unit has accumulated without reducing them: module, parameter name, and gradient."""
     for full, (_, owner, attribute) in zip(unit.full_params, unit.full_param_infos, strict=True):
         if full.grad is not None:
-            for place, of_place in zip(_places(owner, attribute), _pieces(owner, attribute, full.grad), strict=True):
-                yield *place, of_place
+            for owner_and_name, piece in zip(
+                _places(owner, attribute), _pieces(owner, attribute, full.grad), strict=True
+            ):
+                yield *owner_and_name, piece
 
 
 def set_unreduced_gradients(unit: Any, gradients: Mapping[tuple[int, str], Callable[[], Tensor]]) -> None:
@@ -575,9 +577,9 @@ def set_unreduced_gradients(unit: Any, gradients: Mapping[tuple[int, str], Calla
         read = [gradients.get((id(module), name)) for module, name in _places(owner, attribute)]
         if any(read):
             grad = torch.zeros(full.shape, dtype=full.dtype)
-            for one, piece in zip(read, _pieces(owner, attribute, grad), strict=True):
-                if one is not None:
-                    piece.copy_(one())
+            for read_gradient, piece in zip(read, _pieces(owner, attribute, grad), strict=True):
+                if read_gradient is not None:
+                    piece.copy_(read_gradient())
             full.grad = grad.to(full.device)
     unit._free_full_params()
 

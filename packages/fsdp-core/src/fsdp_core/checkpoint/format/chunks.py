@@ -91,7 +91,7 @@ def rank_in(name: str) -> tuple[str, int] | None:
         >>> rank_in("model/0123456789ab-rank-000003.safetensors") is None
         True
     """
-    found = _OF_RANK.fullmatch(name)
-    if found is None or f"{int(found[2]):05d}" != found[2]:
+    match = _OF_RANK.fullmatch(name)
+    if match is None or f"{int(match[2]):05d}" != match[2]:
         return None
-    return f"{found[1]}*{found[3]}", int(found[2])
+    return f"{match[1]}*{match[3]}", int(match[2])

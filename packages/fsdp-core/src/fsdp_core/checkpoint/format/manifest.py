@@ -241,13 +241,13 @@ class Manifest:
                 f"it has format version {version!r}, and this fsdp-core reads version 1 to {FORMAT_VERSION}"
                 + (": pip install --upgrade fsdp-core" if newer else "")
             )
-        said = content.pop("checksum", None)
+        recorded = content.pop("checksum", None)
         try:
-            found = content_checksum(content)
+            computed = content_checksum(content)
         except RecursionError as error:
             raise ValueError("it is nested too deeply") from error
-        if said != found:
-            raise ValueError(f"its content has the checksum {found}, but it records {said}: it was changed")
+        if recorded != computed:
+            raise ValueError(f"its content has the checksum {computed}, but it records {recorded}: it was changed")
         patterns: dict[str, Pattern] | None = {} if version >= 2 else None
         try:
             return cls(
@@ -310,11 +310,11 @@ def _in_order(value: Any) -> Any:
 
 
 def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(members)
-    if len(found) < len(members):
+    result = dict(members)
+    if len(result) < len(members):
         twice = Counter(key for key, _ in members).most_common(1)[0][0]
         raise ValueError(f"{twice!r} occurs twice in one object")
-    return found
+    return result
 
 
 def _no_number(number: str) -> None:

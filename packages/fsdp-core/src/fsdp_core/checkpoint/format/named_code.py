@@ -32,24 +32,24 @@ def find_named_code(state: Any) -> list[tuple[tuple[str, ...], str]]:
         >>> keys
         ('hyper_parameters', '_instantiator')
     """
-    found: list[tuple[tuple[str, ...], str]] = []
+    named_code: list[tuple[tuple[str, ...], str]] = []
     waiting: list[tuple[_Way | None, Any]] = [(None, state)]
     while waiting:
         way, node = waiting.pop()
         if type(node) is dict:
             of_parameters = way is not None and way.key in _HYPER_PARAMETERS
             if INSTANTIATOR in node and (not of_parameters or node[INSTANTIATOR] not in INSTANTIATORS):
-                found.append(((*_keys(way), INSTANTIATOR), _imported(node[INSTANTIATOR])))
-            found += [((*_keys(way), name), _fetched(node[name])) for name in _PATHS if _is_url(node.get(name))]
+                named_code.append(((*_keys(way), INSTANTIATOR), _imported(node[INSTANTIATOR])))
+            named_code += [((*_keys(way), name), _fetched(node[name])) for name in _PATHS if _is_url(node.get(name))]
             waiting += [(_Way(way, key), item) for key, item in node.items() if type(item) in (dict, list)]
         elif type(node) is list:
             # A list of pairs may also form a dict; in a set, their order is arbitrary.
             if INSTANTIATOR in node:
-                found.append((_keys(way), _imported(node)))
+                named_code.append((_keys(way), _imported(node)))
             if len(node) == 2 and node[0] in _PATHS and _is_url(node[1]):
-                found.append((_keys(way), _fetched(node[1])))
+                named_code.append((_keys(way), _fetched(node[1])))
             waiting += [(_Way(way, str(i)), item) for i, item in enumerate(node) if type(item) in (dict, list)]
-    return found
+    return named_code
 
 
 class _Way(NamedTuple):

@@ -87,7 +87,7 @@ class PartRecord:
             "host": self.host,
             "path": self.path,
             "manifest": {"host": self.manifest_host, "path": self.manifest_path},
-            "files": {name: {"size": one.size, "checksum": one.checksum} for name, one in self.files.items()},
+            "files": {name: {"size": file.size, "checksum": file.checksum} for name, file in self.files.items()},
         }
         return json.dumps({**content, "checksum": content_checksum(content)}, indent=1) + "\n"
 
@@ -103,9 +103,9 @@ class PartRecord:
             raise ValueError(f'it has no "format": "{FORMAT}"')
         if content.get("format_version") != FORMAT_VERSION:
             raise ValueError(f"it has format version {content.get('format_version')!r}: pip install -U fsdp-core")
-        said = content.pop("checksum", None)
+        recorded = content.pop("checksum", None)
         try:
-            if said != content_checksum(content):
+            if recorded != content_checksum(content):
                 raise ValueError("its content does not have the checksum that it records: it was changed")
             return cls(
                 save_id=string(content["save_id"]),

@@ -66,8 +66,8 @@ def unsavable(tensor: Tensor | TensorSource) -> str | None:
         'safetensors has no dtype complex128; save torch.view_as_real(tensor) instead'
     """
     if not isinstance(tensor, Tensor):
-        known = tensor.dtype in SAFETENSORS_NAMES
-        return None if known else f"safetensors has no dtype {dtype_name(tensor.dtype)}; convert it"
+        is_savable = tensor.dtype in SAFETENSORS_NAMES
+        return None if is_savable else f"safetensors has no dtype {dtype_name(tensor.dtype)}; convert it"
     if tensor.is_meta:
         return "it is on the meta device and holds no data; materialise it first"
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
@@ -163,8 +163,8 @@ def _read_rows(
         return
     at_once = max(1, min(rows, STAGING_BYTES // row_bytes))
     staging = torch.empty((at_once, *shape[1:]), dtype=dtype)
-    wanted = tuple(slice(o, o + n) for o, n in zip(offsets[1:], out.shape[1:], strict=True))
+    box = tuple(slice(o, o + n) for o, n in zip(offsets[1:], out.shape[1:], strict=True))
     for row in range(0, rows, at_once):
         count = min(at_once, rows - row)
         read_into(memory_of(staging[:count]), first + row * row_bytes)
-        out[row : row + count].copy_(staging[(slice(count), *wanted)])
+        out[row : row + count].copy_(staging[(slice(count), *box)])

@@ -76,10 +76,12 @@ def recognise(path: StrPath) -> Source:
     archives = [TorchFile(file) for file in files if is_torch_file(file)]
     if shards := tuple(archive for archive in archives if _is_shard(archive)):
         return Source(format="xla", folder=folder, archives=shards)
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "nothing"
+    listed_names = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "nothing"
     files_of_torch = [str(archive.file) for archive in archives]
     hint = f"For one of its files, type its path: {', '.join(files_of_torch[:3])}.\n" if files_of_torch else ""
-    raise CheckpointFormatError(f"{folder} holds nothing that can be imported (there is {shown}).\n{hint}{_KNOWN}")
+    raise CheckpointFormatError(
+        f"{folder} holds nothing that can be imported (there is {listed_names}).\n{hint}{_KNOWN}"
+    )
 
 
 def _file(file: SourceFile) -> Source:
@@ -106,8 +108,8 @@ def _parts(folder: Folder, parts: list[str]) -> Source:
     """The folder that accelerate's save_state writes: one of torch's checkpoints for each model, then optimizer."""
     ours = [part for part in parts if part.startswith(("pytorch_model_fsdp_", "optimizer_")) and part.count("/") == 1]
     if not ours:
-        shown = ", ".join(str(folder.path(part.rstrip("/"))) for part in parts[:8])
-        raise CheckpointFormatError(f"{folder} holds several checkpoints: {shown}.\nImport one of them.")
+        listed_paths = ", ".join(str(folder.path(part.rstrip("/"))) for part in parts[:8])
+        raise CheckpointFormatError(f"{folder} holds several checkpoints: {listed_paths}.\nImport one of them.")
     return Source(format="dcp-parts", folder=folder, parts=tuple(sorted(ours, reverse=True)))
 
 

@@ -121,8 +121,8 @@ class TorchFile:
             raise CheckpointFormatError(
                 f"{self.file} refers to a {type(pid).__name__} outside of its pickle that is not a tensor's storage"
             )
-        _, kind, key, _, count = pid
-        name = kind.name.rpartition(".")[2]
+        _, storage_class, key, _, count = pid
+        name = storage_class.name.rpartition(".")[2]
         if name != "UntypedStorage" and name not in _STORAGES:
             raise CheckpointFormatError(f"{self.file} holds a storage of unknown type {name!r}")
         if not isinstance(key, str) or type(count) is not int or count < 0:
@@ -142,18 +142,18 @@ class TorchFile:
 
     def _of_type(self, args: tuple[Any, ...], state: Any) -> Any:
         """A tensor with attributes, or of a subclass."""
-        make, kind, inner = args[:3]
-        if kind.name not in (
+        make, tensor_class, inner = args[:3]
+        if tensor_class.name not in (
             "torch.Tensor",
             "torch._tensor.Tensor",
             "torch.nn.parameter.Parameter",
             "torch.nn.parameter.Buffer",
         ):
-            raise CheckpointValueError(f"{kind.name}, not a plain tensor; save the plain tensors in it instead")
+            raise CheckpointValueError(f"{tensor_class.name}, not a plain tensor; save the plain tensors in it instead")
         return self._rebuilding()[make.name](inner, None)
 
-    def _tensor(self, told: tuple[Any, ...], dtype: Any = None, marks: tuple[Any, ...] = ()) -> StridedTensor:
-        storage, first, shape, stride = told
+    def _tensor(self, description: tuple[Any, ...], dtype: Any = None, marks: tuple[Any, ...] = ()) -> StridedTensor:
+        storage, first, shape, stride = description
         if not isinstance(storage, Storage):
             raise CheckpointValueError("a tensor without a storage")
         dtype = dtype or storage.dtype

@@ -180,8 +180,10 @@ class SaveTarget:
             final.remove_empty()
             if stands:
                 living = [writer for name, writer in writers.items() if standings[name] == "lives"]
-                known = {self.save_id} | {save_id for writer in living for save_id in (writer.save_id, writer.replaces)}
-                _warn_of_others(final, set(names) - go, known, writers.values())
+                recognized_saves = {self.save_id} | {
+                    save_id for writer in living for save_id in (writer.save_id, writer.replaces)
+                }
+                _warn_of_others(final, set(names) - go, recognized_saves, writers.values())
             clean_beside(final)
         except OSError as error:
             warnings.warn(f"{final} is saved, but files of an earlier save remain in it: {error}", stacklevel=4)
@@ -199,33 +201,33 @@ def choose_target(path: StrPath, save_id: str, *, overwrite: bool) -> SaveTarget
         CheckpointExistsError: The path holds something that must not be replaced.
     """
     final = open_folder(path)
-    kind = final.kind()
-    if kind != "missing" and not overwrite:
+    final_type = final.kind()
+    if final_type != "missing" and not overwrite:
         raise CheckpointExistsError(
             f"{final} already exists, and overwrite=False: save to another path or pass overwrite=True"
         )
-    if kind == "file" and not final.local:
+    if final_type == "file" and not final.local:
         raise CheckpointExistsError(
             f"{final} is a file, and a checkpoint is a folder: remove it, or save to another path"
         )
-    if kind == "folder" and not holds_manifest(final):
+    if final_type == "folder" and not holds_manifest(final):
         foreign = [name for name in final.files() if not is_ours(name)]
         # checked again, because another job may have committed since
         if foreign or (final.size(MANIFEST) is not None and not holds_manifest(final)):
             more = f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
-            shown = ", ".join((foreign or [MANIFEST])[:5]) + more
+            foreign_names = ", ".join((foreign or [MANIFEST])[:5]) + more
             raise CheckpointExistsError(
-                f"{final} is a folder with something else in it ({shown}), which a save does not replace: "
+                f"{final} is a folder with something else in it ({foreign_names}), which a save does not replace: "
                 "save to another path, or move it away"
             )
-    there = manifest_bytes(final) if kind == "folder" else None
+    there = manifest_bytes(final) if final_type == "folder" else None
     return SaveTarget(
         path=os.fspath(path),
         writer=new_writer(save_id, None if there is None else save_id_in(there)),
-        aside=final.local and kind != "folder",
+        aside=final.local and final_type != "folder",
         before=fingerprint(there),
-        expected=final.identity() if kind in ("file", "link") else None,
-        earlier=frozenset(saves_in(final.files())) if kind == "folder" else frozenset(),
+        expected=final.identity() if final_type in ("file", "link") else None,
+        earlier=frozenset(saves_in(final.files())) if final_type == "folder" else frozenset(),
     )
 
 
@@ -259,17 +261,21 @@ def _files_of(manifest: bytes | None, names: Collection[str], marked: Collection
     return {name for name in named if save_id_of(name) is not None}
 
 
-def _warn_of_others(final: Folder, names: Collection[str], known: Collection[str], writers: Collection[Writer]) -> None:
+def _warn_of_others(
+    final: Folder, names: Collection[str], recognized_saves: Collection[str], writers: Collection[Writer]
+) -> None:
     """Warn of files that may be leftovers of other saves.
 
     Args:
         final: The folder.
         names: The remaining files in it.
-        known: This save, other running saves and the ones those have replaced: their jobs remove the files.
+        recognized_saves: This save, other running saves and the ones those have replaced: their jobs remove the files.
         writers: The writers with a mark in the folder.
     """
     by_id = {writer.save_id: writer for writer in writers}
-    of_others = {save_id: name for name in names if (save_id := save_id_of(name)) is not None and save_id not in known}
+    of_others = {
+        save_id: name for name in names if (save_id := save_id_of(name)) is not None and save_id not in recognized_saves
+    }
     for save_id, name in sorted(of_others.items()):
         if final.size(name) is None:  # its own job has removed it in the meantime
             continue
@@ -301,11 +307,11 @@ def clean_beside(final: Folder) -> None:
         for name in os.listdir(parent.root):
             writer = writer_of(name)
             if writer is not None and name == writer.partial:
-                left = replace(parent, root=os.path.join(parent.root, name))
-                if left.kind() == "folder":
-                    writers = writers_in(left.files(), writer)
-                    if all(one.standing() == "gone" for one in writers):
-                        _remove_ours(left)
+                partial = replace(parent, root=os.path.join(parent.root, name))
+                if partial.kind() == "folder":
+                    writers = writers_in(partial.files(), writer)
+                    if all(writer.standing() == "gone" for writer in writers):
+                        _remove_ours(partial)
         return
     if str(parent) not in _looked_into:
         _looked_into.add(str(parent))
@@ -322,11 +328,11 @@ def _is_left(folder: Folder) -> bool:
     """Return whether all files in a folder are of saves whose writers are provably gone."""
     names = folder.files()
     writers = [writer for name in names if (writer := writer_of(name)) is not None]
-    told = {writer.save_id for writer in writers} | {writer.replaces for writer in writers}
+    recorded_saves = {writer.save_id for writer in writers} | {writer.replaces for writer in writers}
     return (
         bool(writers)
         and all(writer.standing() == "gone" for writer in writers)
-        and all(writer_of(name) is not None or save_id_of(name) in told for name in names)
+        and all(writer_of(name) is not None or save_id_of(name) in recorded_saves for name in names)
     )
 
 

@@ -72,15 +72,15 @@ class Folder:
         """
         if not self.local:
             prefix = self.root.rstrip("/") + "/"
-            found = [str(path).removeprefix(prefix) for path in self.fs.find(self.root)]
+            paths = [str(path).removeprefix(prefix) for path in self.fs.find(self.root)]
             # A name that ends in a slash is a web console's placeholder for an empty folder.
-            return sorted(name for name in found if name and not name.endswith("/"))
-        found = list[str]()
+            return sorted(name for name in paths if name and not name.endswith("/"))
+        paths = list[str]()
         for folder, folders, names in os.walk(self.root, onerror=_refuse_closed):
             # A link to a folder is listed, not followed: its target is not part of this folder.
             links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
-            found += [os.path.relpath(os.path.join(folder, name), self.root) for name in names + links]
-        return sorted(path.replace(os.sep, "/") for path in found)
+            paths += [os.path.relpath(os.path.join(folder, name), self.root) for name in names + links]
+        return sorted(path.replace(os.sep, "/") for path in paths)
 
     def size(self, name: str) -> int | None:
         """Return the size of a file in bytes, or ``None`` if it is not a regular file inside the folder.

@@ -120,8 +120,8 @@ class LocalTarget:
         try:
             file_names = final.files()
             writers = [writer for name in file_names if (writer := writer_of(name)) is not None]
-            dead_saves = {one.save_id for one in writers if one.standing() == "gone"}
-            running_saves = {one.save_id for one in writers} - dead_saves
+            dead_saves = {writer.save_id for writer in writers if writer.standing() == "gone"}
+            running_saves = {writer.save_id for writer in writers} - dead_saves
             removable_saves = (set(self.target.earlier) - running_saves) | (dead_saves - {self.target.save_id})
             previous = manifest_bytes(final)
             removable_files = {name for name in file_names if save_id_of(name) in removable_saves}

@@ -44,7 +44,7 @@ def remedy(error: Exception) -> str:
         return ""
     if error.errno in _BY_NUMBER:
         return _BY_NUMBER[error.errno]
-    fitting = (what for kind, what in _BY_CLASS.items() if isinstance(error, kind))
+    fitting = (what for error_class, what in _BY_CLASS.items() if isinstance(error, error_class))
     return next(fitting, "Check the disk or the connection, and try again.")
 
 

@@ -43,10 +43,10 @@ def remove(path: StrPath) -> None:
 
 
 def _remove(folder: Folder) -> None:
-    kind = folder.kind()
-    if kind == "missing":
+    entry_type = folder.kind()
+    if entry_type == "missing":
         return
-    if kind in ("file", "link"):
+    if entry_type in ("file", "link"):
         with suppress(FileNotFoundError):  # another rank was faster
             folder.remove_link_or_file()
         return

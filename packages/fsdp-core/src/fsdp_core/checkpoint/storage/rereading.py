@@ -38,8 +38,8 @@ def begins_anew(*parameters: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
         def reading(*args: P.args, **kwargs: P.kwargs) -> T:
-            given = inspect.signature(function).bind(*args, **kwargs).arguments
-            folders = [open_places(given[name]) for name in parameters]
+            arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+            folders = [open_places(arguments[name]) for name in parameters]
             return retried(folders, lambda: function(*args, **kwargs))
 
         return reading

@@ -112,8 +112,8 @@ class StoredFiles:
     def _unreadable(self, name: str, error: OSError) -> CheckpointFormatError:
         if isinstance(error, FileNotFoundError) or error.errno == errno.ESTALE:
             return CheckpointFormatError(self._changed(name, "it is gone"))
-        told = f"{type(error).__name__}: {error}. {remedy(error)}".rstrip()
-        return CheckpointFormatError(f"can't read {self.folder.path(name)}: {told}")
+        reason = f"{type(error).__name__}: {error}. {remedy(error)}".rstrip()
+        return CheckpointFormatError(f"can't read {self.folder.path(name)}: {reason}")
 
     def _changed(self, name: str, fault: str) -> str:
         try:

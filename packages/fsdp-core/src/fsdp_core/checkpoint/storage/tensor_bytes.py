@@ -77,10 +77,10 @@ class TensorBytes:
         """
         stored = self.manifest.tensors[key]
         item = ITEM_BYTES[stored.dtype_name]
-        wanted: Box = tuple(offsets), tuple(lengths)
+        requested: Box = tuple(offsets), tuple(lengths)
         out = bytearray(math.prod(lengths) * item)
-        for chunk in stored.overlapping(wanted):
-            common = overlap((chunk.offsets, chunk.lengths), wanted)
+        for chunk in stored.overlapping(requested):
+            common = overlap((chunk.offsets, chunk.lengths), requested)
             assert common is not None
             for span in _contiguous(chunk, common):
                 offsets_in_box = tuple(a - b for a, b in zip(span[0], offsets, strict=True))
@@ -164,14 +164,14 @@ def _contiguous(chunk: StoredChunk, box: Box) -> Iterator[Box]:
         yield (*outer, *offsets[axis:]), (*(1,) * axis, *lengths[axis:])
 
 
-def _converted(block: bytearray, dtype_name: str, wanted: str) -> bytearray:
+def _converted(block: bytearray, dtype_name: str, target_dtype: str) -> bytearray:
     import torch
 
     from fsdp_core.state.dtypes import DTYPES
 
     source = torch.frombuffer(block, dtype=DTYPES[dtype_name])
-    out = bytearray(source.numel() * ITEM_BYTES[wanted])
-    torch.frombuffer(out, dtype=DTYPES[wanted]).copy_(source)
+    out = bytearray(source.numel() * ITEM_BYTES[target_dtype])
+    torch.frombuffer(out, dtype=DTYPES[target_dtype]).copy_(source)
     return out
 
 

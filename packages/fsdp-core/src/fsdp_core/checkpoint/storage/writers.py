@@ -113,10 +113,10 @@ def new_writer(save_id: str, replaces: str | None = None) -> Writer:
 
 def writer_of(name: str) -> Writer | None:
     """Return the writer that is encoded in the name of a file or folder, if there is one."""
-    found = _NAMED.fullmatch(name)
-    if found is None:
+    match = _NAMED.fullmatch(name)
+    if match is None:
         return None
-    save_id, replaces, system, pid, started, host = found["token"].split("-", 5)
+    save_id, replaces, system, pid, started, host = match["token"].split("-", 5)
     return Writer(save_id=save_id, replaces=replaces, system=system, pid=int(pid), started=int(started), host=host)
 
 

@@ -262,8 +262,8 @@ class _Weights:
 def _check_config(config: str | os.PathLike[str]) -> None:
     try:
         with open(config, encoding="utf-8") as stream:
-            found = json.load(stream)
+            content = json.load(stream)
     except (OSError, ValueError) as error:
         raise CheckpointValueError(f"can't read the configuration {os.fspath(config)}: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise CheckpointValueError(f"{os.fspath(config)} is not a model configuration: it is not a JSON object")

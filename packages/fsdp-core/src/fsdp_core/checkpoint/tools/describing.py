@@ -41,7 +41,7 @@ def describe(path: Paths) -> dict[str, Any]:
         "strategy": manifest.strategy,
         "world_size": manifest.world_size,
         "versions": dict(manifest.versions),
-        "places": [{"host": one.host, "path": one.path, "ranks": one.shown_ranks} for one in manifest.places],
+        "places": [{"host": place.host, "path": place.path, "ranks": place.shown_ranks} for place in manifest.places],
         "bytes": sum(entry.size for entry in manifest.files.values()),
         "parts": _parts(manifest),
         "tensors": {
@@ -125,12 +125,12 @@ def _plain(state: Any, kinds: Mapping[str, str]) -> Iterator[dict[str, Any]]:
 def _group(path: str, group: Any) -> dict[str, Any]:
     options = dict(children(group) or [])
     count = len(children(options.pop("params", None)) or [])
-    told = [
+    facts = [
         f"{name} {scalar(value)}"
         for name, value in options.items()
         if isinstance(scalar(value), (int, float)) and not isinstance(value, bool)
     ]
-    return {"path": path, "value": ", ".join([f"{count} parameter{'s' if count != 1 else ''}", *told])}
+    return {"path": path, "value": ", ".join([f"{count} parameter{'s' if count != 1 else ''}", *facts])}
 
 
 def _entry(path: str, node: Any) -> dict[str, Any]:

@@ -179,13 +179,13 @@ def _sections(manifest: Manifest) -> dict[str, Section]:
 def _lay_out(manifest: Manifest, save_id: str, count: int) -> dict[str, StoredTensor]:
     """Assign the rows of each tensor to files."""
     sections = _sections(manifest)
-    held = {section: [0] * count for section in sections.values()}
+    section_sizes = {section: [0] * count for section in sections.values()}
     chunks: dict[str, list[StoredChunk]] = {}
     # Tensors that fill all files equally come first, so that the others balance the rest.
     for key in sorted(manifest.tensors, key=lambda key: -_pieces(manifest.tensors[key].shape, count)):
         tensor, section = manifest.tensors[key], sections[key]
         pieces = _pieces(tensor.shape, count)
-        sizes = held[section]
+        sizes = section_sizes[section]
         order = range(count) if pieces == count else sorted(range(count), key=lambda number: (sizes[number], number))
         chunks[key] = []
         for piece, number in zip(range(pieces), order, strict=False):

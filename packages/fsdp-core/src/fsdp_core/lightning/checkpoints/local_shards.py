@@ -13,7 +13,7 @@ from fsdp_core.checkpoint.format.paths import join_path
 from fsdp_core.errors import CheckpointValueError
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.sharded import Sharded
-from fsdp_core.torch_private import Place, place_of
+from fsdp_core.torch_private.tensors import StorageAddress, storage_address
 
 __all__ = ["refuse_local_shards"]
 
@@ -41,7 +41,7 @@ def refuse_local_shards(
     Raises:
         CheckpointValueError: The state holds a flat shard, on any rank.
     """
-    shards: dict[Place, str] = {}
+    shards: dict[StorageAddress, str] = {}
     for root in roots:
         flat = {p: parts for p, parts in root.layout().items() if any(part.range is not None for part in parts)}
         for parameter, parts in flat.items():
@@ -64,9 +64,9 @@ def refuse_local_shards(
     run_on_all(runtime, "looking for shards among what is saved", look)
 
 
-def _memory(tensors: Iterable[Tensor]) -> Iterator[Place]:
+def _memory(tensors: Iterable[Tensor]) -> Iterator[StorageAddress]:
     """Where each tensor's elements begin; empty tensors are left out."""
-    return (place_of(tensor) for tensor in tensors if type(tensor) in (Tensor, nn.Parameter) and tensor.numel())
+    return (storage_address(tensor) for tensor in tensors if type(tensor) in (Tensor, nn.Parameter) and tensor.numel())
 
 
 def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:

@@ -25,7 +25,7 @@ from fsdp_core.lightning.hooks.redirection import (
     mend_caught,
 )
 from fsdp_core.sharding.sharded import Sharded
-from fsdp_core.torch_private import call_before_passes, in_backward, reaches
+from fsdp_core.torch_private.autograd import call_before_passes, in_backward, reaches
 from fsdp_core.watch import explain_uncaught
 
 if TYPE_CHECKING:

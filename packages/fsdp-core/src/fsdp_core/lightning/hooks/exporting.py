@@ -11,7 +11,7 @@ from fsdp_core.errors import MissingKeyError, ShardingError
 from fsdp_core.lightning.hooks.redirection import is_inside_forward, normal_tensors
 from fsdp_core.sharding.sharded import Sharded, sharded_around
 from fsdp_core.state.full_tensor import check_not_gathered
-from fsdp_core.torch_private import refuse_unreduced_values
+from fsdp_core.torch_private.dtensors import refuse_unreduced_values
 
 __all__ = ["full_state_dict", "refuse_values_of_parts", "whole_state", "written_of"]
 

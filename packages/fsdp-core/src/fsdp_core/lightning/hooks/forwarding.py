@@ -13,7 +13,8 @@ from fsdp_core.lightning.hooks.exporting import written_of
 from fsdp_core.lightning.hooks.redirection import called_as_written, explain_shards, normal_tensors
 from fsdp_core.sharding.sharded import Sharded, sharded_around, sharded_of
 from fsdp_core.state.full_tensor import gathered_modules
-from fsdp_core.torch_private import in_backward, tree_flatten
+from fsdp_core.torch_private.autograd import in_backward
+from fsdp_core.torch_private.tensors import tree_flatten
 
 __all__ = ["ShardedForward", "root_around", "set_up_model", "sharded_in"]
 

@@ -20,7 +20,7 @@ from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.sharded import Sharded, sharded_around
 from fsdp_core.state.fqn import clean_name
 from fsdp_core.state.full_tensor import each_whole, gathered_modules
-from fsdp_core.torch_private import not_managed
+from fsdp_core.torch_private.modules import not_managed
 
 __all__ = ["gathered"]
 

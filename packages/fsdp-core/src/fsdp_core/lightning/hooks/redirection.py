@@ -24,7 +24,8 @@ from fsdp_core.lightning.precision_plugins import compute_context
 from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.fqn import clean_name
 from fsdp_core.state.full_tensor import check_not_gathered, gathered_modules, running_forwards
-from fsdp_core.torch_private import in_backward, is_recomputing, outside_of_compilation
+from fsdp_core.torch_private.autograd import in_backward, is_recomputing
+from fsdp_core.torch_private.compilation import outside_of_compilation
 
 __all__ = [
     "call_inside_forward",

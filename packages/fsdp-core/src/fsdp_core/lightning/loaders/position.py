@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from fsdp_core.errors import CheckpointMismatchError
-from fsdp_core.torch_private import batches_yielded, is_exhausted, iterates_as_torch, watch_iterators
+from fsdp_core.torch_private.dataloaders import batches_yielded, is_exhausted, iterates_as_torch, watch_iterators
 
 __all__ = ["POSITION", "LoaderPosition", "ResumableSampler", "apart", "follow", "position_of", "sampler_of"]
 
@@ -128,17 +128,17 @@ class LoaderPosition:
     def _note(self, iterator: Any) -> None:
         self._iterator = weakref.ref(iterator)
 
-    def batches_done(self, seen: int, limit: float) -> int:
-        """How many batches each rank has done, if it were of all ranks' ``seen`` samples and of a whole epoch.
+    def batches_done(self, samples: int, limit: float) -> int:
+        """How many batches each rank has done, if it were of all ranks' ``samples`` and of a whole epoch.
 
         Args:
-            seen: How many samples all ranks have seen.
+            samples: How many samples all ranks have seen.
             limit: The largest number of batches of an epoch that are used.
         """
         batches = self._batches(0)
         if limit >= batches:
-            return batches - self._batches(seen)
-        return min(math.ceil(seen / (self._batch_size * self._sampler.num_replicas)), int(limit))
+            return batches - self._batches(samples)
+        return min(math.ceil(samples / (self._batch_size * self._sampler.num_replicas)), int(limit))
 
     def _batches(self, start: int) -> int:
         """How many batches each rank gets after ``start`` samples of all ranks."""

@@ -153,8 +153,8 @@ def _replace_params(value: Any, replacements: Mapping[Tensor, nn.Parameter], opt
         return replacements.get(value, value)
     if isinstance(value, dict):
         items = [
-            (_replace_params(key, replacements, optimizer), _replace_params(kept, replacements, optimizer))
-            for key, kept in value.items()
+            (_replace_params(key, replacements, optimizer), _replace_params(item, replacements, optimizer))
+            for key, item in value.items()
         ]
         value.clear()
         value.update(items)
@@ -176,7 +176,7 @@ def _replace_members(
     members: list[Any] = []
     for value in values:
         now = _replace_params(value, replacements, optimizer)
-        if now is value or not isinstance(value, Tensor) or not any(now is one for one in members):
+        if now is value or not isinstance(value, Tensor) or not any(now is member for member in members):
             members.append(now)
     return members
 

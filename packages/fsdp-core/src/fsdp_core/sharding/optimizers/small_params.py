@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.state.chunks import own_part
 from fsdp_core.state.layout import Layout
-from fsdp_core.torch_private import StridedShard
+from fsdp_core.torch_private.dtensors import StridedShard
 
 __all__ = [
     "Key",

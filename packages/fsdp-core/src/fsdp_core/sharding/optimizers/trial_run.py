@@ -29,7 +29,7 @@ from fsdp_core.sharding.optimizers.small_params import (
     new_small_params,
 )
 from fsdp_core.state.random_state import random_state, set_random_state
-from fsdp_core.torch_private import plain_tensors_replicated
+from fsdp_core.torch_private.optimizers import plain_tensors_replicated
 
 __all__ = [
     "COARSE",
@@ -143,11 +143,11 @@ def run_steps(
         for (index, _), neighbour in zip(only, neighbours, strict=False):
             duplicate.param_groups[index]["params"].append(neighbour.param)
     start(duplicate, small_params)
-    seen: list[list[Tensor]] = []
+    history: list[list[Tensor]] = []
 
     def evaluate(number: int) -> Tensor:
-        if len(seen) <= _COMPARED:
-            seen.append([local_tensor(small.param.detach()).reshape(-1).clone() for small in small_params.values()])
+        if len(history) <= _COMPARED:
+            history.append([local_tensor(small.param.detach()).reshape(-1).clone() for small in small_params.values()])
         for small in small_params.values():
             small.set_gradient(number, scale)
         for neighbour in neighbours:
@@ -173,7 +173,7 @@ def run_steps(
                 duplicate.step(as_outside(partial(evaluate, number))) if by_closure else duplicate.step()
         evaluate(steps.stop)
         drew = has_drawn()
-    values = dict(zip(small_params, map(torch.stack, zip(*seen, strict=True)), strict=True))
+    values = dict(zip(small_params, map(torch.stack, zip(*history, strict=True)), strict=True))
     return TrialRun(optimizer=duplicate, small_params=small_params, values=values, by_closure=by_closure, drew=drew)
 
 

@@ -345,7 +345,7 @@ def _call(
         return _in_host_memory(function(*args))
     finally:
         if dist.is_initialized():
-            from fsdp_core.torch_private import note_meshes
+            from fsdp_core.torch_private.dtensors import note_meshes
 
             note_meshes()
             dist.destroy_process_group()
@@ -359,7 +359,7 @@ def _in_host_memory(result: Any) -> Any:
     """A result with copies of the tensors of a device: no process can read that memory when its owner has ended."""
     from torch import Tensor
 
-    from fsdp_core.torch_private import tree_map
+    from fsdp_core.torch_private.tensors import tree_map
 
     return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) and leaf.is_cuda else leaf, result)
 

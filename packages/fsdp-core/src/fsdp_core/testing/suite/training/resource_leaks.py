@@ -22,7 +22,7 @@ from fsdp_core.testing.launching.rank_context import here
 from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
-from fsdp_core.torch_private import process_groups
+from fsdp_core.torch_private.process_groups import process_groups
 
 __all__ = ["NOTHING", "LeftoversSuite", "left_behind"]
 

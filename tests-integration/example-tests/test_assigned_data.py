@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from both_examples import of_both
 from torch import nn
 
 from fsdp_core.testing import RankPool, full_state, new_fabric
 
 
-def trained(folder: str, saves: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def trained(strategy: str, folder: str, saves: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The weight after a step between whose passes it was assigned to, or as saved; and what one process has."""
-    fabric = new_fabric("zero1", 2)
+    fabric = new_fabric(strategy, 2)
     torch.manual_seed(0)
     net = nn.Linear(4, 4)
     want = 0.5 * net.weight.detach() - (0.0 if saves else 0.1)
@@ -30,7 +31,8 @@ def trained(folder: str, saves: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return net.weight.detach(), want
 
 
-def test_between_a_backward_pass_and_a_step(ranks: RankPool, tmp_path: Path) -> None:
+@of_both
+def test_between_a_backward_pass_and_a_step(ranks: RankPool, strategy: str, tmp_path: Path) -> None:
     for saves in (False, True):
-        for got, want in ranks.run(2, trained, str(tmp_path), saves):
+        for got, want in ranks.run(2, trained, strategy, str(tmp_path), saves):
             torch.testing.assert_close(got, want)

@@ -1,0 +1,171 @@
+"""DTensors, and what torch caches of their meshes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import device_mesh
+
+# Which groups there are, and how many torch has named; no public name counts those that were destroyed since.
+from torch.distributed.distributed_c10d import _world
+from torch.distributed.tensor import DTensor, _redistribute
+
+# What fully_shard places a parameter as that tensor parallelism has sharded along the same dimension; no public name.
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+__all__ = [
+    "StridedShard",
+    "call_before_parts",
+    "checks_class_of_views",
+    "forget_call_before_parts",
+    "forget_meshes",
+    "is_first_slice",
+    "note_meshes",
+    "refuse_unreduced_values",
+]
+
+
+@dataclass(frozen=True)
+class _CachedMeshes:
+    """What is known of the meshes in DTensor's caches, all of which are of all ranks.
+
+    Attributes:
+        rank: This rank.
+        world_size: The number of ranks.
+        results: How many results were cached so far.
+    """
+
+    rank: int
+    world_size: int
+    results: tuple[int, ...]
+
+
+_cached_meshes: _CachedMeshes | None = None
+
+
+_group_with_clean_caches: weakref.ref[Any] | None = None
+
+
+def forget_meshes() -> None:
+    """Clear what DTensor has cached by mesh. Called when a process group was created.
+
+    Meshes are equal if their ranks are, whatever their process groups. After a process group was destroyed and another
+    was created, cached results would name groups of the former one, and torch gives the same names to other groups.
+
+    Nothing is cleared if :func:`note_meshes` has found that there were no other groups than that of all ranks, whose
+    name is always the same, and the new one is of as many: a process that trains often need not compute it all again.
+    """
+    global _cached_meshes, _group_with_clean_caches
+    meshes = device_mesh._mesh_resources
+    for joined in ("root_to_flatten_mapping", "flatten_name_to_root_dims"):  # only in torch 2.9: of joined axes
+        getattr(meshes, joined, {}).clear()
+    noted, _cached_meshes = _cached_meshes, None
+    _group_with_clean_caches = weakref.ref(dist.group.WORLD)
+    if noted == _CachedMeshes(dist.get_rank(), dist.get_world_size(), _cached_results()):
+        return
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # not in torch 2.9
+    if clear is not None:
+        clear()
+    _redistribute._gen_transform_infos.cache_clear()
+
+
+def note_meshes() -> None:
+    """Note for :func:`forget_meshes` whether all meshes in DTensor's caches are of all ranks.
+
+    Called before all process groups are destroyed. torch counts the groups that it gives a name; it begins anew after
+    their destruction.
+    """
+    global _cached_meshes
+    _cached_meshes = None
+    clean = _group_with_clean_caches is not None and _group_with_clean_caches() is dist.group.WORLD
+    if clean and _world.group_count == len(_world.pg_names) == 1:
+        _cached_meshes = _CachedMeshes(dist.get_rank(), dist.get_world_size(), _cached_results())
+
+
+def _cached_results() -> tuple[int, ...]:
+    """How many results were computed because they were in none of the caches."""
+    propagated = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache
+    computed = propagated.cache_info().misses, _redistribute._gen_transform_infos.cache_info().misses
+    statistics = getattr(torch._C, "_get_DTensor_sharding_propagator_cache_stats", None)  # not in torch 2.9
+    return computed if statistics is None else (*computed, statistics()[1])
+
+
+def is_first_slice(mesh: device_mesh.DeviceMesh) -> bool:
+    """Whether a mesh is the first of the slices of a larger one along its axes; true for a mesh that is no slice.
+
+    A DTensor on a slice has a copy on each of the others, which only the larger mesh knows of. torch 2.9 keeps it
+    elsewhere than later versions.
+    """
+    find = getattr(mesh, "_get_root_mesh", None)
+    root: device_mesh.DeviceMesh = find() if find is not None else device_mesh._mesh_resources.get_root_mesh(mesh)
+    return root is mesh or int(root.mesh.min()) == int(mesh.mesh.min())
+
+
+def refuse_unreduced_values(refusal: Callable[[], Exception] | None) -> None:
+    """Make ``float()`` and the like raise for a DTensor with an unreduced (``Partial``) value, such as a norm.
+
+    torch silently reads this rank's own part of the result. DTensor has no public hook for this.
+
+    Args:
+        refusal: Creates the exception to raise; ``None`` to restore torch's behaviour.
+    """
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    op: Any = torch.ops.aten._local_scalar_dense.default
+    if refusal is None:
+        handlers.pop(op, None)
+        return
+
+    def read(op_call: Any, args: Any, kwargs: Any) -> Any:
+        (value,) = args
+        axes = zip(value.placements, value.device_mesh.shape, strict=True)
+        if any(placement.is_partial() and size > 1 for placement, size in axes):
+            raise refusal()
+        return op_call(value._local_tensor)
+
+    handlers[op] = read
+
+
+def checks_class_of_views() -> bool:
+    """Whether torch refuses views of a DTensor of a subclass, as it did before it computed with DTensors in C++."""
+    return "_op_dispatcher" in inspect.unwrap(DTensor.__torch_dispatch__).__code__.co_names
+
+
+#: What is called before somebody gets the part of a DTensor that this rank holds.
+_before_parts: list[Callable[[], Any]] = []
+
+
+_to_local = DTensor.to_local
+
+
+def call_before_parts(call: Callable[[], Any]) -> None:
+    """Call this once, before ``DTensor.to_local()`` is next called, unless it is forgotten.
+
+    ``weight.detach().to_local()`` shares memory with the weight, and writes to it are counted nowhere else. There is no
+    hook for it; the method is replaced only as long as something waits for it.
+    """
+    _before_parts.append(call)
+    DTensor.to_local = _to_local_after_calls  # type: ignore[method-assign]
+
+
+def forget_call_before_parts(call: Callable[[], Any]) -> None:
+    """Don't call this any more. Nothing is done if it waits no longer."""
+    _before_parts[:] = [waiting for waiting in _before_parts if waiting != call]
+    if not _before_parts:
+        DTensor.to_local = _to_local  # type: ignore[method-assign]
+
+
+@functools.wraps(_to_local)
+def _to_local_after_calls(self: DTensor, *args: Any, **kwargs: Any) -> Tensor:
+    for call in [*_before_parts]:
+        call()
+        forget_call_before_parts(call)
+    return _to_local(self, *args, **kwargs)
