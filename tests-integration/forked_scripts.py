@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from fsdp_core.testing.forking import start_script
-from fsdp_core.testing.processes import fresh_environment
+from fsdp_core.testing.launching.forking import start_script
+from fsdp_core.testing.launching.processes import fresh_environment
 
 __all__ = ["run_forked"]
 

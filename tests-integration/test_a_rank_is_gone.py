@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_core.testing.forking import start_script
-from fsdp_core.testing.processes import fresh_environment
+from fsdp_core.testing.launching.forking import start_script
+from fsdp_core.testing.launching.processes import fresh_environment
 
 SCRIPT = Path(__file__).parent / "a_rank_is_gone.py"
 RANKS = 3

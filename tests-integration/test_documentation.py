@@ -17,7 +17,7 @@ import pytest
 
 from forked_scripts import run_forked
 from fsdp_core import errors, strategies
-from fsdp_core.testing.processes import fresh_environment
+from fsdp_core.testing.launching.processes import fresh_environment
 
 ROOT = Path(__file__).parent.parent
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/quickstart.md")}

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_core.testing.processes import fresh_environment
+from fsdp_core.testing.launching.processes import fresh_environment
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "tests-integration" / "example-backend"

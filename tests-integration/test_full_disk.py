@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_core.testing.forking import start_script
-from fsdp_core.testing.processes import fresh_environment
+from fsdp_core.testing.launching.forking import start_script
+from fsdp_core.testing.launching.processes import fresh_environment
 from full_disk import NO_DISK
 
 

@@ -17,7 +17,7 @@ import fsdp_core
 from fsdp_core.errors import CheckpointExistsError, CheckpointMismatchError, FSDPError, UnsupportedCapabilityError
 from fsdp_core.huggingface import load_pretrained, save_adapter, save_pretrained
 from fsdp_core.testing import RankPool
-from fsdp_core.testing.memory import is_measurable, peak_of
+from fsdp_core.testing.measuring.memory import is_measurable, peak_of
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.training import new_fabric, new_trainer

@@ -17,13 +17,12 @@ from forked_scripts import run_forked
 from fsdp_core.checkpoint import is_checkpoint
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.testing import RankPool
+from fsdp_core.testing.launching.processes import start
 from fsdp_core.testing.oracle import FP32_TOLERANCE, momentum
-from fsdp_core.testing.processes import start
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.short_runs import run_steps
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.training.loops import losses_of
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, loader, losses_of, means, new_fabric, new_trainer
 from one_device import train
 
 SCRIPT = Path(__file__).parent / "one_device.py"

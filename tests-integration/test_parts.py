@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_core.testing.processes import fresh_environment
+from fsdp_core.testing.launching.processes import fresh_environment
 from tools.cpu_time import tree_seconds
 from tools.selection import is_drawn
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from fsdp_core.testing.inner_session import Outcome
+from fsdp_core.testing.reporting.inner_session import Outcome
 from seeded.changes import DECLARED, EXAMPLES
 from seeded.numbers import OF_NUMBERS
 from seeded.running import run

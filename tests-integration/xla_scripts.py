@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from select import select
 
-from fsdp_core.testing import forking
-from fsdp_core.testing.processes import fresh_environment
+from fsdp_core.testing.launching import forking
+from fsdp_core.testing.launching.processes import fresh_environment
 
 __all__ = ["XLAScripts"]
 

@@ -20,8 +20,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from fsdp_core.testing import RankPool
+from fsdp_core.testing.launching.rank_context import here
 from fsdp_core.testing.oracle import FP32_TOLERANCE
-from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.training import Lit, loader, means, new_trainer
 

@@ -11,7 +11,7 @@ import pytest
 from example import SCRIPT, assert_as_one_process, said
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.testing.processes import start
+from fsdp_core.testing.launching.processes import start
 
 
 def test_a_module_of_a_package(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager, start_new_kernel
 from undisturbed import AFTERWARDS, losses_of_one_process
 
+from fsdp_core.testing.launching.processes import fresh_environment
 from fsdp_core.testing.oracle import FP32_TOLERANCE
-from fsdp_core.testing.processes import fresh_environment
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "notebook.py"
 SECONDS = 240  # for what takes ten

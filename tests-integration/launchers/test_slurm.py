@@ -13,8 +13,8 @@ from example import assert_as_one_process, said
 from signals import runs_with_signals
 
 from fsdp_core.testing import RankPool
-from fsdp_core.testing.forking import start_script
-from fsdp_core.testing.processes import fresh_environment
+from fsdp_core.testing.launching.forking import start_script
+from fsdp_core.testing.launching.processes import fresh_environment
 
 
 @pytest.mark.drawn

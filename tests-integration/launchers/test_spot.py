@@ -24,9 +24,9 @@ from undisturbed import losses_of_one_process
 from werkzeug.serving import make_server
 
 from fsdp_core.checkpoint import load, verify
-from fsdp_core.testing.forking import start_script
+from fsdp_core.testing.launching.forking import start_script
+from fsdp_core.testing.launching.processes import fresh_environment
 from fsdp_core.testing.oracle import FP32_TOLERANCE
-from fsdp_core.testing.processes import fresh_environment
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 BUCKET, RUN = "spot", "runs/1"

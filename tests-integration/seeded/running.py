@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from fsdp_core.testing.inner_session import Outcome, run_clauses, searched_first
+from fsdp_core.testing.reporting.inner_session import Outcome, run_clauses, searched_first
 from seeded.changes import Change, write_packages
 
 __all__ = ["run"]
@@ -22,7 +22,7 @@ for strategy in STRATEGIES:
 def run(
     folder: Path, faults: Mapping[tuple[str, str], tuple[Change, ...]], chosen: Iterable[tuple[str, str]]
 ) -> dict[tuple[str, str], Outcome]:
-    """Run clauses, in an empty folder; see :func:`fsdp_core.testing.inner_session.run_clauses`.
+    """Run clauses, in an empty folder; see :func:`fsdp_core.testing.reporting.inner_session.run_clauses`.
 
     Args:
         folder: An empty folder.

@@ -207,7 +207,7 @@ OF_STATE: dict[str, Fault] = {
             ),
         ),
         clause="test_torchs_functions_on_gradients_in_hooks[all-by itself]",
-        says="outcome[1] == pytest.approx(plain.seen",
+        says="outcome[1] == pytest.approx(module.norms",
     ),
     "zero_grad_of_module": Fault(
         is_wrong="module.zero_grad() leaves the gradients of the shards where they are",

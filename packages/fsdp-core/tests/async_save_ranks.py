@@ -18,7 +18,7 @@ from fsdp_core.checkpoint import async_save, fill, is_checkpoint, load, read_man
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.errors import CheckpointError, CheckpointValueError
 from fsdp_core.gradients.clipping import local_tensor
-from fsdp_core.testing.disks import disk
+from fsdp_core.testing.measuring.disks import disk
 from fsdp_core.testing.refusals import refusal
 
 OPTIONS: dict[str, Any] = {"strategy": "test", "kinds": KINDS}

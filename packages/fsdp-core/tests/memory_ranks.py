@@ -14,7 +14,7 @@ from checkpoint_ranks import started
 from damaged_folders import save_alone
 from fsdp_core.checkpoint import fill_all, load, load_state_dict
 from fsdp_core.checkpoint.importing import import_checkpoint
-from fsdp_core.testing.memory import peak_of
+from fsdp_core.testing.measuring.memory import peak_of
 
 TENSORS, SIDE = 2, 4096  # 64 MiB each
 

@@ -25,8 +25,8 @@ from fsdp_core.checkpoint.staging import Staging
 from fsdp_core.errors import CheckpointError, UnsupportedCapabilityError
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.state.dtypes import SAFETENSORS_NAMES
-from fsdp_core.testing.processes import interruptible
-from fsdp_core.testing.ranks import RankError, RankPool
+from fsdp_core.testing.launching.processes import interruptible
+from fsdp_core.testing.launching.ranks import RankError, RankPool
 from fsdp_core.testing.refusals import assert_says
 
 
@@ -292,7 +292,7 @@ from pathlib import Path
 import torch
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.runtime import ProcessGroupRuntime
-from fsdp_core.testing.disks import disk
+from fsdp_core.testing.measuring.disks import disk
 
 path, how = Path(sys.argv[1]), sys.argv[2]
 runtime = ProcessGroupRuntime()

@@ -10,8 +10,8 @@ import pytest
 
 import memory_ranks
 from fsdp_core.checkpoint.format.safetensors_file import STAGING_BYTES
-from fsdp_core.testing.memory import is_measurable
-from fsdp_core.testing.ranks import RankPool
+from fsdp_core.testing.launching.ranks import RankPool
+from fsdp_core.testing.measuring.memory import is_measurable
 
 pytestmark = [pytest.mark.skipif(not is_measurable(), reason="only Linux resets a process's peak")]
 

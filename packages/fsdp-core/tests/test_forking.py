@@ -15,9 +15,9 @@ import pytest
 
 from conftest import Site
 from fsdp_core.testing import RankError, RankPool
-from fsdp_core.testing.forking import StartMethod, end_process, start_process, start_script
-from fsdp_core.testing.one_process import Answer, OneProcessRanks, answered
-from fsdp_core.testing.ranks import RankKind
+from fsdp_core.testing.launching.forking import StartMethod, end_process, start_process, start_script
+from fsdp_core.testing.launching.one_process import Answer, OneProcessRanks, answered
+from fsdp_core.testing.launching.ranks import RankKind
 from fsdp_core.testing.refusals import refusal
 
 FORKS = sys.platform == "linux"
@@ -48,7 +48,7 @@ def pool() -> Iterator[RankPool]:
 
 
 def look(connection: Any) -> None:
-    preloaded = "fsdp_core.testing.preloaded" in sys.modules
+    preloaded = "fsdp_core.testing.launching.preloaded" in sys.modules
     connection.send((os.getppid(), preloaded, os.environ.get("TOLD"), os.environ.get("LATER"), os.getcwd()))
 
 
@@ -172,7 +172,7 @@ def test_a_library_with_threads_has_ranks_spawned_and_one_that_cannot_be_preload
     light_site.distribution("function", modules={"of_ranks": "import os\ndef told(pipe): pipe.send(os.getppid())\n"})
     light_site.python(f"""
         import os, warnings
-        from fsdp_core.testing import forking
+        from fsdp_core.testing.launching import forking
         import of_ranks
 
         if __name__ == "__main__":
@@ -299,7 +299,7 @@ CALLED = {"RankPool": 2, "OneProcess": 1}
 CALLER = """
 import sys, threading
 import test_forking
-from fsdp_core.testing import forking
+from fsdp_core.testing.launching import forking
 
 def call(kind):
     with getattr(test_forking, kind)() as pool:

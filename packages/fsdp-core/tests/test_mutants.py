@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from fsdp_core.testing.inner_session import Outcome
+from fsdp_core.testing.reporting.inner_session import Outcome
 from mutants.faults import CAUGHT
 from mutants.plugin import CHANGES
 from mutants.running import SOUND, run

@@ -17,7 +17,7 @@ from fsdp_core.testing.pairs.comparing import differences, differing_bits
 from fsdp_core.testing.pairs.dimensions import FORBIDDEN, declared, options_of
 from fsdp_core.testing.pairs.drawing import coverage, draw, forbids
 from fsdp_core.testing.pairs.oracle import Run, train_in_one_process
-from fsdp_core.testing.pairs.running import Held, Outcome, Piece
+from fsdp_core.testing.pairs.running import Outcome, Piece, Pieces
 
 _MORE = ("cpu_offload", "activation_checkpointing_policy", "reshard_after_forward", "auto_wrap_policy")
 
@@ -62,9 +62,9 @@ CHOSEN = {**DEFAULTS, "precision": "double", "optimizer": "adamw", "clip": "norm
 WANT = train_in_one_process(CHOSEN)
 
 
-def held(values: dict[Any, Any], rank: int) -> Held:
+def held(values: dict[Any, Any], rank: int) -> Pieces:
     """Copies of everything on two ranks; what has rows is divided between them."""
-    pieces: Held = {}
+    pieces: Pieces = {}
     for name, tensor in values.items():
         data = tensor.numpy().copy()
         if data.ndim:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_core.testing import RankError, RankPool
-from fsdp_core.testing.forking import PATIENCE
-from fsdp_core.testing.one_process import OneProcessRanks
+from fsdp_core.testing.launching.forking import PATIENCE
+from fsdp_core.testing.launching.one_process import OneProcessRanks
 from fsdp_core.testing.refusals import refusal
 
 

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.short_runs import assert_close_by_name, run_steps
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.modules.parameters import own_share
+from fsdp_core.testing.training import own_share
 from native_runs import set_up
 
 #: What torch's handles do for each parameter, and ours in less time where they can.

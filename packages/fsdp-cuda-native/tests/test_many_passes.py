@@ -17,12 +17,12 @@ from torch.nn.functional import mse_loss
 
 from fsdp_core import ShardingError, UnsupportedCapabilityError
 from fsdp_core.testing import RankPool, oracle
-from fsdp_core.testing.collectives import Layer, count_in_steps, new_layers
-from fsdp_core.testing.fabric_steps import assert_gradients_wait, assert_whole_steps
+from fsdp_core.testing.measuring.collectives import Layer, count_in_steps, new_layers
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.short_runs import assert_fits_as_plain
 from fsdp_core.testing.state import full_state
+from fsdp_core.testing.suite.numerics.fabric_steps import assert_gradients_wait, assert_whole_steps
 from fsdp_core.testing.suite.numerics.many_passes import (
     STEPS,
     WRITTEN_BEFORE_BACKWARD,

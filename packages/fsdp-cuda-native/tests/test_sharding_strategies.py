@@ -19,7 +19,7 @@ from torch.nn.functional import mse_loss
 import test_conformance
 from fsdp_core.errors import OptimizerMismatchError, ShardingError
 from fsdp_core.testing import RankPool, oracle
-from fsdp_core.testing.collectives import count_collectives
+from fsdp_core.testing.measuring.collectives import count_collectives
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Block, Trained, train_plain
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.short_runs import assert_close_by_name, run_steps

@@ -18,13 +18,12 @@ from torch.nn.functional import mse_loss
 from fsdp2_runs import set_up
 from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.testing import RankPool, oracle
-from fsdp_core.testing.collectives import Layer, count_in_steps, new_layers
-from fsdp_core.testing.fabric_steps import assert_gradients_wait, assert_whole_steps
+from fsdp_core.testing.measuring.collectives import Layer, count_in_steps, new_layers
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says
 from fsdp_core.testing.short_runs import assert_close_by_name, assert_fits_as_plain, fit_module
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.modules.parameters import own_share
+from fsdp_core.testing.suite.numerics.fabric_steps import assert_gradients_wait, assert_whole_steps
 from fsdp_core.testing.suite.numerics.many_passes import (
     WRITTEN_BEFORE_BACKWARD,
     NeededPart,
@@ -34,7 +33,7 @@ from fsdp_core.testing.suite.numerics.many_passes import (
     write_before_backward,
     write_before_backward_plainly,
 )
-from fsdp_core.testing.training import Lit, new_fabric
+from fsdp_core.testing.training import Lit, new_fabric, own_share
 from fsdp_core.watch import watcher
 from fsdp_fsdp2.sharded import FSDP2Sharded
 from fsdp_fsdp2.torch_private import forward_passes, frozen_shards, unused_parameters

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_core.testing import RankPool, memory, oracle
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.measuring import memory
 
 pytestmark = [
     pytest.mark.everything,

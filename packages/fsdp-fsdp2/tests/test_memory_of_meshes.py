@@ -9,7 +9,8 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp_core.testing import RankPool, memory, oracle
+from fsdp_core.testing import RankPool, oracle
+from fsdp_core.testing.measuring import memory
 from fsdp_core.testing.state import full_state, local
 from fsdp_core.testing.training import new_fabric
 

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from fsdp_core.checkpoint import gather, load_state_dict, read_manifest
 from fsdp_core.errors import CheckpointError, CheckpointFormatError, ShardingError
 from fsdp_core.testing import RankPool
-from fsdp_core.testing.rank_context import here
+from fsdp_core.testing.launching.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.training import Lit, loader, new_trainer

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_core.testing import Ranks, forking
+from fsdp_core.testing import Ranks
+from fsdp_core.testing.launching import forking
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -15,8 +15,7 @@ from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.testing import oracle
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.modules.parameters import own_share
-from fsdp_core.testing.training import new_fabric
+from fsdp_core.testing.training import new_fabric, own_share
 from fsdp_xla.testing import ThreadRanks
 
 

@@ -16,7 +16,7 @@ from fsdp_core import load_state_dict
 from fsdp_core.testing import oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, momentum, train_plain
 from fsdp_core.testing.short_runs import run_steps
-from fsdp_core.testing.suite.modules.parameters import own_share
+from fsdp_core.testing.training import own_share
 from launching import Launching, launch
 
 STEPS = 3

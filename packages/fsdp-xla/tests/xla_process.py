@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fsdp_core.testing.forking import start_script
+from fsdp_core.testing.launching.forking import start_script
 from fsdp_xla.testing.ranks import COMPUTED_ONCE, QUICK
 
 HERE = Path(__file__).parent

@@ -21,8 +21,8 @@ from torch.nn.functional import mse_loss
 from fsdp_core.checkpoint import compare, is_checkpoint, verify
 from fsdp_core.errors import CheckpointError
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.disks import disk
-from fsdp_core.testing.rank_context import here
+from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.measuring.disks import disk
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.base_class import KINDS, Clauses, on_ranks
 from fsdp_core.testing.suite.checkpoints.async_saves import ASYNC, AtStep, options_of

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fsdp_core.errors import CheckpointMismatchError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.rank_context import here
+from fsdp_core.testing.launching.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks
 from fsdp_core.testing.suite.refusals.bad_options import set_up

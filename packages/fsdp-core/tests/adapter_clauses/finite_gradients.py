@@ -15,8 +15,8 @@ from torch.nn.functional import mse_loss
 from fsdp_core import load_state_dict
 from fsdp_core.errors import NonFiniteGradientError, UnsupportedCapabilityError
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.launching.rank_context import here
 from fsdp_core.testing.oracle import FP32_TOLERANCE, WIDE
-from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state, poison_gradient, sharded_by, trained_by
 from fsdp_core.testing.suite.base_class import Clauses

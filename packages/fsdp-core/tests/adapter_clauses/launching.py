@@ -19,9 +19,9 @@ from torch.utils.data import DistributedSampler
 
 from adapter_clauses.scripts import start_script
 from fsdp_core.plugins.strategy_info import FrontEnd
-from fsdp_core.testing.forking import within
+from fsdp_core.testing.launching.forking import within
+from fsdp_core.testing.launching.processes import SECONDS, Ended
 from fsdp_core.testing.oracle import FP32_TOLERANCE
-from fsdp_core.testing.processes import SECONDS, Ended
 from fsdp_core.testing.suite.base_class import Clauses, starts_scripts
 
 __all__ = ["LaunchingSuite"]

@@ -27,8 +27,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 
 from fsdp_core.errors import CheckpointMismatchError, CheckpointValueError
 from fsdp_core.testing import oracle
-from fsdp_core.testing.forking import allow_children
-from fsdp_core.testing.rank_context import here
+from fsdp_core.testing.launching.forking import allow_children
+from fsdp_core.testing.launching.rank_context import here
 from fsdp_core.testing.refusals import refusal
 from fsdp_core.testing.training import Lit, new_fabric, new_trainer
 

@@ -13,12 +13,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.launching.rank_context import here
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE
-from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks, precisions
-from fsdp_core.testing.suite.training.loops import losses_of
-from fsdp_core.testing.training import Lit, loader, means, new_trainer
+from fsdp_core.testing.training import Lit, loader, losses_of, means, new_trainer
 
 __all__ = ["LoopsOfAdaptersSuite"]
 

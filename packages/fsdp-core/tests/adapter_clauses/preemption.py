@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.testing import Ranks
+from fsdp_core.testing.launching.rank_context import here
 from fsdp_core.testing.oracle import BATCH, FP32_TOLERANCE, dataset, new_net
-from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks

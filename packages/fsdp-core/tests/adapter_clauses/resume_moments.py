@@ -18,8 +18,8 @@ from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.base_class import Clauses, each_ranks, on_ranks
 from fsdp_core.testing.suite.checkpoints.resuming import (
+    BACKEND_MOMENTS,
     MOMENTS,
-    OF_BACKENDS,
     Saving,
     Scheduled,
     assert_same,
@@ -156,7 +156,7 @@ def _cast_for_a_test(strategy: str, tmp: str) -> tuple[list[str], dict[str, Tens
 class ResumeMomentsSuite(Clauses):
     """The same whenever a checkpoint is saved, and whatever loaders draw: what adapters keep of Lightning's loops."""
 
-    @pytest.mark.parametrize("moment", [moment for moment in MOMENTS if moment not in OF_BACKENDS])
+    @pytest.mark.parametrize("moment", [moment for moment in MOMENTS if moment not in BACKEND_MOMENTS])
     def test_resume_at_any_moment(self, ranks: Ranks, tmp_path: Path, moment: str) -> None:
         """A resumed run must repeat the uninterrupted one bit for bit, whenever the checkpoint was saved."""
         for whole, resumed in ranks.run(2, continued, self.strategy, str(tmp_path), moment, {}):

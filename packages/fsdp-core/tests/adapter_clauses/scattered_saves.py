@@ -15,7 +15,7 @@ from fsdp_core.checkpoint import gather, is_checkpoint, load, load_state_dict, r
 from fsdp_core.errors import CheckpointFormatError
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.rank_context import here
+from fsdp_core.testing.launching.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.base_class import Clauses, requires

@@ -20,8 +20,7 @@ from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.base_class import KINDS, Clauses, each_ranks, shares_of
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import two_epochs
-from fsdp_core.testing.suite.training.loops import losses_of
-from fsdp_core.testing.training import Lit, loader, new_trainer
+from fsdp_core.testing.training import Lit, loader, losses_of, new_trainer
 
 __all__ = ["CheckpointFilesSuite"]
 

@@ -22,7 +22,7 @@ from fsdp_core.sharding.plan import ParameterPlan, ShardingPlan
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.layout import FlatRange, Part
 from fsdp_core.testing.loopback.backend import LoopbackBackend
-from fsdp_core.testing.loopback.flat_shards import FlatShard, places_of
+from fsdp_core.testing.loopback.flat_shards import FlatShard, parameters_with_owners
 from fsdp_core.testing.loopback.sharded import LoopbackSharded
 
 #: By fault.
@@ -48,28 +48,28 @@ def backend(fault: str) -> Callable[[Class], Class]:
 
 @backend("gradients_not_reduced")
 class NotReduced(FlatShard):
-    def reduced(self, gradient: Tensor) -> Tensor:
+    def reduce_scatter(self, gradient: Tensor) -> Tensor:
         return self.padded(gradient).view(-1, self.length)[self.runtime.rank]
 
 
 @backend("gradients_summed")
 class Summed(FlatShard):
-    def reduced(self, gradient: Tensor) -> Tensor:
-        return super().reduced(gradient) * self.runtime.world_size
+    def reduce_scatter(self, gradient: Tensor) -> Tensor:
+        return super().reduce_scatter(gradient) * self.runtime.world_size
 
 
 @backend("gradients_halved")
 class Halved(FlatShard):
     """Right on two ranks."""
 
-    def reduced(self, gradient: Tensor) -> Tensor:
-        return super().reduced(gradient) * self.runtime.world_size / 2
+    def reduce_scatter(self, gradient: Tensor) -> Tensor:
+        return super().reduce_scatter(gradient) * self.runtime.world_size / 2
 
 
 @backend("gradients_off_by_one")
 class OffByOne(FlatShard):
-    def reduced(self, gradient: Tensor) -> Tensor:
-        return super().reduced(gradient.reshape(-1).roll(1))
+    def reduce_scatter(self, gradient: Tensor) -> Tensor:
+        return super().reduce_scatter(gradient.reshape(-1).roll(1))
 
 
 @backend("padding_in_norm")
@@ -88,9 +88,9 @@ class DividesByUsers(LoopbackSharded):
 
     def reduce(self) -> None:
         shards = self.shards
-        own = torch.tensor([float(shard.own is not None) for shard in shards])
+        own = torch.tensor([float(shard.gradient is not None) for shard in shards])
         for shard, share in zip(shards, self.runtime.all_reduce(own, "mean").tolist(), strict=True):
-            shard.own = None if shard.own is None else self.divide(shard.own, share)
+            shard.gradient = None if shard.gradient is None else self.divide(shard.gradient, share)
         super().reduce()
 
 
@@ -117,7 +117,7 @@ class ForgetsWhenEvaluated(LoopbackSharded):
     def gather(self) -> None:
         if not torch.is_grad_enabled():
             for shard in self.shards:
-                shard.own = None
+                shard.gradient = None
         super().gather()
 
 
@@ -127,8 +127,8 @@ class ZerosForUnused(LoopbackSharded):
 
     def reduce(self) -> None:
         for shard in self.shards:
-            if shard.own is None and shard.held.requires_grad:
-                shard.own = shard.held.new_zeros(shard.shape)
+            if shard.gradient is None and shard.local.requires_grad:
+                shard.gradient = shard.local.new_zeros(shard.shape)
         super().reduce()
 
 
@@ -150,8 +150,8 @@ class LastCall(FlatShard):
     def take_gradient(self, gathered: Tensor) -> None:
         this = torch._C._current_graph_task_id()
         if this != self.backward_pass:
-            self.backward_pass, self.earlier = this, self.own
-        self.own = self.earlier
+            self.backward_pass, self.earlier = this, self.gradient
+        self.gradient = self.earlier
         super().take_gradient(gathered)
 
 
@@ -164,13 +164,13 @@ class GathersEachCall(LoopbackBackend):
     def shard_module(self, module: nn.Module, plan: ShardingPlan) -> LoopbackSharded:
         sharded = super().shard_module(module, plan)
         for one in module.modules():
-            own = [shard for shard in sharded.shards if one is not module and shard.places[0][0] is one]
+            own = [shard for shard in sharded.shards if one is not module and shard.owners[0][0] is one]
             one.register_forward_pre_hook(lambda _, __, own=own: self._anew(sharded, own))
         return sharded
 
     def _anew(self, sharded: LoopbackSharded, shards: list[FlatShard]) -> None:
         for shard in shards:
-            if len(shard.places) == 1:
+            if len(shard.owners) == 1:
                 shard.gathered = None
         sharded.gather()
 
@@ -204,8 +204,8 @@ class SumsInHalf(FlatShard):
 
     def take_gradient(self, gathered: Tensor) -> None:
         super().take_gradient(gathered)
-        assert self.own is not None
-        self.own = self.own.bfloat16().float()
+        assert self.gradient is not None
+        self.gradient = self.gradient.bfloat16().float()
 
 
 @backend("buffers_of_own")
@@ -239,13 +239,13 @@ class SeedsRanks(LoopbackBackend):
 class Truncated(FlatShard):
     """Elements that the ranks don't divide are left where they were, and forgotten."""
 
-    def __init__(self, names: Any, parameter: nn.Parameter, places: Any, runtime: Any) -> None:
+    def __init__(self, names: Any, parameter: nn.Parameter, owners: Any, runtime: Any) -> None:
         count = parameter.numel() // runtime.world_size * runtime.world_size
         self.tail = parameter.detach().reshape(-1)[count:].clone()
-        super().__init__(names, parameter, places, runtime)
+        super().__init__(names, parameter, owners, runtime)
 
-    def whole(self) -> Tensor:
-        flat = super().whole().reshape(-1)
+    def all_gather(self) -> Tensor:
+        flat = super().all_gather().reshape(-1)
         return torch.cat([flat[: self.numel - len(self.tail)], self.tail]).view(self.shape)
 
 
@@ -255,9 +255,9 @@ class Stale(FlatShard):
 
     once: Tensor | None = None
 
-    def whole(self) -> Tensor:
+    def all_gather(self) -> Tensor:
         if self.once is None:
-            self.once = super().whole()
+            self.once = super().all_gather()
         return self.once.clone()
 
 
@@ -266,7 +266,7 @@ class Unfreezing(LoopbackBackend):
     def shard(self, module: nn.Module, plan: ShardingPlan | None = None) -> Sharded:
         sharded: Any = super().shard(module, plan)
         for shard in sharded.shards:
-            shard.held.requires_grad_(True)
+            shard.local.requires_grad_(True)
         return sharded
 
 
@@ -279,15 +279,15 @@ class FreezesAsEvaluated(LoopbackSharded):
     def gather(self) -> None:
         super().gather()
         if not torch.is_grad_enabled():
-            self.frozen = tuple(shard for shard in self.shards if not shard.held.requires_grad)
+            self.frozen = tuple(shard for shard in self.shards if not shard.local.requires_grad)
         for shard in self.frozen:
             assert shard.gathered is not None
             shard.gathered.requires_grad_(False)
 
 
 def _untie(module: nn.Module) -> None:
-    for parameter, _, places in list(places_of(module)):
-        for owner, name in places[1:]:
+    for parameter, _, owners in list(parameters_with_owners(module)):
+        for owner, name in owners[1:]:
             owner._parameters[name] = nn.Parameter(parameter.detach().clone())
 
 
@@ -318,7 +318,7 @@ class OwnValues(LoopbackBackend):
         written = list(own.values())
         sharded = super().shard_module(module, plan)
         for shard, value in zip(sharded.shards, written, strict=True):
-            shard.held.data = shard.padded(value).view(-1, shard.length)[self.runtime.rank].clone()
+            shard.local.data = shard.padded(value).view(-1, shard.length)[self.runtime.rank].clone()
         return sharded
 
 
@@ -327,7 +327,7 @@ class LeftGathered(LoopbackSharded):
     """Parameters are whole until a backward pass, which may never come."""
 
     def reshard(self) -> None:
-        if any(shard.held.grad is not None for shard in self.shards):
+        if any(shard.local.grad is not None for shard in self.shards):
             super().reshard()
 
 
@@ -335,10 +335,10 @@ class LeftGathered(LoopbackSharded):
 class KeepsMemory(FlatShard):
     """The shard is a part of the memory that the whole parameter had."""
 
-    def __init__(self, names: Any, parameter: nn.Parameter, places: Any, runtime: Any) -> None:
+    def __init__(self, names: Any, parameter: nn.Parameter, owners: Any, runtime: Any) -> None:
         whole = self.kept = parameter.detach()
-        super().__init__(names, parameter, places, runtime)
-        self.held.data = self.padded(whole).view(runtime.world_size, self.length)[runtime.rank]
+        super().__init__(names, parameter, owners, runtime)
+        self.local.data = self.padded(whole).view(runtime.world_size, self.length)[runtime.rank]
 
 
 @backend("parts_not_put_together")
@@ -472,11 +472,11 @@ class CountsTwice(LoopbackSharded):
         self.accumulating = False
 
     def reduce(self) -> None:
-        kept = [shard.own for shard in self.shards]
+        kept = [shard.gradient for shard in self.shards]
         super().reduce()
         if self.accumulating:
             for shard, own in zip(self.shards, kept, strict=True):
-                shard.own = own
+                shard.gradient = own
 
 
 @backend("micro_batches_lost")
@@ -486,7 +486,7 @@ class DropsMicroBatches(LoopbackSharded):
         with super().no_sync():
             yield
         for shard in self.shards:
-            shard.own = None
+            shard.gradient = None
 
 
 @backend("sync_left_off")
@@ -527,7 +527,7 @@ class StaleInForward(LoopbackSharded):
         for shard in self.shards:
             if shard.gathered is None and shard in self.before:
                 shard.gathered = self.before[shard]
-                shard.put(shard.gathered)
+                shard.give_to_owners(shard.gathered)
 
     def reshard(self) -> None:
         self.before = {shard: shard.gathered for shard in self.shards if shard.gathered is not None}
@@ -677,26 +677,26 @@ class LoadedBeside(FlatShard):
 
     loaded: Tensor | None = None
 
-    def whole(self) -> Tensor:
+    def all_gather(self) -> Tensor:
         if self.loaded is None:
-            return super().whole()
+            return super().all_gather()
         return self.runtime.all_gather(self.loaded).reshape(-1)[: self.numel].view(self.shape)
 
 
 class SteppedBeside(LoopbackSharded):
     def load_model_state(self, state: Any, strict: bool = True, *, check_only: bool = False) -> None:
-        before = [shard.held.detach().clone() for shard in self.shards]
+        before = [shard.local.detach().clone() for shard in self.shards]
         super().load_model_state(state, strict, check_only=check_only)
         for shard, kept in zip(self.shards, before, strict=True):
             if not check_only:
-                shard.loaded = shard.held.detach().clone()
-                shard.held.data.copy_(kept)
+                shard.loaded = shard.local.detach().clone()
+                shard.local.data.copy_(kept)
 
     def load_optimizer_state(self, optimizer: Any, state: Any, *, check_only: bool = False) -> None:
         super().load_optimizer_state(optimizer, state, check_only=check_only)
         for shard in self.shards:
             if shard.loaded is not None:
-                shard.held.data.copy_(shard.loaded)
+                shard.local.data.copy_(shard.loaded)
                 shard.loaded = None
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from unittest import mock
 
 from fsdp_core.plugins.discovery import discover
-from fsdp_core.testing import forking
-from fsdp_core.testing.inner_session import Outcome, run_clauses, searched_first
+from fsdp_core.testing.launching import forking
+from fsdp_core.testing.reporting.inner_session import Outcome, run_clauses, searched_first
 
 __all__ = ["SOUND", "run"]
 
@@ -69,7 +69,7 @@ def _installed(folder: Path) -> Iterator[None]:
 
 
 def run(folder: Path, chosen: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Outcome]:
-    """Run clauses, in an empty folder; see :func:`fsdp_core.testing.inner_session.run_clauses`."""
+    """Run clauses, in an empty folder; see :func:`fsdp_core.testing.reporting.inner_session.run_clauses`."""
     chosen = set(chosen)
     folder.mkdir(exist_ok=True)
     clauses = sorted({(strategy, clause.partition("[")[0]) for strategy, clause in chosen})

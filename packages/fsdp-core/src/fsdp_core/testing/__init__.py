@@ -1,8 +1,10 @@
 """What a backend's tests need: ranks to run on, an unsharded oracle, and tests to inherit.
 
-``fsdp_core.testing.suite`` contains the tests that every sharded strategy must pass, ``oracle`` their models, data and
-tolerances, ``training`` the functions that ranks run under Trainer and Fabric, ``state`` checks of what ranks hold, and
-``pytest_plugin`` the integration with pytest. This package itself imports neither torch nor pytest.
+``suite`` contains the tests that every sharded strategy must pass. They train in a ``loop.Loop`` or with the functions
+of ``training``, compare with ``oracle``, and look at shards by ``state`` and at errors by ``refusals``. ``pairs`` and
+``steps`` draw what is trained. ``launching`` starts ranks, ``measuring`` measures what they use, ``reporting`` and
+``pytest_plugin`` choose and report clauses, and ``loopback`` is a backend for the kit's own tests. This package itself
+imports neither torch nor pytest.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from typing import TYPE_CHECKING
 from fsdp_core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from fsdp_core.testing.forking import StartMethod
-    from fsdp_core.testing.one_process import Answer, OneProcessRanks, answered
-    from fsdp_core.testing.rank_context import Here, stand_on
-    from fsdp_core.testing.ranks import Failure, RankError, RankKind, RankPool, Ranks
+    from fsdp_core.testing.launching.forking import StartMethod
+    from fsdp_core.testing.launching.one_process import Answer, OneProcessRanks, answered
+    from fsdp_core.testing.launching.rank_context import Here, stand_on
+    from fsdp_core.testing.launching.ranks import Failure, RankError, RankKind, RankPool, Ranks
     from fsdp_core.testing.state import full_state
     from fsdp_core.testing.training import new_fabric
 
@@ -36,19 +38,19 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Answer": "fsdp_core.testing.one_process",
-    "Failure": "fsdp_core.testing.ranks",
-    "Here": "fsdp_core.testing.rank_context",
-    "OneProcessRanks": "fsdp_core.testing.one_process",
-    "RankError": "fsdp_core.testing.ranks",
-    "RankKind": "fsdp_core.testing.ranks",
-    "RankPool": "fsdp_core.testing.ranks",
-    "Ranks": "fsdp_core.testing.ranks",
-    "StartMethod": "fsdp_core.testing.forking",
-    "answered": "fsdp_core.testing.one_process",
+    "Answer": "fsdp_core.testing.launching.one_process",
+    "Failure": "fsdp_core.testing.launching.ranks",
+    "Here": "fsdp_core.testing.launching.rank_context",
+    "OneProcessRanks": "fsdp_core.testing.launching.one_process",
+    "RankError": "fsdp_core.testing.launching.ranks",
+    "RankKind": "fsdp_core.testing.launching.ranks",
+    "RankPool": "fsdp_core.testing.launching.ranks",
+    "Ranks": "fsdp_core.testing.launching.ranks",
+    "StartMethod": "fsdp_core.testing.launching.forking",
+    "answered": "fsdp_core.testing.launching.one_process",
     "full_state": "fsdp_core.testing.state",
     "new_fabric": "fsdp_core.testing.training",
-    "stand_on": "fsdp_core.testing.rank_context",
+    "stand_on": "fsdp_core.testing.launching.rank_context",
 }
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_core.testing import RankPool, Ranks, forking
-from fsdp_core.testing.collecting import CLAUSE, chosen, clauses_of, refuse_left_out
-from fsdp_core.testing.reporting import FORMATS, Results
+from fsdp_core.testing import RankPool, Ranks
+from fsdp_core.testing.launching import forking
+from fsdp_core.testing.reporting.collecting import CLAUSE, chosen, clauses_of, refuse_left_out
+from fsdp_core.testing.reporting.results import FORMATS, Results
 
 __all__ = ["ranks"]
 
@@ -26,10 +27,10 @@ def _rank_pools() -> Iterator[Callable[[type[Ranks]], Ranks]]:
     """Returns the only pool of a class, which lives for the whole session."""
     pools: dict[type[Ranks], Ranks] = {}
 
-    def pool_of(chosen: type[Ranks]) -> Ranks:
-        if chosen not in pools:
-            pools[chosen] = chosen()
-        return pools[chosen]
+    def pool_of(pool_class: type[Ranks]) -> Ranks:
+        if pool_class not in pools:
+            pools[pool_class] = pool_class()
+        return pools[pool_class]
 
     yield pool_of
     for pool in pools.values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,9 @@ from torch import Tensor
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.testing.state import full_state
 
-__all__ = ["assert_says", "assert_unchanged", "refusal", "was_refused"]
+__all__ = ["assert_says", "assert_unchanged", "refusal", "result_or_refusal", "was_refused"]
+
+T = TypeVar("T")
 
 _INSTEAD = "instead of a refusal:"
 
@@ -32,6 +34,21 @@ def refusal(error: type[Exception] | tuple[type[Exception], ...], call: Callable
     except Exception as other:
         return f"{_INSTEAD} {type(other).__name__}: {other}"
     return f"{_INSTEAD} nothing was raised"
+
+
+def result_or_refusal(error: type[Exception] | tuple[type[Exception], ...], work: Callable[[], T]) -> T | str:
+    """What a function returns, or the exception that it raises, as text for :func:`assert_says`, with its notes.
+
+    Example:
+        >>> result_or_refusal(ValueError, lambda: int("7")), result_or_refusal(ValueError, lambda: int("x"))
+        (7, "invalid literal for int() with base 10: 'x'")
+    """
+    try:
+        return work()
+    except error as refused:
+        return "\n".join([str(refused), *getattr(refused, "__notes__", ())])
+    except Exception as other:
+        return f"{_INSTEAD} {type(other).__name__}: {other}"
 
 
 def was_refused(message: str) -> bool:

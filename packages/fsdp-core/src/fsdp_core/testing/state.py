@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.full_tensor import each_whole
-from fsdp_core.testing.rank_context import here
+from fsdp_core.testing.launching.rank_context import here
 
 __all__ = [
     "assert_sharded",
@@ -59,10 +59,10 @@ def full_optimizer_state(strategy: Any, optimizer: Any, sharded: Sharded | None 
     plain = getattr(optimizer, "_optimizer", optimizer)
     state = (sharded_by(strategy) if sharded is None else sharded).optimizer_state(plain)["state"]
     flat = {(name, key): state[name][key] for name in sorted(state) for key in sorted(state[name])}
-    found: dict[str, dict[str, Any]] = {name: {} for name in sorted(state)}
+    full: dict[str, dict[str, Any]] = {name: {} for name in sorted(state)}
     for (name, key), value in each_whole(flat, strategy.runtime):
-        found[name][key] = _host_copy(value)
-    return found
+        full[name][key] = _host_copy(value)
+    return full
 
 
 def _host_copy(value: Any) -> Any:
@@ -122,11 +122,11 @@ def poison_gradient(parameters: Iterable[nn.Parameter], value: float, *, here_to
     """
     for parameter in parameters:
         if parameter.grad is not None and local(parameter.grad).numel():
-            mine = local(parameter.grad)
-            added = torch.zeros(mine.shape, dtype=mine.dtype)
+            local_grad = local(parameter.grad)
+            added = torch.zeros(local_grad.shape, dtype=local_grad.dtype)
             if here_too:
                 added.view(-1)[0] = value
             with torch.no_grad():
-                mine.add_(added.to(mine.device))
+                local_grad.add_(added.to(local_grad.device))
             return
     assert not here_too, "this rank holds no gradient"

@@ -17,19 +17,23 @@ from torch.utils.data import DataLoader, DistributedSampler
 import fsdp_core
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import oracle
+from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.launching.ranks import ranks_are_nodes
 from fsdp_core.testing.oracle import BATCH, Trained, dataset, new_net
-from fsdp_core.testing.rank_context import here
-from fsdp_core.testing.ranks import ranks_are_nodes
-from fsdp_core.testing.state import full_state
+from fsdp_core.testing.state import copied_state, full_state
 
 __all__ = [
     "Lit",
     "fabric_fit",
     "fit",
+    "fit_module",
+    "fit_plainly",
     "loader",
+    "losses_of",
     "means",
     "new_fabric",
     "new_trainer",
+    "own_share",
     "strategy_argument",
     "whole_batches",
 ]
@@ -66,6 +70,13 @@ class Lit(pl.LightningModule):
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
         return self(batch[0])
 
+    def step_by_hand(self, loss: Tensor) -> None:
+        """Take a step under manual optimization."""
+        optimizer: Any = self.optimizers()
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
     def configure_optimizers(self) -> Any:
         return getattr(oracle, self.optimizer_name)(self)
 
@@ -81,6 +92,14 @@ def loader(steps: int, world_size: int) -> DataLoader[Any]:
 def whole_batches(fabric: Fabric, steps: int) -> list[tuple[Tensor, Tensor]]:
     """The oracle's global batches, on the device of this rank."""
     return [fabric.to_device(batch) for batch in oracle.global_batches(steps)]
+
+
+def own_share(fabric: Fabric, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """This rank's rows of a batch."""
+    x, y = batch
+    rows = slice(fabric.global_rank, None, fabric.world_size)
+    share: tuple[Tensor, Tensor] = fabric.to_device((x[rows], y[rows]))
+    return share
 
 
 def strategy_argument(name: str, front_end: FrontEnd, options: Mapping[str, Any] | None = None) -> Any:
@@ -147,6 +166,45 @@ def means(losses: list[Tensor]) -> list[float]:
     return values
 
 
+def losses_of(module: Lit) -> list[float]:
+    """The losses that a module has recorded in this process."""
+    return [loss.item() for loss in module.losses]
+
+
+def fit_module(
+    strategy: str,
+    tmp: str | Path,
+    module: Lit,
+    steps: int,
+    world_size: int = 2,
+    options: Mapping[str, Any] | None = None,
+    validation_steps: int = 0,
+    **trainer: Any,
+) -> Trained:
+    """Fit a module under the Trainer.
+
+    Args:
+        strategy: A strategy's name.
+        tmp: The folder that the Trainer may write to.
+        module: The module.
+        steps: The number of batches.
+        world_size: The number of ranks.
+        options: The strategy's options; see :func:`strategy_argument`.
+        validation_steps: The number of batches for validation, if there is any.
+        **trainer: Arguments of the Trainer.
+    """
+    run = new_trainer(tmp, strategy, world_size, options, **trainer)
+    run.fit(module, loader(steps, world_size), loader(validation_steps, world_size) if validation_steps else None)
+    return means(module.losses), full_state(run.strategy)
+
+
+def fit_plainly(tmp: str | Path, module: Lit, steps: int, validation_steps: int = 0, **trainer: Any) -> Trained:
+    """Fit a module under Lightning's own Trainer on one device, which :func:`fit_module` is compared with."""
+    run = new_trainer(tmp, "auto", **trainer)
+    run.fit(module, loader(steps, 1), loader(validation_steps, 1) if validation_steps else None)
+    return losses_of(module), copied_state(module)
+
+
 def fit(
     strategy: str,
     tmp: str,
@@ -157,7 +215,7 @@ def fit(
     trainer: Mapping[str, Any] | None = None,
     net: Mapping[str, Any] | None = None,
 ) -> Trained:
-    """Fit under the Trainer.
+    """Fit the suite's net under the Trainer; the state has the net's names.
 
     Args:
         strategy: A strategy's name.
@@ -170,10 +228,8 @@ def fit(
         net: Arguments of the net.
     """
     module = Lit(optimizer, **(net or {}))
-    run = new_trainer(tmp, strategy, world_size, options, **(trainer or {}))
-    run.fit(module, loader(steps, world_size))
-    state = full_state(run.strategy)
-    return means(module.losses), {name.removeprefix("net."): v for name, v in state.items()}
+    losses, state = fit_module(strategy, tmp, module, steps, world_size, options, **(trainer or {}))
+    return losses, {name.removeprefix("net."): tensor for name, tensor in state.items()}
 
 
 def fabric_fit(

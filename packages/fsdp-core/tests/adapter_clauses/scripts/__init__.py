@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from fsdp_core.testing.processes import start
+from fsdp_core.testing.launching.processes import start
 
 __all__ = ["start_script"]
 

@@ -31,7 +31,7 @@ from fsdp_core.state import (
     running_forwards,
     stand_in,
 )
-from fsdp_core.testing.loopback.flat_shards import FlatShard, places_of
+from fsdp_core.testing.loopback.flat_shards import FlatShard, parameters_with_owners
 
 __all__ = ["LoopbackSharded"]
 
@@ -39,8 +39,8 @@ __all__ = ["LoopbackSharded"]
 class LoopbackSharded(Sharded):
     """Cuts the parameters of a module.
 
-    A forward pass of the root gathers all of them. The end of the backward pass averages their gradients, leaves each
-    rank the run that its optimizer needs, and puts the runs back in the places of the whole parameters.
+    A forward pass of the root gathers all of them. At the end of the backward pass, their gradients are averaged, each
+    rank keeps the range that its optimizer needs, and the modules get their shards back.
 
     Args:
         module: The module, with the same values on every rank.
@@ -56,10 +56,10 @@ class LoopbackSharded(Sharded):
 
     def __init__(self, module: nn.Module, shard_class: type[FlatShard], runtime: Runtime) -> None:
         super().__init__(module)
-        found = list(places_of(module))
-        whole = [parameter for parameter, _, _ in found if not parameter.ndim]
-        self.shards = [shard_class(names, p, places, runtime) for p, names, places in found if p.ndim]
-        self.replicated = ReplicatedParameters(whole, module, runtime)
+        parameters = list(parameters_with_owners(module))
+        replicated = [parameter for parameter, _, _ in parameters if not parameter.ndim]
+        self.shards = [shard_class(names, p, owners, runtime) for p, names, owners in parameters if p.ndim]
+        self.replicated = ReplicatedParameters(replicated, module, runtime)
         self.end = EndOfBackward([], module, lambda: self._after_backward())
         self.step = StepGradients(module)
         self._times_written = 0
@@ -71,20 +71,20 @@ class LoopbackSharded(Sharded):
     @contextmanager
     def as_written(self) -> Iterator[None]:
         self.reshard()
-        stand_ins = [stand_in(shard.shape, shard.held) for shard in self.shards]
+        stand_ins = [stand_in(shard.shape, shard.local) for shard in self.shards]
         self.remember((shard.names[0], parameter) for shard, parameter in zip(self.shards, stand_ins, strict=True))
         for shard, parameter in zip(self.shards, stand_ins, strict=True):
-            shard.put(parameter)
+            shard.give_to_owners(parameter)
         try:
             yield
         finally:
             for shard, parameter in zip(self.shards, stand_ins, strict=True):
-                shard.held.requires_grad_(parameter.requires_grad)
-                shard.put(shard.held)
+                shard.local.requires_grad_(parameter.requires_grad)
+                shard.give_to_owners(shard.local)
 
     def layout(self) -> Layout:
         self.reshard()
-        parts = {shard.held: shard.part for shard in self.shards}
+        parts = {shard.local: shard.part for shard in self.shards}
         return {p: (parts.get(p) or Part(name=name, shape=tuple(p.shape)),) for name, p in named_parameters(self.root)}
 
     def holds_part(self, parameter: Tensor) -> bool:
@@ -93,36 +93,36 @@ class LoopbackSharded(Sharded):
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Put whole parameters in the places of the shards, those aside that are whole already."""
+        """Replace the shards in their modules by full parameters, except for those that are gathered already."""
         for shard in self.shards:
             if shard.gathered is None:
-                shard.gathered = nn.Parameter(shard.whole())
+                shard.gathered = nn.Parameter(shard.all_gather())
                 shard.gathered.register_post_accumulate_grad_hook(shard.take_gradient)
                 self.end.follow(shard.gathered)
-                shard.was_trained = not shard.held.requires_grad
-                shard.put(shard.gathered)
-            if shard.was_trained != shard.held.requires_grad:  # it was frozen, or unfrozen, since
-                shard.was_trained = shard.held.requires_grad
+                shard.was_trained = not shard.local.requires_grad
+                shard.give_to_owners(shard.gathered)
+            if shard.was_trained != shard.local.requires_grad:  # it was frozen, or unfrozen, since
+                shard.was_trained = shard.local.requires_grad
                 shard.gathered.requires_grad_(shard.was_trained)
         self._times_written = self._times_shards_written()
 
     def _after_backward(self) -> None:
         self.reduce()
         self.reshard()
-        if self.root in running_forwards:  # which goes on
+        if self.root in running_forwards:  # the forward pass that this pass is inside of continues
             self.resume_forward()
             self.inner_pass_ended()
 
     def reduce(self) -> None:
-        """Add the mean of what the ranks have computed to the gradients of the shards. All ranks must call it."""
-        has = torch.tensor([float(shard.own is not None) for shard in self.shards])
+        """Add the mean of the ranks' gradients to the gradients of the shards. All ranks must call it."""
+        has = torch.tensor([float(shard.gradient is not None) for shard in self.shards])
         some_rank_has = self.runtime.all_reduce(has, "max")
         for shard, used in zip(self.shards, some_rank_has.tolist(), strict=True):
             if used:
-                own = shard.held.new_zeros(shard.shape) if shard.own is None else shard.own
-                mine = shard.reduced(own.detach())
-                shard.held.grad = mine if shard.held.grad is None else shard.held.grad + mine
-                shard.own = None
+                gradient = shard.local.new_zeros(shard.shape) if shard.gradient is None else shard.gradient
+                reduced = shard.reduce_scatter(gradient.detach())
+                shard.local.grad = reduced if shard.local.grad is None else shard.local.grad + reduced
+                shard.gradient = None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -135,10 +135,10 @@ class LoopbackSharded(Sharded):
     def reshard(self) -> None:
         for shard in self.shards:
             if shard.gathered is not None:
-                if shard.gathered.requires_grad != shard.was_trained:  # modules have held that one
-                    shard.held.requires_grad_(shard.gathered.requires_grad)
+                if shard.gathered.requires_grad != shard.was_trained:  # users set it there
+                    shard.local.requires_grad_(shard.gathered.requires_grad)
                 shard.gathered = None
-                shard.put(shard.held)
+                shard.give_to_owners(shard.local)
 
     def suspend_forward(self, loss: Tensor | None = None) -> None:
         self.step.on = False
@@ -153,22 +153,24 @@ class LoopbackSharded(Sharded):
         self.gather()
 
     def _times_shards_written(self) -> int:
-        return sum(shard.held._version for shard in self.shards)
+        return sum(shard.local._version for shard in self.shards)
 
     def resume_forward(self) -> None:
         self.reshard()
         self.gather()
         for shard in self.shards:
             if shard.gathered is not None:
-                self.step.follow(shard.gathered, shard.held, is_part=True)
+                self.step.follow(shard.gathered, shard.local, is_part=True)
         self.step.on = True
 
     def watch_writes(self) -> StepWrites | None:
         self._watch = ComparedShards(
             {
                 self.root: [
-                    GatheredShard(name=one.names[0], shard=partial(getattr, one, "held"), gathered=one.gathered_run)
-                    for one in self.shards
+                    GatheredShard(
+                        name=shard.names[0], shard=partial(getattr, shard, "local"), gathered=shard.gathered_range
+                    )
+                    for shard in self.shards
                 ]
             }
         )
@@ -177,13 +179,13 @@ class LoopbackSharded(Sharded):
     def follow_requires_grad(self) -> None:
         for shard in self.shards:
             if shard.gathered is not None:
-                shard.was_trained = shard.held.requires_grad
+                shard.was_trained = shard.local.requires_grad
                 shard.gathered.requires_grad_(shard.was_trained)
 
     def reset(self) -> None:
         self.reshard()
         for shard in self.shards:
-            shard.own = None
+            shard.gradient = None
 
     def abandon_forward(self) -> None:
         self.reshard()
@@ -205,12 +207,12 @@ class LoopbackSharded(Sharded):
         self.reshard()
         shards = {name: shard for shard in self.shards for name in shard.names}
         state = super().model_state()
-        return {name: shards[name].part.of(shards[name].held) if name in shards else state[name] for name in state}
+        return {name: shards[name].part.of(shards[name].local) if name in shards else state[name] for name in state}
 
     def accumulated_gradients(self) -> HeldGradients:
-        held = super().accumulated_gradients()
-        held.own.update({s.names[0]: s.own for s in self.shards if s.own is not None})
-        return held
+        gradients = super().accumulated_gradients()
+        gradients.own.update({s.names[0]: s.gradient for s in self.shards if s.gradient is not None})
+        return gradients
 
     def restore_gradients(
         self, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor]
@@ -218,7 +220,7 @@ class LoopbackSharded(Sharded):
         shards = {shard.names[0]: shard for shard in self.shards}
         super().restore_gradients({n: read for n, read in own.items() if n not in shards}, reduced)
         for name, shard in shards.items():
-            shard.own = own[name]().to(shard.held) if name in own else None
+            shard.gradient = own[name]().to(shard.local) if name in own else None
 
 
 def _gather(root: nn.Module, args: Any) -> None:

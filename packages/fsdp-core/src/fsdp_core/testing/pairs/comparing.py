@@ -11,7 +11,7 @@ from fsdp_core.testing.oracle import FP32_TOLERANCE, HALF_TOLERANCE
 from fsdp_core.testing.pairs.dimensions import Configuration
 from fsdp_core.testing.pairs.net import MICRO_BATCHES, is_last
 from fsdp_core.testing.pairs.oracle import Run
-from fsdp_core.testing.pairs.running import Held, Outcome, Piece
+from fsdp_core.testing.pairs.running import Outcome, Piece, Pieces
 
 __all__ = ["DOUBLE_TOLERANCE", "TOLERANCES", "differences", "differing_bits"]
 
@@ -34,9 +34,9 @@ _CLIPPED_BY_VALUE = 10.0
 Array = np.ndarray[Any, Any]
 
 
-def _whole(of_ranks: Sequence[Piece | None], name: str, told: list[str]) -> Array:
-    """One copy of a tensor, from the parts of all ranks; what is wrong with the parts is added to ``told``."""
-    pieces = {rank: piece for rank, piece in enumerate(of_ranks) if piece is not None}
+def _join(pieces_of_ranks: Sequence[Piece | None], name: str, messages: list[str]) -> Array:
+    """One copy of a tensor, from the parts of all ranks; what is wrong with the parts is added to ``messages``."""
+    pieces = {rank: piece for rank, piece in enumerate(pieces_of_ranks) if piece is not None}
     full: Array = np.zeros(next(iter(pieces.values())).shape)
     times: Array = np.zeros(full.shape, dtype=int)
     for piece in pieces.values():
@@ -45,38 +45,41 @@ def _whole(of_ranks: Sequence[Piece | None], name: str, told: list[str]) -> Arra
             full[box] = data
             times[box] += 1
     if (times != 1).any():
-        told.append(f"{name}: some elements are held {sorted(set(times.ravel().tolist()))} times by copy 0")
+        messages.append(f"{name}: some elements are held {sorted(set(times.ravel().tolist()))} times by copy 0")
     for rank, piece in pieces.items():
         for offsets, data in piece.boxes:
             box = tuple(slice(o, o + n) for o, n in zip(offsets, data.shape, strict=True))
             if not np.array_equal(full[box], data, equal_nan=True):
-                told.append(f"{name}: rank {rank}, with copy {piece.replica}, holds other values than copy 0")
+                messages.append(f"{name}: rank {rank}, with copy {piece.replica}, holds other values than copy 0")
     return full
 
 
-def _wholes(of_ranks: Sequence[Held], kind: str, told: list[str]) -> dict[Any, Array]:
+def _join_all(pieces_of_ranks: Sequence[Pieces], quantity: str, messages: list[str]) -> dict[Any, Array]:
     # a rank that holds nothing of a tensor may not name it
-    names = dict.fromkeys(name for held in of_ranks for name in held)
-    return {name: _whole([held.get(name) for held in of_ranks], f"{kind} of {name}", told) for name in names}
+    names = dict.fromkeys(name for pieces in pieces_of_ranks for name in pieces)
+    return {
+        name: _join([pieces.get(name) for pieces in pieces_of_ranks], f"{quantity} of {name}", messages)
+        for name in names
+    }
 
 
-def _compare(got: Mapping[Any, Array], want: Mapping[Any, Array], kind: str, tolerance: float) -> list[str]:
-    told = []
+def _compare(got: Mapping[Any, Array], want: Mapping[Any, Array], quantity: str, tolerance: float) -> list[str]:
+    messages = []
     if got.keys() != want.keys():
-        told.append(
-            f"{kind}: missing {sorted(map(str, want.keys() - got.keys()))}, "
+        messages.append(
+            f"{quantity}: missing {sorted(map(str, want.keys() - got.keys()))}, "
             f"not the oracle's {sorted(map(str, got.keys() - want.keys()))}"
         )
     largest = max((float(np.linalg.norm(value)) for value in want.values()), default=0.0)
     for name in want.keys() & got.keys():
         if got[name].shape != want[name].shape:
-            told.append(f"{kind} of {name}: of shape {got[name].shape} instead of {want[name].shape}")
+            messages.append(f"{quantity} of {name}: of shape {got[name].shape} instead of {want[name].shape}")
             continue
         error = float(np.linalg.norm(got[name] - want[name]))
         allowed = tolerance * (float(np.linalg.norm(want[name])) + 0.1 * largest)
         if not error <= allowed:
-            told.append(f"{kind} of {name}: {error:.3g} from the oracle's {np.linalg.norm(want[name]):.3g}")
-    return told
+            messages.append(f"{quantity} of {name}: {error:.3g} from the oracle's {np.linalg.norm(want[name]):.3g}")
+    return messages
 
 
 def _arrays(tensors: Mapping[Any, Any]) -> dict[Any, Array]:
@@ -95,55 +98,61 @@ def differences(outcomes: Sequence[Outcome], want: Run, configuration: Configura
     tolerance, accumulate = TOLERANCES[configuration["precision"]], int(configuration["accumulate"])
     if tolerance == HALF_TOLERANCE and configuration["clip"] == "value":
         tolerance *= _CLIPPED_BY_VALUE
-    told: list[str] = []
+    messages: list[str] = []
     losses = np.mean([outcome.losses for outcome in outcomes], axis=0)
     if len(losses) != MICRO_BATCHES - begun:
         return [f"{len(losses)} micro-batches instead of {MICRO_BATCHES - begun}"]
     for index, (loss, wanted) in enumerate(zip(losses, want.losses[begun:], strict=True)):
         if not abs(loss - wanted) <= tolerance * (1 + abs(wanted)):
-            told.append(f"loss of micro-batch {begun + index}: {loss} instead of {wanted}")
+            messages.append(f"loss of micro-batch {begun + index}: {loss} instead of {wanted}")
     skipped = sum(is_last(index, accumulate) for index in range(begun))
     if configuration["front_end"] != "by hand":  # whose steps are within a forward pass
-        for step, (wanted_gradients, *of_ranks) in enumerate(
+        for step, (wanted_gradients, *pieces_of_ranks) in enumerate(
             zip(want.gradients[skipped:], *[outcome.gradients for outcome in outcomes], strict=True)
         ):
-            kind = f"gradient in step {skipped + step}"
-            told += _compare(_wholes(of_ranks, kind, told), _arrays(wanted_gradients), kind, tolerance)
+            quantity = f"gradient in step {skipped + step}"
+            messages += _compare(
+                _join_all(pieces_of_ranks, quantity, messages), _arrays(wanted_gradients), quantity, tolerance
+            )
     for outcome in outcomes:
         wanted_norms = want.norms[len(want.norms) - len(outcome.norms) :]
         if not np.allclose(outcome.norms, wanted_norms, rtol=tolerance, atol=0):
-            told.append(f"norms {outcome.norms} instead of {wanted_norms}")
+            messages.append(f"norms {outcome.norms} instead of {wanted_norms}")
             break
-    states: tuple[tuple[str, Mapping[Any, Any], list[Held]], ...] = (
+    states: tuple[tuple[str, Mapping[Any, Any], list[Pieces]], ...] = (
         ("weight", want.weights, [outcome.weights for outcome in outcomes]),
         ("moment", want.moments, [outcome.moments for outcome in outcomes]),
     )
-    for kind, state, parts in states:
-        wholes = _wholes(parts, kind, told)
-        for key in sorted({name[1] for name in state}) if kind == "moment" else [None]:
-            of_kind = {n: v for n, v in _arrays(state).items() if key is None or n[1] == key}
-            got = {n: v for n, v in wholes.items() if key is None or n[1] == key}
-            told += _compare(got, of_kind, kind if key is None else f"{kind} {key}", tolerance)
-    return told
+    for quantity, state, parts in states:
+        tensors = _join_all(parts, quantity, messages)
+        for key in sorted({name[1] for name in state}) if quantity == "moment" else [None]:
+            wanted_tensors = {n: v for n, v in _arrays(state).items() if key is None or n[1] == key}
+            got = {n: v for n, v in tensors.items() if key is None or n[1] == key}
+            label = quantity if key is None else f"{quantity} {key}"
+            messages += _compare(got, wanted_tensors, label, tolerance)
+    return messages
 
 
-def differing_bits(resumed: Sequence[Outcome], whole: Sequence[Outcome]) -> list[str]:
+def differing_bits(resumed: Sequence[Outcome], uninterrupted: Sequence[Outcome]) -> list[str]:
     """What differs in any bit between a resumed run and the one that went on, on the same mesh."""
-    told = []
-    for rank, (one, other) in enumerate(zip(resumed, whole, strict=True)):
-        if one.losses != other.losses[len(other.losses) - len(one.losses) :]:
-            told.append(f"losses on rank {rank} after the resume: {one.losses}, without it {other.losses}")
-        for kind, got, want in (("weight", one.weights, other.weights), ("moment", one.moments, other.moments)):
-            told += [
-                f"{kind} of {name} on rank {rank}, after the resume"
+    messages = []
+    for rank, (outcome, other) in enumerate(zip(resumed, uninterrupted, strict=True)):
+        if outcome.losses != other.losses[len(other.losses) - len(outcome.losses) :]:
+            messages.append(f"losses on rank {rank} after the resume: {outcome.losses}, without it {other.losses}")
+        for quantity, got, want in (
+            ("weight", outcome.weights, other.weights),
+            ("moment", outcome.moments, other.moments),
+        ):
+            messages += [
+                f"{quantity} of {name} on rank {rank}, after the resume"
                 for name in want
                 if name not in got or not _same(got[name], want[name])
             ]
-    return told
+    return messages
 
 
 def _same(a: Piece, b: Piece) -> bool:
     return (a.shape, a.dtype, a.replica, len(a.boxes)) == (b.shape, b.dtype, b.replica, len(b.boxes)) and all(
-        mine[0] == theirs[0] and np.array_equal(mine[1], theirs[1], equal_nan=True)
-        for mine, theirs in zip(a.boxes, b.boxes, strict=True)
+        box_a[0] == box_b[0] and np.array_equal(box_a[1], box_b[1], equal_nan=True)
+        for box_a, box_b in zip(a.boxes, b.boxes, strict=True)
     )

@@ -175,18 +175,23 @@ def declared(
     """
     mesh = Dimension(name="mesh", values={name: Value() for name in meshes})
     after = Dimension(name="resumed_on", values={"the same": Value(), **mesh.values})
-    found = []
-    for one in (mesh, *DIMENSIONS, after, *own):
-        kept = {
+    dimensions = []
+    for dimension in (mesh, *DIMENSIONS, after, *own):
+        values = {
             label: value
-            for label, value in one.values.items()
-            if _declares(info, value) and (seldom or not value.seldom) and f"{one.name}={label}" not in (without or {})
+            for label, value in dimension.values.items()
+            if _declares(info, value)
+            and (seldom or not value.seldom)
+            and f"{dimension.name}={label}" not in (without or {})
         }
-        if kept:
-            found.append(Dimension(name=one.name, values=kept))
-    return tuple(found)
+        if values:
+            dimensions.append(Dimension(name=dimension.name, values=values))
+    return tuple(dimensions)
 
 
 def options_of(configuration: Configuration, dimensions: Sequence[Dimension]) -> dict[str, Any]:
     """The strategy's options that a configuration sets, without those of its mesh."""
-    return {name: value for one in dimensions for name, value in one.values[configuration[one.name]].options.items()}
+    options: dict[str, Any] = {}
+    for dimension in dimensions:
+        options |= dimension.values[configuration[dimension.name]].options
+    return options

@@ -58,7 +58,7 @@ def draw(dimensions: Sequence[Dimension], rules: Sequence[Rule], seed: int) -> I
         8
     """
     rng = random.Random(seed)
-    labels = {one.name: list(one.values) for one in dimensions}
+    labels = {dimension.name: list(dimension.values) for dimension in dimensions}
     open_pairs = sorted(_all_pairs(labels), key=sorted)
     rng.shuffle(open_pairs)
     covered: set[Pair] = set()
@@ -78,7 +78,7 @@ def draw(dimensions: Sequence[Dimension], rules: Sequence[Rule], seed: int) -> I
 
 def coverage(drawn: Sequence[Configuration], dimensions: Sequence[Dimension], rules: Sequence[Rule]) -> tuple[int, int]:
     """How many pairs configurations cover, and how many can be."""
-    labels = {one.name: list(one.values) for one in dimensions}
+    labels = {dimension.name: list(dimension.values) for dimension in dimensions}
     rng = random.Random(0)
     covered = set[Pair]().union(*map(pairs_of, drawn)) if drawn else set()
     can_be = covered | {
@@ -89,10 +89,10 @@ def coverage(drawn: Sequence[Configuration], dimensions: Sequence[Dimension], ru
 
 def _all_pairs(labels: Mapping[str, Sequence[str]]) -> set[Pair]:
     return {
-        frozenset({(one, a), (other, b)})
-        for one, other in combinations(labels, 2)
-        for a in labels[one]
-        for b in labels[other]
+        frozenset({(first_name, a), (second_name, b)})
+        for first_name, second_name in combinations(labels, 2)
+        for a in labels[first_name]
+        for b in labels[second_name]
     }
 
 
@@ -117,7 +117,7 @@ def _completed(
             if not allowed:
                 break
             drawn[name] = (
-                allowed[0] if covered is None else max(allowed, key=lambda one: _new(drawn, name, one, covered))
+                allowed[0] if covered is None else max(allowed, key=lambda label: _new(drawn, name, label, covered))
             )
         else:
             return {name: drawn[name] for name in labels}

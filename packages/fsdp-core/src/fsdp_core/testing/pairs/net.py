@@ -87,17 +87,17 @@ def is_last(index: int, accumulate: int) -> bool:
     return (index + 1) % accumulate == 0 or index + 1 == MICRO_BATCHES
 
 
-def optimizers(kind: str, net: Any) -> list[torch.optim.Optimizer]:
+def optimizers(label: str, net: Any) -> list[torch.optim.Optimizer]:
     """The optimizers over a net, each over parameters of all kinds."""
-    if kind == "sgd":
+    if label == "sgd":
         return [torch.optim.SGD(net.parameters(), lr=0.05)]
-    if kind == "momentum":
+    if label == "momentum":
         return [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01)]
-    if kind == "adamw":
+    if label == "adamw":
         return [oracle.adamw_groups(net)]
     inner = list(net.blocks.parameters())
-    held = {id(parameter) for parameter in inner}
-    around = [parameter for parameter in net.parameters() if id(parameter) not in held]
+    inner_ids = {id(parameter) for parameter in inner}
+    around = [parameter for parameter in net.parameters() if id(parameter) not in inner_ids]
     # the large eps damps gradients that are zero except for rounding
     return [
         torch.optim.SGD(inner, lr=0.05, momentum=0.9),

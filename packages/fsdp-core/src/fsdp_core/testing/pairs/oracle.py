@@ -68,10 +68,10 @@ def train_in_one_process(configuration: Configuration) -> Run:
 
 
 def _clip(how: str, optimizer: torch.optim.Optimizer, norms: list[float]) -> None:
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if how == "norm":
-        norms.append(float(nn.utils.clip_grad_norm_(held, CLIP["norm"])))
+        norms.append(float(nn.utils.clip_grad_norm_(parameters, CLIP["norm"])))
     elif how == "largest":
-        norms.append(float(nn.utils.clip_grad_norm_(held, CLIP["largest"], float("inf"))))
+        norms.append(float(nn.utils.clip_grad_norm_(parameters, CLIP["largest"], float("inf"))))
     elif how == "value":
-        nn.utils.clip_grad_value_(held, CLIP["value"])
+        nn.utils.clip_grad_value_(parameters, CLIP["value"])

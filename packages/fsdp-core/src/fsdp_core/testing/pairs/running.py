@@ -23,21 +23,21 @@ from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.gradients.step_gradients import plain
 from fsdp_core.state.chunks import ChunkedTensor, chunked
 from fsdp_core.state.layout import Layout
+from fsdp_core.testing.launching.rank_context import here
 from fsdp_core.testing.oracle import BATCH
 from fsdp_core.testing.pairs.dimensions import Configuration
 from fsdp_core.testing.pairs.net import CLIP, MICRO_BATCHES, batches, is_last, loss_of, new_net, optimizers
-from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.state import sharded_by
 from fsdp_core.testing.training import new_fabric, new_trainer, strategy_argument
 
-__all__ = ["Asked", "Held", "Outcome", "Piece", "run_all"]
+__all__ = ["Outcome", "Piece", "Pieces", "RunRequest", "run_all"]
 
 #: A loss scale with which no gradient of the net overflows, so that no step is skipped.
 _SCALE = 2.0**8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class RunRequest:
     """One run.
 
     Attributes:
@@ -81,7 +81,7 @@ class Piece:
 
 
 #: Pieces by name.
-Held = dict[Any, Piece]
+Pieces = dict[Any, Piece]
 
 
 @dataclass(kw_only=True)
@@ -99,29 +99,29 @@ class Outcome:
     """
 
     losses: list[float] = field(default_factory=list)
-    gradients: list[Held] = field(default_factory=list)
+    gradients: list[Pieces] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    weights: Held = field(default_factory=dict)
-    moments: Held = field(default_factory=dict)
+    weights: Pieces = field(default_factory=dict)
+    moments: Pieces = field(default_factory=dict)
     refused: str = ""
     failed: str = ""
 
 
-def run_all(asked: Sequence[Asked], tmp: str) -> list[Outcome]:
+def run_all(requests: Sequence[RunRequest], tmp: str) -> list[Outcome]:
     """Train one configuration after the other on these ranks.
 
     Args:
-        asked: The runs.
+        requests: The runs.
         tmp: The folder that a Trainer may write to.
     """
     outcomes = []
-    for one in asked:
+    for request in requests:
         outcome = Outcome()
         try:
-            run = _under_fabric if one.configuration["front_end"] == "fabric" else _under_trainer
-            run(one, tmp, outcome)
-        except UnsupportedCapabilityError as refused:
-            outcome.refused = str(refused)
+            run = _under_fabric if request.configuration["front_end"] == "fabric" else _under_trainer
+            run(request, tmp, outcome)
+        except UnsupportedCapabilityError as error:
+            outcome.refused = str(error)
         except Exception:
             outcome.failed = "".join(traceback.format_exc().splitlines(keepends=True)[-12:])
         outcomes.append(outcome)
@@ -130,20 +130,20 @@ def run_all(asked: Sequence[Asked], tmp: str) -> list[Outcome]:
 
 
 def _piece(value: Any) -> Piece:
-    part = value if isinstance(value, ChunkedTensor) else chunked(plain(torch.as_tensor(value)), rank=here().rank)
-    boxes = tuple((one.offsets, np.array(plain(one.data).detach().cpu().double())) for one in part.chunks)  # type: ignore[arg-type]
-    return Piece(shape=tuple(part.shape), dtype=str(part.dtype), replica=part.replica, boxes=boxes)
+    chunks = value if isinstance(value, ChunkedTensor) else chunked(plain(torch.as_tensor(value)), rank=here().rank)
+    boxes = tuple((chunk.offsets, np.array(plain(chunk.data).detach().cpu().double())) for chunk in chunks.chunks)  # type: ignore[arg-type]
+    return Piece(shape=tuple(chunks.shape), dtype=str(chunks.dtype), replica=chunks.replica, boxes=boxes)
 
 
-def _gradients(layout: Layout, optimizer: Any) -> Held:
+def _gradients(layout: Layout, optimizer: Any) -> Pieces:
     """The gradients of what an optimizer trains."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    held: Held = {}
+    gradients: Pieces = {}
     here().settle()
     for parameter, parts in layout.items():
         if parameter.grad is not None and id(parameter) in trained:
-            held.update({part.name.removeprefix("net."): _piece(part.of(plain(parameter.grad))) for part in parts})
-    return held
+            gradients.update({part.name.removeprefix("net."): _piece(part.of(plain(parameter.grad))) for part in parts})
+    return gradients
 
 
 def _end(strategy: Any, steppers: Sequence[torch.optim.Optimizer], outcome: Outcome) -> None:
@@ -162,16 +162,16 @@ def _end(strategy: Any, steppers: Sequence[torch.optim.Optimizer], outcome: Outc
                     outcome.moments[name.removeprefix("net."), key] = _piece(value)
 
 
-def _precision(asked: Asked, plugin: Any) -> Any:
-    precision = asked.configuration["precision"]
+def _precision(request: RunRequest, plugin: Any) -> Any:
+    precision = request.configuration["precision"]
     if precision != "16-mixed":
         return "32-true" if precision == "double" else precision
     return plugin("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=_SCALE))
 
 
-def _net(asked: Asked) -> Any:
-    net = new_net(asked.configuration)
-    if asked.configuration.get("compile") == "blocks":
+def _net(request: RunRequest) -> Any:
+    net = new_net(request.configuration)
+    if request.configuration.get("compile") == "blocks":
         for block in net.blocks:
             block.compile(backend="aot_eager")
     return net
@@ -187,46 +187,44 @@ def _look_at(model: Any, net: Any, x: Tensor, how: str) -> None:
     model.train()
 
 
-def _dtype(asked: Asked) -> torch.dtype:
-    return torch.float64 if asked.configuration["precision"] == "double" else torch.float32
+def _dtype(request: RunRequest) -> torch.dtype:
+    return torch.float64 if request.configuration["precision"] == "double" else torch.float32
 
 
 # -- Fabric ------------------------------------------------------------------------------------------------------------
 
 
-def _under_fabric(asked: Asked, tmp: str, outcome: Outcome) -> None:
-    chosen = asked.configuration
-    precision = _precision(asked, FabricMixedPrecision)
+def _under_fabric(request: RunRequest, tmp: str, outcome: Outcome) -> None:
+    chosen = request.configuration
+    precision = _precision(request, FabricMixedPrecision)
     if isinstance(precision, str):
-        fabric = new_fabric(asked.strategy, asked.ranks, asked.options[""], precision)
+        fabric = new_fabric(request.strategy, request.ranks, request.options[""], precision)
     else:
-        strategy = strategy_argument(asked.strategy, "fabric", asked.options[""])
-        fabric = Fabric(accelerator="cpu", devices=asked.ranks, strategy=strategy, plugins=precision)
+        strategy = strategy_argument(request.strategy, "fabric", request.options[""])
+        fabric = Fabric(accelerator="cpu", devices=request.ranks, strategy=strategy, plugins=precision)
         fabric.launch()
-    net = _net(asked)
+    net = _net(request)
     steppers = optimizers(chosen["optimizer"], net)
     model, *wrapped = fabric.setup(net, *steppers)
     used: Any = fabric.strategy
-    held = fsdp_core.AccumulatedGradients(model)
-    state: dict[str, Any] = {"model": model, "batch": 0, "gradients": held}
-    state.update({f"optimizer {number}": one for number, one in enumerate(wrapped)})
-    if asked.loads is not None:
-        fabric.load(asked.loads, state)
+    state: dict[str, Any] = {"model": model, "batch": 0, "gradients": fsdp_core.AccumulatedGradients(model)}
+    state.update({f"optimizer {number}": optimizer for number, optimizer in enumerate(wrapped)})
+    if request.loads is not None:
+        fabric.load(request.loads, state)
     layout = sharded_by(used).layout()
     for optimizer in steppers:
-        optimizer.register_step_pre_hook(lambda one, *_: _before_step(one, steppers, layout, outcome))
-    data = batches(_dtype(asked))
+        optimizer.register_step_pre_hook(lambda stepping, *_: _before_step(stepping, steppers, layout, outcome))
+    data = batches(_dtype(request))
     accumulate = int(chosen["accumulate"])
     while state["batch"] < MICRO_BATCHES:
         index = state["batch"]
-        x, y = fabric.to_device(tuple(_share(one, used.runtime) for one in data[index]))
-        stepping = is_last(index, accumulate)
-        waiting = nullcontext() if stepping else fabric.no_backward_sync(model)
-        with waiting:
+        x, y = fabric.to_device(tuple(_share(rows, used.runtime) for rows in data[index]))
+        is_stepping = is_last(index, accumulate)
+        with nullcontext() if is_stepping else fabric.no_backward_sync(model):
             loss = loss_of(model(x, index), y)
             fabric.backward(loss / accumulate)
         outcome.losses.append(loss.item())
-        if stepping:
+        if is_stepping:
             for optimizer in wrapped:
                 _clip_under_fabric(fabric, model, optimizer, chosen["clip"], outcome)
             for optimizer in wrapped:
@@ -235,8 +233,8 @@ def _under_fabric(asked: Asked, tmp: str, outcome: Outcome) -> None:
                 optimizer.zero_grad(set_to_none=chosen["zeroed"] == "to none")
         _look_at(model, net, x, chosen["between"])
         state["batch"] += 1
-        if asked.saves is not None and state["batch"] == asked.saved_after:
-            fabric.save(asked.saves, state)
+        if request.saves is not None and state["batch"] == request.saved_after:
+            fabric.save(request.saves, state)
     used.wait_for_saves()
     _end(used, steppers, outcome)
     used.teardown()
@@ -250,8 +248,8 @@ def _before_step(optimizer: Any, steppers: Sequence[torch.optim.Optimizer], layo
 
 
 def _share(batch: Tensor, runtime: Any) -> Tensor:
-    mine: Tensor = batch.chunk(runtime.data_parallel_world_size)[runtime.data_parallel_rank]
-    return mine
+    share: Tensor = batch.chunk(runtime.data_parallel_world_size)[runtime.data_parallel_rank]
+    return share
 
 
 def _clip_under_fabric(fabric: Fabric, model: Any, optimizer: Any, how: str, outcome: Outcome) -> None:
@@ -269,13 +267,13 @@ def _clip_under_fabric(fabric: Fabric, model: Any, optimizer: Any, how: str, out
 class LitPairs(pl.LightningModule):
     """Trains the net, by itself or by hand."""
 
-    def __init__(self, asked: Asked, outcome: Outcome) -> None:
+    def __init__(self, request: RunRequest, outcome: Outcome) -> None:
         super().__init__()
-        self.net = _net(asked)
-        self.asked, self.outcome = asked, outcome
-        self.by_hand = asked.configuration["front_end"] == "by hand"
+        self.net = _net(request)
+        self.request, self.outcome = request, outcome
+        self.by_hand = request.configuration["front_end"] == "by hand"
         self.automatic_optimization = not self.by_hand
-        self.accumulate = int(asked.configuration["accumulate"])
+        self.accumulate = int(request.configuration["accumulate"])
         self.steppers: list[torch.optim.Optimizer] = []
         self.seen: list[Tensor] = []
 
@@ -283,12 +281,12 @@ class LitPairs(pl.LightningModule):
         assert self.trainer is not None
         share = self.trainer.distributed_sampler_kwargs
         assert share is not None
-        data: Any = [pair for batch in batches(_dtype(self.asked)) for pair in zip(*batch, strict=True)]
+        data: Any = [pair for batch in batches(_dtype(self.request)) for pair in zip(*batch, strict=True)]
         sampler: Any = DistributedSampler(data, **share, shuffle=False)
         return DataLoader(data, batch_size=BATCH // share["num_replicas"], sampler=sampler)
 
     def configure_optimizers(self) -> Any:
-        self.steppers = optimizers(self.asked.configuration["optimizer"], self.net)
+        self.steppers = optimizers(self.request.configuration["optimizer"], self.net)
         return self.steppers
 
     def configure_gradient_clipping(
@@ -307,44 +305,44 @@ class LitPairs(pl.LightningModule):
         wrapped = used if isinstance(used, list) else [used]
         self.manual_backward(loss / self.accumulate)
         if is_last(batch_idx, self.accumulate):
-            how = self.asked.configuration["clip"]
+            how = self.request.configuration["clip"]
             for optimizer in wrapped:
                 if how != "nothing":
                     self.clip_gradients(optimizer, gradient_clip_val=CLIP[how], gradient_clip_algorithm=how)
             for optimizer in wrapped:
                 optimizer.step()
             for optimizer in wrapped:
-                optimizer.zero_grad(set_to_none=self.asked.configuration["zeroed"] == "to none")
+                optimizer.zero_grad(set_to_none=self.request.configuration["zeroed"] == "to none")
         return None
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        optimizer.zero_grad(set_to_none=self.asked.configuration["zeroed"] == "to none")
+        optimizer.zero_grad(set_to_none=self.request.configuration["zeroed"] == "to none")
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        _look_at(self, self.net, batch[0], self.asked.configuration["between"])
+        _look_at(self, self.net, batch[0], self.request.configuration["between"])
 
 
 class _Saves(pl.Callback):
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
+    def __init__(self, request: RunRequest) -> None:
+        self.request = request
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, output: Any, batch: Any, batch_idx: int) -> None:
-        if self.asked.saves is not None and batch_idx + 1 == self.asked.saved_after:
-            trainer.save_checkpoint(self.asked.saves)
+        if self.request.saves is not None and batch_idx + 1 == self.request.saved_after:
+            trainer.save_checkpoint(self.request.saves)
 
 
-def _under_trainer(asked: Asked, tmp: str, outcome: Outcome) -> None:
-    chosen = asked.configuration
-    arguments: dict[str, Any] = {"callbacks": [_Saves(asked)]}
+def _under_trainer(request: RunRequest, tmp: str, outcome: Outcome) -> None:
+    chosen = request.configuration
+    arguments: dict[str, Any] = {"callbacks": [_Saves(request)]}
     if chosen["front_end"] == "trainer":
         arguments["accumulate_grad_batches"] = int(chosen["accumulate"])
         if chosen["clip"] != "nothing":
             arguments.update(gradient_clip_val=CLIP[chosen["clip"]], gradient_clip_algorithm=chosen["clip"])
-    precision = _precision(asked, MixedPrecision)
+    precision = _precision(request, MixedPrecision)
     arguments.update({"precision": precision} if isinstance(precision, str) else {"plugins": [precision]})
-    module = LitPairs(asked, outcome)
-    trainer = new_trainer(tmp, asked.strategy, asked.ranks, asked.options["net."], **arguments)
-    trainer.fit(module, ckpt_path=asked.loads)
+    module = LitPairs(request, outcome)
+    trainer = new_trainer(tmp, request.strategy, request.ranks, request.options["net."], **arguments)
+    trainer.fit(module, ckpt_path=request.loads)
     strategy: Any = trainer.strategy
     outcome.losses = [loss.item() for loss in module.seen]
     _end(strategy, module.steppers, outcome)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fsdp_core.testing import forking
+from fsdp_core.testing.launching import forking
 
 if TYPE_CHECKING:
     from fsdp_core.testing.suite.base_class import Clauses, requires

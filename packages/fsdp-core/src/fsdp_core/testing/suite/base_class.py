@@ -13,7 +13,7 @@ import fsdp_core
 from fsdp_core.lightning.capabilities import capability_of
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.sharding.mixed_precision import ShardPrecision
-from fsdp_core.testing.ranks import RankKind, RankPool, Ranks
+from fsdp_core.testing.launching.ranks import RankKind, RankPool, Ranks
 
 __all__ = [
     "KINDS",
@@ -213,8 +213,8 @@ class Clauses:
     @staticmethod
     def class_of(strategy: str, front_end: FrontEnd) -> Any:
         """The class of a strategy, by name."""
-        found = fsdp_core.resolve(strategy, front_end)
-        return found.func if isinstance(found, partial) else found
+        strategy_class = fsdp_core.resolve(strategy, front_end)
+        return strategy_class.func if isinstance(strategy_class, partial) else strategy_class
 
 
 def _marks(value: Any) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 import fsdp_core
 from fsdp_core.checkpoint import is_checkpoint, load
 from fsdp_core.testing import Ranks
-from fsdp_core.testing.disks import Disk, disk
+from fsdp_core.testing.measuring.disks import Disk, disk
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.base_class import KINDS, Clauses, requires
 from fsdp_core.testing.training import Lit, loader, new_trainer
@@ -24,7 +24,7 @@ ASYNC = {"async_save": True}
 
 
 class Slow(TorchCheckpointIO):
-    """Writes full checkpoints as slowly as a :class:`~fsdp_core.testing.disks.Disk`."""
+    """Writes full checkpoints as slowly as a :class:`~fsdp_core.testing.measuring.disks.Disk`."""
 
     def __init__(self, used: Disk) -> None:
         self.used = used
@@ -88,6 +88,6 @@ class DeferredCopiesSuite(Clauses):
     @KINDS
     def test_what_is_changed_after_the_call_is_not_saved(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
         """Changes to weights and plain data after ``save_checkpoint()`` returns must not reach the checkpoint."""
-        for complete, kept in ranks.run(2, _changed_at_once, self.strategy, str(tmp_path), kind):
+        for complete, is_kept in ranks.run(2, _changed_at_once, self.strategy, str(tmp_path), kind):
             assert not complete, "the save was complete when the call returned, so this test shows nothing"
-            assert kept, "a change made after the call is in the checkpoint"
+            assert is_kept, "a change made after the call is in the checkpoint"

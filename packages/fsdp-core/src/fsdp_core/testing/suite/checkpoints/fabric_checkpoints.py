@@ -16,14 +16,14 @@ from fsdp_core.checkpoint import SavedTensor
 from fsdp_core.errors import CheckpointValueError, ShardingError
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.oracle import FEATURES
+from fsdp_core.testing.loop import Loop
+from fsdp_core.testing.oracle import FEATURES, Trained
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.base_class import KINDS, Clauses, on_ranks, requires
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import assert_bit_equal
-from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.parity import assert_same
-from fsdp_core.testing.training import new_fabric, whole_batches
+from fsdp_core.testing.training import new_fabric, own_share, whole_batches
 
 __all__ = ["FabricCheckpointsSuite"]
 
@@ -47,18 +47,12 @@ def _round_trip(strategy: str, save_kind: str | None, path: str) -> dict[str, An
     """Train two models and save, or restore them."""
     fabric = new_fabric(strategy, 2, {"state_dict_type": save_kind} if save_kind else {})
     with oracle.seeded(7 if save_kind is None else 1):
-        one, two = oracle.Net(), oracle.Net(blocks=2)
-    model, optimizer = fabric.setup(one, oracle.adamw_groups(one))
-    other, other_optimizer = fabric.setup(two, oracle.momentum(two))
+        nets = oracle.Net(), oracle.Net(blocks=2)
+    model, optimizer = fabric.setup(nets[0], oracle.adamw_groups(nets[0]))
+    other, other_optimizer = fabric.setup(nets[1], oracle.momentum(nets[1]))
     tally = Tally()
-    state: dict[str, Any] = {
-        "model": model,
-        "optimizer": optimizer,
-        "other": other,
-        "opt2": other_optimizer,
-        "tally": tally,
-        "step": 0,
-    }
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "tally": tally, "step": 0}
+    state |= {"other": other, "opt2": other_optimizer}
     rest: dict[str, Any] = {}
     if save_kind:
         for x, y in whole_batches(fabric, 2):
@@ -70,111 +64,92 @@ def _round_trip(strategy: str, save_kind: str | None, path: str) -> dict[str, An
         fabric.save(path, state)
     else:
         rest = fabric.load(path, state)
-    used: Any = fabric.strategy
-    wholes = [
-        (full_state(used, sharded), full_optimizer_state(used, opt, sharded))
-        for sharded, opt in zip(used.roots, (optimizer, other_optimizer), strict=True)
-    ]
-    return {
-        "model": {f"{i}.{k}": v for i, (weights, _) in enumerate(wholes) for k, v in weights.items()},
-        "optimizer": {f"{i}.{k}": v for i, (_, values) in enumerate(wholes) for k, v in values.items()},
-        "plain": (tally.n, state["step"]),
-        "rest": rest,
-    }
+    used_strategy: Any = fabric.strategy
+    outcome: dict[str, Any] = {"model": {}, "optimizer": {}, "plain": (tally.n, state["step"]), "rest": rest}
+    for index, root_optimizer in enumerate((optimizer, other_optimizer)):
+        sharded = used_strategy.roots[index]
+        moments = full_optimizer_state(used_strategy, root_optimizer, sharded)
+        outcome["model"] |= {f"{index}.{k}": v for k, v in full_state(used_strategy, sharded).items()}
+        outcome["optimizer"] |= {f"{index}.{k}": v for k, v in moments.items()}
+    return outcome
 
 
 def _blocks_first_or_last(strategy: str, path: str, load: bool) -> dict[str, dict[str, Any]]:
     """The state of an optimizer over the blocks: save it, or load it into one over them in reverse order."""
-    fabric = new_fabric(strategy)
-    net = oracle.new_net()
-    blocks = [*reversed(net.blocks)] if load else [*net.blocks]
-    parameters = [parameter for block in blocks for parameter in block.parameters()]
-    model, optimizer = fabric.setup(net, torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
+
+    def new_optimizer(net: Any) -> torch.optim.Optimizer:
+        blocks = [*reversed(net.blocks)] if load else [*net.blocks]
+        parameters = [parameter for block in blocks for parameter in block.parameters()]
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+    loop = Loop(strategy, new_optimizer)
     if load:
-        fabric.load(path, {"model": model, "optimizer": optimizer})
+        loop.fabric.load(path, objects_of(loop))
     else:
-        x, y = whole_batches(fabric, 1)[0]
-        fabric.backward(mse_loss(model(x), y))
-        optimizer.step()
-        fabric.save(path, {"model": model, "optimizer": optimizer})
-    return full_optimizer_state(fabric.strategy, optimizer)
+        loop.step_on(*loop.whole_batches(1)[0])
+        loop.fabric.save(path, objects_of(loop))
+    return full_optimizer_state(loop.fabric.strategy, loop.optimizer)
 
 
 def _state_dicts(strategy: str, tmp: str, kind: str) -> tuple[list[str], list[bool]]:
     """Save state dicts instead of objects: the errors, and whether each loaded tensor equals the whole one."""
-    fabric = new_fabric(strategy, 2, {"state_dict_type": kind})
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
-    x, y = whole_batches(fabric, 1)[0]
-    fabric.backward(mse_loss(model(x), y))
-    optimizer.step()
-    used: Any = fabric.strategy
-    weights, moments = full_state(used), full_optimizer_state(used, optimizer)
-    by_name: Any = optimizer.state_dict()  # Lightning gets it from the strategy
+    loop = Loop(strategy, oracle.adamw_groups, options={"state_dict_type": kind})
+    fabric = loop.fabric
+    loop.step_on(*loop.whole_batches(1)[0])
+    weights, moments = loop.state(), full_optimizer_state(fabric.strategy, loop.optimizer)
+    by_name: Any = loop.optimizer.state_dict()  # Lightning gets it from the strategy
     fabric.save(f"{tmp}/by name", {"optimizer": by_name})
-    saved = _whole(fabric.load(f"{tmp}/by name"))["optimizer"]["state"]
-    kept = [torch.equal(saved[name][key], whole) for name, held in moments.items() for key, whole in held.items()]
-    refused = []
+    saved = _read_whole(fabric.load(f"{tmp}/by name"))["optimizer"]["state"]
+    equal = [torch.equal(saved[name][key], value) for name, values in moments.items() for key, value in values.items()]
+    messages = []
     shards: dict[str, Callable[[], dict[str, Any]]] = {
-        "weights": model.state_dict,  # may raise itself
-        "moments": lambda: {"nested": [optimizer.optimizer.state_dict()]},
+        "weights": loop.model.state_dict,  # may raise itself
+        "moments": lambda: {"nested": [loop.optimizer.optimizer.state_dict()]},
     }
     for name, state in shards.items():
         save = partial(lambda path, state: fabric.save(path, state()), f"{tmp}/{name}", state)
         message = refusal((CheckpointValueError, ShardingError), save)
         if message.endswith("nothing was raised"):  # its tensors describe their shards
-            found = _whole(fabric.load(f"{tmp}/{name}"))
+            loaded = _read_whole(fabric.load(f"{tmp}/{name}"))
             if name == "weights":
-                kept += [torch.equal(found[key], whole) for key, whole in weights.items()]
+                equal += [torch.equal(loaded[key], value) for key, value in weights.items()]
         else:
-            refused.append(message)
-    return refused, kept
+            messages.append(message)
+    return messages, equal
 
 
-def _whole(state: Any) -> Any:
+def _read_whole(state: Any) -> Any:
     return apply_to_collection(state, SavedTensor, SavedTensor.full)
+
+
+def objects_of(loop: Loop) -> dict[str, Any]:
+    """What ``fabric.save`` and ``fabric.load`` get of a loop."""
+    return {"model": loop.model, "optimizer": loop.optimizer}
 
 
 def _goes_back(strategy: str, kind: str, path: str) -> list[dict[str, Any]]:
     """Save after two steps, take two more, load into the same objects, and take two more: both outcomes."""
-    fabric = new_fabric(strategy, 2, {"state_dict_type": kind})
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    batches = whole_batches(fabric, 4)
-
-    def steps(some: Any) -> list[float]:
-        losses = []
-        for x, y in some:
-            loss = mse_loss(model(x), y)
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
+    loop = Loop(strategy, oracle.adamw_groups, options={"state_dict_type": kind})
+    batches = loop.whole_batches(4)
 
     def outcome() -> dict[str, Any]:
-        losses = steps(batches[2:])
-        used: Any = fabric.strategy
-        return {"losses": losses, "model": full_state(used), "optimizer": full_optimizer_state(used, optimizer)}
+        losses, state = loop.train(batches[2:])
+        moments = full_optimizer_state(loop.fabric.strategy, loop.optimizer)
+        return {"losses": losses, "model": state, "optimizer": moments}
 
-    steps(batches[:2])
-    fabric.save(path, state)
+    loop.train(batches[:2])
+    loop.fabric.save(path, objects_of(loop))
     first = outcome()
-    fabric.load(path, state)
+    loop.fabric.load(path, objects_of(loop))
     return [first, outcome()]
 
 
-def _four_steps(
-    net: Any, model: Any, optimizer: Any, backward: Callable[[Tensor], None], batches: Any, done: int = 0
-) -> None:
-    """Take the remaining ones of four steps. In the second step, the first block is frozen."""
-    for i in range(done, done + len(batches)):
-        x, y = batches[i - done]
-        net.blocks[0].requires_grad_(i != 1)
-        backward(mse_loss(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
+def _four_steps(loop: Loop, first: int, last: int) -> None:
+    """Take some of four steps. In the second step, the first block is frozen."""
+    for index, (x, y) in enumerate(loop.whole_batches(last)):
+        if index >= first:
+            loop.net.blocks[0].requires_grad_(index != 1)
+            loop.step_on(x, y)
 
 
 def _net(seed: int, frozen: float) -> Any:
@@ -184,7 +159,8 @@ def _net(seed: int, frozen: float) -> Any:
     return net
 
 
-def _adamw(net: Any, lr: float, weight_decay: float, beta: float) -> torch.optim.Optimizer:
+def _adamw(net: Any, settings: tuple[float, float, float]) -> torch.optim.Optimizer:
+    lr, weight_decay, beta = settings
     return torch.optim.AdamW(net.parameters(), lr=lr, eps=1e-3, weight_decay=weight_decay, betas=(beta, 0.99))
 
 
@@ -194,36 +170,27 @@ _FIRST, _OTHER = (0.01, 0.3, 0.8), (0.5, 0.0, 0.0)
 
 def _goes_on_elsewhere(strategy: str, path: str) -> dict[str, Any]:
     """Take two steps and save; load over other weights and settings, and take two more: the weights."""
-    fabric = new_fabric(strategy)
-    net = _net(1, 0.5)
-    model, optimizer = fabric.setup(net, _adamw(net, *_FIRST))
-    _four_steps(net, model, optimizer, fabric.backward, whole_batches(fabric, 2))
-    fabric.save(path, {"model": model, "optimizer": optimizer})
-    fabric = new_fabric(strategy)
+    saver = Loop(strategy, partial(_adamw, settings=_FIRST), _net(1, 0.5))
+    _four_steps(saver, 0, 2)
+    saver.fabric.save(path, objects_of(saver))
     net = _net(7, 7.0)
     net.blocks[0].requires_grad_(False)  # as in the last step before the save
-    model, optimizer = fabric.setup(net, _adamw(net, *_OTHER))
-    fabric.load(path, {"model": model, "optimizer": optimizer})
-    _four_steps(net, model, optimizer, fabric.backward, whole_batches(fabric, 4)[2:], 2)
-    return full_state(fabric.strategy)
+    loader = Loop(strategy, partial(_adamw, settings=_OTHER), net)
+    loader.fabric.load(path, objects_of(loader))
+    _four_steps(loader, 2, 4)
+    return loader.state()
 
 
-def _weights_alone(strategy: str, path: str) -> dict[str, Any]:
+def _weights_alone(strategy: str, path: str) -> Trained:
     """Load only weights into a model that is set up with its optimizer, and take two steps."""
     fabric = new_fabric(strategy)
     fabric.save(path, {"model": fabric.setup(oracle.new_net())})
-    fabric = new_fabric(strategy)
-    net = _net(7, 7.0)
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
-    batches = whole_batches(fabric, 2)
+    loop = Loop(strategy, oracle.momentum, _net(7, 7.0))
+    batches = loop.whole_batches(2)
     with torch.no_grad():
-        model(batches[0][0])  # unshards weights that the load must replace
-    fabric.load(path, {"model": model})
-    for x, y in batches:
-        fabric.backward(mse_loss(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-    return full_state(fabric.strategy)
+        loop.model(batches[0][0])  # unshards weights that the load must replace
+    loop.fabric.load(path, {"model": loop.model})
+    return loop.train(batches)
 
 
 class Counting(nn.Module):
@@ -242,7 +209,7 @@ class Counting(nn.Module):
         return self.norm(self.layer(x))
 
 
-_OF_RANKS = ("seen", "norm.running_mean", "norm.running_var")
+_RANK_BUFFERS = ("seen", "norm.running_mean", "norm.running_var")
 
 
 def _own_buffers(strategy: str, kind: str, path: str) -> tuple[dict[str, Tensor], ...]:
@@ -251,8 +218,8 @@ def _own_buffers(strategy: str, kind: str, path: str) -> tuple[dict[str, Tensor]
     with oracle.seeded(1):
         net, again = Counting(), Counting()
 
-    def buffers(of: nn.Module) -> dict[str, Tensor]:
-        return {name: tensor.detach().cpu().clone() for name, tensor in of.named_buffers() if name in _OF_RANKS}
+    def buffers(module: nn.Module) -> dict[str, Tensor]:
+        return {name: tensor.detach().cpu().clone() for name, tensor in module.named_buffers() if name in _RANK_BUFFERS}
 
     model = fabric.setup(net)
     other, before = fabric.setup(again), buffers(again)
@@ -283,7 +250,7 @@ class FabricCheckpointsSuite(Clauses):
         """Of buffers that ranks have written differently, those of rank 0 must be saved, and loaded by every rank."""
         got = ranks.run(2, _own_buffers, self.strategy, kind, str(tmp_path / "checkpoint"))
         (of_rank_0, _, _), (of_rank_1, _, before) = got
-        for name in _OF_RANKS:
+        for name in _RANK_BUFFERS:
             assert not torch.equal(of_rank_0[name], of_rank_1[name]), f"{name} should be of each rank's own share"
             assert not torch.equal(of_rank_0[name], before[name]), f"{name} was not written to"
             for _, loaded, _ in got:
@@ -300,24 +267,23 @@ class FabricCheckpointsSuite(Clauses):
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_a_checkpoint_wins_over_what_it_is_loaded_into(self, ranks: Ranks, tmp_path: Path) -> None:
         """Loading must replace frozen weights, param group options, step counts, and moments of frozen parameters."""
-        net = _net(1, 0.5)
-        _four_steps(net, net, _adamw(net, *_FIRST), Tensor.backward, oracle.global_batches(4))
+        loop = Loop(None, partial(_adamw, settings=_FIRST), _net(1, 0.5))
+        _four_steps(loop, 0, 4)
         got = ranks.run(2, _goes_on_elsewhere, self.strategy, str(tmp_path / "checkpoint"))
-        assert_same([([], state) for state in got], ([], net.state_dict()))
+        assert_same([([], state) for state in got], ([], loop.state()))
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_loaded_weights_are_trained_by_an_optimizer_that_is_older(self, ranks: Ranks, tmp_path: Path) -> None:
         """An optimizer set up before ``fabric.load`` must train the loaded weights."""
-        _, want = oracle.train_plain(2, oracle.momentum)
-        got = ranks.run(2, _weights_alone, self.strategy, str(tmp_path / "checkpoint"))
-        assert_same([([], state) for state in got], ([], want))
+        want = oracle.train_plain(2, oracle.momentum)
+        assert_same(ranks.run(2, _weights_alone, self.strategy, str(tmp_path / "checkpoint")), want)
 
     @KINDS
     def test_state_dicts_are_saved_whole_or_refused(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
         """State dicts saved instead of objects must be restored whole, or be refused."""
-        for refused, kept in ranks.run(2, _state_dicts, self.strategy, str(tmp_path), kind):
-            assert all(kept)
-            for message in refused:
+        for messages, equal in ranks.run(2, _state_dicts, self.strategy, str(tmp_path), kind):
+            assert all(equal)
+            for message in messages:
                 assert_says(message, 'fabric.save(path, {"model": model')
                 assert "a rank's own shard of" in message or "state_dict() of Net can't be read" in message
 

@@ -116,11 +116,11 @@ def _continued(strategy: str, tmp: str, how: str, kind: str) -> tuple[str, dict[
         callbacks = [Thawing()] if how == "finetuning" else []
         return new_trainer(tmp, strategy, 2, {"state_dict_type": kind}, max_epochs=epochs, callbacks=callbacks)
 
-    whole, run = module(), trainer(EPOCHS)
-    told = refusal(UnsupportedCapabilityError, lambda: run.fit(whole, loader(2, 2)))
-    if was_refused(told):
-        return told, {}, {}
-    uninterrupted = _outcome(whole, run)
+    uninterrupted_module, run = module(), trainer(EPOCHS)
+    message = refusal(UnsupportedCapabilityError, lambda: run.fit(uninterrupted_module, loader(2, 2)))
+    if was_refused(message):
+        return message, {}, {}
+    uninterrupted = _outcome(uninterrupted_module, run)
     first, stopped = module(), trainer(STOPPED)
     stopped.fit(first, loader(2, 2))
     stopped.save_checkpoint(f"{tmp}/checkpoint")
@@ -128,7 +128,7 @@ def _continued(strategy: str, tmp: str, how: str, kind: str) -> tuple[str, dict[
     resumed.fit(second, loader(2, 2), ckpt_path=f"{tmp}/checkpoint")
     steps = len(first.losses)
     after = {key: uninterrupted[key][steps:] for key in ("losses", "rates")}
-    return told, {**uninterrupted, **after}, _outcome(second, resumed)
+    return message, {**uninterrupted, **after}, _outcome(second, resumed)
 
 
 def _refused(strategy: str, tmp: str) -> tuple[list[str], list[bool]]:
@@ -137,13 +137,13 @@ def _refused(strategy: str, tmp: str) -> tuple[list[str], list[bool]]:
     run.save_checkpoint(f"{tmp}/checkpoint")
     never, early = Growing(adds=False), Growing(saves=f"{tmp}/early")
     trained: list[Tensor] = []
-    told = []
-    for kind, other in ((CheckpointMismatchError, never), (CheckpointError, early)):
+    messages = []
+    for error, other in ((CheckpointMismatchError, never), (CheckpointError, early)):
         again = new_trainer(tmp, strategy, 2, max_epochs=2)
-        told.append(refusal(kind, lambda: again.fit(other, loader(2, 2), ckpt_path=f"{tmp}/checkpoint")))  # noqa: B023
+        messages.append(refusal(error, lambda: again.fit(other, loader(2, 2), ckpt_path=f"{tmp}/checkpoint")))  # noqa: B023
         before, now = full_state(run.strategy), full_state(again.strategy)
         trained.append(torch.tensor([not torch.equal(now[name], before[name]) for name in before]).any())
-    return told, [bool(one) for one in trained]
+    return messages, [bool(has_changed) for has_changed in trained]
 
 
 class LateParamGroupsSuite(Clauses):
@@ -152,12 +152,12 @@ class LateParamGroupsSuite(Clauses):
     @pytest.mark.parametrize(("how", "kind"), [pytest.param(*way, marks=requires(_NEEDS[way[1]])) for way in WAYS])
     def test_param_groups_that_are_added_late(self, ranks: Ranks, tmp_path: Path, how: str, kind: str) -> None:
         """A resumed run must repeat the uninterrupted one bit for bit, moments and learning rates included."""
-        for told, whole, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), how, kind):
-            if was_refused(told):
-                assert_says(told, "Thawing can't be used", repr(self.own_name("trainer")), "configure_optimizers()")
+        for message, uninterrupted, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), how, kind):
+            if was_refused(message):
+                assert_says(message, "Thawing can't be used", repr(self.own_name("trainer")), "configure_optimizers()")
             else:
-                assert resumed["rates"] == whole["rates"]
-                assert_same(resumed, whole)
+                assert resumed["rates"] == uninterrupted["rates"]
+                assert_same(resumed, uninterrupted)
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_param_groups_that_never_come(self, ranks: Ranks, tmp_path: Path) -> None:

@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import fsdp_core
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import BATCH, FEATURES, RESUME_TOLERANCE
-from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.base_class import KINDS, Clauses, needs_of, requires, with_options
 from fsdp_core.testing.suite.checkpoints.trainer_checkpoints import assert_bit_equal
-from fsdp_core.testing.suite.modules.parameters import own_share
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, loader, means, new_trainer
 
 __all__ = [
     "MOMENTS",
@@ -57,7 +57,7 @@ MOMENTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 #: Moments that differ in what a backend holds: without and with accumulated gradients, and after an epoch.
-OF_BACKENDS = ["between two steps", "between the micro-batches of a step", "after the epoch"]
+BACKEND_MOMENTS = ["between two steps", "between the micro-batches of a step", "after the epoch"]
 
 
 #: Options on which a backend's handling of accumulated gradients may depend.
@@ -95,8 +95,8 @@ class SeedingLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         iterator = super().__iter__()
-        seed: Any = self.dataset
-        seed.seed = iterator._base_seed
+        dataset: Any = self.dataset
+        dataset.seed = iterator._base_seed
         return iterator
 
 
@@ -135,13 +135,12 @@ class ByHand(Scheduled):
         self.automatic_optimization = False
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
         loss = mse_loss(self(batch[0]), batch[1])
         self.losses.append(loss.detach())
-        self.manual_backward(loss / 2)
         if batch_idx % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+            self.step_by_hand(loss / 2)
+        else:
+            self.manual_backward(loss / 2)
 
 
 class Saving(pl.Callback):
@@ -149,13 +148,13 @@ class Saving(pl.Callback):
 
     def __init__(self, path: str, hook: str, batch: int) -> None:
         self.path, self.hook, self.batch = path, hook, batch
-        self.at: int | None = None
+        self.losses_before: int | None = None
 
     def _save(self, hook: str, trainer: pl.Trainer) -> None:
         second = trainer.current_epoch == 1 and trainer.fit_loop.batch_idx == self.batch
-        if hook == self.hook and second and self.at is None:
+        if hook == self.hook and second and self.losses_before is None:
             module: Any = trainer.lightning_module
-            self.at = len(module.losses)
+            self.losses_before = len(module.losses)
             trainer.save_checkpoint(self.path)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
@@ -173,9 +172,9 @@ class Saving(pl.Callback):
 
 def noisy_batches(world_size: int, seeded: bool) -> DataLoader[Any]:
     """A loader shuffled by Lightning's sampler, or by a seed that the loader draws itself."""
-    kind = SeedingLoader if seeded else DataLoader
+    loader_class = SeedingLoader if seeded else DataLoader
     size = BATCH // here().shares(world_size) if not seeded else BATCH
-    return kind(Noisy(noise=here().own_generators), batch_size=size, shuffle=True)
+    return loader_class(Noisy(noise=here().own_generators), batch_size=size, shuffle=True)
 
 
 def fit_seeded(
@@ -217,16 +216,22 @@ def continued(
     """The outcomes of a run that saves and continues, and of one that resumes from there, both after the save."""
     hook, batch, arguments = MOMENTS[moment]
     path, module = f"{tmp}/checkpoint", ByHand if by_hand else Scheduled
-    given = {**arguments, **how, **({"use_distributed_sampler": False} if seeded else {})}
+    arguments = {**arguments, **how, **({"use_distributed_sampler": False} if seeded else {})}
     saving = Saving(path, hook, batch)
-    whole, _ = fit_seeded(module(), strategy, tmp, 2, 10, noisy_batches(2, seeded), callbacks=[saving], **given)
+    whole, _ = fit_seeded(module(), strategy, tmp, 2, 10, noisy_batches(2, seeded), callbacks=[saving], **arguments)
     if hook == "on_fit_end":
-        _, first = fit_seeded(module(), strategy, tmp, 2, 10, noisy_batches(2, seeded), **{**given, "max_epochs": 2})
+        _, first = fit_seeded(
+            module(), strategy, tmp, 2, 10, noisy_batches(2, seeded), **{**arguments, "max_epochs": 2}
+        )
         first.save_checkpoint(path)
-        saving.at = 2 * STEPS
-    resumed, _ = fit_seeded(module(), strategy, tmp, 2, 90, noisy_batches(2, seeded), resume=path, **given)
-    assert saving.at is not None
-    return {**whole, "losses": whole["losses"][saving.at :], "drawn": whole["drawn"][saving.at :]}, resumed
+        saving.losses_before = 2 * STEPS
+    resumed, _ = fit_seeded(module(), strategy, tmp, 2, 90, noisy_batches(2, seeded), resume=path, **arguments)
+    assert saving.losses_before is not None
+    return {
+        **whole,
+        "losses": whole["losses"][saving.losses_before :],
+        "drawn": whole["drawn"][saving.losses_before :],
+    }, resumed
 
 
 def _plain_data(world_size: int) -> DataLoader[Any]:
@@ -247,51 +252,39 @@ def _elsewhere(
     module = Scheduled(dropout=0.0)
     trainer = {**arguments, "callbacks": [] if resume else [saving], "options": options}
     fit_seeded(module, strategy, tmp, world_size, 10, data, resume=path if resume else None, **trainer)
-    return means(module.losses)[saving.at or 0 :]
+    return means(module.losses)[saving.losses_before or 0 :]
 
 
-def _fabric(strategy: str, tmp: str, kind: str) -> list[dict[str, Any]]:
-    """The outcomes of a loop that saves between two micro-batches and continues, and of one that resumes from there."""
-    return [_fabric_run(strategy, tmp, kind, load) for load in (False, True)]
-
-
-def _fabric_run(strategy: str, tmp: str, kind: str, load: bool) -> dict[str, Any]:
-    fabric = new_fabric(strategy, 2, {"state_dict_type": kind})
-    net = oracle.new_net(dropout=0.2)
-    with oracle.seeded(100 * load + fabric.global_rank):  # devices have their own generators
+def _train_under_fabric(strategy: str, tmp: str, kind: str, load: bool) -> dict[str, Any]:
+    """The outcome of a loop that saves between two micro-batches and continues, or of one that resumes from there."""
+    loop = Loop(strategy, oracle.adamw_groups, oracle.new_net(dropout=0.2), options={"state_dict_type": kind})
+    with oracle.seeded(100 * load + loop.fabric.global_rank):  # devices have their own generators
         pass
-    model, optimizer = fabric.setup(net, oracle.adamw_groups(net))
     state: dict[str, Any] = {
-        "model": model,
-        "optimizer": optimizer,
+        "model": loop.model,
+        "optimizer": loop.optimizer,
         "random": fsdp_core.RandomState(),
-        "gradients": fsdp_core.AccumulatedGradients(model),
+        "gradients": fsdp_core.AccumulatedGradients(loop.model),
         "batch": 0,
     }
     if load:
-        assert fabric.load(f"{tmp}/fabric", state) == {}
+        assert loop.fabric.load(f"{tmp}/fabric", state) == {}
     losses = []
-    while state["batch"] < 8:
-        x, y = own_share(fabric, oracle.global_batches(8)[state["batch"]])
-        stepping = state["batch"] % 2 == 1
-        with fabric.no_backward_sync(model, enabled=not stepping):
-            loss = mse_loss(model(x), y)
-            fabric.backward(loss / 2)
+    for x, y in loop.batches(8)[state["batch"] :]:
+        is_last = state["batch"] % 2 == 1
+        with loop.unreduced(not is_last):
+            loss = loop.loss(x, y)
+            loop.backward(loss / 2)
         losses.append(loss.item())
-        if stepping:
-            fabric.clip_gradients(model, optimizer, max_norm=0.3)
-            optimizer.step()
-            optimizer.zero_grad()
+        if is_last:
+            loop.fabric.clip_gradients(loop.model, loop.optimizer, max_norm=0.3)
+            loop.step()
         state["batch"] += 1
         if not load and state["batch"] == 3:
-            fabric.save(f"{tmp}/fabric", state)
+            loop.fabric.save(f"{tmp}/fabric", state)
             losses = []
-    strategy_used: Any = fabric.strategy
-    return {
-        "losses": losses,
-        "model": full_state(strategy_used),
-        "optimizer": full_optimizer_state(strategy_used, optimizer),
-    }
+    moments = full_optimizer_state(loop.fabric.strategy, loop.optimizer)
+    return {"losses": losses, "model": loop.state(), "optimizer": moments}
 
 
 def assert_same(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
@@ -322,7 +315,7 @@ class ExactResumeSuite(Clauses):
     """
 
     @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM, Capability.SHARDED_CHECKPOINT)
-    @pytest.mark.parametrize("moment", OF_BACKENDS)
+    @pytest.mark.parametrize("moment", BACKEND_MOMENTS)
     def test_resume_is_exact(self, ranks: Ranks, tmp_path: Path, moment: str) -> None:
         """A resumed run must repeat the uninterrupted one bit for bit."""
         for whole, resumed in ranks.run(2, continued, self.strategy, str(tmp_path), moment, {}):
@@ -355,13 +348,16 @@ class ExactResumeSuite(Clauses):
         whole = ranks.run(saved_on, _elsewhere, self.strategy, tmp, saved_on, path, moment, False, options)[0]
         resumed = ranks.run(resumed_on, _elsewhere, self.strategy, tmp, resumed_on, path, moment, True, options)[0]
         expected = STEPS * EPOCHS - STEPS - 3
-        told = f"{len(whole)} uninterrupted and {len(resumed)} resumed steps instead of {expected}"
-        assert len(whole) == len(resumed) == expected, told
+        message = f"{len(whole)} uninterrupted and {len(resumed)} resumed steps instead of {expected}"
+        assert len(whole) == len(resumed) == expected, message
         assert resumed == pytest.approx(whole, abs=RESUME_TOLERANCE)
 
     @requires(Capability.GRADIENT_ACCUMULATION, Capability.CLIP_BY_NORM)
     @KINDS
     def test_resume_is_exact_under_fabric(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
         """Under Fabric, a run that saves and loads RandomState and AccumulatedGradients must repeat bit for bit."""
-        for whole, resumed in ranks.run(2, _fabric, self.strategy, str(tmp_path), kind):
-            assert_same(resumed, whole)
+        whole, resumed = (
+            ranks.run(2, _train_under_fabric, self.strategy, str(tmp_path), kind, load) for load in (False, True)
+        )
+        for got, want in zip(resumed, whole, strict=True):
+            assert_same(got, want)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.nn.functional import mse_loss
 
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.base_class import KINDS, Clauses, requires
@@ -73,15 +73,8 @@ def _spoil_buffers(module: torch.nn.Module) -> set[str]:
 
 def oracle_epochs(optimizer: str) -> list[float]:
     """The losses of two epochs of two steps in one process."""
-    net = oracle.new_net()
-    opt = getattr(oracle, optimizer)(net)
-    losses = []
-    for x, y in oracle.global_batches(2) * 2:
-        loss = mse_loss(net(x), y)
-        losses.append(loss.item())
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+    loop = Loop(None, getattr(oracle, optimizer))
+    losses, _ = loop.train(loop.batches(2) * 2)
     return losses
 
 
@@ -92,10 +85,10 @@ def assert_bit_equal(got: Mapping[str, Any], want: Mapping[str, Any]) -> None:
         assert torch.equal(got["model"][name], tensor), name
     assert got["optimizer"].keys() == want["optimizer"].keys()
     for name, values in want["optimizer"].items():
-        mine = got["optimizer"][name]
-        assert mine.keys() == values.keys(), name
+        got_values = got["optimizer"][name]
+        assert got_values.keys() == values.keys(), name
         for key, value in values.items():
-            same = torch.equal(mine[key], value) if isinstance(value, torch.Tensor) else mine[key] == value
+            same = torch.equal(got_values[key], value) if isinstance(value, torch.Tensor) else got_values[key] == value
             assert same, (name, key)
 
 
@@ -134,14 +127,16 @@ def assert_continues(
 
 
 def _model_checkpoint(strategy: str, tmp: str, kind: str) -> dict[str, Any]:
-    keep = ModelCheckpoint(dirpath=f"{tmp}/kept", monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}")
+    callback = ModelCheckpoint(
+        dirpath=f"{tmp}/kept", monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}"
+    )
     module = Lit("sgd")
-    loop: dict[str, Any] = {"callbacks": [keep], "enable_checkpointing": True, "max_epochs": 4}
+    loop: dict[str, Any] = {"callbacks": [callback], "enable_checkpointing": True, "max_epochs": 4}
     run = new_trainer(tmp, strategy, 2, {"state_dict_type": kind}, **loop)
     run.fit(module, loader(2, 2), loader(1, 2))
     names = sorted(p.name for p in Path(tmp, "kept").iterdir())
-    assert keep.best_model_score is not None
-    score = float(keep.best_model_score)
+    assert callback.best_model_score is not None
+    score = float(callback.best_model_score)
     best = run.validate(module, loader(1, 2), ckpt_path="best", verbose=False)[0]["val_loss"]
     run.fit_loop.max_epochs = 5
     run.fit(module, loader(2, 2), loader(1, 2), ckpt_path="last")
@@ -164,8 +159,8 @@ class CheckpointsSuite(Clauses):
     @pytest.mark.parametrize(
         ("saved_on", "kind", "optimizer"),
         [
-            *(pytest.param(*one, marks=requires(Capability.SHARDED_CHECKPOINT)) for one in _SHARDED),
-            *(pytest.param(*one, marks=requires(Capability.FULL_CHECKPOINT)) for one in _FULL),
+            *(pytest.param(*case, marks=requires(Capability.SHARDED_CHECKPOINT)) for case in _SHARDED),
+            *(pytest.param(*case, marks=requires(Capability.FULL_CHECKPOINT)) for case in _FULL),
         ],
     )
     def test_saved_on_n_loaded_on_m(

@@ -17,7 +17,7 @@ from fsdp_core.lightning.capabilities import capability_of
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.collectives import count_collectives
+from fsdp_core.testing.measuring.collectives import count_collectives
 from fsdp_core.testing.oracle import Block
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.suite.base_class import Clauses, requires, undeclared
@@ -199,24 +199,24 @@ class CapabilitiesSuite(Clauses):
         ("capability", "front_end"),
         [
             pytest.param(capability, front_end, marks=undeclared(capability), id=f"{capability}-{front_end}")
-            for capability, asked in ASKED.items()
-            for front_end in asked
+            for capability, requests in ASKED.items()
+            for front_end in requests
         ],
     )
     def test_what_is_not_declared_is_refused(
         self, ranks: Ranks, tmp_path: Path, capability: Capability, front_end: FrontEnd
     ) -> None:
         """A request for an undeclared capability must raise an error that lists the strategies that have it."""
-        (told,) = ranks.run(1, _refusals, self.strategy, str(tmp_path), front_end, capability)
-        others = [info.name for info in registry.strategies().values() if capability in info.capabilities]
-        for message in told:
-            assert_says(message, repr(self.own_name(front_end)), *others)
+        (messages,) = ranks.run(1, _refusals, self.strategy, str(tmp_path), front_end, capability)
+        capable = [info.name for info in registry.strategies().values() if capability in info.capabilities]
+        for message in messages:
+            assert_says(message, repr(self.own_name(front_end)), *capable)
 
     def test_no_option_asks_for_what_is_not_declared(self) -> None:
         """The default of an option must not request a capability that the plugin does not declare."""
         info = fsdp_core.describe(self.strategy)
         asks = {option.name: capability_of(option.name, option.default) for option in info.options}
-        undone = [f"{name} ({asked})" for name, asked in asks.items() if asked and asked not in info.capabilities]
+        undone = [f"{name} ({need})" for name, need in asks.items() if need and need not in info.capabilities]
         assert not undone, f"options without their capability: {', '.join(undone)}; declare it, or remove the option"
 
     @requires(Capability.RESHARD_AFTER_FORWARD)
@@ -228,5 +228,5 @@ class CapabilitiesSuite(Clauses):
             return
         stay = ranks.run(2, _gathers, self.strategy, str(tmp_path), options)
         usual = ranks.run(2, _gathers, self.strategy, str(tmp_path), {})
-        told = f"{stay[0]} all-gathers per step with {options}, and {usual[0]} without, which should be more"
-        assert 0 < stay[0] < usual[0], told
+        message = f"{stay[0]} all-gathers per step with {options}, and {usual[0]} without, which should be more"
+        assert 0 < stay[0] < usual[0], message

@@ -20,7 +20,7 @@ from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.testing import oracle
-from fsdp_core.testing.ranks import Ranks
+from fsdp_core.testing.launching.ranks import Ranks
 from fsdp_core.testing.state import sharded_by
 from fsdp_core.testing.suite.base_class import Clauses
 from fsdp_core.testing.training import new_fabric
@@ -33,11 +33,11 @@ _DEVICE_TYPES = {"cpu": "cpu", "cuda": "cuda", "gpu": "cuda", "mps": "mps", "tpu
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def misfits(made: type, contract: type) -> list[str]:
+def misfits(implementation: type, contract: type) -> list[str]:
     """The methods whose signatures don't match core's calls.
 
     Args:
-        made: The class that implements the contract.
+        implementation: The class that implements the contract.
         contract: Its base class.
 
     Example:
@@ -52,20 +52,20 @@ def misfits(made: type, contract: type) -> list[str]:
           'check_only' is missing
           'device' has no default
     """
-    found = []
+    messages = []
     for name in dir(contract):
-        ours, theirs = inspect.getattr_static(contract, name), inspect.getattr_static(made, name)
+        ours, theirs = inspect.getattr_static(contract, name), inspect.getattr_static(implementation, name)
         if name.startswith("_") or theirs is ours or not _is_method(ours):
             continue
         if not _is_method(theirs) or isinstance(ours, property) != isinstance(theirs, property):
-            found.append(f"{made.__name__}.{name} is {type(theirs).__name__}, not {type(ours).__name__}")
+            messages.append(f"{implementation.__name__}.{name} is {type(theirs).__name__}, not {type(ours).__name__}")
         elif not isinstance(ours, property):
-            called, taken = (inspect.signature(getattr(one, name)) for one in (contract, made))
+            called, taken = (inspect.signature(getattr(cls, name)) for cls in (contract, implementation))
             reasons = _reasons(called, taken)
             if reasons:
-                head = f"{made.__name__}.{name}{_plain(taken)} is called as {name}{_plain(called)}:"
-                found.append("\n  ".join([head, *reasons]))
-    return found
+                head = f"{implementation.__name__}.{name}{_plain(taken)} is called as {name}{_plain(called)}:"
+                messages.append("\n  ".join([head, *reasons]))
+    return messages
 
 
 def accelerators_disagree(
@@ -96,24 +96,28 @@ def accelerators_disagree(
     theirs = [name for name in claimed if name not in _DEVICE_TYPES][: len(unclaimed)]
     claimed = [name for name in claimed if name not in theirs]
     unclaimed = unclaimed[len(theirs) :]
-    told = [f"the plugin names {', '.join(map(repr, claimed))}, and the backend runs on no such device"] * bool(claimed)
+    messages = [f"the plugin names {', '.join(map(repr, claimed))}, and the backend runs on no such device"] * bool(
+        claimed
+    )
     if unclaimed:
-        told.append(f"the backend runs on {', '.join(map(repr, unclaimed))}, and the plugin names no such accelerator")
-    return "; ".join(told)
+        messages.append(
+            f"the backend runs on {', '.join(map(repr, unclaimed))}, and the plugin names no such accelerator"
+        )
+    return "; ".join(messages)
 
 
 def _reasons(called: inspect.Signature, taken: inspect.Signature) -> list[str]:
     """Why calls with one signature don't match the other."""
-    kinds = {one.kind for one in taken.parameters.values()}
+    kinds = {parameter.kind for parameter in taken.parameters.values()}
     any_position, any_name = inspect.Parameter.VAR_POSITIONAL in kinds, inspect.Parameter.VAR_KEYWORD in kinds
-    positional = [one for one in taken.parameters.values() if one.kind in _POSITIONAL]
+    positional = [parameter for parameter in taken.parameters.values() if parameter.kind in _POSITIONAL]
     reasons, met = [], set()
-    place = -1
-    for name, one in called.parameters.items():
-        place += one.kind in _POSITIONAL
+    position = -1
+    for name, parameter in called.parameters.items():
+        position += parameter.kind in _POSITIONAL
         other = taken.parameters.get(name)
-        if one.kind in _POSITIONAL and not any_position:
-            there = positional[place] if place < len(positional) else None
+        if parameter.kind in _POSITIONAL and not any_position:
+            there = positional[position] if position < len(positional) else None
             if there is not None and there.name != name and not (other is not None and other in positional):
                 reasons.append(f"{name!r} is called {there.name!r} there")
                 met.add(there.name)
@@ -121,19 +125,20 @@ def _reasons(called: inspect.Signature, taken: inspect.Signature) -> list[str]:
             if there is not None and there.name != name:
                 reasons.append(f"{name!r} is not at the same position")
         if other is None:
-            if not (any_name and (any_position or one.kind not in _POSITIONAL)):
+            if not (any_name and (any_position or parameter.kind not in _POSITIONAL)):
                 reasons.append(f"{name!r} is missing")
             continue
         met.add(name)
-        if one.default is not one.empty and other.default is other.empty:
+        if parameter.default is not parameter.empty and other.default is other.empty:
             reasons.append(f"{name!r} has no default")
-        elif one.default is not one.empty and other.default != one.default:
-            reasons.append(f"{name!r} is {other.default!r} by default, not {one.default!r}")
+        elif parameter.default is not parameter.empty and other.default != parameter.default:
+            reasons.append(f"{name!r} is {other.default!r} by default, not {parameter.default!r}")
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return reasons + [
         f"{name!r} has no default"
-        for name, one in taken.parameters.items()
-        if name not in met and one.default is one.empty and one.kind not in variable and name not in called.parameters
+        for name, parameter in taken.parameters.items()
+        if name not in met and name not in called.parameters
+        if parameter.default is parameter.empty and parameter.kind not in variable
     ]
 
 
@@ -143,7 +148,7 @@ def _is_method(value: Any) -> bool:
 
 def _plain(signature: inspect.Signature) -> str:
     """A signature without annotations."""
-    parameters = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+    parameters = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
     return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
 
 
@@ -168,8 +173,8 @@ class ContractSuite(Clauses):
         """The plugin lists accelerators by Lightning's names, the backend by device types: both must list the same."""
         backend = self.strategy_class(front_end)().backend
         named = fsdp_core.describe(self.strategy).accelerators
-        told = accelerators_disagree(named, backend.accelerators, {"cpu": self._device_on_the_cpu(front_end)})
-        assert not told, told
+        message = accelerators_disagree(named, backend.accelerators, {"cpu": self._device_on_the_cpu(front_end)})
+        assert not message, message
 
     @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
     def test_methods_are_called_as_the_contract_says(self, front_end: FrontEnd) -> None:
@@ -177,16 +182,16 @@ class ContractSuite(Clauses):
         strategy = self.strategy_class(front_end)()
         contracts: dict[str, type] = {"backend": Backend, "runtime": Runtime}
         for role, contract in contracts.items():
-            made = type(getattr(strategy, role))
-            assert issubclass(made, contract)
-            assert not inspect.isabstract(made)
-            told = misfits(made, contract)
-            assert not told, "\n".join(told)
+            implementation = type(getattr(strategy, role))
+            assert issubclass(implementation, contract)
+            assert not inspect.isabstract(implementation)
+            messages = misfits(implementation, contract)
+            assert not messages, "\n".join(messages)
 
     def test_a_sharded_root_is_asked_as_the_contract_says(self, ranks: Ranks) -> None:
         """The methods of the backend's Sharded class must have signatures that match core's calls."""
-        (told,) = ranks.run(1, _misfits_of_sharded, self.strategy)
-        assert not told, "\n".join(told)
+        (messages,) = ranks.run(1, _misfits_of_sharded, self.strategy)
+        assert not messages, "\n".join(messages)
 
     def _device_on_the_cpu(self, front_end: FrontEnd) -> str:
         """The device type that ``accelerator="cpu"`` selects: some libraries have their own device on the CPU."""

@@ -11,7 +11,7 @@ import pytest
 import fsdp_core
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import FrontEnd
-from fsdp_core.testing.forking import within
+from fsdp_core.testing.launching.forking import within
 from fsdp_core.testing.suite.base_class import Clauses
 
 __all__ = ["ListingSuite"]
@@ -29,14 +29,14 @@ class ListingSuite(Clauses):
     def test_the_options_are_the_constructors_arguments(self, front_end: FrontEnd, foreign: str) -> None:
         """The declared options must be the constructor's keywords, with the same defaults."""
         declared = {option.name: option.default for option in fsdp_core.describe(self.strategy).options}
-        made = self.strategy_class(front_end)
-        taken = inspect.signature(made).parameters
+        constructor = self.strategy_class(front_end)
+        taken = inspect.signature(constructor).parameters
         if foreign not in taken:
             declared.pop(foreign, None)
         own = {name: each.default for name, each in taken.items() if each.kind is not inspect.Parameter.VAR_KEYWORD}
         assert own == {name: default for name, default in declared.items() if name in own}
         for name, default in declared.items():  # including those that the constructor passes on
-            made(**{name: default})
+            constructor(**{name: default})
 
     def test_listing_imports_neither_torch_nor_lightning(self) -> None:
         """Listing and describing the strategy must import neither torch nor Lightning nor numpy."""

@@ -35,11 +35,11 @@ class PresetClauses(Clauses):
         assert not theirs.presets
         front_ends: list[FrontEnd] = ["trainer", "fabric"]
         for front_end in front_ends:
-            made, base = self.strategy_class(front_end), self.class_of(self.preset_of, front_end)
-            assert ours.presets or made is not base
-            for one in made.__mro__[: made.__mro__.index(base)]:
-                defined = {name for name, value in vars(one).items() if callable(value)}
-                assert defined <= {"__init__", "options_class", "new_backend"}, f"{one} defines {defined}"
+            strategy_class, base = self.strategy_class(front_end), self.class_of(self.preset_of, front_end)
+            assert ours.presets or strategy_class is not base
+            for cls in strategy_class.__mro__[: strategy_class.__mro__.index(base)]:
+                defined = {name for name, value in vars(cls).items() if callable(value)}
+                assert defined <= {"__init__", "options_class", "new_backend"}, f"{cls} defines {defined}"
 
     def test_it_trains_as_the_oracle_does(self, ranks: Ranks, tmp_path: Path) -> None:
         """Losses and weights must equal those of one unsharded process."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -19,13 +19,12 @@ from torch.nn.functional import mse_loss
 from fsdp_core import full_state_dict, gathered
 from fsdp_core.errors import ShardingError
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE, Trained
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
-from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.base_class import Clauses, each_ranks, on_ranks
-from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.parity import assert_same
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, fit_module, loader, new_trainer
 
 __all__ = ["OutsideStepsSuite"]
 
@@ -39,7 +38,7 @@ CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-class Looking(Lit):
+class CallsItself(Lit):
     """Calls itself in hooks, and records the outputs."""
 
     def __init__(self, inference: bool) -> None:
@@ -65,78 +64,67 @@ class Looking(Lit):
         self.look()
 
 
-def _look(strategy: str, tmp: str, world_size: int, inference: bool) -> list[dict[str, float]]:
-    module = Looking(inference)
+def _outputs_in_hooks(strategy: str, tmp: str, world_size: int, inference: bool) -> list[dict[str, float]]:
+    module = CallsItself(inference)
     run = new_trainer(tmp, strategy, world_size, max_epochs=2)
     run.fit(module, loader(2, world_size), loader(1, world_size))
     module.look()
     return module.seen
 
 
-def _alone(strategy: str, tmp: str) -> tuple[str, str]:
+def _calls_of_one_rank(strategy: str, tmp: str) -> tuple[str, str]:
     """The errors of a call and of an export that only rank 0 makes."""
 
-    class Alone(Lit):
-        told = ("", "")
+    class CalledOnRank0(Lit):
+        messages = ("", "")
 
         def on_train_batch_end(self, *_: Any) -> None:
             x = torch.ones(BATCH, FEATURES)
             if self.global_rank == 0:
-                self.told = (
+                self.messages = (
                     refusal(ShardingError, lambda: self.net(x)),
                     refusal(ShardingError, lambda: full_state_dict(self)),
                 )
 
-    module = Alone()
+    module = CalledOnRank0()
     run: Any = new_trainer(tmp, strategy, 2)
     run.strategy.runtime.patience = timedelta(seconds=1)
     run.fit(module, loader(1, 2))
-    return module.told
+    return module.messages
 
 
-class Using(Lit):
+class UsesAShard(Lit):
     """Uses a parameter without calling its module."""
 
     def on_train_epoch_end(self) -> None:
         torch.ones(2, FEATURES, device=self.device) @ self.net.inp.weight.T
 
 
-def _train_with_calls(net: Any, steps: Sequence[Callable[[], Any]], optimizer: Any, call: Callable[..., Any]) -> None:
+def _step_after_calls(strategy: str | None, name: str) -> Trained:
     """Steps with calls between a backward pass and the optimizer's step, some of which fail."""
-    x = torch.ones(BATCH, FEATURES, device=next(net.parameters()).device)
-    for backward in steps:
-        before = list(map(id, net.parameters()))
-        backward()
-        call(x)  # with a graph that is never used
+    loop = Loop(strategy)
+    call = partial(CALLS[name], SimpleNamespace(net=loop.net))
+    ones = torch.ones(BATCH, FEATURES, device=next(loop.net.parameters()).device)
+    for x, y in loop.batches(2):
+        parameter_ids = list(map(id, loop.net.parameters()))
+        loop.backward(loop.loss(x, y))
+        call(ones)  # with a graph that is never used
         with torch.no_grad():
-            call(x)
+            call(ones)
         with suppress(RuntimeError):
-            call(x[:, 1:])  # a wrong shape, which every module refuses
-        optimizer.step()
-        call(x)
-        assert list(map(id, net.parameters())) == before, "a call has replaced the module's parameters"
-        optimizer.zero_grad()
-
-
-def _step_after_calls(strategy: str, name: str) -> Trained:
-    fabric = new_fabric(strategy)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
-
-    def backward(batch: tuple[Tensor, Tensor]) -> None:
-        x, y = own_share(fabric, batch)
-        fabric.backward(mse_loss(model(x), y))
-
-    steps = [partial(backward, batch) for batch in oracle.global_batches(2)]
-    _train_with_calls(net, steps, optimizer, partial(CALLS[name], SimpleNamespace(net=net)))
-    return [], full_state(fabric.strategy)
+            call(ones[:, 1:])  # a wrong shape, which every module refuses
+        loop.optimizer.step()
+        call(ones)
+        assert list(map(id, loop.net.parameters())) == parameter_ids, "a call has replaced the module's parameters"
+        loop.optimizer.zero_grad()
+    return [], loop.state()
 
 
 def _use_a_shard(strategy: str, tmp: str) -> list[str]:
     """Torch's error with its notes; nothing if none was raised."""
     run = new_trainer(tmp, strategy, 2)
     try:
-        run.fit(Using(), loader(1, 2))
+        run.fit(UsesAShard(), loader(1, 2))
     except RuntimeError as error:
         return ["\n".join([str(error), *getattr(error, "__notes__", ())])]
     return []
@@ -149,37 +137,32 @@ def _interrupt(strategy: str) -> tuple[str, dict[str, Tensor] | None, dict[str, 
         The error of a forward pass, the state after two steps if it can go on, and that of another model, which takes
         them in between.
     """
-    fabric = new_fabric(strategy)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
-    first, second = oracle.global_batches(2)
-    _step(fabric, model, optimizer, first)
+    loop = Loop(strategy)
+    first, (x, y) = loop.batches(2)
+    loop.step_on(*first)
 
     def fail(grad: Tensor) -> None:
         raise ZeroDivisionError
 
-    x, y = own_share(fabric, second)
-    hooked = net.blocks[0].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+    hook = loop.net.blocks[0].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
     with suppress(ZeroDivisionError):
-        fabric.backward(mse_loss(model(x), y))
-    hooked.remove()
-    told = refusal(ShardingError, lambda: model(x))
-    other = oracle.new_net()
-    other_model, other_optimizer = fabric.setup(other, oracle.momentum(other))
-    for batch in (first, second):
-        _step(fabric, other_model, other_optimizer, batch)
-    of_other = full_state_dict(other)
-    told = refusal(ShardingError, lambda: model(x)) if was_refused(told) else told  # it still is
-    optimizer.zero_grad()
-    again = refusal(ShardingError, lambda: _step(fabric, model, optimizer, second))
-    return again if was_refused(again) else told, None if was_refused(again) else full_state_dict(net), of_other
-
-
-def _step(fabric: Any, model: Any, optimizer: Any, batch: tuple[Tensor, Tensor]) -> None:
-    x, y = own_share(fabric, batch)
-    optimizer.zero_grad()
-    fabric.backward(mse_loss(model(x), y))
-    optimizer.step()
+        loop.backward(loop.loss(x, y))
+    hook.remove()
+    message = refusal(ShardingError, lambda: loop.model(x))
+    other_net = oracle.new_net()
+    other_model, other_optimizer = loop.fabric.setup(other_net, oracle.momentum(other_net))
+    for batch in (first, (x, y)):
+        loop.fabric.backward(mse_loss(other_model(batch[0]), batch[1]))
+        other_optimizer.step()
+        other_optimizer.zero_grad()
+    other_state = full_state_dict(other_net)
+    if was_refused(message):  # it still is
+        message = refusal(ShardingError, lambda: loop.model(x))
+    loop.optimizer.zero_grad()
+    message_of_step = refusal(ShardingError, lambda: loop.step_on(x, y))
+    if was_refused(message_of_step):
+        return message_of_step, None, other_state
+    return message, full_state_dict(loop.net), other_state
 
 
 @torch.no_grad()
@@ -191,11 +174,10 @@ def _write(net: Any) -> None:
 
 def _gather(strategy: str) -> dict[str, Any]:
     """What a rank sees of whole parameters, and the state after a write to them and a step."""
-    fabric = new_fabric(strategy)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
-    batches = oracle.global_batches(2)
-    _step(fabric, model, optimizer, batches[0])
+    loop = Loop(strategy)
+    fabric, net, model = loop.fabric, loop.net, loop.model
+    first, second = loop.batches(2)
+    loop.step_on(*first)
     x = torch.ones(BATCH, FEATURES, device=fabric.device)
     seen: dict[str, Any] = {}
     last = fabric.world_size - 1
@@ -213,22 +195,20 @@ def _gather(strategy: str) -> dict[str, Any]:
         if fabric.global_rank == last:
             _write(net)
             net.load_state_dict({name: value.detach().clone() for name, value in net.state_dict().items()})
-            copied = copy.deepcopy(net)
-            assert torch.equal(copied.inp.weight, net.inp.weight)
-    _step(fabric, model, optimizer, batches[1])
-    return {"seen": seen, "shapes": shapes, "state": full_state(fabric.strategy)}
+            assert torch.equal(copy.deepcopy(net).inp.weight, net.inp.weight)
+    loop.step_on(*second)
+    return {"seen": seen, "shapes": shapes, "state": loop.state()}
 
 
 def _misuse(strategy: str) -> tuple[dict[str, str], bool]:
     """The errors of invalid uses of ``gathered()``, and whether the state is unchanged."""
-    fabric = new_fabric(strategy)
-    net = oracle.new_net()
-    model, _ = fabric.setup(net, oracle.momentum(net))
-    before = full_state(fabric.strategy)
+    loop = Loop(strategy)
+    fabric, net = loop.fabric, loop.net
+    state = loop.state()
 
-    def within(use: Callable[[], Any], **settings: Any) -> str:
+    def refusal_of(use: Callable[[], Any], **settings: Any) -> str:
         def enter() -> None:
-            with gathered(model, **settings):
+            with gathered(loop.model, **settings):
                 use()
 
         return refusal(ShardingError, enter)
@@ -236,28 +216,31 @@ def _misuse(strategy: str) -> tuple[dict[str, str], bool]:
     def replace() -> None:
         net.inp.weight = nn.Parameter(torch.ones(FEATURES, FEATURES))
 
-    x = torch.ones(BATCH, FEATURES, device=fabric.device)
-    told = {
-        "written": within(lambda: _write(net)),
-        "trained": within(lambda: net(x).sum().backward()),
-        "replaced": within(replace),
-        "frozen": within(lambda: net.inp.weight.requires_grad_(False)),
-        "nested": within(lambda: gathered(model).__enter__()),
-    }
-
     def fail() -> None:
         if fabric.global_rank == 0:
             raise ValueError("of rank 0")
 
+    x = torch.ones(BATCH, FEATURES, device=fabric.device)
+    messages = {
+        "written": refusal_of(lambda: _write(net)),
+        "trained": refusal_of(lambda: net(x).sum().backward()),
+        "replaced": refusal_of(replace),
+        "frozen": refusal_of(lambda: net.inp.weight.requires_grad_(False)),
+        "nested": refusal_of(lambda: gathered(loop.model).__enter__()),
+    }
     if fabric.world_size > 1:
-        told["raised"] = within(fail).removeprefix("instead of a refusal: ")
-        told["written otherwise"] = within(lambda: fabric.global_rank and _write(net), modifier_rank=0)
-    after = full_state(fabric.strategy)
-    return told, all(torch.equal(after[name], tensor) for name, tensor in before.items())
+        messages["raised"] = refusal_of(fail).removeprefix("instead of a refusal: ")
+        messages["written otherwise"] = refusal_of(lambda: fabric.global_rank and _write(net), modifier_rank=0)
+    new_state = loop.state()
+    return messages, all(torch.equal(new_state[name], tensor) for name, tensor in state.items())
 
 
 def _within_inference_mode(strategy: str, tmp: str) -> tuple[float, list[float], Trained, Trained]:
-    """A test's loss in inference mode, the losses of training after it, and the state after training under Fabric."""
+    """The loss of a test in inference mode, the losses of training after it, and two outcomes under Fabric.
+
+    The first is of a net that was set up, saved, loaded and gathered in inference mode, the second of one that was set
+    up as usual, and called in inference mode before anything else.
+    """
     path = str(Path(tmp) / "checkpoint")
     run = new_trainer(tmp, strategy, 2)
     run.fit(Lit("momentum"), loader(1, 2))
@@ -265,34 +248,26 @@ def _within_inference_mode(strategy: str, tmp: str) -> tuple[float, list[float],
     module, run = Lit("momentum"), new_trainer(tmp, strategy, 2)
     with torch.inference_mode():
         run.test(module, loader(1, 2), ckpt_path=path, verbose=False)
-    tested = float(run.callback_metrics["test_loss"])
-    new_trainer(tmp, strategy, 2).fit(module, loader(2, 2))
-    fabric = new_fabric(strategy)
+    test_loss = float(run.callback_metrics["test_loss"])
+    losses, _ = fit_module(strategy, tmp, module, 2)
     net = oracle.new_net()
-    x = torch.ones(BATCH, FEATURES, device=fabric.device)
     with torch.inference_mode():
-        model, optimizer = fabric.setup(net, oracle.momentum(net))
-        model(x)
-        fabric.save(f"{path} of fabric", {"model": model, "optimizer": optimizer})
-        fabric.load(f"{path} of fabric", {"model": model, "optimizer": optimizer})
-        with gathered(model):
+        loop = Loop(strategy, net=net)
+        x = torch.ones(BATCH, FEATURES, device=loop.fabric.device)
+        loop.model(x)
+        objects = {"model": loop.model, "optimizer": loop.optimizer}
+        loop.fabric.save(f"{path} of fabric", objects)
+        loop.fabric.load(f"{path} of fabric", objects)
+        with gathered(loop.model):
             net(x)
-    for batch in oracle.global_batches(2):
-        _step(fabric, model, optimizer, batch)
-    return tested, means(module.losses), ([], full_state(fabric.strategy)), _first_called_in_inference_mode(strategy, x)
-
-
-def _first_called_in_inference_mode(strategy: str, x: Tensor) -> Trained:
-    """The state after training what was set up as usual, and called in inference mode before anything else."""
-    fabric = new_fabric(strategy)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
+    _, state = loop.train(loop.batches(2))
+    later = Loop(strategy)
+    x = torch.ones(BATCH, FEATURES, device=later.fabric.device)
     with torch.inference_mode():
-        net.blocks[0](x)
-        net(x)
-    for batch in oracle.global_batches(2):
-        _step(fabric, model, optimizer, batch)
-    return [], full_state(fabric.strategy)
+        later.net.blocks[0](x)
+        later.net(x)
+    _, later_state = later.train(later.batches(2))
+    return test_loss, losses, ([], state), ([], later_state)
 
 
 class OutsideStepsSuite(Clauses):
@@ -305,8 +280,8 @@ class OutsideStepsSuite(Clauses):
     )
     def test_calls_outside_of_steps(self, ranks: Ranks, tmp_path: Path, inference: bool) -> None:
         """In hooks and after training, the model and its parts must be callable, without an effect on training."""
-        want = _look("auto", str(tmp_path / "plain"), 1, inference)
-        for seen in ranks.run(2, _look, self.strategy, str(tmp_path), 2, inference):
+        want = _outputs_in_hooks("auto", str(tmp_path / "plain"), 1, inference)
+        for seen in ranks.run(2, _outputs_in_hooks, self.strategy, str(tmp_path), 2, inference):
             assert len(seen) == len(want), f"the model was called in {len(seen)} hooks instead of {len(want)}"
             for got, expected in zip(seen, want, strict=True):
                 assert got == pytest.approx(expected, abs=FP32_TOLERANCE * BATCH * FEATURES)
@@ -314,16 +289,7 @@ class OutsideStepsSuite(Clauses):
     @pytest.mark.parametrize("name", [name for name in CALLS if name != "all"])
     def test_calls_leave_shards_and_gradients_alone(self, ranks: Ranks, name: str) -> None:
         """Calls between a backward pass and its step, even failing ones, must keep gradients and sharded parameters."""
-        net = oracle.new_net()
-        optimizer = oracle.momentum(net)
-
-        def backward(batch: tuple[Tensor, Tensor]) -> None:
-            mse_loss(net(batch[0]), batch[1]).backward()
-
-        steps = [partial(backward, batch) for batch in oracle.global_batches(2)]
-        _train_with_calls(net, steps, optimizer, partial(CALLS[name], SimpleNamespace(net=net)))
-        want = {key: tensor.detach().clone() for key, tensor in net.state_dict().items()}
-        assert_same(ranks.run(2, _step_after_calls, self.strategy, name), ([], want))
+        assert_same(ranks.run(2, _step_after_calls, self.strategy, name), _step_after_calls(None, name))
 
     def test_an_interrupted_backward_pass(self, ranks: Ranks) -> None:
         """After a backward pass that raised, training must be correct, or an error must say how to continue.
@@ -331,21 +297,21 @@ class OutsideStepsSuite(Clauses):
         Another model must train as if nothing had been.
         """
         _, want = oracle.train_plain(2, oracle.momentum)
-        for rank, (told, state, of_other) in enumerate(ranks.run(2, _interrupt, self.strategy)):
+        for rank, (message, state, other_state) in enumerate(ranks.run(2, _interrupt, self.strategy)):
             if rank == 0:
-                assert_same([([], of_other)], ([], want))
+                assert_same([([], other_state)], ([], want))
             if state is None:
-                assert_says(told, "can't recover", "load a checkpoint")
+                assert_says(message, "can't recover", "load a checkpoint")
                 continue
-            if was_refused(told):
-                assert_says(told, "an exception has interrupted a backward pass", "optimizer.zero_grad()")
+            if was_refused(message):
+                assert_says(message, "an exception has interrupted a backward pass", "optimizer.zero_grad()")
             if rank == 0:
                 assert_same([([], state)], ([], want))
 
     @on_ranks("processes")
     def test_a_call_by_one_rank_alone(self, ranks: Ranks, tmp_path: Path) -> None:
         """A collective that only one rank calls must raise an error soon: it must neither hang nor mix up data."""
-        (called, exported), _ = ranks.run(2, _alone, self.strategy, str(tmp_path))
+        (called, exported), _ = ranks.run(2, _calls_of_one_rank, self.strategy, str(tmp_path))
         assert_says(exported, "rank 0 waited 1 s in a gathering of whole weights", "what rank 1 did not do")
         if was_refused(called):  # otherwise the call needs no collective
             assert_says(
@@ -355,24 +321,21 @@ class OutsideStepsSuite(Clauses):
 
     def test_a_shard_that_is_used_as_a_parameter(self, ranks: Ranks, tmp_path: Path) -> None:
         """If a part of the model can't be called since parameters are shards, what to write must be told."""
-        for told in ranks.run(2, _use_a_shard, self.strategy, str(tmp_path)):
-            for note in told:
+        for messages in ranks.run(2, _use_a_shard, self.strategy, str(tmp_path)):
+            for note in messages:
                 assert_says(note, "parameters are shards", "with fsdp_core.gathered(module):")
 
     def test_gathered(self, ranks: Ranks) -> None:
         """In ``gathered()``, one rank must read, call and write whole parameters; all ranks train with its values."""
-        net = oracle.new_net()
-        optimizer = oracle.momentum(net)
-        (first, second), x = oracle.global_batches(2), torch.ones(BATCH, FEATURES)
-        mse_loss(net(first[0]), first[1]).backward()
-        optimizer.step()
+        loop = Loop(None)
+        net, x = loop.net, torch.ones(BATCH, FEATURES)
+        first, second = loop.batches(2)
+        loop.step_on(*first)
         with torch.no_grad():
             called = [float(net(x).sum()), float(net(x).sum()), float(net.blocks[0](x).sum())]
         read = float(net.inp.weight.detach().norm())
         _write(net)
-        optimizer.zero_grad()
-        mse_loss(net(second[0]), second[1]).backward()
-        optimizer.step()
+        loop.step_on(*second)
         results = each_ranks(ranks, ranks.run(2, _gather, self.strategy))
         for got in results:
             assert got["shapes"] == {name: tuple(value.shape) for name, value in net.state_dict().items()}
@@ -386,15 +349,15 @@ class OutsideStepsSuite(Clauses):
 
     def test_gathered_refuses_what_it_can_not_take_over(self, ranks: Ranks) -> None:
         """``gathered()`` must refuse changes that it can't apply, and leave the state as it was."""
-        for told, is_same in each_ranks(ranks, ranks.run(2, _misuse, self.strategy)):
-            assert_says(told["written"], "'inp.weight', which no rank was to change", "modifier_rank=0")
-            assert_says(told["trained"], "has got a gradient", "torch.autograd.grad()")
-            assert_says(told["replaced"], "'inp.weight' was replaced")
-            assert_says(told["frozen"], "'inp.weight' was frozen")
-            assert_says(told["nested"], "inside another gathered()")
-            if "written otherwise" in told:
-                assert_says(told["raised"], "ValueError", "of rank 0")
-                assert_says(told["written otherwise"], "rank 1 changed 'inp.weight'", "modifier_rank=1")
+        for messages, is_same in each_ranks(ranks, ranks.run(2, _misuse, self.strategy)):
+            assert_says(messages["written"], "'inp.weight', which no rank was to change", "modifier_rank=0")
+            assert_says(messages["trained"], "has got a gradient", "torch.autograd.grad()")
+            assert_says(messages["replaced"], "'inp.weight' was replaced")
+            assert_says(messages["frozen"], "'inp.weight' was frozen")
+            assert_says(messages["nested"], "inside another gathered()")
+            if "written otherwise" in messages:
+                assert_says(messages["raised"], "ValueError", "of rank 0")
+                assert_says(messages["written otherwise"], "rank 1 changed 'inp.weight'", "modifier_rank=1")
             assert is_same, "a refused change has modified the state"
 
     @on_ranks("processes")
@@ -403,10 +366,10 @@ class OutsideStepsSuite(Clauses):
         net = oracle.new_net()
         oracle.train_plain(1, oracle.momentum, net=net)
         x, y = oracle.global_batches(1)[0]
-        tested = float(mse_loss(net(x), y).detach())
+        test_loss = float(mse_loss(net(x), y).detach())
         losses, _ = oracle.train_plain(2, oracle.momentum, net=net)
         _, state = oracle.train_plain(2, oracle.momentum)
-        for got_tested, got_losses, *got in ranks.run(2, _within_inference_mode, self.strategy, str(tmp_path)):
-            assert got_tested == pytest.approx(tested, abs=FP32_TOLERANCE)
-            assert got_losses == pytest.approx(losses, abs=FP32_TOLERANCE)
+        for rank_test_loss, rank_losses, *got in ranks.run(2, _within_inference_mode, self.strategy, str(tmp_path)):
+            assert rank_test_loss == pytest.approx(test_loss, abs=FP32_TOLERANCE)
+            assert rank_losses == pytest.approx(losses, abs=FP32_TOLERANCE)
             assert_same(got, ([], state))

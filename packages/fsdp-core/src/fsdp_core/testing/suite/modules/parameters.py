@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torchmetrics import SumMetric
@@ -17,15 +17,15 @@ from torchmetrics import SumMetric
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Trained
-from fsdp_core.testing.refusals import assert_says, refusal, was_refused
+from fsdp_core.testing.refusals import assert_says, result_or_refusal, was_refused
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.base_class import Clauses, each_ranks, on_ranks, precisions, requires
-from fsdp_core.testing.suite.numerics.parity import assert_same
-from fsdp_core.testing.suite.training.loops import losses_of
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
+from fsdp_core.testing.suite.numerics.parity import assert_same_or_refused, assert_state_close
+from fsdp_core.testing.training import Lit, fit_module, fit_plainly, means, new_fabric, own_share
 
-__all__ = ["Gains", "ParametersSuite", "gains_of", "own_share"]
+__all__ = ["Gains", "ParametersSuite", "gains_in", "sgd_of_gains"]
 
 
 UNFROZEN, UNUSED = "unfrozen later", "unused in the last micro-batch"
@@ -45,97 +45,47 @@ class Gains(nn.Module):
         return x * self.two if use_two else x
 
 
-def _gains_oracle(scenario: str) -> dict[str, float]:
-    net = Gains()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    batches = oracle.global_batches(3)
-    if scenario == UNFROZEN:
-        (mse_loss(net.layer(batches[0][0]) * net.one.detach() * net.two.detach(), batches[0][1])).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        batches = batches[1:]
-    else:
-        for i, (x, y) in enumerate(batches):
-            mse_loss(net(x, use_two=i < 2), y).backward()
-        optimizer.step()
-        return {"one": net.one.item(), "two": net.two.item()}
-    for x, y in batches:
-        mse_loss(net(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"one": net.one.item(), "two": net.two.item()}
+def sgd_of_gains(net: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer with a rate at which the 0-dim parameters move."""
+    return torch.optim.SGD(net.parameters(), lr=0.1)
 
 
-def own_share(fabric: Fabric, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """This rank's rows of a batch."""
-    x, y = batch
-    mine = slice(fabric.global_rank, None, fabric.world_size)
-    share: tuple[Tensor, Tensor] = fabric.to_device((x[mine], y[mine]))
-    return share
-
-
-def gains_of(strategy: Any) -> dict[str, float]:
-    """The current values of the root's two 0-dim parameters. A collective: all ranks must call it."""
-    state = full_state(strategy)
+def gains_in(state: Mapping[str, Tensor]) -> dict[str, float]:
+    """The values of the two 0-dim parameters in a full state."""
     return {name: state[name].item() for name in ("one", "two")}
 
 
-def _gains(strategy: str, scenario: str) -> dict[str, float]:
-    fabric = new_fabric(strategy)
+def _train_gains(strategy: str | None, scenario: str) -> dict[str, float]:
     net = Gains()
-    if scenario == UNFROZEN:
-        net.one.requires_grad_(False)
-        net.two.requires_grad_(False)
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    batches = [own_share(fabric, batch) for batch in oracle.global_batches(3)]
+    for gain in (net.one, net.two):
+        gain.requires_grad_(scenario != UNFROZEN)
+    loop = Loop(strategy, sgd_of_gains, net)
+    for index, (x, y) in enumerate(loop.batches(3)):
+        if scenario == UNUSED:
+            with loop.unreduced(index < 2):
+                loop.backward(mse_loss(loop.model(x, use_two=index < 2), y))
+        else:
+            for name in ("one", "two") if index == 1 else ():
+                getattr(net, name).requires_grad_(True)
+            loop.step_on(x, y)
     if scenario == UNUSED:
-        for i, (x, y) in enumerate(batches):
-            with fabric.no_backward_sync(model, enabled=i < 2):
-                fabric.backward(mse_loss(model(x, use_two=i < 2), y))
-        optimizer.step()
-        return gains_of(fabric.strategy)
-    for i, (x, y) in enumerate(batches):
-        if i == 1:
-            net.one.requires_grad_(True)
-            net.two.requires_grad_(True)
-        fabric.backward(mse_loss(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-    return gains_of(fabric.strategy)
+        loop.step()
+    return gains_in(loop.state())
 
 
-def _unfrozen_oracle() -> list[float]:
-    net = oracle.new_net()
+def _unfreeze_later(strategy: str | None, precision: Any = None, evaluated: bool = False) -> list[float]:
+    """The losses of three steps, before the second of which a block is unfrozen."""
+    net: Any = oracle.new_net()
     net.blocks[1].requires_grad_(False)
-    optimizer = oracle.sgd(net)
+    loop = Loop(strategy, oracle.sgd, net, precision=precision)
     losses = []
-    for i, (x, y) in enumerate(oracle.global_batches(3)):
-        net.blocks[1].requires_grad_(i > 0)
-        loss = mse_loss(net(x), y)
-        losses.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def _unfrozen(strategy: str, precision: Any, evaluated: bool = False) -> list[float]:
-    fabric = new_fabric(strategy, precision=precision)
-    net = oracle.new_net()
-    net.blocks[1].requires_grad_(False)
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
-    losses = []
-    for i, (x, y) in enumerate(whole_batches(fabric, 3)):
-        if i == 1 and evaluated:
+    for index, (x, y) in enumerate(loop.whole_batches(3)):
+        if index == 1 and evaluated:
             with torch.no_grad():
-                model(x)
-        if i == 1:
+                loop.model(x)
+        if index == 1:
             net.blocks[1].requires_grad_(True)
-        loss = mse_loss(model(x), y)
-        losses.append(loss.item())
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        losses.append(loop.step_on(x, y).item())
     return losses
 
 
@@ -151,19 +101,16 @@ class Normed(nn.Module):
         return self.out(torch.relu(self.norm(self.inp(x))))
 
 
-def _batch_norm(strategy: str, precision: Any) -> tuple[list[float], dict[str, Tensor]]:
-    fabric = new_fabric(strategy, precision=precision)
-    net = Normed()
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
+def _train_with_batch_norm(strategy: str, precision: Any) -> Trained:
+    loop = Loop(strategy, oracle.momentum, Normed(), precision=precision)
     losses = []
-    for x, y in whole_batches(fabric, 3):  # the same batch on both ranks, so that statistics equal the oracle's
-        loss = mse_loss(model(x), y)
+    for x, y in loop.whole_batches(3):  # the same batch on both ranks, so that statistics equal the oracle's
+        loss = loop.loss(x, y)
         losses.append(loss.item())
-        fabric.backward(loss)
-        fabric.clip_gradients(model, optimizer, max_norm=10.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, full_state(fabric.strategy)
+        loop.backward(loss)
+        loop.fabric.clip_gradients(loop.model, loop.optimizer, max_norm=10.0)
+        loop.step()
+    return losses, loop.state()
 
 
 class Stateful(nn.Module):
@@ -218,38 +165,35 @@ class Clamped(Lit):
     """Clamps its weights, like the critic of a WGAN: in its training step, or in a hook after it.
 
     Args:
-        where: ``"in a step"`` before its forward pass, ``"in a step of rank 1"`` on it alone, ``"in a step by hand"``
+        moment: ``"in a step"`` before its forward pass, ``"in a step of rank 1"`` on it alone, ``"in a step by hand"``
             after the optimizer's step, ``"after a step"`` or ``"after a step by hand"``; ``"in a layer"`` in the
             forward pass of one layer of the first block, ``"in a layer that assigns"`` by an assignment to ``.data``.
     """
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, moment: str) -> None:
         super().__init__("sgd")
-        self.where = where
-        if where.startswith("in a layer"):
+        self.moment = moment
+        if moment.startswith("in a layer"):
             block: Any = self.net.blocks[0]
             layer = ClampedLinear(block.up.in_features, block.up.out_features)
             layer.load_state_dict(block.up.state_dict())
-            layer.assigns = where == "in a layer that assigns"
+            layer.assigns = moment == "in a layer that assigns"
             block.up = layer
-        self.automatic_optimization = not where.endswith("by hand")
+        self.automatic_optimization = not moment.endswith("by hand")
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        if self.where == "in a step" or (self.where == "in a step of rank 1" and self.global_rank == 1):
+        if self.moment == "in a step" or (self.moment == "in a step of rank 1" and self.global_rank == 1):
             self.clamp()
         loss = super().training_step(batch, batch_idx)
         if self.automatic_optimization:
             return loss
-        optimizer: Any = self.optimizers()
-        self.manual_backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        if self.where == "in a step by hand":
+        self.step_by_hand(loss)
+        if self.moment == "in a step by hand":
             self.clamp()
         return None
 
     def on_train_batch_end(self, *_: Any) -> None:
-        if self.where.startswith("after"):
+        if self.moment.startswith("after"):
             self.clamp()
 
     def clamp(self) -> None:
@@ -257,11 +201,8 @@ class Clamped(Lit):
             parameter.data.clamp_(-0.2, 0.2)
 
 
-def _clamped(strategy: str, tmp: str, where: str) -> Trained | str:
-    module = Clamped(where)
-    run = new_trainer(tmp, strategy, 2)
-    said = refusal(ShardingError, partial(run.fit, module, loader(3, 2)))
-    return said if was_refused(said) else (means(module.losses), full_state(run.strategy))
+def _train_clamped(strategy: str, tmp: str, moment: str) -> Trained | str:
+    return result_or_refusal(ShardingError, partial(fit_module, strategy, tmp, Clamped(moment), 3))
 
 
 class ClampedNet(Gains):
@@ -305,10 +246,7 @@ class Teacher(Lit):
             average.data.mul_(0.9).add_(parameter.data, alpha=0.1)
         if self.automatic_optimization:
             return loss
-        optimizer: Any = self.optimizers()
-        self.manual_backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        self.step_by_hand(loss)
         self.follow()
         return None
 
@@ -322,91 +260,72 @@ class Teacher(Lit):
             average.lerp_(parameter, share)
 
 
-def _taught(strategy: str, tmp: str, by_hand: bool) -> Trained | str:
-    module = Teacher(by_hand)
-    run = new_trainer(tmp, strategy, 2)
+def _train_with_teacher(strategy: str, tmp: str, by_hand: bool) -> Trained | str:
     # torch_xla's own error too, whose parameters are shards also inside a step
-    said = refusal((ShardingError, RuntimeError), partial(run.fit, module, loader(3, 2), loader(1, 2)))
-    assert was_refused(said) or said.endswith("nothing was raised"), said
-    return said if was_refused(said) else (means(module.losses), full_state(run.strategy))
+    errors = (ShardingError, RuntimeError)
+    return result_or_refusal(errors, partial(fit_module, strategy, tmp, Teacher(by_hand), 3, validation_steps=1))
 
 
 #: What steps compute of parameters that a unit may hold in pieces.
-OF_PIECES = ("other weights of a block", "other weights of the root's", "a penalty", "a norm in a hook")
+USES = ("other weights of a block", "other weights of the root's", "a penalty", "a norm in a hook")
 
 
-class OfPieces(Lit):
+class UsesOfParameters(Lit):
     """Computes with parameters outside of the module that they belong to.
 
     Args:
-        what: One of :data:`OF_PIECES`.
+        use: One of :data:`USES`.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, use: str) -> None:
         super().__init__("sgd")
-        self.what = what
+        self.use = use
         self.norms: list[float] = []
-        self.others = {name: p.detach() * 2.0 for name, p in self.net.blocks[0].named_parameters()}
-        self.of_root = {name: p.detach() * 2.0 for name, p in self.net.inp.named_parameters()}
+        self.block_weights = {name: p.detach() * 2.0 for name, p in self.net.blocks[0].named_parameters()}
+        self.root_weights = {name: p.detach() * 2.0 for name, p in self.net.inp.named_parameters()}
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         x = self.net.inp(batch[0])
-        if self.what == "other weights of a block":
-            loss = loss + torch.func.functional_call(self.net.blocks[0], self.others, (x,)).square().mean()
-        elif self.what == "other weights of the root's":
-            loss = loss + torch.func.functional_call(self.net.inp, self.of_root, (batch[0],)).square().mean()
-        elif self.what == "a penalty":
+        if self.use == "other weights of a block":
+            loss = loss + torch.func.functional_call(self.net.blocks[0], self.block_weights, (x,)).square().mean()
+        elif self.use == "other weights of the root's":
+            loss = loss + torch.func.functional_call(self.net.inp, self.root_weights, (batch[0],)).square().mean()
+        elif self.use == "a penalty":
             loss = loss + 0.1 * sum(parameter.square().sum() for parameter in self.parameters())
         self.losses[-1] = loss.detach()
         return loss
 
     def on_before_optimizer_step(self, *_: Any) -> None:
-        if self.what == "a norm in a hook":
+        if self.use == "a norm in a hook":
             total: Any = sum(parameter.detach().norm() for parameter in self.parameters())
             self.norms.append(float(total.full_tensor() if hasattr(total, "full_tensor") else total))
 
 
-def _of_pieces(strategy: str, tmp: str) -> dict[str, Trained | str]:
-    outcomes: dict[str, Trained | str] = {}
-    for what in OF_PIECES:
-        module = OfPieces(what)
-        run = new_trainer(tmp, strategy, 2)
-        fit = partial(run.fit, module, loader(2, 2))
-        # torch's own errors too: DTensors and plain tensors don't mix
-        said = refusal((ShardingError, UnsupportedCapabilityError, RuntimeError), fit)
-        if was_refused(said):
-            outcomes[what] = said
-            continue
-        assert said.endswith("nothing was raised"), said
-        outcomes[what] = [*means(module.losses), *module.norms], full_state(run.strategy)
-    return outcomes
+def _train_with_uses(strategy: str, tmp: str) -> dict[str, Trained | str]:
+    """By use, the losses and norms with the state, or the error."""
+    # torch's own errors too: DTensors and plain tensors don't mix
+    errors = (ShardingError, UnsupportedCapabilityError, RuntimeError)
+
+    def train(use: str) -> Trained:
+        module = UsesOfParameters(use)
+        losses, state = fit_module(strategy, tmp, module, 2)
+        return [*losses, *module.norms], state
+
+    return {use: result_or_refusal(errors, partial(train, use)) for use in USES}
 
 
-def _clamped_in_forward(strategy: str, of_rank: int | None) -> tuple[str, Trained]:
-    fabric = new_fabric(strategy)
-    net = ClampedNet()
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
-    model.eval()
+def _train_clamped_in_forward(strategy: str, rank: int | None) -> Trained | str:
+    """Train a net that clamps its weights on all ranks, or on one of them."""
+    loop = Loop(strategy, oracle.sgd, ClampedNet())
+    loop.model.eval()
     with torch.no_grad():
-        model(fabric.to_device(oracle.global_batches(1)[0][0]))  # is not watched: it trains nothing
-    model.train(of_rank is None or fabric.global_rank == of_rank)
-    losses: list[Tensor] = []
-
-    def train() -> None:
-        for batch in oracle.global_batches(3):
-            x, y = own_share(fabric, batch)
-            loss = mse_loss(model(x), y)
-            losses.append(loss.detach())
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    said = refusal(ShardingError, train)
-    return said, ([], {}) if was_refused(said) else (means(losses), full_state(fabric.strategy))
+        loop.model(loop.whole_batches(1)[0][0])  # is not watched: it trains nothing
+    loop.model.train(rank is None or loop.fabric.global_rank == rank)
+    return result_or_refusal(ShardingError, lambda: loop.train(loop.batches(3)))
 
 
-def _stepping_in_backward(strategy: str) -> Trained | str:
+def _step_in_backward(strategy: str) -> Trained | str:
     """Train by an optimizer for each parameter, which steps in a hook of its gradient; or the error message."""
     fabric = new_fabric(strategy)
     net = oracle.new_net()
@@ -421,8 +340,8 @@ def _stepping_in_backward(strategy: str) -> Trained | str:
         for parameter in optimizers:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(step)
-    except UnsupportedCapabilityError as refused:
-        return str(refused)
+    except UnsupportedCapabilityError as error:
+        return str(error)
     losses = []
     for batch in oracle.global_batches(2):
         x, y = own_share(fabric, batch)
@@ -430,6 +349,14 @@ def _stepping_in_backward(strategy: str) -> Trained | str:
         losses.append(loss.detach())
         fabric.backward(loss)
     return means(losses), full_state(fabric.strategy)
+
+
+def _assert_told_by_both(outcomes: list[Trained | str]) -> None:
+    """Assert that both ranks were refused what rank 1 has written by itself."""
+    first, second = outcomes
+    assert isinstance(first, str), "a rank that writes to weights by itself is not told"
+    assert first == second, "only the rank that writes gets the error"
+    assert_says(first, "written to", "on rank 1")
 
 
 class ParametersSuite(Clauses):
@@ -440,30 +367,30 @@ class ParametersSuite(Clauses):
     )
     def test_whole_parameters_stay_equal(self, ranks: Ranks, scenario: str) -> None:
         """0-dim parameters must be the same on every rank, and equal to the unsharded model's."""
-        first, second = ranks.run(2, _gains, self.strategy, scenario)
+        first, second = ranks.run(2, _train_gains, self.strategy, scenario)
         assert first == second
-        assert first == pytest.approx(_gains_oracle(scenario), abs=FP32_TOLERANCE)
+        assert first == pytest.approx(_train_gains(None, scenario), abs=FP32_TOLERANCE)
 
     @precisions("32-true", "bf16-mixed")
     def test_a_block_unfrozen_later(self, ranks: Ranks, precision: str) -> None:
         """A block that is unfrozen between two steps must be trained from then on."""
         tolerance = FP32_TOLERANCE if precision == "32-true" else HALF_TOLERANCE
-        for losses in ranks.run(2, _unfrozen, self.strategy, precision):
-            assert losses == pytest.approx(_unfrozen_oracle(), rel=tolerance, abs=tolerance)
+        for losses in ranks.run(2, _unfreeze_later, self.strategy, precision):
+            assert losses == pytest.approx(_unfreeze_later(None), rel=tolerance, abs=tolerance)
 
     def test_a_block_unfrozen_after_an_evaluation(self, ranks: Ranks) -> None:
         """A block that is unfrozen after a forward pass under ``no_grad`` must be trained from then on."""
-        for losses in ranks.run(2, _unfrozen, self.strategy, None, True):
-            assert losses == pytest.approx(_unfrozen_oracle(), abs=FP32_TOLERANCE)
+        for losses in ranks.run(2, _unfreeze_later, self.strategy, None, True):
+            assert losses == pytest.approx(_unfreeze_later(None), abs=FP32_TOLERANCE)
 
     @requires(Capability.CLIP_BY_NORM)
     @precisions("32-true", "bf16-mixed", "16-mixed", "bf16-true")
     def test_batch_norm(self, ranks: Ranks, precision: str) -> None:
         """Batch norm must train under every precision, with the same state on every rank."""
         want, want_state = oracle.train_plain(3, oracle.momentum, net=Normed())
-        (losses, state), (others, other_state) = ranks.run(2, _batch_norm, self.strategy, precision)
+        (losses, state), (other_losses, other_state) = ranks.run(2, _train_with_batch_norm, self.strategy, precision)
         tolerance = FP32_TOLERANCE if precision == "32-true" else HALF_TOLERANCE
-        assert losses == others
+        assert losses == other_losses
         assert losses == pytest.approx(want, rel=tolerance, abs=tolerance)
         assert torch.equal(state["norm.weight"], other_state["norm.weight"])
         assert state.keys() == want_state.keys()
@@ -474,7 +401,7 @@ class ParametersSuite(Clauses):
     def test_running_statistics(self, ranks: Ranks) -> None:
         """The running statistics of a batch norm must be in the state, and equal plain torch's."""
         _, want = oracle.train_plain(3, oracle.momentum, net=Normed())
-        for _, state in ranks.run(2, _batch_norm, self.strategy, "32-true"):
+        for _, state in ranks.run(2, _train_with_batch_norm, self.strategy, "32-true"):
             for name in ("norm.running_mean", "norm.running_var"):
                 torch.testing.assert_close(state[name], want[name], atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
 
@@ -484,7 +411,7 @@ class ParametersSuite(Clauses):
         assert ranks.run(2, _extra_state, self.strategy, str(tmp_path / "checkpoint")) == [(1, 12.0)] * 2
 
     @pytest.mark.parametrize(
-        "where",
+        "moment",
         [
             "in a step",
             pytest.param("in a step by hand", marks=requires(Capability.MANUAL_OPTIMIZATION)),
@@ -494,47 +421,35 @@ class ParametersSuite(Clauses):
             pytest.param("after a step by hand", marks=requires(Capability.MANUAL_OPTIMIZATION)),
         ],
     )
-    def test_weights_that_are_clamped(self, ranks: Ranks, tmp_path: Path, where: str) -> None:
+    def test_weights_that_are_clamped(self, ranks: Ranks, tmp_path: Path, moment: str) -> None:
         """Writes to weights in a hook after a step must be kept. Writes inside a step must be kept, or refused.
 
         Those of a layer of a unit are seen when the unit has computed, before it frees what was written.
         """
-        plain = Clamped(where)
-        new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
-        outcomes = ranks.run(2, _clamped, self.strategy, str(tmp_path), where)
-        if where == "in a step" and ranks.kind == "processes":
-            of_one = ranks.run(2, _clamped, self.strategy, str(tmp_path), "in a step of rank 1")
-            assert all(isinstance(one, str) for one in of_one), "a rank that writes to weights by itself is not told"
-            assert of_one[0] == of_one[1], "only the rank that writes gets the error"
-            assert_says(str(of_one[0]), "written to", "on rank 1")
+        want = fit_plainly(tmp_path, Clamped(moment), 3)
+        outcomes = ranks.run(2, _train_clamped, self.strategy, str(tmp_path), moment)
+        if moment == "in a step" and ranks.kind == "processes":
+            _assert_told_by_both(ranks.run(2, _train_clamped, self.strategy, str(tmp_path), "in a step of rank 1"))
         for outcome in outcomes:
-            if isinstance(outcome, str):
-                assert where.startswith("in"), outcome
-                assert_says(outcome, "written to", "rite in on_train_batch_end()")
-            else:
-                losses, state = outcome
-                assert losses == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
-                for name, tensor in plain.state_dict().items():
-                    torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+            assert moment.startswith("in") or not isinstance(outcome, str), outcome
+        assert_same_or_refused(outcomes, want, "written to", "rite in on_train_batch_end()")
 
     @on_ranks("processes")  # of threads, one that raises leaves the others waiting
     def test_computing_with_parameters_from_elsewhere(self, ranks: Ranks, tmp_path: Path) -> None:
         """What a step computes of parameters outside of their unit must be as in one process, or raise."""
-        for outcomes in ranks.run(2, _of_pieces, self.strategy, str(tmp_path)):
-            for what, outcome in outcomes.items():
+        for outcomes in ranks.run(2, _train_with_uses, self.strategy, str(tmp_path)):
+            for use, outcome in outcomes.items():
                 if isinstance(outcome, str):
-                    if what == "other weights of a block":
-                        assert_says(
-                            outcome, "was replaced by another tensor", "functional_call()", "auto_wrap_policy=None"
-                        )
+                    assert was_refused(outcome), outcome
+                    if use == "other weights of a block":
+                        words = ("was replaced by another tensor", "functional_call()", "auto_wrap_policy=None")
+                        assert_says(outcome, *words)
                     continue
-                plain = OfPieces(what)
-                new_trainer(tmp_path, "auto").fit(plain, loader(2, 1))
+                module = UsesOfParameters(use)
+                losses, want = fit_plainly(tmp_path, module, 2)
                 numbers, state = outcome
-                assert numbers == pytest.approx([*losses_of(plain), *plain.norms], abs=1e-4), what
-                for name, tensor in plain.state_dict().items():
-                    told = f"{what}: {name}"
-                    torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=told)
+                assert numbers == pytest.approx([*losses, *module.norms], abs=1e-4), use
+                assert_state_close(state, want)
 
     @pytest.mark.parametrize("by_hand", [False, pytest.param(True, marks=requires(Capability.MANUAL_OPTIMIZATION))])
     def test_averages_and_codebooks_inside_steps(self, ranks: Ranks, tmp_path: Path, by_hand: bool) -> None:
@@ -542,40 +457,22 @@ class ParametersSuite(Clauses):
 
         They are written to before, between and after forward passes, and in a validation.
         """
-        plain = Teacher(by_hand)
-        new_trainer(tmp_path, "auto").fit(plain, loader(3, 1), loader(1, 1))
-        for outcome in ranks.run(2, _taught, self.strategy, str(tmp_path), by_hand):
-            if isinstance(outcome, str):
-                if ranks.kind == "processes":
-                    assert_says(outcome, "written to", "Write in on_train_batch_end()")
-                continue
-            losses, state = outcome
-            assert losses == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
-            for name, tensor in plain.state_dict().items():
-                torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+        want = fit_plainly(tmp_path, Teacher(by_hand), 3, validation_steps=1)
+        outcomes = ranks.run(2, _train_with_teacher, self.strategy, str(tmp_path), by_hand)
+        words = ("written to", "Write in on_train_batch_end()") if ranks.kind == "processes" else ()
+        assert_same_or_refused(outcomes, want, *words)
 
     def test_weights_that_a_forward_pass_clamps_under_fabric(self, ranks: Ranks) -> None:
         """Writes to weights in a forward pass must be kept, or refused on all ranks before an optimizer's step."""
         want = oracle.train_plain(3, oracle.sgd, net=ClampedNet())
-        outcomes = ranks.run(2, _clamped_in_forward, self.strategy, None)
-        for said, trained in outcomes:
-            if was_refused(said):
-                assert_says(
-                    said, "a forward pass of ClampedNet has written to", "after optimizer.step()", "fsdp_core.gathered"
-                )
-            else:
-                assert_same([trained], want)
+        outcomes = ranks.run(2, _train_clamped_in_forward, self.strategy, None)
+        words = ("a forward pass of ClampedNet has written to", "after optimizer.step()", "fsdp_core.gathered")
+        assert_same_or_refused(outcomes, want, *words)
         if ranks.kind == "processes":
-            first, second = ranks.run(2, _clamped_in_forward, self.strategy, 1)
-            assert was_refused(first[0]), "a rank that writes to weights by itself is not told"
-            assert first == second, "only the rank that writes gets the error"
-            assert_says(first[0], "has written to", "on rank 1")
+            _assert_told_by_both(ranks.run(2, _train_clamped_in_forward, self.strategy, 1))
 
     def test_hooks_of_gradients(self, ranks: Ranks) -> None:
         """A hook on a shard must be called with its reduced gradient, once per reduction, or be refused."""
         want = oracle.train_plain(2, oracle.sgd)
-        for outcome in each_ranks(ranks, ranks.run(2, _stepping_in_backward, self.strategy)):
-            if isinstance(outcome, str):
-                assert_says(outcome, "is sharded", "on_before_optimizer_step()")
-            else:
-                assert_same([outcome], want)
+        outcomes = each_ranks(ranks, ranks.run(2, _step_in_backward, self.strategy))
+        assert_same_or_refused(outcomes, want, "is sharded", "on_before_optimizer_step()")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fsdp_core import wrap
 from fsdp_core.errors import ShardingError
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.launching.rank_context import here
 from fsdp_core.testing.oracle import FEATURES, WIDE, Block
-from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks

@@ -23,34 +23,33 @@ from fsdp_core.lightning.hooks.sharded_modules import size_in_words
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, WIDE, Block
-from fsdp_core.testing.rank_context import here
+from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.loop import Loop
+from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, WIDE, Block, Trained
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import assert_sharded, full_state, held_by, sharded_by, trained_by
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks, precisions, requires, with_options
+from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
 
 __all__ = ["ShardsSuite", "Shared"]
 
 
-def _held_under_trainer(strategy: str, tmp: str, world_size: int) -> int:
-    module = Lit("adamw_groups", width=WIDE)
+def _elements_under_trainer(strategy: str, tmp: str, world_size: int) -> int:
+    """The number of elements that this rank's optimizer trains."""
     run = new_trainer(tmp, strategy, world_size)
-    run.fit(module, loader(1, world_size))
+    run.fit(Lit("adamw_groups", width=WIDE), loader(1, world_size))
     return held_by(trained_by(run.optimizers[0]))
 
 
-def _held_under_fabric(strategy: str, world_size: int) -> int:
-    fabric = new_fabric(strategy, world_size)
-    net = oracle.new_net(width=WIDE)
-    _, optimizer = fabric.setup(net, oracle.adamw_groups(net))
-    return held_by(trained_by(optimizer))
+def _elements_under_fabric(strategy: str, world_size: int) -> int:
+    loop = Loop(strategy, oracle.adamw_groups, oracle.new_net(width=WIDE), ranks=world_size)
+    return held_by(trained_by(loop.optimizer))
 
 
-def _held_after_evaluation(strategy: str, tmp: str, options: dict[str, Any]) -> int:
-    module = Lit("sgd", width=WIDE)
+def _elements_after_evaluation(strategy: str, tmp: str, options: dict[str, Any]) -> int:
     run = new_trainer(tmp, strategy, 2, options)
-    run.validate(module, loader(1, 2), verbose=False)
+    run.validate(Lit("sgd", width=WIDE), loader(1, 2), verbose=False)
     return held_by(sharded_by(run.strategy).root.parameters())
 
 
@@ -116,22 +115,15 @@ class Shared(nn.Module):
         return x
 
 
-def _shared_units(strategy: str) -> tuple[list[float], int]:
-    fabric = new_fabric(strategy)
+def _train_shared(strategy: str) -> tuple[Trained, int]:
+    """The outcome of three steps, and the number of elements that this rank's optimizer trains."""
     with oracle.seeded(1):
         net = Shared()
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
-    losses = []
-    for x, y in whole_batches(fabric, 3):
-        loss = mse_loss(model(x), y)
-        losses.append(loss.item())
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, held_by(trained_by(optimizer))
+    loop = Loop(strategy, oracle.momentum, net)
+    return loop.train(loop.whole_batches(3)), held_by(trained_by(loop.optimizer))
 
 
-def _other_terms(strategy: str, tmp: str, precision: Any) -> str:
+def _refuse_other_precision(strategy: str, tmp: str, precision: Any) -> str:
     module = Lit("sgd")
     new_trainer(tmp, strategy, 2).validate(module, loader(1, 2), verbose=False)
     other = new_trainer(tmp, strategy, 2, precision=precision)
@@ -235,23 +227,19 @@ class Convolutions(nn.Module):
         return self.conv(x).mean((2, 3)) @ self.odd.T
 
 
-def _convolve(model: Any, backward: Any, optimizer: Any, device: torch.device | str = "cpu") -> list[float]:
+def _train_convolutions(strategy: str | None) -> Trained:
+    net: Any = Convolutions()
+    if strategy is not None:
+        net.to(memory_format=torch.channels_last)
+    loop = Loop(strategy, oracle.sgd, net)
+    x = torch.full((2, 3, 4, 4), 0.2)
     losses = []
     for _ in range(3):
-        loss = model(torch.full((2, 3, 4, 4), 0.2).to(device)).square().mean()  # bounded below, so that it can't grow
+        loss = loop.model(x if loop.fabric is None else loop.fabric.to_device(x)).square().mean()  # bounded below
         losses.append(loss.item())
-        backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def _channels_last(strategy: str) -> tuple[list[float], dict[str, Tensor]]:
-    fabric = new_fabric(strategy)
-    net: Any = Convolutions()
-    net.to(memory_format=torch.channels_last)
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
-    return _convolve(model, fabric.backward, optimizer, fabric.device), full_state(fabric.strategy)
+        loop.backward(loss)
+        loop.step()
+    return losses, loop.state()
 
 
 class Wide(pl.LightningModule):
@@ -269,63 +257,65 @@ class Wide(pl.LightningModule):
         return oracle.sgd(self)
 
 
+def _logger(front_end: FrontEnd) -> logging.Logger:
+    return logging.getLogger("lightning.pytorch" if front_end == "trainer" else "lightning.fabric")
+
+
 @contextmanager
-def _logged_by(front_end: FrontEnd) -> Iterator[list[str]]:
-    """The messages that this rank, a process or a thread, logs through a front end's logger within the context."""
-    said: list[str] = []
-    me = threading.get_ident()
+def _announcements(front_end: FrontEnd) -> Iterator[list[str]]:
+    """What this rank, a process or a thread, logs of sharded modules through a front end's logger in the context."""
+    lines: list[str] = []
+    thread = threading.get_ident()
 
-    class Listens(logging.Handler):
+    class Collector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.thread == me:
-                said.append(record.getMessage())
+            if record.thread == thread and " is sharded over " in record.getMessage():
+                lines.append(record.getMessage())
 
-    log = logging.getLogger("lightning.pytorch" if front_end == "trainer" else "lightning.fabric")
-    handler = Listens()
-    log.addHandler(handler)
+    handler = Collector()
+    _logger(front_end).addHandler(handler)
     try:
-        yield said
+        yield lines
     finally:
-        log.removeHandler(handler)
+        _logger(front_end).removeHandler(handler)
 
 
 class Announced(NamedTuple):
     """What a rank logged when a module was sharded, with and without a raised log level, and what it holds."""
 
     rank: int
-    said: list[str]
-    turned_down: list[str]
+    lines: list[str]
+    silenced_lines: list[str]
     units: int
-    held: int
+    elements: int
 
 
 def _announced(strategy: str, tmp: str, front_end: FrontEnd) -> Announced:
-    net, log = Wide(), logging.getLogger("lightning.pytorch" if front_end == "trainer" else "lightning.fabric")
+    net, logger = Wide(), _logger(front_end)
     fabric = new_fabric(strategy, 2) if front_end == "fabric" else None
     run = new_trainer(tmp, strategy, 2, max_epochs=0)
 
-    def begin(module: Wide) -> Any:
+    def set_up(module: Wide) -> Any:
         if fabric is not None:
             fabric.setup_module(module)
             return fabric.strategy
         run.fit(module, loader(1, 2))
         return run.strategy
 
-    with _logged_by(front_end) as said:
-        owner = begin(net)
-        units = len(owner.backend.units(Wide()))
-        held = held_by(sharded_by(owner).layout())
+    with _announcements(front_end) as lines:
+        used_strategy = set_up(net)
+        units = len(used_strategy.backend.units(Wide()))
+        elements = held_by(sharded_by(used_strategy).layout())
         if fabric is None:
-            begin(net)  # already sharded: nothing is logged again
-    before = log.level
-    owner.barrier()  # ranks that are threads share the log level
-    log.setLevel(logging.ERROR)
-    with _logged_by(front_end) as turned_down:
-        begin(Wide())
-        owner.barrier()
-    log.setLevel(before)
-    announced, quietly = ([line for line in lines if " is sharded over " in line] for lines in (said, turned_down))
-    return Announced(here().rank, announced, quietly, units, held)
+            set_up(net)  # already sharded: nothing is logged again
+    level = logger.level
+    used_strategy.barrier()  # ranks that are threads share the log level
+    logger.setLevel(logging.ERROR)
+    with _announcements(front_end) as silenced_lines:
+        set_up(Wide())
+        used_strategy.barrier()
+    logger.setLevel(level)
+    return Announced(here().rank, lines, silenced_lines, units, elements)
 
 
 def _drawn_after_setup(strategy: str) -> tuple[list[float], list[float]]:
@@ -363,14 +353,17 @@ def _planned(strategy: str, options: dict[str, Any]) -> Planned:
     with torch.device("meta"):
         on_meta = backend.plan(Shared())
     net = Shared()
-    names = {id(tensor): name for name, tensor in (*net.named_parameters(), *net.named_buffers())}
-    attributes = {name: set(vars(module)) for name, module in net.named_modules()}
+
+    def contents() -> tuple[dict[int, str], dict[str, set[str]]]:
+        names = {id(tensor): name for name, tensor in (*net.named_parameters(), *net.named_buffers())}
+        return names, {name: set(vars(module)) for name, module in net.named_modules()}
+
+    before = contents()
     plan = backend.plan(net)
-    is_as_before = names == {id(tensor): name for name, tensor in (*net.named_parameters(), *net.named_buffers())}
-    is_as_before &= attributes == {name: set(vars(module)) for name, module in net.named_modules()}
+    was_changed = contents() != before
     fabric.setup_module(net)
     sharded = sharded_by(fabric.strategy)
-    return Planned(on_meta.describe(), plan.describe(), not is_as_before, plan.local_nbytes, sharded.bytes_held())
+    return Planned(on_meta.describe(), plan.describe(), was_changed, plan.local_nbytes, sharded.bytes_held())
 
 
 class ShardsSuite(Clauses):
@@ -380,20 +373,20 @@ class ShardsSuite(Clauses):
     def test_optimizers_hold_a_share(self, ranks: Ranks, tmp_path: Path, world_size: int) -> None:
         """Each rank's optimizer must hold only its shard of the parameters."""
         total = sum(p.numel() for p in trained_by(oracle.adamw_groups(oracle.new_net(width=WIDE))))
-        assert_sharded(ranks.run(world_size, _held_under_trainer, self.strategy, str(tmp_path), world_size), total)
-        assert_sharded(ranks.run(world_size, _held_under_fabric, self.strategy, world_size), total)
+        assert_sharded(ranks.run(world_size, _elements_under_trainer, self.strategy, str(tmp_path), world_size), total)
+        assert_sharded(ranks.run(world_size, _elements_under_fabric, self.strategy, world_size), total)
 
     @pytest.mark.parametrize("options", [{}, with_options({"auto_wrap_policy": None})], ids=["as it is", "root alone"])
     def test_evaluation_leaves_nothing_unsharded(self, ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
         """After validation, parameters must be resharded, also where the root is the only unit."""
         total = sum(p.numel() for p in oracle.new_net(width=WIDE).parameters())
-        assert_sharded(ranks.run(2, _held_after_evaluation, self.strategy, str(tmp_path), options), total)
+        assert_sharded(ranks.run(2, _elements_after_evaluation, self.strategy, str(tmp_path), options), total)
 
     def test_setup_leaves_no_whole_weight(self, ranks: Ranks) -> None:
         """After setup, no rank may hold a whole weight, not even in an optimizer built before sharding."""
         for largest in ranks.run(2, _largest_tensor, self.strategy):
-            told = f"a tensor of {largest:,} bytes is left; the largest whole weight has {4 * 512 * 512:,}"
-            assert largest < 0.6 * 4 * 512 * 512, told
+            message = f"a tensor of {largest:,} bytes is left; the largest whole weight has {4 * 512 * 512:,}"
+            assert largest < 0.6 * 4 * 512 * 512, message
 
     @pytest.mark.parametrize("options", [{}, with_options({"auto_wrap_policy": None})], ids=["as it is", "root alone"])
     def test_plan_is_what_is_sharded(self, ranks: Ranks, options: dict[str, Any]) -> None:
@@ -402,21 +395,22 @@ class ShardsSuite(Clauses):
         for plan in plans:
             assert not plan.was_changed, "to plan has changed the module"
             assert plan.on_meta == plan.with_values == plans[0].on_meta
-            told = f"{plan.local_nbytes} bytes were planned, and {plan.bytes_held} are held"
-            assert plan.local_nbytes in (None, plan.bytes_held), told
+            message = f"{plan.local_nbytes} bytes were planned, and {plan.bytes_held} are held"
+            assert plan.local_nbytes in (None, plan.bytes_held), message
 
     @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
     def test_one_line_says_what_was_sharded(self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd) -> None:
         """Sharding must log one correct line, on rank 0 only, that Lightning's log level can silence."""
-        told = ranks.run(2, _announced, self.strategy, str(tmp_path), front_end)
-        first = told[0]
-        (line,) = first.said
-        for one in told:  # a controller reports the same for each of its devices
-            assert (one.said, one.turned_down) == ([line] if one.rank == 0 else [], [])
+        outcomes = ranks.run(2, _announced, self.strategy, str(tmp_path), front_end)
+        first = outcomes[0]
+        (line,) = first.lines
+        for outcome in outcomes:  # a controller reports the same for each of its devices
+            assert (outcome.lines, outcome.silenced_lines) == ([line] if outcome.rank == 0 else [], [])
         in_units = f"{first.units} units and the root" if first.units else "the root alone"
-        whole = size_in_words(4 * sum(p.numel() for p in Wide().parameters()))
+        size = size_in_words(4 * sum(p.numel() for p in Wide().parameters()))
         assert line.startswith(f"{self.own_name(front_end)}: Wide is sharded over 2 "), line
-        assert_says(line, f", in {in_units}; the first holds {size_in_words(4 * first.held)} of {whole} of parameters.")
+        share = size_in_words(4 * first.elements)
+        assert_says(line, f", in {in_units}; the first holds {share} of {size} of parameters.")
 
     def test_rank_zeros_values_win(self, ranks: Ranks) -> None:
         """Every rank must get rank 0's weights."""
@@ -442,15 +436,15 @@ class ShardsSuite(Clauses):
         net = Shared()
         total = sum(p.numel() for p in net.parameters())
         want, _ = oracle.train_plain(3, oracle.momentum, net=net)
-        got = ranks.run(2, _shared_units, self.strategy)
-        for losses, _ in got:
+        got = ranks.run(2, _train_shared, self.strategy)
+        for (losses, _), _ in got:
             assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
-        assert_sharded([held for _, held in got], total)
+        assert_sharded([elements for _, elements in got], total)
 
     @precisions("bf16-mixed", "bf16-true")
     def test_a_sharded_module_keeps_its_precision(self, ranks: Ranks, tmp_path: Path, precision: str) -> None:
         """A sharded module must refuse another precision, with an error that names both."""
-        for message in ranks.run(2, _other_terms, self.strategy, str(tmp_path), precision):
+        for message in ranks.run(2, _refuse_other_precision, self.strategy, str(tmp_path), precision):
             assert_says(message, "32-true", precision, "build the module again")
 
     @requires(Capability.META_INIT)
@@ -483,9 +477,4 @@ class ShardsSuite(Clauses):
 
     def test_memory_formats(self, ranks: Ranks) -> None:
         """Parameters with a ``channels_last`` or transposed layout must be trained as in plain torch."""
-        net = Convolutions()
-        want = _convolve(net, Tensor.backward, oracle.sgd(net))
-        for losses, state in ranks.run(2, _channels_last, self.strategy):
-            assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
-            for name, tensor in net.state_dict().items():
-                torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+        assert_same(ranks.run(2, _train_convolutions, self.strategy), _train_convolutions(None))

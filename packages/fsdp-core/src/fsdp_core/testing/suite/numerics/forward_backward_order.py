@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,12 +12,10 @@ from torch.nn.functional import mse_loss
 
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import Net, Trained
-from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.base_class import Clauses, precisions, requires
-from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.parity import assert_same
-from fsdp_core.testing.training import new_fabric
 
 __all__ = ["PassesSuite"]
 
@@ -62,97 +58,87 @@ class LeavingOut(Net):
         return output
 
 
-@dataclass(kw_only=True)
-class Hands:
-    """The operations of a step, for Fabric and for plain torch.
+class Step:
+    """A step that runs under Fabric and in plain torch.
 
-    Attributes:
-        model: The model.
-        batches: Inputs and targets.
-        backward: Runs a backward pass from a loss.
-        unreduced: A context in which backward passes accumulate without reduction.
-        forget: The optimizer's ``zero_grad()``.
-        forget_all: The model's ``zero_grad()``.
+    Args:
+        loop: The net and its optimizer.
     """
 
-    model: nn.Module
-    batches: list[tuple[Tensor, Tensor]]
-    backward: Callable[..., None]
-    unreduced: Callable[[], AbstractContextManager[Any]]
-    forget: Callable[[], None]
-    forget_all: Callable[[], None]
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.batches = loop, loop.batches(3)
+        self.backward, self.unreduced = loop.backward, loop.unreduced
 
     def loss(self, index: int) -> Tensor:
         """The model's loss on a batch."""
-        x, y = self.batches[index]
-        return mse_loss(self.model(x), y)
+        return self.loop.loss(*self.batches[index])
 
 
-def _one_for_both(step: Hands) -> None:
+def _one_for_both(step: Step) -> None:
     step.backward(step.loss(0) + step.loss(1))
 
 
-def _one_unused(step: Hands) -> None:
+def _one_unused(step: Step) -> None:
     step.loss(1)  # like an evaluation without torch.no_grad()
     step.backward(step.loss(0))
 
 
-def _both_before(step: Hands) -> None:
+def _both_before(step: Step) -> None:
     first, second = step.loss(0), step.loss(1)
     step.backward(first)
     step.backward(second)
 
 
-def _from_one_output(step: Hands) -> None:
+def _from_one_output(step: Step) -> None:
     x, y = step.batches[0]
-    output = step.model(x)
+    output = step.loop.model(x)
     step.backward(mse_loss(output, y), retain_graph=True)
     step.backward(mse_loss(output, 2 * y))
 
 
-def _forward_within(step: Hands) -> None:
+def _forward_within(step: Step) -> None:
     with step.unreduced():
         step.backward(step.loss(0))
         later = step.loss(1)
     step.backward(later)
 
 
-def _backward_within(step: Hands) -> None:
+def _backward_within(step: Step) -> None:
     earlier = step.loss(0)
     with step.unreduced():
         step.backward(earlier)
     step.backward(step.loss(1))
 
 
-def _reduced_before(step: Hands) -> None:
+def _reduced_before(step: Step) -> None:
     step.backward(step.loss(0))
     with step.unreduced():
         step.backward(step.loss(1))
     step.backward(step.loss(2))
 
 
-def _given_up(step: Hands) -> None:
+def _cleared_within(step: Step, zero_grad: Callable[[], None] | None = None) -> None:
     with step.unreduced():
         step.backward(step.loss(0))
-        step.forget()
+        (zero_grad or step.loop.optimizer.zero_grad)()
         step.backward(step.loss(1))
     step.backward(step.loss(2))
 
 
-def _all_given_up(step: Hands) -> None:
-    _given_up(replace(step, forget=step.forget_all))
+def _all_cleared_within(step: Step) -> None:
+    _cleared_within(step, step.loop.model.zero_grad)
 
 
-def _all_forgotten(step: Hands) -> None:
+def _all_cleared(step: Step) -> None:
     step.backward(step.loss(0))
-    step.forget_all()
+    step.loop.model.zero_grad()
     step.backward(step.loss(1))
 
 
 _accumulates = requires(Capability.GRADIENT_ACCUMULATION)
 
 #: The passes before an optimizer step.
-ORDERS: dict[str, Callable[[Hands], None]] = {
+ORDERS: dict[str, Callable[[Step], None]] = {
     "one backward pass for two forward passes": _one_for_both,
     "a forward pass that no backward pass follows": _one_unused,
     "two forward passes, then two backward passes": _both_before,
@@ -160,51 +146,24 @@ ORDERS: dict[str, Callable[[Hands], None]] = {
     "a forward pass within no_backward_sync": _forward_within,
     "a backward pass within no_backward_sync": _backward_within,
     "no_backward_sync after a reduction": _reduced_before,
-    "zero_grad within an accumulation": _given_up,
-    "the model's zero_grad within an accumulation": _all_given_up,
-    "the model's zero_grad between two backward passes": _all_forgotten,
+    "zero_grad within an accumulation": _cleared_within,
+    "the model's zero_grad within an accumulation": _all_cleared_within,
+    "the model's zero_grad between two backward passes": _all_cleared,
 }
 
 #: The orders that need no_backward_sync.
 ACCUMULATED = {order for order in ORDERS if "no_backward_sync" in order or "accumulation" in order}
 
 
-def _plain(order: str, net: nn.Module) -> Trained:
-    optimizer = oracle.momentum(net)
-    hands = Hands(
-        model=net,
-        batches=oracle.global_batches(3),
-        backward=Tensor.backward,
-        unreduced=nullcontext,
-        forget=optimizer.zero_grad,
-        forget_all=net.zero_grad,
-    )
-    for _ in range(STEPS):
-        ORDERS[order](hands)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [], {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
-
-
-def _sharded(
-    strategy: str, order: str, precision: Any = "32-true", new_net: Callable[[], nn.Module] = oracle.new_net
+def _train(
+    strategy: str | None, order: str, precision: Any = None, new_net: Callable[[], nn.Module] = oracle.new_net
 ) -> Trained:
-    fabric = new_fabric(strategy, precision=precision)
-    net = new_net()
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
-    hands = Hands(
-        model=model,
-        batches=[own_share(fabric, batch) for batch in oracle.global_batches(3)],
-        backward=fabric.backward,
-        unreduced=lambda: fabric.no_backward_sync(model),
-        forget=optimizer.zero_grad,
-        forget_all=model.zero_grad,
-    )
+    loop = Loop(strategy, oracle.momentum, new_net(), precision=precision)
+    step = Step(loop)
     for _ in range(STEPS):
-        ORDERS[order](hands)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [], full_state(fabric.strategy)
+        ORDERS[order](step)
+        loop.step()
+    return [], loop.state()
 
 
 def _repeating() -> Repeating:
@@ -221,20 +180,14 @@ def _assert_same_updates(ranks: list[Trained], want: Mapping[str, Tensor], befor
     """Assert that parameters have changed as in plain torch, as far as half precision allows."""
     for _, got in ranks:
         for name, start in before.items():
-            expected, found = want[name] - start, got[name] - start
-            assert (found - expected).norm() <= _HALF * expected.norm(), f"{name}: the update is wrong"
+            expected, update = want[name] - start, got[name] - start
+            assert (update - expected).norm() <= _HALF * expected.norm(), f"{name}: the update is wrong"
 
 
-def _blocks_twice(strategy: str) -> Trained:
-    fabric = new_fabric(strategy)
-    net = _repeating()
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
-    for batch in oracle.global_batches(STEPS):
-        x, y = own_share(fabric, batch)
-        fabric.backward(mse_loss(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-    return [], full_state(fabric.strategy)
+def _train_repeating(strategy: str | None) -> Trained:
+    loop = Loop(strategy, oracle.momentum, _repeating())
+    _, state = loop.train(loop.batches(STEPS))
+    return [], state
 
 
 class PassesSuite(Clauses):
@@ -245,7 +198,7 @@ class PassesSuite(Clauses):
     )
     def test_order_of_passes(self, ranks: Ranks, order: str) -> None:
         """Weights must equal plain torch's in any order of forward and backward passes."""
-        assert_same(ranks.run(2, _sharded, self.strategy, order), _plain(order, oracle.new_net()))
+        assert_same(ranks.run(2, _train, self.strategy, order), _train(None, order))
 
     @precisions("bf16-mixed")
     @pytest.mark.parametrize(
@@ -254,16 +207,16 @@ class PassesSuite(Clauses):
     def test_order_of_passes_in_mixed_precision(self, ranks: Ranks, precision: str, order: str) -> None:
         """The same must hold in mixed precision, where each unshard creates a new low-precision tensor."""
         before = oracle.new_net().state_dict()
-        _, want = _plain(order, oracle.new_net())
-        _assert_same_updates(ranks.run(2, _sharded, self.strategy, order, precision), want, before)
+        _, want = _train(None, order)
+        _assert_same_updates(ranks.run(2, _train, self.strategy, order, precision), want, before)
 
     @requires(Capability.GRADIENT_ACCUMULATION)
     @precisions("bf16-mixed")
     def test_a_unit_that_the_first_micro_batch_leaves_out(self, ranks: Ranks, precision: str) -> None:
         """A unit that was never called before an accumulation must be trained by its later micro-batches."""
         order, new_net = "a forward pass within no_backward_sync", partial(_leaving_out, 0, of=2 * STEPS)
-        _, want = _plain(order, new_net())
-        got = ranks.run(2, _sharded, self.strategy, order, precision, new_net)
+        _, want = _train(None, order, None, new_net)
+        got = ranks.run(2, _train, self.strategy, order, precision, new_net)
         _assert_same_updates(got, want, new_net().state_dict())
 
     @requires(Capability.GRADIENT_ACCUMULATION)
@@ -273,9 +226,9 @@ class PassesSuite(Clauses):
     def test_a_unit_that_the_last_micro_batch_leaves_out(self, ranks: Ranks, order: str, batches: int) -> None:
         """Gradients must not be lost if the backward pass that reduces them does not visit their unit."""
         new_net = partial(_leaving_out, batches - 1, of=batches)
-        assert_same(ranks.run(2, _sharded, self.strategy, order, "32-true", new_net), _plain(order, new_net()))
+        got = ranks.run(2, _train, self.strategy, order, None, new_net)
+        assert_same(got, _train(None, order, None, new_net))
 
     def test_a_unit_that_is_called_twice(self, ranks: Ranks) -> None:
         """A unit that is called twice in one forward pass must be trained as in plain torch."""
-        _, want = oracle.train_plain(STEPS, oracle.momentum, net=_repeating())
-        assert_same(ranks.run(2, _blocks_twice, self.strategy), ([], want))
+        assert_same(ranks.run(2, _train_repeating, self.strategy), _train_repeating(None))

@@ -6,9 +6,8 @@ import contextlib
 import os
 import random
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 from unittest import mock
@@ -26,14 +25,14 @@ from fsdp_core.errors import FSDPError, ShardingError
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.meshes import DeclaredMesh
 from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained
-from fsdp_core.testing.refusals import refusal
-from fsdp_core.testing.state import full_state
+from fsdp_core.testing.refusals import refusal, result_or_refusal
+from fsdp_core.testing.state import full_state, trained_by
 from fsdp_core.testing.suite.base_class import Clauses, needs_of, requires
-from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.pairs import SEED
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, strategy_argument
+from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, own_share, strategy_argument
 
 __all__ = [
     "SETTINGS",
@@ -54,22 +53,23 @@ class Step:
     Attributes:
         net: Calls the net.
         module: The user's module, which under Fabric is not the one that ``fabric.setup`` has returned.
-        blocks: The net's blocks.
         x: Inputs.
         y: Targets.
         backward: Runs a backward pass from a loss, as the front end wants it.
-        forget: The optimizer's ``zero_grad()``.
-        held: Returns the parameters that the optimizer holds.
+        optimizer: The optimizer.
     """
 
     net: Callable[[Tensor], Tensor]
     module: oracle.Net
-    blocks: nn.ModuleList
     x: Tensor
     y: Tensor
     backward: Callable[[Tensor], Any]
-    forget: Callable[[], None]
-    held: Callable[[], list[Tensor]]
+    optimizer: Any
+
+    @property
+    def blocks(self) -> Any:
+        """The net's blocks."""
+        return self.module.blocks
 
     def loss(self, x: Tensor) -> Tensor:
         """The loss of inputs."""
@@ -250,49 +250,41 @@ def _recomputed(step: Step) -> Tensor:
     return loss(step.x) + loss(0.5 * step.x) + step.loss(step.x.flip(1))
 
 
-def _frozen_for_a_call(step: Step) -> Tensor:
-    def freeze(trains: bool) -> None:
-        for block in step.blocks:
-            block.down.requires_grad_(trains)
+@contextlib.contextmanager
+def _freeze(*targets: nn.Module | nn.Parameter) -> Iterator[None]:
+    """Freeze modules or parameters within the context."""
+    for target in targets:
+        target.requires_grad_(False)
+    yield
+    for target in targets:
+        target.requires_grad_(True)
 
-    freeze(False)
-    with torch.no_grad():
+
+def _frozen_for_a_call(step: Step) -> Tensor:
+    with _freeze(*(block.down for block in step.blocks)), torch.no_grad():
         reference = step.net(step.x)
-    freeze(True)
     return mse_loss(step.net(step.x), reference.flip(1)) + step.loss(step.x)
 
 
 def _frozen_for_an_attack(step: Step) -> Tensor:
     """All parameters are frozen while inputs are looked for, and the module is called that the user has written."""
-    trained = [parameter for parameter in step.module.parameters() if parameter.requires_grad]
-    for parameter in trained:
-        parameter.requires_grad_(False)
-    x = _differentiable(step.x)
-    (gradient,) = torch.autograd.grad((step.module(x) - step.y).square().sum(), x)
-    for parameter in trained:
-        parameter.requires_grad_(True)
+    with _freeze(*(parameter for parameter in step.module.parameters() if parameter.requires_grad)):
+        x = _differentiable(step.x)
+        (gradient,) = torch.autograd.grad((step.module(x) - step.y).square().sum(), x)
     return mse_loss(step.module(step.x + 0.1 * gradient.sign()), step.y)
 
 
 def _frozen_in_one_of_two_calls(step: Step) -> Tensor:
     """A block has the gradient of the call in which it is trained alone."""
-    frozen = list(step.blocks[0].parameters())
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    first = step.loss(step.x)
-    for parameter in frozen:
-        parameter.requires_grad_(True)
+    with _freeze(*step.blocks[0].parameters()):
+        first = step.loss(step.x)
     return first + step.loss(step.x.flip(1))
 
 
 def _parts_frozen_in_one_of_two_calls(step: Step) -> Tensor:
     """Parts of a block."""
-    frozen = (step.blocks[1].down, step.blocks[0].norm)
-    for part in frozen:
-        part.requires_grad_(False)
-    first = step.loss(step.x)
-    for part in frozen:
-        part.requires_grad_(True)
+    with _freeze(step.blocks[1].down, step.blocks[0].norm):
+        first = step.loss(step.x)
     return first + step.loss(step.x.flip(1))
 
 
@@ -300,13 +292,9 @@ def _frozen_before_a_forgotten_backward_pass(step: Step) -> Tensor:
     """What is frozen has a gradient, which ``zero_grad()`` clears; the tied pair at the root is frozen too."""
     step.backward(step.loss(step.x))
     loss = step.loss(step.x.flip(1))
-    frozen = (step.module.inp, step.blocks[1])
-    for part in frozen:
-        part.requires_grad_(False)
-    step.backward(loss)
-    for part in frozen:
-        part.requires_grad_(True)
-    step.forget()
+    with _freeze(step.module.inp, step.blocks[1]):
+        step.backward(loss)
+    step.optimizer.zero_grad()
     return step.loss(0.5 * step.x)
 
 
@@ -320,9 +308,8 @@ def _frozen_before_the_backward_pass(step: Step) -> Tensor:
 
 def _unfrozen_before_the_backward_pass(step: Step) -> Tensor:
     """What was frozen in the forward pass has no gradient, as a discriminator in the generator's turn."""
-    step.blocks[1].down.requires_grad_(False)
-    loss = step.loss(step.x)
-    step.blocks[1].down.requires_grad_(True)
+    with _freeze(step.blocks[1].down):
+        loss = step.loss(step.x)
     return loss + 0.5 * step.input_gradient(_differentiable(step.x)).square().mean()
 
 
@@ -353,7 +340,7 @@ def _backward_forgotten(step: Step) -> Tensor:
     step.backward(step.loss(x))
     assert x.grad is not None
     gradient = x.grad
-    step.forget()
+    step.optimizer.zero_grad()
     return step.loss((x + 0.1 * gradient.sign()).detach())
 
 
@@ -365,17 +352,13 @@ def _backward_kept(step: Step) -> Tensor:
 
 def _caught_in_a_backward_pass(step: Step) -> Tensor:
     """An exception ends a backward pass in the middle; the step forgets it, and runs another one, as out of memory."""
-
-    def fail(_: Tensor) -> None:
-        raise _CaughtError
-
     output = step.net(step.x)
     inner = step.blocks[0](step.x)
-    inner.register_hook(fail)
+    inner.register_hook(_fail)
     with contextlib.suppress(_CaughtError):
         step.backward(mse_loss(output + step.blocks[1](inner), step.y))
     del output, inner
-    step.forget()
+    step.optimizer.zero_grad()
     return step.loss(step.x)
 
 
@@ -392,7 +375,7 @@ def _caught_in_a_call(step: Step) -> Tensor:
     return mse_loss(output, step.y) + gradient.square().mean()
 
 
-def _fail(module: nn.Module, args: Any) -> None:
+def _fail(*_: Any) -> None:
     raise _CaughtError
 
 
@@ -414,10 +397,10 @@ def _optimizers_parameters_written(step: Step) -> Tensor:
     """As decay by hand does, and SAM for its second pass: the next call computes with what was written."""
     with torch.no_grad():
         before = step.net(step.x)
-        for parameter in step.held():
+        for parameter in trained_by(step.optimizer):
             parameter.mul_(0.9)
         between = step.net(step.x)
-        for parameter in step.held():
+        for parameter in trained_by(step.optimizer):
             parameter.mul_(1.1)
     return mse_loss(step.net(step.x), before) + mse_loss(step.net(step.x), between.flip(1)) + step.loss(step.x)
 
@@ -429,10 +412,6 @@ def _converted_to_what_it_is(step: Step) -> Tensor:
     step.blocks[1].to(step.x.device)
     step.module.to(step.x.device)
     return loss + step.loss(step.x.flip(1))
-
-
-def _held_parameters(optimizer: Any) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 #: What steps do, by a name.
@@ -575,24 +554,13 @@ class _Automatic(Lit):
         _prepare(self.net, what)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        optimizer: Any = self.optimizers()
-        loss = STEPS[self.what](self._step_of(batch, Tensor.backward, optimizer.zero_grad))
+        loss = STEPS[self.what](self.new_step(batch, Tensor.backward))
         self.losses.append(loss.detach())
         return loss
 
-    def _step_of(
-        self, batch: tuple[Tensor, Tensor], backward: Callable[[Tensor], Any], forget: Callable[[], None]
-    ) -> Step:
-        return Step(
-            net=self.net,
-            module=self.net,
-            blocks=self.net.blocks,
-            x=batch[0],
-            y=batch[1],
-            backward=backward,
-            forget=forget,
-            held=partial(_held_parameters, self.optimizers()),
-        )
+    def new_step(self, batch: tuple[Tensor, Tensor], backward: Callable[[Tensor], Any]) -> Step:
+        x, y = batch
+        return Step(net=self.net, module=self.net, x=x, y=y, backward=backward, optimizer=self.optimizers())
 
 
 class _ByHand(_Automatic):
@@ -607,7 +575,7 @@ class _ByHand(_Automatic):
         accumulate, clip = self.setting.accumulate, self.setting.clip
         if batch_idx % accumulate == 0:
             optimizer.zero_grad()
-        loss = STEPS[self.what](self._step_of(batch, backward, optimizer.zero_grad))
+        loss = STEPS[self.what](self.new_step(batch, backward))
         self.losses.append(loss.detach())
         backward(loss / accumulate)
         if (batch_idx + 1) % accumulate == 0:
@@ -648,18 +616,8 @@ def _fabric(strategy: str, what: str, setting: Setting, batches: int = BATCHES) 
         if index % setting.accumulate == 0:
             optimizer.zero_grad()
         with fabric.no_backward_sync(model, enabled=not is_last):
-            loss = STEPS[what](
-                Step(
-                    net=model,
-                    module=net,
-                    blocks=net.blocks,
-                    x=x,
-                    y=y,
-                    backward=fabric.backward,
-                    forget=optimizer.zero_grad,
-                    held=partial(_held_parameters, optimizer),
-                )
-            )
+            step = Step(net=model, module=net, x=x, y=y, backward=fabric.backward, optimizer=optimizer)
+            loss = STEPS[what](step)
             losses.append(loss.detach())
             fabric.backward(loss / setting.accumulate)
         if is_last and setting.clip == "norm":
@@ -682,8 +640,8 @@ def _train_each(
                 outcomes[what] = _fabric(strategy, what, setting, batches)
             else:
                 outcomes[what] = _fit(strategy, tmp, front, what, setting, batches)
-        except FSDPError as refused:
-            outcomes[what] = str(refused)
+        except FSDPError as error:
+            outcomes[what] = str(error)
         except RuntimeError as error:  # torch's own, to which we have added what to write
             if not getattr(error, "__notes__", ()):
                 raise
@@ -773,28 +731,26 @@ def write_before_backward(strategy: str, folder: str, how: str) -> str | dict[st
     Returns:
         The error with its notes, or the gradients' step where there is none.
     """
-    fabric = new_fabric(strategy, 2)
-    net = _net_without_gains()
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
-    fabric.save(folder, {"model": model})
-    losses = _write_after_forward(net, optimizer, own_share(fabric, oracle.global_batches(1)[0]), how, fabric.backward)
+    loop = Loop(strategy, oracle.sgd, _net_without_gains())
+    loop.fabric.save(folder, {"model": loop.model})
+    losses = _write_after_forward(loop, how)
     if how == "a checkpoint":
-        fabric.load(folder, {"model": model})
-    try:
-        fabric.backward(losses)
-    except (FSDPError, RuntimeError) as error:
-        return "\n".join([str(error), *getattr(error, "__notes__", ())])
-    optimizer.step()
-    return full_state(fabric.strategy)
+        loop.fabric.load(folder, {"model": loop.model})
+
+    def step() -> dict[str, Tensor]:
+        loop.backward(losses)
+        loop.optimizer.step()
+        return loop.state()
+
+    return result_or_refusal((FSDPError, RuntimeError), step)
 
 
 def write_before_backward_plainly(how: str) -> dict[str, Tensor]:
     """The same in one process of plain torch, for a kind that it takes."""
-    net = _net_without_gains()
-    optimizer = oracle.sgd(net)
-    _write_after_forward(net, optimizer, oracle.global_batches(1)[0], how, Tensor.backward).backward()
-    optimizer.step()
-    return dict(net.state_dict())
+    loop = Loop(None, oracle.sgd, _net_without_gains())
+    loop.backward(_write_after_forward(loop, how))
+    loop.optimizer.step()
+    return loop.state()
 
 
 def _net_without_gains() -> oracle.Net:
@@ -806,20 +762,19 @@ def _net_without_gains() -> oracle.Net:
     return net
 
 
-def _write_after_forward(
-    net: oracle.Net, optimizer: Any, batch: tuple[Tensor, Tensor], how: str, backward: Callable[[Tensor], Any]
-) -> Tensor:
+def _write_after_forward(loop: Loop, how: str) -> Tensor:
     """Two losses of blocks, between or after whose calls is written."""
-    x, y = batch
-    first = mse_loss(net.blocks[1](net.blocks[0](x)), y)
+    blocks = loop.net.blocks
+    ((x, y),) = loop.batches(1)
+    first = mse_loss(blocks[1](blocks[0](x)), y)
     with torch.no_grad():
-        for name, parameter in net.named_parameters():
+        for name, parameter in loop.net.named_parameters():
             if how.startswith("by hand") or (how == "a bias" and name.endswith("down.bias")):
                 parameter.mul_(0.9)
     if how == "an optimizer's step":
-        backward(mse_loss(net.blocks[1](x), y))
-        optimizer.step()
-    return first + (mse_loss(net.blocks[1](x), y) if how.endswith("calls") else 0.0)
+        loop.backward(mse_loss(blocks[1](x), y))
+        loop.optimizer.step()
+    return first + (mse_loss(blocks[1](x), y) if how.endswith("calls") else 0.0)
 
 
 def backward_without_fabric(strategy: str) -> tuple[dict[str, Tensor], str]:
@@ -832,17 +787,9 @@ def backward_without_fabric(strategy: str) -> tuple[dict[str, Tensor], str]:
         The weights after a step by hand with the gradients of that pass, before which others were forgotten; and the
         refusal of a pass before which they were not.
     """
-    fabric = new_fabric(strategy, 2)
-    net = oracle.new_net()
-    _, optimizer = fabric.setup(net, oracle.sgd(net))
-    batch = own_share(fabric, oracle.global_batches(1)[0])
-    _interrupted_before(net, batch, fabric.backward, optimizer).backward()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            if parameter.grad is not None:
-                parameter.sub_(parameter.grad)
-    weights = full_state(fabric.strategy)
-    loss = _interrupted_before(net, batch, fabric.backward, None)
+    loop = Loop(strategy, oracle.sgd)
+    weights = _step_by_raw_gradients(loop)
+    loss = _interrupted_before(loop, clears=False)
     message = refusal(ShardingError, loss.backward)
     nn.Linear(2, 1)(torch.ones(1, 2)).sum().backward()  # of another model
     return weights, message
@@ -850,32 +797,29 @@ def backward_without_fabric(strategy: str) -> tuple[dict[str, Tensor], str]:
 
 def backward_without_fabric_plainly() -> dict[str, Tensor]:
     """The weights, in one process of plain torch."""
-    net = oracle.new_net()
-    loss = _interrupted_before(net, oracle.global_batches(1)[0], Tensor.backward, oracle.sgd(net))
-    loss.backward()
+    return _step_by_raw_gradients(Loop(None, oracle.sgd))
+
+
+def _step_by_raw_gradients(loop: Loop) -> dict[str, Tensor]:
+    _interrupted_before(loop, clears=True).backward()
     with torch.no_grad():
-        for parameter in net.parameters():
+        for parameter in loop.net.parameters():
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad)
-    return dict(net.state_dict())
+    return loop.state()
 
 
-def _interrupted_before(
-    net: oracle.Net, batch: tuple[Tensor, Tensor], backward: Callable[[Tensor], Any], optimizer: Any | None
-) -> Tensor:
-    """A loss whose graph is older than a backward pass that an exception has ended."""
-
-    def fail(_: Tensor) -> None:
-        raise _CaughtError
-
-    x, y = batch
-    loss = mse_loss(net.blocks[1](x), y)
-    inner = net.blocks[0](x)
-    inner.register_hook(fail)
+def _interrupted_before(loop: Loop, *, clears: bool) -> Tensor:
+    """A loss whose graph is older than a backward pass that an exception has ended, and cleared gradients if asked."""
+    blocks = loop.net.blocks
+    ((x, y),) = loop.batches(1)
+    loss = mse_loss(blocks[1](x), y)
+    inner = blocks[0](x)
+    inner.register_hook(_fail)
     with contextlib.suppress(_CaughtError):
-        backward(mse_loss(net.blocks[2](inner), y))
-    if optimizer is not None:
-        optimizer.zero_grad()
+        loop.backward(mse_loss(blocks[2](inner), y))
+    if clears:
+        loop.optimizer.zero_grad()
     return loss
 
 
@@ -979,11 +923,11 @@ class ManyPassesSuite(Clauses):
         wanted = {what: _fit("auto", str(tmp_path), how, what, plain, batches) for what in kinds}
         refused = {*self.refused_steps.get(name, ()), *self.refused_steps.get(front, ())}
         trained = ranks.run(setting.ranks, _train_each, self.strategy, str(tmp_path), front, kinds, setting, batches)
-        for of_rank in trained:
+        for outcomes in trained:
             wrong = {
-                what: said
-                for what, one in of_rank.items()
-                if not (isinstance(one, str) and what in refused)
-                and (said := _differences(one, wanted[what], setting.precision))
+                what: message
+                for what, outcome in outcomes.items()
+                if not (isinstance(outcome, str) and what in refused)
+                and (message := _differences(outcome, wanted[what], setting.precision))
             }
             assert wrong == {}, f"steps that are wrong, under {front}, {name or 'by default'}: {wrong}"

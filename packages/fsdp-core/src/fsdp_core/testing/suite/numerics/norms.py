@@ -16,11 +16,10 @@ from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.state import full_state
+from fsdp_core.testing.state import full_state, trained_by
 from fsdp_core.testing.suite.base_class import Clauses, requires
-from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.parity import assert_same
-from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
+from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, own_share
 
 __all__ = ["NormsSuite"]
 
@@ -34,32 +33,27 @@ def _halves(net: Any) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
     return oracle.momentum(net.blocks), torch.optim.SGD(around, lr=0.05, momentum=0.9)
 
 
-def _plain(order: float) -> tuple[list[float], dict[str, Tensor]]:
-    net = oracle.new_net()
-    optimizers = _halves(net)
-    x, y = oracle.global_batches(1)[0]
-    mse_loss(net(x), y).backward()
-    norms = []
-    for optimizer in optimizers:
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        norms.append(float(nn.utils.clip_grad_norm_(held, MAX_NORM, norm_type=order)))
-    for optimizer in optimizers:
-        optimizer.step()
-    return norms, net.state_dict()
-
-
-def _clipped(strategy: str, order: float) -> tuple[list[float], dict[str, Tensor]]:
-    fabric = new_fabric(strategy)
-    net = oracle.new_net()
-    model, *optimizers = fabric.setup(net, *_halves(net))
-    x, y = own_share(fabric, oracle.global_batches(1)[0])
-    fabric.backward(mse_loss(model(x), y))
-    clip: dict[str, Any] = {"max_norm": MAX_NORM, "norm_type": order}
-    of = (model, net.out)  # a submodule identifies the model as well
-    norms: list[Any] = [fabric.clip_gradients(one, step, **clip) for one, step in zip(of, optimizers, strict=True)]
+def _train_clipped(strategy: str | None, order: float) -> tuple[list[float], dict[str, Tensor]]:
+    """The norms that clipping returns, and the state after a step of each optimizer."""
+    fabric: Any = None if strategy is None else new_fabric(strategy)
+    net: Any = oracle.new_net()
+    optimizers: Any = _halves(net)
+    batch = oracle.global_batches(1)[0]
+    if fabric is None:
+        mse_loss(net(batch[0]), batch[1]).backward()
+        norms = [nn.utils.clip_grad_norm_(trained_by(optimizer), MAX_NORM, order) for optimizer in optimizers]
+    else:
+        model, *optimizers = fabric.setup(net, *optimizers)
+        x, y = own_share(fabric, batch)
+        fabric.backward(mse_loss(model(x), y))
+        modules = (model, net.out)  # a submodule identifies the model as well
+        norms = [
+            fabric.clip_gradients(module, optimizer, max_norm=MAX_NORM, norm_type=order)
+            for module, optimizer in zip(modules, optimizers, strict=True)
+        ]
     for optimizer in optimizers:
         optimizer.step()
-    return [float(norm) for norm in norms], full_state(fabric.strategy)
+    return [float(norm) for norm in norms], net.state_dict() if fabric is None else full_state(fabric.strategy)
 
 
 class LitNorms(Lit):
@@ -85,9 +79,8 @@ class LitNormsByHand(LitNorms):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
         self.manual_backward(mse_loss(self(batch[0]), batch[1]))
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        self.told = refusal(ShardingError, lambda: grad_norm(self, 2))
-        self.norm = float(self.trainer.strategy.sharded.clip_norm(held, float("inf")))  # type: ignore[attr-defined]
+        self.message = refusal(ShardingError, lambda: grad_norm(self, 2))
+        self.norm = float(self.trainer.strategy.sharded.clip_norm(trained_by(optimizer), float("inf")))  # type: ignore[attr-defined]
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         pass
@@ -96,7 +89,7 @@ class LitNormsByHand(LitNorms):
 def _norms_by_hand(strategy: str, tmp: str) -> tuple[str, float]:
     module = LitNormsByHand()
     new_trainer(tmp, strategy, 2).fit(module, loader(1, 2))
-    return module.told, module.norm
+    return module.message, module.norm
 
 
 def _plain_norms(order: float, prefix: str, inside: str = "") -> dict[str, float]:
@@ -123,16 +116,16 @@ class NormsSuite(Clauses):
     def test_norms_of_parameters_inside_a_step(self, ranks: Ranks, tmp_path: Path) -> None:
         """``grad_norm`` inside a training step must be refused, and the call that the error suggests must work."""
         want = _plain_norms(2.0, "")["grad_2.0_norm_total"]
-        for told, norm in ranks.run(2, _norms_by_hand, self.strategy, str(tmp_path)):
-            assert_says(told, "grad_norm(", "inside a step", "on_before_optimizer_step()", "sharded.clip_norm(")
+        for message, norm in ranks.run(2, _norms_by_hand, self.strategy, str(tmp_path)):
+            assert_says(message, "grad_norm(", "inside a step", "on_before_optimizer_step()", "sharded.clip_norm(")
             assert norm == pytest.approx(want, rel=FP32_TOLERANCE)
 
     @requires(Capability.CLIP_BY_NORM)
     @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, float("inf")])
     def test_each_optimizer_is_clipped_by_itself(self, ranks: Ranks, order: float) -> None:
         """Clipping must return and use the norm of the given optimizer's gradients alone."""
-        want_norms, want = _plain(order)
-        got = ranks.run(2, _clipped, self.strategy, order)
+        want_norms, want = _train_clipped(None, order)
+        got = ranks.run(2, _train_clipped, self.strategy, order)
         for norms, _ in got:
             assert norms == pytest.approx(want_norms, rel=FP32_TOLERANCE)
         assert_same([([], state) for _, state in got], ([], want))

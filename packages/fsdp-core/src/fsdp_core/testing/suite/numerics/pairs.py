@@ -19,7 +19,7 @@ from fsdp_core.testing.pairs.comparing import differences, differing_bits
 from fsdp_core.testing.pairs.dimensions import FORBIDDEN, Configuration, Dimension, declared, options_of
 from fsdp_core.testing.pairs.drawing import Rule, first
 from fsdp_core.testing.pairs.oracle import train_in_one_process
-from fsdp_core.testing.pairs.running import Asked, Outcome, run_all
+from fsdp_core.testing.pairs.running import Outcome, RunRequest, run_all
 from fsdp_core.testing.suite.base_class import Clauses, each_ranks
 
 __all__ = ["COUNT", "ONLY", "SEED", "PairsSuite", "assert_equals_plain"]
@@ -41,9 +41,9 @@ class _Drawn:
     """One configuration and what became of it."""
 
     configuration: Configuration
-    whole: list[Outcome] = field(default_factory=list)
+    uninterrupted: list[Outcome] = field(default_factory=list)
     resumed: list[Outcome] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
 
 class PairsSuite(Clauses):
@@ -98,7 +98,7 @@ class PairsSuite(Clauses):
     @classmethod
     def completed(cls, labels: Mapping[str, str]) -> dict[str, str]:
         """A configuration with the first value of every dimension that ``labels`` leaves out."""
-        return {one.name: next(iter(one.values)) for one in cls.dimensions()} | dict(labels)
+        return {dimension.name: next(iter(dimension.values)) for dimension in cls.dimensions()} | dict(labels)
 
     def test_pairs_of_options(self, ranks: Ranks, tmp_path: Path, part_of_draw: tuple[int, int]) -> None:
         """Whatever is combined, gradients, weights and moments must be those of one unsharded process in fp64."""
@@ -108,7 +108,9 @@ class PairsSuite(Clauses):
         else:
             part, _ = part_of_draw
             all_drawn = first(self.count(), self.dimensions(), self.rules(), seed)
-            all_drawn.sort(key=lambda one: one["mesh"])  # what a library remembers of a mesh serves all that run on it
+            all_drawn.sort(
+                key=lambda configuration: configuration["mesh"]
+            )  # what a library remembers of a mesh serves all that run on it
             drawn = all_drawn[part * _TOGETHER : (part + 1) * _TOGETHER]
         _assert_all_equal(ranks, tmp_path, type(self), drawn, f"drawn with {SEED}={seed}")
 
@@ -116,9 +118,10 @@ class PairsSuite(Clauses):
         """What is declared as refused together must be refused, as unsupported, on all ranks."""
         for rule in self.refused_pairs:
             labels = {name: labels if isinstance(labels, str) else labels[0] for name, labels in rule.items()}
-            one = _Drawn(self.completed(labels))
-            _run(ranks, tmp_path, type(self), [one])
-            assert all(outcome.refused for outcome in one.whole), f"{dict(rule)} was not refused: {one.told}"
+            drawn = _Drawn(self.completed(labels))
+            _run(ranks, tmp_path, type(self), [drawn])
+            is_refused = all(outcome.refused for outcome in drawn.uninterrupted)
+            assert is_refused, f"{dict(rule)} was not refused: {drawn.messages}"
 
 
 def assert_equals_plain(ranks: Ranks, tmp_path: Path, suite: type[PairsSuite], **labels: str) -> None:
@@ -134,25 +137,24 @@ def assert_equals_plain(ranks: Ranks, tmp_path: Path, suite: type[PairsSuite], *
 
 
 def _assert_all_equal(
-    ranks: Ranks, tmp_path: Path, suite: type[PairsSuite], drawn: Sequence[Configuration], how: str
+    ranks: Ranks, tmp_path: Path, suite: type[PairsSuite], configurations: Sequence[Configuration], how: str
 ) -> None:
-    every = [_Drawn(one) for one in drawn]
+    every = [_Drawn(configuration) for configuration in configurations]
     try:
         _run(ranks, tmp_path / "together", suite, every)
     except RankError:  # one of them has ended the ranks: which, is known if each runs alone
-        every = [_Drawn(one) for one in drawn]
-        for number, one in enumerate(every):
+        every = [_Drawn(configuration) for configuration in configurations]
+        for number, drawn in enumerate(every):
             try:
-                _run(ranks, tmp_path / str(number), suite, [one])
+                _run(ranks, tmp_path / str(number), suite, [drawn])
             except RankError as error:
-                one.told.append(str(error))
-    for one in every:
-        if not one.told:
-            one.told = _judged(one)
-    failed = [one for one in every if one.told]
+                drawn.messages.append(str(error))
+    for drawn in every:
+        drawn.messages = drawn.messages or _judge(drawn)
+    failed = [drawn for drawn in every if drawn.messages]
     assert not failed, "\n".join(
         [f"of {len(every)} configurations, {how}, {len(failed)} differ from one unsharded process:"]
-        + [_shown(suite, one) for one in failed]
+        + [_describe(suite, drawn) for drawn in failed]
     )
 
 
@@ -164,29 +166,35 @@ def _run(ranks: Ranks, tmp_path: Path, suite: type[PairsSuite], every: Sequence[
     """
     tmp_path.mkdir(parents=True, exist_ok=True)
     dimensions = list(suite.dimensions())
-    wholes: list[tuple[Asked, list[Outcome]]] = []
-    resumed: list[tuple[Asked, list[Outcome], int]] = []  # with the number of ranks that save what it loads
-    for number, one in enumerate(every):
-        chosen = one.configuration
+    first_runs: list[tuple[RunRequest, list[Outcome]]] = []
+    resumed: list[tuple[RunRequest, list[Outcome], int]] = []  # with the number of ranks that save what it loads
+    for number, drawn in enumerate(every):
+        chosen = drawn.configuration
         mesh, after = suite.meshes[chosen["mesh"]], chosen.get("resumed_on", "the same")
         options = options_of(chosen, dimensions)
         path = str(tmp_path / f"checkpoint {number}") if chosen.get("resume", "no") != "no" else None
 
-        def asked(mesh: DeclaredMesh, chosen: Configuration = chosen, options: Any = options, **path: Any) -> Asked:
-            given = {prefix: {**options, **mesh.options_for(prefix)} for prefix in ("", "net.")}
-            return Asked(configuration=chosen, strategy=suite.strategy, ranks=mesh.ranks, options=given, **path)
+        def request(
+            mesh: DeclaredMesh, chosen: Configuration = chosen, options: Any = options, **path: Any
+        ) -> RunRequest:
+            all_options = {prefix: {**options, **mesh.options_for(prefix)} for prefix in ("", "net.")}
+            return RunRequest(
+                configuration=chosen, strategy=suite.strategy, ranks=mesh.ranks, options=all_options, **path
+            )
 
-        wholes.append((asked(mesh, saves=path), one.whole))
+        first_runs.append((request(mesh, saves=path), drawn.uninterrupted))
         if path is not None:
-            again = asked(mesh if after == "the same" else suite.meshes[after], loads=path)
-            resumed.append((again, one.resumed, mesh.ranks))
+            again = request(mesh if after == "the same" else suite.meshes[after], loads=path)
+            resumed.append((again, drawn.resumed, mesh.ranks))
 
     saved: set[int] = set()
-    sizes = sorted({run.ranks for run, _ in wholes})
+    sizes = sorted({run.ranks for run, _ in first_runs})
     for size in (*sizes, *sorted({run.ranks for run, *_ in resumed})):
-        together = [] if size in saved else [(run, outcomes) for run, outcomes in wholes if run.ranks == size]
+        together = [] if size in saved else [(run, outcomes) for run, outcomes in first_runs if run.ranks == size]
         saved.add(size)
-        ready = [(run, outcomes) for run, outcomes, of in resumed if run.ranks == size and of in saved and not outcomes]
+        ready = [
+            (run, outcomes) for run, outcomes, saver in resumed if run.ranks == size and saver in saved and not outcomes
+        ]
         together += ready
         if together:
             limit = _SECONDS_PER_RUN * len(together)
@@ -195,30 +203,30 @@ def _run(ranks: Ranks, tmp_path: Path, suite: type[PairsSuite], every: Sequence[
                 outcomes.extend(of_ranks)
 
 
-def _judged(one: _Drawn) -> list[str]:
+def _judge(drawn: _Drawn) -> list[str]:
     """What is wrong with the runs of a configuration."""
-    chosen = one.configuration
-    for outcomes in (one.whole, one.resumed):
+    chosen = drawn.configuration
+    for outcomes in (drawn.uninterrupted, drawn.resumed):
         failed = dict.fromkeys(outcome.failed or outcome.refused for outcome in outcomes)
         if any(failed):
             return [text for text in failed if text]
     want = train_in_one_process(chosen)
-    told = differences(one.whole, want, chosen)
-    if one.resumed:
-        begun = Asked(configuration=chosen, strategy="", ranks=0, options={}).saved_after
-        resumed = differences(one.resumed, want, chosen, begun)
+    messages = differences(drawn.uninterrupted, want, chosen)
+    if drawn.resumed:
+        begun = RunRequest(configuration=chosen, strategy="", ranks=0, options={}).saved_after
+        resumed = differences(drawn.resumed, want, chosen, begun)
         if chosen.get("resumed_on", "the same") == "the same":
-            resumed += differing_bits(one.resumed, one.whole)
-        told += [f"resumed: {difference}" for difference in resumed]
-    return told
+            resumed += differing_bits(drawn.resumed, drawn.uninterrupted)
+        messages += [f"resumed: {difference}" for difference in resumed]
+    return messages
 
 
-def _shown(suite: type[PairsSuite], one: _Drawn) -> str:
-    labels = {name: label for name, label in one.configuration.items() if label != suite.completed({})[name]}
-    written = ", ".join(f"{name}={label!r}" for name, label in labels.items())
+def _describe(suite: type[PairsSuite], drawn: _Drawn) -> str:
+    labels = {name: label for name, label in drawn.configuration.items() if label != suite.completed({})[name]}
+    arguments = ", ".join(f"{name}={label!r}" for name, label in labels.items())
     again = f"{ONLY}={shlex.quote(json.dumps(labels))} python -m pytest -k 'test_pairs_of_options'"
-    found = "\n".join(f"    {line}" for difference in one.told[:12] for line in difference.splitlines())
-    more = f"\n    and {len(one.told) - 12} more" * (len(one.told) > 12)
+    lines = "\n".join(f"    {line}" for difference in drawn.messages[:12] for line in difference.splitlines())
+    more = f"\n    and {len(drawn.messages) - 12} more" * (len(drawn.messages) > 12)
     return (
-        f"assert_equals_plain(ranks, tmp_path, {suite.__name__}, {written})\n{found}{more}\n    to repeat it: {again}"
+        f"assert_equals_plain(ranks, tmp_path, {suite.__name__}, {arguments})\n{lines}{more}\n    to repeat it: {again}"
     )

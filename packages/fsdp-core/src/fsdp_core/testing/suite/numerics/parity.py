@@ -2,35 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.sharding.wrap_policy import describe_policy
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, Trained, train_plain
-from fsdp_core.testing.state import full_state
+from fsdp_core.testing.refusals import assert_says
 from fsdp_core.testing.suite.base_class import Clauses, requires, with_options
-from fsdp_core.testing.training import fabric_fit, fit, new_fabric, whole_batches
+from fsdp_core.testing.training import fabric_fit, fit
 
-__all__ = ["NumbersSuite", "assert_buffers_alone", "assert_numbers_alone", "assert_same", "options_id"]
+__all__ = [
+    "NumbersSuite",
+    "assert_buffers_alone",
+    "assert_numbers_alone",
+    "assert_same",
+    "assert_same_or_refused",
+    "assert_state_close",
+    "options_id",
+]
 
 
-def assert_same(got: list[Trained], want: Trained) -> None:
+def assert_same(got: Iterable[Trained], want: Trained) -> None:
     """Assert that every rank's losses and weights equal the oracle's."""
     want_losses, want_state = want
     for losses, state in got:
         assert losses == pytest.approx(want_losses, abs=FP32_TOLERANCE)
         assert state.keys() == want_state.keys()
-        for name, tensor in want_state.items():
-            torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+        assert_state_close(state, want_state)
+
+
+def assert_same_or_refused(outcomes: Iterable[Trained | str], want: Trained, *words: str) -> None:
+    """Assert that every rank has trained as the oracle does, or was refused in a message that contains all parts."""
+    for outcome in outcomes:
+        if isinstance(outcome, str):
+            assert_says(outcome, *words)
+        else:
+            assert_same([outcome], want)
+
+
+def assert_state_close(state: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
+    """Assert that a rank's state equals the oracle's, but for the order of additions."""
+    for name, tensor in want.items():
+        torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
 
 
 def assert_numbers_alone(ranks: Ranks, tmp_path: Path, strategy: str, options: Mapping[str, Any]) -> None:
@@ -77,17 +100,8 @@ def _remember(strategy: str, options: Mapping[str, Any]) -> Trained:
     recomputed: dict[str, Any] = {"activation_checkpointing_policy": {Remembering}}
     if Capability.WRAP_POLICY in registry.strategies()[strategy].capabilities:
         recomputed["auto_wrap_policy"] = {Remembering}
-    fabric = new_fabric(strategy, 2, {**recomputed, **options})
-    net = _new_remembering()
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
-    losses = []
-    for x, y in whole_batches(fabric, 4):
-        loss = mse_loss(model(x), y)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, full_state(fabric.strategy)
+    loop = Loop(strategy, oracle.momentum, _new_remembering(), options={**recomputed, **options})
+    return loop.train(loop.whole_batches(4))
 
 
 def assert_buffers_alone(ranks: Ranks, strategy: str, options: Mapping[str, Any]) -> None:
@@ -136,30 +150,28 @@ class NumbersSuite(Clauses):
         self, ranks: Ranks, tmp_path: Path, world_size: int, options: dict[str, Any]
     ) -> None:
         """With gradient accumulation, losses and weights must equal those of one unsharded process."""
-        threefold = {"accumulate_grad_batches": 3}
-        got = ranks.run(
-            world_size, fit, self.strategy, str(tmp_path), world_size, 6, "momentum", options, threefold
-        ) + ranks.run(world_size, fabric_fit, self.strategy, world_size, 6, "momentum", options, 3)
+        run, tmp, trainer = partial(ranks.run, world_size), str(tmp_path), {"accumulate_grad_batches": 3}
+        got = run(fit, self.strategy, tmp, world_size, 6, "momentum", options, trainer)
+        got += run(fabric_fit, self.strategy, world_size, 6, "momentum", options, 3)
         assert_same(got, train_plain(6, oracle.momentum, accumulate=3))
 
     @requires(Capability.CLIP_BY_NORM)
     @pytest.mark.parametrize("world_size", [2, 3])
     def test_clipping_by_norm_equals_plain(self, ranks: Ranks, tmp_path: Path, world_size: int) -> None:
         """With clipping by norm, losses and weights must equal those of one unsharded process."""
-        clip = {"gradient_clip_val": 0.2}
-        got = ranks.run(world_size, fit, self.strategy, str(tmp_path), world_size, 4, "momentum", {}, clip) + ranks.run(
-            world_size, fabric_fit, self.strategy, world_size, 4, "momentum", {}, 1, 0.2
-        )
+        run, tmp, trainer = partial(ranks.run, world_size), str(tmp_path), {"gradient_clip_val": 0.2}
+        got = run(fit, self.strategy, tmp, world_size, 4, "momentum", {}, trainer)
+        got += run(fabric_fit, self.strategy, world_size, 4, "momentum", {}, 1, 0.2)
         assert_same(got, train_plain(4, oracle.momentum, clip_norm=0.2))
 
     @requires(Capability.CLIP_BY_VALUE)
     @pytest.mark.parametrize("world_size", [2, 3])
     def test_clipping_by_value_equals_plain(self, ranks: Ranks, tmp_path: Path, world_size: int) -> None:
         """With clipping by value, losses and weights must equal those of one unsharded process."""
-        clip = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-        got = ranks.run(world_size, fit, self.strategy, str(tmp_path), world_size, 4, "momentum", {}, clip) + ranks.run(
-            world_size, fabric_fit, self.strategy, world_size, 4, "momentum", {}, 1, None, 0.01
-        )
+        run, tmp = partial(ranks.run, world_size), str(tmp_path)
+        trainer = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+        got = run(fit, self.strategy, tmp, world_size, 4, "momentum", {}, trainer)
+        got += run(fabric_fit, self.strategy, world_size, 4, "momentum", {}, 1, None, 0.01)
         assert_same(got, train_plain(4, oracle.momentum, clip_value=0.01))
 
     @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ from torch.nn.functional import mse_loss
 
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import FEATURES, HALF_TOLERANCE
 from fsdp_core.testing.state import full_state, local, poison_gradient, trained_by
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks, precisions, requires
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
+from fsdp_core.testing.training import Lit, fit_module, loader, means, new_trainer
 
 __all__ = ["PrecisionSuite", "seen_by_a_block"]
 
@@ -56,9 +57,8 @@ class Spying(Lit):
 def seen_by_a_block(strategy: str, tmp: str, precision: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Fit on two ranks; the losses, and the dtypes of a block's shards, gradients, weight, input and output."""
     module = Spying("sgd")
-    run = new_trainer(tmp, strategy, 2, options, precision=precision, gradient_clip_val=10.0)
-    run.fit(module, loader(3, 2))
-    return {"losses": means(module.losses), **module.seen}
+    losses, _ = fit_module(strategy, tmp, module, 3, options=options, precision=precision, gradient_clip_val=10.0)
+    return {"losses": losses, **module.seen}
 
 
 class CalledByParts(Lit):
@@ -85,41 +85,33 @@ class CalledByParts(Lit):
 
 def trained_by_parts(strategy: str, tmp: str, options: dict[str, Any]) -> dict[str, tuple[list[float], dict[str, Any]]]:
     """Losses and weights where a step calls the module, its net, or each layer, with fp32 inputs."""
-    trained = {}
-    for how in ("the module", "its net", "each layer"):
-        module = CalledByParts(how)
-        run = new_trainer(tmp, strategy, 2, options)
-        run.fit(module, loader(3, 2))
-        trained[how] = means(module.losses), full_state(run.strategy)
-    return trained
+    calls = ("the module", "its net", "each layer")
+    return {how: fit_module(strategy, tmp, CalledByParts(how), 3, options=options) for how in calls}
 
 
 def assert_parts_equal(trained: dict[str, tuple[list[float], dict[str, Any]]]) -> None:
     """Whatever the step called, losses and weights must be the same to the bit."""
     losses, weights = trained["the module"]
-    for how, (others, state) in trained.items():
-        assert others == losses, how
+    for how, (other_losses, state) in trained.items():
+        assert other_losses == losses, how
         assert all(torch.equal(state[name], tensor) for name, tensor in weights.items()), how
 
 
-def _under_fabric(strategy: str, precision: Any) -> dict[str, Any]:
-    fabric = new_fabric(strategy, precision=precision)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
+def _train_under_fabric(strategy: str, precision: Any) -> dict[str, Any]:
+    loop = Loop(strategy, oracle.sgd, precision=precision)
     losses = []
-    for x, y in whole_batches(fabric, 3):
-        with fabric.autocast():
-            ones = fabric.to_device(torch.ones(2, 2))
+    for x, y in loop.whole_batches(3):
+        with loop.fabric.autocast():
+            ones = loop.fabric.to_device(torch.ones(2, 2))
             assert (ones @ ones).dtype is COMPUTE.get(precision, torch.float32)
-        output = model(x)
+        output = loop.model(x)
         assert output.dtype is torch.float32
         loss = mse_loss(output, y)
         losses.append(loss.detach())
-        fabric.backward(loss)
-        fabric.clip_gradients(model, optimizer, max_norm=10.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"losses": means(losses), "shards": {p.dtype for p in net.blocks[1].parameters()}}
+        loop.backward(loss)
+        loop.fabric.clip_gradients(loop.model, loop.optimizer, max_norm=10.0)
+        loop.step()
+    return {"losses": means(losses), "shards": {p.dtype for p in loop.net.blocks[1].parameters()}}
 
 
 class Summed(nn.Module):
@@ -141,20 +133,19 @@ class Summed(nn.Module):
         return self.layer(x)
 
 
-def _summed(strategy: str, accumulated: bool) -> dict[str, Tensor]:
-    fabric = new_fabric(strategy, precision="bf16-mixed")
+def _train_summed(strategy: str, accumulated: bool) -> dict[str, Tensor]:
     net = Summed()
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
-    row = fabric.to_device(torch.ones(1, FEATURES))
+    loop = Loop(strategy, lambda net: torch.optim.SGD(net.parameters(), lr=1.0), net, precision="bf16-mixed")
+    row = loop.fabric.to_device(torch.ones(1, FEATURES))
     if accumulated:
-        with fabric.no_backward_sync(model):
-            fabric.backward((model(row) * net.LARGE).sum())
-        fabric.backward((model(row) * net.SMALL).sum())
+        with loop.unreduced():
+            loop.backward((loop.model(row) * net.LARGE).sum())
+        loop.backward((loop.model(row) * net.SMALL).sum())
     else:
-        own = fabric.to_device(torch.tensor([2 * (net.LARGE if fabric.global_rank == 0 else net.SMALL)]))
-        fabric.backward((model(row) * own).sum())
-    optimizer.step()
-    return full_state(fabric.strategy)
+        factor = torch.tensor([2 * (net.LARGE if loop.fabric.global_rank == 0 else net.SMALL)])
+        loop.backward((loop.model(row) * loop.fabric.to_device(factor)).sum())
+    loop.step()
+    return loop.state()
 
 
 class Overflowing(Spying):
@@ -186,7 +177,7 @@ def _scaler_state(strategy: str, tmp: str) -> tuple[float, float]:
     run.save_checkpoint(f"{tmp}/scaled")
     again = new_trainer(tmp, strategy, 2, precision="16-mixed")
     again.fit(Lit("sgd"), loader(2, 2), ckpt_path=f"{tmp}/scaled")
-    first, second = [one.precision_plugin for one in (run, again)]
+    first, second = [trainer.precision_plugin for trainer in (run, again)]
     return first.scaler.get_scale(), second.scaler.get_scale()  # type: ignore[attr-defined]
 
 
@@ -218,7 +209,7 @@ class PrecisionSuite(Clauses):
     def test_dtypes_under_fabric(self, ranks: Ranks, precision: str) -> None:
         """Under Fabric, shards must have the storage dtype, and outputs must be float32."""
         want, _ = oracle.train_plain(3, oracle.sgd)
-        for got in ranks.run(2, _under_fabric, self.strategy, precision):
+        for got in ranks.run(2, _train_under_fabric, self.strategy, precision):
             assert got["losses"] == pytest.approx(want, rel=HALF_TOLERANCE)
             assert got["shards"] == {STORAGE.get(precision, torch.float32)}
 
@@ -233,7 +224,7 @@ class PrecisionSuite(Clauses):
     )
     def test_gradients_are_added_in_full_precision(self, ranks: Ranks, accumulated: bool) -> None:
         """Gradients must be summed in float32, over ranks and micro-batches, and buffers must keep their dtype."""
-        for state in ranks.run(2, _summed, self.strategy, accumulated):
+        for state in ranks.run(2, _train_summed, self.strategy, accumulated):
             assert torch.equal(state["layer.bias"], torch.full((FEATURES,), -(Summed.LARGE + Summed.SMALL)))
             fine = state["fine"].item()
             assert fine == 1.0 + 2.0**-10, f"a buffer of {1.0 + 2.0**-10} became {fine}"

@@ -13,12 +13,10 @@ from torch.nn.functional import mse_loss
 import fsdp_core
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import FEATURES, Trained
-from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks, requires
-from fsdp_core.testing.suite.modules.parameters import own_share
 from fsdp_core.testing.suite.numerics.parity import assert_same
-from fsdp_core.testing.training import means, new_fabric
 
 __all__ = ["BranchesSuite"]
 
@@ -105,38 +103,23 @@ def _decaying(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
 
 
-def _plain(case: str, accumulate: int) -> Trained:
-    """The oracle: one process computes each rank's rows with that rank's experts."""
-    net = NETS.get(case, Routed)()
-    optimizer = _decaying(net)
+def _train(strategy: str | None, case: str, accumulate: int) -> Trained:
+    """Train on ranks with their own experts, or in one process on each rank's rows with that rank's experts."""
+    loop = Loop(strategy, _decaying, NETS.get(case, Routed)())
     losses = []
-    for i, ((x, y), ways) in enumerate(zip(oracle.global_batches(len(WAYS[case])), WAYS[case], strict=True)):
-        each = [mse_loss(net(x[rank::2], way), y[rank::2]) for rank, way in enumerate(ways)]
-        loss = torch.stack(each).mean()
-        losses.append(loss.item())
-        loss.backward()
-        if (i + 1) % accumulate == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses, {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
-
-
-def _sharded(strategy: str, case: str, accumulate: int) -> Trained:
-    fabric = new_fabric(strategy)
-    net = NETS.get(case, Routed)()
-    model, optimizer = fabric.setup(net, _decaying(net))
-    losses = []
-    for i, (batch, ways) in enumerate(zip(oracle.global_batches(len(WAYS[case])), WAYS[case], strict=True)):
-        x, y = own_share(fabric, batch)
-        stepping = (i + 1) % accumulate == 0
-        with fabric.no_backward_sync(model, enabled=not stepping):
-            loss = mse_loss(model(x, ways[fabric.global_rank]), y)
+    for index, ((x, y), ways) in enumerate(zip(loop.batches(len(WAYS[case])), WAYS[case], strict=True)):
+        is_last = (index + 1) % accumulate == 0
+        with loop.unreduced(not is_last):
+            if loop.fabric is None:
+                rank_losses = [mse_loss(loop.net(x[rank::2], way), y[rank::2]) for rank, way in enumerate(ways)]
+                loss = torch.stack(rank_losses).mean()
+            else:
+                loss = mse_loss(loop.model(x, ways[loop.fabric.global_rank]), y)
             losses.append(loss.detach())
-            fabric.backward(loss)
-        if stepping:
-            optimizer.step()
-            optimizer.zero_grad()
-    return means(losses), full_state(fabric.strategy)
+            loop.backward(loss)
+        if is_last:
+            loop.step()
+    return loop.means(losses), loop.state()
 
 
 class BranchesSuite(Clauses):
@@ -151,4 +134,4 @@ class BranchesSuite(Clauses):
     @pytest.mark.parametrize("case", WAYS)
     def test_ranks_use_different_parameters(self, ranks: Ranks, case: str, accumulate: int) -> None:
         """Ranks may use different parameters of a unit: losses and weights must equal the unsharded model's."""
-        assert_same(ranks.run(2, _sharded, self.strategy, case, accumulate), _plain(case, accumulate))
+        assert_same(ranks.run(2, _train, self.strategy, case, accumulate), _train(None, case, accumulate))

@@ -13,9 +13,7 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from fsdp_core.errors import (
-    CheckpointMismatchError,
-)
+from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.refusals import assert_says, assert_unchanged, refusal, was_refused
@@ -87,36 +85,33 @@ def refused_by_trainer(
     strategy: str, tmp: str, path: str, module: Lit, error: type[Exception], stage: str = "fit"
 ) -> str:
     """The error of a stage from a checkpoint, which must leave everything as it was."""
-    before, keeper = copied_state(module), Keeper()
+    state_before, keeper = copied_state(module), Keeper()
     run = new_trainer(tmp, strategy, 2, callbacks=[keeper])
-    told = refusal(error, lambda: getattr(run, stage)(module, loader(1, 2), ckpt_path=path))
-    assert was_refused(told), told
+    message = refusal(error, lambda: getattr(run, stage)(module, loader(1, 2), ckpt_path=path))
+    assert was_refused(message), message
     assert not module.losses
     assert not module.validation_losses
     assert not any(optimizer.state for optimizer in run.optimizers)
     assert run.global_step == run.current_epoch == 0, f"step {run.global_step}, epoch {run.current_epoch}"
     assert not keeper.restored
-    assert_unchanged(run.strategy, before)
-    return told
+    assert_unchanged(run.strategy, state_before)
+    return message
 
 
 def refused_by_fabric(
     strategy: str, path: str, module: Lit, error: type[Exception], weights_alone: bool = False
 ) -> str:
     """Load the model, its optimizer unless its weights alone are loaded, and plain data together; the error."""
-    before = copied_state(module)
+    state_before = copied_state(module)
     fabric = new_fabric(strategy)
     model, optimizer = fabric.setup(module, module.configure_optimizers())
     state: dict[str, Any] = {"model": model, "step": -1} | ({} if weights_alone else {"optimizer": optimizer})
-    told = refusal(error, lambda: fabric.load(path, state))
-    assert was_refused(told), told
+    message = refusal(error, lambda: fabric.load(path, state))
+    assert was_refused(message), message
     assert state["step"] == -1, f"the step became {state['step']} though the checkpoint was refused"
     assert not optimizer.optimizer.state
-    assert_unchanged(fabric.strategy, before)
-    return told
-
-
-# -- damaged checkpoints -----------------------------------------------------------------------------------------------
+    assert_unchanged(fabric.strategy, state_before)
+    return message
 
 
 # -- checkpoints that don't match --------------------------------------------------------------------------------------
@@ -209,9 +204,6 @@ def _load_misfit_weights(strategy: str, path: str, module_class: Callable[[], Li
     return refused_by_fabric(strategy, path, module_class(), CheckpointMismatchError, weights_alone=True)
 
 
-# -- objects that can't be saved ---------------------------------------------------------------------------------------
-
-
 class SavesOnce(Clauses):
     """Clauses of one class share a checkpoint, of which each damages or loads a copy."""
 
@@ -219,17 +211,17 @@ class SavesOnce(Clauses):
     @classmethod
     def saved(cls, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> SavedAt:
         """A function that copies a valid checkpoint of ``Lit("adamw_groups")``, saved on two ranks, to a path."""
-        made: dict[tuple[str, str], Path] = {}
+        saved_paths: dict[tuple[str, str], Path] = {}
 
         def put(front_end: str, kind: str, path: Path) -> None:
-            if (front_end, kind) not in made:
+            if (front_end, kind) not in saved_paths:
                 folder = tmp_path_factory.mktemp("saved")
-                good = made[front_end, kind] = folder / "checkpoint"
+                good = saved_paths[front_end, kind] = folder / "checkpoint"
                 if front_end == "trainer":
                     ranks.run(2, _save_with_trainer, cls.strategy, str(folder), str(good), kind)
                 else:
                     ranks.run(2, _save_with_fabric, cls.strategy, str(good), kind)
-            good = made[front_end, kind]
+            good = saved_paths[front_end, kind]
             (shutil.copytree if good.is_dir() else shutil.copyfile)(good, path)
 
         return put
@@ -242,8 +234,8 @@ class BadCheckpointsSuite(SavesOnce):
     @pytest.mark.parametrize(
         "module_class",
         [
-            pytest.param(one, marks=requires(Capability.MANUAL_OPTIMIZATION) if one is TwoOptimizers else [])
-            for one in MISFITS
+            pytest.param(cls, marks=requires(Capability.MANUAL_OPTIMIZATION) if cls is TwoOptimizers else [])
+            for cls in MISFITS
         ],
     )
     def test_another_models_checkpoint_under_trainer(
@@ -252,10 +244,10 @@ class BadCheckpointsSuite(SavesOnce):
         """A checkpoint that doesn't match the module must be refused on every rank, and change nothing."""
         path = tmp_path / "checkpoint"
         saved("trainer", kind, path)
-        for told in ranks.run(2, load_misfit, self.strategy, str(tmp_path), str(path), "trainer", module_class):
-            assert_says(told, *MISFITS[module_class])
+        for message in ranks.run(2, load_misfit, self.strategy, str(tmp_path), str(path), "trainer", module_class):
+            assert_says(message, *MISFITS[module_class])
             if module_class is Renamed:
-                assert_says(told, "strict_loading = False")  # the Trainer has no argument strict=
+                assert_says(message, "strict_loading = False")  # the Trainer has no argument strict=
 
     @requires(Capability.SHARDED_CHECKPOINT)
     @pytest.mark.parametrize("module_class", [Renamed, Resized])
@@ -265,5 +257,5 @@ class BadCheckpointsSuite(SavesOnce):
         """Weights that don't match must be refused where no optimizer is loaded with them, whose names would tell."""
         path = tmp_path / "checkpoint"
         saved("fabric", "sharded", path)
-        for told in ranks.run(2, _load_misfit_weights, self.strategy, str(path), module_class):
-            assert_says(told, *MISFITS[module_class])
+        for message in ranks.run(2, _load_misfit_weights, self.strategy, str(path), module_class):
+            assert_says(message, *MISFITS[module_class])

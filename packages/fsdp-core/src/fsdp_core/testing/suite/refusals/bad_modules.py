@@ -36,15 +36,15 @@ def _two_dtypes(strategy: str) -> tuple[str, bool]:
     fabric, net = new_fabric(strategy), oracle.new_net()
     blocks: Any = net.blocks
     blocks[0].up.to(torch.bfloat16)
-    written = {name: parameter.dtype for name, parameter in net.named_parameters()}
-    kept: dict[str, torch.dtype] = {}
+    dtypes = {name: parameter.dtype for name, parameter in net.named_parameters()}
+    state_dtypes: dict[str, torch.dtype] = {}
 
     def set_up_and_look() -> None:
         fabric.setup(net)
         state = sharded_by(fabric.strategy).model_state()
-        kept.update((name, state[name].dtype) for name in written)
+        state_dtypes.update((name, state[name].dtype) for name in dtypes)
 
-    return refusal(ShardingError, set_up_and_look), kept == written
+    return refusal(ShardingError, set_up_and_look), state_dtypes == dtypes
 
 
 class OverIntegers(nn.Module):
@@ -88,15 +88,15 @@ def trained_over_integers(strategy: str, precision: str | None = None) -> tuple[
     """The refusal; or the losses of three steps on whole batches, and the state from then on."""
     fabric = new_fabric(strategy, precision=precision)
     net = over_integers()
-    found: list[float] = []
+    losses: list[float] = []
 
     def train() -> None:
         trained = [p for p in net.parameters() if p.requires_grad]
         model, optimizer = fabric.setup(net, torch.optim.SGD(trained, lr=0.1))
-        found.extend(steps_over_integers(model, optimizer, whole_batches(fabric, 3), fabric.backward))
+        losses.extend(steps_over_integers(model, optimizer, whole_batches(fabric, 3), fabric.backward))
 
-    told = refusal(ShardingError, train)
-    return told, found, full_state(fabric.strategy) if found else {}
+    message = refusal(ShardingError, train)
+    return message, losses, full_state(fabric.strategy) if losses else {}
 
 
 class BadModulesSuite(Clauses):
@@ -113,16 +113,16 @@ class BadModulesSuite(Clauses):
     )
     def test_module_sharded_on_other_terms(self, ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
         """A sharded module must refuse other options, with an error that names the option and both values."""
-        (told,) = ranks.run(1, _on_other_terms, self.strategy, str(tmp_path), options)
+        (message,) = ranks.run(1, _on_other_terms, self.strategy, str(tmp_path), options)
         ((name, value),) = options.items()
         now = value if isinstance(value, bool) else describe_policy(value)
-        assert_says(told, f"{name} ", f", now {now!r}", "Use the same options", "build the module again")
+        assert_says(message, f"{name} ", f", now {now!r}", "Use the same options", "build the module again")
 
     def test_two_dtypes_in_a_unit(self, ranks: Ranks, tmp_path: Path) -> None:
         """A unit with parameters of two dtypes must be refused, or keep the dtype of each."""
-        for told, kept in ranks.run(2, _two_dtypes, self.strategy):
-            if not kept:
-                assert_says(told, "torch.bfloat16", "torch.float32", "one dtype")
+        for message, are_same in ranks.run(2, _two_dtypes, self.strategy):
+            if not are_same:
+                assert_says(message, "torch.bfloat16", "torch.float32", "one dtype")
 
     @on_ranks("processes")  # XLA would compile its steps, and refuses other dtypes than fp32
     def test_frozen_integers_keep_their_values(self, ranks: Ranks) -> None:
@@ -130,11 +130,11 @@ class BadModulesSuite(Clauses):
         net = over_integers()
         optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
         want = steps_over_integers(net, optimizer, oracle.global_batches(3), Tensor.backward)
-        for told, losses, state in ranks.run(2, trained_over_integers, self.strategy):
-            if was_refused(told):
-                assert_says(told, "'0.base'", "torch.uint8", "Use strategy=")
+        for message, losses, state in ranks.run(2, trained_over_integers, self.strategy):
+            if was_refused(message):
+                assert_says(message, "'0.base'", "torch.uint8", "Use strategy=")
                 continue
-            assert losses == pytest.approx(want, abs=oracle.FP32_TOLERANCE), told
+            assert losses == pytest.approx(want, abs=oracle.FP32_TOLERANCE), message
             for name, tensor in net.state_dict().items():
                 exact = 0.0 if tensor.dtype == torch.uint8 else oracle.FP32_TOLERANCE
                 torch.testing.assert_close(state[name], tensor, atol=exact, rtol=exact)

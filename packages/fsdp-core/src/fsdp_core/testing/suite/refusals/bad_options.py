@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from fsdp_core.errors import (
-    UnsupportedCapabilityError,
-)
+from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import oracle
 from fsdp_core.testing.refusals import assert_says, refusal
@@ -43,9 +41,9 @@ def set_up(
         assert not lit.losses
 
 
-def assert_refused_at_once(made: Callable[..., Any], options: Mapping[str, Any], words: list[str]) -> None:
+def assert_refused_at_once(constructor: Callable[..., Any], options: Mapping[str, Any], words: list[str]) -> None:
     """Assert that the constructor refuses options. Backends may pass their own options."""
-    assert_says(refusal(UnsupportedCapabilityError, lambda: made(**options)), *words)
+    assert_says(refusal(UnsupportedCapabilityError, lambda: constructor(**options)), *words)
 
 
 def unfit_options(
@@ -57,5 +55,5 @@ def unfit_options(
         return [(name, type(p), tuple(p.shape)) for name, p in module.named_parameters()]
 
     net = oracle.new_net()
-    told = refusal(error, lambda: set_up(strategy, tmp, front_end, net, options))
-    return told, described(net) == described(oracle.new_net())
+    message = refusal(error, lambda: set_up(strategy, tmp, front_end, net, options))
+    return message, described(net) == described(oracle.new_net())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,19 +12,19 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.plugins.strategy_info import Capability, FrontEnd
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.collectives import count_collectives
+from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.loop import Loop
+from fsdp_core.testing.measuring.collectives import count_collectives
 from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE, WIDE, Block, Trained
-from fsdp_core.testing.rank_context import here
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import assert_sharded, full_state, held_by, poison_gradient, sharded_by, trained_by
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks, requires, with_options
-from fsdp_core.testing.suite.modules.parameters import own_share
-from fsdp_core.testing.training import Lit, fabric_fit, fit, loader, means, new_fabric, new_trainer, whole_batches
+from fsdp_core.testing.suite.numerics.parity import assert_state_close
+from fsdp_core.testing.training import Lit, fabric_fit, fit, loader, means, new_trainer
 
 __all__ = ["BrokenElsewhereSuite", "every_stage"]
 
@@ -40,51 +41,49 @@ class NanGradient(Lit):
 
 
 def _nonfinite(strategy: str, tmp: str) -> list[str]:
+    """The errors of clipping under the Trainer and under Fabric."""
     run = new_trainer(tmp, strategy, 2)
     under_trainer = refusal(RuntimeError, lambda: run.fit(NanGradient(), loader(1, 2)))
-    fabric = new_fabric(strategy)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
-    fabric.backward(model(fabric.to_device(torch.ones(2, FEATURES))).sum() * float("nan"))
-    under_fabric = refusal(RuntimeError, lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0))
-    fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+    loop = Loop(strategy, oracle.sgd)
+    clip = partial(loop.fabric.clip_gradients, loop.model, loop.optimizer, max_norm=1.0)
+    loop.backward(loop.model(loop.fabric.to_device(torch.ones(2, FEATURES))).sum() * float("nan"))
+    under_fabric = refusal(RuntimeError, clip)
+    clip(error_if_nonfinite=False)
     return [under_trainer, under_fabric]
 
 
 def _infinite_norm(strategy: str) -> str:
-    fabric = new_fabric(strategy)
-    net: Any = oracle.new_net(width=WIDE)  # of which every rank holds something, whatever a library pads shards to
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
-    fabric.backward(model(fabric.to_device(torch.ones(2, FEATURES))).sum())
-    used: Any = fabric.strategy
-    layout = sharded_by(used).layout()
-    linear = [p for p, parts in layout.items() if any(".up." in one.name or ".down." in one.name for one in parts)]
+    # a net of which every rank holds something, whatever a library pads shards to
+    loop = Loop(strategy, oracle.sgd, oracle.new_net(width=WIDE))
+    fabric = loop.fabric
+    loop.backward(loop.model(fabric.to_device(torch.ones(2, FEATURES))).sum())
+    layout = sharded_by(fabric.strategy).layout()
+    linear = [p for p, parts in layout.items() if any(".up." in part.name or ".down." in part.name for part in parts)]
     poison_gradient(linear, torch.nan, here_too=fabric.global_rank == fabric.world_size - 1)
-    infinite = float("inf")
-    return refusal(RuntimeError, lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=infinite))
+    clip = partial(fabric.clip_gradients, loop.model, loop.optimizer, max_norm=1.0, norm_type=float("inf"))
+    return refusal(RuntimeError, clip)
 
 
 def every_stage(strategy: str, tmp: str, options: dict[str, Any]) -> dict[str, Any]:
     """Test, fit, validate, test, predict, fit and validate with one strategy and one module."""
     module = Lit("momentum", width=WIDE)
     run = new_trainer(tmp, strategy, 2, options, max_epochs=2)
-    used: Any = run.strategy
-    policy = getattr(used.options, "auto_wrap_policy", "auto")
+    used_strategy: Any = run.strategy
+    policy = getattr(used_strategy.options, "auto_wrap_policy", "auto")
     run.test(module, loader(2, 2), verbose=False)
     run.fit(module, loader(3, 2), loader(1, 2))
     run.validate(module, loader(2, 2), verbose=False)
     run.test(module, loader(2, 2), verbose=False)
-    predicted: Any = run.predict(module, loader(2, 2))
+    predictions: Any = run.predict(module, loader(2, 2))
     run.fit_loop.max_epochs = 3
     run.fit(module, loader(3, 2))
     run.validate(module, loader(2, 2), verbose=False)
+    new_policy = getattr(used_strategy.options, "auto_wrap_policy", "auto")
     return {
         "losses": means(module.losses),
-        "policy": getattr(used.options, "auto_wrap_policy", "auto")
-        is policy
-        is options.get("auto_wrap_policy", "auto"),
-        "held": held_by(sharded_by(used).root.parameters()),
-        "predicted": torch.cat(predicted),
+        "policy": new_policy is policy is options.get("auto_wrap_policy", "auto"),
+        "elements": held_by(sharded_by(used_strategy).root.parameters()),
+        "predictions": torch.cat(predictions),
         "rows": 2 * BATCH // here().shares(2),
     }
 
@@ -103,24 +102,20 @@ class SaveOnce(pl.Callback):
 def _averaged(
     strategy: str, tmp: str, world_size: int, path: str | None = None, resume: str | None = None
 ) -> dict[str, Tensor]:
-    module = Lit("sgd")
     callbacks: list[Any] = [EMAWeightAveraging(decay=0.5)]
     if path:
         callbacks.append(SaveOnce(path))
     run = new_trainer(tmp, strategy, world_size, callbacks=callbacks, max_epochs=2)
-    run.fit(module, loader(2, world_size), loader(1, world_size), ckpt_path=resume)
+    run.fit(Lit("sgd"), loader(2, world_size), loader(1, world_size), ckpt_path=resume)
     return full_state(run.strategy)
 
 
 def _averaging_oracle(batches: list[tuple[Tensor, Tensor]], decay: float) -> dict[str, Tensor]:
-    net = oracle.new_net()
-    optimizer = oracle.sgd(net)
+    loop = Loop(None, oracle.sgd)
     average: dict[str, Tensor] = {}
     for x, y in batches:
-        mse_loss(net(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        now = {n: p.detach().clone() for n, p in net.state_dict().items()}
+        loop.step_on(x, y)
+        now = loop.state()
         average = {n: decay * average[n] + (1 - decay) * now[n] for n in now} if average else now
     return average
 
@@ -136,47 +131,41 @@ def _reductions(strategy: str, tmp: str, batches: int, options: Mapping[str, Any
 
 
 def _step_without_reduction(strategy: str) -> tuple[str, dict[str, Tensor]]:
-    fabric = new_fabric(strategy)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
-    x, y = own_share(fabric, oracle.global_batches(1)[0])
+    """The error of a step inside an accumulation, and the state after a step that follows."""
+    loop = Loop(strategy, oracle.sgd)
+    ((x, y),) = loop.batches(1)
 
     def backward(is_accumulating: bool) -> None:
-        with fabric.no_backward_sync(model, enabled=is_accumulating):
-            fabric.backward(mse_loss(model(x), y))
+        with loop.unreduced(is_accumulating):
+            loop.backward(loop.loss(x, y))
 
     backward(True)
-    said = refusal(ShardingError, optimizer.step)
-    optimizer.zero_grad()
+    message = refusal(ShardingError, loop.optimizer.step)
+    loop.optimizer.zero_grad()
     backward(True)
     backward(False)
-    optimizer.step()
-    optimizer.zero_grad()
-    return said, full_state(fabric.strategy)
+    loop.step()
+    return message, loop.state()
 
 
-def _with_or_without_a_step(first: bool) -> dict[str, Tensor]:
-    net = oracle.new_net()
-    optimizer = oracle.sgd(net)
-    x, y = oracle.global_batches(1)[0]
-    for passes in (1, 2) if first else (2,):
-        optimizer.zero_grad()
+def _state_after_steps(passes_by_step: Sequence[int]) -> dict[str, Tensor]:
+    """The state of one process after steps, each with a number of backward passes."""
+    loop = Loop(None, oracle.sgd)
+    ((x, y),) = loop.batches(1)
+    for passes in passes_by_step:
         for _ in range(passes):
-            mse_loss(net(x), y).backward()
-        optimizer.step()
-    return {name: tensor.detach() for name, tensor in net.state_dict().items()}
+            loop.backward(loop.loss(x, y))
+        loop.step()
+    return loop.state()
 
 
 def _norm_after(strategy: str, enabled: bool) -> float:
-    fabric = new_fabric(strategy)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.sgd(net))
-    x, y = own_share(fabric, oracle.global_batches(1)[0])
-    with fabric.no_backward_sync(model, enabled=enabled):
-        fabric.backward(mse_loss(model(x), y))
-    fabric.backward(mse_loss(model(x), y))
-    norm: Any = fabric.clip_gradients(model, optimizer, max_norm=1e9)
-    return float(norm)
+    loop = Loop(strategy, oracle.sgd)
+    ((x, y),) = loop.batches(1)
+    with loop.unreduced(enabled):
+        loop.backward(loop.loss(x, y))
+    loop.backward(loop.loss(x, y))
+    return float(loop.fabric.clip_gradients(loop.model, loop.optimizer, max_norm=1e9))
 
 
 class WithoutLogging(Lit):
@@ -188,17 +177,9 @@ class WithoutLogging(Lit):
 
 def _compiled(strategy: str, tmp: str, front_end: FrontEnd) -> list[float]:
     if front_end == "fabric":
-        fabric = new_fabric(strategy)
-        net = oracle.new_net()
-        model, optimizer = fabric.setup(cast(nn.Module, torch.compile(net, backend="eager")), oracle.sgd(net))
-        losses = []
-        for x, y in whole_batches(fabric, 3):
-            loss = mse_loss(model(x), y)
-            losses.append(loss.item())
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
+        compiled_net = cast(nn.Module, torch.compile(oracle.new_net(), backend="eager"))
+        loop = Loop(strategy, oracle.sgd, compiled_net)
+        return [loop.step_on(x, y).item() for x, y in loop.whole_batches(3)]
     module = WithoutLogging("sgd")
     compiled: Any = torch.compile(module, backend="eager")
     new_trainer(tmp, strategy, 2).fit(compiled, loader(3, 2))
@@ -206,17 +187,13 @@ def _compiled(strategy: str, tmp: str, front_end: FrontEnd) -> list[float]:
 
 
 def _recomputation(strategy: str, tmp: str, options: dict[str, Any]) -> int:
-    calls = 0
-
-    def count(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-
+    """The number of calls of blocks' layers in a step."""
+    calls: list[nn.Module] = []
     module = Lit("sgd")
     for block in module.net.blocks:
-        block.up.register_forward_hook(count)
+        block.up.register_forward_hook(lambda layer, *_: calls.append(layer))
     new_trainer(tmp, strategy, 2, options).fit(module, loader(1, 2))
-    return calls
+    return len(calls)
 
 
 def _dropout(strategy: str, tmp: str, checkpointing: bool) -> Trained:
@@ -232,8 +209,8 @@ class BrokenElsewhereSuite(Clauses):
     @requires(Capability.CLIP_BY_NORM)
     def test_error_if_nonfinite_is_honoured(self, ranks: Ranks, tmp_path: Path) -> None:
         """Clipping must raise on a NaN norm, and ``error_if_nonfinite=False`` must turn that off."""
-        for told in ranks.run(2, _nonfinite, self.strategy, str(tmp_path)):
-            for message in told:
+        for messages in ranks.run(2, _nonfinite, self.strategy, str(tmp_path)):
+            for message in messages:
                 assert_says(message, "total norm", "is nan", "error_if_nonfinite=False")
 
     @requires(Capability.CLIP_BY_NORM)
@@ -251,24 +228,26 @@ class BrokenElsewhereSuite(Clauses):
         """Fit, validate, test and predict must work in any order, and must not change the wrap policy."""
         first, _ = oracle.train_plain(3, oracle.momentum, net=oracle.new_net(width=WIDE))
         got = ranks.run(2, every_stage, self.strategy, str(tmp_path), options)
-        for one in got:
-            assert one["losses"][:3] == pytest.approx(first, abs=FP32_TOLERANCE)
-            assert len(one["losses"]) == 9, f"{len(one['losses'])} steps were trained instead of 9"
-            assert one["policy"]
-            assert one["predicted"].shape == (one["rows"], FEATURES)
-        assert_sharded([one["held"] for one in got], sum(p.numel() for p in oracle.new_net(width=WIDE).parameters()))
+        for outcome in got:
+            losses = outcome["losses"]
+            assert losses[:3] == pytest.approx(first, abs=FP32_TOLERANCE)
+            assert len(losses) == 9, f"{len(losses)} steps were trained instead of 9"
+            assert outcome["policy"]
+            assert outcome["predictions"].shape == (outcome["rows"], FEATURES)
+        total = sum(p.numel() for p in oracle.new_net(width=WIDE).parameters())
+        assert_sharded([outcome["elements"] for outcome in got], total)
 
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_weight_averaging(self, ranks: Ranks, tmp_path: Path) -> None:
         """``EMAWeightAveraging`` must give plain torch's averages, also after a resume on other numbers of ranks."""
-        want = _averaging_oracle(oracle.global_batches(2) * 2, 0.5)
+        average = _averaging_oracle(oracle.global_batches(2) * 2, 0.5)
+        want = {f"net.{name}": tensor for name, tensor in average.items()}
         tmp, path = str(tmp_path), str(tmp_path / "half")
         uninterrupted = ranks.run(2, _averaged, self.strategy, tmp, 2, path)
         resumed = ranks.run(2, _averaged, self.strategy, tmp, 2, None, path)
         elsewhere = ranks.run(3, _averaged, self.strategy, tmp, 3, None, path)
         for state in (*uninterrupted, *resumed, *elsewhere):
-            for name, tensor in want.items():
-                torch.testing.assert_close(state[f"net.{name}"], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE)
+            assert_state_close(state, want)
 
     @requires(Capability.GRADIENT_ACCUMULATION)
     @on_ranks("processes")  # torch's profiler records the collectives of process groups only
@@ -285,29 +264,27 @@ class BrokenElsewhereSuite(Clauses):
         ):
             assert one_of_trainer > 0, "torch's profiler saw no reduce-scatter in a step under the Trainer"
             assert one_of_fabric > 0, "torch's profiler saw no reduce-scatter in a step under Fabric"
-            told = f"reduce-scatters of four micro-batches under Trainer and Fabric: not {times} × those of one"
-            assert (of_trainer, of_fabric) == (times * one_of_trainer, times * one_of_fabric), told
+            message = f"reduce-scatters of four micro-batches under Trainer and Fabric: not {times} × those of one"
+            assert (of_trainer, of_fabric) == (times * one_of_trainer, times * one_of_fabric), message
 
     @requires(Capability.CLIP_BY_NORM)
     @pytest.mark.parametrize("enabled", [pytest.param(True, marks=requires(Capability.GRADIENT_ACCUMULATION)), False])
     def test_no_backward_sync_leaves_sync_on(self, ranks: Ranks, enabled: bool) -> None:
         """A backward pass after ``no_backward_sync`` must reduce the gradients of both passes."""
-        net = oracle.new_net()
-        x, y = oracle.global_batches(1)[0]
-        (2 * mse_loss(net(x), y)).backward()
-        want = torch.nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None]).item()
+        loop = Loop(None, oracle.sgd)
+        ((x, y),) = loop.batches(1)
+        loop.backward(2 * loop.loss(x, y))
+        want = nn.utils.get_total_norm([p.grad for p in loop.net.parameters() if p.grad is not None]).item()
         for norm in ranks.run(2, _norm_after, self.strategy, enabled):
             assert norm == pytest.approx(want, rel=FP32_TOLERANCE)
 
     @requires(Capability.GRADIENT_ACCUMULATION)
     def test_a_step_inside_an_accumulation(self, ranks: Ranks) -> None:
         """A step inside ``no_backward_sync`` must be of all ranks' gradients, or refused; it is right once they are."""
-        for said, state in ranks.run(2, _step_without_reduction, self.strategy):
-            if was_refused(said):
-                assert_says(said, "while gradients of Net are not reduced", "enabled=is_accumulating")
-            want = _with_or_without_a_step(not was_refused(said))
-            for name, tensor in want.items():
-                torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+        for message, state in ranks.run(2, _step_without_reduction, self.strategy):
+            if was_refused(message):
+                assert_says(message, "while gradients of Net are not reduced", "enabled=is_accumulating")
+            assert_state_close(state, _state_after_steps([2] if was_refused(message) else [1, 2]))
 
     @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
     def test_compiled_module(self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,19 +14,14 @@ from torch.nn.functional import mse_loss
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.plugins.strategy_info import Capability
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Trained
-from fsdp_core.testing.refusals import assert_says
-from fsdp_core.testing.state import full_state
+from fsdp_core.testing.refusals import assert_says, result_or_refusal
 from fsdp_core.testing.suite.base_class import Clauses, requires
 from fsdp_core.testing.suite.numerics.parity import assert_same
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
+from fsdp_core.testing.training import Lit, fit_module, fit_plainly, new_fabric
 
-__all__ = ["Gan", "LoopsSuite", "UsesRootTwice", "assert_root_stays_gathered", "losses_of", "root_used_twice"]
-
-
-def losses_of(module: Lit) -> list[float]:
-    """The losses that a module has recorded in this process."""
-    return [loss.item() for loss in module.losses]
+__all__ = ["Gan", "LoopsSuite", "UsesRootTwice", "assert_root_stays_gathered", "root_used_twice"]
 
 
 class Gan(Lit):
@@ -62,11 +57,8 @@ class Gan(Lit):
         return [oracle.momentum(self.net), torch.optim.Adam(self.critic.parameters(), lr=0.01, eps=1e-3)]
 
 
-def _gan(strategy: str, tmp: str, world_size: int) -> Trained:
-    module = Gan()
-    run = new_trainer(tmp, strategy, world_size)
-    run.fit(module, loader(3, world_size), loader(1, world_size))
-    return means(module.losses), full_state(run.strategy)
+def _train_gan(strategy: str, tmp: str, world_size: int) -> Trained:
+    return fit_module(strategy, tmp, Gan(), 3, world_size, validation_steps=1)
 
 
 class ManualClip(Lit):
@@ -87,61 +79,50 @@ class ManualClip(Lit):
 
 
 def _manual_clip(strategy: str, tmp: str) -> list[float]:
-    module = ManualClip()
-    new_trainer(tmp, strategy, 2, precision="16-mixed").fit(module, loader(4, 2))
-    return means(module.losses)
+    return fit_module(strategy, tmp, ManualClip(), 4, precision="16-mixed")[0]
+
+
+def plain_number(value: Any) -> float:
+    """A norm that torch has computed, as a number; a DTensor may hold a part of it."""
+    return float(value.full_tensor() if hasattr(value, "full_tensor") else value)
 
 
 class LooksAtGradients(Lit):
     """Uses torch's own functions on gradients, in its training step.
 
     Args:
-        what: ``"clipped"``; ``"after a forward pass"``, which may unshard parameters; ``"accumulated"`` over two
+        use: ``"clipped"``; ``"after a forward pass"``, which may unshard parameters; ``"accumulated"`` over two
             backward passes; ``"scaled"`` one by one; or ``"zeroed"`` between two backward passes.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, use: str) -> None:
         super().__init__("momentum")
         self.automatic_optimization = False
-        self.what = what
-        self.seen: list[float] = []
+        self.use = use
+        self.norms: list[float] = []
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
         loss = mse_loss(self(batch[0]), batch[1])
         self.losses.append(loss.detach())
         self.manual_backward(loss)
-        if self.what == "zeroed":
+        if self.use == "zeroed":
             self.zero_grad()
-        if self.what in ("accumulated", "zeroed"):
+        if self.use in ("accumulated", "zeroed"):
             self.manual_backward(mse_loss(self(batch[0]), 2 * batch[1]))
-        if self.what == "after a forward pass":
+        if self.use == "after a forward pass":
             self(batch[0])
-        if self.what == "scaled":
+        if self.use == "scaled":
             for parameter in self.parameters():
                 if parameter.grad is not None:
                     parameter.grad *= 0.5
-        norm: Any = torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
-        self.seen.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        self.norms.append(plain_number(nn.utils.clip_grad_norm_(self.parameters(), 0.1)))
         optimizer.step()
         optimizer.zero_grad()
 
 
-LOOKS = ["clipped", "after a forward pass", "accumulated", "scaled", "zeroed"]
-
-
-def _looks(strategy: str, tmp: str, world_size: int) -> dict[str, tuple[list[float], list[float]] | str]:
-    """Losses and norms, or the error message."""
-    outcomes: dict[str, tuple[list[float], list[float]] | str] = {}
-    for what in LOOKS:
-        module = LooksAtGradients(what)
-        try:
-            new_trainer(tmp, strategy, world_size).fit(module, loader(2, world_size))
-        except UnsupportedCapabilityError as refused:
-            outcomes[what] = str(refused)
-        else:
-            outcomes[what] = means(module.losses), module.seen
-    return outcomes
+#: What :class:`LooksAtGradients` does with them.
+USES = ["clipped", "after a forward pass", "accumulated", "scaled", "zeroed"]
 
 
 class HooksLook(Lit):
@@ -155,114 +136,104 @@ class HooksLook(Lit):
     def __init__(self, automatic: bool, alone: bool) -> None:
         super().__init__("momentum")
         self.automatic_optimization = automatic
-        self.alone = alone
-        self.seen: list[float] = []
-
-    def look(self) -> None:
-        if self.alone:
-            self.seen.append(sum(float(p.grad.norm()) for p in self.parameters() if p.grad is not None))
-            return
-        norm: Any = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
-        self.seen.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
+        self.read_norm = norms_one_by_one if alone else norm_of_all
+        self.norms: list[float] = []
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         if self.automatic_optimization:
             return loss
-        optimizer: Any = self.optimizers()
-        self.manual_backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        self.step_by_hand(loss)
         return None
 
     def on_after_backward(self) -> None:
         if self.automatic_optimization:  # otherwise gradients may not be reduced yet
-            self.look()
+            self.norms.append(self.read_norm(list(self.parameters())))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.look()
+        self.norms.append(self.read_norm(list(self.parameters())))
 
 
-def _hooks_look(
-    strategy: str, tmp: str, world_size: int, automatic: bool, alone: bool
-) -> tuple[list[float], list[float]] | str:
+#: Losses, and the norms that were computed.
+Norms = tuple[list[float], list[float]]
+
+
+def _fit_with_norms(strategy: str, tmp: str, module: LooksAtGradients | HooksLook) -> Norms | str:
     """Losses and norms, or the error message."""
-    module = HooksLook(automatic, alone)
-    try:
-        new_trainer(tmp, strategy, world_size).fit(module, loader(2, world_size))
-    except (ShardingError, UnsupportedCapabilityError) as refused:
-        return str(refused)
-    return means(module.losses), module.seen
+
+    def fit() -> Norms:
+        losses, _ = fit_module(strategy, tmp, module, 2)
+        return losses, module.norms
+
+    return result_or_refusal((ShardingError, UnsupportedCapabilityError), fit)
 
 
-def norm_of(gradients: list[Tensor]) -> float:
-    """What torch says of gradients, as one writes it for plain tensors and for DTensors."""
-    norm: Any = torch.nn.utils.get_total_norm(gradients)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+def _fit_with_each_use(strategy: str, tmp: str) -> dict[str, Norms | str]:
+    return {use: _fit_with_norms(strategy, tmp, LooksAtGradients(use)) for use in USES}
 
 
-def clipped(held: list[nn.Parameter]) -> float:
+def _fit_with_hooks(strategy: str, tmp: str, automatic: bool, alone: bool) -> Norms | str:
+    return _fit_with_norms(strategy, tmp, HooksLook(automatic, alone))
+
+
+def _gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def norm_of_all(parameters: list[nn.Parameter]) -> float:
+    """What torch says of all gradients, as users write it for plain tensors and for DTensors."""
+    return plain_number(nn.utils.get_total_norm(_gradients_of(parameters)))
+
+
+def norms_one_by_one(parameters: list[nn.Parameter]) -> float:
+    """The sum of each gradient's norm."""
+    return sum(float(gradient.norm()) for gradient in _gradients_of(parameters))
+
+
+def clip_by_norm(parameters: list[nn.Parameter]) -> float:
     """What torch's clipping says the norm was."""
-    norm: Any = torch.nn.utils.clip_grad_norm_(held, 0.1)
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    return plain_number(nn.utils.clip_grad_norm_(parameters, 0.1))
 
 
-def clipped_by_value(held: list[nn.Parameter]) -> float:
+def clip_by_value(parameters: list[nn.Parameter]) -> float:
     """Nothing that is computed of several elements, which is right on pieces too."""
-    torch.nn.utils.clip_grad_value_(held, 0.05)
+    nn.utils.clip_grad_value_(parameters, 0.05)
     return 0.0
 
 
 #: What scripts under Fabric do with gradients between ``fabric.backward()`` and the step, or after it.
-FABRIC_LOOKS: dict[str, Callable[[list[nn.Parameter]], float]] = {
-    "clipped": clipped,
-    "clipped by value": clipped_by_value,
-    "all at once": lambda held: norm_of([p.grad for p in held if p.grad is not None]),
-    "one by one": lambda held: sum(float(p.grad.norm()) for p in held if p.grad is not None),
+FABRIC_USES: dict[str, Callable[[list[nn.Parameter]], float]] = {
+    "clipped": clip_by_norm,
+    "clipped by value": clip_by_value,
+    "all at once": norm_of_all,
+    "one by one": norms_one_by_one,
 }
 
 
-def _looks_under_fabric(strategy: str, what: str, is_stepped: bool) -> tuple[list[float], list[float], Any] | str:
-    """Losses, what was seen of gradients before or after steps, and the parameters at the end; or the error message."""
-    fabric = new_fabric(strategy)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
-    held = list(model.parameters())
-    losses, seen = [], []
-    try:
-        for x, y in whole_batches(fabric, 3):
-            loss = mse_loss(model(x), y)
-            fabric.backward(loss)
+def _train_with_use(strategy: str | None, use: str, is_stepped: bool) -> tuple[list[float], Trained] | str:
+    """What was computed of gradients before or after steps, and what was trained; or the error message."""
+    loop = Loop(strategy)
+    parameters = list(loop.model.parameters())
+
+    def train() -> tuple[list[float], Trained]:
+        losses, norms = [], []
+        for x, y in loop.whole_batches(3):
+            loss = loop.loss(x, y)
+            loop.backward(loss)
             losses.append(loss.detach())
             if not is_stepped:
-                seen.append(FABRIC_LOOKS[what](held))
-            fabric.clip_gradients(model, optimizer, max_norm=0.05)
-            optimizer.step()
+                norms.append(FABRIC_USES[use](parameters))
+            if loop.fabric is None:
+                nn.utils.clip_grad_norm_(parameters, 0.05)
+            else:
+                loop.fabric.clip_gradients(loop.model, loop.optimizer, max_norm=0.05)
+            loop.optimizer.step()
             if is_stepped:
-                seen.append(FABRIC_LOOKS[what](held))
-            optimizer.zero_grad()
-    except (ShardingError, UnsupportedCapabilityError) as refused:
-        return str(refused)
-    return means(losses), seen, full_state(fabric.strategy)
+                norms.append(FABRIC_USES[use](parameters))
+            loop.optimizer.zero_grad()
+        return norms, (loop.means(losses), loop.state())
 
-
-def _plain_looks(what: str, is_stepped: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """The same in one process, without Lightning."""
-    net = oracle.new_net()
-    optimizer, held = oracle.momentum(net), list(net.parameters())
-    losses, seen = [], []
-    for x, y in oracle.global_batches(3):
-        loss = mse_loss(net(x), y)
-        loss.backward()
-        losses.append(loss.item())
-        if not is_stepped:
-            seen.append(FABRIC_LOOKS[what](held))
-        nn.utils.clip_grad_norm_(held, 0.05)
-        optimizer.step()
-        if is_stepped:
-            seen.append(FABRIC_LOOKS[what](held))
-        optimizer.zero_grad()
-    return losses, seen, net.state_dict()
+    return result_or_refusal((ShardingError, UnsupportedCapabilityError), train)
 
 
 class UsesRootTwice(Lit):
@@ -280,20 +251,17 @@ class UsesRootTwice(Lit):
 
 def root_used_twice(strategy: str, tmp: str, options: dict[str, Any]) -> list[float]:
     """The losses of :class:`UsesRootTwice` on two ranks."""
-    module = UsesRootTwice()
-    new_trainer(tmp, strategy, 2, options).fit(module, loader(3, 2))
-    return means(module.losses)
+    return fit_module(strategy, tmp, UsesRootTwice(), 3, options=options)[0]
 
 
 def assert_root_stays_gathered(ranks: Ranks, tmp_path: Path, strategy: str, options: dict[str, Any]) -> None:
     """Assert that a step may call the root, then use its parameter. Backends may pass their own options."""
-    plain = UsesRootTwice()
-    new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
+    want, _ = fit_plainly(tmp_path, UsesRootTwice(), 3)
     for losses in ranks.run(2, root_used_twice, strategy, str(tmp_path), options):
-        assert losses == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
+        assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
 
 
-class Wrapped(nn.Module):
+class WithStepMethod(nn.Module):
     """Has a step method, and no forward."""
 
     def __init__(self) -> None:
@@ -306,16 +274,13 @@ class Wrapped(nn.Module):
 
 
 def _fabric_step_method(strategy: str) -> list[float]:
-    fabric = new_fabric(strategy)
-    wrapped = Wrapped()
-    model, optimizer = fabric.setup(wrapped, oracle.sgd(wrapped))
+    loop = Loop(strategy, oracle.sgd, WithStepMethod())
     losses = []
-    for x, y in whole_batches(fabric, 3):
-        loss = model.training_step(x, y)
+    for x, y in loop.whole_batches(3):
+        loss = loop.model.training_step(x, y)
         losses.append(loss.item())
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        loop.backward(loss)
+        loop.step()
     return losses
 
 
@@ -342,6 +307,14 @@ def _collectives(strategy: str) -> dict[str, Any]:
     }
 
 
+def _assert_refused_on_pieces(message: str, advice: str) -> None:
+    """Assert that a number computed from a rank's pieces of gradients was refused, in words that say what to do."""
+    if "read from a DTensor" in message:
+        assert_says(message, "this rank computed from its shards alone", "Write float(value.full_tensor())")
+    else:
+        assert_says(message, "piece", advice)
+
+
 class LoopsSuite(Clauses):
     """Training loops that do more than a forward pass, a backward pass and a step."""
 
@@ -349,27 +322,22 @@ class LoopsSuite(Clauses):
     @pytest.mark.parametrize("world_size", [1, 2, 3])
     def test_manual_optimization(self, ranks: Ranks, tmp_path: Path, world_size: int) -> None:
         """Manual optimization with two optimizers must give the losses and weights of one unsharded process."""
-        plain = Gan()
-        new_trainer(tmp_path, "auto").fit(plain, loader(3, 1))
-        for losses, state in ranks.run(world_size, _gan, self.strategy, str(tmp_path), world_size):
-            assert losses == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
-            for name, tensor in plain.state_dict().items():
-                torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+        want = fit_plainly(tmp_path, Gan(), 3)
+        assert_same(ranks.run(world_size, _train_gan, self.strategy, str(tmp_path), world_size), want)
 
     @requires(Capability.MANUAL_OPTIMIZATION)
     def test_torchs_functions_on_gradients_inside_a_step(self, ranks: Ranks, tmp_path: Path) -> None:
         """Torch's functions on gradients inside a step must work, or be refused on every rank, never ignored."""
-        got = ranks.run(2, _looks, self.strategy, str(tmp_path), 2)
-        for what in LOOKS:
-            plain = LooksAtGradients(what)
-            new_trainer(tmp_path, "auto").fit(plain, loader(2, 1))
-            for of_rank in got:
-                outcome = of_rank[what]
+        outcomes = ranks.run(2, _fit_with_each_use, self.strategy, str(tmp_path))
+        for use in USES:
+            module = LooksAtGradients(use)
+            losses, _ = fit_plainly(tmp_path, module, 2)
+            for outcome in [outcome_by_use[use] for outcome_by_use in outcomes]:
                 if isinstance(outcome, str):
                     assert_says(outcome, "piece", "Write self.clip_gradients(optimizer", "optimizer.zero_grad()")
                 else:
-                    assert outcome[0] == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE), what
-                    assert outcome[1] == pytest.approx(plain.seen, abs=FP32_TOLERANCE), what
+                    assert outcome[0] == pytest.approx(losses, abs=FP32_TOLERANCE), use
+                    assert outcome[1] == pytest.approx(module.norms, abs=FP32_TOLERANCE), use
 
     @pytest.mark.parametrize(
         "automatic",
@@ -381,34 +349,32 @@ class LoopsSuite(Clauses):
         self, ranks: Ranks, tmp_path: Path, automatic: bool, alone: bool
     ) -> None:
         """A norm computed from gradients in a hook must be that of whole gradients, or be refused."""
-        plain = HooksLook(automatic, alone)
-        new_trainer(tmp_path, "auto").fit(plain, loader(2, 1))
+        module = HooksLook(automatic, alone)
+        losses, _ = fit_plainly(tmp_path, module, 2)
         norms = 2 * (1 + automatic)
-        assert len(plain.seen) == norms, f"the hooks on one device computed {len(plain.seen)} norms instead of {norms}"
-        for outcome in ranks.run(2, _hooks_look, self.strategy, str(tmp_path), 2, automatic, alone):
-            if isinstance(outcome, str) and "read from a DTensor" in outcome:
-                assert_says(outcome, "this rank computed from its shards alone", "Write float(value.full_tensor())")
-            elif isinstance(outcome, str):
-                assert_says(outcome, "piece", "Write self.clip_gradients(optimizer")
+        message = f"the hooks on one device computed {len(module.norms)} norms instead of {norms}"
+        assert len(module.norms) == norms, message
+        for outcome in ranks.run(2, _fit_with_hooks, self.strategy, str(tmp_path), automatic, alone):
+            if isinstance(outcome, str):
+                _assert_refused_on_pieces(outcome, "Write self.clip_gradients(optimizer")
             else:
-                assert outcome[0] == pytest.approx(losses_of(plain), abs=FP32_TOLERANCE)
-                assert outcome[1] == pytest.approx(plain.seen, abs=FP32_TOLERANCE)
+                assert outcome[0] == pytest.approx(losses, abs=FP32_TOLERANCE)
+                assert outcome[1] == pytest.approx(module.norms, abs=FP32_TOLERANCE)
 
     @requires(Capability.CLIP_BY_NORM)
     @pytest.mark.parametrize("is_stepped", [False, True], ids=["before the step", "after it"])
-    @pytest.mark.parametrize("what", FABRIC_LOOKS)
-    def test_torchs_functions_on_gradients_under_fabric(self, ranks: Ranks, what: str, is_stepped: bool) -> None:
+    @pytest.mark.parametrize("use", FABRIC_USES)
+    def test_torchs_functions_on_gradients_under_fabric(self, ranks: Ranks, use: str, is_stepped: bool) -> None:
         """What torch computes of gradients between two steps must be of whole ones, or be refused on every rank."""
-        losses, seen, state = _plain_looks(what, is_stepped)
-        for outcome in ranks.run(2, _looks_under_fabric, self.strategy, what, is_stepped):
-            if isinstance(outcome, str) and "read from a DTensor" in outcome:
-                assert_says(outcome, "this rank computed from its shards alone", "Write float(value.full_tensor())")
-            elif isinstance(outcome, str):
-                assert what != "clipped by value", outcome
-                assert_says(outcome, "piece", "fabric.clip_gradients(model, optimizer, max_norm=...)")
+        want = _train_with_use(None, use, is_stepped)
+        assert not isinstance(want, str)
+        for outcome in ranks.run(2, _train_with_use, self.strategy, use, is_stepped):
+            if isinstance(outcome, str):
+                assert use != "clipped by value" or "read from a DTensor" in outcome, outcome
+                _assert_refused_on_pieces(outcome, "fabric.clip_gradients(model, optimizer, max_norm=...)")
             else:
-                assert outcome[1] == pytest.approx(seen, abs=FP32_TOLERANCE)
-                assert_same([(outcome[0], outcome[2])], (losses, state))
+                assert outcome[0] == pytest.approx(want[0], abs=FP32_TOLERANCE)
+                assert_same([outcome[1]], want[1])
 
     @requires(
         Capability.MANUAL_OPTIMIZATION, Capability.CLIP_BY_NORM, Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING

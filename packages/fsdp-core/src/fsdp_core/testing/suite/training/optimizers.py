@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core.errors import OptimizerMismatchError
-from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import FP32_TOLERANCE, WIDE, Trained
-from fsdp_core.testing.refusals import assert_says, refusal, was_refused
+from fsdp_core.testing.refusals import assert_says, refusal, result_or_refusal, was_refused
 from fsdp_core.testing.state import assert_sharded, full_state, held_by, sharded_by, trained_by
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks
-from fsdp_core.testing.suite.modules.parameters import own_share
-from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, whole_batches
+from fsdp_core.testing.suite.numerics.parity import assert_state_close
+from fsdp_core.testing.training import Lit, fit_module, loader, means, new_fabric, new_trainer, whole_batches
 
 __all__ = ["OptimizersSuite", "assert_all_trained", "built_after_evaluation", "built_before_sharding"]
 
@@ -43,10 +43,10 @@ class OptimizerInInit(Lit):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made = oracle.adamw_groups(self)
+        self.optimizer = oracle.adamw_groups(self)
 
     def configure_optimizers(self) -> Any:
-        return self.made
+        return self.optimizer
 
 
 class OfTrainersModel(Lit):
@@ -97,51 +97,48 @@ class WithAdagrad(Lit):
 
 
 #: Every torch optimizer except LBFGS, which computes the loss several times per step.
-OF_TORCH = sorted(
+TORCH_OPTIMIZERS = sorted(
     name
-    for name, kind in vars(torch.optim).items()
-    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and name not in ("Optimizer", "LBFGS")
+    for name, value in vars(torch.optim).items()
+    if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and name not in ("Optimizer", "LBFGS")
 )
+
+
+#: Those that compute each element by itself.
+ELEMENTWISE = {"Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD"}
 
 
 def any_optimizer(name: str, module: nn.Module) -> torch.optim.Optimizer:
     """A torch optimizer over the parameters that it supports, with a large eps if it has one, like the oracle's."""
-    kind = getattr(torch.optim, name)
-    eps = inspect.signature(kind).parameters.get("eps")
+    optimizer_class = getattr(torch.optim, name)
+    eps = inspect.signature(optimizer_class).parameters.get("eps")
     settings = {"eps": 1e-3} if eps is not None and isinstance(eps.default, float) else {}
     parameters = [p for p in module.parameters() if p.requires_grad and (name != "Muon" or p.ndim == 2)]
-    optimizer: torch.optim.Optimizer = kind(parameters, lr=0.01, **settings)
+    optimizer: torch.optim.Optimizer = optimizer_class(parameters, lr=0.01, **settings)
     return optimizer
 
 
-def _with_each_optimizer(strategy: str, tmp: str) -> dict[str, Trained | str]:
+def _train_with_each_optimizer(strategy: str, tmp: str) -> dict[str, Trained | str]:
     """The outcome of two steps of each optimizer, or the error."""
-    fabric = new_fabric(strategy)
-    used: Any = fabric.strategy
-    outcomes: dict[str, Trained | str] = {}
-    for name in OF_TORCH:
-        net = oracle.new_net()
-        try:
-            model, optimizer = fabric.setup(net, any_optimizer(name, net))
-        except OptimizerMismatchError as refused:
-            outcomes[name] = str(refused)
-            continue
-        outcomes[name] = _two_steps(fabric, model, optimizer, used.roots[-1])
+
+    def train(name: str) -> Trained:
+        loop = Loop(strategy, partial(any_optimizer, name))
+        return loop.train(loop.batches(2))
+
+    outcomes = {name: result_or_refusal(OptimizerMismatchError, partial(train, name)) for name in TORCH_OPTIMIZERS}
     outcomes["Adagrad, Trainer"] = _fit_epochs(strategy, tmp, WithAdagrad, 1)
     return outcomes
 
 
 def _fit_epochs(strategy: str, tmp: str, module_class: type[Lit], epochs: int) -> Trained:
-    """Fit two steps per epoch, with one ``fit`` per epoch."""
+    """Fit two steps per epoch, with one ``fit`` per epoch; the state has the net's names."""
     module = module_class()
     for _ in range(epochs):
-        run = new_trainer(tmp, strategy, 2)
-        run.fit(module, loader(2, 2))
-    state = full_state(run.strategy)
-    return means(module.losses), {name.removeprefix("net."): tensor for name, tensor in state.items()}
+        losses, state = fit_module(strategy, tmp, module, 2)
+    return losses, {name.removeprefix("net."): tensor for name, tensor in state.items()}
 
 
-def _two_steps(fabric: Fabric, model: Any, optimizer: Any, sharded: Sharded | None = None) -> Trained:
+def _two_steps(fabric: Fabric, model: Any, optimizer: Any) -> Trained:
     losses = []
     for x, y in fabric.setup_dataloaders(loader(2, 2)):
         loss = mse_loss(model(x), y)
@@ -149,7 +146,7 @@ def _two_steps(fabric: Fabric, model: Any, optimizer: Any, sharded: Sharded | No
         fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    return means(losses), full_state(fabric.strategy, sharded)
+    return means(losses), full_state(fabric.strategy)
 
 
 def built_before_sharding(strategy: str, joint: bool) -> tuple[Trained, int]:
@@ -166,11 +163,10 @@ def built_before_sharding(strategy: str, joint: bool) -> tuple[Trained, int]:
     else:
         model = fabric.setup_module(net)
         optimizer = fabric.setup_optimizers(optimizer)
-    used: Any = fabric.strategy
-    live = {id(p) for p in sharded_by(used).layout()}
-    assert all(id(p) in live for p in trained_by(optimizer))
-    held = held_by(trained_by(optimizer))
-    return _two_steps(fabric, model, optimizer), held
+    sharded_ids = {id(p) for p in sharded_by(fabric.strategy).layout()}
+    assert all(id(p) in sharded_ids for p in trained_by(optimizer))
+    elements = held_by(trained_by(optimizer))
+    return _two_steps(fabric, model, optimizer), elements
 
 
 def built_after_evaluation(strategy: str, optimizer: str) -> Trained:
@@ -189,8 +185,7 @@ def assert_all_trained(got: Trained, optimizer: str = "adamw_groups", **net: Any
     assert losses[:2] == pytest.approx(want_losses, abs=FP32_TOLERANCE)
     if len(losses) == 2:
         assert state.keys() == want.keys()
-        for name, tensor in want.items():
-            torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
+        assert_state_close(state, want)
     start = oracle.new_net(**net).state_dict()
     moved = [name for name in want if not torch.allclose(want[name], start[name], atol=2e-4)]
     assert len(moved) > 15, f"the oracle trains {len(moved)} parameters, too few for this clause: {moved}"
@@ -199,10 +194,12 @@ def assert_all_trained(got: Trained, optimizer: str = "adamw_groups", **net: Any
 
 
 def _refusals(strategy: str, tmp: str) -> dict[str, list[str]]:
+    """The errors for optimizers over other parameters, and for one that has stepped."""
+
     def under_trainer(module: Lit) -> str:
-        told = refusal(OptimizerMismatchError, lambda: new_trainer(tmp, strategy).fit(module, loader(1, 1)))
+        message = refusal(OptimizerMismatchError, lambda: new_trainer(tmp, strategy).fit(module, loader(1, 1)))
         assert not module.losses
-        return told
+        return message
 
     fabric = new_fabric(strategy, 1)
     net, other, stepped = oracle.new_net(), oracle.new_net(), oracle.new_net()
@@ -210,7 +207,7 @@ def _refusals(strategy: str, tmp: str) -> dict[str, list[str]]:
     stepped(oracle.global_batches(1)[0][0]).sum().backward()
     has_stepped.step()
     weight = stepped.inp.weight.detach().clone()
-    told = {
+    messages = {
         "foreign": [
             under_trainer(ForeignParameter()),
             under_trainer(OfACopy()),
@@ -220,23 +217,19 @@ def _refusals(strategy: str, tmp: str) -> dict[str, list[str]]:
         ],
         "stepped": [refusal(OptimizerMismatchError, lambda: fabric.setup(stepped, has_stepped))],
     }
-    used: Any = fabric.strategy
-    now: Tensor = full_state(used, used.roots[-1])["inp.weight"]
-    assert torch.equal(now, weight)
-    return told
+    used_strategy: Any = fabric.strategy
+    assert torch.equal(full_state(used_strategy, used_strategy.roots[-1])["inp.weight"], weight)
+    return messages
 
 
-def _added_by_hand(strategy: str) -> tuple[str, dict[str, Any]]:
+def _add_group_and_step(strategy: str) -> tuple[str, dict[str, Any]]:
     """Add a block to an optimizer that is set up, and step it without the strategy: the error, and the weights."""
-    fabric = new_fabric(strategy)
-    net = oracle.new_net()
-    sgd = torch.optim.SGD(net.blocks[0].parameters(), lr=0.1)
-    model, _ = fabric.setup(net, sgd)
-    sgd.add_param_group({"params": list(net.blocks[1].parameters())})
-    x, y = own_share(fabric, oracle.global_batches(1)[0])
-    fabric.backward(mse_loss(model(x), y))
-    told = refusal(OptimizerMismatchError, sgd.step)  # of torch's optimizer, and not of Fabric's, which re-points first
-    return told, full_state(fabric.strategy)
+    loop = Loop(strategy, lambda net: torch.optim.SGD(net.blocks[0].parameters(), lr=0.1))
+    plain = loop.optimizer.optimizer  # torch's, and not Fabric's, which re-points first
+    plain.add_param_group({"params": list(loop.net.blocks[1].parameters())})
+    ((x, y),) = loop.batches(1)
+    loop.backward(loop.loss(x, y))
+    return refusal(OptimizerMismatchError, plain.step), loop.state()
 
 
 class OptimizersSuite(Clauses):
@@ -260,7 +253,7 @@ class OptimizersSuite(Clauses):
         for trained, _ in got:
             assert_all_trained(trained, width=WIDE)
         total = sum(p.numel() for p in trained_by(oracle.adamw_groups(oracle.new_net(width=WIDE))))
-        assert_sharded([held for _, held in got], total)
+        assert_sharded([elements for _, elements in got], total)
 
     def test_optimizer_built_after_evaluation_trains_the_shards(self, ranks: Ranks) -> None:
         """An optimizer built after a forward pass without a backward pass must train the shards."""
@@ -270,32 +263,22 @@ class OptimizersSuite(Clauses):
     @on_ranks("processes")  # XLA would compile a program for each
     def test_every_optimizer_of_torch_is_right_or_refused(self, ranks: Ranks, tmp_path: Path) -> None:
         """Each torch optimizer must give plain torch's results, or be refused. Elementwise ones must not be refused."""
-        got = ranks.run(2, _with_each_optimizer, self.strategy, str(tmp_path))
-        for name in [*OF_TORCH, "Adagrad, Trainer"]:
-            kind = name.partition(",")[0]
-            if any(isinstance(of_rank[name], str) for of_rank in got):
-                assert kind not in (
-                    "Adadelta",
-                    "Adagrad",
-                    "Adam",
-                    "Adamax",
-                    "AdamW",
-                    "NAdam",
-                    "RAdam",
-                    "RMSprop",
-                    "SGD",
-                )
-                for of_rank in got:
-                    assert_says(of_rank[name], kind, "Use")
+        got = ranks.run(2, _train_with_each_optimizer, self.strategy, str(tmp_path))
+        for name in [*TORCH_OPTIMIZERS, "Adagrad, Trainer"]:
+            optimizer = name.partition(",")[0]
+            outcomes = [outcome_by_name[name] for outcome_by_name in got]
+            if any(isinstance(outcome, str) for outcome in outcomes):
+                assert optimizer not in ELEMENTWISE
+                for outcome in outcomes:
+                    assert_says(outcome, optimizer, "Use")
                 continue
-            want_losses, want = oracle.train_plain(2, partial(any_optimizer, kind))
+            want_losses, want = oracle.train_plain(2, partial(any_optimizer, optimizer))
             # Muon computes in bf16, where directions without a gradient get those of rounding errors
-            tolerance = 1e-2 if kind == "Muon" else FP32_TOLERANCE
-            for of_rank in got:
-                losses, state = of_rank[name]
+            tolerance = 1e-2 if optimizer == "Muon" else FP32_TOLERANCE
+            for losses, state in outcomes:
                 assert losses == pytest.approx(want_losses, abs=tolerance), name
-                for of, tensor in want.items():
-                    torch.testing.assert_close(state[of], tensor, atol=tolerance, rtol=tolerance, msg=f"{name}: {of}")
+                for key, tensor in want.items():
+                    torch.testing.assert_close(state[key], tensor, atol=tolerance, rtol=tolerance, msg=f"{name}: {key}")
 
     @on_ranks("processes")  # XLA's front end steps by itself
     def test_a_param_group_that_is_added_and_stepped_by_hand(self, ranks: Ranks) -> None:
@@ -305,19 +288,19 @@ class OptimizersSuite(Clauses):
         ((x, y),) = oracle.global_batches(1)
         mse_loss(net(x), y).backward()
         torch.optim.SGD([*net.blocks[0].parameters(), *net.blocks[1].parameters()], lr=0.1).step()
-        for told, state in ranks.run(2, _added_by_hand, self.strategy):
-            if was_refused(told):
-                assert_says(told, "SGD")
-            for name, tensor in (start if was_refused(told) else net.state_dict()).items():
+        for message, state in ranks.run(2, _add_group_and_step, self.strategy):
+            if was_refused(message):
+                assert_says(message, "SGD")
+            for name, tensor in (start if was_refused(message) else net.state_dict()).items():
                 added = f"{name}, of a param group that was added after set-up and stepped by hand"
                 torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=added)
 
     def test_optimizers_over_other_parameters_are_refused(self, ranks: Ranks, tmp_path: Path) -> None:
         """Optimizers over other parameters, or with a step taken before sharding, must be refused."""
-        (told,) = ranks.run(1, _refusals, self.strategy, str(tmp_path))
-        for message in told["foreign"]:
+        (messages,) = ranks.run(1, _refusals, self.strategy, str(tmp_path))
+        for message in messages["foreign"]:
             assert_says(message, "param group 0 of SGD", "the sharded model's, so training would leave it stale")
             assert_says(message, "model, optimizer = fabric.setup(model, optimizer)", "configure_optimizers")
-        assert_says(told["foreign"][0], "(5,)")
-        for message in told["stepped"]:
+        assert_says(messages["foreign"][0], "(5,)")
+        for message in messages["stepped"]:
             assert_says(message, "SGD has stepped", "before the first step")

@@ -18,7 +18,8 @@ from torch.nn.functional import mse_loss
 
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.rank_context import here
+from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
 from fsdp_core.torch_private.process_groups import process_groups
@@ -40,17 +41,15 @@ def _under_trainer(strategy: str, tmp: Path, path: Path | None, options: Mapping
 
 def _under_fabric(strategy: str, tmp: Path, path: Path | None, options: Mapping[str, Any] | None) -> None:
     """Set up, step, save, load, and tear down, which ends background saves."""
-    fabric = new_fabric(strategy, 2, options)
-    net = oracle.new_net()
-    model, optimizer = fabric.setup(net, oracle.momentum(net))
-    for x, y in whole_batches(fabric, 1):
-        fabric.backward(mse_loss(model(x), y))
-        optimizer.step()
+    loop = Loop(strategy, options=options)
+    for x, y in loop.whole_batches(1):
+        loop.backward(loop.loss(x, y))
+        loop.optimizer.step()
     if path is not None:
-        fabric.save(path, {"model": model, "optimizer": optimizer})
-        fabric.load(path, {"model": model, "optimizer": optimizer})
-    used: Any = fabric.strategy
-    used.teardown()
+        objects = {"model": loop.model, "optimizer": loop.optimizer}
+        loop.fabric.save(path, objects)
+        loop.fabric.load(path, objects)
+    loop.fabric.strategy.teardown()
 
 
 def left_behind(
@@ -62,13 +61,13 @@ def left_behind(
     watch its ranks for as long.
     """
     rank, folder = here().rank, Path(tmp)
-    places = [folder / f"cwd{rank}", folder / f"tmp{rank}"]
-    for one in places:
-        one.mkdir()
+    directories = [folder / f"cwd{rank}", folder / f"tmp{rank}"]
+    for directory in directories:
+        directory.mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(places[0])
-        patch.setattr(tempfile, "tempdir", str(places[1]))
-        patch.setenv("TMPDIR", str(places[1]))
+        patch.chdir(directories[0])
+        patch.setattr(tempfile, "tempdir", str(directories[1]))
+        patch.setenv("TMPDIR", str(directories[1]))
         variables, threads, groups = dict(os.environ), set[threading.Thread](), 0
         run = {"trainer": _under_trainer, "fabric": _under_fabric}[front_end]
         for path in (folder / "first", folder / "second"):
@@ -78,9 +77,11 @@ def left_behind(
             "environment variables": sorted(
                 name for name in {*os.environ, *variables} if os.environ.get(name) != variables.get(name)
             ),
-            "threads": sorted(one.name for one in set(threading.enumerate()) - threads),
+            "threads": sorted(thread.name for thread in set(threading.enumerate()) - threads),
             "process groups": process_groups() - groups,
-            "files": sorted(str(path.relative_to(folder)) for one in places for path in one.rglob("*")),
+            "files": sorted(
+                str(path.relative_to(folder)) for directory in directories for path in directory.rglob("*")
+            ),
         }
 
 
@@ -94,30 +95,32 @@ def _alive(strategy: str, tmp: str, front_end: FrontEnd) -> list[str]:
             trainer.fit(module, loader(1, 2))
             used: Any = trainer.strategy
         else:
-            fabric, module = new_fabric(strategy), oracle.new_net()
-            model, optimizer = fabric.setup(module, oracle.momentum(module))
-            for x, y in whole_batches(fabric, 1):
-                fabric.backward(mse_loss(model(x), y))
-                optimizer.step()
-            used = fabric.strategy
-        parameters = {f"parameter {name}": weakref.ref(one) for name, one in module.named_parameters()}
+            loop = Loop(strategy)
+            module = loop.net
+            for x, y in loop.whole_batches(1):
+                loop.backward(loop.loss(x, y))
+                loop.optimizer.step()
+            used = loop.fabric.strategy
+        parameters = {f"parameter {name}": weakref.ref(parameter) for name, parameter in module.named_parameters()}
         return {"module": weakref.ref(module), "backend": weakref.ref(used.backend), **parameters}
 
-    kept = new_fabric(strategy) if front_end == "fabric" else None
-    known = run() | ({} if kept is None else _replaced(kept))
+    references = run()
+    if front_end == "fabric":
+        fabric = new_fabric(strategy)  # outlives the models that it has set up
+        references |= _replaced(fabric)
     # repeated: values of a weak dictionary are garbage only after their keys, and gc.collect() does nothing while
     # another rank's thread is collecting
     for _ in range(50):
         gc.collect()
-        if all(one() is None for one in known.values()):
+        if all(reference() is None for reference in references.values()):
             break
         time.sleep(0.1)
-    return sorted(name for name, one in known.items() if one() is not None)
+    return sorted(name for name, reference in references.items() if reference() is not None)
 
 
 def _replaced(fabric: Any) -> dict[str, weakref.ref[Any]]:
     """A model that was trained, and one that never was, after which the same Fabric has trained another."""
-    known: dict[str, weakref.ref[Any]] = {}
+    references: dict[str, weakref.ref[Any]] = {}
     for which in ("trained", "only called", "last"):
         module = oracle.new_net()
         model, optimizer = fabric.setup(module, oracle.momentum(module))
@@ -129,9 +132,11 @@ def _replaced(fabric: Any) -> dict[str, weakref.ref[Any]]:
                 fabric.backward(loss)
                 optimizer.step()
         if which != "last":
-            parameters = {f"{name} of what was {which}": weakref.ref(one) for name, one in module.named_parameters()}
-            known |= {f"the module that was {which}": weakref.ref(module), **parameters}
-    return known
+            parameters = {
+                f"{name} of what was {which}": weakref.ref(parameter) for name, parameter in module.named_parameters()
+            }
+            references |= {f"the module that was {which}": weakref.ref(module), **parameters}
+    return references
 
 
 NOTHING = {"environment variables": [], "threads": [], "process groups": 0, "files": []}

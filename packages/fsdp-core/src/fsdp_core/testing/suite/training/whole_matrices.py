@@ -75,10 +75,10 @@ def make_muon(net: nn.Module) -> OwnMuon:
     """The optimizer, with matrices in two groups of other learning rates, and a group of all else."""
     trained = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
     up = [p for name, p in trained if p.ndim == 2 and "up" in name]
-    others = [p for name, p in trained if p.ndim == 2 and "up" not in name]
+    matrices = [p for name, p in trained if p.ndim == 2 and "up" not in name]
     rest = [p for _, p in trained if p.ndim < 2]
     return OwnMuon(
-        [{"params": up, "lr": 0.05}, {"params": others}, {"params": rest, "use_muon": False, "weight_decay": 0.0}]
+        [{"params": up, "lr": 0.05}, {"params": matrices}, {"params": rest, "use_muon": False, "weight_decay": 0.0}]
     )
 
 
@@ -140,10 +140,10 @@ def steps_on(
     if load is not None:
         fabric.load(load, state)
     runtime = used.runtime
-    shares, mine = runtime.data_parallel_world_size, runtime.data_parallel_rank
+    shares, share = runtime.data_parallel_world_size, runtime.data_parallel_rank
     size = BATCH // shares
     for x, y in oracle.global_batches(last)[first:]:
-        x, y = (fabric.to_device(one[mine * size : (mine + 1) * size]) for one in (x, y))
+        x, y = (fabric.to_device(rows[share * size : (share + 1) * size]) for rows in (x, y))
 
         def evaluate(x: Tensor = x, y: Tensor = y) -> Tensor:
             loss = mse_loss(model(x), y)
@@ -179,12 +179,12 @@ class WholeMatricesSuite(Clauses):
     def test_optimizer_of_whole_matrices_and_its_resume(self, ranks: Ranks, tmp_path: Path) -> None:
         """A user's Muon must train as in one process, also when resumed on another number of ranks, or be refused."""
         folder = str(tmp_path / "checkpoint")
-        before = ranks.run(2, steps_on, self.strategy, 2, 0, 2, None, 7, None, folder)
-        if any(isinstance(of_rank, str) for of_rank in before):
-            for of_rank in before:
+        outcomes = ranks.run(2, steps_on, self.strategy, 2, 0, 2, None, 7, None, folder)
+        if any(isinstance(of_rank, str) for of_rank in outcomes):
+            for of_rank in outcomes:
                 assert_says(of_rank, "OwnMuon", "Use")
             return
-        for of_rank in before:
+        for of_rank in outcomes:
             assert_same_steps(of_rank, plain_steps(2))
         for of_rank in ranks.run(3, steps_on, self.strategy, 3, 2, 4, None, 7, folder):
             assert_same_steps(of_rank, plain_steps(4), first=2)

@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, ClassVar, Literal, NoReturn, Protocol, Self
 
-from fsdp_core.testing.forking import (
+from fsdp_core.testing.launching.forking import (
     StartMethod,
     end_process,
     kill_process,
@@ -97,16 +97,17 @@ class Failure:
 
         For an assertion without a message: its source line. pytest shows values only in modules that it has rewritten.
         """
-        said = "".join(traceback.format_exception_only(error)).splitlines()
+        lines = "".join(traceback.format_exception_only(error)).splitlines()
         if isinstance(error, AssertionError) and not error.args and error.__traceback__ is not None:
-            line = traceback.extract_tb(error.__traceback__)[-1].line or ""
-            if line.startswith("assert "):
-                said[0] += f": {line}"
+            source_line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+            if source_line.startswith("assert "):
+                lines[0] += f": {source_line}"
         # the location of a syntax error precedes it, indented
-        return cls(next(line for line in said if not line.startswith(" ")), traceback.format_exc())
+        return cls(next(line for line in lines if not line.startswith(" ")), traceback.format_exc())
 
     @property
-    def told(self) -> str:
+    def report(self) -> str:
+        """The traceback, or else the line."""
         return self.traceback or self.summary
 
 
@@ -129,7 +130,7 @@ class RankPool:
 
     Attributes:
         start_method: ``"forkserver"``, which takes milliseconds, or ``"spawn"`` for libraries that start threads or
-            open a device when torch is imported; see :func:`~fsdp_core.testing.forking.start_process`.
+            open a device when torch is imported; see :func:`~fsdp_core.testing.launching.forking.start_process`.
 
     Example:
         .. code-block:: python
@@ -166,9 +167,9 @@ class RankPool:
                 break
             if meeting == _MEETINGS or not all(failure.is_of_meeting for failure in failures.values()):
                 raise_failures(function, failures, world_size)
-            told = next(failure.summary for failure in failures.values() if failure.summary != _WAITED)
+            summary = next(failure.summary for failure in failures.values() if failure.summary != _WAITED)
             warnings.warn(
-                f"gloo failed to connect the ranks ({told}); new ones are started for the same call.", stacklevel=2
+                f"gloo failed to connect the ranks ({summary}); new ones are started for the same call.", stacklevel=2
             )
         return [results[rank] for rank in range(world_size)]
 
@@ -180,7 +181,7 @@ class RankPool:
         while len(self._workers) < world_size:
             self._workers.append(start_process(_work, method=self.start_method, environment={"OMP_NUM_THREADS": "1"}))
         try:
-            with _held_port() as port:
+            with _reserved_port() as port:
                 results, failures = self._call(port, world_size, function, args, timeout)
         except BaseException:
             self._abandon()  # or their answers would be taken for answers to the next call
@@ -222,8 +223,8 @@ class RankPool:
                 except (EOFError, ConnectionResetError):
                     ok, value = False, Failure(f"the process died with exit code {self._exit_code(rank)}")
                 except Exception as error:
-                    why = f"what it returned can't be unpickled here: {type(error).__name__}: {error}"
-                    ok, value = False, Failure(why, traceback.format_exc())
+                    reason = f"what it returned can't be unpickled here: {type(error).__name__}: {error}"
+                    ok, value = False, Failure(reason, traceback.format_exc())
                 (results if ok else failures)[rank] = value
         return results, failures
 
@@ -243,7 +244,7 @@ class RankPool:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_class: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
@@ -254,8 +255,8 @@ class RankPool:
                 process.join(timeout=10)  # which may be known before the process's own
         lost = {process.pid: process.exitcode for process, _ in self._workers if not process.is_alive()}
         if lost:
-            told = ", ".join(f"process {pid} with exit code {status}" for pid, status in lost.items())
-            warnings.warn(f"Ranks have died between two calls ({told}); new ones are started.", stacklevel=4)
+            ended = ", ".join(f"process {pid} with exit code {status}" for pid, status in lost.items())
+            warnings.warn(f"Ranks have died between two calls ({ended}); new ones are started.", stacklevel=4)
             self.close()
 
     def _exit_code(self, rank: int) -> int | None:
@@ -277,9 +278,9 @@ def raise_failures(function: Callable[..., Any], failures: Mapping[int, Failure]
     """
     __tracebackhide__ = True
     first, failure = next(iter(failures.items()))
-    told = [failure.summary, f"on rank {first} of {world_size}, in {function.__qualname__}:"]
-    told += [f"--- rank {rank} of {world_size}\n{failures[rank].told}" for rank in sorted(failures)]
-    raise RankError("\n".join(told))
+    message = [failure.summary, f"on rank {first} of {world_size}, in {function.__qualname__}:"]
+    message += [f"--- rank {rank} of {world_size}\n{failures[rank].report}" for rank in sorted(failures)]
+    raise RankError("\n".join(message))
 
 
 def import_function(module: str, name: str) -> Any:
@@ -291,16 +292,16 @@ def import_function(module: str, name: str) -> Any:
 
 
 @contextmanager
-def _held_port() -> Iterator[int]:
+def _reserved_port() -> Iterator[int]:
     """A context with a free port for rank 0's store, which is reserved meanwhile.
 
     The port is bound, without listening, with a flag that lets the store's own socket, which has the flag too, listen
     on it. A port that is only looked up could be taken by another pool or connection before the store uses it.
     """
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        yield int(holder.getsockname()[1])
+    with socket.socket() as port_holder:
+        port_holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port_holder.bind(("127.0.0.1", 0))
+        yield int(port_holder.getsockname()[1])
 
 
 def _work(connection: Connection) -> None:

@@ -12,8 +12,15 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from fsdp_core.testing.forking import StartMethod, end_process, kill_process, lead_session, start_process, within
-from fsdp_core.testing.ranks import (
+from fsdp_core.testing.launching.forking import (
+    StartMethod,
+    end_process,
+    kill_process,
+    lead_session,
+    start_process,
+    within,
+)
+from fsdp_core.testing.launching.ranks import (
     Failure,
     RankKind,
     describe_silence,
@@ -125,7 +132,7 @@ class OneProcessRanks(ABC):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_class: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
@@ -149,12 +156,12 @@ def _work(connection: Connection, caller: str, keeps: tuple[str, ...]) -> None:
             return
         if job is None:
             return
-        before = dict(os.environ)
+        environment = dict(os.environ)
         answers = _call(caller, connection.recv, *job)
-        kept = {name: os.environ[name] for name in keeps if name in os.environ}
-        for variable in set(os.environ) - set(before) - set(kept):
+        library_variables = {name: os.environ[name] for name in keeps if name in os.environ}
+        for variable in set(os.environ) - set(environment) - set(library_variables):
             del os.environ[variable]
-        os.environ.update(before | kept)
+        os.environ.update(environment | library_variables)
         try:
             connection.send(answers)
         except Exception as error:  # what a rank returned can't be pickled

@@ -38,9 +38,9 @@ def is_measurable() -> bool:
 
 def peak_of(work: Callable[[], Any]) -> int:
     """The peak memory of this process during ``work``, in bytes above what it used before."""
-    before = _start()
+    start = _start()
     work()
-    return _status("VmHWM") - before
+    return _status("VmHWM") - start
 
 
 def _start() -> int:
@@ -133,9 +133,9 @@ def configured_under_trainer(strategy: str, tmp: str, world_size: int, blocks: i
 
     fit(_Configured(2, 8))
     module = _Configured(blocks)
-    before = _start()
+    start = _start()
     fit(module)
-    return module.status - before, {name.removeprefix("net."): rows for name, rows in module.state.items()}
+    return module.status - start, {name.removeprefix("net."): rows for name, rows in module.state.items()}
 
 
 def first_rows(state: dict[str, Tensor]) -> dict[str, Tensor]:

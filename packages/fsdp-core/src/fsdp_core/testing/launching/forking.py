@@ -1,7 +1,7 @@
 """Forks ranks from a process that has imported torch and Lightning already, which saves each rank seconds.
 
 This process is :mod:`multiprocessing`'s fork server. It has no threads, no process group and no state of the tests'
-own process; it imports :mod:`fsdp_core.testing.preloaded`.
+own process; it imports :mod:`fsdp_core.testing.launching.preloaded`.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ tests_will_run = False
 preloads: list[str] = []
 
 #: The exit code that multiprocessing reports if the fork server, which alone knows its children's, has died.
-_UNKNOWN = 255
+_UNKNOWN_EXIT_CODE = 255
 
 #: Asks a process for its stacks. No library here uses it; macOS and Windows have none like it.
-_STACKS: signal.Signals | None = getattr(signal, "SIGRTMAX", None)
+_STACKS_SIGNAL: signal.Signals | None = getattr(signal, "SIGRTMAX", None)
 
 #: Seconds until a process begins to write its stacks, and between two pieces of them.
-_BEGINS, _GOES_ON = 2.0, 0.5
+_FIRST_PIECE_SECONDS, _NEXT_PIECE_SECONDS = 2.0, 0.5
 
-_PRELOADED = "fsdp_core.testing.preloaded"
+_PRELOADED = "fsdp_core.testing.launching.preloaded"
 
 #: Environment variables of the fork server. Threads of a numerical library would not survive a fork.
-_OF_SERVER = {"OMP_NUM_THREADS": "1"}
+_SERVER_VARIABLES = {"OMP_NUM_THREADS": "1"}
 
 
-_DIED = (
+_SERVER_DIED = (
     "The process that ranks are forked from died before it was ready: while it imported torch and Lightning, while it "
     "imported the script that this is called from, or because it was killed. Its stderr says which.\n"
-    "To test the imports alone, type: python -m fsdp_core.testing.preloaded\n"
+    "To test the imports alone, type: python -m fsdp_core.testing.launching.preloaded\n"
     'In a script, call RankPool under `if __name__ == "__main__":`, in a file; then start it again.'
 )
 
@@ -209,9 +209,9 @@ class _ForkedRank:
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def _wait(self, how: int) -> int | None:
+    def _wait(self, options: int) -> int | None:
         if self.returncode is None:
-            pid, status = os.waitpid(self.pid, how)
+            pid, status = os.waitpid(self.pid, options)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
@@ -227,18 +227,18 @@ def _fork_ranks(number: int) -> None:
         rank_pipe, pipe = multiprocessing.Pipe()
         pid = os.fork()
         if not pid:
-            for end in (pipe, *(rank.pipe for rank in waiting)):
-                end.close()
+            for parent_pipe in (pipe, *(rank.pipe for rank in waiting)):
+                parent_pipe.close()
             _wait_to_be_started(rank_pipe)
             return
         rank_pipe.close()
         waiting.append(_ForkedRank(pid, pipe))
 
-    def start(cls: Any, args: Any = (), *others: Any, **options: Any) -> Any:
+    def start(cls: Any, args: Any = (), *positional: Any, **options: Any) -> Any:
         interpreter, *words = args if isinstance(args, (list, tuple)) and args else [None]
         words = words[1:] if words[:1] == ["-u"] else words
         runs_script = interpreter == sys.executable and words and str(words[0]).endswith(".py")
-        as_usual = others or options.pop("stdout", None) or options.pop("stderr", None)
+        as_usual = positional or options.pop("stdout", None) or options.pop("stderr", None)
         if not waiting or not runs_script or as_usual or options.keys() - {"env", "cwd", "start_new_session"}:
             return object.__new__(cls)
         rank = waiting.pop(0)
@@ -262,7 +262,7 @@ def _wait_to_be_started(pipe: Connection) -> None:
     pipe.close()
     sys.argv[:] = argv
     os.chdir(folder)
-    _begin(environment)
+    _prepare_process(environment)
 
 
 def lead_session(connection: Connection) -> None:
@@ -273,8 +273,8 @@ def lead_session(connection: Connection) -> None:
     """
     if hasattr(os, "setsid"):
         os.setsid()
-    if _STACKS is not None:
-        faulthandler.register(_STACKS, file=connection.fileno())
+    if _STACKS_SIGNAL is not None:
+        faulthandler.register(_STACKS_SIGNAL, file=connection.fileno())
 
 
 def read_stacks(process: BaseProcess, connection: Connection) -> str:
@@ -289,12 +289,14 @@ def read_stacks(process: BaseProcess, connection: Connection) -> str:
     Returns:
         A traceback of each thread; nothing where the platform has no such signal.
     """
-    if _STACKS is None or process.pid is None:
+    if _STACKS_SIGNAL is None or process.pid is None:
         return ""
     stacks = b""
     with contextlib.suppress(OSError):  # it has just ended
-        os.kill(process.pid, _STACKS)
-        while connection.poll(_GOES_ON if stacks else _BEGINS) and (piece := os.read(connection.fileno(), 1 << 16)):
+        os.kill(process.pid, _STACKS_SIGNAL)
+        while connection.poll(_NEXT_PIECE_SECONDS if stacks else _FIRST_PIECE_SECONDS) and (
+            piece := os.read(connection.fileno(), 1 << 16)
+        ):
             stacks += piece
     return stacks.decode(errors="replace")
 
@@ -328,7 +330,7 @@ def end_process(process: BaseProcess, connection: Connection, patience: float = 
     if process.is_alive():
         kill_process(process)
         process.join()
-    elif process.exitcode == _UNKNOWN and process.pid is not None:
+    elif process.exitcode == _UNKNOWN_EXIT_CODE and process.pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
     connection.close()
@@ -339,30 +341,30 @@ def _start(
     method: StartMethod, work: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str]
 ) -> tuple[BaseProcess, Connection]:
     context: Any = multiprocessing.get_context(method)
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(work, theirs, arguments, environment))
+    connection, child_connection = context.Pipe()
+    process = context.Process(target=_work, args=(work, child_connection, arguments, environment))
     process.daemon = True
-    with _variables(environment) if method == "spawn" else contextlib.nullcontext():
+    with _extra_variables(environment) if method == "spawn" else contextlib.nullcontext():
         try:
             process.start()
         except (EOFError, ConnectionError):
             if method == "spawn":
                 raise
-            raise RuntimeError(_DIED) from None
-    theirs.close()
-    return process, ours
+            raise RuntimeError(_SERVER_DIED) from None
+    child_connection.close()
+    return process, connection
 
 
 def _work(
     work: Callable[..., None], connection: Connection, arguments: tuple[Any, ...], environment: dict[str, str]
 ) -> None:
-    _begin(environment)
+    _prepare_process(environment)
     faulthandler.enable()  # a rank that crashes in a library's code says where
     work(connection, *arguments)
 
 
-def _begin(environment: Mapping[str, str]) -> None:
-    """What a forked process does first."""
+def _prepare_process(environment: Mapping[str, str]) -> None:
+    """Set the environment, the random numbers and the scheduling of a process that has just started."""
     for name in set(os.environ) - set(environment):
         del os.environ[name]
     os.environ.update(environment)
@@ -385,16 +387,16 @@ def _schedule_as_batch() -> None:
 
 
 def _end_with_parent() -> None:
-    """Let this process be ended as soon as the one that asked for it is gone, also by a signal that can't be handled.
+    """End this process as soon as its parent has ended, even by a signal that can't be handled.
 
-    The end of its pipe says so too, but a rank reads that between two calls, and not while it waits for a peer.
+    The end of the pipe would also show that the parent is gone, but a rank reads its pipe only between two calls.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:
-        threading.Thread(target=_exit_after, args=(parent,), name="ends with its parent", daemon=True).start()
+        threading.Thread(target=_exit_with, args=(parent,), name="ends with its parent", daemon=True).start()
 
 
-def _exit_after(parent: BaseProcess) -> None:
+def _exit_with(parent: BaseProcess) -> None:
     parent.join()
     if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)  # and what it has started
@@ -414,14 +416,14 @@ def _forks_without_threads() -> bool:
     global _threads
     if _threads is None:
         _ensure_running()
-        process, connection = _start("forkserver", _tell_threads, (), dict(os.environ))
+        process, connection = _start("forkserver", _send_threads, (), dict(os.environ))
         try:
             _threads, failures = connection.recv()
         except EOFError:
-            raise RuntimeError(_DIED) from None
+            raise RuntimeError(_SERVER_DIED) from None
         end_process(process, connection)
-        for name, why in failures.items():
-            warnings.warn(f"fsdp_preload names {name!r}, which can't be imported: {why}", stacklevel=2)
+        for name, reason in failures.items():
+            warnings.warn(f"fsdp_preload names {name!r}, which can't be imported: {reason}", stacklevel=2)
         if _threads:
             warnings.warn(
                 f"Importing {', '.join(['torch', 'Lightning', *preloads])} starts threads ({', '.join(_threads)}), "
@@ -434,8 +436,8 @@ def _forks_without_threads() -> bool:
     return not _threads
 
 
-def _tell_threads(connection: Connection) -> None:
-    from fsdp_core.testing.preloaded import FAILURES, THREADS
+def _send_threads(connection: Connection) -> None:
+    from fsdp_core.testing.launching.preloaded import FAILURES, THREADS
 
     connection.send((THREADS, FAILURES))
 
@@ -447,25 +449,25 @@ def _ensure_running() -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload([_PRELOADED])
     # checked on Python 3.11 to 3.14
     server: Any = getattr(forkserver, "_forkserver", None)
-    before = getattr(server, "_forkserver_pid", None)
-    with _variables({**_OF_SERVER, PRELOADS: " ".join(preloads)}):
+    old_pid = getattr(server, "_forkserver_pid", None)
+    with _extra_variables({**_SERVER_VARIABLES, PRELOADS: " ".join(preloads)}):
         forkserver.ensure_running()
-    if before is not None and server._forkserver_pid != before:
+    if old_pid is not None and server._forkserver_pid != old_pid:
         warnings.warn(
-            f"The process that ranks are forked from ({before}) has died, and another one ({server._forkserver_pid}) "
+            f"The process that ranks are forked from ({old_pid}) has died, and another one ({server._forkserver_pid}) "
             "was started. The cause is not known here; the kernel's log shows if memory was short.",
             stacklevel=2,
         )
 
 
 @contextlib.contextmanager
-def _variables(environment: Mapping[str, str]) -> Iterator[None]:
+def _extra_variables(environment: Mapping[str, str]) -> Iterator[None]:
     """A context with additional environment variables."""
-    before = dict(os.environ)
+    restored = dict(os.environ)
     os.environ.update(environment)
     try:
         yield
     finally:
-        for name in set(os.environ) - set(before):
+        for name in set(os.environ) - set(restored):
             del os.environ[name]
-        os.environ.update(before)
+        os.environ.update(restored)

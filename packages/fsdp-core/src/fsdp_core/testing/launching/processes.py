@@ -18,14 +18,14 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from fsdp_core.testing.forking import within
+from fsdp_core.testing.launching.forking import within
 
 __all__ = ["SECONDS", "Ended", "fresh_environment", "interruptible", "start"]
 
 SECONDS = 120  # per script, which takes about ten
 _TOKEN = "FSDP_TESTS_STARTED_THIS"
 #: The variables that launchers set for ranks; training in the tests' own process leaves some of them behind.
-_OF_RANKS = (
+_RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "TORCHELASTIC_RUN_ID", "TORCH_DEVICE_BACKEND_AUTOLOAD"),
 )
@@ -52,24 +52,27 @@ class Ended:
 
     def reports(self, front_end: str) -> list[dict[str, Any]]:
         """The final report of each rank, by rank."""
-        return sorted((one for one in self.said if one.get("front_end") == front_end), key=lambda one: int(one["rank"]))
+        return sorted(
+            (report for report in self.said if report.get("front_end") == front_end),
+            key=lambda report: int(report["rank"]),
+        )
 
 
 def fresh_environment() -> dict[str, str]:
     """The environment variables of this process, without those that a script would mistake for its launcher's."""
-    return {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+    return {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
 
 
 def _started_by(token: str) -> list[psutil.Process]:
     """The processes of a script that are still running."""
-    found = []
+    running = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(_TOKEN) == token and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                running.append(process)
         except psutil.Error:
             continue
-    return found
+    return running
 
 
 @contextmanager
@@ -78,13 +81,13 @@ def interruptible() -> Iterator[None]:
 
     A background job ignores SIGINT, and so do processes that it starts, unless it has a handler at that moment.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN:
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler)
 
 
 def start(
@@ -121,12 +124,12 @@ def start(
         status = process.wait(timeout=within(SECONDS))
         seconds = time.monotonic() - began
         # a rank may end a little after the one that started it
-        _, left = psutil.wait_procs(_started_by(token), timeout=10)
-        assert not left, f"{left} were left behind:\n{file.read_text()}"
+        _, survivors = psutil.wait_procs(_started_by(token), timeout=10)
+        assert not survivors, f"{survivors} were left behind:\n{file.read_text()}"
     except subprocess.TimeoutExpired:
         pytest.fail(f"{command} did not end within {within(SECONDS):g} s:\n{file.read_text()}")
     finally:
-        for one in _started_by(token):
-            one.kill()
+        for remaining in _started_by(token):
+            remaining.kill()
         process.wait()
     return Ended(status=status, output=file.read_text(), seconds=seconds)

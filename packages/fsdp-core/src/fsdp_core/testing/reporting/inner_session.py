@@ -1,4 +1,4 @@
-"""A session of pytest inside another one: chosen clauses are run for backends, and how each has ended is told."""
+"""A session of pytest inside another one: it runs chosen clauses for backends, and returns how each has ended."""
 
 from __future__ import annotations
 

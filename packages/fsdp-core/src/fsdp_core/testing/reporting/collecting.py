@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import Capability, StrategyInfo
-from fsdp_core.testing.ranks import RankKind
+from fsdp_core.testing.launching.ranks import RankKind
 
 if TYPE_CHECKING:
     from fsdp_core.testing.suite.base_class import Clauses
@@ -20,7 +20,8 @@ __all__ = ["CLAUSE", "chosen", "clauses_of", "refuse_left_out"]
 #: The description of a clause for the report, on its pytest item.
 CLAUSE = pytest.StashKey[dict[str, Any]]()
 
-_HERE = str(Path(__file__).parent)
+#: The folder of the suite: its clauses may skip themselves.
+_KIT = str(Path(__file__).parent.parent)
 
 
 def clauses_of(cls: object) -> type[Clauses] | None:
@@ -54,10 +55,10 @@ def chosen(cls: type[Clauses], items: list[Any]) -> list[Any]:
             "A clause that is known to fail is named in expected_failures, with the reason."
         )
     info, names = registry.describe(cls.strategy), set(cls.clauses())
-    kept = [item for item in items if item.originalname not in names or _applies(item, info)]
-    order = {base: place for place, base in enumerate(cls.__mro__)}  # pytest begins with the last base
-    kept.sort(key=lambda item: next(order[base] for base in cls.__mro__ if item.originalname in vars(base)))
-    clauses = [item for item in kept if item.originalname in names]
+    applying = [item for item in items if item.originalname not in names or _applies(item, info)]
+    order = {base: index for index, base in enumerate(cls.__mro__)}  # pytest begins with the last base
+    applying.sort(key=lambda item: next(order[base] for base in cls.__mro__ if item.originalname in vars(base)))
+    clauses = [item for item in applying if item.originalname in names]
     lacks = {item: _lacks(item, info, cls.rank_pool.kind) for item in clauses}
     _check_expected(cls, [item for item in clauses if not lacks[item]])
     for item in clauses:
@@ -82,7 +83,7 @@ def chosen(cls: type[Clauses], items: list[Any]) -> list[Any]:
             item.add_marker(pytest.mark.skip(reason=lacks[item]))
         elif expected is not None:
             item.add_marker(pytest.mark.xfail(reason=expected, strict=True), append=False)
-    return kept
+    return applying
 
 
 def refuse_left_out(item: pytest.Item, report: pytest.TestReport) -> None:
@@ -116,11 +117,11 @@ def refuse_left_out(item: pytest.Item, report: pytest.TestReport) -> None:
 
 def _skips_itself(item: Any, path: str, reason: str) -> bool:
     """Whether the suite itself skips a clause here, because something outside the strategy is missing."""
-    own = [mark for mark in getattr(item.function, "pytestmark", ()) if mark.name in ("skip", "skipif")]
-    everyones = [mark for mark in item.iter_markers() if mark.name in ("skip", "skipif")]
-    if everyones:
-        return all(any(mark is one for one in own) for mark in everyones)
-    return path.startswith(_HERE)
+    own_marks = [mark for mark in getattr(item.function, "pytestmark", ()) if mark.name in ("skip", "skipif")]
+    all_marks = [mark for mark in item.iter_markers() if mark.name in ("skip", "skipif")]
+    if all_marks:
+        return all(any(mark is own_mark for own_mark in own_marks) for mark in all_marks)
+    return path.startswith(_KIT)
 
 
 def _needs(item: Any) -> list[Any]:
@@ -146,10 +147,10 @@ def _lacks(item: Any, info: StrategyInfo, kind: RankKind) -> str:
 
 
 def _check_expected(cls: type[Clauses], items: list[Any]) -> None:
-    known = {name for item in items for name in (item.name, item.originalname)}
+    names = {name for item in items for name in (item.name, item.originalname)}
     for name, reason in cls.expected_failures.items():
-        if name not in known:
-            likeness, nearest = registry.likeness(name, sorted(known))
+        if name not in names:
+            likeness, nearest = registry.likeness(name, sorted(names))
             raise pytest.Collector.CollectError(
                 f"{cls.__name__} expects {name!r} to fail, which is no clause that runs for {cls.strategy!r}."
                 + (f" Did you mean {nearest!r}?" if likeness >= registry.CUTOFF else "")

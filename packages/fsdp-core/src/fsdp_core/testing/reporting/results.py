@@ -14,8 +14,8 @@ import pytest
 
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import Capability
-from fsdp_core.testing.collecting import CLAUSE
-from fsdp_core.testing.report_page import page
+from fsdp_core.testing.reporting.collecting import CLAUSE
+from fsdp_core.testing.reporting.page import page
 
 __all__ = ["FORMATS", "Results"]
 
@@ -39,25 +39,25 @@ class Results:
 
     def expect(self, items: Iterable[pytest.Item]) -> None:
         """Record the clauses among the collected tests."""
-        found = [item.stash[CLAUSE] for item in items if CLAUSE in item.stash]
-        self.expected.update({clause["test"]: clause for clause in found})
+        clauses = [item.stash[CLAUSE] for item in items if CLAUSE in item.stash]
+        self.expected.update({clause["test"]: clause for clause in clauses})
 
     def take(self, report: pytest.TestReport) -> None:
         """Record pytest's report of one phase of a test: setup, call or teardown."""
         clause: dict[str, Any] | None = getattr(report, "fsdp_clause", None)
         if clause is not None:  # pytest-xdist's workers send all of them at their end, which an interrupt cuts off
             self.expected.setdefault(report.nodeid, clause)
-        seen = self._outcomes.setdefault(report.nodeid, {"outcome": "passed", "reason": "", "seconds": 0.0})
-        seen["seconds"] += report.duration
+        entry = self._outcomes.setdefault(report.nodeid, {"outcome": "passed", "reason": "", "seconds": 0.0})
+        entry["seconds"] += report.duration
         if report.failed:
-            seen |= {"outcome": "failed", "reason": _message(report)}
-        elif report.skipped and seen["outcome"] != "failed":
+            entry |= {"outcome": "failed", "reason": _message(report)}
+        elif report.skipped and entry["outcome"] != "failed":
             excused = getattr(report, "wasxfail", None)
             skipped = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
             outcome, reason = (
                 ("skipped", skipped.removeprefix("Skipped: ")) if excused is None else ("failed as expected", excused)
             )
-            seen |= {"outcome": outcome, "reason": reason}
+            entry |= {"outcome": outcome, "reason": reason}
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON-serializable data."""
@@ -73,17 +73,17 @@ class Results:
 
     def write(self, file: Path) -> None:
         """Write the report as HTML or JSON, depending on the file's suffix."""
-        found = self.as_dict()
+        report = self.as_dict()
         file.parent.mkdir(parents=True, exist_ok=True)
-        text = page(found) if file.suffix == ".html" else json.dumps(found, indent=1) + "\n"
+        text = page(report) if file.suffix == ".html" else json.dumps(report, indent=1) + "\n"
         file.write_text(text, encoding="utf-8")
 
     def _row(self, test: str, clause: Mapping[str, Any]) -> dict[str, Any]:
-        seen = self._outcomes.get(test, {"outcome": "not run", "reason": "", "seconds": 0.0})
+        entry = self._outcomes.get(test, {"outcome": "not run", "reason": "", "seconds": 0.0})
         if clause["does_not_apply"]:
-            seen = seen | {"outcome": "does not apply", "reason": clause["does_not_apply"]}
+            entry = entry | {"outcome": "does not apply", "reason": clause["does_not_apply"]}
         keys = ("subject", "clause", "strategy", "preset_of", "ranks", "needs", "refuses")
-        return {**{key: clause[key] for key in keys}, **seen, "seconds": round(seen["seconds"], 3)}
+        return {**{key: clause[key] for key in keys}, **entry, "seconds": round(entry["seconds"], 3)}
 
 
 def _suite(name: str, rows: list[dict[str, Any]], interrupted: bool) -> dict[str, Any]:
@@ -103,7 +103,10 @@ def _suite(name: str, rows: list[dict[str, Any]], interrupted: bool) -> dict[str
         "verdict": _verdict(totals, interrupted),
         "totals": dict(totals),
         "seconds": round(sum(row["seconds"] for row in rows), 1),
-        "capabilities": [_capability(one, one in info.capabilities, rows, other, interrupted) for one in Capability],
+        "capabilities": [
+            _capability(capability, capability in info.capabilities, rows, other, interrupted)
+            for capability in Capability
+        ],
         "clauses": clauses,
     }
 
@@ -117,10 +120,10 @@ def _verdict(totals: Mapping[str, int], interrupted: bool) -> str:
 
 
 def _capability(
-    one: Capability, declared: bool, rows: list[dict[str, Any]], other: str | None, interrupted: bool
+    capability: Capability, declared: bool, rows: list[dict[str, Any]], other: str | None, interrupted: bool
 ) -> dict[str, Any]:
-    shown_by = [row for row in rows if one in row["needs" if declared else "refuses"]]
-    outcomes = Counter(row["outcome"] for row in shown_by if row["outcome"] not in ("does not apply", "skipped"))
+    tried_by = [row for row in rows if capability in row["needs" if declared else "refuses"]]
+    outcomes = Counter(row["outcome"] for row in tried_by if row["outcome"] not in ("does not apply", "skipped"))
     good, bad = ("works", "does not work") if declared else ("refused", "not refused")
     if outcomes["failed"]:
         result = bad
@@ -130,7 +133,7 @@ def _capability(
         result = "not shown" if other is None else f"see {other}"
     else:
         result = f"{good}, as far as run" if outcomes["not run"] or interrupted else good
-    return {"name": str(one), "declared": declared, "result": result, "clauses": outcomes.total()}
+    return {"name": str(capability), "declared": declared, "result": result, "clauses": outcomes.total()}
 
 
 def _message(report: pytest.TestReport) -> str:

@@ -35,7 +35,7 @@ def count_collectives(work: Callable[[], object], name: str) -> int:
         work()
     profiler: Any = profile.profiler
     names = [event.name() for event in profiler.kineto_results.events()]  # key_averages() would take far longer
-    return sum("c10d::" in one and name in one for one in names)
+    return sum("c10d::" in event_name and name in event_name for event_name in names)
 
 
 def count_in_steps(nets: Sequence[Callable[[Tensor], Tensor]], backward: Callable[[Tensor], Any]) -> dict[str, Any]:
@@ -55,16 +55,16 @@ def count_in_steps(nets: Sequence[Callable[[Tensor], Tensor]], backward: Callabl
         backward(mse_loss(judge(x), x.flip(1)))
 
     def of_input() -> None:
-        at = x.clone().requires_grad_(True)
-        torch.autograd.grad(judge(at).sum(), at)
+        point = x.clone().requires_grad_(True)
+        torch.autograd.grad(judge(point).sum(), point)
 
     def adversarial() -> None:
-        made = generate(x)
-        backward(judge(x).mean() - judge(made.detach()).mean())
+        generated = generate(x)
+        backward(judge(x).mean() - judge(generated.detach()).mean())
         backward(-judge(generate(x)).mean())
 
     counts = {}
     for name, step in {"plain": plain, "gradient of an input": of_input, "two networks": adversarial}.items():
         step()
-        counts[name] = tuple(count_collectives(step, kind) for kind in ("allgather", "reduce_scatter"))
+        counts[name] = tuple(count_collectives(step, collective) for collective in ("allgather", "reduce_scatter"))
     return counts

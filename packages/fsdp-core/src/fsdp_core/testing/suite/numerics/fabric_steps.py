@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core.testing import Ranks, oracle
+from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.state import full_state
-from fsdp_core.testing.suite.modules.parameters import own_share
-from fsdp_core.testing.training import new_fabric
+from fsdp_core.testing.training import new_fabric, own_share
 
 __all__ = ["METHODS", "WAITING", "assert_gradients_wait", "assert_whole_steps"]
 
@@ -106,8 +105,8 @@ def assert_whole_steps(ranks: Ranks, strategy: str) -> None:
         module = _Stepping()
         optimizers, step = _optimizers(module), getattr(module, name)
         losses = [step(x, y, Tensor.backward, optimizers) for x, y in oracle.global_batches(3)]
-        for of_rank in got:
-            torch.testing.assert_close(of_rank[name], (losses, module.state_dict()), atol=FP32_TOLERANCE, rtol=0)
+        for outcomes in got:
+            torch.testing.assert_close(outcomes[name], (losses, module.state_dict()), atol=FP32_TOLERANCE, rtol=0)
 
 
 #: Parts of steps within ``no_backward_sync``, and those after it that reduce: passes of the net, and of a block alone.
@@ -130,36 +129,27 @@ def _waiting(strategy: str | None) -> dict[str, dict[str, Tensor]]:
 
 
 def _accumulated(strategy: str | None, name: str) -> dict[str, Tensor]:
-    fabric = None if strategy is None else new_fabric(strategy, 2)
-    net = oracle.new_net()
-    model: Any = net
-    optimizer: Any = oracle.momentum(net)
-    if fabric is not None:
-        model, optimizer = fabric.setup(net, optimizer)
-    batches = iter(oracle.global_batches(12))
+    loop = Loop(strategy)
+    batches = iter(loop.batches(12))
 
     def run(parts: tuple[str, ...]) -> None:
         for part in parts:
             if part == "clear":
-                optimizer.zero_grad()
+                loop.optimizer.zero_grad()
             elif "freeze" in part:
-                frozen = net.blocks[2].down if "part" in part else net.blocks[2]
+                frozen = loop.net.blocks[2].down if "part" in part else loop.net.blocks[2]
                 frozen.requires_grad_("un" in part)
             else:
-                batch = next(batches)
-                x, y = batch if fabric is None else own_share(fabric, batch)
-                loss = mse_loss(model(x), y) if part == "net" else net.blocks[0](x).square().mean()
-                loss.backward() if fabric is None else fabric.backward(loss)
+                x, y = next(batches)
+                loop.backward(loop.loss(x, y) if part == "net" else loop.net.blocks[0](x).square().mean())
 
+    waiting, reducing = WAITING[name]
     for _ in range(2):
-        waiting, reducing = WAITING[name]
-        with nullcontext() if fabric is None else fabric.no_backward_sync(model):
+        with loop.unreduced():
             run(waiting)
         run(reducing)
-        optimizer.step()
-        optimizer.zero_grad()
-    state = net.state_dict() if fabric is None else full_state(fabric.strategy)
-    return {key: tensor.detach().clone() for key, tensor in state.items()}
+        loop.step()
+    return loop.state()
 
 
 def assert_gradients_wait(ranks: Ranks, strategy: str) -> None:
@@ -171,9 +161,4 @@ def assert_gradients_wait(ranks: Ranks, strategy: str) -> None:
     """
     want = _waiting(None)
     for got in ranks.run(2, _waiting, strategy):
-        for name, state in want.items():
-            for key, tensor in state.items():
-                message = f"{name}: {key}"
-                torch.testing.assert_close(
-                    got[name][key], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=message
-                )
+        torch.testing.assert_close(got, want, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE)

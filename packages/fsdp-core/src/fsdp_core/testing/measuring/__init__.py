@@ -1,0 +1,1 @@
+"""Measures what ranks use: host memory, collectives and disks."""
