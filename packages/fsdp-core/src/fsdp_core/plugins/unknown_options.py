@@ -41,7 +41,7 @@ def refuse_unknown_options(
     options = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
     options = list(dict.fromkeys([*options, *further, *listed]))
     refused = {
-        name: _instead(name, options, translations, made.__name__ if name in listed else None)
+        name: _instead(name, options, translations, strategy_class.__name__ if name in listed else None)
         for name, value in unknown.items()
         if getattr(value, "name", value) not in (always or {}).get(name, ())
     }
