@@ -110,7 +110,7 @@ def test_a_rank_that_holds_nothing_of_a_parameter_gets_no_state() -> None:
     [([["weight", "bias"]], False), ([["weight"], ["bias"]], True), ([["weight"]], True), ([["bias"]], True)],
     ids=str,
 )
-def test_repointing_to_a_flat_parameter(groups: list[list[str]], refused: bool) -> None:
+def test_rebinding_to_a_flat_parameter(groups: list[list[str]], refused: bool) -> None:
     flat = Flat()
     written: dict[str, Tensor] = {name: nn.Parameter(torch.zeros(2)) for name in ("weight", "bias")}
     optimizer = torch.optim.SGD([{"params": [written[name] for name in group]} for group in groups], lr=0.1)

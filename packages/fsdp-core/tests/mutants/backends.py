@@ -360,7 +360,7 @@ class PartsOfItsOwn(LoopbackBackend):
 
 #: By fault: a method that does nothing.
 IGNORED: dict[str, tuple[type[LoopbackBackend | LoopbackSharded], str]] = {
-    "optimizer_stale": (LoopbackBackend, "repoint"),
+    "optimizer_stale": (LoopbackBackend, "rebind_optimizers"),
     "clip_value_ignored": (LoopbackSharded, "clip_value"),
     "zero_grad_forgets_shards_alone": (LoopbackSharded, "forget_unreduced"),
     # what is gathered when an optimizer is toggled inside the forward pass is trained, or not, as it was before
@@ -380,18 +380,18 @@ for _fault, (_class, _method) in IGNORED.items():
 
 @backend("optimizer_foreign")
 class TakesForeign(LoopbackBackend):
-    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], roots: Any) -> None:
+    def rebind_optimizers(self, optimizers: Iterable[torch.optim.Optimizer], roots: Any) -> None:
         with suppress(OptimizerMismatchError):
-            super().repoint(optimizers, roots)
+            super().rebind_optimizers(optimizers, roots)
 
 
 @backend("group_options_lost")
 class OneOfAllGroups(LoopbackBackend):
     """All param groups have the options of the first."""
 
-    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], roots: Any) -> None:
+    def rebind_optimizers(self, optimizers: Iterable[torch.optim.Optimizer], roots: Any) -> None:
         optimizers = list(optimizers)
-        super().repoint(optimizers, roots)
+        super().rebind_optimizers(optimizers, roots)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group.update({key: value for key, value in optimizer.param_groups[0].items() if key != "params"})
@@ -707,9 +707,9 @@ class TrainsWhatWasThere(LoopbackBackend):
     shard_class = LoadedBeside
     sharded_class = SteppedBeside
 
-    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], roots: Any) -> None:
+    def rebind_optimizers(self, optimizers: Iterable[torch.optim.Optimizer], roots: Any) -> None:
         optimizers, roots = list(optimizers), list(roots)
-        super().repoint(optimizers, roots)
+        super().rebind_optimizers(optimizers, roots)
         for optimizer in optimizers:
             optimizer.register_step_post_hook(lambda *_: self._forget(roots))
 

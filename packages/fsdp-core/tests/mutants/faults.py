@@ -37,7 +37,7 @@ CAUGHT: dict[str, tuple[str, str]] = {
     "memory_kept": ("test_setup_leaves_no_whole_weight", "assert largest < "),
     # optimizers
     "optimizer_stale": (
-        "test_fabrics_optimizer_from_before_sharding_is_repointed[True]",
+        "test_fabrics_optimizer_from_before_sharding_is_rebound[True]",
         "as it was before the model was sharded",
     ),
     "optimizer_foreign": ("test_optimizers_over_other_parameters_are_refused", "not module.losses"),

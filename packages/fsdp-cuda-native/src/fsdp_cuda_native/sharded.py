@@ -50,7 +50,7 @@ class NativeSharded(Sharded):
 
     Args:
         root: FSDP1's wrapper of the user's module.
-        written: The user's module.
+        module: The user's module.
         orders: The original order of parameters in its modules.
         whole: The parameters that no unit has flattened, in any order.
         runtime: The ranks over which their gradients are averaged.
@@ -105,7 +105,7 @@ class NativeSharded(Sharded):
     # -- structure -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def as_written(self) -> Iterator[None]:
+    def unsharded_view(self) -> Iterator[None]:
         self.reshard()
         for unit in self._units:
             torch_private.write_back(unit)
@@ -115,7 +115,7 @@ class NativeSharded(Sharded):
 
     def layout(self) -> Layout:
         self.reshard()
-        parameters = tuple(self.written.parameters())
+        parameters = tuple(self.module.parameters())
         known_parameters, layout = self._layout or ((), None)
         # a save calls this four times, and the layout changes only if the user replaces a parameter
         if (
@@ -138,7 +138,7 @@ class NativeSharded(Sharded):
         if self.backend.options.use_orig_params and not any(
             any(torch_private.tied_members(unit)) for unit in self._units
         ):
-            return aliases(self.written)  # each parameter exists separately, and none has two names in one unit
+            return aliases(self.module)  # each parameter exists separately, and none has two names in one unit
         return super().aliases()
 
     # -- steps -----------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class NativeSharded(Sharded):
     def mend_interrupted(self) -> None:
         if self.is_interrupted:
             self._steps.on = False
-            refuse_half_gradients(self.written, chain(self.root.parameters(), self._gathered_shards()))
+            refuse_half_gradients(self.module, chain(self.root.parameters(), self._gathered_shards()))
             self.reset()
         elif not self.backend.shards:
             # a unit that the last backward pass did not visit still shows its unsharded views, which torch would
@@ -329,8 +329,8 @@ class NativeSharded(Sharded):
     # -- state -----------------------------------------------------------------------------------------------------
 
     def model_state(self) -> dict[str, Any]:
-        module = self.written
-        with self.as_written():
+        module = self.module
+        with self.unsharded_view():
             state = {clean_name(name): value for name, value in type(module).state_dict(module).items()}
             first = aliases(module)
         parts = {name: part.of(flat) for name, part, flat in local_parts(self.root)}
@@ -340,8 +340,8 @@ class NativeSharded(Sharded):
         state = super().optimizer_state(optimizer)
         if not self.backend.options.use_orig_params:
             # flat parameters come unit by unit, but loading by index expects the module's own order
-            with self.as_written():
-                named = self.written.named_parameters(remove_duplicate=False)
+            with self.unsharded_view():
+                named = self.module.named_parameters(remove_duplicate=False)
                 order = {clean_name(name): number for number, (name, _) in enumerate(named)}
             for group in state["param_groups"]:
                 group["params"].sort(key=order.__getitem__)

@@ -41,9 +41,9 @@ class ZeRO1Backend(Backend):
         sharded.remember(sharded.whole.items())  # what was on the meta device is other parameters now
         return sharded
 
-    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], roots: Sequence[Sharded]) -> None:
+    def rebind_optimizers(self, optimizers: Iterable[torch.optim.Optimizer], roots: Sequence[Sharded]) -> None:
         optimizers = list(optimizers)
-        super().repoint(optimizers, roots)
+        super().rebind_optimizers(optimizers, roots)
         for optimizer in optimizers:
             if optimizer not in self._followed:
                 self._followed.add(optimizer)

@@ -40,13 +40,13 @@ class HeldModel:
     runtime: Runtime = field(repr=False)
 
     @contextmanager
-    def as_written(self) -> Iterator[nn.Module]:
+    def unsharded_view(self) -> Iterator[nn.Module]:
         """A context in which the model has the classes, names and shapes that the user wrote; yields it."""
         if self.sharded is None:
             yield unwrap_compiled(self.module)
             return
-        with self.sharded.as_written():
-            model = unwrap_compiled(self.sharded.written)
+        with self.sharded.unsharded_view():
+            model = unwrap_compiled(self.sharded.module)
             for part in self.prefix.split(".")[:-1]:
                 model = unwrap_compiled(getattr(model, part))
             with _own_classes(model):

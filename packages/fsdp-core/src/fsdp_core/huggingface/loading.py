@@ -90,7 +90,7 @@ def load_pretrained(module: nn.Module, folder: StrPath, *, strict: bool = True, 
 
     def plan() -> _Plan | None:
         readers.append(RangeReader(folder))  # a host may lack the package for a file system
-        with model_shards.as_written() as model:  # on every rank
+        with model_shards.unsharded_view() as model:  # on every rank
             if runtime.rank:
                 return None
             planned = _make_plan(model, state, tied, list_folder(readers[0]))

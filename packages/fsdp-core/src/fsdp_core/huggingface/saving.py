@@ -204,7 +204,7 @@ def write_folder(
         if runtime.rank == 0:
             _refuse_object_store(path)
             check_folder(path, overwrite=overwrite, own_files=replaceable_files)
-        with model_shards.as_written() as model:  # on every rank
+        with model_shards.unsharded_view() as model:  # on every rank
             if runtime.rank:
                 return None
             contents.append(content(model, state))

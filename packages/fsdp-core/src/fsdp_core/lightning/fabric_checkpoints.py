@@ -146,7 +146,7 @@ def _warn_of_gradients(strategy: ShardedFabricStrategy, state: dict[str, Any]) -
     """Warn of accumulated gradients that are not saved."""
     saved = [obj.module for obj in state.values() if isinstance(obj, AccumulatedGradients)]
     roots = [root for root in strategy.accumulating if any(sharded_in(o) is root for o in _modules(state))]
-    forgotten = [root for root in roots if not any(root.written is module for module in saved)]
+    forgotten = [root for root in roots if not any(root.module is module for module in saved)]
     if forgotten and strategy.runtime.rank == 0:
         warnings.warn(
             "this checkpoint is saved between the micro-batches of a step, without the gradients that they have "

@@ -196,10 +196,10 @@ class ShardedTrainerStrategy(ShardedStrategy, ParallelStrategy):
         if fitting:
             self.checkpoints.before_optimizers()
             self._reset_optimizers_and_schedulers()
-            with sharded.as_written():
+            with sharded.unsharded_view():
                 self.setup_optimizers(trainer)
                 # check here: what was added to the module in this context may be gone after it
-                refuse_late(sharded.written, sharded.plan.names, self.optimizers, self.make_before)
+                refuse_late(sharded.module, sharded.plan.names, self.optimizers, self.make_before)
             self.sharded_optimizers.take(self.optimizers, [sharded])
             self.checkpoints.after_optimizers()
             check_finetuning(trainer, sharded, self.strategy_name)

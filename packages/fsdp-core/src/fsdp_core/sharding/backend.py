@@ -240,7 +240,7 @@ class Backend(ABC):
         sharded.plan, sharded.user_modules = plan, user_modules
         alive = [(name, parameter) for name, reference in before if (parameter := reference()) is not None]
         sharded.remember(alive)
-        sharded_ids = {id(parameter) for parameter in (*sharded.layout(), *sharded.written.parameters())}
+        sharded_ids = {id(parameter) for parameter in (*sharded.layout(), *sharded.module.parameters())}
         mark_replaced((name, parameter) for name, parameter in alive if id(parameter) not in sharded_ids)
         keep(sharded)
         return sharded
@@ -293,7 +293,7 @@ class Backend(ABC):
                 "Use the same options, or build the module again and load its checkpoint."
             )
 
-    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], roots: Sequence[Sharded]) -> None:
+    def rebind_optimizers(self, optimizers: Iterable[torch.optim.Optimizer], roots: Sequence[Sharded]) -> None:
         """Replace the parameters that optimizers were built over by the sharded ones.
 
         Args:

@@ -13,11 +13,11 @@ from fsdp_core.state.fqn import named_parameters
 __all__ = ["refuse_late"]
 
 
-def refuse_late(written: nn.Module, names: Collection[str], optimizers: Iterable[Optimizer], instead: str) -> None:
+def refuse_late(module: nn.Module, names: Collection[str], optimizers: Iterable[Optimizer], instead: str) -> None:
     """Refuse trainable parameters that were added after sharding. Frozen ones that no optimizer holds are allowed.
 
     Args:
-        written: The user's module, inside :meth:`fsdp_core.Sharded.as_written`.
+        module: The user's module, inside :meth:`fsdp_core.Sharded.unsharded_view`.
         names: The names of its parameters before it was sharded.
         optimizers: The optimizers of its parameters.
         instead: Where to create the parameters instead, as a sentence.
@@ -37,13 +37,13 @@ def refuse_late(written: nn.Module, names: Collection[str], optimizers: Iterable
     """
     optimizer_params = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     own_names = set(names)
-    late = {name: p for name, p in named_parameters(written) if name not in own_names}
+    late = {name: p for name, p in named_parameters(module) if name not in own_names}
     trained = [name for name, p in late.items() if p.requires_grad or id(p) in optimizer_params]
     if trained:
         late_names = ", ".join(map(repr, trained[:5])) + (f" and {len(trained) - 5} more" if len(trained) > 5 else "")
         raise ShardingError(
             f"{late_names} was added to the model after it was sharded, so nothing divides them or averages their "
             "gradients: each rank would train its own. "
-            f"The model is a {type(written).__name__}.\n{instead} What is not to be "
+            f"The model is a {type(module).__name__}.\n{instead} What is not to be "
             "trained may come at any time, with requires_grad_(False)."
         )

@@ -58,7 +58,7 @@ class Sharded(ABC):
 
     A backend must implement :meth:`no_sync`. The other methods work for libraries that shard in place, expose
     parameters as DTensors and whose ``state_dict()`` shares memory with the module. For other representations, override
-    :meth:`as_written`, :meth:`layout` and :meth:`holds_part`. Where modules expose shards as plain tensors, the
+    :meth:`unsharded_view`, :meth:`layout` and :meth:`holds_part`. Where modules expose shards as plain tensors, the
     adapters make their ``state_dict()`` raise; code that reads the shards on purpose calls
     ``type(module).state_dict(module)``. Hooks on modules must be functions that call :func:`sharded_of`, not methods,
     because a deep copy of the module has the hooks too.
@@ -67,11 +67,11 @@ class Sharded(ABC):
 
     Args:
         root: The module to call: the user's module, or a library's wrapper around it.
-        written: The user's module; ``None`` if that is the root.
+        module: The user's module; ``None`` if that is the root.
 
     Attributes:
         root: The module to call.
-        written: The user's module inside the root.
+        module: The user's module inside the root.
         backend: The current strategy's backend, with its options, runtime and precision.
         plan: By which the module was sharded: its class, its parameters before that, its units.
         user_modules: The user's modules by their names in ``named_modules()`` before sharding.
@@ -84,8 +84,8 @@ class Sharded(ABC):
     user_modules: Mapping[str, nn.Module] = {}
     strategy_name: str = "a strategy"
 
-    def __init__(self, root: nn.Module, written: nn.Module | None = None) -> None:
-        self.root, self.written = root, root if written is None else written
+    def __init__(self, root: nn.Module, module: nn.Module | None = None) -> None:
+        self.root, self.module = root, root if module is None else module
         self.written_values = WrittenValues()
         #: The names of parameters that represent shards; the user's optimizers and lists may hold these parameters.
         self._stands_for = WeakTensorKeyDictionary()
@@ -113,11 +113,11 @@ class Sharded(ABC):
         return type(None), ()
 
     def _modules(self) -> tuple[nn.Module, nn.Module]:
-        return self.root, self.written
+        return self.root, self.module
 
     def _is_in_pieces(self) -> bool:
         """Whether the module exposes shards as plain parameters, or is inside a library's wrapper."""
-        if self.root is not self.written:
+        if self.root is not self.module:
             return True
         layout = self.layout()
         return any(part.range is not None for p in self.root.parameters() for part in layout.get(p, ()))
@@ -135,7 +135,7 @@ class Sharded(ABC):
     # -- what it is made of ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def as_written(self) -> Iterator[None]:
+    def unsharded_view(self) -> Iterator[None]:
         """A context in which the module's parameters have the shapes and names that the user wrote.
 
         ``configure_optimizers`` and summaries run in it; the parameters can't be used for computation there. DTensors
@@ -147,10 +147,10 @@ class Sharded(ABC):
     def unmanaged(self) -> Iterator[None]:
         """A context in which the user's modules can be called without running any of the library's code.
 
-        :func:`fsdp_core.gathered` replaces parameters by whole values in it. As :meth:`as_written`; a backend whose
+        :func:`fsdp_core.gathered` replaces parameters by whole values in it. As :meth:`unsharded_view`; a backend whose
         library registers hooks on the user's modules must also disable them.
         """
-        with self.as_written():
+        with self.unsharded_view():
             yield
 
     def layout(self) -> Layout:
@@ -178,14 +178,14 @@ class Sharded(ABC):
 
     def aliases(self) -> dict[str, str]:
         """The additional names of tied parameters and shared buffers. See :func:`fsdp_core.state.aliases`."""
-        with self.as_written():
-            return aliases(self.written)
+        with self.unsharded_view():
+            return aliases(self.module)
 
     def remember(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Record the names of parameters that represent shards: optimizers that hold one are re-pointed to its shard.
 
-        The module's parameters from before sharding are recorded already. :meth:`as_written` must record the stand-ins
-        that it creates, and nothing else: a parameter that the user has added is not one of the module's own.
+        The module's parameters from before sharding are recorded already. :meth:`unsharded_view` must record the
+        stand-ins that it creates, and nothing else: a parameter that the user has added is not one of the module's own.
 
         Args:
             parameters: Names and parameters. The parameters are not kept alive.
@@ -451,18 +451,18 @@ class Sharded(ABC):
         # a file is read into memory, which torch does not count: a graph that has saved it would not raise
         filled = [p for p, parts in self.layout().items() if any(part.name in state for part in parts)]
         increment_version([parameter for parameter in filled if not parameter.is_inference()])
-        written = self.written
-        with self.as_written():
+        module = self.module
+        with self.unsharded_view():
             # for other entries, such as extra state, state_dict() returns copies, which only the module can load
-            named = written.named_parameters(remove_duplicate=False), written.named_buffers(remove_duplicate=False)
+            named = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
             loaded_names = {clean_name(name) for name, _ in chain(*named)} - resized.keys()
-            raw_names = {clean_name(name): name for name in type(written).state_dict(written)}
+            raw_names = {clean_name(name): name for name in type(module).state_dict(module)}
             live_names = live.keys() | resized.keys()
             extra = {
                 raw_names[n]: _read(value) for n, value in state.items() if n in live_names and n not in loaded_names
             }
             if extra:
-                self.let_modules_load(written, extra, resized)
+                self.let_modules_load(module, extra, resized)
         self.adopt_model_state(live)
 
     def let_modules_load(self, module: nn.Module, values: Mapping[str, Any], resized: Mapping[str, Any]) -> None:
@@ -496,7 +496,7 @@ class Sharded(ABC):
             for name, value in _tensors(state).items()
             if isinstance(live.get(name), Tensor) and live[name].shape != torch.Size(value.shape)
         }
-        modules = {clean_name(name): module for name, module in self.written.named_modules()} if other else {}
+        modules = {clean_name(name): module for name, module in self.module.named_modules()} if other else {}
 
         def loads_itself(name: str) -> bool:
             owner, _, attribute = name.rpartition(".")
@@ -582,7 +582,7 @@ def sharded_of(module: nn.Module) -> Sharded | None:
     """
     sharded: Sharded | None = module.__dict__.get(_KEY)
     # a shallow copy has the module's attributes
-    return sharded if sharded is not None and (module is sharded.root or module is sharded.written) else None
+    return sharded if sharded is not None and (module is sharded.root or module is sharded.module) else None
 
 
 def sharded_around(module: nn.Module) -> tuple[Sharded, str] | None:

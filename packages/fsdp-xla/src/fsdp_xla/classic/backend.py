@@ -2,7 +2,7 @@
 
 Module and optimizer can be set up jointly, and an optimizer that was created before the set-up is re-pointed to the
 shards, as under every strategy. torch_xla requires the optimizer to be created after the module is wrapped;
-``repoint`` does not, and because shards are 1-D the joint set-up is preferable.
+``rebind_optimizers`` does not, and because shards are 1-D the joint set-up is preferable.
 """
 
 from __future__ import annotations
@@ -158,9 +158,9 @@ class XLABackend(Backend):
         instance.__class__ = WrappedUnit
         return wrapped
 
-    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], roots: Sequence[Sharded]) -> None:
+    def rebind_optimizers(self, optimizers: Iterable[torch.optim.Optimizer], roots: Sequence[Sharded]) -> None:
         optimizers = list(optimizers)
-        super().repoint(optimizers, roots)
+        super().rebind_optimizers(optimizers, roots)
         optimizer_params = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
         if xla.put_in_order([parameter for parameter in optimizer_params if is_shard(parameter)]):
             xla.settle()

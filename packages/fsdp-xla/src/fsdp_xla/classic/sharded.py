@@ -67,7 +67,7 @@ class XLASharded(Sharded):
     # -- structure -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def as_written(self) -> Iterator[None]:
+    def unsharded_view(self) -> Iterator[None]:
         with as_user_wrote(self.root, self._orders) as by_name:
             self.remember(by_name.items())
             yield
@@ -145,8 +145,8 @@ class XLASharded(Sharded):
         for shard, parts in self.layout().items():
             here = DeviceFlat(shard, parts).part if late else _on(flat_on_host(shard))
             shards.update((part.name, here(part)) for part in parts)
-        with self.as_written():
-            user = self.written
+        with self.unsharded_view():
+            user = self.module
             state = {clean_name(name): value for name, value in type(user).state_dict(user).items()}
             first = aliases(user)
         values: dict[str, Any] = {}
@@ -177,7 +177,7 @@ class XLASharded(Sharded):
                     at += chunk.data.numel()
         for shard in xla.in_order(flats):  # to preserve their order
             xla.replace(shard, flats[shard].view(shard.shape))
-        for name, buffer in self.written.named_buffers():
+        for name, buffer in self.module.named_buffers():
             loaded = state.get(clean_name(name))
             if isinstance(loaded, Tensor):
                 xla.replace(buffer, loaded)

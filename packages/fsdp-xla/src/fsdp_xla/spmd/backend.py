@@ -165,9 +165,9 @@ class XLASPMDBackend(Backend):
             return tensor
         return self.marked(tensor, batch_spec(tensor.ndim) if tensor.ndim and 0 not in tensor.shape else ())
 
-    def repoint(self, optimizers: Iterable[torch.optim.Optimizer], roots: Sequence[Sharded]) -> None:
+    def rebind_optimizers(self, optimizers: Iterable[torch.optim.Optimizer], roots: Sequence[Sharded]) -> None:
         optimizers = list(optimizers)
-        super().repoint(optimizers, roots)
+        super().rebind_optimizers(optimizers, roots)
         for optimizer in optimizers:
             if optimizer not in self._followed:
                 self._followed.add(optimizer)

@@ -40,7 +40,7 @@ class AccumulatedGradients:
                 "Give AccumulatedGradients the model that fabric.setup(model) has returned under a sharded strategy."
             )
         self._sharded = sharded_modules[0]
-        self.module = self._sharded.written
+        self.module = self._sharded.module
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gradients of all ranks. All ranks must call it."""

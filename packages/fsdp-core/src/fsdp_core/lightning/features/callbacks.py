@@ -56,7 +56,7 @@ def _shard_averages(trainer: pl.Trainer, sharded: Sharded, *, full: bool) -> Non
         copy.strategy_name = sharded.strategy_name
         _take_shards(average, "module.", copy, full=full)
         _take_shards(average.module, "", copy)
-        _take_shards(sharded.written, "", sharded)
+        _take_shards(sharded.module, "", sharded)
 
 
 def _averages(trainer: pl.Trainer) -> Iterator[Any]:
@@ -112,7 +112,7 @@ def _look_as_written(callback: ModelSummary, sharded: Sharded) -> None:
     def on_fit_start(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.strategy.model is not sharded.root:  # the callback is used by another Trainer now
             return look(callback, trainer, pl_module)
-        with sharded.as_written():
+        with sharded.unsharded_view():
             return look(callback, trainer, pl_module)
 
     instance: Any = callback
@@ -137,7 +137,7 @@ def check_finetuning(trainer: pl.Trainer, sharded: Sharded, strategy: str) -> No
     if not finetuning:
         return
     sharded.reshard()
-    visible = {clean_name(name): p for name, p in sharded.written.named_parameters(remove_duplicate=False)}
+    visible = {clean_name(name): p for name, p in sharded.module.named_parameters(remove_duplicate=False)}
     visible_ids = set(map(id, visible.values()))
     hidden = [name for name in sharded.plan.parameters if name not in visible]
     hidden += [part.name for p, parts in sharded.layout().items() if id(p) not in visible_ids for part in parts]

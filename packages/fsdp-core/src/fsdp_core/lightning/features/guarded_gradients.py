@@ -135,5 +135,5 @@ class GuardedGradients:
         # also those that were found before: a root may be gathered, and its modules hold none of them then
         found_before = [p for piece in self._module_pieces if (p := piece()) is not None]
         ids_found_before = set(map(id, found_before))
-        new = (p for p in root.written.parameters() if id(p) not in ids_found_before and root.shows_piece(p))
+        new = (p for p in root.module.parameters() if id(p) not in ids_found_before and root.shows_piece(p))
         self._module_pieces = list(map(ref, chain(found_before, new)))

@@ -149,7 +149,7 @@ class LateParamGroups(Feature):
         for optimizer in optimizers:
             for group in self._pending.get(optimizer, {}).get("param_groups", ()):
                 parameters = _parameters(sharded, group["params"])
-                owners = [m for m in sharded.written.modules() if _holds_any(m, parameters)]
+                owners = [m for m in sharded.module.modules() if _holds_any(m, parameters)]
                 BaseFinetuning.make_trainable(owners)
                 settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
                 optimizer.add_param_group({**settings, "params": parameters})

@@ -46,7 +46,7 @@ class ShardedOptimizers:
     def take(self, optimizers: Sequence[Optimizer], roots: Sequence[Sharded]) -> None:
         """Compare new optimizers over all ranks, and make them hold shards. All ranks must call it."""
         check_same_optimizers(self._strategy.runtime, optimizers)
-        self._repoint(optimizers, roots)
+        self._rebind(optimizers, roots)
 
     def follow_added_parameters(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
         """Re-point or refuse parameters that an optimizer was given since the last check, before it is stepped."""
@@ -54,12 +54,12 @@ class ShardedOptimizers:
         if len(current) != len(previous) or not all(map(operator.is_, current, map(operator.call, previous))):
             name = type(optimizer).__name__
             self._strategy.runtime.rendezvous(f"a change of the parameters of {name}, of which all ranks hold parts,")
-            self._repoint([optimizer], roots)
+            self._rebind([optimizer], roots)
 
     def refuse_late(self, sharded: Sharded, optimizers: Iterable[Optimizer] = ()) -> None:
         """Refuse parameters that were added to the module after it was sharded."""
-        with sharded.as_written():
-            refuse_late(sharded.written, sharded.plan.names, optimizers, self._strategy.make_before)
+        with sharded.unsharded_view():
+            refuse_late(sharded.module, sharded.plan.names, optimizers, self._strategy.make_before)
 
     def check_first_gradients(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
         """Let roots check the gradients of an optimizer's first step. All ranks must call it.
@@ -79,13 +79,13 @@ class ShardedOptimizers:
             if sharded_params := [p for p in _parameters_of(optimizer) if p in layout]:
                 root.check_gradients(sharded_params)
 
-    def _repoint(self, optimizers: Sequence[Optimizer], roots: Sequence[Sharded]) -> None:
+    def _rebind(self, optimizers: Sequence[Optimizer], roots: Sequence[Sharded]) -> None:
         """Make optimizers hold shards, and refuse parameters that were added after sharding."""
         strategy = self._strategy
         for root in roots:
             if _is_held(root, optimizers):
                 self.refuse_late(root, optimizers)
-        strategy.backend.repoint(optimizers, roots)
+        strategy.backend.rebind_optimizers(optimizers, roots)
         for optimizer in optimizers:
             self._follow_zero_grad(optimizer, roots)
             _last_params[optimizer] = [ref(parameter) for parameter in _parameters_of(optimizer)]
@@ -98,7 +98,7 @@ class ShardedOptimizers:
         for root in roots:
             parts = [part for p, parts in root.layout().items() if id(p) in optimizer_params for part in parts]
             trained.append((ref(root), {part.name for part in parts}))
-            on_zero_grad(root.written, partial(_discard_unreduced, ref(root), self.unreduced))
+            on_zero_grad(root.module, partial(_discard_unreduced, ref(root), self.unreduced))
         unreduced = self.unreduced
 
         def discard() -> None:
@@ -132,8 +132,8 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 def _is_held(root: Sharded, optimizers: Iterable[Optimizer]) -> bool:
     """Whether an optimizer holds a parameter of a root, sharded, from before sharding, or added since."""
     optimizer_params = [parameter for optimizer in optimizers for parameter in _parameters_of(optimizer)]
-    with root.as_written():
-        module_params = {id(parameter) for parameter in root.written.parameters()}
+    with root.unsharded_view():
+        module_params = {id(parameter) for parameter in root.module.parameters()}
     layout = root.layout()
     return any(
         p in layout or id(p) in module_params or root.name_of(cast(nn.Parameter, p)) is not None

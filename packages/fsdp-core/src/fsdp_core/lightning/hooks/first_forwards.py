@@ -35,11 +35,11 @@ class FirstForwards:
         self._name = sharded.plan.class_name
         self._writes: StepWrites | None = None
         self._has_begun = False
-        _watched[sharded.root] = _watched[sharded.written] = self
+        _watched[sharded.root] = _watched[sharded.module] = self
         # the first before a library's hooks gather, the second before they free
         self._hooks = [
             sharded.root.register_forward_pre_hook(_begin, prepend=True),
-            sharded.written.register_forward_hook(_end, prepend=True),
+            sharded.module.register_forward_hook(_end, prepend=True),
         ]
 
     def begin(self) -> None:

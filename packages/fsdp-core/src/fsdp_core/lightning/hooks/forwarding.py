@@ -42,7 +42,7 @@ class ShardedForward(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         root = self.sharded.root
         if root in gathered_modules:
-            return self.sharded.written(*args, **kwargs)
+            return self.sharded.module(*args, **kwargs)
         is_inside = in_backward()  # a hook, or a recomputation: the rest of the backward pass needs what is gathered
         if is_inside:
             self.sharded.is_called_in_backward = True
@@ -77,7 +77,7 @@ class ShardedForward(nn.Module):
 
         Fabric's wrapper, which is around this and the user's module, finds them in the latter alone.
         """
-        return self.sharded.written.named_parameters(prefix, recurse, remove_duplicate)
+        return self.sharded.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def children(self) -> Iterator[nn.Module]:
         yield self.sharded.root

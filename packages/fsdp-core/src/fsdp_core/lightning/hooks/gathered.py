@@ -76,7 +76,7 @@ def gathered(module: nn.Module, modifier_rank: int | None = None) -> Iterator[No
     buffers: dict[str, Tensor] = {}
     raised: BaseException | None = None
     with sharded.unmanaged(), ExitStack() as cleanup:
-        user = sharded.written
+        user = sharded.module
         part = next(inner for raw, inner in user.named_modules() if clean_name(raw) == prefix.removesuffix("."))
         cleanup.enter_context(not_managed(part))
         replacements = _put_in_place(part, prefix, tensors, first)

@@ -505,7 +505,7 @@ def _forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: 
     try:
         with compute_context(sharded.precision, sharded.runtime.device.type):
             call = functools.partial(forward, *args, **kwargs)
-            output = call_inside_forward(root, sharded.written, call)
+            output = call_inside_forward(root, sharded.module, call)
         failed = False
     finally:
         _end(root, failed=failed)

@@ -29,7 +29,7 @@ def guard_module(sharded: Sharded, strategy_name: str) -> None:
     """
     layout = sharded.layout()
     has_parts = any(isinstance(p, DTensor) or sharded.holds_part(p) for p in layout)
-    if has_parts or sharded.written is not sharded.root:
+    if has_parts or sharded.module is not sharded.root:
         follow_calls(sharded, meet=has_parts)
     refuse_state_dicts(sharded.root, sharded.plan.names, layout, strategy_name)
     refuse_files_of_shards(sharded.root, strategy_name)

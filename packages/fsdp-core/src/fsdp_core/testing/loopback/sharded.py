@@ -69,7 +69,7 @@ class LoopbackSharded(Sharded):
     # -- what it is made of ----------------------------------------------------------------------------------------
 
     @contextmanager
-    def as_written(self) -> Iterator[None]:
+    def unsharded_view(self) -> Iterator[None]:
         self.reshard()
         stand_ins = [stand_in(shard.shape, shard.local) for shard in self.shards]
         self.remember((shard.names[0], parameter) for shard, parameter in zip(self.shards, stand_ins, strict=True))

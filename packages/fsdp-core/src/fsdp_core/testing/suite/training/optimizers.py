@@ -247,8 +247,8 @@ class OptimizersSuite(Clauses):
             assert len(got[0]) == 2 * epochs, f"{len(got[0])} steps were trained instead of {2 * epochs}"
 
     @pytest.mark.parametrize("joint", [True, False])
-    def test_fabrics_optimizer_from_before_sharding_is_repointed(self, ranks: Ranks, joint: bool) -> None:
-        """Fabric must repoint an optimizer built before sharding to this rank's shards."""
+    def test_fabrics_optimizer_from_before_sharding_is_rebound(self, ranks: Ranks, joint: bool) -> None:
+        """Fabric must rebind_optimizers an optimizer built before sharding to this rank's shards."""
         got = ranks.run(2, built_before_sharding, self.strategy, joint)
         for trained, _ in got:
             assert_all_trained(trained, width=WIDE)
