@@ -337,7 +337,7 @@ def differ_in_draws() -> list[bool | str]:
         model = Model((6, 4))
         try:
             outcomes.append(
-                check_steps(DrawsOnRank1(model.held, runtime.rank, uses=uses), model.layout, runtime=runtime)
+                check_steps(DrawsOnRank1(model.pieces, runtime.rank, uses=uses), model.layout, runtime=runtime)
             )
         except OptimizerMismatchError as error:
             outcomes.append(str(error))
