@@ -49,6 +49,12 @@ class _Handle(FlatParamHandle):
     # parameters may be guarded, see fsdp_core's step_gradients: their attributes would go through Python
 
     @outside_of_compilation
+    def pre_unshard(self) -> bool:
+        # outside of calls too, as for summon_full_params(): the flat parameter may be guarded, and is gathered from
+        unguard_parameters([self.flat_param])
+        return bool(super().pre_unshard())
+
+    @outside_of_compilation
     def _writeback_orig_params(self) -> bool:
         with without_torch_function():
             return False if self._is_in_place() else super()._writeback_orig_params()
