@@ -135,6 +135,9 @@ ABOVE = ("huggingface", "lightning")
 #: What shards, computes and stores, between what every process needs and what stands on all others.
 MIDDLE = ("gradients", "state", "initialization", "sharding", "checkpoint")
 
+#: The two adapters, and what they share.
+ADAPTERS = ("lightning.trainer_strategy", "lightning.fabric_strategy", "lightning.strategy")
+
 #: Folders and modules of core, and what none of their files imports of core. docs/architecture.md says the same.
 NEVER = {
     "errors.py": ("",),
@@ -162,14 +165,14 @@ NEVER = {
         *("checkpoint.saving", "checkpoint.loading", "checkpoint.planning"),
     ),
     "checkpoint/tools/**": ("checkpoint.importing", "checkpoint.saving"),
-    "lightning/registration/**": ("lightning.trainer", "lightning.fabric", "lightning.strategy", "lightning.loaders"),
-    "lightning/checkpoints/**": ("lightning.trainer", "lightning.fabric", "lightning.strategy", "lightning.features"),
+    "lightning/registration/**": (*ADAPTERS, "lightning.loaders"),
+    "lightning/checkpoints/**": (*ADAPTERS, "lightning.features"),
     "lightning/loaders/**": (
-        *("lightning.trainer", "lightning.fabric", "lightning.strategy"),
-        *("lightning.checkpoints", "lightning.hooks", "lightning.registration", "lightning.features"),
+        *ADAPTERS,
+        *("lightning.checkpoints", "lightning.outside_steps", "lightning.registration", "lightning.features"),
     ),
-    "lightning/hooks/**": (
-        *("lightning.trainer", "lightning.fabric", "lightning.strategy"),
+    "lightning/outside_steps/**": (
+        *ADAPTERS,
         *("lightning.checkpoints", "lightning.loaders", "lightning.registration", "lightning.features"),
     ),
     "doctor/**": (*MIDDLE, *ABOVE),
@@ -195,7 +198,7 @@ def test_folders_of_core_import_what_is_below_them(pattern: str) -> None:
 
 
 #: From how many modules of ours the adapters import at most. What they would need more for is a feature's business.
-MODULES_OF_ADAPTERS = {"trainer.py": 15, "strategy.py": 12, "fabric.py": 12}
+MODULES_OF_ADAPTERS = {"trainer_strategy.py": 15, "strategy.py": 12, "fabric_strategy.py": 12}
 
 
 def modules_imported(path: Path) -> set[str]:
@@ -247,7 +250,7 @@ def test_in_core_only_the_folder_lightning_knows_lightning() -> None:
 
 
 #: Files of these names are front ends, wherever they are.
-FRONT_ENDS = {"trainer.py", "fabric.py", "fairscale.py", "constructor.py"}
+FRONT_ENDS = {"trainer.py", "fabric.py", "trainer_strategy.py", "fabric_strategy.py", "fairscale.py", "constructor.py"}
 
 
 def knows_lightning(path: Path) -> bool:
@@ -309,7 +312,7 @@ KNOWN_ATTRIBUTES = {
     "initialization/deferred_init.py": {"_opname", "_schema"},  # of operators, which tell what a call writes
     "initialization/materialize.py": {"_reset_parameters"},  # of nn.MultiheadAttention and nn.Transformer
     "checkpoint/async_save.py": {"_register_atexit"},  # of threading: before the interpreter waits for threads
-    "checkpoint/storage/folder.py": {"_cache"},  # of fsspec's file systems, which a fork must not share
+    "checkpoint/storage/local_or_remote_folder.py": {"_cache"},  # of fsspec's file systems, which a fork must not share
     "huggingface/stored_names.py": {  # of transformers' models: what they store, and under which names
         *("_tied_weights_keys", "_keys_to_ignore_on_save", "_keys_to_ignore_on_load_unexpected"),
         "_checkpoint_conversion_mapping",
@@ -322,8 +325,8 @@ KNOWN_ATTRIBUTES = {
     "autoload.py": {"_initializing"},  # of a module that is being imported
     "state/block_quantised.py": {"_subclass_zeros"},  # of torchao's optimizers: makes the kind of state that one keeps
     "state/fqn.py": {"_orig_mod", "_non_persistent_buffers_set"},  # where torch.compile keeps the module; of nn.Module
-    "hooks/exporting.py": {"_original_module"},  # where Fabric keeps it
-    "features/callbacks.py": {"_average_model"},  # of Lightning's WeightAveraging
+    "outside_steps/exporting.py": {"_original_module"},  # where Fabric keeps it
+    "features/callbacks_over_shards.py": {"_average_model"},  # of Lightning's WeightAveraging
     "features/late_param_groups.py": {"_restarting"},  # of Lightning's BaseFinetuning: to restore groups again
     "checkpoints/patched_io.py": {
         "_fs",
@@ -331,7 +334,7 @@ KNOWN_ATTRIBUTES = {
         "_hpc_resume_path",
         "_CheckpointConnector",
     },  # of Lightning's search for the last
-    "lightning/trainer.py": {"_layer_sync", "_reset_optimizers_and_schedulers"},  # what a strategy inherits
+    "lightning/trainer_strategy.py": {"_layer_sync", "_reset_optimizers_and_schedulers"},  # what a strategy inherits
     "classic/trainer.py": {"_layer_sync"},
     "lightning/host_metrics.py": {"_results", "_defaults", "_logger_connector", "_first_loop_iter"},  # of the loops
     "lightning/launchers.py": {"_version"},  # of a tensor: how often it was written

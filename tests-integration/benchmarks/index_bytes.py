@@ -22,7 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fsdp_core.checkpoint.format.chunks import files_of
+from fsdp_core.checkpoint.format.file_names import files_of
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest
 from fsdp_core.checkpoint.format.patterns import PatternedChunks
 from fsdp_core.checkpoint.indexes import FirstRankSummary, Index, Message, Remembered, TensorSpec, packed, table_digest

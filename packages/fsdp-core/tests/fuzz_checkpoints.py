@@ -35,8 +35,8 @@ from fsdp_core.checkpoint import (
     reshard,
     verify,
 )
-from fsdp_core.checkpoint.format.paths import find_part
 from fsdp_core.checkpoint.format.plain_form import MAX_DEPTH
+from fsdp_core.checkpoint.format.state_paths import find_part
 from fsdp_core.checkpoint.tools.listing import find_checkpoints
 from fsdp_core.cli import fsdp
 from fsdp_core.errors import CheckpointError, CheckpointValueError

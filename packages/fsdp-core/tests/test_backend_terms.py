@@ -10,8 +10,8 @@ from torch import nn
 from fsdp_core import Backend, Sharded
 from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import ProcessGroupRuntime
-from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.plan import ShardingPlan
+from fsdp_core.sharding.precisions import ShardPrecision
 
 
 class Whole(Sharded):

@@ -13,7 +13,7 @@ import pytest
 
 from damaged_folders import refused
 from fsdp_core.checkpoint import is_checkpoint, remove
-from fsdp_core.checkpoint.storage.folder import Folder
+from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.checkpoint.storage.writers import new_writer
 from fsdp_core.errors import CheckpointError, CheckpointExistsError
 from versioned_saves import files_in, interrupt, is_tidy, save_interrupted, save_version, version_of

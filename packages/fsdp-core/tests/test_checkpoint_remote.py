@@ -30,7 +30,7 @@ from fsdp_core.checkpoint import (
     remove,
     verify,
 )
-from fsdp_core.checkpoint.storage.folder import Folder
+from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.errors import CheckpointError, CheckpointExistsError
 from fsdp_core.testing.launching.ranks import RankPool
 from fsdp_core.testing.refusals import assert_says

@@ -31,8 +31,9 @@ from fsdp_core.checkpoint import (
     save,
     verify,
 )
-from fsdp_core.checkpoint.storage import commit, folder, rereading, writers
-from fsdp_core.checkpoint.storage.folder import Folder
+from fsdp_core.checkpoint.storage import commit, rereading, writers
+from fsdp_core.checkpoint.storage import local_or_remote_folder as folder
+from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.cli import checkpoint as command
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.lightning.checkpoints.full.opening import read_whole

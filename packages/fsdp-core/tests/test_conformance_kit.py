@@ -11,7 +11,8 @@ from typing import Any, ClassVar, get_args
 import pytest
 
 from conftest import Site
-from fsdp_core.plugins.strategy_info import Capability, FrontEnd
+from fsdp_core.plugins.capabilities import Capability
+from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing.refusals import assert_says
 from fsdp_core.testing.suite import PresetSuite, StrategySuite
 from fsdp_core.testing.suite.base_class import Clauses
@@ -382,9 +383,9 @@ def test_signatures_that_calls_fit(made: type, words: list[str]) -> None:
 
 IMPLEMENTATION = """
     from dataclasses import dataclass
-    from fsdp_core.lightning.fabric import ShardedFabricStrategy
+    from fsdp_core.lightning.fabric_strategy import ShardedFabricStrategy
     from fsdp_core.lightning.strategy import ShardedStrategy
-    from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+    from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
     from fsdp_core.sharding import ShardingOptions
     from fsdp_core.testing.loopback.backend import LoopbackBackend
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import ProcessGroupRuntime
-from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.plan import ParameterPlan, ShardingPlan, plan_module
+from fsdp_core.sharding.precisions import ShardPrecision
 from fsdp_core.sharding.sharded import sharded_of
 from fsdp_core.sharding.wrap_policy import select_units
 from fsdp_core.testing.loopback.backend import LoopbackBackend

@@ -10,7 +10,7 @@ import pytest
 
 from fsdp_core import Capability, Option, StrategyInfo
 from fsdp_core.errors import StrategyInfoError
-from fsdp_core.lightning.capabilities import capability_of
+from fsdp_core.lightning.capability_checks import capability_of
 from fsdp_core.testing.refusals import refusal
 
 GOOD: dict[str, Any] = {

@@ -42,12 +42,13 @@ if TYPE_CHECKING:
     )
     from fsdp_core.initialization.wrap import wrap
     from fsdp_core.lightning.checkpoints.accumulated_gradients import AccumulatedGradients
-    from fsdp_core.lightning.hooks.exporting import full_state_dict
-    from fsdp_core.lightning.hooks.gathered import gathered
+    from fsdp_core.lightning.outside_steps.exporting import full_state_dict
+    from fsdp_core.lightning.outside_steps.gathered import gathered
+    from fsdp_core.plugins.capabilities import Capability
     from fsdp_core.plugins.contract import CONTRACT_VERSION
     from fsdp_core.plugins.hookspecs import hookimpl
     from fsdp_core.plugins.registry import describe, resolve, strategies
-    from fsdp_core.plugins.strategy_info import Capability, Option, StrategyInfo
+    from fsdp_core.plugins.strategy_info import Option, StrategyInfo
     from fsdp_core.runtime import ProcessGroupRuntime, ReduceOp, Runtime
     from fsdp_core.sharding.backend import Backend
     from fsdp_core.sharding.sequence import gather_sequence, sequence_positions, shift_labels, token_mean
@@ -105,7 +106,7 @@ _HOMES = {
     "CONTRACT_VERSION": "plugins.contract",
     "AccumulatedGradients": "lightning.checkpoints.accumulated_gradients",
     "Backend": "sharding.backend",
-    "Capability": "plugins.strategy_info",
+    "Capability": "plugins.capabilities",
     "Option": "plugins.strategy_info",
     "ProcessGroupRuntime": "runtime",
     "RandomState": "state.random_state",
@@ -114,9 +115,9 @@ _HOMES = {
     "Sharded": "sharding.sharded",
     "StrategyInfo": "plugins.strategy_info",
     "describe": "plugins.registry",
-    "full_state_dict": "lightning.hooks.exporting",
+    "full_state_dict": "lightning.outside_steps.exporting",
     "gather_sequence": "sharding.sequence",
-    "gathered": "lightning.hooks.gathered",
+    "gathered": "lightning.outside_steps.gathered",
     "hookimpl": "plugins.hookspecs",
     "load_state_dict": "checkpoint",
     "resolve": "plugins.registry",

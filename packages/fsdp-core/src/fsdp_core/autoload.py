@@ -112,7 +112,7 @@ def _enter_names(name: str, module: ModuleType) -> None:
     _being_entered.add(name)
     try:
         from fsdp_core.lightning.checkpoints.patched_io import install_opening
-        from fsdp_core.lightning.hooks.grad_norms import install_grad_norm
+        from fsdp_core.lightning.outside_steps.grad_norms import install_grad_norm
         from fsdp_core.lightning.registration.entries import enter
         from fsdp_core.lightning.registration.sharded_elsewhere import install_refusal
 

@@ -13,7 +13,7 @@ from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.functional import mse_loss
 
-from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE, HALF_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal

@@ -17,7 +17,7 @@ from torch import Tensor
 from fsdp_core.checkpoint.collective import run_on_all
 from fsdp_core.checkpoint.saving import prepare_save
 from fsdp_core.checkpoint.staging import Staging
-from fsdp_core.checkpoint.storage.folder import StrPath
+from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath
 from fsdp_core.errors import CheckpointError
 from fsdp_core.runtime import Runtime
 

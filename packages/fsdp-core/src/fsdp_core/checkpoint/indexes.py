@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import xxhash
 
-from fsdp_core.checkpoint.format.chunks import Section, file_name
+from fsdp_core.checkpoint.format.file_names import SECTIONS, Section, file_name
 from fsdp_core.checkpoint.format.manifest import FileEntry
 from fsdp_core.errors import CheckpointError
 from fsdp_core.runtime import Runtime
@@ -43,7 +43,6 @@ __all__ = [
     "table_digest",
 ]
 
-_SECTIONS: tuple[Section, ...] = ("model", "optimizer", "state")
 _FILE = struct.Struct("<BQQ")
 
 
@@ -131,7 +130,7 @@ class Message(NamedTuple):
     def entries(self, save_id: str, rank: int) -> Iterator[tuple[str, FileEntry]]:
         """Yield the names and entries of the files that a rank has written."""
         for section, size, checksum in _FILE.iter_unpack(self.files):
-            name = file_name(_SECTIONS[section], save_id, rank)
+            name = file_name(SECTIONS[section], save_id, rank)
             yield name, FileEntry(size=size, checksum=f"xxh3:{checksum:016x}")
 
 
@@ -181,7 +180,7 @@ def packed(index: Index, first_rank: FirstRankSummary, last: Remembered | None) 
     box_sets = _json([boxes for _, boxes in number_of_set])
     plan = xxhash.xxh3_128_digest(table + box_set_ids + box_sets)
     files = b"".join(
-        _FILE.pack(_SECTIONS.index(section), entry.size, int(entry.checksum.removeprefix("xxh3:"), 16))
+        _FILE.pack(SECTIONS.index(section), entry.size, int(entry.checksum.removeprefix("xxh3:"), 16))
         for section, entry in index.files.items()
     )
     if last is not None and (last.save_id, last.plan) == (first_rank.last, plan):

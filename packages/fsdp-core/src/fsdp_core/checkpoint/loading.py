@@ -13,8 +13,8 @@ from torch import Tensor
 from fsdp_core.checkpoint.collective import run_on_all, total
 from fsdp_core.checkpoint.format.manifest import StoredTensor
 from fsdp_core.checkpoint.format.plain_data import decode
-from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.checkpoint.storage.joined import Paths, open_places, shown_paths
+from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.checkpoint.storage.plain_json import read_plain
 from fsdp_core.checkpoint.storage.recognition import read_manifest
 from fsdp_core.checkpoint.storage.rereading import ATTEMPTS, pause, seen, too_often

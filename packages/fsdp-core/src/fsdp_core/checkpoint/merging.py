@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdp_core.checkpoint.format.chunks import StoredChunk, chunk_name, file_of_rank, files_of
+from fsdp_core.checkpoint.format.chunks import StoredChunk, chunk_name
+from fsdp_core.checkpoint.format.file_names import file_of_rank, files_of
 from fsdp_core.checkpoint.format.manifest import StoredTensor
 from fsdp_core.checkpoint.format.patterns import Pattern, PatternedChunks
 from fsdp_core.checkpoint.indexes import Message, PackedBoxes, RankBoxes, Remembered, TensorSpec, boxes_of_ranks

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_core.checkpoint.format.chunks import Section
-from fsdp_core.checkpoint.format.paths import escaped, find_part, split_path
+from fsdp_core.checkpoint.format.file_names import Section
 from fsdp_core.checkpoint.format.plain_data import Keys, TensorLeaf, encode
 from fsdp_core.checkpoint.format.safetensors_file import HEADER_KEY, unsavable
+from fsdp_core.checkpoint.format.state_paths import escaped, find_part, split_path
 from fsdp_core.errors import CheckpointValueError
 from fsdp_core.state.chunks import ChunkedTensor, chunked
 from fsdp_core.state.dtypes import SAFETENSORS_NAMES, dtype_name

@@ -17,7 +17,8 @@ import xxhash
 from torch import Tensor
 
 from fsdp_core.checkpoint.collective import run_on_all, run_on_first, total
-from fsdp_core.checkpoint.format.chunks import Section, chunk_name, file_name, files_of
+from fsdp_core.checkpoint.format.chunks import chunk_name
+from fsdp_core.checkpoint.format.file_names import Section, file_name, files_of, state_file, state_tensors_file
 from fsdp_core.checkpoint.format.json_text import check_texts
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest
 from fsdp_core.checkpoint.format.safetensors_file import write_safetensors
@@ -34,9 +35,9 @@ from fsdp_core.checkpoint.indexes import (
 )
 from fsdp_core.checkpoint.merging import Merged, merged_from
 from fsdp_core.checkpoint.planning import Plan, plan_save
-from fsdp_core.checkpoint.save_targets import PerHostSave, SharedSave
+from fsdp_core.checkpoint.save_protocols import PerHostSave, SharedSave
 from fsdp_core.checkpoint.storage.commit import SaveTarget, choose_target
-from fsdp_core.checkpoint.storage.folder import Folder, StrPath
+from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath
 from fsdp_core.checkpoint.storage.local_target import LocalTarget, choose_local_target, first_local_target
 from fsdp_core.errors import CheckpointError, CheckpointValueError
 from fsdp_core.runtime import Runtime
@@ -344,7 +345,7 @@ def _write_state(protocol: SharedSave, plan: Plan, messages: Sequence[Message]) 
                 "save to a file system that all ranks share, or with scattered_save=True (scattered=True of "
                 "fsdp_core.checkpoint.save), with which each rank writes where it stands"
             )
-    state_file, state_tensors = f"state-{save_id}.json", f"state-{save_id}.safetensors" if plan.tensors else None
+    plain_file, state_tensors = state_file(save_id), state_tensors_file(save_id) if plan.tensors else None
     if state_tensors is not None:
         files[state_tensors] = _write_tensors(folder, state_tensors, plan.tensors)
     # One line per part of the state: json's own indentation takes as long as writing all tensors of a small model.
@@ -359,12 +360,12 @@ def _write_state(protocol: SharedSave, plan: Plan, messages: Sequence[Message]) 
             f"can't save this plain data, because readers would refuse it: {error}. Convert large values to tensors."
         ) from error
     digest = xxhash.xxh3_64()
-    with folder.writing(state_file) as stream:
+    with folder.writing(plain_file) as stream:
         for text in texts:
             stream.write(text)
             digest.update(text)
-    files[state_file] = FileEntry(size=sum(map(len, texts)), checksum=f"xxh3:{digest.hexdigest()}")
-    return {"state_file": state_file, "state_tensors": state_tensors, "files": files}
+    files[plain_file] = FileEntry(size=sum(map(len, texts)), checksum=f"xxh3:{digest.hexdigest()}")
+    return {"state_file": plain_file, "state_tensors": state_tensors, "files": files}
 
 
 def _own_versions() -> dict[str, str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from fsdp_core.checkpoint.collective import run_on_all, run_on_first, total
-from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
 from fsdp_core.errors import CheckpointError
 from fsdp_core.runtime import Runtime
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_core.checkpoint.format.paths import find_part, split_path
+from fsdp_core.checkpoint.format.state_paths import find_part, split_path
 from fsdp_core.checkpoint.loading import load, verify_tensors
 from fsdp_core.checkpoint.storage.joined import Paths, open_places
 from fsdp_core.checkpoint.storage.recognition import read_manifest

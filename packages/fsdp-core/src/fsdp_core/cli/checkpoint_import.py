@@ -88,7 +88,7 @@ def import_checkpoint(
 
 def _describe_import(imported: Imported, out: str) -> list[str]:
     """What was imported, and how to use it."""
-    from fsdp_core.checkpoint.format.paths import join_path
+    from fsdp_core.checkpoint.format.state_paths import join_path
 
     state, kinds = imported.state, imported.kinds
     if imported.of_trainer:

@@ -404,7 +404,7 @@ def _format_number(number: Any) -> str:
 
 def _format_path(path: str) -> str:
     """A path to read: slashes in a step as they are, in quotes, and a callback's long arguments cut."""
-    from fsdp_core.checkpoint.format.paths import split_path
+    from fsdp_core.checkpoint.format.state_paths import split_path
 
     return clean("/".join(map(_format_step, split_path(path))))
 

@@ -11,8 +11,8 @@ import click
 from fsdp_core.cli.output import print_table
 from fsdp_core.errors import BrokenStrategyError
 from fsdp_core.plugins import registry
+from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.plugins.discovery import discover, error_text
-from fsdp_core.plugins.strategy_info import Capability
 
 __all__ = ["describe_strategy", "list_strategies"]
 

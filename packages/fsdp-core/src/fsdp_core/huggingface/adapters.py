@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_core.checkpoint.storage.folder import StrPath
+from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.huggingface.held_model import find_model, is_adapted
 from fsdp_core.huggingface.saving import FolderContent, SavedFolder, SavesItself, as_dtype, write_folder

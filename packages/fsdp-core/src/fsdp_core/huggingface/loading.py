@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.checkpoint.collective import run_on_all, run_on_first
-from fsdp_core.checkpoint.storage.folder import StrPath
+from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.huggingface.adapted_names import base_names
 from fsdp_core.huggingface.held_model import HeldModel, find_model

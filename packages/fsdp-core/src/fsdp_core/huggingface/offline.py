@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_core.checkpoint.format.paths import split_path
+from fsdp_core.checkpoint.format.state_paths import split_path
 from fsdp_core.checkpoint.loading import load
 from fsdp_core.checkpoint.storage.atomic import check_apart
-from fsdp_core.checkpoint.storage.folder import StrPath, open_folder
+from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath, open_folder
 from fsdp_core.checkpoint.storage.recognition import read_manifest
 from fsdp_core.errors import CheckpointMismatchError, CheckpointValueError, MissingKeyError, UnsupportedCapabilityError
 from fsdp_core.huggingface.held_model import HeldModel

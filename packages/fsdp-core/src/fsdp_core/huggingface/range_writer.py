@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fsdp_core.checkpoint.format.safetensors_header import build_header, parse_header
-from fsdp_core.checkpoint.storage.folder import Folder
+from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.errors import CheckpointError, CheckpointMismatchError
 from fsdp_core.huggingface.views import View
 from fsdp_core.state.boxes import cut

@@ -14,7 +14,7 @@ from torch import nn
 from fsdp_core.checkpoint.collective import run_on_all, run_on_first
 from fsdp_core.checkpoint.format.huggingface_folder import INDEX, OWN_FILES, index_text, split_into_files
 from fsdp_core.checkpoint.storage.atomic import NewFolder, check_folder
-from fsdp_core.checkpoint.storage.folder import StrPath, open_folder
+from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath, open_folder
 from fsdp_core.errors import CheckpointValueError, FSDPError, UnsupportedCapabilityError
 from fsdp_core.huggingface.held_model import HeldModel, find_model, is_adapted
 from fsdp_core.huggingface.range_writer import FilePlan, allocate, check_covered, planned, write_ranges

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsdp_core.checkpoint.format.huggingface_folder import INDEX, WEIGHTS
 from fsdp_core.checkpoint.format.safetensors_file import FileTensor, read_box
-from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.storage.remedies import remedy, unreadable
 from fsdp_core.errors import CheckpointFormatError
 from fsdp_core.huggingface.views import View

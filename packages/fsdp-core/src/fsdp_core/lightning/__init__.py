@@ -14,13 +14,13 @@ from fsdp_core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from fsdp_core.lightning.checkpoints.full.consolidation import consolidate_lightning
-    from fsdp_core.lightning.fabric import ShardedFabricStrategy
+    from fsdp_core.lightning.fabric_strategy import ShardedFabricStrategy
     from fsdp_core.lightning.global_batch import GlobalBatch, micro_batches
     from fsdp_core.lightning.options import LightningOptions, takes
     from fsdp_core.lightning.pretrained_folders import LoadPretrained, SavePretrained
     from fsdp_core.lightning.setup_checks import check_devices, reduce_op_name, set_rank_zero
     from fsdp_core.lightning.strategy import ShardedStrategy
-    from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+    from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
 
 __all__ = [
     "GlobalBatch",
@@ -44,9 +44,9 @@ _HOMES = {
     "takes": "fsdp_core.lightning.options",
     "LoadPretrained": "fsdp_core.lightning.pretrained_folders",
     "SavePretrained": "fsdp_core.lightning.pretrained_folders",
-    "ShardedFabricStrategy": "fsdp_core.lightning.fabric",
+    "ShardedFabricStrategy": "fsdp_core.lightning.fabric_strategy",
     "ShardedStrategy": "fsdp_core.lightning.strategy",
-    "ShardedTrainerStrategy": "fsdp_core.lightning.trainer",
+    "ShardedTrainerStrategy": "fsdp_core.lightning.trainer_strategy",
     "check_devices": "fsdp_core.lightning.setup_checks",
     "consolidate_lightning": "fsdp_core.lightning.checkpoints.full.consolidation",
     "micro_batches": "fsdp_core.lightning.global_batch",

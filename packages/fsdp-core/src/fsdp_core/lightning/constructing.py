@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from lightning.fabric.accelerators import Accelerator
 
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.lightning.capabilities import StrategyCapabilities, check_options
+from fsdp_core.lightning.capability_checks import StrategyCapabilities, check_options
 from fsdp_core.lightning.features.finite_gradients import check_error_if_nonfinite
 from fsdp_core.lightning.options import describe_class, signature_of, strategy_options
 from fsdp_core.lightning.setup_checks import (

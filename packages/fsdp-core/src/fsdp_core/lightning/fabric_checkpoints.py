@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fsdp_core import checkpoint as checkpoints
 from fsdp_core.checkpoint.collective import run_on_all
-from fsdp_core.checkpoint.format.paths import join_path
+from fsdp_core.checkpoint.format.state_paths import join_path
 from fsdp_core.checkpoint.storage.joined import Paths, paths_of, shown_paths
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError, OptimizerMismatchError
 from fsdp_core.lightning.checkpoints.accumulated_gradients import AccumulatedGradients
@@ -21,15 +21,15 @@ from fsdp_core.lightning.checkpoints.full.layout import as_trainers_file, number
 from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
 from fsdp_core.lightning.checkpoints.saving_strategy import SavePlace
 from fsdp_core.lightning.checkpoints.sharded_or_full import read_checkpoint, write_file, write_folder
-from fsdp_core.lightning.hooks.forwarding import sharded_in
-from fsdp_core.lightning.hooks.redirection import normal_tensors
 from fsdp_core.lightning.loaders.fabric_loaders import is_left_out, is_loader, load_loader, loader_state
+from fsdp_core.lightning.outside_steps.forwarding import sharded_in
+from fsdp_core.lightning.outside_steps.redirection import normal_tensors
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.fqn import aliases
 from fsdp_core.state.random_state import RandomState, of_ranks
 
 if TYPE_CHECKING:
-    from fsdp_core.lightning.fabric import ShardedFabricStrategy
+    from fsdp_core.lightning.fabric_strategy import ShardedFabricStrategy
 
 __all__ = ["load_checkpoint", "load_module", "module_state", "owner_of", "save_checkpoint"]
 

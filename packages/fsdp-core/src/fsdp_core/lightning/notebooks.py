@@ -27,7 +27,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.multiprocessing.spawn import start_processes
 
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.lightning.hooks.exporting import full_state_dict
+from fsdp_core.lightning.outside_steps.exporting import full_state_dict
 from fsdp_core.lightning.private import FabricForkLauncher, TrainerForkLauncher, take_progress
 
 __all__ = ["FabricForkedRanks", "TrainerForkedRanks", "check_interactive", "is_interactive"]

@@ -24,15 +24,15 @@ from torch import Tensor, nn
 
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.initialization.deferred_init import continue_deferred
-from fsdp_core.lightning.capabilities import check_precision
+from fsdp_core.lightning.capability_checks import check_precision
 from fsdp_core.lightning.private import DtypeContext, convert_fp_tensor
-from fsdp_core.plugins.strategy_info import Capability
-from fsdp_core.sharding.mixed_precision import ShardPrecision
+from fsdp_core.plugins.capabilities import Capability
+from fsdp_core.sharding.precisions import ShardPrecision
 from fsdp_core.torch_private.optimizers import forget_unscaled, make_scaler_sharded, plain_tensors_replicated
 
 if TYPE_CHECKING:
     from fsdp_core.lightning.strategy import ShardedStrategy
-    from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+    from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
 
 __all__ = ["ShardedFabricPrecision", "ShardedTrainerPrecision", "asked_precision", "shard_dtypes"]
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp_core.errors import CheckpointExistsError, CheckpointValueError, ShardingError
 from fsdp_core.huggingface import LoadedFolder, SavedFolder, load_pretrained, save_adapter, save_pretrained
-from fsdp_core.lightning.hooks.redirection import normal_tensors
+from fsdp_core.lightning.outside_steps.redirection import normal_tensors
 
 __all__ = ["LoadPretrained", "SavePretrained"]
 

@@ -23,7 +23,7 @@ from fsdp_core.mesh import DATA_AXES, GRADIENT_AXES, Mesh
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.host_agreement import check_same_packages, versions_of
-from fsdp_core.sharding.mixed_precision import ShardPrecision
+from fsdp_core.sharding.precisions import ShardPrecision
 from fsdp_core.watch import watch
 
 __all__ = ["StrategyRanks"]

@@ -33,12 +33,12 @@ from fsdp_core.lightning.checkpoints.sharded_or_full import (
     write_folder,
 )
 from fsdp_core.lightning.features.exact_resume import KEY
-from fsdp_core.lightning.hooks.exporting import refuse_values_of_parts, whole_state
-from fsdp_core.lightning.hooks.redirection import normal_tensors
+from fsdp_core.lightning.outside_steps.exporting import refuse_values_of_parts, whole_state
+from fsdp_core.lightning.outside_steps.redirection import normal_tensors
 from fsdp_core.lightning.private import resume_from
 
 if TYPE_CHECKING:
-    from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+    from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
 
 __all__ = ["TrainerCheckpoints"]
 

@@ -23,10 +23,10 @@ from fsdp_core.sharding.flat import (
     stand_ins_in_place,
     unwrapped,
 )
-from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.options import ShardingOptions, option
 from fsdp_core.sharding.outside_attributes import OutsideAttributes
 from fsdp_core.sharding.plan import ParameterPlan, ShardingPlan, UnitModules, modules_by_unit, plan_module
+from fsdp_core.sharding.precisions import ShardPrecision
 from fsdp_core.sharding.sequence import SequenceSplit, current_split, use_split
 from fsdp_core.sharding.sharded import Sharded, StateTensor, copy_refusal, sharded_around, sharded_of
 from fsdp_core.sharding.step_inputs import StepInputs

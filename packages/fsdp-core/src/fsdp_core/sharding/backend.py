@@ -17,10 +17,10 @@ from fsdp_core.initialization.materialize import note_initialisers
 from fsdp_core.initialization.wrap import mark_by_torch_wrap
 from fsdp_core.mesh import Mesh
 from fsdp_core.runtime import Runtime
-from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.optimizers.rebinding import rebind_optimizer
 from fsdp_core.sharding.options import ShardingOptions
 from fsdp_core.sharding.plan import ParameterPlan, ShardingPlan, plan_module
+from fsdp_core.sharding.precisions import ShardPrecision
 from fsdp_core.sharding.replaced_parameters import mark_replaced
 from fsdp_core.sharding.sequence import SequenceSplit, use_split
 from fsdp_core.sharding.shardable import check_shardable

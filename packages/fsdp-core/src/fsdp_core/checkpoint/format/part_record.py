@@ -11,26 +11,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fsdp_core.checkpoint.format.chunks import rank_in
+from fsdp_core.checkpoint.format.file_names import rank_in
 from fsdp_core.checkpoint.format.json_text import string, whole
 from fsdp_core.checkpoint.format.manifest import FileEntry, check_name, content_checksum, parse_object
 
-__all__ = ["MAX_RECORD_BYTES", "PartRecord", "record_name"]
+__all__ = ["MAX_RECORD_BYTES", "PartRecord"]
 
 FORMAT = "fsdp-checkpoint-part"
 FORMAT_VERSION = 1
 MAX_RECORD_BYTES = 2**20
 _LONGEST = 4096
-
-
-def record_name(save_id: str, rank: int) -> str:
-    """Return the name of a rank's record.
-
-    Example:
-        >>> record_name("0123456789ab", 3)
-        'parts/0123456789ab-rank-00003.json'
-    """
-    return f"parts/{save_id}-rank-{rank:05d}.json"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_core.checkpoint.format.chunks import file_of_rank, rank_in
+from fsdp_core.checkpoint.format.file_names import file_of_rank, rank_in
 from fsdp_core.checkpoint.format.json_text import listed, whole
 from fsdp_core.checkpoint.format.patterns import Pattern, PatternedChunks, Ranks, Sizes
 

@@ -10,7 +10,8 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, product
 from typing import Any, overload
 
-from fsdp_core.checkpoint.format.chunks import StoredChunk, chunk_name, file_of_rank, rank_in
+from fsdp_core.checkpoint.format.chunks import StoredChunk, chunk_name
+from fsdp_core.checkpoint.format.file_names import file_of_rank, rank_in
 from fsdp_core.state.boxes import boxes, overlap
 from fsdp_core.state.coverage import Box
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_core.checkpoint.format.chunks import rank_in
+from fsdp_core.checkpoint.format.file_names import rank_in
 from fsdp_core.checkpoint.format.json_text import listed, string, whole
 from fsdp_core.checkpoint.format.patterns import Ranks
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_core.checkpoint.format.paths import join_path
+from fsdp_core.checkpoint.format.state_paths import join_path
 from fsdp_core.checkpoint.importing.files import SourceFile, open_file
 from fsdp_core.checkpoint.importing.memory_budget import current_budget
 from fsdp_core.checkpoint.importing.plain import Make, PlainReader
 from fsdp_core.checkpoint.importing.tensors import InPieces, Piece, StridedTensor
 from fsdp_core.checkpoint.importing.torch_file import TorchFile
 from fsdp_core.checkpoint.importing.unpickling import MAX_PICKLE_BYTES, unpickle
-from fsdp_core.checkpoint.storage.folder import Folder
+from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 from fsdp_core.state.boxes import is_shape
 from fsdp_core.state.dtypes import SAFETENSORS_NAMES, dtype_name

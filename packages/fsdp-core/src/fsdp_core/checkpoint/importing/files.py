@@ -8,7 +8,7 @@ import posixpath
 import re
 from dataclasses import dataclass, field, replace
 
-from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.storage.remedies import unreadable
 from fsdp_core.errors import CheckpointFormatError
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from fsdp_core.checkpoint.format.paths import find_part
+from fsdp_core.checkpoint.format.state_paths import find_part
 from fsdp_core.checkpoint.importing.dcp import read_dcp
 from fsdp_core.checkpoint.importing.files import open_file, source_of
 from fsdp_core.checkpoint.importing.layouts import KEPT_WITH_WEIGHTS, TRAINER_MARK, Imported, of_keys, of_trainer
@@ -20,7 +20,7 @@ from fsdp_core.checkpoint.importing.torch_file import TorchFile
 from fsdp_core.checkpoint.importing.xla import read_xla
 from fsdp_core.checkpoint.saving import save
 from fsdp_core.checkpoint.storage.atomic import check_apart
-from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.state.chunks import TensorSource

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_core.checkpoint.format.paths import join_path
+from fsdp_core.checkpoint.format.state_paths import join_path
 from fsdp_core.checkpoint.importing.memory_budget import current_budget
 from fsdp_core.checkpoint.importing.optimizers import (
     ParameterOrder,

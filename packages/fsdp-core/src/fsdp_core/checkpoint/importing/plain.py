@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fsdp_core.checkpoint.format.named_code import INSTANTIATOR, INSTANTIATORS
-from fsdp_core.checkpoint.format.paths import join_path, split_path
+from fsdp_core.checkpoint.format.state_paths import join_path, split_path
 from fsdp_core.checkpoint.importing.memory_budget import current_budget, json_bytes
 from fsdp_core.checkpoint.importing.unpickling import Name, Named
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError

@@ -10,7 +10,7 @@ from fsdp_core.checkpoint.importing import dcp, xla
 from fsdp_core.checkpoint.importing.files import SourceFile, open_file, source_of
 from fsdp_core.checkpoint.importing.safetensors_source import INDEX_SUFFIX, SUFFIX
 from fsdp_core.checkpoint.importing.torch_file import TorchFile, is_torch_file
-from fsdp_core.checkpoint.storage.folder import Folder, StrPath
+from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath
 from fsdp_core.checkpoint.storage.recognition import holds_manifest
 from fsdp_core.errors import CheckpointFormatError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fsdp_core.checkpoint.format.paths import join_path, split_path
+from fsdp_core.checkpoint.format.state_paths import join_path, split_path
 from fsdp_core.checkpoint.importing.layouts import KEPT_WITH_WEIGHTS, TRAINER_MARK, Imported
 from fsdp_core.errors import CheckpointMismatchError, CheckpointValueError
 

@@ -10,7 +10,7 @@ from fsdp_core.checkpoint.format.safetensors_header import MAX_HEADER_BYTES
 from fsdp_core.checkpoint.importing.files import SourceFile, open_file
 from fsdp_core.checkpoint.importing.memory_budget import current_budget, memory_of_json
 from fsdp_core.checkpoint.importing.tensors import InPieces, Piece, StridedTensor
-from fsdp_core.checkpoint.storage.folder import Folder
+from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.errors import CheckpointFormatError
 
 __all__ = ["INDEX_SUFFIX", "SUFFIX", "read_safetensors_file", "read_safetensors_folder"]

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import BinaryIO
 
-from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder, sync_directory
+from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder, sync_directory
 from fsdp_core.checkpoint.storage.remedies import remedy
 from fsdp_core.errors import CheckpointError, CheckpointExistsError
 

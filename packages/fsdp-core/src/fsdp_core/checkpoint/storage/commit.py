@@ -14,8 +14,9 @@ import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from fsdp_core.checkpoint.format.file_names import temporary_manifest
 from fsdp_core.checkpoint.format.manifest import MANIFEST, Manifest
-from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.storage.part_recognition import saves_in
 from fsdp_core.checkpoint.storage.recognition import (
     fingerprint,
@@ -97,7 +98,7 @@ class SaveTarget:
                 place.
         """
         folder, final = self.folder, self.final
-        temporary = f".manifest-{self.save_id}.tmp"
+        temporary = temporary_manifest(self.save_id)
         if self.aside:
             folder.commit(MANIFEST, manifest, temporary=temporary)
             with final.locked():

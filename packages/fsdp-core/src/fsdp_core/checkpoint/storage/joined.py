@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from fsdp_core.checkpoint.format.manifest import MANIFEST
 from fsdp_core.checkpoint.format.part_record import PartRecord
-from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.storage.part_recognition import records_in, saves_in
 from fsdp_core.checkpoint.storage.recognition import manifest_bytes, save_id_in, save_id_of
 from fsdp_core.errors import CheckpointFormatError

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from fsdp_core.checkpoint.format.chunks import rank_in
+from fsdp_core.checkpoint.format.file_names import rank_in
 from fsdp_core.checkpoint.format.manifest import Manifest
 from fsdp_core.checkpoint.format.part_record import MAX_RECORD_BYTES, PartRecord
 from fsdp_core.checkpoint.format.patterns import Ranks
 from fsdp_core.checkpoint.format.places import PlaceOfRanks, place_of
-from fsdp_core.checkpoint.storage.folder import Folder
+from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.checkpoint.storage.writers import writer_of
 
 __all__ = ["described_part", "described_rest", "gather_command", "holds_part", "records_in", "saves_in"]

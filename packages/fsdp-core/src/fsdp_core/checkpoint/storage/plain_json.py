@@ -9,8 +9,8 @@ import xxhash
 
 from fsdp_core.checkpoint.format.json_text import MAX_JSON_BYTES, parse_text
 from fsdp_core.checkpoint.format.named_code import find_named_code
-from fsdp_core.checkpoint.format.paths import join_path
 from fsdp_core.checkpoint.format.plain_form import check_plain
+from fsdp_core.checkpoint.format.state_paths import join_path
 from fsdp_core.checkpoint.storage.remedies import remedy
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
 from fsdp_core.errors import CheckpointFormatError

@@ -6,9 +6,10 @@ import re
 
 import xxhash
 
+from fsdp_core.checkpoint.format.file_names import OUR_FILES
 from fsdp_core.checkpoint.format.json_text import MAX_JSON_BYTES
 from fsdp_core.checkpoint.format.manifest import FORMAT, MANIFEST, Manifest
-from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.storage.part_recognition import described_part, holds_part, saves_in
 from fsdp_core.checkpoint.storage.remedies import remedy, unreadable
 from fsdp_core.checkpoint.storage.writers import MARK
@@ -30,13 +31,8 @@ __all__ = [
     "save_id_of",
 ]
 
-# The names of a save's files. Files in the folder with other names are the user's and are never removed.
-_OUR_FILES = re.compile(
-    r"(model|optimizer|state)/(?P<chunks>[0-9a-f]{12})-rank-\d{5,}\.safetensors"
-    r"|parts/(?P<parts>[0-9a-f]{12})-rank-\d{5,}\.json"
-    r"|state-(?P<state>[0-9a-f]{12})\.(json|safetensors)|\.manifest-(?P<manifest>[0-9a-f]{12})\.tmp"
-    rf"|manifest\.json|{MARK}"
-)
+# Files in the folder with other names are the user's and are never removed.
+_OUR_FILES = re.compile(rf"{OUR_FILES}|{MARK}")
 
 # Formats that `fsdp checkpoint import` takes, by file names.
 _OTHER_FORMATS = (

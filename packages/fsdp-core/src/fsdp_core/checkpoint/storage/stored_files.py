@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from fsdp_core.checkpoint.format.manifest import Manifest
 from fsdp_core.checkpoint.format.safetensors_header import FileTensor, parse_header
-from fsdp_core.checkpoint.storage.folder import Folder
+from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.checkpoint.storage.recognition import read_manifest
 from fsdp_core.checkpoint.storage.remedies import remedy
 from fsdp_core.errors import CheckpointFormatError

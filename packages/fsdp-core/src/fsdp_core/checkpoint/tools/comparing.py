@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_core.checkpoint.format.manifest import Manifest
-from fsdp_core.checkpoint.storage.folder import StrPath
+from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath
 from fsdp_core.checkpoint.storage.plain_json import children, leaves, read_plain, scalar, tensor_of
 from fsdp_core.checkpoint.storage.rereading import begins_anew
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles

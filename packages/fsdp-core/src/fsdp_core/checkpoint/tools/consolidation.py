@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_core.checkpoint.format.huggingface_folder import INDEX, OWN_FILES, index_text, split_into_files
-from fsdp_core.checkpoint.format.paths import split_path
+from fsdp_core.checkpoint.format.state_paths import split_path
 from fsdp_core.checkpoint.storage.atomic import check_apart, check_file, check_folder, new_file, new_folder
-from fsdp_core.checkpoint.storage.folder import StrPath
+from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath
 from fsdp_core.checkpoint.storage.plain_json import children, part_at, read_plain, tensor_of
 from fsdp_core.checkpoint.storage.rereading import begins_anew
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles

@@ -8,11 +8,12 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from fsdp_core.checkpoint.format.chunks import Section, StoredChunk, chunk_name, file_name
+from fsdp_core.checkpoint.format.chunks import StoredChunk, chunk_name
+from fsdp_core.checkpoint.format.file_names import Section, file_name, state_file, state_tensors_file
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest, StoredTensor
 from fsdp_core.checkpoint.storage.atomic import OVERWRITE, check_apart, named_errors
 from fsdp_core.checkpoint.storage.commit import choose_target
-from fsdp_core.checkpoint.storage.folder import Folder, StrPath, open_folder
+from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.storage.plain_json import read_plain
 from fsdp_core.checkpoint.storage.recognition import is_ours
 from fsdp_core.checkpoint.storage.rereading import begins_anew
@@ -146,9 +147,9 @@ def _write(reader: TensorBytes, target: Folder, save_id: str, count: int, on_byt
         with target.writing(name) as stream:
             size, digest = write_sources(stream, content, on_bytes=on_bytes)
         files[name] = FileEntry(size=size, checksum=f"xxh3:{digest}")
-    renamed = {source_manifest.state_file: f"state-{save_id}.json"}
+    renamed = {source_manifest.state_file: state_file(save_id)}
     if source_manifest.state_tensors is not None:
-        renamed[source_manifest.state_tensors] = f"state-{save_id}.safetensors"
+        renamed[source_manifest.state_tensors] = state_tensors_file(save_id)
     for before, name in renamed.items():
         with target.writing(name) as stream:
             for block in reader.copied(before):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_core.checkpoint.format.paths import escaped, split_path
+from fsdp_core.checkpoint.format.state_paths import escaped, split_path
 
 __all__ = ["without_run_facts"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fsdp_core.checkpoint.storage.folder import open_folder
+from fsdp_core.checkpoint.storage.local_or_remote_folder import open_folder
 from fsdp_core.checkpoint.storage.plain_json import part_at, read_plain
 from fsdp_core.checkpoint.storage.recognition import read_manifest
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles

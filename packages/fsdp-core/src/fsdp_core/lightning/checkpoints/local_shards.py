@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_core.checkpoint.collective import run_on_all
-from fsdp_core.checkpoint.format.paths import join_path
+from fsdp_core.checkpoint.format.state_paths import join_path
 from fsdp_core.errors import CheckpointValueError
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.sharded import Sharded

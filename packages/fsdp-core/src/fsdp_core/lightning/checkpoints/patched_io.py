@@ -120,7 +120,7 @@ def _replaces_folders(save: Callable[..., Any]) -> Callable[..., Any]:
         if not _is_sharded_folder(filepath):
             return save(checkpoint, filepath, *args, **kwargs)
         from fsdp_core.checkpoint.format.manifest import MANIFEST
-        from fsdp_core.checkpoint.storage.folder import open_folder
+        from fsdp_core.checkpoint.storage.local_or_remote_folder import open_folder
         from fsdp_core.checkpoint.storage.recognition import is_ours
         from fsdp_core.lightning.checkpoints.full.file import replace_by
 
@@ -233,7 +233,7 @@ def _as_found(path: str, fs: Any) -> str | None:
     would find no checkpoint of ours there. The manifest has both, and stands for the checkpoint.
     """
     from fsdp_core.checkpoint.format.manifest import MANIFEST
-    from fsdp_core.checkpoint.storage.folder import open_folder
+    from fsdp_core.checkpoint.storage.local_or_remote_folder import open_folder
     from fsdp_core.checkpoint.storage.recognition import holds_manifest, is_interrupted
 
     try:

@@ -14,8 +14,8 @@ from lightning.fabric.plugins import CheckpointIO
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.storage.joined import shown_paths
 from fsdp_core.errors import CheckpointError, ShardingError, UnsupportedCapabilityError
-from fsdp_core.lightning.capabilities import check_checkpoint
-from fsdp_core.lightning.hooks.redirection import is_inside_forward
+from fsdp_core.lightning.capability_checks import check_checkpoint
+from fsdp_core.lightning.outside_steps.redirection import is_inside_forward
 from fsdp_core.lightning.ranks import StrategyRanks
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.full_tensor import check_not_gathered

@@ -18,7 +18,7 @@ from fsdp_core.checkpoint.collective import run_on_all, total
 from fsdp_core.checkpoint.storage.joined import Paths
 from fsdp_core.checkpoint.storage.recognition import is_sharded
 from fsdp_core.errors import CheckpointError, FSDPError
-from fsdp_core.lightning.capabilities import check_checkpoint
+from fsdp_core.lightning.capability_checks import check_checkpoint
 from fsdp_core.lightning.checkpoints.full.file import read_full_file, write_full
 from fsdp_core.lightning.checkpoints.saving_strategy import SavePlace, SavingStrategy
 from fsdp_core.lightning.checkpoints.shared_disk import check_folder_around

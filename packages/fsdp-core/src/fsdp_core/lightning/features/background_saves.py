@@ -16,7 +16,7 @@ from fsdp_core.lightning.features.feature import Feature
 from fsdp_core.runtime import Runtime
 
 if TYPE_CHECKING:
-    from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+    from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
 
 __all__ = ["BackgroundSaves"]
 

@@ -23,7 +23,7 @@ from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.optimizers.agreement import are_equal
 
 if TYPE_CHECKING:
-    from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+    from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
 
 __all__ = ["EvenBatches"]
 

@@ -16,9 +16,9 @@ from fsdp_core.gradients.step_gradients import unguard_parameters
 from fsdp_core.lightning.features.finite_gradients import refuse_nonfinite
 from fsdp_core.lightning.features.guarded_gradients import GuardedGradients
 from fsdp_core.lightning.features.no_sync import NoSync
-from fsdp_core.lightning.hooks.first_forwards import FirstForwards
-from fsdp_core.lightning.hooks.forwarding import ShardedForward
-from fsdp_core.lightning.hooks.redirection import (
+from fsdp_core.lightning.outside_steps.first_forwards import FirstForwards
+from fsdp_core.lightning.outside_steps.forwarding import ShardedForward
+from fsdp_core.lightning.outside_steps.redirection import (
     explain_shards,
     explain_uncaught_error,
     is_inside_forward,
@@ -29,7 +29,7 @@ from fsdp_core.torch_private.autograd import call_before_passes, in_backward, re
 from fsdp_core.watch import explain_uncaught
 
 if TYPE_CHECKING:
-    from fsdp_core.lightning.fabric import ShardedFabricStrategy
+    from fsdp_core.lightning.fabric_strategy import ShardedFabricStrategy
 
 __all__ = ["FabricSteps"]
 

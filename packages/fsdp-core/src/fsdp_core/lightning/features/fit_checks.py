@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
 
-from fsdp_core.lightning.capabilities import check_loop
+from fsdp_core.lightning.capability_checks import check_loop
 from fsdp_core.lightning.checkpoints.hyper_parameters import check_hyper_parameters
 from fsdp_core.lightning.checkpoints.shared_disk import check_all_resume, check_folders_of
-from fsdp_core.lightning.features.callbacks import check_pruning
+from fsdp_core.lightning.features.callbacks_over_shards import check_pruning
 from fsdp_core.lightning.features.feature import Feature
 from fsdp_core.lightning.loaders.split_batches import refuse_loader_steps
 from fsdp_core.lightning.ray_train import check_reports
 from fsdp_core.lightning.setup_checks import check_loggers
 
 if TYPE_CHECKING:
-    from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+    from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
 
 __all__ = ["FitChecks"]
 

@@ -15,12 +15,12 @@ from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.gradients.step_gradients import guard, guard_parameters, unguard, unguard_parameters
-from fsdp_core.lightning.hooks.exporting import refuse_values_of_parts
+from fsdp_core.lightning.outside_steps.exporting import refuse_values_of_parts
 from fsdp_core.sharding.sharded import Sharded
 
 if TYPE_CHECKING:
-    from fsdp_core.lightning.fabric import ShardedFabricStrategy
-    from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+    from fsdp_core.lightning.fabric_strategy import ShardedFabricStrategy
+    from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
 
 __all__ = ["GuardedGradients"]
 

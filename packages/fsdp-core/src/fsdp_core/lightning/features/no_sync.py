@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.private import BackwardSyncControl
-from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.sharding.sharded import Sharded
 
 if TYPE_CHECKING:
-    from fsdp_core.lightning.fabric import ShardedFabricStrategy
+    from fsdp_core.lightning.fabric_strategy import ShardedFabricStrategy
 
 __all__ = ["NoSync"]
 

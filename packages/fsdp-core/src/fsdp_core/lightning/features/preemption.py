@@ -38,8 +38,8 @@ from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.sharding.optimizers.agreement import are_equal, check_same_rates, digest_of_rates
 
 if TYPE_CHECKING:
-    from fsdp_core.lightning.fabric import ShardedFabricStrategy
-    from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+    from fsdp_core.lightning.fabric_strategy import ShardedFabricStrategy
+    from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
 
 __all__ = ["Preemption", "Signals"]
 

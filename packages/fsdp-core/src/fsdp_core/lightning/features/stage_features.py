@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fsdp_core.lightning.features.background_saves import BackgroundSaves
-from fsdp_core.lightning.features.callbacks import CallbacksOverShards
+from fsdp_core.lightning.features.callbacks_over_shards import CallbacksOverShards
 from fsdp_core.lightning.features.even_batches import EvenBatches
 from fsdp_core.lightning.features.exact_resume import ExactResume
 from fsdp_core.lightning.features.feature import Feature
@@ -15,7 +15,7 @@ from fsdp_core.lightning.features.metrics import MetricsOverData
 from fsdp_core.lightning.features.preemption import Preemption
 
 if TYPE_CHECKING:
-    from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+    from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
 
 __all__ = ["StageFeatures"]
 

@@ -15,15 +15,15 @@ from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.gradients.step_gradients import unguard_parameters
 from fsdp_core.gradients.step_writes import StepWrites, check_writes
 from fsdp_core.lightning.features.guarded_gradients import GuardedGradients
-from fsdp_core.lightning.hooks.exporting import refuse_values_of_parts
-from fsdp_core.lightning.hooks.redirection import call_inside_forward, explain_shards, mend_caught
+from fsdp_core.lightning.outside_steps.exporting import refuse_values_of_parts
+from fsdp_core.lightning.outside_steps.redirection import call_inside_forward, explain_shards, mend_caught
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.sharding.local_pieces import refuse_again
 from fsdp_core.sharding.sequence import use_split
 from fsdp_core.state.full_tensor import check_not_gathered
 
 if TYPE_CHECKING:
-    from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+    from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
 
 __all__ = ["StepMethods"]
 
@@ -292,7 +292,7 @@ class StepMethods:
         use_split(None)
 
     def leave_module(self, module: pl.LightningModule) -> None:
-        """Remove from a module what stages have put there; see also :mod:`fsdp_core.lightning.features.callbacks`."""
+        """Remove from a module what stages have put there, as :mod:`.callbacks_over_shards` does for callbacks."""
         for name in ("toggle_optimizer", "untoggle_optimizer", "state_dict", "load_state_dict"):
             module.__dict__.pop(name, None)
         refuse_again(module)

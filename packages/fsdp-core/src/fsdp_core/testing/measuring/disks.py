@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, cast
 
 import pytest
 
-from fsdp_core.checkpoint.storage.folder import Folder
+from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 
 __all__ = ["Disk", "disk"]
 

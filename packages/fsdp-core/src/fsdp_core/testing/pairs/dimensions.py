@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_core.plugins.strategy_info import Capability, StrategyInfo
+from fsdp_core.plugins.capabilities import Capability
+from fsdp_core.plugins.strategy_info import StrategyInfo
 from fsdp_core.sharding.wrap_policy import describe_policy
 from fsdp_core.testing import oracle
 from fsdp_core.testing.meshes import DeclaredMesh

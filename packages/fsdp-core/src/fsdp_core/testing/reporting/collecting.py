@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from fsdp_core.plugins import registry
-from fsdp_core.plugins.strategy_info import Capability, StrategyInfo
+from fsdp_core.plugins.capabilities import Capability
+from fsdp_core.plugins.strategy_info import StrategyInfo
 from fsdp_core.testing.launching.ranks import RankKind
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fsdp_core.plugins import registry
-from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.testing.reporting.collecting import CLAUSE
 from fsdp_core.testing.reporting.page import page
 

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import pytest
 
 import fsdp_core
-from fsdp_core.lightning.capabilities import capability_of
-from fsdp_core.plugins.strategy_info import Capability, FrontEnd
-from fsdp_core.sharding.mixed_precision import ShardPrecision
+from fsdp_core.lightning.capability_checks import capability_of
+from fsdp_core.plugins.capabilities import Capability
+from fsdp_core.plugins.strategy_info import FrontEnd
+from fsdp_core.sharding.precisions import ShardPrecision
 from fsdp_core.testing.launching.ranks import RankKind, RankPool, Ranks
 
 __all__ = [

@@ -16,9 +16,9 @@ from fsdp_core.testing.suite.modules.parameters import ParametersSuite
 from fsdp_core.testing.suite.modules.sharded_init import BuiltInPartsSuite
 from fsdp_core.testing.suite.modules.sharded_modules import ShardedModulesSuite
 from fsdp_core.testing.suite.modules.shards import ShardsSuite
+from fsdp_core.testing.suite.numerics.clipping import ClippingSuite
 from fsdp_core.testing.suite.numerics.forward_backward_order import PassesSuite
 from fsdp_core.testing.suite.numerics.many_passes import ManyPassesSuite
-from fsdp_core.testing.suite.numerics.norms import NormsSuite
 from fsdp_core.testing.suite.numerics.pairs import PairsSuite
 from fsdp_core.testing.suite.numerics.parity import NumbersSuite
 from fsdp_core.testing.suite.numerics.precision import PrecisionSuite
@@ -40,7 +40,7 @@ class StrategySuite(
     ListingSuite,
     ContractSuite,
     NumbersSuite,
-    NormsSuite,
+    ClippingSuite,
     PairsSuite,
     CapabilitiesSuite,
     ShardsSuite,

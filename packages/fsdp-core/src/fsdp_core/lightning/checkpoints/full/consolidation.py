@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
-from fsdp_core.checkpoint.format.paths import split_path
 from fsdp_core.checkpoint.format.plain_data import decode
+from fsdp_core.checkpoint.format.state_paths import split_path
 from fsdp_core.checkpoint.storage.atomic import check_apart, check_file, new_file
-from fsdp_core.checkpoint.storage.folder import StrPath
+from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath
 from fsdp_core.checkpoint.storage.plain_json import read_plain
 from fsdp_core.checkpoint.storage.rereading import begins_anew
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles

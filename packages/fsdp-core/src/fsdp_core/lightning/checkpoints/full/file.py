@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_core.checkpoint import ChunkedTensor, is_checkpoint, remove
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.collective import run_on_all
-from fsdp_core.checkpoint.storage.folder import open_folder
+from fsdp_core.checkpoint.storage.local_or_remote_folder import open_folder
 from fsdp_core.checkpoint.storage.recognition import is_place
 from fsdp_core.errors import CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import Runtime

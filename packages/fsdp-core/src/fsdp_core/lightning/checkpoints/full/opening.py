@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fsdp_core.checkpoint import SavedTensor, load, read_manifest
-from fsdp_core.checkpoint.format.paths import join_path
-from fsdp_core.checkpoint.storage.folder import StrPath
+from fsdp_core.checkpoint.format.state_paths import join_path
+from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath
 from fsdp_core.checkpoint.storage.rereading import begins_anew
 from fsdp_core.lightning.checkpoints.full.layout import as_trainers_file, numbered
 

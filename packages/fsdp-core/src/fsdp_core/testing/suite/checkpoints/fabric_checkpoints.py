@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 
 from fsdp_core.checkpoint import SavedTensor
 from fsdp_core.errors import CheckpointValueError, ShardingError
-from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import FEATURES, Trained

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
 
 from fsdp_core.errors import CheckpointError, CheckpointMismatchError, UnsupportedCapabilityError
-from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.testing import Ranks
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.state import full_optimizer_state, full_state

@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import fsdp_core
-from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.launching.rank_context import here
 from fsdp_core.testing.loop import Loop

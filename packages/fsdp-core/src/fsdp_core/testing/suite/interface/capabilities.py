@@ -13,9 +13,10 @@ from torch.nn.functional import mse_loss
 
 import fsdp_core
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.lightning.capabilities import capability_of
+from fsdp_core.lightning.capability_checks import capability_of
 from fsdp_core.plugins import registry
-from fsdp_core.plugins.strategy_info import Capability, FrontEnd
+from fsdp_core.plugins.capabilities import Capability
+from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.measuring.collectives import count_collectives
 from fsdp_core.testing.oracle import Block

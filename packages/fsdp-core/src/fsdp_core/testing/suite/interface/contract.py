@@ -13,8 +13,8 @@ from lightning.fabric import Fabric
 
 import fsdp_core
 from fsdp_core.errors import StrategyUnavailableError
-from fsdp_core.lightning.fabric import ShardedFabricStrategy
-from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+from fsdp_core.lightning.fabric_strategy import ShardedFabricStrategy
+from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import fsdp_core
 from fsdp_core.plugins import registry
-from fsdp_core.plugins.strategy_info import Capability, FrontEnd
+from fsdp_core.plugins.capabilities import Capability
+from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import train_plain
 from fsdp_core.testing.suite.base_class import Clauses, requires

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from torchmetrics import SumMetric
 
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
-from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, HALF_TOLERANCE, Trained

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 
 from fsdp_core.errors import CheckpointMismatchError, ShardingError, UnsupportedCapabilityError
-from fsdp_core.lightning.hooks.exporting import full_state_dict
+from fsdp_core.lightning.outside_steps.exporting import full_state_dict
 from fsdp_core.state.full_tensor import whole
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.loop import Loop

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.lightning.hooks.sharded_modules import size_in_words
-from fsdp_core.plugins.strategy_info import Capability, FrontEnd
+from fsdp_core.lightning.outside_steps.sharded_modules import size_in_words
+from fsdp_core.plugins.capabilities import Capability
+from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.launching.rank_context import here

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_core.errors import FSDPError, ShardingError
 from fsdp_core.plugins import registry
-from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.meshes import DeclaredMesh

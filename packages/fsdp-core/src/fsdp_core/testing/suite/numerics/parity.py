@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.plugins import registry
-from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.sharding.wrap_policy import describe_policy
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.loop import Loop
@@ -154,25 +154,6 @@ class NumbersSuite(Clauses):
         got = run(fit, self.strategy, tmp, world_size, 6, "momentum", options, trainer)
         got += run(fabric_fit, self.strategy, world_size, 6, "momentum", options, 3)
         assert_same(got, train_plain(6, oracle.momentum, accumulate=3))
-
-    @requires(Capability.CLIP_BY_NORM)
-    @pytest.mark.parametrize("world_size", [2, 3])
-    def test_clipping_by_norm_equals_plain(self, ranks: Ranks, tmp_path: Path, world_size: int) -> None:
-        """With clipping by norm, losses and weights must equal those of one unsharded process."""
-        run, tmp, trainer = partial(ranks.run, world_size), str(tmp_path), {"gradient_clip_val": 0.2}
-        got = run(fit, self.strategy, tmp, world_size, 4, "momentum", {}, trainer)
-        got += run(fabric_fit, self.strategy, world_size, 4, "momentum", {}, 1, 0.2)
-        assert_same(got, train_plain(4, oracle.momentum, clip_norm=0.2))
-
-    @requires(Capability.CLIP_BY_VALUE)
-    @pytest.mark.parametrize("world_size", [2, 3])
-    def test_clipping_by_value_equals_plain(self, ranks: Ranks, tmp_path: Path, world_size: int) -> None:
-        """With clipping by value, losses and weights must equal those of one unsharded process."""
-        run, tmp = partial(ranks.run, world_size), str(tmp_path)
-        trainer = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-        got = run(fit, self.strategy, tmp, world_size, 4, "momentum", {}, trainer)
-        got += run(fabric_fit, self.strategy, world_size, 4, "momentum", {}, 1, None, 0.01)
-        assert_same(got, train_plain(4, oracle.momentum, clip_value=0.01))
 
     @pytest.mark.parametrize(
         "options",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.testing import RankError, Ranks
 from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained
 from fsdp_core.testing.steps.grammar import Front, Program, compose

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core.errors import CheckpointMismatchError
-from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.refusals import assert_says, assert_unchanged, refusal, was_refused
 from fsdp_core.testing.state import copied_state

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE

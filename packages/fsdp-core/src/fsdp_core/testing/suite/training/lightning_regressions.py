@@ -14,7 +14,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.plugins.strategy_info import Capability, FrontEnd
+from fsdp_core.plugins.capabilities import Capability
+from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.launching.rank_context import here
 from fsdp_core.testing.loop import Loop

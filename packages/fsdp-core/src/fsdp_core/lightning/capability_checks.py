@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.plugins import registry
-from fsdp_core.plugins.strategy_info import Capability, StrategyInfo
+from fsdp_core.plugins.capabilities import Capability
+from fsdp_core.plugins.strategy_info import StrategyInfo
 from fsdp_core.plugins.unknown_options import refuse_unknown_options
-from fsdp_core.sharding.mixed_precision import ShardPrecision
+from fsdp_core.sharding.precisions import ShardPrecision
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -1,7 +1,8 @@
-"""Gradient norms: of any order, and over the parameters of one of several optimizers."""
+"""Clipping by norm and by value; gradient norms of any order, and over the parameters of one of several optimizers."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,16 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.plugins.strategy_info import Capability
+from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.oracle import FP32_TOLERANCE
+from fsdp_core.testing.oracle import FP32_TOLERANCE, train_plain
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state, trained_by
 from fsdp_core.testing.suite.base_class import Clauses, requires
 from fsdp_core.testing.suite.numerics.parity import assert_same
-from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, own_share
+from fsdp_core.testing.training import Lit, fabric_fit, fit, loader, new_fabric, new_trainer, own_share
 
-__all__ = ["NormsSuite"]
+__all__ = ["ClippingSuite"]
 
 #: Small enough to clip norms of any order.
 MAX_NORM = 0.1
@@ -102,8 +103,27 @@ def _plain_norms(order: float, prefix: str, inside: str = "") -> dict[str, float
     return {**norms, f"grad_{order}_norm_total": total}
 
 
-class NormsSuite(Clauses):
-    """Gradient norms are those of whole gradients, and each optimizer is clipped by its own norm."""
+class ClippingSuite(Clauses):
+    """Gradients are clipped as in one process, norms are those of whole gradients, and each optimizer has its own."""
+
+    @requires(Capability.CLIP_BY_NORM)
+    @pytest.mark.parametrize("world_size", [2, 3])
+    def test_clipping_by_norm_equals_plain(self, ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+        """With clipping by norm, losses and weights must equal those of one unsharded process."""
+        run, tmp, trainer = partial(ranks.run, world_size), str(tmp_path), {"gradient_clip_val": 0.2}
+        got = run(fit, self.strategy, tmp, world_size, 4, "momentum", {}, trainer)
+        got += run(fabric_fit, self.strategy, world_size, 4, "momentum", {}, 1, 0.2)
+        assert_same(got, train_plain(4, oracle.momentum, clip_norm=0.2))
+
+    @requires(Capability.CLIP_BY_VALUE)
+    @pytest.mark.parametrize("world_size", [2, 3])
+    def test_clipping_by_value_equals_plain(self, ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+        """With clipping by value, losses and weights must equal those of one unsharded process."""
+        run, tmp = partial(ranks.run, world_size), str(tmp_path)
+        trainer = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+        got = run(fit, self.strategy, tmp, world_size, 4, "momentum", {}, trainer)
+        got += run(fabric_fit, self.strategy, world_size, 4, "momentum", {}, 1, None, 0.01)
+        assert_same(got, train_plain(4, oracle.momentum, clip_value=0.01))
 
     def test_norms_of_parameters(self, ranks: Ranks, tmp_path: Path) -> None:
         """Lightning's ``grad_norm`` must return the norms of whole gradients, by the user's parameter names."""

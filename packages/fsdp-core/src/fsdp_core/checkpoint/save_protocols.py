@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import NamedTuple
 
 from fsdp_core.checkpoint.collective import gather_to_first, run_on_all, run_on_first, total
-from fsdp_core.checkpoint.format.chunks import rank_in
+from fsdp_core.checkpoint.format.file_names import part_file, rank_in
 from fsdp_core.checkpoint.format.manifest import MANIFEST, FileEntry
-from fsdp_core.checkpoint.format.part_record import PartRecord, record_name
+from fsdp_core.checkpoint.format.part_record import PartRecord
 from fsdp_core.checkpoint.format.places import PlaceOfRanks, grouped
 from fsdp_core.checkpoint.storage.commit import SaveTarget
 from fsdp_core.checkpoint.storage.local_target import LocalTarget
@@ -141,7 +141,7 @@ class PerHostSave(SharedSave):
             manifest_path=self._first_path,
             files=files,
         )
-        with self.target.folder.writing(record_name(self.target.save_id, self.rank)) as stream:
+        with self.target.folder.writing(part_file(self.target.save_id, self.rank)) as stream:
             stream.write(record.to_json().encode())
 
     def files_of_first(self, files: Mapping[str, FileEntry]) -> Mapping[str, FileEntry]:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.lightning.hooks.exporting import written_of
-from fsdp_core.lightning.hooks.redirection import is_inside_forward, normal_tensors
+from fsdp_core.lightning.outside_steps.exporting import written_of
+from fsdp_core.lightning.outside_steps.redirection import is_inside_forward, normal_tensors
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.sharded import Sharded, sharded_around
 from fsdp_core.state.fqn import clean_name

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_core.errors import MissingKeyError, ShardingError
-from fsdp_core.lightning.hooks.redirection import is_inside_forward, normal_tensors
+from fsdp_core.lightning.outside_steps.redirection import is_inside_forward, normal_tensors
 from fsdp_core.sharding.sharded import Sharded, sharded_around
 from fsdp_core.state.full_tensor import check_not_gathered
 from fsdp_core.torch_private.dtensors import refuse_unreduced_values

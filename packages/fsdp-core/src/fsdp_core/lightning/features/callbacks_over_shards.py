@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.lightning.features.feature import Feature
-from fsdp_core.lightning.hooks.exporting import whole_state
+from fsdp_core.lightning.outside_steps.exporting import whole_state
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.fqn import clean_name
 
 if TYPE_CHECKING:
-    from fsdp_core.lightning.trainer import ShardedTrainerStrategy
+    from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
 
 __all__ = ["CallbacksOverShards", "check_finetuning", "check_pruning"]
 

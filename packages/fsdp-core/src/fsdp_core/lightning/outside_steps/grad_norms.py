@@ -47,7 +47,7 @@ def _sharded_around(module: Any) -> tuple[Any, str] | None:
 def _grad_norm(module: Any, sharded: Any, prefix: str, order: float, separator: str) -> dict[str, Any]:
     import torch
 
-    from fsdp_core.lightning.hooks.redirection import is_inside_forward
+    from fsdp_core.lightning.outside_steps.redirection import is_inside_forward
     from fsdp_core.sharding.grad_norms import norms_of_gradients
 
     if is_inside_forward(sharded.root):

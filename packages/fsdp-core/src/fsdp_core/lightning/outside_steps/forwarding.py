@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
-from fsdp_core.lightning.hooks.exporting import written_of
-from fsdp_core.lightning.hooks.redirection import called_as_written, explain_shards, normal_tensors
+from fsdp_core.lightning.outside_steps.exporting import written_of
+from fsdp_core.lightning.outside_steps.redirection import called_as_written, explain_shards, normal_tensors
 from fsdp_core.sharding.sharded import Sharded, sharded_around, sharded_of
 from fsdp_core.state.full_tensor import gathered_modules
 from fsdp_core.torch_private.autograd import in_backward
