@@ -55,7 +55,7 @@ def train_in_one_process(configuration: Configuration) -> Run:
             optimizer.step()
             optimizer.zero_grad(set_to_none=configuration["zeroed"] == "to none")
     run.weights = {name: tensor.detach().double() for name, tensor in net.state_dict().items()}
-    names = {parameter: name for name, parameter in net.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in net.named_parameters()}
     for optimizer in all_optimizers:
         for parameter, param_state in optimizer.state.items():
             for key, value in param_state.items():
