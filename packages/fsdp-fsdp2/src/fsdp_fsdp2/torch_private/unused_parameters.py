@@ -86,7 +86,7 @@ class UnusedParameters:
         # the backward pass that runs, or the last one
         self._calls: dict[Any, int] = {}  # how often each unit was called
         self._visits: dict[Any, int] = {}  # how often the backward pass has visited it
-        self._are_calls_over = False
+        self._are_calls_over = False  # then the next call counts from 1 again
         self._unreduced_groups: set[Any] = set()  # those with gradients that no reduction has taken yet
         self._is_ending = False
         self._accumulates = False
@@ -227,6 +227,7 @@ class UnusedParameters:
         accumulates = self.accumulates()
         states_in_forward = running_states(state)
         iteration = state._state_ctx.iter_forward_root
+        # those that stay gathered, or the end of the pass would reshard them
         groups_to_keep = [group for running_state in states_in_forward for group in param_groups_in(running_state)]
         if self.recorded:
             groups_to_keep = self._groups
