@@ -185,9 +185,9 @@ def measure(sharding: str, ranks: int) -> dict[str, Any]:
             "peak memory of rank 0": _resident("VmHWM") - at_first,
             "bytes of the manifest": len(text),
         }
-        last = Remembered(save_id, messages[0].plan, merged)
-        remembered = {rank: Remembered(save_id, one.plan, None) for rank, one in enumerate(messages)}
-        first_rank = FirstRankSummary(first_rank.table, save_id)
+        last = Remembered(save_id, messages[0].boxes_digest, merged)
+        remembered = {rank: Remembered(save_id, one.boxes_digest, None) for rank, one in enumerate(messages)}
+        first_rank = FirstRankSummary(first_rank.table_digest, save_id)
     begin = time.perf_counter()
     manifest = Manifest.from_json(text)
     result["seconds to read the manifest"] = time.perf_counter() - begin

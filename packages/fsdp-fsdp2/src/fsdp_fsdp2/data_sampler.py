@@ -21,11 +21,11 @@ def check_data_sampler(data_sampler: object) -> DataSampler | None:
     """
     if data_sampler is None or callable(data_sampler):
         return data_sampler
-    method = getattr(data_sampler, "transform_dataloader", None)
-    what = "data_sampler.transform_dataloader" if callable(method) else "a function that takes a loader and returns one"
+    is_of_nemo = callable(getattr(data_sampler, "transform_dataloader", None))
+    accepted = "data_sampler.transform_dataloader" if is_of_nemo else "a function that takes a loader and returns one"
     raise UnsupportedCapabilityError(
         f"data_sampler={data_sampler!r} can't be called with a loader.\n"
-        f"Write data_sampler={what}; or leave it out, and give the sampler to your DataLoader."
+        f"Write data_sampler={accepted}; or leave it out, and give the sampler to your DataLoader."
     )
 
 

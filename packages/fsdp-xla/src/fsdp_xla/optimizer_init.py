@@ -35,8 +35,8 @@ class FirstSteps:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     @contextmanager
-    def of(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Context in which an optimizer takes a step."""
+    def replace_zeros(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Context in which an optimizer takes a step; in its first one, it gets zeros of the function."""
         if optimizer in self._optimizers:
             yield
             return

@@ -73,12 +73,12 @@ class FirstRankSummary(NamedTuple):
     """What rank 0 has before a save, so that the other ranks need not send it.
 
     Attributes:
-        table: The digest of its table of tensors.
-        last: The id of the save whose merged indexes it remembers.
+        table_digest: The digest of its table of tensors.
+        last_save_id: The id of the save whose merged indexes it remembers.
     """
 
-    table: bytes
-    last: str | None
+    table_digest: bytes
+    last_save_id: str | None
 
 
 class Remembered(NamedTuple):
@@ -86,12 +86,12 @@ class Remembered(NamedTuple):
 
     Attributes:
         save_id: The id of that save.
-        plan: The digest of what this rank sent then.
-        merged: What was made of all ranks' plans; on rank 0.
+        boxes_digest: The digest of the tensors and boxes of this rank then.
+        merged: What was made of those of all ranks; on rank 0.
     """
 
     save_id: str
-    plan: bytes
+    boxes_digest: bytes
     merged: Merged | None
 
 
@@ -113,19 +113,20 @@ class Message(NamedTuple):
     """What one rank sends to rank 0, all of it bytes.
 
     Attributes:
-        plan: The digest of ``boxes``.
+        boxes_digest: The digest of the tensors and boxes.
         boxes: The tensors and boxes; ``None`` if they are those of the save that rank 0 remembers.
         files: The files.
     """
 
-    plan: bytes
+    boxes_digest: bytes
     boxes: PackedBoxes | None
     files: bytes
 
     @property
     def nbytes(self) -> int:
         """How many bytes that are."""
-        return len(self.plan) + sum(map(len, self.boxes or ())) + len(self.files)
+        boxes_bytes = 0 if self.boxes is None else sum(len(part) for part in self.boxes)
+        return len(self.boxes_digest) + boxes_bytes + len(self.files)
 
     def entries(self, save_id: str, rank: int) -> Iterator[tuple[str, FileEntry]]:
         """Yield the names and entries of the files that a rank has written."""
@@ -148,14 +149,18 @@ class RankBoxes(NamedTuple):
     box_sets: list[tuple[Box, ...]]
 
     @classmethod
-    def unpacked(cls, packed: PackedBoxes) -> RankBoxes:
+    def unpacked(cls, packed_boxes: PackedBoxes) -> RankBoxes:
         """Read :attr:`Message.boxes`."""
-        table, box_set_ids, box_sets = map(zlib.decompress, packed)
-        return cls(
-            [TensorSpec(key, tuple(shape), dtype) for key, shape, dtype in json.loads(table)] if table else None,
-            box_set_ids,
-            [tuple((tuple(offsets), tuple(lengths)) for offsets, lengths in boxes) for boxes in json.loads(box_sets)],
-        )
+        table_json = zlib.decompress(packed_boxes.table)
+        table = None
+        if table_json:
+            table = [TensorSpec(key, tuple(shape), dtype_name) for key, shape, dtype_name in json.loads(table_json)]
+        box_sets = [_boxes_from_json(boxes) for boxes in json.loads(zlib.decompress(packed_boxes.box_sets))]
+        return cls(table, zlib.decompress(packed_boxes.box_set_ids), box_sets)
+
+
+def _boxes_from_json(boxes: Sequence[Any]) -> tuple[Box, ...]:
+    return tuple((tuple(offsets), tuple(lengths)) for offsets, lengths in boxes)
 
 
 def table_digest(tensors: Sequence[TensorSpec]) -> bytes:
@@ -171,23 +176,23 @@ def packed(index: Index, first_rank: FirstRankSummary, last: Remembered | None) 
         first_rank: What rank 0 has already.
         last: What this rank remembers.
     """
-    number_of_set: dict[tuple[tuple[int, ...], tuple[Box, ...]], int] = {}
-    set_numbers = array("I")
-    for tensor, boxes in zip(index.tensors, index.boxes, strict=True):
-        set_numbers.append(number_of_set.setdefault((tensor.shape, boxes), len(number_of_set)))
+    shapes_and_boxes = [(tensor.shape, boxes) for tensor, boxes in zip(index.tensors, index.boxes, strict=True)]
+    distinct_sets = list(dict.fromkeys(shapes_and_boxes))
+    id_of_set = {box_set: set_id for set_id, box_set in enumerate(distinct_sets)}
     table = _json(index.tensors)
-    box_set_ids = set_numbers.tobytes()
-    box_sets = _json([boxes for _, boxes in number_of_set])
-    plan = xxhash.xxh3_128_digest(table + box_set_ids + box_sets)
+    box_set_ids = array("I", [id_of_set[box_set] for box_set in shapes_and_boxes]).tobytes()
+    box_sets = _json([boxes for _, boxes in distinct_sets])
+    boxes_digest = xxhash.xxh3_128_digest(table + box_set_ids + box_sets)
     files = b"".join(
         _FILE.pack(SECTIONS.index(section), entry.size, int(entry.checksum.removeprefix("xxh3:"), 16))
         for section, entry in index.files.items()
     )
-    if last is not None and (last.save_id, last.plan) == (first_rank.last, plan):
-        return Message(plan, None, files)
-    if xxhash.xxh3_128_digest(table) == first_rank.table:
+    if last is not None and last.save_id == first_rank.last_save_id and last.boxes_digest == boxes_digest:
+        return Message(boxes_digest, None, files)
+    if xxhash.xxh3_128_digest(table) == first_rank.table_digest:
         table = b""
-    return Message(plan, PackedBoxes(*map(zlib.compress, (table, box_set_ids, box_sets))), files)
+    packed_boxes = PackedBoxes(zlib.compress(table), zlib.compress(box_set_ids), zlib.compress(box_sets))
+    return Message(boxes_digest, packed_boxes, files)
 
 
 def _json(value: Any) -> bytes:
@@ -216,18 +221,20 @@ def boxes_of_ranks(messages: Sequence[Message], last: Remembered | None) -> list
     Raises:
         CheckpointError: A rank refers to a save that rank 0 does not remember so.
     """
-    sent_before: Mapping[int, tuple[bytes, PackedBoxes]] = {}
+    remembered_boxes: Mapping[int, tuple[bytes, PackedBoxes]] = {}
     if last is not None and last.merged is not None:
-        sent_before = last.merged.sent
-    boxes = []
+        remembered_boxes = last.merged.sent
+    boxes_by_rank = []
     for rank, message in enumerate(messages):
-        if message.boxes is not None:
-            boxes.append(message.boxes)
-        elif rank in sent_before and sent_before[rank][0] == message.plan:
-            boxes.append(sent_before[rank][1])
-        else:
+        boxes = message.boxes
+        if boxes is None and rank in remembered_boxes:
+            remembered_digest, boxes_of_last_save = remembered_boxes[rank]
+            if remembered_digest == message.boxes_digest:
+                boxes = boxes_of_last_save
+        if boxes is None:
             raise CheckpointError(
                 f"rank {rank} refers to a plan that rank 0 does not have.\n"
                 "Save again; if that fails too, please report it."
             )
-    return boxes
+        boxes_by_rank.append(boxes)
+    return boxes_by_rank

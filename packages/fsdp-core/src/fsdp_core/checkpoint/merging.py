@@ -101,7 +101,9 @@ def merged_from(tensors: Sequence[TensorSpec], messages: Sequence[Message], last
     if last is not None and last.merged is not None and all(message.boxes is None for message in messages):
         return last.merged
     layouts = merge(tensors, [RankBoxes.unpacked(boxes) for boxes in packed])
-    sent = {rank: (message.plan, boxes) for rank, (message, boxes) in enumerate(zip(messages, packed, strict=True))}
+    sent = {
+        rank: (message.boxes_digest, boxes) for rank, (message, boxes) in enumerate(zip(messages, packed, strict=True))
+    }
     return Merged(tensors=tensors, layouts=layouts, sent=sent)
 
 

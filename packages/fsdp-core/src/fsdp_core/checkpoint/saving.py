@@ -217,7 +217,7 @@ class PreparedSave:
             except CheckpointError:
                 protocol.discard(runtime, commit.manifest)
                 raise
-            self._memory.last = Remembered(target.save_id, message.plan, commit.merged)
+            self._memory.last = Remembered(target.save_id, message.boxes_digest, commit.merged)
             if runtime.rank == 0:
                 commit.tidy()
             else:

@@ -57,11 +57,16 @@ def check_shared(path: StrPath, runtime: Runtime) -> None:
     if sign is None:
         return
     folder = open_folder(sign.path)
+
+    def write_sign() -> None:
+        if runtime.rank == 0:
+            folder.mark(sign.name)
+
     try:
-        run_on_all(runtime, f"writing to {folder}", lambda: folder.mark(sign.name) if runtime.rank == 0 else None)
+        run_on_all(runtime, f"writing to {folder}", write_sign)
         is_looking = runtime.local_rank == 0 and runtime.rank != 0
-        is_seen = not is_looking or _sees_sign(folder, sign)
-        hosts_without = total(runtime, [not is_seen])[0]
+        is_missing = is_looking and not _sees_sign(folder, sign)
+        (hosts_without,) = total(runtime, [is_missing])
     finally:
         if runtime.rank == 0:
             with suppress(Exception):  # it is empty, and says what it is
@@ -70,19 +75,19 @@ def check_shared(path: StrPath, runtime: Runtime) -> None:
         shared_paths.add(os.fspath(path))
         shared_paths.add(sign.path)
         return
-    hosts_by_rank = runtime.gather_objects_to(None if is_seen else socket.gethostname())
-    report = (
-        None
-        if hosts_by_rank is None
-        else _describe_unshared(sign, {rank: host for rank, host in enumerate(hosts_by_rank) if host is not None})
-    )
+    host_without = socket.gethostname() if is_missing else None
+    gathered_hosts = runtime.gather_objects_to(host_without)
+    report = None
+    if gathered_hosts is not None:  # on rank 0
+        hosts_by_rank = {rank: host for rank, host in enumerate(gathered_hosts) if host is not None}
+        report = _describe_unshared(sign, hosts_by_rank)
     raise CheckpointError(runtime.broadcast_object(report))
 
 
 def _make_sign(path: StrPath, runtime: Runtime, shared_paths: set[str]) -> _Sign | None:
     """Rank 0's sign; ``None`` if it knows the place."""
     requested_path = os.fspath(path)
-    if runtime.rank or requested_path in shared_paths:
+    if runtime.rank != 0 or requested_path in shared_paths:
         return None
     return _Sign(path=requested_path, name=f".seen-by-all-hosts-{secrets.token_hex(6)}", host=socket.gethostname())
 
@@ -105,13 +110,13 @@ def _sees_sign(folder: Folder, sign: _Sign) -> bool:
 
 
 def _describe_unshared(sign: _Sign, hosts_by_rank: dict[int, str]) -> str:
-    hosts = dict.fromkeys(hosts_by_rank.values())
-    host_list = ", ".join(list(hosts)[:8]) + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "")
+    hosts = list(dict.fromkeys(hosts_by_rank.values()))
+    more = f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
+    ranks = ", ".join(str(rank) for rank in list(hosts_by_rank)[:8])
     return (
         f"the hosts do not share {sign.path}, where checkpoints are to be saved: what {sign.host} (rank 0) writes "
-        f"there, {host_list} (rank {', '.join(map(str, list(hosts_by_rank)[:8]))}) can't see.\nEvery rank writes its "
-        "part of a "
-        "checkpoint, and a load reads all parts: save to a folder of a file system that all hosts mount at the same "
-        "path, such as ModelCheckpoint(dirpath='/shared/run'), or to a bucket, 's3://bucket/run'. With "
-        "state_dict_type='full', rank 0 alone writes one file."
+        f"there, {', '.join(hosts[:8])}{more} (rank {ranks}) can't see.\nEvery rank writes its part of a checkpoint, "
+        "and a load reads all parts: save to a folder of a file system that all hosts mount at the same path, such as "
+        "ModelCheckpoint(dirpath='/shared/run'), or to a bucket, 's3://bucket/run'. With state_dict_type='full', "
+        "rank 0 alone writes one file."
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fsdp_core.checkpoint.format.state_paths import find_part, split_path
 from fsdp_core.checkpoint.loading import load, verify_tensors
+from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.checkpoint.storage.joined import Paths, open_places
 from fsdp_core.checkpoint.storage.recognition import read_manifest
 from fsdp_core.checkpoint.storage.rereading import begins_anew
@@ -51,43 +52,48 @@ def load_state_dict(
     """
     folder = open_places(path)
     if folder.local and os.path.isfile(folder.root):
-        part = _part_of_file(folder.root, key)
+        part = _read_model_of_file(folder.root, key)
     else:
-        part = _part_of(load(path, verify=False), key, folder, read_manifest(folder).kinds)
+        state = load(path, verify=False)
+        part = _find_model(state, key, folder, read_manifest(folder).kinds)
         if verify:
             verify_tensors(part)
-    done: dict[Any, Tensor] = {}
+    loaded_tensors: dict[Any, Tensor] = {}  # the names of a tied parameter share one
 
-    def placed(leaf: Any) -> Any:
+    def load_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Mapping):
-            return {name: placed(item) for name, item in leaf.items()}
+            return {name: load_leaf(item) for name, item in leaf.items()}
         if isinstance(leaf, SavedTensor):
             identity: Any = leaf.key
         elif isinstance(leaf, Tensor):
-            identity = leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype
+            identity = (leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype)
         else:
             return leaf
-        if identity not in done:
+        if identity not in loaded_tensors:
             tensor = leaf.full() if isinstance(leaf, SavedTensor) else leaf
-            target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            done[identity] = tensor.to(device=device, dtype=target)
-        return done[identity]
+            is_converted = dtype is not None and tensor.is_floating_point()
+            loaded_tensors[identity] = tensor.to(device=device, dtype=dtype if is_converted else tensor.dtype)
+        return loaded_tensors[identity]
 
-    return {str(name): placed(leaf) for name, leaf in part.items()}
+    return {str(name): load_leaf(leaf) for name, leaf in part.items()}
 
 
-def _part_of(nest: Mapping[str, Any], key: str, where: Any, kinds: Mapping[str, str]) -> Mapping[str, Any]:
-    try:
-        part = nest[key] if key in nest else find_part(nest, key)
-    except CheckpointValueError:
-        part = None
+def _find_model(state: Mapping[str, Any], key: str, folder: Folder, part_types: Mapping[str, str]) -> Mapping[str, Any]:
+    if key in state:
+        part = state[key]
+    else:
+        try:
+            part = find_part(state, key)
+        except CheckpointValueError:
+            part = None
     if isinstance(part, Mapping):
         return part
-    models = ", ".join(repr("/".join(split_path(path))) for path, kind in kinds.items() if kind == "model") or "none"
-    raise MissingKeyError(f"no model under {key!r} in {where}. Models in it: {models}; pass one as key=.")
+    model_paths = [path for path, part_type in part_types.items() if part_type == "model"]
+    models = ", ".join(repr("/".join(split_path(path))) for path in model_paths) or "none"
+    raise MissingKeyError(f"no model under {key!r} in {folder}. Models in it: {models}; pass one as key=.")
 
 
-def _part_of_file(path: str, key: str) -> Mapping[str, Any]:
+def _read_model_of_file(path: str, key: str) -> Mapping[str, Any]:
     try:
         # Mapped, so that a tensor is read when it is used.
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -97,8 +103,14 @@ def _part_of_file(path: str, key: str) -> Mapping[str, Any]:
             "convert it first; this function runs no code from a checkpoint."
         ) from error
     if isinstance(content, Mapping):
-        for name in (key, "state_dict") if key == "model" else (key,):
-            if isinstance(content.get(name), Mapping):
-                return content[name]  # type: ignore[no-any-return]
-    there = ", ".join(map(repr, content)) if isinstance(content, Mapping) else type(content).__name__
-    raise MissingKeyError(f"no model under {key!r} in {path}. It holds: {there}; pass one as key=.")
+        keys = [key]
+        if key == "model":
+            keys.append("state_dict")  # the Trainer's
+        for name in keys:
+            model = content.get(name)
+            if isinstance(model, Mapping):
+                return model
+        description = ", ".join(map(repr, content))
+    else:
+        description = type(content).__name__
+    raise MissingKeyError(f"no model under {key!r} in {path}. It holds: {description}; pass one as key=.")

@@ -23,22 +23,26 @@ def allow_conversions(root: nn.Module, units: Iterable[FSDPModule]) -> None:
     """Let ``to()``, ``cpu()``, ``float()`` and the like leave parameters as they are where they change nothing.
 
     torch exchanges a DTensor with what it was converted to, even if that is the same. It refuses to if there is a weak
-    reference to it, in words that lead nowhere; and strategies find the names of shards by such references. Inside the
-    root's forward pass it also expects shards where units are gathered.
+    reference to it, and its message does not say what to do; strategies find the names of shards by such references.
+    Inside the root's forward pass it also expects shards where units are gathered.
 
     Args:
         root: The root.
         units: Its units, itself included.
     """
+    apply_under_root = partial(_apply, weakref.ref(root))
     for unit in units:
-        vars(unit)["_apply"] = MethodType(partial(_apply, weakref.ref(root)), unit)
+        vars(unit)["_apply"] = MethodType(apply_under_root, unit)
     swap: Any = torch.utils.swap_tensors
-    if not (isinstance(swap, partial) and swap.func is _swap_changed):
+    is_replaced = isinstance(swap, partial) and swap.func is _swap_changed
+    if not is_replaced:
         torch.utils.swap_tensors = partial(_swap_changed, swap)
 
 
-def _apply(of: weakref.ref[nn.Module], unit: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    if of() in running_forwards:  # gathered parameters refuse what changes them
+def _apply(root_ref: weakref.ref[nn.Module], unit: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    if root_ref() in running_forwards:
+        # FSDPModule's own _apply would reshard the unit; that of nn.Module asks gathered parameters, which refuse
+        # what changes them.
         return super(FSDPModule, unit)._apply(fn, recurse)
     return type(unit)._apply(unit, fn, recurse)
 
@@ -47,7 +51,8 @@ def _swap_changed(swap: Any, t1: Tensor, t2: Tensor) -> None:
     if isinstance(t1, DTensor) and isinstance(t2, DTensor):
         if _are_same(t1, t2):
             return
-        if isinstance(t1, nn.Parameter) and weakref.getweakrefs(t1):
+        is_sharded_param = isinstance(t1, nn.Parameter) and bool(weakref.getweakrefs(t1))
+        if is_sharded_param:
             raise UnsupportedCapabilityError(
                 "a sharded module can't be converted to another device or dtype, as by module.to(), half() or cpu(): "
                 "optimizers and checkpoints hold its shards as they are.\n"

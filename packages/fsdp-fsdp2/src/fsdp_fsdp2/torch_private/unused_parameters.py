@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import torch.distributed as dist
@@ -64,7 +62,7 @@ class UnusedParameters:
         units: The units, the root last; in the same order on every rank.
         runtime: The ranks.
         step: What gathered parameters show as their gradients inside a forward pass of the root.
-        ended: Called after each backward pass inside a forward pass that has added to gradients.
+        on_inner_pass_end: Called after each backward pass inside a forward pass that has added to gradients.
 
     Attributes:
         due: Whether a backward pass inside the root's forward pass has begun whose end autograd has not reported.
@@ -77,41 +75,55 @@ class UnusedParameters:
         units: Sequence[FSDPModule],
         runtime: Runtime,
         step: StepGradients,
-        ended: weakref.WeakMethod[Callable[[], None]],
+        on_inner_pass_end: weakref.WeakMethod[Callable[[], None]],
     ) -> None:
+        root = units[-1]
+        self._step = step
+        self._on_inner_pass_end = on_inner_pass_end
+        self._groups = [group for unit in units for group in param_groups_of(unit)]
+        self._root_groups = list(param_groups_of(root))
+
+        # the backward pass that runs, or the last one
+        self._calls: dict[Any, int] = {}  # how often each unit was called
+        self._visits: dict[Any, int] = {}  # how often the backward pass has visited it
+        self._are_calls_over = False  # then the next call counts from 1 again
+        self._unreduced_groups: set[Any] = set()  # those with gradients that no reduction has taken yet
+        self._is_ending = False
+        self._accumulates = False
+        self._graph_task_id = -2  # autograd's id of the pass for which that was found out: of none yet; -1 is no pass
+        self.due = False
+        self.partly = PartlyReduced()
+
+        # the agreement on what was used
         self._peers = runtime.along(*GRADIENT_AXES)
         self._lacking = _Lacking(runtime, self._peers)
         self._exchanges = False
         self._index: dict[Any, int] = {}
-        self._filled: dict[int, tuple[nn.Parameter, bool]] = {}
-        self._calls: dict[Any, int] = {}
-        self._visits: dict[Any, int] = {}
-        self._waiting: set[Any] = set()
-        self._ending = self._ended = self.due = False
-        self._step, self._inside_ended = step, ended
-        self._accumulates, self._task = False, -2
-        self.partly = PartlyReduced()
-        self._root = list(param_groups_of(units[-1]))
-        self._groups = [group for unit in units for group in param_groups_of(unit)]
-        for group in self._groups:  # by weak references, or a cycle would delay the release of memory
+        for group in self._groups:
             for parameter in group.fsdp_params:
                 self._index[parameter] = len(self._index)
-            group.pre_forward = partial(_count_first, weakref.ref(self), weakref.ref(group))
-            group.pre_backward = partial(_note_first, weakref.ref(self), weakref.ref(group))
-            group.post_backward = partial(_fill_first, weakref.ref(self), weakref.ref(group))
-        self._count = len(self._index)
-        self._telling: tuple[Any, Tensor] | None = None  # held until the next one: it may still be running
-        self._called_again: dict[Any, weakref.ref[Any]] = {}
-        for unit in units:  # torch queues that of the unit whose output a backward pass reaches first
+        self._zero_filled: dict[int, tuple[nn.Parameter, bool]] = {}  # by index, the shard, and whether it had no grad
+        self._running_exchange: tuple[Any, Tensor] | None = None  # its tensor must live until it has ended
+
+        weak_self = weakref.ref(self)  # units hold no strong reference: a cycle would delay the release of memory
+        for group in self._groups:
+            weak_group = weakref.ref(group)
+            group.pre_forward = partial(_count_first, weak_self, weak_group)
+            group.pre_backward = partial(_note_first, weak_self, weak_group)
+            group.post_backward = partial(_fill_first, weak_self, weak_group)
+        self._state_of_group: dict[Any, weakref.ref[Any]] = {}  # of units of one module, without the root
+        for unit in units:
             state: Any = unit._get_fsdp_state()
-            state._root_post_backward_final_callback = partial(_agree_last, weakref.ref(self), weakref.ref(state))
-            if unit is not units[-1] and len(state._modules) == 1:
-                self._called_again.update((group, weakref.ref(state)) for group in param_groups_in(state))
-        root_state: Any = units[-1]._get_fsdp_state()
+            # torch queues the callback of the unit whose output a backward pass reaches first
+            state._root_post_backward_final_callback = partial(_agree_last, weak_self, weakref.ref(state))
+            if unit is not root and len(state._modules) == 1:
+                for group in param_groups_in(state):
+                    self._state_of_group[group] = weakref.ref(state)
+        root_state: Any = root._get_fsdp_state()
         self._context: Any = root_state._state_ctx  # that of all units from the first call on
         self.recorded = RecordedGraphs(self._groups, weakref.ref(root_state))
         for group in self._groups:
-            follow_gathered(group, state if group in self._root else None)
+            follow_gathered(group, root_state if group in self._root_groups else None)
 
     def count(self, group: Any) -> None:
         """Record a call of a unit: a backward pass visits it once per call.
@@ -122,9 +134,9 @@ class UnusedParameters:
             return
         frozen_shards.carry_requires_grad(group)
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # otherwise it is a recomputation
-            if self._ended:
+            if self._are_calls_over:
                 self._calls.clear()  # not earlier: another backward pass may visit the same calls
-                self._ended = False
+                self._are_calls_over = False
             self._calls[group] = self._calls.get(group, 0) + 1
 
     def is_interrupted(self) -> bool:
@@ -134,7 +146,7 @@ class UnusedParameters:
     def begin(self) -> None:
         """Record that a backward pass begins inside the root's forward pass, for which autograd calls no hook."""
         self.due = True
-        self._waiting.update(self._root)
+        self._unreduced_groups.update(self._root_groups)
 
     def pre_backward(self) -> None:
         """Record that a backward pass has reached a unit."""
@@ -149,21 +161,29 @@ class UnusedParameters:
         micro-batches accumulate in a reduce dtype of their own, and fail.
         """
         self._step.on = False  # the pass may have reached the output of no unit
-        if not all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
+        was_never_gathered = any(not hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params)
+        if was_never_gathered:
             return
         if group.reduce_grads and not self.accumulates():
             _post_backward_without_reduction(group, *args)
             return
         if group._training_state is TrainingState.PRE_BACKWARD:
             self._visits[group] = self._visits.get(group, 0) + 1
-            self._waiting.add(group)
-            if (of := self._called_again.get(group)) is not None and (state := of()) is not None:
+            self._unreduced_groups.add(group)
+            state_ref = self._state_of_group.get(group)
+            state = None if state_ref is None else state_ref()
+            if state is not None:
                 state._training_state = TrainingState.IDLE  # torch would take another call for a recomputation
-        waits = group in self._waiting or self.partly.waits(group) or any(has_gradient(p) for p in group.fsdp_params)
-        if not group.reduce_grads or not waits:
+        is_unreduced = (
+            group in self._unreduced_groups
+            or self.partly.waits(group)
+            or any(has_gradient(parameter) for parameter in group.fsdp_params)
+        )
+        is_last_visit = self._is_ending or self._visits.get(group, 0) >= self._calls.get(group, 0)
+        if not group.reduce_grads or not is_unreduced:
             type(group).post_backward(group, *args)
-        elif self._ending or self._visits.get(group, 0) >= self._calls.get(group, 0):
-            self._waiting.discard(group)
+        elif is_last_visit:
+            self._unreduced_groups.discard(group)
             self._fill(group)
             self.partly.check(group)
             type(group).post_backward(group, *args)
@@ -177,54 +197,63 @@ class UnusedParameters:
         To torch, which takes the call for the recomputation of one that the pass has still to visit, it is no call. If
         the pass has visited the root, or modules that are sharded together, the end of the pass reduces them again.
         """
+        if state._training_state is not TrainingState.PRE_BACKWARD:
+            return
         for group in param_groups_in(state):
-            if state._training_state is TrainingState.PRE_BACKWARD is not group._training_state:
+            if group._training_state is not TrainingState.PRE_BACKWARD:
                 group._training_state = TrainingState.IDLE
-                self._waiting.add(group)
+                self._unreduced_groups.add(group)
 
     def accumulates(self) -> bool:
         """Whether the backward pass that runs adds to gradients: ``torch.autograd.grad`` only returns some."""
-        task = torch._C._current_graph_task_id()
-        if not self._accumulates and task != self._task:
+        graph_task_id = torch._C._current_graph_task_id()
+        if not self._accumulates and graph_task_id != self._graph_task_id:
             for group in self._groups:
                 update_requires_grad(group)
-            gathered = (p._unsharded_param for group in self._groups for p in trainable_params(group))
-            self._accumulates = task == -1 or any(map(is_accumulated, gathered)) or _reaches_leaf()
-            self._task = task
+            self._accumulates = graph_task_id == -1 or self._accumulates_in_gathered() or _reaches_leaf()
+            self._graph_task_id = graph_task_id
         return self._accumulates  # also if it is one inside of this one that does
+
+    def _accumulates_in_gathered(self) -> bool:
+        return any(
+            is_accumulated(parameter._unsharded_param)
+            for group in self._groups
+            for parameter in trainable_params(group)
+        )
 
     def finish(self, state: Any) -> None:
         """End a backward pass: reduce what is pending, and agree on what was used. All ranks must call it."""
         self._step.on = False  # a pass in a hook of this one's loss may have ended, and this one have reached no unit
-        accumulates, running = self.accumulates(), running_states(state)
+        accumulates = self.accumulates()
+        states_in_forward = running_states(state)
         iteration = state._state_ctx.iter_forward_root
-        groups = (
-            self._groups
-            if self.recorded
-            else [group for running_state in running for group in param_groups_in(running_state)]
-        )
-        settings = [(group, group.reshard_after_backward) for group in groups]
-        self._ending = True
+        # those that stay gathered, or the end of the pass would reshard them
+        groups_to_keep = [group for running_state in states_in_forward for group in param_groups_in(running_state)]
+        if self.recorded:
+            groups_to_keep = self._groups
+        reshard_settings = [group.reshard_after_backward for group in groups_to_keep]
+        self._is_ending = True
         try:
-            for group, _ in settings:
+            for group in groups_to_keep:
                 group.reshard_after_backward = False
             end_backward(state)
         finally:
-            self._ending = False
-            for group, reshards in settings:
-                group.reshard_after_backward = reshards
+            self._is_ending = False
+            for group, setting in zip(groups_to_keep, reshard_settings, strict=True):
+                group.reshard_after_backward = setting
         if accumulates:
             self._agree()
         else:
-            self._ended = True
+            self._are_calls_over = True
             self._visits.clear()
         self._accumulates = False
-        if running:
-            resume_states(running, iteration)
+        if states_in_forward:
+            resume_states(states_in_forward, iteration)
             self.show_gradients()
-            if accumulates and (call := self._inside_ended()) is not None:
-                call()
-        self.recorded.end(is_last=not running)
+            on_inner_pass_end = self._on_inner_pass_end()
+            if accumulates and on_inner_pass_end is not None:
+                on_inner_pass_end()
+        self.recorded.end(is_last=not states_in_forward)
 
     def show_gradients(self) -> None:
         """Let parameters that are gathered inside a forward pass of the root show the gradients of their shards."""
@@ -236,74 +265,93 @@ class UnusedParameters:
 
     def expect(self) -> None:
         """Reduce all units at the next opportunity: they hold gradients that came from no backward pass."""
-        self._waiting.update(self._groups)
+        self._unreduced_groups.update(self._groups)
 
     def _fill(self, group: Any) -> None:
         """Give zero gradients to the parameters that this rank has not used."""
-        if not self._filled and group.all_reduce_grads and _has_new_gradients(group):
+        if not self._zero_filled and group.all_reduce_grads and _has_new_gradients(group):
             return
         trainable = trainable_params(group)
-        without = [p for p in trainable if not has_gradient(p)]
-        for parameter in trainable if self._filled else ():
-            if parameter not in without:
-                self._filled.pop(self._index[parameter], None)
-        for parameter in without:
+        used = [parameter for parameter in trainable if has_gradient(parameter)]
+        unused = [parameter for parameter in trainable if not has_gradient(parameter)]
+        for parameter in used:
+            self._zero_filled.pop(self._index[parameter], None)
+        for parameter in unused:
             gathered = parameter._unsharded_param
-            gathered.grad = torch.zeros_like(gathered, dtype=getattr(gathered, "grad_dtype", None))
-            shard = parameter.sharded_param
-            if group.all_reduce_grads and parameter not in self.partly.used:
-                self._filled.setdefault(self._index[parameter], (shard, shard.grad is None))
+            # None stands for the dtype of the parameter; older versions of torch know no other
+            gradient_dtype = getattr(gathered, "grad_dtype", None)
+            gathered.grad = torch.zeros_like(gathered, dtype=gradient_dtype)
+            is_unused_in_step = parameter not in self.partly.used
+            if group.all_reduce_grads and is_unused_in_step:
+                shard = parameter.sharded_param
+                self._zero_filled.setdefault(self._index[parameter], (shard, shard.grad is None))
                 if not self._exchanges:
-                    self._lacking.tell()
+                    self._lacking.count_rank()
         if not group.all_reduce_grads:
-            self.partly.used.update(p for p in trainable if p not in without)
-        # gradients of earlier micro-batches are in the reduce dtype, and all must share one dtype
-        dtypes = {p.unsharded_accumulated_grad.dtype for p in trainable if p.unsharded_accumulated_grad is not None}
-        for parameter in trainable if dtypes else ():
+            self.partly.used.update(used)
+        self._share_accumulation_dtype(trainable)
+
+    def _share_accumulation_dtype(self, parameters: Sequence[Any]) -> None:
+        """Convert new gradients to the reduce dtype, which those of earlier micro-batches have: all must share one."""
+        accumulated = [parameter.unsharded_accumulated_grad for parameter in parameters]
+        dtypes = [gradient.dtype for gradient in accumulated if gradient is not None]
+        if not dtypes:
+            return
+        for parameter in parameters:
             if parameter.unsharded_accumulated_grad is None:
-                set_accumulated_gradient(parameter, parameter._unsharded_param.grad.to(next(iter(dtypes))))
-                parameter._unsharded_param.grad = None
+                gathered = parameter._unsharded_param
+                set_accumulated_gradient(parameter, gathered.grad.to(dtypes[0]))
+                gathered.grad = None
 
     def _agree(self) -> None:
         """Remove the zero gradients of parameters that no rank has used."""
-        filled, self._filled, self._ended, self.due = self._filled, {}, True, False
+        zero_filled = self._zero_filled
+        self._zero_filled = {}
+        self._are_calls_over = True
+        self.due = False
         self._visits.clear()
         if not any(group.reduce_grads and group.all_reduce_grads for group in self._groups):
             return
         self.partly.used.clear()
-        everywhere = self._lacking.end()
-        self._exchanges = self._exchanges or everywhere
+        do_all_lack_gradients = self._lacking.end_pass()
+        if do_all_lack_gradients:
+            self._exchanges = True
         if not self._exchanges and self._peers.world_size > 1:
             return  # one rank has used all parameters
-        used = torch.ones(self._count, dtype=torch.uint8)
-        used[list(filled)] = 0
+        is_used = torch.ones(len(self._index), dtype=torch.uint8)
+        is_used[list(zero_filled)] = 0
         if self._peers.world_size > 1:
             # on the host, or the step would wait for the device; on the device if no host backend is available
-            on_host = self._peers.device.type == "cpu" or "cpu" in dist.get_backend_config()
-            used = used if on_host else used.to(self._peers.device)
-            group = self._peers.process_group
-            self._telling = dist.all_reduce(used, dist.ReduceOp.MAX, group=group, async_op=True), used
-        if not filled:
+            has_host_backend = self._peers.device.type == "cpu" or "cpu" in dist.get_backend_config()
+            if not has_host_backend:
+                is_used = is_used.to(self._peers.device)
+            work = dist.all_reduce(is_used, dist.ReduceOp.MAX, group=self._peers.process_group, async_op=True)
+            self._running_exchange = (work, is_used)
+        if not zero_filled:
             return  # a rank that has used everything informs the others, and needs no result
-        if self._telling is not None:
-            self._telling[0].wait()
-        for index, (shard, had_none) in filled.items():
-            if had_none and not used[index]:
+        if self._running_exchange is not None:
+            work, _ = self._running_exchange
+            work.wait()
+        for index, (shard, had_no_gradient) in zero_filled.items():
+            if had_no_gradient and not is_used[index]:
                 shard.grad = None
 
     def forget(self) -> None:
         """Reset, whatever an exception has interrupted."""
         self._calls.clear()
         self._visits.clear()
-        self._waiting.clear()
-        for parameter in (parameter for group in self._groups for parameter in group.fsdp_params):
-            if has_gradient(parameter):
-                set_accumulated_gradient(parameter, None)
-                parameter._unsharded_param.grad = None
+        self._unreduced_groups.clear()
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                if has_gradient(parameter):
+                    set_accumulated_gradient(parameter, None)
+                    parameter._unsharded_param.grad = None
         self._lacking.take_back()
         self.partly.forget()
         self.recorded.release()
-        self._filled, self.due, self._accumulates = {}, False, False
+        self._zero_filled = {}
+        self.due = False
+        self._accumulates = False
 
     @contextmanager
     def all_reduced(self, root: FSDPModule) -> Iterator[None]:
@@ -312,10 +360,12 @@ class UnusedParameters:
         It ends the accumulation as a backward pass that reaches no parameter would, and takes that back on exit.
         """
         waiting = self.partly.take()
-        if not any(self._peers.gather_objects(bool(waiting))):
+        does_any_rank_wait = any(self._peers.gather_objects(bool(waiting)))
+        if not does_any_rank_wait:
             yield
             return
-        used, state = set(self.partly.used), root._get_fsdp_state()
+        used = set(self.partly.used)
+        state = root._get_fsdp_state()
         shards = [parameter.sharded_param for group in self._groups for parameter in group.fsdp_params]
         before = [(shard, shard.grad) for shard in shards]
         for shard, grad in before:
@@ -348,18 +398,20 @@ class _Lacking:
 
     def __init__(self, runtime: Runtime, peers: Runtime) -> None:
         self._peers = peers
-        self._pass, self._is_counted = 0, False
-        self._before: str | None = None
+        self._pass_number = 0
+        self._is_counted = False
+        self._last_key: str | None = None
         if peers.world_size > 1:
             self._store: Any = dist.distributed_c10d._get_default_store()
             # the same on all ranks, since they shard the same modules with this store
-            number = self._store.add(f"fsdp2/modules of rank {runtime.rank}", 1)
-            self._name = f"fsdp2/lacking/{number}/{min(runtime.mesh.peers(runtime.rank, GRADIENT_AXES))}"
+            module_number = self._store.add(f"fsdp2/modules of rank {runtime.rank}", 1)
+            first_peer = min(runtime.mesh.peers(runtime.rank, GRADIENT_AXES))
+            self._name = f"fsdp2/lacking/{module_number}/{first_peer}"
 
     def _key(self) -> str:
-        return f"{self._name}/{self._pass}"
+        return f"{self._name}/{self._pass_number}"
 
-    def tell(self) -> None:
+    def count_rank(self) -> None:
         """Count this rank. Called before it joins a reduction."""
         if not self._is_counted and self._peers.world_size > 1:
             self._store.add(self._key(), 1)
@@ -371,85 +423,89 @@ class _Lacking:
             self._store.add(self._key(), -1)
             self._is_counted = False
 
-    def end(self) -> bool:
+    def end_pass(self) -> bool:
         """End a backward pass: whether all ranks have counted themselves."""
-        was_counted, self._is_counted = self._is_counted, False
-        key = self._key() if was_counted else None
-        self._pass += 1
-        if key is None:
+        if not self._is_counted:
+            self._pass_number += 1
             return False
+        key = self._key()
+        self._is_counted = False
+        self._pass_number += 1
         if self._peers.device.type != "cpu":
             torch.get_device_module(self._peers.device).current_stream().synchronize()  # it waits for reductions
-        if self._before is not None:  # all ranks have read it: they have joined a later reduction
-            self._store.delete_key(self._before)
-        self._before = key
-        return bool(self._store.add(key, 0) == self._peers.world_size)
-
-
-_GRADIENT = operator.attrgetter("_unsharded_param.grad")
-
-_WAITING = operator.attrgetter("unsharded_accumulated_grad")
+        if self._last_key is not None:  # all ranks have read it: they have joined a later reduction
+            self._store.delete_key(self._last_key)
+        self._last_key = key
+        counted_ranks: int = self._store.add(key, 0)
+        return counted_ranks == self._peers.world_size
 
 
 def _has_new_gradients(group: Any) -> bool:
     """Whether each parameter of a unit has a gradient of this backward pass, and none waits from an earlier one."""
     with without_torch_function():
-        gradients = list(map(_GRADIENT, group.fsdp_params))
-    waiting = map(_WAITING, group.fsdp_params)
-    return all(map(operator.is_not, gradients, repeat(None))) and all(map(operator.is_, waiting, repeat(None)))
+        for parameter in group.fsdp_params:
+            if parameter._unsharded_param.grad is None or parameter.unsharded_accumulated_grad is not None:
+                return False
+    return True
 
 
-def _count_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *args: Any) -> Any:
-    group, counting = of(), unused()
+def _count_first(unused_ref: weakref.ref[UnusedParameters], group_ref: weakref.ref[Any], *args: Any) -> Any:
+    group = group_ref()
+    unused = unused_ref()
     assert group is not None  # it is the caller
-    if counting is not None:
-        counting.count(group)
+    if unused is not None:
+        unused.count(group)
     if not torch.is_inference_mode_enabled():
         return type(group).pre_forward(group, *args)
     with torch.inference_mode(False), torch.no_grad():  # what is gathered now is gathered again in training
         return type(group).pre_forward(group, *args)
 
 
-def _note_first(unused: weakref.ref[UnusedParameters], group_ref: weakref.ref[Any], *args: Any) -> None:
-    unused_parameters = unused()
+def _note_first(unused_ref: weakref.ref[UnusedParameters], group_ref: weakref.ref[Any], *args: Any) -> None:
+    unused = unused_ref()
     group: Any = group_ref()
-    if unused_parameters is not None:
-        unused_parameters.pre_backward()
-    if (enter := vars(group).get(ENTER)) is not None:
+    if unused is not None:
+        unused.pre_backward()
+    enter = vars(group).get(ENTER)
+    if enter is not None:
         enter()
     type(group).pre_backward(group, *args)
 
 
-def _fill_first(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any], *args: Any) -> None:
-    group, filling = of(), unused()
-    if group is not None and filling is not None:
-        filling.post_backward(group, *args)
+def _fill_first(unused_ref: weakref.ref[UnusedParameters], group_ref: weakref.ref[Any], *args: Any) -> None:
+    group = group_ref()
+    unused = unused_ref()
+    if group is not None and unused is not None:
+        unused.post_backward(group, *args)
     elif group is not None:
         type(group).post_backward(group, *args)
 
 
-def _agree_last(unused: weakref.ref[UnusedParameters], of: weakref.ref[Any]) -> None:
-    state, agreeing = of(), unused()
-    if state is not None and agreeing is not None:
-        agreeing.finish(state)
+def _agree_last(unused_ref: weakref.ref[UnusedParameters], state_ref: weakref.ref[Any]) -> None:
+    state = state_ref()
+    unused = unused_ref()
+    if state is not None and unused is not None:
+        unused.finish(state)
     elif state is not None:
         end_backward(state)
 
 
 def _post_backward_without_reduction(group: Any, *args: Any) -> None:
-    reduces, group.reduce_grads = group.reduce_grads, False
+    reduces = group.reduce_grads
+    group.reduce_grads = False
     try:
         type(group).post_backward(group, *args)
     finally:
         group.reduce_grads = reduces
-    group._training_state = type(group._training_state).IDLE  # the end of the backward pass handles it again
+    group._training_state = TrainingState.IDLE  # the end of the backward pass handles it again
 
 
 def _reaches_leaf() -> bool:
     """Whether the backward pass that runs adds to the gradient of a leaf that the running node leads to."""
     node: Any = torch._C._current_autograd_node()
     while node is not None and not hasattr(node, "variable"):
-        node = next((after for after, _ in node.next_functions if after is not None), None)
+        next_nodes = [next_node for next_node, _ in node.next_functions if next_node is not None]
+        node = next_nodes[0] if next_nodes else None
     return node is not None and is_accumulated(node.variable)
 
 

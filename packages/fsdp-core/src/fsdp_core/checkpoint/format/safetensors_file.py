@@ -23,7 +23,8 @@ __all__ = ["HEADER_KEY", "STAGING_BYTES", "FileTensor", "parse_header", "read_bo
 STAGING_BYTES = 32 * 2**20
 """The maximum number of bytes that a write or a read copies at once."""
 
-_SOURCE_BYTES = 16 * 2**20  # small, because malloc keeps freed pieces; large, because a remote read is a request
+# Smaller pieces would need more requests to remote files; larger ones would stay with malloc after they are freed.
+_SOURCE_BYTES = 16 * 2**20
 _DIRECT_RUN_BYTES = 256 * 2**10
 
 
@@ -99,9 +100,13 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
     if tensor.ndim == 0 or tensor.nbytes <= STAGING_BYTES:
         yield tensor.resolve_conj().resolve_neg().cpu().contiguous()
         return
-    rows = STAGING_BYTES // (tensor.nbytes // tensor.shape[0])
-    for row in range(0, tensor.shape[0], max(rows, 1)):
-        yield from _blocks(tensor[row : row + rows] if rows else tensor[row])
+    row_bytes = tensor.nbytes // tensor.shape[0]
+    if row_bytes > STAGING_BYTES:
+        for row in tensor:
+            yield from _blocks(row)
+        return
+    for rows in tensor.split(STAGING_BYTES // row_bytes):
+        yield from _blocks(rows)
 
 
 def _blocks_of_source(source: TensorSource) -> Iterator[Tensor]:
@@ -135,8 +140,9 @@ def read_box(
         direct_run_bytes: How long a run of bytes must be to be read by itself, without those between runs.
     """
     if out.ndim == 0:
-        source, offsets, out = replace(source, shape=(1,)), (0,), out.reshape(1)
-        # reshape of a 0-dim tensor is a view, so writes reach the caller's tensor.
+        source = replace(source, shape=(1,))
+        offsets = (0,)
+        out = out.view(1)
     if out.numel():
         _read_rows(read_into, source.dtype, source.shape, source.start, offsets, out, direct_run_bytes)
 
@@ -148,23 +154,29 @@ def _read_rows(
     start: int,
     offsets: tuple[int, ...],
     out: Tensor,
-    direct: int,
+    direct_run_bytes: int,
 ) -> None:
-    rows, row_bytes = out.shape[0], math.prod(shape[1:]) * dtype.itemsize
-    first = start + offsets[0] * row_bytes
-    whole_rows = tuple(out.shape[1:]) == shape[1:]
-    if whole_rows and out.dtype == dtype and _is_plain(out):
-        read_into(memory_of(out), first)
+    row_count = out.shape[0]
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    needed_row_bytes = math.prod(out.shape[1:]) * dtype.itemsize
+    position = start + offsets[0] * row_bytes
+    are_rows_whole = tuple(out.shape[1:]) == shape[1:]
+    if are_rows_whole and out.dtype == dtype and _is_plain(out):
+        read_into(memory_of(out), position)
         return
-    # A row that is larger than the staging buffer, or of which only a long part is needed, is read separately.
-    if row_bytes > STAGING_BYTES or (not whole_rows and math.prod(out.shape[1:]) * dtype.itemsize >= direct):
-        for row in range(rows):
-            _read_rows(read_into, dtype, shape[1:], first + row * row_bytes, offsets[1:], out[row], direct)
+    is_long_part = not are_rows_whole and needed_row_bytes >= direct_run_bytes
+    if row_bytes > STAGING_BYTES or is_long_part:
+        for row in range(row_count):
+            row_position = position + row * row_bytes
+            _read_rows(read_into, dtype, shape[1:], row_position, offsets[1:], out[row], direct_run_bytes)
         return
-    at_once = max(1, min(rows, STAGING_BYTES // row_bytes))
-    staging = torch.empty((at_once, *shape[1:]), dtype=dtype)
-    box = tuple(slice(o, o + n) for o, n in zip(offsets[1:], out.shape[1:], strict=True))
-    for row in range(0, rows, at_once):
-        count = min(at_once, rows - row)
-        read_into(memory_of(staging[:count]), first + row * row_bytes)
-        out[row : row + count].copy_(staging[(slice(count), *box)])
+    staged_row_count = max(1, min(row_count, STAGING_BYTES // row_bytes))
+    staging = torch.empty((staged_row_count, *shape[1:]), dtype=dtype)
+    needed = staging
+    for dim in range(1, out.ndim):
+        needed = needed.narrow(dim, offsets[dim], out.shape[dim])
+    for row in range(0, row_count, staged_row_count):
+        out_rows = out[row : row + staged_row_count]
+        count = len(out_rows)
+        read_into(memory_of(staging[:count]), position + row * row_bytes)
+        out_rows.copy_(needed[:count])

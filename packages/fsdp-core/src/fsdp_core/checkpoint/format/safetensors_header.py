@@ -23,7 +23,7 @@ HEADER_KEY = "__metadata__"
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 
-_NAME_OF_STORED = {stored: name for name, stored in STORED_NAMES.items()}
+_DTYPE_NAMES = {stored_name: dtype_name for dtype_name, stored_name in STORED_NAMES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +78,12 @@ def build_header(
     end = 0
     for name in names:
         shape, dtype = tensors[name]
-        begin, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
+        begin = end
+        end = begin + math.prod(shape) * ITEM_BYTES[dtype]
         header[name] = {"dtype": STORED_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    while len(text) % 8 != 0:
+        text += b" "
     if len(text) > MAX_HEADER_BYTES:
         raise CheckpointValueError(
             f"{len(tensors)} tensors make a safetensors header of {len(text)} bytes, but readers accept at most "
@@ -105,7 +107,9 @@ def parse_header(read: Callable[[int, int], bytes], size: int, where: str) -> di
         CheckpointFormatError: It is not the header of a safetensors file of this size.
     """
     try:
-        length = int.from_bytes(read(0, 8), "little") if size >= 8 else size
+        length = size  # of a file too small for a header, which is refused below
+        if size >= 8:
+            length = int.from_bytes(read(0, 8), "little")
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"a header of {length} bytes does not fit a file of {size} bytes")
         header = json.loads(read(8, 8 + length))
@@ -118,7 +122,7 @@ def parse_header(read: Callable[[int, int], bytes], size: int, where: str) -> di
                 raise ValueError(f"{name!r} has a shape that no tensor has")
             tensor = FileTensor(
                 shape=shape,
-                dtype_name=_NAME_OF_STORED[entry["dtype"]],
+                dtype_name=_DTYPE_NAMES[entry["dtype"]],
                 start=8 + length + begin,
             )
             if end - begin != tensor.nbytes:

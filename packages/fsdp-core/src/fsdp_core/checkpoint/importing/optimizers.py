@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,10 +15,12 @@ __all__ = ["ParameterOrder", "by_name", "is_flattened", "is_optimizer", "unflatt
 
 _STATE, _GROUPS = "state", "param_groups"
 
+Shape = tuple[int, ...]
+
 # Buffers of torch's own modules, which no optimizer holds.
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
-_ASK = (
+_HOW_TO_GIVE_ORDER = (
     "Give the order: write the names to a file, one per line, by\n"
     "  names = {p: name for name, p in model.named_parameters()}\n"
     '  open("order.txt", "w").writelines(names[p] + "\\n" for g in optimizer.param_groups for p in g["params"])\n'
@@ -71,17 +73,13 @@ def unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
                 )
             state.setdefault(clean_name(name), {})[value_key] = value
     groups: list[dict[str, Any]] = []
-    for name, settings_of_name in settings.items():
-        settings_of_name = {key: _read_setting(value) for key, value in settings_of_name.items()}
-        group_with_settings = None
-        for group in groups:
-            if _have_same_settings({k: v for k, v in group.items() if k != "params"}, settings_of_name):
-                group_with_settings = group
-                break
-        if group_with_settings is None:
-            groups.append({**settings_of_name, "params": [clean_name(name)]})
+    for name, stored_settings in settings.items():
+        param_settings = {key: _read_setting(value) for key, value in stored_settings.items()}
+        matching_groups = [group for group in groups if _settings(group) == _settings(param_settings)]
+        if matching_groups:
+            matching_groups[0]["params"].append(clean_name(name))
         else:
-            group_with_settings["params"].append(clean_name(name))
+            groups.append({**param_settings, "params": [clean_name(name)]})
     return {_STATE: state, _GROUPS: groups}
 
 
@@ -98,10 +96,10 @@ class ParameterOrder:
 
     def __init__(self, names: Sequence[str] | None = None) -> None:
         self._listed_names = None if names is None else [clean_name(name) for name in names]
-        self._used = 0
+        self._used_count = 0
         self.notes: list[str] = []
 
-    def names(self, what: str, state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[int, str]:
+    def names(self, what: str, state: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[int, str]:
         """The name of each number.
 
         Args:
@@ -113,55 +111,56 @@ class ParameterOrder:
             CheckpointMismatchError: The names are ambiguous, or shapes don't match.
         """
         numbers = [number for group in state[_GROUPS] for number in group["params"]]
-        fits = [_shape_predicate(state[_STATE].get(number, {})) for number in numbers]
+        state_shapes = [_state_shapes(state[_STATE].get(number, {})) for number in numbers]
         if self._listed_names is not None:
-            return self._use_given_order(what, numbers, fits, shapes)
-        if all(len(group.get("param_names", ())) == len(group["params"]) > 0 for group in state[_GROUPS]):
-            listed_names = [clean_name(str(name)) for group in state[_GROUPS] for name in group["param_names"]]
-            return dict(zip(numbers, listed_names, strict=True))
+            return self._use_given_order(what, numbers, state_shapes, shapes)
+        if all(_has_param_names(group) for group in state[_GROUPS]):
+            param_names = [clean_name(str(name)) for group in state[_GROUPS] for name in group["param_names"]]
+            return dict(zip(numbers, param_names, strict=True))
         if len(state[_GROUPS]) > 1:
             raise CheckpointMismatchError(
                 f"{what} has {len(state[_GROUPS])} param groups of numbered parameters, and the file does not say "
-                f"which parameters they hold.\n{_ASK}"
+                f"which parameters they hold.\n{_HOW_TO_GIVE_ORDER}"
             )
         candidates = [name for name in shapes if not name.endswith(_BUFFERS)]
-        first = _find_positions(fits, [shapes[name] for name in candidates])
-        last = _find_positions(fits[::-1], [shapes[name] for name in reversed(candidates)])
-        if first is None or last is None:
+        candidate_shapes = [shapes[name] for name in candidates]
+        earliest = _find_earliest_positions(state_shapes, candidate_shapes)
+        latest = _find_latest_positions(state_shapes, candidate_shapes)
+        if earliest is None or latest is None:
             raise CheckpointMismatchError(
                 f"{what} has {len(numbers)} numbered parameters whose shapes don't match the model's in their order: "
-                f"they belong to another model or are in another order.\n{_ASK}"
+                f"they belong to another model or are in another order.\n{_HOW_TO_GIVE_ORDER}"
             )
-        if first != [len(candidates) - 1 - index for index in reversed(last)]:
+        if earliest != latest:
             raise CheckpointMismatchError(
                 f"{what} has {len(numbers)} numbered parameters, the model has {len(candidates)}, and more than one "
-                f"choice of them matches the shapes of the optimizer's state.\n{_ASK}"
+                f"choice of them matches the shapes of the optimizer's state.\n{_HOW_TO_GIVE_ORDER}"
             )
         self.notes.append(
             f"{what[0].upper()}{what[1:]} numbers its {len(numbers)} parameters: they were assumed to be in the model's"
             " order, as in model.parameters(), which matches the shapes of all of its state."
         )
-        return {number: candidates[index] for number, index in zip(numbers, first, strict=True)}
+        return {number: candidates[index] for number, index in zip(numbers, earliest, strict=True)}
 
     def _use_given_order(
         self,
         optimizer: str,
         numbers: Sequence[int],
-        fits: Sequence[Callable[[tuple[int, ...]], bool]],
-        shapes: Mapping[str, tuple[int, ...]],
+        state_shapes: Sequence[set[Shape]],
+        shapes: Mapping[str, Shape],
     ) -> dict[int, str]:
         assert self._listed_names is not None
-        listed_names = self._listed_names[self._used : self._used + len(numbers)]
-        self._used += len(numbers)
+        listed_names = self._listed_names[self._used_count : self._used_count + len(numbers)]
+        self._used_count += len(numbers)
         if len(listed_names) != len(numbers) or len(set(listed_names)) != len(listed_names):
             raise CheckpointMismatchError(
                 f"{optimizer} has {len(numbers)} parameters, and --parameter-order gives {len(set(listed_names))} "
                 "different names for them. Write one name per line, one optimizer after the other."
             )
-        for name, fit in zip(listed_names, fits, strict=True):
+        for name, shapes_of_state in zip(listed_names, state_shapes, strict=True):
             if name not in shapes:
                 raise CheckpointMismatchError(f"--parameter-order names {name!r}, which the model does not have.")
-            if not fit(shapes[name]):
+            if not _can_have_state(shapes[name], shapes_of_state):
                 raise CheckpointMismatchError(
                     f"--parameter-order lists {name!r} of shape {shapes[name]} where {optimizer} holds state of "
                     "another shape. Correct the order."
@@ -174,14 +173,14 @@ class ParameterOrder:
         Raises:
             CheckpointMismatchError: Some names were not used.
         """
-        if self._listed_names is not None and self._used != len(self._listed_names):
+        if self._listed_names is not None and self._used_count != len(self._listed_names):
             raise CheckpointMismatchError(
-                f"--parameter-order gives {len(self._listed_names)} names, and the optimizers have {self._used} "
+                f"--parameter-order gives {len(self._listed_names)} names, and the optimizers have {self._used_count} "
                 "numbered parameters."
             )
 
 
-def by_name(what: str, saved: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], order: ParameterOrder) -> Any:
+def by_name(what: str, saved: Mapping[str, Any], shapes: Mapping[str, Shape], order: ParameterOrder) -> Any:
     """An optimizer's state and param groups by parameter name.
 
     Args:
@@ -195,69 +194,79 @@ def by_name(what: str, saved: Mapping[str, Any], shapes: Mapping[str, tuple[int,
     """
     state = {_STATE: saved.get(_STATE, {}), _GROUPS: saved[_GROUPS]}
     keys = {key for group in state[_GROUPS] for key in group["params"]}
-    names = (
-        order.names(what, state, shapes)
-        if any(type(key) is int for key in keys)
-        else {str(key): clean_name(str(key)) for key in keys}
-    )
+    are_numbered = any(type(key) is int for key in keys)
+    names: dict[Any, str]  # by the key of a parameter
+    names = order.names(what, state, shapes) if are_numbered else {str(key): clean_name(str(key)) for key in keys}
     foreign = [key for key in state[_STATE] if key not in names]
     if foreign:
         raise CheckpointMismatchError(
             f"{what} has state of {foreign[0]!r}, which is in none of its param groups: it is damaged. Import the "
             "weights alone with `--weights-only`."
         )
-    return {
-        _STATE: {names[key]: dict(values) for key, values in state[_STATE].items()},
-        _GROUPS: [
-            {
-                **{k: _read_setting(v) for k, v in group.items() if k not in ("params", "param_names")},
-                "params": [names[key] for key in group["params"]],
-            }
-            for group in state[_GROUPS]
-        ],
-    }
+    groups = []
+    for saved_group in state[_GROUPS]:
+        group = {key: _read_setting(v) for key, v in saved_group.items() if key not in ("params", "param_names")}
+        group["params"] = [names[key] for key in saved_group["params"]]
+        groups.append(group)
+    return {_STATE: {names[key]: dict(values) for key, values in state[_STATE].items()}, _GROUPS: groups}
 
 
 def _read_setting(value: Any) -> Any:
     """A setting; a tensor, such as a learning rate, is read."""
-    return value.read((0,) * len(value.shape), value.shape) if isinstance(value, TensorSource) else value
+    if not isinstance(value, TensorSource):
+        return value
+    start = (0,) * len(value.shape)
+    return value.read(start, value.shape)
 
 
-def _have_same_settings(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two groups have the same settings; a learning rate may be a tensor."""
-
-    def listed(settings: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in settings.items()}
-
-    return listed(group) == listed(other)
-
-
-def _shape_predicate(values: Mapping[str, Any]) -> Callable[[tuple[int, ...]], bool]:
-    """A function that says whether a parameter of a shape can have this state."""
-    shapes = {tuple(v.shape) for v in values.values() if isinstance(v, Tensor | TensorSource) and tuple(v.shape)}
-
-    def fits(shape: tuple[int, ...]) -> bool:
-        if not shapes:
-            return True  # nothing is known: never stepped, or only step counts
-        return shape in shapes or all(_is_factor_of(state_shape, shape) for state_shape in shapes)
-
-    return fits
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's settings, for a comparison by ``==``: of a tensor, such as a learning rate, its values."""
+    settings = {key: value for key, value in group.items() if key != "params"}
+    for key, value in settings.items():
+        if isinstance(value, Tensor):
+            settings[key] = value.tolist()
+    return settings
 
 
-def _is_factor_of(state_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    return len(state_shape) == len(shape) and all(a in (1, b) for a, b in zip(state_shape, shape, strict=True))
+def _has_param_names(group: Mapping[str, Any]) -> bool:
+    param_count = len(group["params"])
+    return param_count > 0 and len(group.get("param_names", ())) == param_count
 
 
-def _find_positions(
-    fits: Sequence[Callable[[tuple[int, ...]], bool]], shapes: Sequence[tuple[int, ...]]
-) -> list[int] | None:
+def _state_shapes(values: Mapping[str, Any]) -> set[Shape]:
+    """The shapes of the state's tensors; without 0-dim ones, which may be step counts."""
+    shapes = {tuple(value.shape) for value in values.values() if isinstance(value, Tensor | TensorSource)}
+    return shapes - {()}
+
+
+def _can_have_state(shape: Shape, state_shapes: set[Shape]) -> bool:
+    """Whether a parameter of a shape can have state of these shapes. Without any, nothing is known, so it can."""
+    return shape in state_shapes or all(_is_factor_of(state_shape, shape) for state_shape in state_shapes)
+
+
+def _is_factor_of(state_shape: Shape, shape: Shape) -> bool:
+    """Whether state has the size of the parameter or 1 in each dimension."""
+    if len(state_shape) != len(shape):
+        return False
+    return all(state_size in (1, size) for state_size, size in zip(state_shape, shape, strict=True))
+
+
+def _find_earliest_positions(state_shapes: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] | None:
     """The first positions, in order, whose shapes fit; ``None`` if there are none."""
-    positions, index = [], 0
-    for fit in fits:
-        while index < len(shapes) and not fit(shapes[index]):
-            index += 1
-        if index == len(shapes):
+    positions, position = list[int](), 0
+    for shapes_of_state in state_shapes:
+        while position < len(shapes) and not _can_have_state(shapes[position], shapes_of_state):
+            position += 1
+        if position == len(shapes):
             return None
-        positions.append(index)
-        index += 1
+        positions.append(position)
+        position += 1
     return positions
+
+
+def _find_latest_positions(state_shapes: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] | None:
+    """The last positions, in order, whose shapes fit; ``None`` if there are none."""
+    distances_from_end = _find_earliest_positions(state_shapes[::-1], shapes[::-1])
+    if distances_from_end is None:
+        return None
+    return [len(shapes) - 1 - distance for distance in reversed(distances_from_end)]

@@ -11,11 +11,11 @@ from fsdp_core.errors import CheckpointMismatchError, CheckpointValueError
 
 __all__ = ["renamed"]
 
-#: The Lightning version whose layout is written, so that Lightning does not migrate it as an older one.
-_AS_SAVED_BY = "2.6.0"
+#: The version whose layout is written, so that Lightning does not migrate it as an older one.
+_LIGHTNING_VERSION = "2.6.0"
 
 #: Keys that the Trainer would read as its own progress, or as the module's arguments.
-_TRAINERS_OWN = KEPT_WITH_WEIGHTS | {"state_dict", "optimizer_states", "lr_schedulers", "callbacks"}
+_TRAINER_KEYS = KEPT_WITH_WEIGHTS | {"state_dict", "optimizer_states", "lr_schedulers", "callbacks"}
 
 
 def renamed(imported: Imported, *, strip_prefix: str = "", add_prefix: str = "") -> Imported:
@@ -54,8 +54,10 @@ def renamed(imported: Imported, *, strip_prefix: str = "", add_prefix: str = "")
         return join_path(key, rename(name))
 
     imported.state = {key: rename_part(join_path(key), value) for key, value in imported.state.items()}
-    imported.aliases = {rename_path(further): rename_path(first) for further, first in imported.aliases.items()}
-    return _as_trainers(imported) if add_prefix and not imported.of_trainer else imported
+    imported.aliases = {rename_path(alias): rename_path(path) for alias, path in imported.aliases.items()}
+    if add_prefix and not imported.of_trainer:
+        return _as_trainers(imported)
+    return imported
 
 
 def _with_names(value: Mapping[str, Any], part_type: str, rename: Callable[[str], str]) -> dict[str, Any]:
@@ -63,47 +65,52 @@ def _with_names(value: Mapping[str, Any], part_type: str, rename: Callable[[str]
         return {rename(name): leaf for name, leaf in value.items()}
     return {
         "state": {rename(name): values for name, values in value["state"].items()},
-        "param_groups": [{**group, "params": [*map(rename, group["params"])]} for group in value["param_groups"]],
+        "param_groups": [
+            {**group, "params": [rename(name) for name in group["params"]]} for group in value["param_groups"]
+        ],
     }
 
 
 def _refuse_outside(path: str, value: Mapping[str, Any], part_type: str, prefix: str) -> None:
-    parameter_names = (
-        value if part_type == "model" else [name for group in value["param_groups"] for name in group["params"]]
-    )
+    if part_type == "model":
+        parameter_names = list(value)
+    else:
+        parameter_names = [name for group in value["param_groups"] for name in group["params"]]
     outside = [name for name in parameter_names if not name.startswith(prefix)]
     if outside:
         more = f", and {len(outside) - 1} more don't" if len(outside) > 1 else ""
-        prefixes = (
-            " or ".join(sorted({name.split(".")[0] + "." for name in parameter_names if "." in name}))
-            or "nothing in common"
-        )
+        prefixes = sorted({name.split(".")[0] + "." for name in parameter_names if "." in name})
         raise CheckpointMismatchError(
-            f"{outside[0]!r} of {path} does not begin with {prefix!r}{more}. Names there begin with {prefixes}.\n"
+            f"{outside[0]!r} of {path} does not begin with {prefix!r}{more}. Names there begin with "
+            f"{' or '.join(prefixes) or 'nothing in common'}.\n"
             "Type another --strip-prefix, leave these parts out with --drop, or optimizers with --weights-only."
         )
 
 
 def _as_trainers(imported: Imported) -> Imported:
     """Lay the state out as the Trainer does, so that ``ckpt_path=`` and ``load_from_checkpoint`` open it."""
-    keys_of_type = {
-        part_type: [key for key in imported.state if imported.kinds.get(join_path(key)) == part_type]
-        for part_type in ("model", "optimizer")
-    }
-    models, optimizers = keys_of_type["model"], keys_of_type["optimizer"]
-    other_state = {key: value for key, value in imported.state.items() if key not in (*models, *optimizers)}
+    models, optimizers = list[str](), list[str]()
+    other_state: dict[str, Any] = {}
+    for key, value in imported.state.items():
+        part_type = imported.kinds.get(join_path(key))
+        if part_type == "model":
+            models.append(key)
+        elif part_type == "optimizer":
+            optimizers.append(key)
+        else:
+            other_state[key] = value
     if len(models) > 1:
         raise CheckpointMismatchError(
             f"--add-prefix is for one model, and there are {len(models)}: {', '.join(models)}.\n"
             "Leave out all but one with `--drop KEY`."
         )
-    if conflicting := [key for key in other_state if key in _TRAINERS_OWN]:
+    if conflicting := [key for key in other_state if key in _TRAINER_KEYS]:
         raise CheckpointMismatchError(
             f"the Trainer reads {', '.join(map(repr, conflicting))} as its own progress, and would resume from there.\n"
             f"Leave it out with `{' '.join(f'--drop {key}' for key in conflicting)}`: training begins at its first "
             "epoch."
         )
-    trainer: dict[str, Any] = {**other_state, TRAINER_MARK: _AS_SAVED_BY, "epoch": 0, "global_step": 0}
+    trainer: dict[str, Any] = {**other_state, TRAINER_MARK: _LIGHTNING_VERSION, "epoch": 0, "global_step": 0}
     state: dict[str, Any] = {"model": imported.state[models[0]]}
     kinds = {"model": "model"}
     if optimizers:
@@ -115,13 +122,15 @@ def _as_trainers(imported: Imported) -> Imported:
         imported.notes.append(f"The Trainer numbers its optimizers: {numbered}.")
     if other_state:
         imported.notes.append(f"Used only by your own on_load_checkpoint: {', '.join(map(repr, other_state))}.")
-    aliases = {
-        join_path("model", split_path(a)[1]): join_path("model", split_path(b)[1]) for a, b in imported.aliases.items()
-    }
+
+    def move_into_model(path: str) -> str:
+        _, name = split_path(path)
+        return join_path("model", name)
+
     return Imported(
         state={**state, "trainer": trainer},
         kinds=kinds,
-        aliases=aliases,
+        aliases={move_into_model(alias): move_into_model(path) for alias, path in imported.aliases.items()},
         source=imported.source,
         of_trainer=True,
         notes=imported.notes,

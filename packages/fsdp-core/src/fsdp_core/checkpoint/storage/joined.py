@@ -44,11 +44,15 @@ class JoinedFolder(Folder):
         """Return the place to read a file from; the first if none has it."""
         if name == MANIFEST:
             return Folder(fs=self.fs, root=self.root, local=self._local_manifest)
-        return self.places[self.chosen.get(name, next(iter(self.holders(name)), 0))]
+        if name in self.chosen:
+            return self.places[self.chosen[name]]
+        holders = self.holders(name)
+        return self.places[holders[0] if holders else 0]
 
     @property
     def _local_manifest(self) -> bool:
-        return next(folder.local for folder in self.places if (folder.fs, folder.root) == (self.fs, self.root))
+        places_with_manifest = [place for place in self.places if place.fs == self.fs and place.root == self.root]
+        return places_with_manifest[0].local
 
     def path(self, name: str) -> str:
         return self.holder(name).path(name)
@@ -92,12 +96,13 @@ def open_places(paths: Paths) -> Folder:
                 f"no place of a scattered save at {folder}: there is no folder. Check the path."
             )
     file_names = [frozenset(folder.files()) for folder in folders]
-    first, save_id = _find_manifest(folders, file_names)
+    manifest_number, save_id = _find_manifest(folders, file_names)
+    manifest_folder = folders[manifest_number]
     for folder, names in zip(folders, file_names, strict=True):
-        _check_belongs(folder, names, folders[first], save_id)
+        _check_belongs(folder, names, manifest_folder, save_id)
     return JoinedFolder(
-        fs=folders[first].fs,
-        root=folders[first].root,
+        fs=manifest_folder.fs,
+        root=manifest_folder.root,
         local=all(folder.local for folder in folders),
         places=tuple(folders),
         file_names=tuple(file_names),
@@ -112,13 +117,13 @@ def _each_path(paths: Paths) -> Iterator[StrPath]:
 
 
 def _find_manifest(folders: Sequence[Folder], file_names: Sequence[frozenset[str]]) -> tuple[int, str]:
-    """Return which place has the manifest, and the id of its save."""
-    ids: dict[int, str] = {}
+    """Return the number of the place that has the manifest, and the id of its save."""
+    manifest_ids: dict[int, str] = {}  # by the number of the place; empty if the manifest can't be read
     for number, folder in enumerate(folders):
         data = manifest_bytes(folder)
         if data is not None:
-            ids[number] = save_id_in(data) or ""
-    if not ids:
+            manifest_ids[number] = save_id_in(data) or ""
+    if not manifest_ids:
         hint = ""
         for folder, names in zip(folders, file_names, strict=True):
             records = _records_of_any_save(folder, names)
@@ -130,35 +135,46 @@ def _find_manifest(folders: Sequence[Folder], file_names: Sequence[frozenset[str
             "Give the place of rank 0 too."
         )
     # a place may hold an earlier checkpoint too, if the save was killed before it could remove it
-    saves = [_save_ids(names, ids.get(number)) for number, names in enumerate(file_names)]
-    everywhere = [number for number, save_id in ids.items() if all(save_id in ids_of_place for ids_of_place in saves)]
-    distinct = {ids[number] for number in everywhere} or set(ids.values())
-    if len(distinct) > 1:
-        manifests = ", and ".join(f"{folders[number]} that of save {save_id}" for number, save_id in ids.items())
+    shared_ids = set(manifest_ids.values())
+    for number, names in enumerate(file_names):
+        ids_of_place = _save_ids(names)
+        if number in manifest_ids:
+            ids_of_place.add(manifest_ids[number])
+        shared_ids &= ids_of_place
+    candidate_ids = shared_ids or set(manifest_ids.values())
+    if len(candidate_ids) > 1:
+        manifests = ", and ".join(
+            f"{folders[number]} that of save {save_id}" for number, save_id in manifest_ids.items()
+        )
         raise CheckpointFormatError(
             f"the places hold different checkpoints, which can't be joined: of the manifests, {manifests}.\n"
             "Give the places of one save."
         )
-    number = next(iter(everywhere or ids))
-    return number, ids[number]
+    (save_id,) = candidate_ids
+    numbers = [number for number, manifest_id in manifest_ids.items() if manifest_id == save_id]
+    return numbers[0], save_id
 
 
-def _save_ids(names: frozenset[str], save_id: str | None) -> set[str]:
-    save_ids = {file_save_id for name in names if (file_save_id := save_id_of(name)) is not None}
-    return save_ids | ({save_id} if save_id is not None else set())
+def _save_ids(names: frozenset[str]) -> set[str]:
+    """Return the ids of the saves that files belong to by their names."""
+    save_ids = {save_id_of(name) for name in names}
+    return {save_id for save_id in save_ids if save_id is not None}
 
 
-def _check_belongs(folder: Folder, names: frozenset[str], first: Folder, save_id: str) -> None:
+def _check_belongs(folder: Folder, names: frozenset[str], manifest_folder: Folder, save_id: str) -> None:
     """Refuse a place that holds nothing of a save."""
-    if folder == first or save_id in _save_ids(names, None) or save_id_in(manifest_bytes(folder) or b"") == save_id:
+    if folder == manifest_folder or save_id in _save_ids(names):
         return
-    other_saves = sorted(_save_ids(names, None))
+    if save_id_in(manifest_bytes(folder) or b"") == save_id:
+        return
+    other_saves = sorted(_save_ids(names))
     content = f"files of save {', '.join(other_saves[:4])}" if other_saves else "no file of a save"
     raise CheckpointFormatError(
-        f"{folder} does not belong to the checkpoint whose manifest is at {first}: it holds {content}, and the "
-        f"manifest is of save {save_id}. Parts of different saves are never joined.\nGive the places of one save."
+        f"{folder} does not belong to the checkpoint whose manifest is at {manifest_folder}: it holds {content}, and "
+        f"the manifest is of save {save_id}. Parts of different saves are never joined.\nGive the places of one save."
     )
 
 
 def _records_of_any_save(folder: Folder, names: frozenset[str]) -> list[PartRecord]:
-    return [record for save_id in list(saves_in(names))[:1] for record in records_in(folder, save_id, names)]
+    save_ids = list(saves_in(names))
+    return records_in(folder, save_ids[0], names) if save_ids else []

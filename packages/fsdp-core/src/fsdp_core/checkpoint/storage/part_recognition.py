@@ -59,7 +59,8 @@ def records_in(folder: Folder, save_id: str, names: Collection[str]) -> list[Par
         if record is None or record["save"] != save_id:
             continue
         try:
-            if (folder.size(name) or MAX_RECORD_BYTES + 1) <= MAX_RECORD_BYTES:
+            size = folder.size(name)
+            if size is not None and 0 < size <= MAX_RECORD_BYTES:
                 records.append(PartRecord.from_json(folder.read(name)))
         except (ValueError, OSError):  # a link that leads out of the folder is refused with one of them
             continue
@@ -81,8 +82,8 @@ def described_part(folder: Folder, names: Collection[str]) -> str | None:
         return None
     sentences = []
     for save_id, ranks in list(saves.items())[:_MOST_SHOWN]:
-        rank_words = str(PlaceOfRanks(host="", path="", ranks=Ranks.of(ranks))).partition(" on ")[0]
-        text = f"it holds what {rank_words} wrote of the scattered save {save_id}"
+        shown_ranks = PlaceOfRanks(host="", path="", ranks=Ranks.of(ranks)).shown_ranks
+        text = f"it holds what rank {shown_ranks} wrote of the scattered save {save_id}"
         records = records_in(folder, save_id, names)
         if records:
             record = records[0]
@@ -106,24 +107,34 @@ def described_rest(folder: Folder, manifest: Manifest, missing: Sequence[str]) -
         manifest: The manifest, which says where ranks have written.
         missing: The files that are missing there.
     """
-    missing_places: dict[str, None] = {}
+    missing_places: list[str] = []
     for name in missing:
-        place_of_rank = place_of(manifest.places, name)
-        missing_places[
-            f"rank {of[1] if (of := rank_in(name)) else 0}" if place_of_rank is None else str(place_of_rank)
-        ] = None
+        writer = _describe_writer(manifest, name)
+        if writer not in missing_places:
+            missing_places.append(writer)
         if len(missing_places) > _MOST_SHOWN:
             break
+    places: Sequence[Folder] = getattr(folder, "places", (folder,))  # of a JoinedFolder, several
     more = [f"  … and {len(missing)} files in all"] if len(missing_places) > _MOST_SHOWN else []
     return "\n".join(
         [
             f"{folder} is a place of the scattered save {manifest.save_id}, and not all of it: of "
             f"{len(manifest.files)} files, {len(missing)} {'is' if len(missing) == 1 else 'are'} missing, written by",
-            *(f"  {place_text}" for place_text in list(missing_places)[:_MOST_SHOWN]),
+            *(f"  {place_text}" for place_text in missing_places[:_MOST_SHOWN]),
             *more,
-            gather_command([str(place) for place in getattr(folder, "places", (folder,))]),
+            gather_command([str(place) for place in places]),
         ]
     )
+
+
+def _describe_writer(manifest: Manifest, name: str) -> str:
+    """Say where a file was written, or by which rank if the manifest does not know the place."""
+    place = place_of(manifest.places, name)
+    if place is not None:
+        return str(place)
+    pattern_and_rank = rank_in(name)
+    rank = 0 if pattern_and_rank is None else pattern_and_rank[1]
+    return f"rank {rank}"
 
 
 def gather_command(paths: Sequence[str]) -> str:

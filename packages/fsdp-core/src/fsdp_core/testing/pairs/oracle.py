@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,37 +40,37 @@ def train_in_one_process(configuration: Configuration) -> Run:
     """
     run = Run()
     net = new_net(configuration).double()
-    steppers = optimizers(configuration["optimizer"], net)
-    accumulate = int(configuration["accumulate"])
+    all_optimizers = optimizers(configuration["optimizer"], net)
+    micro_batches_per_step = int(configuration["accumulate"])
     for index, (x, y) in enumerate(batches(torch.float64)):
         loss = loss_of(net(x, index), y)
         run.losses.append(loss.item())
-        (loss / accumulate).backward()
-        if not is_last(index, accumulate):
+        (loss / micro_batches_per_step).backward()
+        if not is_last(index, micro_batches_per_step):
             continue
-        for optimizer in steppers:
+        for optimizer in all_optimizers:
             _clip(configuration["clip"], optimizer, run.norms)
         run.gradients.append({n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None})
-        for optimizer in steppers:
+        for optimizer in all_optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=configuration["zeroed"] == "to none")
     run.weights = {name: tensor.detach().double() for name, tensor in net.state_dict().items()}
-    names = {parameter: name for name, parameter in net.named_parameters()}
-    state: dict[Any, Any] = {p: values for optimizer in steppers for p, values in optimizer.state.items()}
-    run.moments = {
-        (names[p], key): torch.as_tensor(value).double()
-        for p, values in state.items()
-        for key, value in values.items()
-        if value is not None
-    }
+    names: dict[Tensor, str] = {parameter: name for name, parameter in net.named_parameters()}
+    for optimizer in all_optimizers:
+        for parameter, param_state in optimizer.state.items():
+            for key, value in param_state.items():
+                if value is not None:
+                    run.moments[names[parameter], key] = torch.as_tensor(value).double()
     return run
 
 
-def _clip(how: str, optimizer: torch.optim.Optimizer, norms: list[float]) -> None:
+def _clip(limit: str, optimizer: torch.optim.Optimizer, norms: list[float]) -> None:
+    """Clip by the norm, by the norm of the largest gradient, by value, or not."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if how == "norm":
+    if limit == "norm":
         norms.append(float(nn.utils.clip_grad_norm_(parameters, CLIP["norm"])))
-    elif how == "largest":
-        norms.append(float(nn.utils.clip_grad_norm_(parameters, CLIP["largest"], float("inf"))))
-    elif how == "value":
+    elif limit == "largest":
+        norm = nn.utils.clip_grad_norm_(parameters, CLIP["largest"], norm_type=float("inf"))
+        norms.append(float(norm))
+    elif limit == "value":
         nn.utils.clip_grad_value_(parameters, CLIP["value"])

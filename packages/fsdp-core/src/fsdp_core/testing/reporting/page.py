@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
@@ -70,14 +71,10 @@ def _suite(suite: Mapping[str, Any]) -> str:
 
 def _subject(name: str, rows: list[Mapping[str, Any]]) -> str:
     order = ["failed", "not run", "failed as expected", "skipped", "does not apply", "passed"]
-    outcomes = {row["outcome"] for row in rows}
-    chips = "".join(
-        _chip(outcome, f"{sum(row['outcome'] == outcome for row in rows)} {outcome}")
-        for outcome in order
-        if outcome in outcomes
-    )
+    counts = Counter(row["outcome"] for row in rows)
+    chips = "".join(_chip(outcome, f"{counts[outcome]} {outcome}") for outcome in order if outcome in counts)
     seconds = sum(row["seconds"] for row in rows)
-    opened = " open" if "failed" in outcomes else ""
+    opened = " open" if "failed" in counts else ""
     return (
         f"<details{opened}><summary><b>{escape(name.replace('_', ' '))}</b>{chips}"
         f'<span class="soft">{_time(seconds)}</span></summary><table>'
@@ -104,7 +101,8 @@ def _facts(facts: Iterable[tuple[str, str]]) -> str:
 
 
 def _chip(result: str, text: str | None = None) -> str:
-    colour = "" if result.startswith("see ") else _COLOURS.get(result, "warn")
+    is_reference = result.startswith("see ")  # to another run of the suite, which tried it
+    colour = "" if is_reference else _COLOURS.get(result, "warn")
     return f'<span class="chip {colour}">{escape(text or result)}</span>'
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,12 @@ class Gains(nn.Module):
         super().__init__()
         with oracle.seeded(1):
             self.layer = nn.Linear(FEATURES, FEATURES)
-        self.one, self.two = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.tensor(0.7))
+        self.first_gain = nn.Parameter(torch.tensor(0.5))
+        self.second_gain = nn.Parameter(torch.tensor(0.7))
 
-    def forward(self, x: Tensor, use_two: bool = True) -> Tensor:
-        x = self.layer(x) * self.one
-        return x * self.two if use_two else x
+    def forward(self, x: Tensor, use_second: bool = True) -> Tensor:
+        x = self.layer(x) * self.first_gain
+        return x * self.second_gain if use_second else x
 
 
 def sgd_of_gains(net: nn.Module) -> torch.optim.Optimizer:
@@ -52,38 +53,47 @@ def sgd_of_gains(net: nn.Module) -> torch.optim.Optimizer:
 
 def gains_in(state: Mapping[str, Tensor]) -> dict[str, float]:
     """The values of the two 0-dim parameters in a full state."""
-    return {name: state[name].item() for name in ("one", "two")}
+    return {name: state[name].item() for name in ("first_gain", "second_gain")}
 
 
 def _train_gains(strategy: str | None, scenario: str) -> dict[str, float]:
     net = Gains()
-    for gain in (net.one, net.two):
-        gain.requires_grad_(scenario != UNFROZEN)
+    if scenario == UNFROZEN:
+        net.first_gain.requires_grad_(False)
+        net.second_gain.requires_grad_(False)
     loop = Loop(strategy, sgd_of_gains, net)
-    for index, (x, y) in enumerate(loop.batches(3)):
-        if scenario == UNUSED:
-            with loop.unreduced(index < 2):
-                loop.backward(mse_loss(loop.model(x, use_two=index < 2), y))
-        else:
-            for name in ("one", "two") if index == 1 else ():
-                getattr(net, name).requires_grad_(True)
-            loop.step_on(x, y)
     if scenario == UNUSED:
-        loop.step()
+        _accumulate_three_batches(loop)
+    else:
+        for index, (x, y) in enumerate(loop.batches(3)):
+            if index == 1:
+                net.first_gain.requires_grad_(True)
+                net.second_gain.requires_grad_(True)
+            loop.step_on(x, y)
     return gains_in(loop.state())
 
 
-def _unfreeze_later(strategy: str | None, precision: Any = None, evaluated: bool = False) -> list[float]:
+def _accumulate_three_batches(loop: Loop) -> None:
+    """Take one step on three micro-batches, the last of which does not use the second gain."""
+    for index, (x, y) in enumerate(loop.batches(3)):
+        is_last = index == 2
+        with loop.unreduced(not is_last):
+            output = loop.model(x, use_second=not is_last)
+            loop.backward(mse_loss(output, y))
+    loop.step()
+
+
+def _unfreeze_later(strategy: str | None, precision: Any = None, evaluate_first: bool = False) -> list[float]:
     """The losses of three steps, before the second of which a block is unfrozen."""
     net: Any = oracle.new_net()
     net.blocks[1].requires_grad_(False)
     loop = Loop(strategy, oracle.sgd, net, precision=precision)
     losses = []
     for index, (x, y) in enumerate(loop.whole_batches(3)):
-        if index == 1 and evaluated:
-            with torch.no_grad():
-                loop.model(x)
         if index == 1:
+            if evaluate_first:
+                with torch.no_grad():
+                    loop.model(x)
             net.blocks[1].requires_grad_(True)
         losses.append(loop.step_on(x, y).item())
     return losses
@@ -95,7 +105,9 @@ class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         with oracle.seeded(1):
-            self.inp, self.norm, self.out = nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, FEATURES)
+            self.inp = nn.Linear(FEATURES, 8)
+            self.norm = nn.BatchNorm1d(8)
+            self.out = nn.Linear(8, FEATURES)
 
     def forward(self, x: Tensor) -> Any:
         return self.out(torch.relu(self.norm(self.inp(x))))
@@ -136,16 +148,17 @@ class Stateful(nn.Module):
         self.count = int(state)
 
 
-def _extra_state(strategy: str, path: str) -> tuple[int, float]:
+def _restore_extra_state(strategy: str, path: str) -> tuple[int, float]:
+    """The count and the metric's sum of a module that was loaded from another one's checkpoint."""
     fabric = new_fabric(strategy)
     net = Stateful()
     model = fabric.setup(net)
     model(fabric.to_device(torch.ones(2, FEATURES)))
     net.total.update(12.0)
     fabric.save(path, {"model": model})
-    other = Stateful()
-    fabric.load(path, {"model": fabric.setup(other)})
-    return other.count, float(other.total.sum_value)
+    loaded = Stateful()
+    fabric.load(path, {"model": fabric.setup(loaded)})
+    return loaded.count, float(loaded.total.sum_value)
 
 
 class ClampedLinear(nn.Linear):
@@ -182,7 +195,8 @@ class Clamped(Lit):
         self.automatic_optimization = not moment.endswith("by hand")
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        if self.moment == "in a step" or (self.moment == "in a step of rank 1" and self.global_rank == 1):
+        is_rank_1_alone = self.moment == "in a step of rank 1" and self.global_rank == 1
+        if self.moment == "in a step" or is_rank_1_alone:
             self.clamp()
         loss = super().training_step(batch, batch_idx)
         if self.automatic_optimization:
@@ -208,11 +222,11 @@ def _train_clamped(strategy: str, tmp: str, moment: str) -> Trained | str:
 class ClampedNet(Gains):
     """Clamps its weights in each forward pass in training, as some layers do."""
 
-    def forward(self, x: Tensor, use_two: bool = True) -> Tensor:
+    def forward(self, x: Tensor, use_second: bool = True) -> Tensor:
         if self.training:
             for parameter in self.parameters():
                 parameter.data.clamp_(-0.2, 0.2)
-        return super().forward(x, use_two)
+        return super().forward(x, use_second)
 
 
 class Teacher(Lit):
@@ -222,42 +236,47 @@ class Teacher(Lit):
         by_hand: Whether it steps by hand.
     """
 
-    seen: Tensor
+    step_counts: Tensor
 
     def __init__(self, by_hand: bool) -> None:
         super().__init__("sgd")
         self.automatic_optimization = not by_hand
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
         self.codes = nn.Parameter(torch.ones(3, FEATURES), requires_grad=False)
-        self.register_buffer("seen", torch.zeros(FEATURES))
+        self.register_buffer("step_counts", torch.zeros(FEATURES))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        self.follow()  # the first time, they are equal
+        x, _ = batch
+        self.update_teacher()  # the first time, they are equal
         with torch.no_grad():
-            taught = self.teacher(batch[0])
-        if batch_idx:
-            self.follow()
-        loss = super().training_step(batch, batch_idx) + mse_loss(self.net(batch[0]), taught)
+            teacher_output = self.teacher(x)
+        if batch_idx > 0:
+            self.update_teacher()
+        loss = super().training_step(batch, batch_idx) + mse_loss(self.net(x), teacher_output)
         with torch.no_grad():
             self.codes[batch_idx % 3] = 0.5
             self.codes.mul_(0.9)
-            self.seen += 1.0
-        for average, parameter in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            self.step_counts += 1.0
+        for average, parameter in self.averages():
             average.data.mul_(0.9).add_(parameter.data, alpha=0.1)
         if self.automatic_optimization:
             return loss
         self.step_by_hand(loss)
-        self.follow()
+        self.update_teacher()
         return None
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.net(batch[0])
-        self.follow(0.5)
+        self.update_teacher(0.5)
 
     @torch.no_grad()
-    def follow(self, share: float = 0.1) -> None:
-        for average, parameter in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+    def update_teacher(self, share: float = 0.1) -> None:
+        for average, parameter in self.averages():
             average.lerp_(parameter, share)
+
+    def averages(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """The teacher's parameters, each with that of the model."""
+        return zip(self.teacher.parameters(), self.net.parameters(), strict=True)
 
 
 def _train_with_teacher(strategy: str, tmp: str, by_hand: bool) -> Trained | str:
@@ -299,7 +318,9 @@ class UsesOfParameters(Lit):
     def on_before_optimizer_step(self, *_: Any) -> None:
         if self.use == "a norm in a hook":
             total: Any = sum(parameter.detach().norm() for parameter in self.parameters())
-            self.norms.append(float(total.full_tensor() if hasattr(total, "full_tensor") else total))
+            if hasattr(total, "full_tensor"):  # a DTensor
+                total = total.full_tensor()
+            self.norms.append(float(total))
 
 
 def _train_with_uses(strategy: str, tmp: str) -> dict[str, Trained | str]:
@@ -310,18 +331,21 @@ def _train_with_uses(strategy: str, tmp: str) -> dict[str, Trained | str]:
     def train(use: str) -> Trained:
         module = UsesOfParameters(use)
         losses, state = fit_module(strategy, tmp, module, 2)
-        return [*losses, *module.norms], state
+        losses_and_norms = [*losses, *module.norms]
+        return losses_and_norms, state
 
     return {use: result_or_refusal(errors, partial(train, use)) for use in USES}
 
 
-def _train_clamped_in_forward(strategy: str, rank: int | None) -> Trained | str:
-    """Train a net that clamps its weights on all ranks, or on one of them."""
+def _train_clamped_in_forward(strategy: str, clamping_rank: int | None) -> Trained | str:
+    """Train a net that clamps its weights on one rank, or on all if ``None``."""
     loop = Loop(strategy, oracle.sgd, ClampedNet())
     loop.model.eval()
+    x, _ = loop.whole_batches(1)[0]
     with torch.no_grad():
-        loop.model(loop.whole_batches(1)[0][0])  # is not watched: it trains nothing
-    loop.model.train(rank is None or loop.fabric.global_rank == rank)
+        loop.model(x)  # is not watched: it trains nothing
+    clamps = clamping_rank is None or clamping_rank == loop.fabric.global_rank
+    loop.model.train(clamps)
     return result_or_refusal(ShardingError, lambda: loop.train(loop.batches(3)))
 
 
@@ -351,7 +375,7 @@ def _step_in_backward(strategy: str) -> Trained | str:
     return means(losses), full_state(fabric.strategy)
 
 
-def _assert_told_by_both(outcomes: list[Trained | str]) -> None:
+def _assert_refused_on_both(outcomes: list[Trained | str]) -> None:
     """Assert that both ranks were refused what rank 1 has written by itself."""
     first, second = outcomes
     assert isinstance(first, str), "a rank that writes to weights by itself is not told"
@@ -363,7 +387,11 @@ class ParametersSuite(Clauses):
     """Losses and state equal the oracle's with special parameters, too."""
 
     @pytest.mark.parametrize(
-        "scenario", [UNFROZEN, pytest.param(UNUSED, marks=requires(Capability.GRADIENT_ACCUMULATION))]
+        "scenario",
+        [
+            UNFROZEN,
+            pytest.param(UNUSED, marks=requires(Capability.GRADIENT_ACCUMULATION)),
+        ],
     )
     def test_whole_parameters_stay_equal(self, ranks: Ranks, scenario: str) -> None:
         """0-dim parameters must be the same on every rank, and equal to the unsharded model's."""
@@ -380,7 +408,8 @@ class ParametersSuite(Clauses):
 
     def test_a_block_unfrozen_after_an_evaluation(self, ranks: Ranks) -> None:
         """A block that is unfrozen after a forward pass under ``no_grad`` must be trained from then on."""
-        for losses in ranks.run(2, _unfreeze_later, self.strategy, None, True):
+        evaluate_first = True
+        for losses in ranks.run(2, _unfreeze_later, self.strategy, None, evaluate_first):
             assert losses == pytest.approx(_unfreeze_later(None), abs=FP32_TOLERANCE)
 
     @requires(Capability.CLIP_BY_NORM)
@@ -388,7 +417,9 @@ class ParametersSuite(Clauses):
     def test_batch_norm(self, ranks: Ranks, precision: str) -> None:
         """Batch norm must train under every precision, with the same state on every rank."""
         want, want_state = oracle.train_plain(3, oracle.momentum, net=Normed())
-        (losses, state), (other_losses, other_state) = ranks.run(2, _train_with_batch_norm, self.strategy, precision)
+        first, second = ranks.run(2, _train_with_batch_norm, self.strategy, precision)
+        losses, state = first
+        other_losses, other_state = second
         tolerance = FP32_TOLERANCE if precision == "32-true" else HALF_TOLERANCE
         assert losses == other_losses
         assert losses == pytest.approx(want, rel=tolerance, abs=tolerance)
@@ -408,7 +439,7 @@ class ParametersSuite(Clauses):
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_extra_state_and_persistent_metrics_are_restored(self, ranks: Ranks, tmp_path: Path) -> None:
         """``get_extra_state()`` and persistent torchmetrics states must be saved and restored."""
-        assert ranks.run(2, _extra_state, self.strategy, str(tmp_path / "checkpoint")) == [(1, 12.0)] * 2
+        assert ranks.run(2, _restore_extra_state, self.strategy, str(tmp_path / "checkpoint")) == [(1, 12.0)] * 2
 
     @pytest.mark.parametrize(
         "moment",
@@ -429,9 +460,10 @@ class ParametersSuite(Clauses):
         want = fit_plainly(tmp_path, Clamped(moment), 3)
         outcomes = ranks.run(2, _train_clamped, self.strategy, str(tmp_path), moment)
         if moment == "in a step" and ranks.kind == "processes":
-            _assert_told_by_both(ranks.run(2, _train_clamped, self.strategy, str(tmp_path), "in a step of rank 1"))
-        for outcome in outcomes:
-            assert moment.startswith("in") or not isinstance(outcome, str), outcome
+            _assert_refused_on_both(ranks.run(2, _train_clamped, self.strategy, str(tmp_path), "in a step of rank 1"))
+        if moment.startswith("after"):
+            for outcome in outcomes:
+                assert not isinstance(outcome, str), outcome
         assert_same_or_refused(outcomes, want, "written to", "rite in on_train_batch_end()")
 
     @on_ranks("processes")  # of threads, one that raises leaves the others waiting
@@ -447,8 +479,8 @@ class ParametersSuite(Clauses):
                     continue
                 module = UsesOfParameters(use)
                 losses, want = fit_plainly(tmp_path, module, 2)
-                numbers, state = outcome
-                assert numbers == pytest.approx([*losses, *module.norms], abs=1e-4), use
+                losses_and_norms, state = outcome
+                assert losses_and_norms == pytest.approx([*losses, *module.norms], abs=1e-4), use
                 assert_state_close(state, want)
 
     @pytest.mark.parametrize("by_hand", [False, pytest.param(True, marks=requires(Capability.MANUAL_OPTIMIZATION))])
@@ -469,7 +501,7 @@ class ParametersSuite(Clauses):
         words = ("a forward pass of ClampedNet has written to", "after optimizer.step()", "fsdp_core.gathered")
         assert_same_or_refused(outcomes, want, *words)
         if ranks.kind == "processes":
-            _assert_told_by_both(ranks.run(2, _train_clamped_in_forward, self.strategy, 1))
+            _assert_refused_on_both(ranks.run(2, _train_clamped_in_forward, self.strategy, 1))
 
     def test_hooks_of_gradients(self, ranks: Ranks) -> None:
         """A hook on a shard must be called with its reduced gradient, once per reduction, or be refused."""

@@ -73,9 +73,13 @@ class CalledByParts(Lit):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Targets stay in fp32."""
         x, y = batch
-        layers = {"the module": [self], "its net": [self.net], "each layer": self.net}[self.how]
-        for layer in layers:
-            x = layer(x)
+        if self.how == "the module":
+            x = self(x)
+        elif self.how == "its net":
+            x = self.net(x)
+        else:
+            for layer in self.net:
+                x = layer(x)
         assert x.dtype in (torch.bfloat16, torch.float16)
         assert y.dtype is torch.float32
         loss = mse_loss(x.to(y.dtype), y)  # of two dtypes, it has no backward pass before torch 2.13
@@ -115,12 +119,12 @@ def _train_under_fabric(strategy: str, precision: Any) -> dict[str, Any]:
 
 
 class Summed(nn.Module):
-    """A layer whose bias has as its gradient the sum of the factors of the output's rows."""
+    """A linear layer: if rows of its output are multiplied by factors, and summed, its bias's gradient is their sum."""
 
-    #: bf16 can represent each of 256 and 1, and of 512 and 2, but not their sums.
+    #: Two factors. bf16 can represent 256, 1, 512 and 2, but neither 256 + 1 nor 512 + 2.
     LARGE, SMALL = 256.0, 1.0
 
-    fine: Tensor
+    fine: Tensor  # more digits than bf16 has
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,15 +139,16 @@ class Summed(nn.Module):
 
 def _train_summed(strategy: str, accumulated: bool) -> dict[str, Tensor]:
     net = Summed()
-    loop = Loop(strategy, lambda net: torch.optim.SGD(net.parameters(), lr=1.0), net, precision="bf16-mixed")
+    loop = Loop(strategy, lambda module: torch.optim.SGD(module.parameters(), lr=1.0), net, precision="bf16-mixed")
     row = loop.fabric.to_device(torch.ones(1, FEATURES))
     if accumulated:
         with loop.unreduced():
             loop.backward((loop.model(row) * net.LARGE).sum())
         loop.backward((loop.model(row) * net.SMALL).sum())
     else:
-        factor = torch.tensor([2 * (net.LARGE if loop.fabric.global_rank == 0 else net.SMALL)])
-        loop.backward((loop.model(row) * loop.fabric.to_device(factor)).sum())
+        factor = net.LARGE if loop.fabric.global_rank == 0 else net.SMALL
+        doubled = torch.tensor([2 * factor])  # the mean over two ranks halves it
+        loop.backward((loop.model(row) * loop.fabric.to_device(doubled)).sum())
     loop.step()
     return loop.state()
 
@@ -151,15 +156,18 @@ def _train_summed(strategy: str, accumulated: bool) -> dict[str, Tensor]:
 class Overflowing(Spying):
     """In the first step, one element of the gradient is infinite, in the last rank's shard."""
 
+    is_poisoned = False
+
     def on_after_backward(self) -> None:
-        if self.trainer.global_step == 0 and not hasattr(self, "poisoned"):
-            self.poisoned = True
+        if self.trainer.global_step == 0 and not self.is_poisoned:
+            self.is_poisoned = True
             block = self.net.blocks[1]
-            linear = [*block.up.parameters(), *block.down.parameters()]
-            poison_gradient(linear, float("inf"), here_too=self.global_rank == self.trainer.world_size - 1)
+            parameters = [*block.up.parameters(), *block.down.parameters()]
+            is_last_rank = self.global_rank == self.trainer.world_size - 1
+            poison_gradient(parameters, float("inf"), here_too=is_last_rank)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        pass
+        pass  # without the check of the base class that all gradients are finite
 
 
 def _overflow(strategy: str, tmp: str) -> tuple[list[float], list[float], float]:
@@ -172,13 +180,14 @@ def _overflow(strategy: str, tmp: str) -> tuple[list[float], list[float], float]
 
 
 def _scaler_state(strategy: str, tmp: str) -> tuple[float, float]:
-    run = new_trainer(tmp, strategy, 2, precision="16-mixed")
-    run.fit(Overflowing("sgd"), loader(2, 2))
-    run.save_checkpoint(f"{tmp}/scaled")
-    again = new_trainer(tmp, strategy, 2, precision="16-mixed")
-    again.fit(Lit("sgd"), loader(2, 2), ckpt_path=f"{tmp}/scaled")
-    first, second = [trainer.precision_plugin for trainer in (run, again)]
-    return first.scaler.get_scale(), second.scaler.get_scale()  # type: ignore[attr-defined]
+    trainer = new_trainer(tmp, strategy, 2, precision="16-mixed")
+    trainer.fit(Overflowing("sgd"), loader(2, 2))
+    trainer.save_checkpoint(f"{tmp}/scaled")
+    resumed = new_trainer(tmp, strategy, 2, precision="16-mixed")
+    resumed.fit(Lit("sgd"), loader(2, 2), ckpt_path=f"{tmp}/scaled")
+    plugin: Any = trainer.precision_plugin
+    resumed_plugin: Any = resumed.precision_plugin
+    return plugin.scaler.get_scale(), resumed_plugin.scaler.get_scale()
 
 
 class PrecisionSuite(Clauses):
@@ -226,8 +235,8 @@ class PrecisionSuite(Clauses):
         """Gradients must be summed in float32, over ranks and micro-batches, and buffers must keep their dtype."""
         for state in ranks.run(2, _train_summed, self.strategy, accumulated):
             assert torch.equal(state["layer.bias"], torch.full((FEATURES,), -(Summed.LARGE + Summed.SMALL)))
-            fine = state["fine"].item()
-            assert fine == 1.0 + 2.0**-10, f"a buffer of {1.0 + 2.0**-10} became {fine}"
+            buffer = state["fine"].item()
+            assert buffer == 1.0 + 2.0**-10, f"a buffer of {1.0 + 2.0**-10} became {buffer}"
 
     @requires(Capability.MIXED_PRECISION, Capability.GRADIENT_SCALING)
     def test_overflow_in_one_shard_skips_the_step_everywhere(self, ranks: Ranks, tmp_path: Path) -> None:

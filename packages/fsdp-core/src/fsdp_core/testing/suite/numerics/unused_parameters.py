@@ -21,18 +21,23 @@ from fsdp_core.testing.suite.numerics.parity import assert_same
 __all__ = ["BranchesSuite"]
 
 #: The experts that a rank's rows pass through, in order.
-Way = tuple[str, ...]
+Experts = tuple[str, ...]
 
-#: The experts that each of two ranks uses in each micro-batch, by case. Both always call the unit, as they must.
-WAYS: dict[str, Sequence[tuple[Way, Way]]] = {
-    "unused on one rank": [(("first", "second"), ("first",))] * 2,
-    "unused on all ranks": [(("first",), ("first",))] * 2,
-    "used twice on one rank": [(("first", "first", "second"), ("first", "second"))] * 2,
-    "nothing used on one rank": [((), ("first", "second")), (("first",), ())],
-    "an expert for each rank": [(("first",), ("second",)), (("second",), ("first",))],
-    "a layer called twice": [(("first", "second"), ("first",)), (("first",), ())],
-    "two layers skipped on one rank": [(("first",), ()), ((), ("first", "second"))],
-    "a frozen layer skipped on one rank": [(("first",), ()), ((), ("first", "second"))],
+NONE: Experts = ()
+FIRST: Experts = ("first",)
+SECOND: Experts = ("second",)
+BOTH: Experts = ("first", "second")
+
+#: By case, what rank 0 and rank 1 use in each of two micro-batches. Both always call the unit, as they must.
+CASES: dict[str, Sequence[tuple[Experts, Experts]]] = {
+    "unused on one rank": [(BOTH, FIRST), (BOTH, FIRST)],
+    "unused on all ranks": [(FIRST, FIRST), (FIRST, FIRST)],
+    "used twice on one rank": [(FIRST + BOTH, BOTH), (FIRST + BOTH, BOTH)],
+    "nothing used on one rank": [(NONE, BOTH), (FIRST, NONE)],
+    "an expert for each rank": [(FIRST, SECOND), (SECOND, FIRST)],
+    "a layer called twice": [(BOTH, FIRST), (FIRST, NONE)],
+    "two layers skipped on one rank": [(FIRST, NONE), (NONE, BOTH)],
+    "a frozen layer skipped on one rank": [(FIRST, NONE), (NONE, BOTH)],
 }
 
 
@@ -44,8 +49,8 @@ class Layer(nn.Module):
         self.first, self.second = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, FEATURES))
 
-    def forward(self, x: Tensor, way: Way) -> Tensor:
-        for expert in way:
+    def forward(self, x: Tensor, experts: Experts) -> Tensor:
+        for expert in experts:
             x = x + torch.tanh(self.get_submodule(expert)(x)) * self.scale
         return x
 
@@ -59,15 +64,17 @@ class Routed(nn.Module):
             self.inp, self.out = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
             self.layer = fsdp_core.wrap(Layer())
 
-    def forward(self, x: Tensor, way: Way) -> Any:
-        return self.out(self.layer(self.inp(x), way))
+    def forward(self, x: Tensor, experts: Experts) -> Any:
+        return self.out(self.layer(self.inp(x), experts))
 
 
 class Repeated(Routed):
     """The layer is called twice: with the first expert, then with the others."""
 
-    def forward(self, x: Tensor, way: Way) -> Any:
-        return self.out(self.layer(self.layer(self.inp(x), way[:1]), way[1:]))
+    def forward(self, x: Tensor, experts: Experts) -> Any:
+        x = self.layer(self.inp(x), experts[:1])
+        x = self.layer(x, experts[1:])
+        return self.out(x)
 
 
 class Stacked(Routed):
@@ -76,10 +83,12 @@ class Stacked(Routed):
     def __init__(self) -> None:
         super().__init__()
         with oracle.seeded(2):
-            self.further = fsdp_core.wrap(Layer())
+            self.second_layer = fsdp_core.wrap(Layer())
 
-    def forward(self, x: Tensor, way: Way) -> Any:
-        return self.out(self.further(self.layer(self.inp(x), way), way))
+    def forward(self, x: Tensor, experts: Experts) -> Any:
+        x = self.layer(self.inp(x), experts)
+        x = self.second_layer(x, experts)
+        return self.out(x)
 
 
 class Frozen(Stacked):
@@ -87,7 +96,7 @@ class Frozen(Stacked):
 
     def __init__(self) -> None:
         super().__init__()
-        self.further.requires_grad_(False)
+        self.second_layer.requires_grad_(False)
 
 
 #: The models of the cases that don't use :class:`Routed`.
@@ -107,14 +116,20 @@ def _train(strategy: str | None, case: str, accumulate: int) -> Trained:
     """Train on ranks with their own experts, or in one process on each rank's rows with that rank's experts."""
     loop = Loop(strategy, _decaying, NETS.get(case, Routed)())
     losses = []
-    for index, ((x, y), ways) in enumerate(zip(loop.batches(len(WAYS[case])), WAYS[case], strict=True)):
+    batches = loop.batches(len(CASES[case]))
+    for index, (x, y) in enumerate(batches):
+        experts_by_rank = CASES[case][index]
         is_last = (index + 1) % accumulate == 0
         with loop.unreduced(not is_last):
             if loop.fabric is None:
-                rank_losses = [mse_loss(loop.net(x[rank::2], way), y[rank::2]) for rank, way in enumerate(ways)]
+                rank_losses = []
+                for rank, experts in enumerate(experts_by_rank):
+                    rank_x, rank_y = x[rank::2], y[rank::2]
+                    rank_losses.append(mse_loss(loop.net(rank_x, experts), rank_y))
                 loss = torch.stack(rank_losses).mean()
             else:
-                loss = mse_loss(loop.model(x, ways[loop.fabric.global_rank]), y)
+                experts = experts_by_rank[loop.fabric.global_rank]
+                loss = mse_loss(loop.model(x, experts), y)
             losses.append(loss.detach())
             loop.backward(loss)
         if is_last:
@@ -131,7 +146,7 @@ class BranchesSuite(Clauses):
         [1, pytest.param(2, marks=requires(Capability.GRADIENT_ACCUMULATION))],
         ids=["each step", "accumulated"],
     )
-    @pytest.mark.parametrize("case", WAYS)
+    @pytest.mark.parametrize("case", CASES)
     def test_ranks_use_different_parameters(self, ranks: Ranks, case: str, accumulate: int) -> None:
         """Ranks may use different parameters of a unit: losses and weights must equal the unsharded model's."""
         assert_same(ranks.run(2, _train, self.strategy, case, accumulate), _train(None, case, accumulate))
