@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fsdp_core.checkpoint.format.state_paths import find_part, split_path
 from fsdp_core.checkpoint.loading import load, verify_tensors
-from fsdp_core.checkpoint.storage.folder import Folder
 from fsdp_core.checkpoint.storage.joined import Paths, open_places
+from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.checkpoint.storage.recognition import read_manifest
 from fsdp_core.checkpoint.storage.rereading import begins_anew
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError, MissingKeyError
