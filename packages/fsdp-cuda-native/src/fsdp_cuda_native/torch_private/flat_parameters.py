@@ -646,12 +646,11 @@ def write_back(unit: FullyShardedDataParallel) -> None:
     """Copy to a unit's shard what was assigned as ``parameter.data`` since its last call, as the next call would.
 
     Args:
-        unit: The unit. If it is gathered, its modules must show parameters for anything to be done.
+        unit: The unit. While it is gathered and its modules show views, the optimizer's parameters are pieces still.
     """
     handle = handle_of(unit)
     flat = handle.flat_param
-    is_summoned = handle._training_state == HandleTrainingState.SUMMON_FULL_PARAMS
-    if flat._params is None or is_summoned or not shows_parameters(unit):
+    if flat._params is None or handle._training_state == HandleTrainingState.SUMMON_FULL_PARAMS:
         return
     shard = flat._local_shard
     with without_torch_function(), torch.no_grad():  # they may be guarded
