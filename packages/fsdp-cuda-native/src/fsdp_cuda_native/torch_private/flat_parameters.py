@@ -41,6 +41,7 @@ from fsdp_core.sharding import (
     UnitCalls,
     WrittenValues,
     cast_inputs,
+    count_data_writes,
     outside_of_compilation,
     place_piece,
     times_written,
@@ -672,10 +673,11 @@ def shows_parameters(unit: FullyShardedDataParallel) -> bool:
 
 
 def times_shards_written(unit: FullyShardedDataParallel) -> int:
-    """How often what the optimizer holds of a unit was written to, but for writes through ``.data``."""
+    """How often what the optimizer holds of a unit was written to, also through ``.data`` where that is a piece."""
     flat = handle_of(unit).flat_param
+    params = flat._params or [flat]
     with without_torch_function():
-        return sum(map(times_written, flat._params or [flat]))
+        return sum(map(times_written, params)) + sum(map(count_data_writes, params))
 
 
 def times_each_written(unit: FullyShardedDataParallel) -> list[int]:
