@@ -210,7 +210,7 @@ _ATTRIBUTES: frozenset[Any] = frozenset([_GRAD.__get__, _GRAD.__set__, _DATA.__s
 #: On a piece without elements: whether its parameter has a gradient, of which other ranks hold the pieces.
 _HAS_GRADIENT_ELSEWHERE = "_fsdp_has_gradient_elsewhere"
 
-#: On a piece: what its ``data`` shares memory and the count of writes with, and how often others before it were written.
+#: On a piece: what its ``data`` shares memory and the count of writes with, and the writes to others before it.
 _SHOWN_DATA, _DATA_WRITES = "_fsdp_shown_data", "_fsdp_data_writes"
 
 
@@ -230,7 +230,8 @@ def count_data_writes(piece: Tensor) -> int:
     """How often a piece that was guarded was written to through its ``.data``, which torch does not count."""
     attributes = vars(piece)
     shown: Tensor | None = attributes.get(_SHOWN_DATA)
-    return attributes.get(_DATA_WRITES, 0) + (0 if shown is None else times_written(shown))
+    earlier: int = attributes.get(_DATA_WRITES, 0)
+    return earlier + (0 if shown is None else times_written(shown))
 
 
 def _shown_data(piece: Tensor) -> Tensor:

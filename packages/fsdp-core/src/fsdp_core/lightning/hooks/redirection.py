@@ -419,8 +419,8 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
     is_silent = isinstance(exception, AssertionError) and not str(exception) and _is_of_dtensors(codes[-1])
     if is_in_step and (is_silent or _OF_MIXED_WRITES.search(str(exception))):
         exception.add_note(
-            "fsdp-core: a tensor and a DTensor were mixed in a write: in a step a parameter of no unit is gathered, and "
-            "its gradient is a shard, as of self.parameters() in p.add_(p.grad).\n"
+            "fsdp-core: a tensor and a DTensor were mixed in a write: in a step a parameter of no unit is gathered, "
+            "and its gradient is a shard, as of self.parameters() in p.add_(p.grad).\n"
             "Write to what the optimizer holds, for p in optimizer.param_groups[0]['params'], which are shards too; or "
             "to self.parameters() in on_train_batch_end()."
         )
