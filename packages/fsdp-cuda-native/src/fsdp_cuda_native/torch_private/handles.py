@@ -49,6 +49,12 @@ class _Handle(FlatParamHandle):
     # parameters may be guarded, see fsdp_core's step_gradients: their attributes would go through Python
 
     @outside_of_compilation
+    def pre_unshard(self) -> bool:
+        unguard_parameters([self.flat_param])  # also by summon_full_params(), with use_orig_params=False
+        gathers: bool = super().pre_unshard()
+        return gathers
+
+    @outside_of_compilation
     def _writeback_orig_params(self) -> bool:
         with without_torch_function():
             return False if self._is_in_place() else super()._writeback_orig_params()
