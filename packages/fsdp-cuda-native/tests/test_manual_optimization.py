@@ -211,6 +211,71 @@ def assert_moved_alike(got: list[Trained], want: Trained, tolerance: float = FP3
                 assert step < 0.3 * moved, f"{name} moved otherwise, by {step} of {moved}"
 
 
+# -- writes to what the optimizer holds, between two passes ------------------------------------------------------------
+
+
+class Sharpness(Lit):
+    """Climbs along the gradient, of what has one, and goes back before the step, as published code does it.
+
+    Args:
+        trains_output: Whether the optimizer holds the last layer alone: of some parameters a rank then has no element.
+        in_data: Whether it climbs through ``.data``.
+        assigns: Whether it goes back by an assignment to ``.data``.
+    """
+
+    def __init__(self, trains_output: bool, in_data: bool, assigns: bool) -> None:
+        super().__init__("momentum")
+        self.automatic_optimization = False
+        self.trains_output, self.in_data, self.assigns = trains_output, in_data, assigns
+        torch.manual_seed(5)
+        self.last = nn.Linear(FEATURES, FEATURES)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.take_back(batch)
+        before = {}
+        for parameter in optimizer.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                before[parameter] = parameter.data.clone()
+                with torch.no_grad():
+                    (parameter.data if self.in_data else parameter).add_(parameter.grad, alpha=0.1)
+        optimizer.zero_grad()
+        self.take_back(batch)
+        for parameter, values in before.items():
+            if self.assigns:
+                parameter.data = values
+            else:
+                parameter.data.copy_(values)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.take_back(batch)
+        optimizer.zero_grad()
+
+    def take_back(self, batch: tuple[Tensor, Tensor]) -> None:
+        loss = mse_loss(self.last(self.net(batch[0])), batch[1])
+        self.manual_backward(loss)
+        self.losses.append(loss.detach())
+
+    def configure_optimizers(self) -> Any:
+        trained = self.last if self.trains_output else self
+        return torch.optim.SGD([p for p in trained.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+@pytest.mark.parametrize("options", [{}, SHARD_GRAD_OP, WHOLE], ids=show_parameter)
+@pytest.mark.parametrize(
+    ("trains_output", "in_data", "assigns"),
+    [(False, False, True), (True, False, True), (False, True, False), (True, True, False)],
+    ids=["assigned", "assigned, some ranks have none", "in data", "in data, some ranks have none"],
+)
+def test_writes_between_two_passes(
+    ranks: RankPool, tmp_path: Path, trains_output: bool, in_data: bool, assigns: bool, options: dict[str, Any]
+) -> None:
+    new_module = partial(Sharpness, trains_output, in_data, assigns)
+    want = fit_module(new_module, "auto", str(tmp_path), 1, 2)
+    got = ranks.run(2, fit_module, new_module, "fsdp_native", str(tmp_path), 2, 2, options, {}, True)
+    assert_trained_alike(got, want)
+
+
 # -- a unit that is used more than once --------------------------------------------------------------------------------
 
 

@@ -333,3 +333,31 @@ def test_pruning_is_refused_on_all_ranks(ranks: RankPool) -> None:
         assert goes_on
         for message in told.values():
             assert_says(message, "torch.nn.utils.prune", "before it is sharded", "gathered(module, modifier_rank=0)")
+
+
+class Summing(Lit):
+    """Sums its parameters, after steps, and changes each element by itself."""
+
+    def __init__(self) -> None:
+        super().__init__("sgd")
+        self.requires_grad_(True)
+        self.messages: list[str] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.messages.append(refusal(UnsupportedCapabilityError, lambda: sum(p.sum() for p in self.parameters())))
+        for parameter in self.parameters():
+            parameter.data.mul_(0.9)
+        with torch.no_grad():
+            self.net(torch.ones(1, FEATURES))
+
+
+def summed(tmp: str) -> list[str]:
+    module = Summing()
+    new_trainer(tmp, "fsdp_native", 2, {"use_orig_params": False}).fit(module, loader(2, 2))
+    return module.messages
+
+
+def test_flat_parameters_after_a_step(ranks: RankPool, tmp_path: Path) -> None:
+    for messages in ranks.run(2, summed, str(tmp_path)):
+        assert len(messages) == 2
+        assert_says(messages[-1], "sum of a parameter would see this rank's piece")

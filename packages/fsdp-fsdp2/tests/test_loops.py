@@ -136,3 +136,67 @@ def test_parameters_that_one_rank_adds_are_refused_there(ranks: RankPool) -> Non
     """The others would train without them, or take part in other collectives."""
     added, _ = ranks.run(2, _added_on_one_rank)
     assert_says(added, "a change of the parameters of SGD", "rank 1 did not do", "All ranks must do it")
+
+
+class Reading(ByHand):
+    """Reads the largest weight of a unit, or writes a gradient to what is gathered.
+
+    Args:
+        hook: Where it reads, or the name of what it writes to.
+    """
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.bias, self.scale = nn.Parameter(torch.zeros(FEATURES)), nn.Parameter(torch.ones(1))
+        self.hook = hook
+        self.message = ""
+
+    def call(self, hook: str) -> None:
+        """Read it, in the hook that was chosen."""
+        if hook == self.hook:
+            self.message = refusal(ShardingError, lambda: self.layer[0].weight.max().item())
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Read it before a step, and after its backward pass."""
+        self.call("training_step")
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(mse_loss(self.head(self.layer(batch[0])) * self.scale + self.bias, batch[1]))
+        for name, parameter in self.named_parameters():
+            if name == self.hook:
+                with torch.no_grad():
+                    parameter -= 0.1 * parameter.grad
+        optimizer.step()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Read it."""
+        self.call("on_train_batch_start")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Read it."""
+        self.call("on_train_batch_end")
+
+
+def read(tmp: str, hook: str) -> str:
+    module = Reading(hook)
+    new_trainer(tmp, "fsdp2", 2).fit(module, loader(2, 2))
+    return module.message
+
+
+@pytest.mark.parametrize("hook", ["training_step", "on_train_batch_start", "on_train_batch_end"])
+def test_what_a_rank_computed_of_its_shards_is_not_read(ranks: RankPool, tmp_path: Path, hook: str) -> None:
+    for message in ranks.run(2, read, str(tmp_path), hook):
+        assert_says(message, "this rank computed from its shards alone", "Write float(value.full_tensor())")
+
+
+def notes_of_a_write(tmp: str, name: str) -> str:
+    with pytest.raises((AssertionError, RuntimeError)) as raised:
+        new_trainer(tmp, "fsdp2", 2).fit(Reading(name), loader(2, 2))
+    return "\n".join(raised.value.__notes__)
+
+
+@pytest.mark.parametrize("name", ["bias", "scale"])
+def test_a_gradient_written_to_what_is_gathered_is_explained(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    """torch raises an AssertionError without a word for what has one element."""
+    for notes in ranks.run(2, notes_of_a_write, str(tmp_path), name):
+        assert_says(notes, "were mixed in a write", "optimizer.param_groups[0]['params']")

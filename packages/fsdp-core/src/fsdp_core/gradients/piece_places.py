@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["OF_FIRST", "PieceMixture", "PiecePlace", "common_places", "place_piece", "set_place"]
+__all__ = ["OF_FIRST", "PieceMixture", "PiecePlace", "common_places", "place_of", "place_piece", "set_place"]
 
 
 class PiecePlace(NamedTuple):
@@ -96,7 +96,7 @@ def _common(values: Iterable[Any], pieces: type[Tensor]) -> PiecePlace | None:
     common: PiecePlace | None = None
     for value in values:
         if issubclass(type(value), pieces):
-            place = _place_of(value)
+            place = place_of(value)
             if common is None or common.layout is None:
                 common = place
             elif place.layout is not None and place.layout != common.layout:
@@ -104,7 +104,8 @@ def _common(values: Iterable[Any], pieces: type[Tensor]) -> PiecePlace | None:
     return common
 
 
-def _place_of(piece: Tensor) -> PiecePlace:
+def place_of(piece: Tensor) -> PiecePlace:
+    """Which elements of a parameter ranks hold in a piece."""
     place: PiecePlace | None = vars(piece).get(_PLACE)
     if place is None:  # a gradient, which is placed when something is computed of it: a plain step has no part in it
         entry = _of_gradients.get(id(piece))

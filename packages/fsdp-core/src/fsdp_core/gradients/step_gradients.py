@@ -21,10 +21,20 @@ from fsdp_core.gradients.gathered_values import (
     GatheredParameter,
     GatheredTensor,
 )
-from fsdp_core.gradients.piece_places import OF_FIRST, PieceMixture, common_places, set_place
-from fsdp_core.torch_private.tensors import without_torch_function
+from fsdp_core.gradients.piece_places import OF_FIRST, PieceMixture, common_places, place_of, set_place
+from fsdp_core.torch_private.tensors import times_written, without_torch_function
 
-__all__ = ["StepGradients", "forget_shown", "guard", "guard_parameters", "plain", "unguard", "unguard_parameters"]
+__all__ = [
+    "StepGradients",
+    "count_data_writes",
+    "forget_shown",
+    "guard",
+    "guard_parameters",
+    "plain",
+    "show_gradient_elsewhere",
+    "unguard",
+    "unguard_parameters",
+]
 
 _INSTEAD = (
     "Write self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm='norm') to clip, or under "
@@ -197,6 +207,52 @@ _DATA: Any = Tensor.data
 _ATTRIBUTES: frozenset[Any] = frozenset([_GRAD.__get__, _GRAD.__set__, _DATA.__set__])
 
 
+#: On a piece without elements: whether its parameter has a gradient, of which other ranks hold the pieces.
+_HAS_GRADIENT_ELSEWHERE = "_fsdp_has_gradient_elsewhere"
+
+#: On a piece: what its ``data`` shares memory and the count of writes with, and the writes to others before it.
+_SHOWN_DATA, _DATA_WRITES = "_fsdp_shown_data", "_fsdp_data_writes"
+
+
+def show_gradient_elsewhere(piece: Tensor, has_gradient: bool) -> None:
+    """Let a piece without elements show a gradient without elements, to users, while other ranks show theirs.
+
+    Steps by hand skip parameters that have no gradient: all ranks must then skip, and write to, the same.
+
+    Args:
+        piece: A parameter, of which this rank holds no element.
+        has_gradient: Whether the other ranks' pieces have a gradient.
+    """
+    vars(piece)[_HAS_GRADIENT_ELSEWHERE] = has_gradient
+
+
+def count_data_writes(piece: Tensor) -> int:
+    """How often a piece that was guarded was written to through its ``.data``, which torch does not count."""
+    attributes = vars(piece)
+    shown: Tensor | None = attributes.get(_SHOWN_DATA)
+    earlier: int = attributes.get(_DATA_WRITES, 0)
+    return earlier + (0 if shown is None else times_written(shown))
+
+
+def _shown_data(piece: Tensor) -> Tensor:
+    """What a piece has in its memory, with one count of the writes to all that this returns."""
+    attributes = vars(piece)
+    shown: Tensor | None = attributes.get(_SHOWN_DATA)
+    if shown is None or not shown.is_set_to(piece):
+        attributes[_DATA_WRITES] = count_data_writes(piece)
+        shown = attributes[_SHOWN_DATA] = piece.data
+    return shown.detach()
+
+
+def _shown_gradient(piece: Tensor) -> Tensor | None:
+    gradient = piece.grad
+    if gradient is None and vars(piece).get(_HAS_GRADIENT_ELSEWHERE) and not piece.numel():
+        gradient = torch.empty_like(piece, requires_grad=False)
+        guard([gradient])
+        set_place(gradient, place_of(piece))
+    return gradient
+
+
 _ITEMS = frozenset({"__getitem__", "__setitem__"})
 
 
@@ -287,8 +343,13 @@ class Piece(Tensor):
             targets += _tensors(args[:1]) if is_assignment or writes_to_first(name) else ()
             if any(tensor.shape not in shapes for tensor in [*targets, *(args[1:] if is_assignment else ())]):
                 raise UnsupportedCapabilityError(f"{_IN_WORDS.get(name, name)} {reason}")
-            moves = is_assignment and args[0].data_ptr() != args[1].data_ptr()  # and module.to() of its own device not
-            result = func(*args, **(kwargs or {}))
+            moves = is_assignment and not args[0].is_set_to(args[1])  # and module.to() of its own device does not
+            if func == _GRAD.__get__:
+                return _shown_gradient(args[0])
+            if func == _GRAD.__set__:
+                vars(args[0]).pop(_HAS_GRADIENT_ELSEWHERE, None)
+            is_data = func == _DATA.__get__ and issubclass(cls, ParameterPiece)
+            result = _shown_data(args[0]) if is_data else func(*args, **(kwargs or {}))
             if moves:
                 increment_version(args[0])  # a unit that is still gathered is gathered anew, as after other writes
             if issubclass(cls, ParameterPiece) and func in _ATTRIBUTES:

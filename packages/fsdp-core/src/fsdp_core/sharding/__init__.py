@@ -5,7 +5,13 @@ from fsdp_core.gradients.clipping import clip_grads_by_norm, clip_grads_by_value
 from fsdp_core.gradients.gathered_values import GatheredValue, WrittenValues, forget_writes
 from fsdp_core.gradients.piece_places import PiecePlace, place_piece
 from fsdp_core.gradients.replicated import ReplicatedParameters, stays_whole
-from fsdp_core.gradients.step_gradients import StepGradients, guard_parameters, unguard_parameters
+from fsdp_core.gradients.step_gradients import (
+    StepGradients,
+    count_data_writes,
+    guard_parameters,
+    show_gradient_elsewhere,
+    unguard_parameters,
+)
 from fsdp_core.gradients.step_writes import ComparedShards, GatheredShard, StepWrites
 from fsdp_core.initialization.materialize import materialize, note_initialisers, place
 from fsdp_core.initialization.sharded_init import KeptPart, is_part, kept_as_built, let_go_of
@@ -86,6 +92,7 @@ __all__ = [
     "clip_grads_by_norm",
     "clip_grads_by_value",
     "copy_refusal",
+    "count_data_writes",
     "current_split",
     "describe_policy",
     "forget_writes",
@@ -118,6 +125,7 @@ __all__ = [
     "select_units",
     "sharded_around",
     "sharded_of",
+    "show_gradient_elsewhere",
     "stand_ins_in_place",
     "stays_whole",
     "times_written",

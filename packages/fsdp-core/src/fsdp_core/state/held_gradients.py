@@ -19,6 +19,7 @@ from fsdp_core.state.chunks import Chunk, ChunkedTensor, chunked
 from fsdp_core.state.filling import fill
 from fsdp_core.state.layout import Layout
 from fsdp_core.state.saved_tensor import SavedTensor
+from fsdp_core.torch_private.tensors import without_torch_function
 
 __all__ = [
     "HeldGradients",
@@ -41,7 +42,9 @@ def refuse_half_gradients(module: nn.Module, parameters: Iterable[nn.Parameter],
     Raises:
         ShardingError: There is a gradient.
     """
-    if incomplete or any(parameter.grad is not None for parameter in parameters):
+    with without_torch_function():  # a piece without elements shows users a gradient that it does not have
+        has_gradient = any(parameter.grad is not None for parameter in parameters)
+    if incomplete or has_gradient:
         raise ShardingError(
             f"an exception has interrupted a backward pass of {type(module).__name__}, and some of its gradients may "
             "be incomplete.\n"

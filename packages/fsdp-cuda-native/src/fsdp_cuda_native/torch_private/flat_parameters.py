@@ -41,6 +41,7 @@ from fsdp_core.sharding import (
     UnitCalls,
     WrittenValues,
     cast_inputs,
+    count_data_writes,
     outside_of_compilation,
     place_piece,
     times_written,
@@ -646,12 +647,11 @@ def write_back(unit: FullyShardedDataParallel) -> None:
     """Copy to a unit's shard what was assigned as ``parameter.data`` since its last call, as the next call would.
 
     Args:
-        unit: The unit. If it is gathered, its modules must show parameters for anything to be done.
+        unit: The unit. While it is gathered and its modules show views, the optimizer's parameters are pieces still.
     """
     handle = handle_of(unit)
     flat = handle.flat_param
-    is_summoned = handle._training_state == HandleTrainingState.SUMMON_FULL_PARAMS
-    if flat._params is None or is_summoned or not shows_parameters(unit):
+    if flat._params is None or handle._training_state == HandleTrainingState.SUMMON_FULL_PARAMS:
         return
     shard = flat._local_shard
     with without_torch_function(), torch.no_grad():  # they may be guarded
@@ -673,10 +673,11 @@ def shows_parameters(unit: FullyShardedDataParallel) -> bool:
 
 
 def times_shards_written(unit: FullyShardedDataParallel) -> int:
-    """How often what the optimizer holds of a unit was written to, but for writes through ``.data``."""
+    """How often what the optimizer holds of a unit was written to, also through ``.data`` where that is a piece."""
     flat = handle_of(unit).flat_param
+    params = flat._params or [flat]
     with without_torch_function():
-        return sum(map(times_written, flat._params or [flat]))
+        return sum(map(times_written, params)) + sum(map(count_data_writes, params))
 
 
 def times_each_written(unit: FullyShardedDataParallel) -> list[int]:

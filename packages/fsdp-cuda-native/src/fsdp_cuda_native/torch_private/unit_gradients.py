@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from fsdp_core.sharding import outside_of_compilation, without_torch_function
+from fsdp_core.sharding import outside_of_compilation, show_gradient_elsewhere, without_torch_function
 from fsdp_cuda_native.torch_private.flat_parameters import handle_of
 
 __all__ = [
@@ -70,6 +70,18 @@ class _ShownGradients:
                 handle._use_unsharded_grad_views()  # after module.to(), while they wait for a reduction
             else:
                 self.show()
+        self._show_elsewhere()
+
+    def _show_elsewhere(self) -> None:
+        """Let users see, where this rank holds no element of a parameter, whether other ranks have a gradient of it."""
+        handle: Any = self._handle()
+        flat, has_gradient = handle.flat_param, handle.sharded_grad is not None
+        infos = flat._shard_param_infos
+        if not has_gradient and not any(info.in_shard for info in infos):
+            return  # FSDP1 takes it for forgotten wherever no piece shows one
+        for parameter, info, is_none in zip(flat._params, infos, flat._is_grad_none_mask, strict=True):
+            if not info.in_shard:
+                show_gradient_elsewhere(parameter, has_gradient and parameter.requires_grad and not is_none)
 
     def show(self) -> None:
         """Show gradients, as FSDP1 does when nothing waits for a reduction."""

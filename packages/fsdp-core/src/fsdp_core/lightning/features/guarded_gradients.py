@@ -61,11 +61,16 @@ class GuardedGradients:
         unguard(self._gradients())
         refuse_values_of_parts(False)
 
-    def guard_parameters(self) -> None:
-        """Refuse those on parameters from now on: they are shards, or user code sees those of units as such."""
+    def guard_parameters(self, *, between_steps: bool = False) -> None:
+        """Refuse those on parameters from now on: they are shards, or user code sees those of units as such.
+
+        Args:
+            between_steps: Whether hooks come next. Otherwise a library is about to gather from flat parameters.
+        """
         self._find_pieces()
-        unguard_parameters(self._held_flat())  # a library is about to gather from them
         guard_parameters(self._pieces())
+        (guard_parameters if between_steps else unguard_parameters)(self._held_flat())
+        refuse_values_of_parts(True)
 
     def add(self, root: Sharded) -> None:
         """Refuse them for another root too, from now on: it was sharded, and perhaps no optimizer trains it."""

@@ -85,7 +85,7 @@ class StepMethods:
                 self._writes = None
             self.gradients.off()
             if not self._is_automatic:
-                self.gradients.guard_parameters()  # hooks come next
+                self.gradients.guard_parameters(between_steps=True)
 
     def evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a step method that does not train, though it may adapt."""
@@ -104,7 +104,7 @@ class StepMethods:
         strategy = self._strategy
         assert strategy.model is not None and strategy.lightning_module is not None
         self._has_run = True
-        refuse_values_of_parts(False)
+        refuse_values_of_parts(True)
         check_not_gathered(strategy.model, f"a {name}")
 
         def step() -> Any:
@@ -166,7 +166,7 @@ class StepMethods:
             resume.on_step(optimizer)
             unreduced.clear()
             sharded.reshard()
-            self.gradients.guard_parameters()
+            self.gradients.guard_parameters(between_steps=True)
             return output
 
         def closure_inside_forward() -> Any:

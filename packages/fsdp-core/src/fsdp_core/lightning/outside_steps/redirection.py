@@ -242,8 +242,12 @@ _OF_SHARDS = re.compile(
     "mixed torch.Tensor and DTensor|Contracting dimension sizes|must be a matrix|must be 2-D|size mismatch"
     "|same shape as normalized_shape|must match the size of tensor|inconsistent tensor size"
     "|out of bounds for dimension with size 0|setStorage"
+    "|does not have a sharding strategy registered|Cannot flatten unevenly sharded"
 )
 
+
+#: Torch's error when one of a tensor and a DTensor is written to with the other.
+_OF_MIXED_WRITES = re.compile(r"aten\.\w*[a-z]_\.\w+ got mixed torch.Tensor and DTensor")
 
 #: Where DTensors compute.
 _DTENSORS = Path(torch.distributed.tensor.__file__).parent
@@ -410,9 +414,20 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
             "in a method that model.mark_forward_method() names."
         )
         return
+    is_in_step = is_inside or any(code is call_inside_forward.__code__ for code in codes)
+    # of what has one element torch raises an AssertionError without a word
+    is_silent = isinstance(exception, AssertionError) and not str(exception) and _is_of_dtensors(codes[-1])
+    if is_in_step and (is_silent or _OF_MIXED_WRITES.search(str(exception))):
+        exception.add_note(
+            "fsdp-core: a tensor and a DTensor were mixed in a write: in a step a parameter of no unit is gathered, "
+            "and its gradient is a shard, as of self.parameters() in p.add_(p.grad).\n"
+            "Write to what the optimizer holds, for p in optimizer.param_groups[0]['params'], which are shards too; or "
+            "to self.parameters() in on_train_batch_end()."
+        )
+        return
     if not _OF_SHARDS.search(str(exception)) or any(code.co_name == "_engine_run_backward" for code in codes[-1:]):
         return  # in a backward pass it is about what has happened before
-    if is_inside or any(code is call_inside_forward.__code__ for code in codes):
+    if is_in_step:
         exception.add_note(
             "fsdp-core: this may be about a layer or a parameter inside a unit, such as self.blocks[0].norm, that is "
             "used from outside of the unit: there it is a shard.\n"
@@ -434,6 +449,10 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
         "Call the model, or a part of it that is not a layer inside a unit, which gathers what it needs; or write, on "
         "all ranks,\n    with fsdp_core.gathered(module):\nin which it has full parameters."
     )
+
+
+def _is_of_dtensors(code: CodeType) -> bool:
+    return Path(code.co_filename).is_relative_to(_DTENSORS)
 
 
 def _listed(names: list[str]) -> str:
