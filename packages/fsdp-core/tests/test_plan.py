@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +112,39 @@ def test_a_refusal_is_planned_and_raised_by_the_set_up(asked: str) -> None:
     with pytest.raises(ShardingError, match="matches nothing"):
         backend.shard(net, made)
     assert sharded_of(net) is None
+
+
+class Unnamed(nn.Linear):
+    def named_parameters(self, *args: Any, **options: Any) -> Any:
+        raise RuntimeError(f"no names of {object()}")
+
+
+def new_spoiled() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    del layer.in_features  # which its extra_repr() shows
+    return nn.Sequential(layer)
+
+
+@pytest.mark.parametrize("build", [lambda: Unnamed(2, 2), new_spoiled])
+def test_a_module_that_cannot_be_described_is_refused(build: Callable[[], nn.Module]) -> None:
+    """An error that was raised while one rank plans would leave the others waiting."""
+    kept = [build(), build()]
+    first, second = (plan(module) for module in kept)
+    assert isinstance(first.refusal, RuntimeError | AttributeError)
+    assert first.describe() == second.describe(), "the message has an address"
+
+
+def test_collections_of_parameters_are_described_without_their_device() -> None:
+    """Ranks differ in it: rank 0 may have loaded the weights, and each has a GPU of its own."""
+
+    def build() -> nn.Module:
+        listed = nn.ParameterList([nn.Parameter(torch.ones(2))])
+        return nn.ModuleDict({"listed": listed, "named": nn.ParameterDict({"scale": nn.Parameter(torch.ones(3))})})
+
+    with torch.device("meta"):
+        on_meta = plan(build())
+    assert on_meta == plan(build())
+    assert list(on_meta.parameters) == ["listed.0", "named.scale"]
 
 
 def test_a_lazy_module_is_planned_to_be_refused() -> None:

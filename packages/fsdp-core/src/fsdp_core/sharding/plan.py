@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
 from fsdp_core.initialization.sharded_init import is_part
-from fsdp_core.sharding.rank_agreement import described
+from fsdp_core.sharding.rank_agreement import described, described_error
 from fsdp_core.state.fqn import clean_name
 
 __all__ = ["ParameterPlan", "ShardingPlan", "UnitModules", "modules_by_unit", "plan_module"]
@@ -165,7 +165,7 @@ class ShardingPlan:
         facts = {f"parameter {name!r}": str(parameter) for name, parameter in self.parameters.items()}
         facts |= {f"buffer {name!r}": buffer for name, buffer in self.buffers.items()}
         facts |= {f"layer {name!r}" if name else "class of the module": layer for name, layer in self.layers.items()}
-        facts["state"] = "not sharded yet" if self.refusal is None else f"{type(self.refusal).__name__}: {self.refusal}"
+        facts["state"] = "not sharded yet" if self.refusal is None else described_error(self.refusal)
         facts["units of sharding"] = ", ".join(map(clean_name, self.units)) or "the whole alone"
         for topic, by_name in self.details.items():
             facts |= {f"{topic} of {name or 'the root'!r}": described(value) for name, value in by_name.items()}
@@ -218,24 +218,25 @@ def plan_module(
         details: Returns what else is decided for the module and its units.
         local_numels: Returns how many elements this rank will keep of each parameter that a unit shards.
     """
-    plan = ShardingPlan(
-        class_name=type(module).__name__,
-        parameters=_plan_parameters(module),
-        buffers={name: _describe_tensor(buffer) for name, buffer in module.named_buffers()},
-        layers={name: _describe_layer(submodule) for name, submodule in module.named_modules()},
-        config=config,
-    )
-    try:
+    plan = ShardingPlan(class_name=type(module).__name__, config=config)
+    try:  # what follows calls code of the user's, on which ranks may differ
+        plan = replace(
+            plan,
+            parameters=_plan_parameters(module),
+            buffers={name: _describe_tensor(buffer) for name, buffer in module.named_buffers()},
+            layers={name: _describe_layer(submodule) for name, submodule in module.named_modules()},
+        )
         check(module)
         chosen = list(units(module))
         kept_whole = {id(parameter) for parameter in replicated(module)}
         decided = details(module, chosen)
         parameters = _plan_units(module, plan.parameters, chosen, kept_whole)
         parameters |= _plan_sizes(parameters, local_numels)
-    except Exception as refusal:  # of a function that the user gave, too: ranks compare it, and each raises its own
+        names = {submodule: name for name, submodule in module.named_modules()}
+        unit_names = tuple(names[unit] for unit in chosen)
+    except Exception as refusal:  # ranks compare it, and each raises its own
         return replace(plan, refusal=refusal)
-    names = {submodule: name for name, submodule in module.named_modules()}
-    return replace(plan, parameters=parameters, units=tuple(names[unit] for unit in chosen), details=decided)
+    return replace(plan, parameters=parameters, units=unit_names, details=decided)
 
 
 def _plan_units(
@@ -307,5 +308,7 @@ def _describe_layer(module: nn.Module) -> str:
     """A layer's class, and what torch's own layers show of their settings."""
     # what fully_shard has made of a class has another name, until a module of it was set up in this process
     layer_class = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
-    settings = module.extra_repr() if layer_class.__module__.startswith("torch.nn.modules.") else ""
+    shows_devices = isinstance(module, nn.ParameterList | nn.ParameterDict)  # of parameters, described by themselves
+    is_torch_layer = layer_class.__module__.startswith("torch.nn.modules.") and not shows_devices
+    settings = module.extra_repr() if is_torch_layer else ""
     return f"{layer_class.__qualname__}({settings})" if settings else layer_class.__qualname__
