@@ -17,7 +17,7 @@ from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.plan import ParameterPlan, ShardingPlan, plan_module
 from fsdp_core.sharding.sharded import sharded_of
-from fsdp_core.sharding.wrap_policy import select_units
+from fsdp_core.sharding.wrap_policy import checkpoint_activations, select_recomputed, select_units
 from fsdp_core.testing.loopback.backend import LoopbackBackend
 
 
@@ -94,11 +94,27 @@ def test_units_own_what_no_unit_in_them_has() -> None:
     assert root.replicated() == {net.scale}
 
 
+def test_what_recomputes_is_chosen_once_and_compared() -> None:
+    """A policy may answer otherwise when it is asked again, or on another rank, whose gathering would not match."""
+    answers = iter([False, False, False, False, True, False, False, True, False])
+    net = Net()
+    made = plan_module(
+        net,
+        {},
+        units=lambda module: [],
+        recomputed=lambda module: select_recomputed(module, lambda submodule: next(answers)),
+    )
+    assert made.recomputed == ("blocks.0.linear", "blocks.1.linear")
+    assert made.describe()["recomputed activations"] == "blocks.0.linear, blocks.1.linear"
+    assert checkpoint_activations(net, made) == 2
+    assert next(answers, None) is None
+
+
 def refuse(*_: object) -> None:
     raise ShardingError("matches nothing")
 
 
-@pytest.mark.parametrize("asked", ["check", "units", "replicated", "details", "local_numels"])
+@pytest.mark.parametrize("asked", ["check", "units", "replicated", "recomputed", "details", "local_numels"])
 def test_a_refusal_is_planned_and_raised_by_the_set_up(asked: str) -> None:
     made = plan_module(Net(), {"backend": "Mine"}, **{"units": lambda module: [], asked: refuse})  # type: ignore[arg-type]
     facts = made.describe()

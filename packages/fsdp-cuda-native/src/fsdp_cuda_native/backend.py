@@ -32,6 +32,7 @@ from fsdp_core.sharding import (
     parameter_orders,
     place,
     put_in_place,
+    select_recomputed,
     select_units,
     stays_whole,
 )
@@ -114,6 +115,9 @@ class NativeBackend(Backend):
             if owner in ignored or stays_whole(owner, parameter, compute)
         ]
 
+    def recomputed(self, module: nn.Module) -> list[nn.Module]:
+        return select_recomputed(module, self.options.checkpointing_policy)
+
     def details(self, module: nn.Module, units: Sequence[nn.Module]) -> dict[str, dict[str, Any]]:
         replicated = self.replicated(module)
         for unit, unit_modules in modules_by_unit(units, module):
@@ -137,7 +141,7 @@ class NativeBackend(Backend):
         ]
 
     def shard_module(self, module: nn.Module, plan: ShardingPlan) -> NativeSharded:
-        checkpoint_activations(module, self.options.checkpointing_policy)
+        checkpoint_activations(module, plan)
         orders = parameter_orders(module.modules())
         replicated: list[nn.Parameter] = []
         root: FullyShardedDataParallel | None = None

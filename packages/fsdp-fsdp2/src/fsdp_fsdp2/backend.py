@@ -199,6 +199,9 @@ class FSDP2Backend(Backend):
             if stays_whole(owner, parameter, compute)
         ]
 
+    def recomputed(self, module: nn.Module) -> Sequence[nn.Module]:
+        return () if self.options.parallelize_fn is not None else super().recomputed(module)
+
     def details(self, module: nn.Module, units: Sequence[nn.Module]) -> dict[str, dict[str, Any]]:
         """The style of each layer that tensor-parallel ranks divide, and which units reshard after their forward."""
         for unit in (*units, module):
@@ -300,7 +303,7 @@ class FSDP2Backend(Backend):
         units = plan.split_by_unit(module)
         unit_modules = [unit.module for unit in units[:-1]]
         if not is_by_function:
-            self._wrap_forward(module, unit_modules)
+            self._wrap_forward(module, plan, unit_modules)
         for unit in units:
             if by_user:
                 place_sharded(unit.own, module, self.runtime, on_host)
@@ -353,11 +356,9 @@ class FSDP2Backend(Backend):
             ignored_params=unsharded or None,
         )
 
-    def _wrap_forward(self, module: nn.Module, units: Sequence[nn.Module]) -> None:
+    def _wrap_forward(self, module: nn.Module, plan: ShardingPlan, units: Sequence[nn.Module]) -> None:
         """Set up what begins when a unit is called: activation checkpointing, compilation, offload."""
-        checkpoint_activations(
-            module, self.options.activation_checkpointing_policy, recompute_all_but(self.options.saved_ops)
-        )
+        checkpoint_activations(module, plan, recompute_all_but(self.options.saved_ops))
         compile_units(module, units, self.options.compiler_keywords, self.options.activation_memory_budget)
         if self.options.activation_offload:
             offload_activations(offloaded(module, units), pin_memory=self.runtime.device.type == "cuda")

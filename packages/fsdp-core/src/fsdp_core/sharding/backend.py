@@ -25,6 +25,7 @@ from fsdp_core.sharding.replaced_parameters import mark_replaced
 from fsdp_core.sharding.sequence import SequenceSplit, use_split
 from fsdp_core.sharding.shardable import check_shardable
 from fsdp_core.sharding.sharded import Sharded, keep, sharded_of
+from fsdp_core.sharding.wrap_policy import select_recomputed
 from fsdp_core.state.fqn import named_parameters
 from fsdp_core.state.full_tensor import whole
 from fsdp_core.state.layout import Layout
@@ -157,6 +158,7 @@ class Backend(ABC):
             check=self.check_shardable,
             units=self.units,
             replicated=self.replicated,
+            recomputed=self.recomputed,
             details=self.details,
             local_numels=self.local_numels,
         )
@@ -176,6 +178,14 @@ class Backend(ABC):
     def replicated(self, module: nn.Module) -> Collection[Tensor]:
         """The parameters of which every rank keeps all, although the others are sharded."""
         return ()
+
+    def recomputed(self, module: nn.Module) -> Sequence[nn.Module]:
+        """The submodules that recompute their activations in the backward pass, as the option says.
+
+        :meth:`shard_module` passes the plan to :func:`~fsdp_core.sharding.checkpoint_activations`.
+        """
+        # no field of all options: a backend that has it names it so, for its capability
+        return select_recomputed(module, getattr(self.options, "activation_checkpointing_policy", None))
 
     def details(self, module: nn.Module, units: Sequence[nn.Module]) -> Mapping[str, Mapping[str, Any]]:
         """What else the backend decides about a module, by topic and then by the name of a module.

@@ -70,6 +70,7 @@ class ShardingPlan:
         layers: The classes of the modules by name, and the settings of those in ``torch.nn``, such as the p of a
             Dropout.
         units: The names of the FSDP units, innermost first, without the root, as in ``named_modules()``.
+        recomputed: The names of the modules that recompute their activations in the backward pass.
         details: What else the backend has decided, by topic and then by the name of a module.
         config: The settings that the sharded module can't change any more, by name.
         refusal: Why the module can't be sharded. What else would be decided is not known then.
@@ -91,6 +92,7 @@ class ShardingPlan:
     buffers: Mapping[str, str] = field(default_factory=dict)
     layers: Mapping[str, str] = field(default_factory=dict)
     units: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
     details: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     refusal: Exception | None = field(default=None, compare=False)
@@ -167,6 +169,8 @@ class ShardingPlan:
         facts |= {f"layer {name!r}" if name else "class of the module": layer for name, layer in self.layers.items()}
         facts["state"] = "not sharded yet" if self.refusal is None else described_error(self.refusal)
         facts["units of sharding"] = ", ".join(map(clean_name, self.units)) or "the whole alone"
+        if self.recomputed:
+            facts["recomputed activations"] = ", ".join(map(clean_name, self.recomputed))
         for topic, by_name in self.details.items():
             facts |= {f"{topic} of {name or 'the root'!r}": described(value) for name, value in by_name.items()}
         return facts
@@ -203,6 +207,7 @@ def plan_module(
     check: Callable[[nn.Module], object] = lambda module: None,
     units: Callable[[nn.Module], Sequence[nn.Module]],
     replicated: Callable[[nn.Module], Collection[Tensor]] = lambda module: (),
+    recomputed: Callable[[nn.Module], Sequence[nn.Module]] = lambda module: (),
     details: Callable[[nn.Module, Sequence[nn.Module]], Mapping[str, Mapping[str, Any]]] = lambda module, units: {},
     local_numels: Callable[[Sequence[ParameterPlan]], Sequence[int] | None] = lambda parameters: None,
 ) -> ShardingPlan:
@@ -215,6 +220,7 @@ def plan_module(
             the plan's :attr:`~ShardingPlan.refusal`.
         units: Returns the submodules that become FSDP units, innermost first.
         replicated: Returns the parameters of which every rank keeps all.
+        recomputed: Returns the submodules that recompute their activations.
         details: Returns what else is decided for the module and its units.
         local_numels: Returns how many elements this rank will keep of each parameter that a unit shards.
     """
@@ -234,9 +240,10 @@ def plan_module(
         parameters |= _plan_sizes(parameters, local_numels)
         names = {submodule: name for name, submodule in module.named_modules()}
         unit_names = tuple(names[unit] for unit in chosen)
+        recomputed_names = tuple(names[submodule] for submodule in recomputed(module))
     except Exception as refusal:  # ranks compare it, and each raises its own
         return replace(plan, refusal=refusal)
-    return replace(plan, parameters=parameters, units=unit_names, details=decided)
+    return replace(plan, parameters=parameters, units=unit_names, recomputed=recomputed_names, details=decided)
 
 
 def _plan_units(
