@@ -42,7 +42,7 @@ from fsdp_core.sharding import (
     sharded_of,
     stays_whole,
 )
-from fsdp_core.state import give_back
+from fsdp_core.state import clean_name, give_back
 from fsdp_fsdp2.computation.activations import offloaded
 from fsdp_fsdp2.computation.compilation import compile_units
 from fsdp_fsdp2.computation.float8 import check_float8, compute_in_float8
@@ -156,6 +156,13 @@ class FSDP2Backend(Backend):
 
     # -- planning --------------------------------------------------------------------------------------------------
 
+    def plan(self, module: nn.Module) -> ShardingPlan:
+        plan = super().plan(module)
+        if not was_begun(module):
+            return plan
+        parameters = {name: replace(p, local_numel=None) for name, p in plan.parameters.items()}
+        return replace(plan, parameters=parameters)  # along which axis the user has sharded them is not asked
+
     def check_shardable(self, module: nn.Module) -> None:
         super().check_shardable(module)
         if was_begun(module):
@@ -204,7 +211,7 @@ class FSDP2Backend(Backend):
         return () if self.options.parallelize_fn is not None else super().recomputed(module)
 
     def details(self, module: nn.Module, units: Sequence[nn.Module]) -> dict[str, dict[str, Any]]:
-        """The style of each layer that tensor-parallel ranks divide, and which units reshard after their forward."""
+        """Styles of layers that tensor-parallel ranks divide, units that reshard, and what the user has sharded how."""
         is_by_function = self.options.parallelize_fn is not None
         replicated = self.replicated(module)
         for unit, unit_modules in modules_by_unit(units, module):
@@ -219,6 +226,11 @@ class FSDP2Backend(Backend):
         return {
             _STYLE: {} if is_by_function else self._styles(module),
             _RESHARDING: {names[unit]: value for unit, value in resharding.items()},
+            _PLACEMENTS: {
+                clean_name(name): f"{parameter.placements} of {tuple(parameter.device_mesh.shape)}"
+                for name, parameter in module.named_parameters()
+                if isinstance(parameter, DTensor)
+            },
         }
 
     def local_numels(self, parameters: Sequence[ParameterPlan]) -> list[int] | None:
@@ -388,8 +400,9 @@ class FSDP2Backend(Backend):
 _BESIDE = ("activation_checkpointing_policy", "activation_checkpointing_saves")
 
 
-#: What is decided beside units, as in the plan: the style of divided layers, and which units reshard.
-_STYLE, _RESHARDING = "tensor-parallel style", "resharding"
+#: What is decided beside units, as in the plan: the style of divided layers, which units reshard, and how the user has
+#: sharded parameters over which shape of mesh.
+_STYLE, _RESHARDING, _PLACEMENTS = "tensor-parallel style", "resharding", "placement"
 
 
 def _check_sharded_by_user(module: nn.Module) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary, ref
 
@@ -21,6 +23,7 @@ from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.optimizers.rebinding import rebind_optimizer
 from fsdp_core.sharding.options import ShardingOptions
 from fsdp_core.sharding.plan import ParameterPlan, ShardingPlan, plan_module
+from fsdp_core.sharding.rank_agreement import check_same
 from fsdp_core.sharding.replaced_parameters import mark_replaced
 from fsdp_core.sharding.sequence import SequenceSplit, use_split
 from fsdp_core.sharding.shardable import check_shardable
@@ -31,6 +34,8 @@ from fsdp_core.state.full_tensor import whole
 from fsdp_core.state.layout import Layout
 
 __all__ = ["Backend", "sharding_config_of"]
+
+log = logging.getLogger(__name__)
 
 
 class Backend(ABC):
@@ -241,9 +246,7 @@ class Backend(ABC):
         note_initialisers(module)
         # weak references, so that each parameter is freed as soon as sharding has replaced it
         before = [(name, ref(parameter)) for name, parameter in named_parameters(module)]
-        plan = self.prepare(module, plan)
-        if plan.refusal is not None:
-            raise plan.refusal
+        plan = self._prepare_alike(module, plan)
         before += [(name, ref(parameter)) for name, parameter in named_parameters(module)]
         user_modules = WeakValueDictionary(module.named_modules())
         sharded = self.shard_module(module, plan)
@@ -255,8 +258,25 @@ class Backend(ABC):
         keep(sharded)
         return sharded
 
+    def _prepare_alike(self, module: nn.Module, plan: ShardingPlan) -> ShardingPlan:
+        """Call :meth:`prepare`, and raise on all ranks if it refuses the module on one, or ranks differ after it."""
+        if type(self).prepare is Backend.prepare:
+            return plan
+        try:
+            prepared = self.prepare(module, plan)
+        except Exception as error:
+            # now: where other ranks wait for this one in a collective of the user's, they never come to compare
+            log.error("rank %d can't prepare %s", self.runtime.rank, plan.class_name, exc_info=error)
+            prepared = replace(plan, refusal=error)
+        check_same(self.runtime, plan.class_name, prepared.describe())
+        if prepared.refusal is not None:
+            raise prepared.refusal
+        return prepared
+
     def prepare(self, module: nn.Module, plan: ShardingPlan) -> ShardingPlan:
         """Do what changes a module before it is sharded, such as running the user's own function over it.
+
+        Ranks compare what an override returns, and what it raises is raised on all of them.
 
         Args:
             module: The module.
