@@ -171,6 +171,63 @@ def test_a_lazy_module_is_planned_to_be_refused() -> None:
     assert made.describe()["class of the module"] == "LazyLinear(in_features=0, out_features=2, bias=True)"
 
 
+def freeze(net: Any) -> None:
+    net.head.weight.requires_grad_(False)
+
+
+def add_layer(net: Any) -> None:
+    net.dropout = nn.Dropout()
+
+
+def resize(net: Any) -> None:
+    net.scale = nn.Parameter(torch.ones(3))
+
+
+def tie(net: Any) -> None:
+    net.blocks[1].linear.weight = net.blocks[0].linear.weight
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (freeze, "'embedding.weight' was (6, 4) in torch.float32, trained, and is (6, 4) in torch.float32, frozen"),
+        (add_layer, "layer 'dropout' was not there, and is Dropout(p=0.5, inplace=False)"),
+        (resize, "parameter 'scale' was ()"),
+        (tie, "'blocks.1.linear.weight' was (4, 4) in torch.float32, trained, and is tied to 'blocks.0.linear.weight'"),
+        (nn.Module.double, "parameter 'scale' was () in torch.float32, frozen, and is () in torch.float64, frozen"),
+    ],
+)
+def test_a_module_that_was_changed_after_its_plan_is_refused(change: Callable[[nn.Module], Any], part: str) -> None:
+    net, backend = Net(), LoopbackBackend()
+    backend.bind(ProcessGroupRuntime(), ShardPrecision())
+    made = backend.plan(net)
+    change(net)
+    with pytest.raises(ShardingError, match="Net is not as it was planned: its ") as refused:
+        backend.shard(net, made)
+    assert part in str(refused.value)
+    assert sharded_of(net) is None
+
+
+def test_a_plan_is_not_for_other_settings_or_modules() -> None:
+    backend, net = LoopbackBackend(), Net()
+    backend.bind(ProcessGroupRuntime(), ShardPrecision())
+    made = backend.plan(net)
+    with pytest.raises(ShardingError, match="Block is not as it was planned: its parameter"):
+        backend.shard(Block(), made)
+    backend.bind(ProcessGroupRuntime(), ShardPrecision(name="bf16-true", storage=torch.bfloat16))
+    with pytest.raises(ShardingError, match="setting 'precision' was"):
+        backend.shard(net, made)
+
+
+def test_a_sharded_module_is_not_planned_again() -> None:
+    backend, net = LoopbackBackend(), Net()
+    backend.bind(ProcessGroupRuntime(), ShardPrecision())
+    sharded = backend.shard(net)
+    made = backend.plan(net)
+    assert "Net is sharded already" in str(made.refusal)
+    assert backend.shard(net, made) is sharded
+
+
 def test_to_plan_changes_nothing() -> None:
     net, backend = Net(), LoopbackBackend()
     backend.bind(ProcessGroupRuntime(), ShardPrecision())

@@ -136,7 +136,7 @@ class NativeBackend(Backend):
         return {_UNIT_OPTIONS: {name: options for name, options in by_name.items() if options}}
 
     def local_numels(self, parameters: Sequence[ParameterPlan]) -> list[int] | None:
-        """Of a unit's parameters one after the other, with ``use_orig_params`` each aligned to 16 bytes when gathered."""
+        """Of a unit's parameters one after the other, gathered ones aligned to 16 bytes with ``use_orig_params``."""
         if not self.shards:
             return [parameter.numel for parameter in parameters]
         if self.options.strategy in HYBRID or self.options.process_group is not None:

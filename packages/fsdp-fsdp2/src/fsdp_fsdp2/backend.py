@@ -430,7 +430,7 @@ def _check_bases(cls: type[nn.Module]) -> None:
 
 
 class _Unnoticed(FSDPModule):
-    """Lays out memory as ``FSDPModule``; a user's class doesn't notice a subclass with it, nor the end of an instance."""
+    """Lays out memory as ``FSDPModule``; a user's class notices no subclass with it, nor the end of an instance."""
 
     def __init_subclass__(cls) -> None:
         pass

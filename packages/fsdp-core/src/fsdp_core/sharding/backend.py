@@ -22,7 +22,7 @@ from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.mixed_precision import ShardPrecision
 from fsdp_core.sharding.optimizers.rebinding import rebind_optimizer
 from fsdp_core.sharding.options import ShardingOptions
-from fsdp_core.sharding.plan import ParameterPlan, ShardingPlan, plan_module
+from fsdp_core.sharding.plan import ParameterPlan, ShardingPlan, check_unchanged, plan_module
 from fsdp_core.sharding.rank_agreement import check_same
 from fsdp_core.sharding.replaced_parameters import mark_replaced
 from fsdp_core.sharding.sequence import SequenceSplit, use_split
@@ -157,9 +157,17 @@ class Backend(ABC):
             The plan. Why the module can't be sharded is its :attr:`~ShardingPlan.refusal`, so that ranks can compare
             that too: a rank that raised here would leave the others waiting.
         """
+        config = sharding_config_of(self)
+        if sharded_of(module) is not None:
+            name = type(module).__name__
+            why = ShardingError(
+                f"{name} is sharded already, so there is nothing to plan.\n"
+                "Read fsdp_core.sharding.sharded_of(module).plan; or call shard(module), which reuses it."
+            )
+            return ShardingPlan(class_name=name, config=config, refusal=why)
         return plan_module(
             module,
-            sharding_config_of(self),
+            config,
             check=self.check_shardable,
             units=self.units,
             replicated=self.replicated,
@@ -224,17 +232,23 @@ class Backend(ABC):
 
         Args:
             module: The user's module, unsharded on every rank; or one that is sharded already, or its root.
-            plan: What :meth:`plan` has returned for it; ``None`` to make it here, where ranks don't compare it.
+            plan: What :meth:`plan` has returned for it, since when it has not changed; ``None`` to make it here, where
+                ranks don't compare it.
 
         Returns:
             The module's :class:`~fsdp_core.Sharded`; its ``root`` is the module to call.
 
         Raises:
-            ShardingError: The module can't be sharded as requested, or was sharded with other settings.
+            ShardingError: The module can't be sharded as requested, is not as planned, or was sharded with other
+                settings.
         """
         sharded = sharded_of(module)
         if sharded is None:
-            sharded = self._shard_as_planned(module, self.plan(module) if plan is None else plan)
+            if plan is None:
+                plan = self.plan(module)
+            elif plan.refusal is None:
+                check_unchanged(module, plan, sharding_config_of(self))
+            sharded = self._shard_as_planned(module, plan)
         else:
             self._check_config(sharded)
         sharded.backend = self

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
+from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.sharded_init import is_part
 from fsdp_core.sharding.rank_agreement import described, described_error
 from fsdp_core.state.fqn import clean_name
 
-__all__ = ["ParameterPlan", "ShardingPlan", "UnitModules", "modules_by_unit", "plan_module"]
+__all__ = ["ParameterPlan", "ShardingPlan", "UnitModules", "check_unchanged", "modules_by_unit", "plan_module"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,12 +227,7 @@ def plan_module(
     """
     plan = ShardingPlan(class_name=type(module).__name__, config=config)
     try:  # what follows calls code of the user's, on which ranks may differ
-        plan = replace(
-            plan,
-            parameters=_plan_parameters(module),
-            buffers={name: _describe_tensor(buffer) for name, buffer in module.named_buffers()},
-            layers={name: _describe_layer(submodule) for name, submodule in module.named_modules()},
-        )
+        plan = replace(_plan_undecided(module), config=config)
         check(module)
         chosen = list(units(module))
         kept_whole = {id(parameter) for parameter in replicated(module)}
@@ -244,6 +240,41 @@ def plan_module(
     except Exception as refusal:  # ranks compare it, and each raises its own
         return replace(plan, refusal=refusal)
     return replace(plan, parameters=parameters, units=unit_names, recomputed=recomputed_names, details=decided)
+
+
+def check_unchanged(module: nn.Module, plan: ShardingPlan, config: Mapping[str, Any]) -> None:
+    """Refuse a module that is not, or no longer, as it was planned.
+
+    Args:
+        module: The module that is about to be sharded.
+        plan: Its plan.
+        config: The settings that it is sharded with.
+
+    Raises:
+        ShardingError: Its parameters, buffers or layers are others, or the settings are.
+    """
+    undecided = {name: replace(p, unit="", is_replicated=False) for name, p in plan.parameters.items()}
+    planned = replace(plan, parameters=undecided, units=(), recomputed=(), details={}).describe()
+    found = _plan_undecided(module).describe()
+    planned |= {f"setting {name!r}": repr(value) for name, value in plan.config.items() if value != config.get(name)}
+    found |= {f"setting {name!r}": repr(value) for name, value in config.items() if value != plan.config.get(name)}
+    for topic in (*planned, *found):
+        if planned.get(topic) != found.get(topic):
+            raise ShardingError(
+                f"{type(module).__name__} is not as it was planned: its {topic} was {planned.get(topic, 'not there')}, "
+                f"and is {found.get(topic, 'not there')}.\n"
+                "Call plan() with this module after its last change, or call shard(module) alone, which plans it."
+            )
+
+
+def _plan_undecided(module: nn.Module) -> ShardingPlan:
+    """What there is in a module, before anything is decided."""
+    return ShardingPlan(
+        class_name=type(module).__name__,
+        parameters=_plan_parameters(module),
+        buffers={name: _describe_tensor(buffer) for name, buffer in module.named_buffers()},
+        layers={name: _describe_layer(submodule) for name, submodule in module.named_modules()},
+    )
 
 
 def _plan_units(
