@@ -163,6 +163,30 @@ def test_collections_of_parameters_are_described_without_their_device() -> None:
     assert list(on_meta.parameters) == ["listed.0", "named.scale"]
 
 
+class PartlyNamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def named_parameters(self, *args: Any, **options: Any) -> Any:
+        return ((name, p) for name, p in super().named_parameters(*args, **options) if name.startswith("adapter"))
+
+
+@pytest.mark.parametrize(
+    ("build", "part"),
+    [
+        (PartlyNamed, "'base.weight' is not among the named_parameters() of PartlyNamed"),
+        (lambda: nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))), "'0' of Sequential is a TopLevel"),
+    ],
+)
+def test_parameters_that_cannot_be_replaced_are_planned_to_be_refused(
+    build: Callable[[], nn.Module], part: str
+) -> None:
+    backend = LoopbackBackend()
+    backend.bind(ProcessGroupRuntime(), ShardPrecision())
+    assert part in str(backend.plan(build()).refusal)
+
+
 def test_a_lazy_module_is_planned_to_be_refused() -> None:
     backend = LoopbackBackend()
     backend.bind(ProcessGroupRuntime(), ShardPrecision())

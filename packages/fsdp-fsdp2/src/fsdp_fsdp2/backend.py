@@ -442,7 +442,7 @@ class _Unnoticed(FSDPModule):
 def _can_change(cls: type[nn.Module]) -> bool:
     try:
         changed = type(cls.__name__, (_Unnoticed, cls), {})
-        instance = object.__new__(changed)
+        instance: object = object.__new__(changed)
         object.__setattr__(instance, "__class__", cls)
     except TypeError:
         return False
