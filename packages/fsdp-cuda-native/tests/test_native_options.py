@@ -259,6 +259,15 @@ def test_options_of_a_unit_that_differ_between_ranks(ranks: RankPool) -> None:
         assert_says(message, "rank 1 has not set up the same Sequential", "wrap() options of '0'", "torch.bfloat16")
 
 
+def set_up_beside_script() -> tuple[int, ...]:
+    net = nn.Sequential(nn.Linear(3, 2), torch.jit.script(nn.ReLU()))
+    return tuple(new_fabric("fsdp_native", 1).setup_module(net)(torch.ones(4, 3)).shape)
+
+
+def test_a_script_without_parameters_stays_as_it_is(ranks: RankPool) -> None:
+    assert ranks.run(1, set_up_beside_script) == [(4, 2)]
+
+
 class Unaligned(nn.Module):
     """Has parameters that each end within 16 bytes, and a unit of its own."""
 
