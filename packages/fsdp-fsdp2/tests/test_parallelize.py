@@ -209,22 +209,30 @@ def shard_otherwise_on_rank_1(module: Any, device_mesh: Any) -> nn.Module:
     return module
 
 
-def refused_after(function: Any) -> str:
-    fabric = new_fabric("fsdp2", 2, {"parallelize_fn": function})
-    return refusal(ShardingError, lambda: fabric.setup(oracle.new_net(width=WIDTH)))
+#: Functions, and what is said of what they do.
+OTHERWISE_ON_RANK_1 = {
+    raise_on_rank_1: "RuntimeError: no weights here",
+    shard_on_rank_1: "units of sharding is blocks.0.up, and rank 0's is the whole alone",
+    shard_otherwise_on_rank_1: "placement of 'blocks.0.up.weight'",
+}
 
 
-@pytest.mark.parametrize(
-    ("function", "part"),
-    [
-        (raise_on_rank_1, "RuntimeError: no weights here"),
-        (shard_on_rank_1, "units of sharding is blocks.0.up, and rank 0's is the whole alone"),
-        (shard_otherwise_on_rank_1, "placement of 'blocks.0.up.weight'"),
-    ],
-)
-def test_a_function_that_does_other_things_on_one_rank(ranks: RankPool, function: Any, part: str) -> None:
-    for message in ranks.run(2, refused_after, function, timeout=30):
-        assert_says(message, "rank 1 has not set up the same Net as rank 0", part)
+def refused_after_functions() -> list[str]:
+    return [
+        refusal(
+            ShardingError,
+            lambda function=function: new_fabric("fsdp2", 2, {"parallelize_fn": function}).setup(  # type: ignore[misc]
+                oracle.new_net(width=WIDTH)
+            ),
+        )
+        for function in OTHERWISE_ON_RANK_1
+    ]
+
+
+def test_a_function_that_does_other_things_on_one_rank(ranks: RankPool) -> None:
+    for messages in ranks.run(2, refused_after_functions, timeout=60):
+        for message, part in zip(messages, OTHERWISE_ON_RANK_1.values(), strict=True):
+            assert_says(message, "rank 1 has not set up the same Net as rank 0", part)
 
 
 def planned_and_held_along_axis_1() -> tuple[int | None, int]:

@@ -51,7 +51,7 @@ def check_shardable(module: nn.Module, sharded_of: Callable[[nn.Module], Any]) -
             raise ShardingError(
                 f"{fqn or 'the root'!r} of {name} is a {type(submodule).__name__}, whose compiled code holds its "
                 "parameters: sharding can't replace them there.\n"
-                "Train the module as it was before torch.jit.script() or torch.jit.trace(), and compile what was trained."
+                "Train the module as it was before torch.jit.script() or trace(), and compile what was trained."
             )
         hidden = [attribute for attribute, p in submodule._parameters.items() if p is not None and id(p) not in named]
         if hidden:
