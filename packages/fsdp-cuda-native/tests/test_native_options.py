@@ -246,6 +246,61 @@ def test_options_of_a_unit() -> None:
     assert_says(message, "is not known to 'fsdp_native'", "torch.distributed.fsdp.MixedPrecision", "belongs to 'fsdp2'")
 
 
+def set_up_with_own_options() -> str:
+    """What a rank is told where ranks gather the first layer in different dtypes."""
+    fabric = new_fabric("fsdp_native", 2)
+    with mark_by_torch_wrap():
+        first = torch_wrap(nn.Linear(2, 2), mixed_precision=BF16 if fabric.global_rank else MixedPrecision())
+    return refusal(ShardingError, lambda: fabric.setup_module(nn.Sequential(first, nn.Linear(2, 2))))
+
+
+def test_options_of_a_unit_that_differ_between_ranks(ranks: RankPool) -> None:
+    for message in ranks.run(2, set_up_with_own_options):
+        assert_says(message, "rank 1 has not set up the same Sequential", "wrap() options of '0'", "torch.bfloat16")
+
+
+def set_up_beside_script() -> tuple[int, ...]:
+    net = nn.Sequential(nn.Linear(3, 2), torch.jit.script(nn.ReLU()))
+    return tuple(new_fabric("fsdp_native", 1).setup_module(net)(torch.ones(4, 3)).shape)
+
+
+def test_a_script_without_parameters_stays_as_it_is(ranks: RankPool) -> None:
+    assert ranks.run(1, set_up_beside_script) == [(4, 2)]
+
+
+class Unaligned(nn.Module):
+    """Has parameters that each end within 16 bytes, and a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with mark_by_torch_wrap():
+            self.layers = nn.ModuleList([torch_wrap(nn.Linear(5, 3)), nn.Linear(5, 7), nn.Linear(3, 5)])
+
+
+def planned_and_held(precision: str, options: dict[str, Any]) -> tuple[int | None, int]:
+    fabric = new_fabric("fsdp_native", 3, options, precision=precision)
+    net = Unaligned()
+    planned = fabric.strategy.backend.plan(net).local_nbytes
+    fabric.setup_module(net)
+    return planned, sharded_by(fabric.strategy).bytes_held()
+
+
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [
+        ("32-true", {}),
+        ("bf16-mixed", {}),
+        ("bf16-mixed", {"use_orig_params": False}),
+        ("32-true", {"mixed_precision": BF16}),
+    ],
+)
+def test_planned_sizes_are_aligned_as_what_is_gathered(
+    ranks: RankPool, precision: str, options: dict[str, Any]
+) -> None:
+    for planned, held in ranks.run(3, planned_and_held, precision, options):
+        assert planned == held
+
+
 def already_wrapped() -> tuple[str, str]:
     dist.init_process_group("gloo")
     inner = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))

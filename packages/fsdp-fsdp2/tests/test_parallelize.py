@@ -26,7 +26,7 @@ from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import train_plain
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
-from fsdp_core.testing.state import full_optimizer_state, full_state, local
+from fsdp_core.testing.state import full_optimizer_state, full_state, local, sharded_by
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import Lit, means, new_fabric, new_trainer
 from mesh_runs import MESHES, PARALLEL, WIDTH, OwnLoader, options_of, own_part, plain
@@ -188,6 +188,64 @@ def test_parallelize_fn_equals_plain(ranks: RankPool, mesh: str, function: Any, 
         else:
             assert bool(called[0]) == empty
             assert units == ["", "blocks.0", "blocks.1"]
+
+
+def raise_on_rank_1(module: nn.Module, device_mesh: Any) -> nn.Module:
+    if device_mesh.get_rank():
+        raise RuntimeError("no weights here")
+    return module
+
+
+def shard_on_rank_1(module: Any, device_mesh: Any) -> nn.Module:
+    if device_mesh.get_rank():
+        fully_shard(module.blocks[0].up, mesh=device_mesh["data_parallel"])
+    return module
+
+
+def shard_otherwise_on_rank_1(module: Any, device_mesh: Any) -> nn.Module:
+    axis = device_mesh.get_rank()
+    for block in module.blocks:
+        fully_shard(block.up, mesh=device_mesh["data_parallel"], shard_placement_fn=lambda p: Shard(axis % p.ndim))
+    return module
+
+
+#: Functions, and what is said of what they do.
+OTHERWISE_ON_RANK_1 = {
+    raise_on_rank_1: "RuntimeError: no weights here",
+    shard_on_rank_1: "units of sharding is blocks.0.up, and rank 0's is the whole alone",
+    shard_otherwise_on_rank_1: "placement of 'blocks.0.up.weight'",
+}
+
+
+def refused_after_functions() -> list[str]:
+    return [
+        refusal(
+            ShardingError,
+            lambda function=function: new_fabric("fsdp2", 2, {"parallelize_fn": function}).setup(  # type: ignore[misc]
+                oracle.new_net(width=WIDTH)
+            ),
+        )
+        for function in OTHERWISE_ON_RANK_1
+    ]
+
+
+def test_a_function_that_does_other_things_on_one_rank(ranks: RankPool) -> None:
+    for messages in ranks.run(2, refused_after_functions, timeout=60):
+        for message, part in zip(messages, OTHERWISE_ON_RANK_1.values(), strict=True):
+            assert_says(message, "rank 1 has not set up the same Net as rank 0", part)
+
+
+def planned_and_held_along_axis_1() -> tuple[int | None, int]:
+    fabric = new_fabric("fsdp2", 2)
+    net, mesh = nn.Linear(4, 5, bias=False), fabric.strategy.device_mesh["data_parallel"]  # type: ignore[attr-defined]
+    fully_shard(net, mesh=mesh, shard_placement_fn=lambda parameter: Shard(1))
+    planned = fabric.strategy.backend.plan(net).local_nbytes  # type: ignore[attr-defined]
+    fabric.setup_module(net)
+    return planned, sharded_by(fabric.strategy).bytes_held()
+
+
+def test_no_size_is_planned_of_what_the_user_has_sharded(ranks: RankPool) -> None:
+    assert ranks.run(2, planned_and_held_along_axis_1) == [(None, 5 * 2 * 4)] * 2
 
 
 def own_policy_and_ignored() -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -20,6 +20,42 @@ from fsdp_core.testing.state import full_state, sharded_by
 from fsdp_core.testing.training import new_fabric
 
 
+class Registered(nn.Module):
+    """Of a base that knows its subclasses by name, refuses attributes, and ends in its own way."""
+
+    by_name: ClassVar[dict[str, type]] = {}
+    ended: ClassVar[list[str]] = []
+
+    def __init__(self) -> None:
+        vars(self)["is_frozen"] = False
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def __init_subclass__(cls) -> None:
+        Registered.by_name[cls.__name__] = cls
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        assert not self.is_frozen
+        super().__setattr__(name, value)
+
+    def __del__(self) -> None:
+        self.ended.append(type(self).__name__)
+
+
+class RegisteredBlock(Registered):
+    pass
+
+
+def plan_registered() -> tuple[str, bool, list[str]]:
+    net = nn.Sequential(RegisteredBlock(), RegisteredBlock())
+    plan = new_fabric("fsdp2", 1).strategy.backend.plan(net)
+    return str(plan.refusal), Registered.by_name == {"RegisteredBlock": RegisteredBlock}, Registered.ended
+
+
+def test_to_plan_is_not_noticed_by_classes(ranks: RankPool) -> None:
+    assert ranks.run(1, plan_registered) == [("None", True, [])]
+
+
 def refused() -> list[str]:
     fabric = new_fabric("fsdp2", 2)
     with mark_by_torch_wrap():
@@ -28,11 +64,13 @@ def refused() -> list[str]:
     return [
         refusal(UnsupportedCapabilityError, lambda: fabric.setup(of_options)),
         refusal(ShardingError, lambda: fabric.setup(of_dtypes)),
+        str(fabric.strategy.backend.plan(of_dtypes).refusal),
     ]
 
 
 def test_modules_that_cannot_be_units(ranks: RankPool) -> None:
-    for of_options, of_dtypes in ranks.run(2, refused):
+    for of_options, of_dtypes, planned in ranks.run(2, refused):
+        assert planned == of_dtypes
         assert_says(of_options, "wrap(0, reshard_after_forward=...)", "whole model", "write wrap(module)")
         assert_says(of_dtypes, "one unit of sharding, ", "'0.bias' in torch.float32", "'1.bias' in torch.float64")
         assert_says(of_dtypes, "Convert them to one dtype", "auto_wrap_policy")

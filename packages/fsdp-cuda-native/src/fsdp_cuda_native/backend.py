@@ -32,10 +32,11 @@ from fsdp_core.sharding import (
     parameter_orders,
     place,
     put_in_place,
+    select_recomputed,
     select_units,
     stays_whole,
 )
-from fsdp_core.state import give_back
+from fsdp_core.state import clean_name, give_back
 from fsdp_cuda_native.meshes import ranks_to_shard_over
 from fsdp_cuda_native.options import HYBRID, NativeOptions
 from fsdp_cuda_native.sharded import NativeSharded
@@ -97,6 +98,16 @@ class NativeBackend(Backend):
         with super().wrap_context(), kept_as_built(runtime):
             yield
 
+    def plan(self, module: nn.Module) -> ShardingPlan:
+        plan = super().plan(module)
+        options_by_unit = plan.details.get(_UNIT_OPTIONS, {})
+        unsized = {clean_name(name) for name, options in options_by_unit.items() if "mixed_precision" in options}
+        parameters = {  # whose alignment goes by the dtype that its own option gathers it in
+            name: replace(parameter, local_numel=None) if parameter.unit in unsized else parameter
+            for name, parameter in plan.parameters.items()
+        }
+        return replace(plan, parameters=parameters) if unsized else plan
+
     def check_shardable(self, module: nn.Module) -> None:
         super().check_shardable(module)
         check_not_wrapped(module)
@@ -114,19 +125,24 @@ class NativeBackend(Backend):
             if owner in ignored or stays_whole(owner, parameter, compute)
         ]
 
+    def recomputed(self, module: nn.Module) -> list[nn.Module]:
+        return select_recomputed(module, self.options.checkpointing_policy)
+
     def details(self, module: nn.Module, units: Sequence[nn.Module]) -> dict[str, dict[str, Any]]:
         replicated = self.replicated(module)
         for unit, unit_modules in modules_by_unit(units, module):
             check_unit(module, unit, unit_modules, replicated, use_orig_params=self.options.use_orig_params)
-        return {}
+        by_name = {name: unit_options(name, submodule) for name, submodule in module.named_modules()}
+        return {_UNIT_OPTIONS: {name: options for name, options in by_name.items() if options}}
 
     def local_numels(self, parameters: Sequence[ParameterPlan]) -> list[int] | None:
-        """Of a unit's parameters one after the other, each aligned to 16 bytes with ``use_orig_params``."""
+        """Of a unit's parameters one after the other, gathered ones aligned to 16 bytes with ``use_orig_params``."""
         if not self.shards:
             return [parameter.numel for parameter in parameters]
         if self.options.strategy in HYBRID or self.options.process_group is not None:
             return None  # over which ranks is known when they have met
-        align = 16 // parameters[0].dtype.itemsize if self.options.use_orig_params else 1
+        gathered = self._mixed_precision().param_dtype or parameters[0].dtype
+        align = 16 // gathered.itemsize if self.options.use_orig_params else 1
         starts = list(accumulate((-(-p.numel // align) * align for p in parameters), initial=0))
         total = starts[-2] + parameters[-1].numel
         length = -(-total // self.runtime.world_size)
@@ -137,7 +153,7 @@ class NativeBackend(Backend):
         ]
 
     def shard_module(self, module: nn.Module, plan: ShardingPlan) -> NativeSharded:
-        checkpoint_activations(module, self.options.checkpointing_policy)
+        checkpoint_activations(module, plan)
         orders = parameter_orders(module.modules())
         replicated: list[nn.Parameter] = []
         root: FullyShardedDataParallel | None = None
@@ -232,6 +248,10 @@ class NativeBackend(Backend):
         instance: Any = wrapped
         instance.__class__ = WrappedUnit
         return wrapped
+
+
+#: What is decided beside units, as in the plan: the options of ``wrap``.
+_UNIT_OPTIONS = "wrap() options"
 
 
 def _is_in(parameters: Collection[nn.Parameter], owner: nn.Module, parameter: nn.Parameter) -> bool:

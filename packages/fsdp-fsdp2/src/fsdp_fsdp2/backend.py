@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -32,6 +32,7 @@ from fsdp_core.sharding import (
     describe_policy,
     kept_as_built,
     marked,
+    modules_by_unit,
     offload_activations,
     options_of,
     place,
@@ -41,7 +42,7 @@ from fsdp_core.sharding import (
     sharded_of,
     stays_whole,
 )
-from fsdp_core.state import give_back
+from fsdp_core.state import clean_name, give_back
 from fsdp_fsdp2.computation.activations import offloaded
 from fsdp_fsdp2.computation.compilation import compile_units
 from fsdp_fsdp2.computation.float8 import check_float8, compute_in_float8
@@ -155,6 +156,13 @@ class FSDP2Backend(Backend):
 
     # -- planning --------------------------------------------------------------------------------------------------
 
+    def plan(self, module: nn.Module) -> ShardingPlan:
+        plan = super().plan(module)
+        if not was_begun(module):
+            return plan
+        parameters = {name: replace(p, local_numel=None) for name, p in plan.parameters.items()}
+        return replace(plan, parameters=parameters)  # along which axis the user has sharded them is not asked
+
     def check_shardable(self, module: nn.Module) -> None:
         super().check_shardable(module)
         if was_begun(module):
@@ -199,19 +207,30 @@ class FSDP2Backend(Backend):
             if stays_whole(owner, parameter, compute)
         ]
 
+    def recomputed(self, module: nn.Module) -> Sequence[nn.Module]:
+        return () if self.options.parallelize_fn is not None else super().recomputed(module)
+
     def details(self, module: nn.Module, units: Sequence[nn.Module]) -> dict[str, dict[str, Any]]:
-        """The style of each layer that tensor-parallel ranks divide, and which units reshard after their forward."""
-        for unit in (*units, module):
+        """Styles of layers that tensor-parallel ranks divide, units that reshard, and what the user has sharded how."""
+        is_by_function = self.options.parallelize_fn is not None
+        replicated = self.replicated(module)
+        for unit, unit_modules in modules_by_unit(units, module):
             if not isinstance(unit, FSDPModule):
                 _check_bases(type(unit))
+                if not is_by_function:  # which makes units later
+                    _check_dtypes(unit, unit_modules, replicated)
         names = {submodule: name for name, submodule in module.named_modules()}
-        is_by_function = self.options.parallelize_fn is not None
         ranks = self.runtime.mesh.size(("data_parallel", "context_parallel"))
         policy = None if is_by_function else self.options.reshard_after_forward
         resharding = reshards(policy, module, units, ranks, self.runtime.mesh.tensor_parallel)
         return {
             _STYLE: {} if is_by_function else self._styles(module),
             _RESHARDING: {names[unit]: value for unit, value in resharding.items()},
+            _PLACEMENTS: {
+                clean_name(name): f"{parameter.placements} of {tuple(parameter.device_mesh.shape)}"
+                for name, parameter in module.named_parameters()
+                if isinstance(parameter, DTensor)
+            },
         }
 
     def local_numels(self, parameters: Sequence[ParameterPlan]) -> list[int] | None:
@@ -253,6 +272,9 @@ class FSDP2Backend(Backend):
             Backend.check_shardable(self, module)
             self._check_modules(module)
             _check_sharded_by_user(module)
+            for unit, unit_modules in modules_by_unit(self.units(module), module):
+                if not isinstance(unit, FSDPModule):
+                    _check_dtypes(unit, unit_modules, self.replicated(module))
             if self.runtime.mesh.tensor_parallel > 1 and not was_begun(module):
                 raise missing_plan(self.runtime.mesh.tensor_parallel)
 
@@ -300,7 +322,7 @@ class FSDP2Backend(Backend):
         units = plan.split_by_unit(module)
         unit_modules = [unit.module for unit in units[:-1]]
         if not is_by_function:
-            self._wrap_forward(module, unit_modules)
+            self._wrap_forward(module, plan, unit_modules)
         for unit in units:
             if by_user:
                 place_sharded(unit.own, module, self.runtime, on_host)
@@ -341,7 +363,6 @@ class FSDP2Backend(Backend):
         policy = self._mp_policy()
         unsharded = unit.replicated() | set(filter(is_unshardable, unit.parameters()))
         sharded = unit.parameters() - unsharded
-        _check_dtypes(unit.module, sharded)
         if any(parameter.is_complex() for parameter in sharded):  # torch would reduce them in a real dtype, and fail
             policy = replace(policy, param_dtype=None, reduce_dtype=None)
         fully_shard(
@@ -353,11 +374,9 @@ class FSDP2Backend(Backend):
             ignored_params=unsharded or None,
         )
 
-    def _wrap_forward(self, module: nn.Module, units: Sequence[nn.Module]) -> None:
+    def _wrap_forward(self, module: nn.Module, plan: ShardingPlan, units: Sequence[nn.Module]) -> None:
         """Set up what begins when a unit is called: activation checkpointing, compilation, offload."""
-        checkpoint_activations(
-            module, self.options.activation_checkpointing_policy, recompute_all_but(self.options.saved_ops)
-        )
+        checkpoint_activations(module, plan, recompute_all_but(self.options.saved_ops))
         compile_units(module, units, self.options.compiler_keywords, self.options.activation_memory_budget)
         if self.options.activation_offload:
             offload_activations(offloaded(module, units), pin_memory=self.runtime.device.type == "cuda")
@@ -381,8 +400,9 @@ class FSDP2Backend(Backend):
 _BESIDE = ("activation_checkpointing_policy", "activation_checkpointing_saves")
 
 
-#: What is decided beside units, as in the plan: the style of divided layers, and which units reshard.
-_STYLE, _RESHARDING = "tensor-parallel style", "resharding"
+#: What is decided beside units, as in the plan: the style of divided layers, which units reshard, and how the user has
+#: sharded parameters over which shape of mesh.
+_STYLE, _RESHARDING, _PLACEMENTS = "tensor-parallel style", "resharding", "placement"
 
 
 def _check_sharded_by_user(module: nn.Module) -> None:
@@ -409,11 +429,24 @@ def _check_bases(cls: type[nn.Module]) -> None:
     )
 
 
+class _Unnoticed(FSDPModule):
+    """Lays out memory as ``FSDPModule``; a user's class notices no subclass with it, nor the end of an instance."""
+
+    def __init_subclass__(cls) -> None:
+        pass
+
+    def __del__(self) -> None:
+        pass
+
+
 def _can_change(cls: type[nn.Module]) -> bool:
     try:
-        object.__new__(cls).__class__ = type(cls.__name__, (FSDPModule, cls), {})
+        changed = type(cls.__name__, (_Unnoticed, cls), {})
+        instance: object = object.__new__(changed)
+        object.__setattr__(instance, "__class__", cls)
     except TypeError:
         return False
+    object.__setattr__(instance, "__class__", changed)
     return True
 
 
@@ -444,11 +477,22 @@ def _find_owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     return root.get_submodule(path), attribute
 
 
-def _check_dtypes(unit: nn.Module, parameters: set[nn.Parameter]) -> None:
-    dtypes = {p.dtype for p in parameters if p.requires_grad}
-    if len(dtypes) > 1:
-        named = {p.dtype: name for name, p in unit.named_parameters() if p in parameters and p.requires_grad}
-        listing = ", ".join(f"{name!r} in {dtype}" for dtype, name in named.items())
+def _check_dtypes(unit: nn.Module, unit_modules: Sequence[nn.Module], replicated: Collection[nn.Parameter]) -> None:
+    """Refuse a unit whose trained parameters differ in dtype.
+
+    Args:
+        unit: The unit.
+        unit_modules: Its modules that are in no other unit.
+        replicated: Parameters that it does not shard.
+
+    Raises:
+        ShardingError: They differ.
+    """
+    own = {id(parameter) for part in unit_modules for parameter in part.parameters(recurse=False)}
+    sharded = own - {id(parameter) for parameter in replicated}
+    trained = {p.dtype: name for name, p in unit.named_parameters() if id(p) in sharded and p.requires_grad}
+    if len(trained) > 1:
+        listing = ", ".join(f"{name!r} in {dtype}" for dtype, name in trained.items())
         raise ShardingError(
             f"one unit of sharding, {type(unit).__name__}, holds trainable parameters of several dtypes: {listing}.\n"
             "Convert them to one dtype, or make units of them that hold one each, with auto_wrap_policy."

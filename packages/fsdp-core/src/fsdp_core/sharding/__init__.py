@@ -43,6 +43,7 @@ from fsdp_core.sharding.wrap_policy import (
     checkpoint_activations,
     describe_policy,
     repeated_blocks,
+    select_recomputed,
     select_units,
 )
 from fsdp_core.torch_private.autograd import in_backward, is_accumulated, is_recomputing, outside_transforms
@@ -122,6 +123,7 @@ __all__ = [
     "put_in_place",
     "recompute_all_but",
     "repeated_blocks",
+    "select_recomputed",
     "select_units",
     "sharded_around",
     "sharded_of",

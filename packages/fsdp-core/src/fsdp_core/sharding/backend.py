@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary, ref
 
@@ -19,17 +21,21 @@ from fsdp_core.mesh import Mesh
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.optimizers.rebinding import rebind_optimizer
 from fsdp_core.sharding.options import ShardingOptions
-from fsdp_core.sharding.plan import ParameterPlan, ShardingPlan, plan_module
+from fsdp_core.sharding.plan import ParameterPlan, ShardingPlan, check_unchanged, plan_module
 from fsdp_core.sharding.precisions import ShardPrecision
+from fsdp_core.sharding.rank_agreement import check_same
 from fsdp_core.sharding.replaced_parameters import mark_replaced
 from fsdp_core.sharding.sequence import SequenceSplit, use_split
 from fsdp_core.sharding.shardable import check_shardable
 from fsdp_core.sharding.sharded import Sharded, keep, sharded_of
+from fsdp_core.sharding.wrap_policy import select_recomputed
 from fsdp_core.state.fqn import named_parameters
 from fsdp_core.state.full_tensor import whole
 from fsdp_core.state.layout import Layout
 
 __all__ = ["Backend", "sharding_config_of"]
+
+log = logging.getLogger(__name__)
 
 
 class Backend(ABC):
@@ -151,12 +157,21 @@ class Backend(ABC):
             The plan. Why the module can't be sharded is its :attr:`~ShardingPlan.refusal`, so that ranks can compare
             that too: a rank that raised here would leave the others waiting.
         """
+        config = sharding_config_of(self)
+        if sharded_of(module) is not None:
+            name = type(module).__name__
+            why = ShardingError(
+                f"{name} is sharded already, so there is nothing to plan.\n"
+                "Read fsdp_core.sharding.sharded_of(module).plan; or call shard(module), which reuses it."
+            )
+            return ShardingPlan(class_name=name, config=config, refusal=why)
         return plan_module(
             module,
-            sharding_config_of(self),
+            config,
             check=self.check_shardable,
             units=self.units,
             replicated=self.replicated,
+            recomputed=self.recomputed,
             details=self.details,
             local_numels=self.local_numels,
         )
@@ -176,6 +191,14 @@ class Backend(ABC):
     def replicated(self, module: nn.Module) -> Collection[Tensor]:
         """The parameters of which every rank keeps all, although the others are sharded."""
         return ()
+
+    def recomputed(self, module: nn.Module) -> Sequence[nn.Module]:
+        """The submodules that recompute their activations in the backward pass, as the option says.
+
+        :meth:`shard_module` passes the plan to :func:`~fsdp_core.sharding.checkpoint_activations`.
+        """
+        # no field of all options: a backend that has it names it so, for its capability
+        return select_recomputed(module, getattr(self.options, "activation_checkpointing_policy", None))
 
     def details(self, module: nn.Module, units: Sequence[nn.Module]) -> Mapping[str, Mapping[str, Any]]:
         """What else the backend decides about a module, by topic and then by the name of a module.
@@ -209,17 +232,23 @@ class Backend(ABC):
 
         Args:
             module: The user's module, unsharded on every rank; or one that is sharded already, or its root.
-            plan: What :meth:`plan` has returned for it; ``None`` to make it here, where ranks don't compare it.
+            plan: What :meth:`plan` has returned for it, since when it has not changed; ``None`` to make it here, where
+                ranks don't compare it.
 
         Returns:
             The module's :class:`~fsdp_core.Sharded`; its ``root`` is the module to call.
 
         Raises:
-            ShardingError: The module can't be sharded as requested, or was sharded with other settings.
+            ShardingError: The module can't be sharded as requested, is not as planned, or was sharded with other
+                settings.
         """
         sharded = sharded_of(module)
         if sharded is None:
-            sharded = self._shard_as_planned(module, self.plan(module) if plan is None else plan)
+            if plan is None:
+                plan = self.plan(module)
+            elif plan.refusal is None:
+                check_unchanged(module, plan, sharding_config_of(self))
+            sharded = self._shard_as_planned(module, plan)
         else:
             self._check_config(sharded)
         sharded.backend = self
@@ -231,9 +260,7 @@ class Backend(ABC):
         note_initialisers(module)
         # weak references, so that each parameter is freed as soon as sharding has replaced it
         before = [(name, ref(parameter)) for name, parameter in named_parameters(module)]
-        plan = self.prepare(module, plan)
-        if plan.refusal is not None:
-            raise plan.refusal
+        plan = self._prepare_alike(module, plan)
         before += [(name, ref(parameter)) for name, parameter in named_parameters(module)]
         user_modules = WeakValueDictionary(module.named_modules())
         sharded = self.shard_module(module, plan)
@@ -245,8 +272,25 @@ class Backend(ABC):
         keep(sharded)
         return sharded
 
+    def _prepare_alike(self, module: nn.Module, plan: ShardingPlan) -> ShardingPlan:
+        """Call :meth:`prepare`, and raise on all ranks if it refuses the module on one, or ranks differ after it."""
+        if type(self).prepare is Backend.prepare:
+            return plan
+        try:
+            prepared = self.prepare(module, plan)
+        except Exception as error:
+            # now: where other ranks wait for this one in a collective of the user's, they never come to compare
+            log.error("rank %d can't prepare %s", self.runtime.rank, plan.class_name, exc_info=error)
+            prepared = replace(plan, refusal=error)
+        check_same(self.runtime, plan.class_name, prepared.describe())
+        if prepared.refusal is not None:
+            raise prepared.refusal
+        return prepared
+
     def prepare(self, module: nn.Module, plan: ShardingPlan) -> ShardingPlan:
         """Do what changes a module before it is sharded, such as running the user's own function over it.
+
+        Ranks compare what an override returns, and what it raises is raised on all of them.
 
         Args:
             module: The module.

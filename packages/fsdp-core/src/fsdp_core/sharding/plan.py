@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
+from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.sharded_init import is_part
-from fsdp_core.sharding.rank_agreement import described
+from fsdp_core.sharding.rank_agreement import described, described_error
 from fsdp_core.state.fqn import clean_name
 
-__all__ = ["ParameterPlan", "ShardingPlan", "UnitModules", "modules_by_unit", "plan_module"]
+__all__ = ["ParameterPlan", "ShardingPlan", "UnitModules", "check_unchanged", "modules_by_unit", "plan_module"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,7 @@ class ShardingPlan:
         layers: The classes of the modules by name, and the settings of those in ``torch.nn``, such as the p of a
             Dropout.
         units: The names of the FSDP units, innermost first, without the root, as in ``named_modules()``.
+        recomputed: The names of the modules that recompute their activations in the backward pass.
         details: What else the backend has decided, by topic and then by the name of a module.
         config: The settings that the sharded module can't change any more, by name.
         refusal: Why the module can't be sharded. What else would be decided is not known then.
@@ -91,6 +93,7 @@ class ShardingPlan:
     buffers: Mapping[str, str] = field(default_factory=dict)
     layers: Mapping[str, str] = field(default_factory=dict)
     units: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
     details: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     refusal: Exception | None = field(default=None, compare=False)
@@ -165,8 +168,10 @@ class ShardingPlan:
         facts = {f"parameter {name!r}": str(parameter) for name, parameter in self.parameters.items()}
         facts |= {f"buffer {name!r}": buffer for name, buffer in self.buffers.items()}
         facts |= {f"layer {name!r}" if name else "class of the module": layer for name, layer in self.layers.items()}
-        facts["state"] = "not sharded yet" if self.refusal is None else f"{type(self.refusal).__name__}: {self.refusal}"
+        facts["state"] = "not sharded yet" if self.refusal is None else described_error(self.refusal)
         facts["units of sharding"] = ", ".join(map(clean_name, self.units)) or "the whole alone"
+        if self.recomputed:
+            facts["recomputed activations"] = ", ".join(map(clean_name, self.recomputed))
         for topic, by_name in self.details.items():
             facts |= {f"{topic} of {name or 'the root'!r}": described(value) for name, value in by_name.items()}
         return facts
@@ -203,6 +208,7 @@ def plan_module(
     check: Callable[[nn.Module], object] = lambda module: None,
     units: Callable[[nn.Module], Sequence[nn.Module]],
     replicated: Callable[[nn.Module], Collection[Tensor]] = lambda module: (),
+    recomputed: Callable[[nn.Module], Sequence[nn.Module]] = lambda module: (),
     details: Callable[[nn.Module, Sequence[nn.Module]], Mapping[str, Mapping[str, Any]]] = lambda module, units: {},
     local_numels: Callable[[Sequence[ParameterPlan]], Sequence[int] | None] = lambda parameters: None,
 ) -> ShardingPlan:
@@ -215,27 +221,60 @@ def plan_module(
             the plan's :attr:`~ShardingPlan.refusal`.
         units: Returns the submodules that become FSDP units, innermost first.
         replicated: Returns the parameters of which every rank keeps all.
+        recomputed: Returns the submodules that recompute their activations.
         details: Returns what else is decided for the module and its units.
         local_numels: Returns how many elements this rank will keep of each parameter that a unit shards.
     """
-    plan = ShardingPlan(
-        class_name=type(module).__name__,
-        parameters=_plan_parameters(module),
-        buffers={name: _describe_tensor(buffer) for name, buffer in module.named_buffers()},
-        layers={name: _describe_layer(submodule) for name, submodule in module.named_modules()},
-        config=config,
-    )
-    try:
+    plan = ShardingPlan(class_name=type(module).__name__, config=config)
+    try:  # what follows calls code of the user's, on which ranks may differ
+        plan = replace(_plan_undecided(module), config=config)
         check(module)
         chosen = list(units(module))
         kept_whole = {id(parameter) for parameter in replicated(module)}
         decided = details(module, chosen)
         parameters = _plan_units(module, plan.parameters, chosen, kept_whole)
         parameters |= _plan_sizes(parameters, local_numels)
-    except Exception as refusal:  # of a function that the user gave, too: ranks compare it, and each raises its own
+        names = {submodule: name for name, submodule in module.named_modules()}
+        unit_names = tuple(names[unit] for unit in chosen)
+        recomputed_names = tuple(names[submodule] for submodule in recomputed(module))
+    except Exception as refusal:  # ranks compare it, and each raises its own
         return replace(plan, refusal=refusal)
-    names = {submodule: name for name, submodule in module.named_modules()}
-    return replace(plan, parameters=parameters, units=tuple(names[unit] for unit in chosen), details=decided)
+    return replace(plan, parameters=parameters, units=unit_names, recomputed=recomputed_names, details=decided)
+
+
+def check_unchanged(module: nn.Module, plan: ShardingPlan, config: Mapping[str, Any]) -> None:
+    """Refuse a module that is not, or no longer, as it was planned.
+
+    Args:
+        module: The module that is about to be sharded.
+        plan: Its plan.
+        config: The settings that it is sharded with.
+
+    Raises:
+        ShardingError: Its parameters, buffers or layers are others, or the settings are.
+    """
+    undecided = {name: replace(p, unit="", is_replicated=False) for name, p in plan.parameters.items()}
+    planned = replace(plan, parameters=undecided, units=(), recomputed=(), details={}).describe()
+    found = _plan_undecided(module).describe()
+    planned |= {f"setting {name!r}": repr(value) for name, value in plan.config.items() if value != config.get(name)}
+    found |= {f"setting {name!r}": repr(value) for name, value in config.items() if value != plan.config.get(name)}
+    for topic in (*planned, *found):
+        if planned.get(topic) != found.get(topic):
+            raise ShardingError(
+                f"{type(module).__name__} is not as it was planned: its {topic} was {planned.get(topic, 'not there')}, "
+                f"and is {found.get(topic, 'not there')}.\n"
+                "Call plan() with this module after its last change, or call shard(module) alone, which plans it."
+            )
+
+
+def _plan_undecided(module: nn.Module) -> ShardingPlan:
+    """What there is in a module, before anything is decided."""
+    return ShardingPlan(
+        class_name=type(module).__name__,
+        parameters=_plan_parameters(module),
+        buffers={name: _describe_tensor(buffer) for name, buffer in module.named_buffers()},
+        layers={name: _describe_layer(submodule) for name, submodule in module.named_modules()},
+    )
 
 
 def _plan_units(
@@ -307,5 +346,7 @@ def _describe_layer(module: nn.Module) -> str:
     """A layer's class, and what torch's own layers show of their settings."""
     # what fully_shard has made of a class has another name, until a module of it was set up in this process
     layer_class = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
-    settings = module.extra_repr() if layer_class.__module__.startswith("torch.nn.modules.") else ""
+    shows_devices = isinstance(module, nn.ParameterList | nn.ParameterDict)  # of parameters, described by themselves
+    is_torch_layer = layer_class.__module__.startswith("torch.nn.modules.") and not shows_devices
+    settings = module.extra_repr() if is_torch_layer else ""
     return f"{layer_class.__qualname__}({settings})" if settings else layer_class.__qualname__

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import Runtime
 
-__all__ = ["check_same", "described", "facts_of_options", "facts_of_packages"]
+__all__ = ["check_same", "described", "described_error", "facts_of_options", "facts_of_packages"]
 
 
 def check_same(runtime: Runtime, what: str, facts: Mapping[str, str]) -> None:
@@ -145,6 +145,11 @@ def described(value: object) -> str:
         return f"{type(value).__name__}({arguments})"
     named = getattr(value, "__qualname__", None)
     return named if isinstance(named, str) else f"a {type(value).__name__}"
+
+
+def described_error(error: Exception) -> str:
+    """An error's class and message, without addresses of objects in it, which differ from rank to rank."""
+    return f"{type(error).__name__}: {_ADDRESS.sub('', str(error))}"
 
 
 def _words(text: str) -> Iterator[str]:

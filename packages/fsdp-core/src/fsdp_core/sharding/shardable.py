@@ -26,7 +26,8 @@ def check_shardable(module: nn.Module, sharded_of: Callable[[nn.Module], Any]) -
         sharded_of: Returns ``None`` for a module that is not sharded.
 
     Raises:
-        ShardingError: It has no parameters, a submodule is sharded already, it writes to parameters in its forward
+        ShardingError: It has no parameters or names only some of them, a submodule is sharded already or compiled by
+            torch.jit, it writes to parameters in its forward
             pass, has sparse gradients, or a parameter has a gradient hook, shares its memory with another tensor, is
             not initialised, quantised or packed, or is of an unsupported tensor class.
 
@@ -44,7 +45,21 @@ def check_shardable(module: nn.Module, sharded_of: Callable[[nn.Module], Any]) -
             f"{name} has no parameters, so there is nothing to shard.\n"
             "Build its layers in __init__ or configure_model, or use strategy='ddp'."
         )
+    named = {id(parameter) for _, parameter in module.named_parameters()}
     for fqn, submodule in module.named_modules():
+        if isinstance(submodule, torch.jit.ScriptModule) and any(True for _ in submodule.parameters()):
+            raise ShardingError(
+                f"{fqn or 'the root'!r} of {name} is a {type(submodule).__name__}, whose compiled code holds its "
+                "parameters: sharding can't replace them there.\n"
+                "Train the module as it was before torch.jit.script() or trace(), and compile what was trained."
+            )
+        hidden = [attribute for attribute, p in submodule._parameters.items() if p is not None and id(p) not in named]
+        if hidden:
+            raise ShardingError(
+                f"{f'{fqn}.{hidden[0]}'.removeprefix('.')!r} is not among the named_parameters() of {name}, which "
+                "overrides that method, so nothing would shard, train or save it as the others.\n"
+                "Let named_parameters() return all, and leave out of the optimizer, or freeze, what is not trained."
+            )
         if submodule is not module and sharded_of(submodule) is not None:
             raise ShardingError(
                 f"{fqn!r} inside {name} was set up and sharded before, by itself.\n"

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.wrap import marked
+from fsdp_core.sharding.plan import ShardingPlan
 from fsdp_core.sharding.recomputed_buffers import recomputing
 from fsdp_core.state.fqn import unwrap_compiled
 
@@ -28,6 +29,7 @@ __all__ = [
     "checkpoint_activations",
     "describe_policy",
     "repeated_blocks",
+    "select_recomputed",
     "select_units",
 ]
 
@@ -124,7 +126,7 @@ def select_units(module: nn.Module, policy: WrapPolicy | None) -> list[nn.Module
 
 def checkpoint_activations(
     module: nn.Module,
-    policy: ActivationCheckpointingPolicy | None,
+    policy: ActivationCheckpointingPolicy | ShardingPlan | None,
     recompute: Callable[..., Any] | None = None,
 ) -> int:
     """Make the matching submodules recompute their activations in the backward pass, in place.
@@ -134,7 +136,8 @@ def checkpoint_activations(
 
     Args:
         module: The root.
-        policy: See :data:`ActivationCheckpointingPolicy`; ``None`` for none.
+        policy: See :data:`ActivationCheckpointingPolicy`; ``None`` for none. Or the module's plan, which has asked the
+            policy: a function may answer otherwise when it is asked again.
         recompute: Calls its first argument with the others, and again in the backward pass; ``None`` for torch's own.
 
     Returns:
@@ -143,8 +146,30 @@ def checkpoint_activations(
     Raises:
         ShardingError: The policy is invalid, or matches nothing.
     """
+    if isinstance(policy, ShardingPlan):
+        chosen = [module.get_submodule(name) for name in policy.recomputed]
+    else:
+        chosen = select_recomputed(module, policy)
+    recompute = recompute or functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=True)
+    for submodule in chosen:
+        if "_fsdp_core_checkpointed" not in submodule.__dict__:
+            submodule.__dict__["_fsdp_core_checkpointed"] = True
+            submodule.forward = recomputing(submodule, recompute)
+    return len(chosen)
+
+
+def select_recomputed(module: nn.Module, policy: ActivationCheckpointingPolicy | None) -> list[nn.Module]:
+    """Choose the submodules of ``module`` that recompute their activations.
+
+    Args:
+        module: The root.
+        policy: See :data:`ActivationCheckpointingPolicy`; ``None`` for none.
+
+    Raises:
+        ShardingError: The policy is invalid, or matches nothing.
+    """
     if policy is None:
-        return 0
+        return []
     if isinstance(policy, str) and "." in policy:
         policy = _import_policy(policy)
     if isinstance(policy, str):
@@ -158,12 +183,7 @@ def checkpoint_activations(
             f"Its submodules are of: {class_names}.\n{_HOW_TO['activation_checkpointing_policy']}"
         )
     _refuse_containers(chosen, policy, "activation_checkpointing_policy")
-    recompute = recompute or functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=True)
-    for submodule in chosen:
-        if "_fsdp_core_checkpointed" not in submodule.__dict__:
-            submodule.__dict__["_fsdp_core_checkpointed"] = True
-            submodule.forward = recomputing(submodule, recompute)
-    return len(chosen)
+    return chosen
 
 
 _HOW_TO = {

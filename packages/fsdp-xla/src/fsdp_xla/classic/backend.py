@@ -111,7 +111,7 @@ class XLABackend(Backend):
         return super().shard(module, plan)
 
     def shard_module(self, module: nn.Module, plan: ShardingPlan) -> XLASharded:
-        checkpoint_activations(module, self.options.activation_checkpointing_policy, recompute)
+        checkpoint_activations(module, plan, recompute)
         for submodule in module.modules():
             forward = submodule.__dict__.get("forward")
             if forward is not None and not hasattr(forward, "__func__"):  # of activation checkpointing, or compiled

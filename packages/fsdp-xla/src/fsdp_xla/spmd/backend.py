@@ -107,7 +107,7 @@ class XLASPMDBackend(Backend):
         return numels
 
     def shard_module(self, module: nn.Module, plan: ShardingPlan) -> XLASPMDSharded:
-        checkpoint_activations(module, self.options.activation_checkpointing_policy, recompute)
+        checkpoint_activations(module, plan, recompute)
         divided = plan.details["divided dimension"]
         dims = {id(parameter): divided.get(name) for name, parameter in named_parameters(module)}
         placed: dict[int, nn.Parameter] = {}
