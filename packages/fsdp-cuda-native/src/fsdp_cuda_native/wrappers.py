@@ -40,7 +40,7 @@ def called_for(root: nn.Module, module: nn.Module) -> nn.Module:
 
     A compiled module calls its original directly, and would bypass a wrapper that replaced the original.
     """
-    compiled = [parent for parent in root.modules() if getattr(parent, "_orig_mod", None) is module]
+    compiled = [parent for parent in root.modules() if dict(parent.named_children()).get("_orig_mod") is module]
     return called_for(root, compiled[0]) if compiled else module
 
 
