@@ -587,6 +587,7 @@ def _keep_before(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any]) -
     assert handle is not None
     if writes is not None:
         writes.keep(is_counted=handle._training_state == HandleTrainingState.FORWARD)
+    unguard_parameters([handle.flat_param])  # after an exception in a step, too, FSDP1 assigns to it
     type(handle)._use_sharded_flat_param(handle)
     if writes is not None:
         writes.let_go()
