@@ -75,13 +75,13 @@ ADAPTERS = (
 
 #: Tests of meshes: tensor parallelism, replicas, context parallelism.
 MESHES = (
-    "test_parallel_axes.py::test_trainer_equals_plain[tensor 2]",
+    "test_parallel_axes.py::test_training_equals_plain[trainer-tensor 2]",
     "test_context_parallel.py::test_trainer_in_every_stage[context 2]",
-    "test_parallel_axes.py::test_trainer_equals_plain[replicate 2 x shard 2]",
-    "test_parallel_axes.py::test_trainer_equals_plain[shard 2 x tensor 2]",
+    "test_parallel_axes.py::test_training_equals_plain[trainer-replicate 2 x shard 2]",
+    "test_parallel_axes.py::test_training_equals_plain[trainer-shard 2 x tensor 2]",
     "test_context_parallel.py::test_bf16_mixed",
     "test_parallel_axes.py::test_checkpoints_move_between_meshes[replicate 2 x shard 2-tensor 2]",
-    "test_parallel_axes.py::test_accumulation_under_fabric_equals_plain[replicate 2 x shard 2]",
+    "test_parallel_axes.py::test_training_equals_plain[accumulated-replicate 2 x shard 2]",
 )
 
 

@@ -38,7 +38,9 @@ pytestmark = pytest.mark.everything
 
 
 @pytest.mark.parametrize("mesh", PARALLEL)
-@pytest.mark.parametrize("loop", [{"front_end": "trainer"}, {"front_end": "fabric", "accumulate": "2"}], ids=str)
+@pytest.mark.parametrize(
+    "loop", [{"front_end": "trainer"}, {"front_end": "fabric", "accumulate": "2"}], ids=["trainer", "accumulated"]
+)
 def test_training_equals_plain(ranks: RankPool, tmp_path: Path, mesh: str, loop: dict[str, str]) -> None:
     assert_combination(ranks, tmp_path, mesh=mesh, clip="norm", optimizer="adamw", **loop)
 
