@@ -226,8 +226,16 @@ def show_gradient_elsewhere(piece: Tensor, has_gradient: bool) -> None:
     vars(piece)[_HAS_GRADIENT_ELSEWHERE] = has_gradient
 
 
-def count_data_writes(piece: Tensor) -> int:
-    """How often a piece that was guarded was written to through its ``.data``, which torch does not count."""
+#: Whether anybody has read the ``.data`` of a guarded piece: where nobody has, there are no writes to look for.
+_is_data_read = False
+
+
+def count_data_writes(pieces: Iterable[Tensor]) -> int:
+    """How often pieces that were guarded were written to through their ``.data``, which torch does not count."""
+    return sum(map(_count_data_writes, pieces)) if _is_data_read else 0
+
+
+def _count_data_writes(piece: Tensor) -> int:
     attributes = vars(piece)
     shown: Tensor | None = attributes.get(_SHOWN_DATA)
     earlier: int = attributes.get(_DATA_WRITES, 0)
@@ -236,10 +244,12 @@ def count_data_writes(piece: Tensor) -> int:
 
 def _shown_data(piece: Tensor) -> Tensor:
     """What a piece has in its memory, with one count of the writes to all that this returns."""
+    global _is_data_read
+    _is_data_read = True
     attributes = vars(piece)
     shown: Tensor | None = attributes.get(_SHOWN_DATA)
     if shown is None or not shown.is_set_to(piece):
-        attributes[_DATA_WRITES] = count_data_writes(piece)
+        attributes[_DATA_WRITES] = _count_data_writes(piece)
         shown = attributes[_SHOWN_DATA] = piece.data
     return shown.detach()
 

@@ -505,11 +505,10 @@ class GatheredWrites:
 
     def let_go(self) -> None:
         """Refuse what users compute with views that modules go on holding, once the unit is freed."""
-        if not self._handle._use_orig_params:
-            for value, module, attribute in self._gathered:
-                view = module.__dict__.get(attribute)
-                if isinstance(view, Tensor):
-                    let_go_of_view(view, value.name)
+        for value, module, attribute in self._gathered:
+            view = module.__dict__.get(attribute)
+            if isinstance(view, Tensor):
+                let_go_of_view(view, value.name)
 
     def _may_be_written(self, *, is_counted: bool) -> bool:
         """Whether :meth:`keep` has anything to look for: in most passes nobody writes."""
@@ -587,9 +586,10 @@ def _keep_before(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any]) -
     assert handle is not None
     if writes is not None:
         writes.keep(is_counted=handle._training_state == HandleTrainingState.FORWARD)
-    unguard_parameters([handle.flat_param])  # after an exception in a step, too, FSDP1 assigns to it
+    if not handle._use_orig_params:
+        unguard_parameters([handle.flat_param])  # after an exception in a step, too, FSDP1 assigns to it
     type(handle)._use_sharded_flat_param(handle)
-    if writes is not None:
+    if writes is not None and not handle._use_orig_params:
         writes.let_go()
 
 
@@ -678,7 +678,7 @@ def times_shards_written(unit: FullyShardedDataParallel) -> int:
     flat = handle_of(unit).flat_param
     params = flat._params or [flat]
     with without_torch_function():
-        return sum(map(times_written, params)) + sum(map(count_data_writes, params))
+        return sum(map(times_written, params)) + count_data_writes(params)
 
 
 def times_each_written(unit: FullyShardedDataParallel) -> list[int]:

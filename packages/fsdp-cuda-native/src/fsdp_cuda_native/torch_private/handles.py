@@ -36,7 +36,7 @@ def speed_up(handle: Any) -> None:
     Args:
         handle: The handle of a flat parameter. One that was told to use torch's unsafe way goes on with that.
     """
-    handle.__class__ = _Handle
+    handle.__class__ = _Handle if handle._use_orig_params else _HandleOfFlat
     if handle._setattr_tensor is _safe_setattr_tensor_or_param:
         handle._setattr_tensor = _set_tensor
     if handle._setattr_param is _safe_setattr_tensor_or_param:
@@ -47,12 +47,6 @@ class _Handle(FlatParamHandle):
     # torch.compile leaves out the file of torch's handles, and not this one
 
     # parameters may be guarded, see fsdp_core's step_gradients: their attributes would go through Python
-
-    @outside_of_compilation
-    def pre_unshard(self) -> bool:
-        # outside of calls too, as for summon_full_params(): the flat parameter may be guarded, and is gathered from
-        unguard_parameters([self.flat_param])
-        return bool(super().pre_unshard())
 
     @outside_of_compilation
     def _writeback_orig_params(self) -> bool:
@@ -160,6 +154,16 @@ class _Handle(FlatParamHandle):
         ends = accumulate(flat._numels_with_padding)
         parts = zip(ends, flat._numels_with_padding, flat._is_padding_mask, strict=True)
         return [end - numel for end, numel, is_padding in parts if not is_padding]
+
+
+class _HandleOfFlat(_Handle):
+    """The handle of a flat parameter that modules and optimizers hold as it is, without original parameters."""
+
+    @outside_of_compilation
+    def pre_unshard(self) -> bool:
+        # outside of calls too, as for summon_full_params(): the flat parameter may be guarded, and is gathered from
+        unguard_parameters([self.flat_param])
+        return bool(super().pre_unshard())
 
 
 _GUARDED = "_fsdp_cuda_native_guarded"

@@ -55,6 +55,7 @@ class _ShownGradients:
         self._shown: list[weakref.ref[Tensor] | None] = [None] * len(handle.flat_param._params)
         self._copied: set[int] = set()
         self._waiting: set[int] = set()  # those whose gradients are not reduced yet
+        self._elsewhere: list[int] | None = None  # those of which this rank holds no element, once they are sharded
 
     @outside_of_compilation
     def show_guarded(self) -> None:
@@ -75,13 +76,17 @@ class _ShownGradients:
     def _show_elsewhere(self) -> None:
         """Let users see, where this rank holds no element of a parameter, whether other ranks have a gradient of it."""
         handle: Any = self._handle()
-        flat, has_gradient = handle.flat_param, handle.sharded_grad is not None
-        infos = flat._shard_param_infos
-        if not has_gradient and not any(info.in_shard for info in infos):
+        flat = handle.flat_param
+        if self._elsewhere is None:
+            self._elsewhere = [i for i, info in enumerate(flat._shard_param_infos) if not info.in_shard]
+        if not self._elsewhere:
+            return
+        has_gradient = handle.sharded_grad is not None
+        if not has_gradient and len(self._elsewhere) == len(flat._params):
             return  # FSDP1 takes it for forgotten wherever no piece shows one
-        for parameter, info, is_none in zip(flat._params, infos, flat._is_grad_none_mask, strict=True):
-            if not info.in_shard:
-                show_gradient_elsewhere(parameter, has_gradient and parameter.requires_grad and not is_none)
+        for i in self._elsewhere:
+            is_shown = has_gradient and flat._params[i].requires_grad and not flat._is_grad_none_mask[i]
+            show_gradient_elsewhere(flat._params[i], is_shown)
 
     def show(self) -> None:
         """Show gradients, as FSDP1 does when nothing waits for a reduction."""
