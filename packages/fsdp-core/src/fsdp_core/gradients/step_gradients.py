@@ -237,9 +237,9 @@ def count_data_writes(pieces: Iterable[Tensor]) -> int:
 
 def _count_data_writes(piece: Tensor) -> int:
     attributes = vars(piece)
-    shown: Tensor | None = attributes.get(_SHOWN_DATA)
+    data_view: Tensor | None = attributes.get(_SHOWN_DATA)
     earlier: int = attributes.get(_DATA_WRITES, 0)
-    return earlier + (0 if shown is None else times_written(shown))
+    return earlier + (0 if data_view is None else times_written(data_view))
 
 
 def _shown_data(piece: Tensor) -> Tensor:
@@ -247,11 +247,11 @@ def _shown_data(piece: Tensor) -> Tensor:
     global _is_data_read
     _is_data_read = True
     attributes = vars(piece)
-    shown: Tensor | None = attributes.get(_SHOWN_DATA)
-    if shown is None or not shown.is_set_to(piece):
+    data_view: Tensor | None = attributes.get(_SHOWN_DATA)
+    if data_view is None or not data_view.is_set_to(piece):
         attributes[_DATA_WRITES] = _count_data_writes(piece)
-        shown = attributes[_SHOWN_DATA] = piece.data
-    return shown.detach()
+        data_view = attributes[_SHOWN_DATA] = piece.data
+    return data_view.detach()
 
 
 def _shown_gradient(piece: Tensor) -> Tensor | None:

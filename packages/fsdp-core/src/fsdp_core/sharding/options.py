@@ -133,13 +133,13 @@ def check_process_group_backend(backend: object) -> None:
     """
     if backend is None or not dist.is_available():
         return
-    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    available = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
     names = [each.rpartition(":")[2] for each in backend.split(",")] if isinstance(backend, str) else [""]
-    if not all(name.lower() in known for name in names):
+    if not all(name.lower() in available for name in names):
         raise UnsupportedCapabilityError(
             f"process_group_backend={backend!r} is no backend of torch.distributed.\n"
-            f"Write one of {', '.join(map(repr, known))}; one for each device, such as 'cpu:gloo,cuda:nccl'; or leave "
-            "it out: it is chosen by device. A package that brings another must be imported before."
+            f"Write one of {', '.join(map(repr, available))}; one for each device, such as 'cpu:gloo,cuda:nccl'; or "
+            "leave it out: it is chosen by device. A package that brings another must be imported before."
         )
 
 

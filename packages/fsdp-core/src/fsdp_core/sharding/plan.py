@@ -255,14 +255,14 @@ def check_unchanged(module: nn.Module, plan: ShardingPlan, config: Mapping[str, 
     """
     undecided = {name: replace(p, unit="", is_replicated=False) for name, p in plan.parameters.items()}
     planned = replace(plan, parameters=undecided, units=(), recomputed=(), details={}).describe()
-    found = _plan_undecided(module).describe()
+    current = _plan_undecided(module).describe()
     planned |= {f"setting {name!r}": repr(value) for name, value in plan.config.items() if value != config.get(name)}
-    found |= {f"setting {name!r}": repr(value) for name, value in config.items() if value != plan.config.get(name)}
-    for topic in (*planned, *found):
-        if planned.get(topic) != found.get(topic):
+    current |= {f"setting {name!r}": repr(value) for name, value in config.items() if value != plan.config.get(name)}
+    for topic in (*planned, *current):
+        if planned.get(topic) != current.get(topic):
             raise ShardingError(
                 f"{type(module).__name__} is not as it was planned: its {topic} was {planned.get(topic, 'not there')}, "
-                f"and is {found.get(topic, 'not there')}.\n"
+                f"and is {current.get(topic, 'not there')}.\n"
                 "Call plan() with this module after its last change, or call shard(module) alone, which plans it."
             )
 

@@ -346,8 +346,8 @@ def _shares_outside(unit: nn.Module, names: Sequence[str], places: Mapping[int, 
 def _tell_apart(module: nn.Module, policy: object) -> tuple[str, str]:
     """A policy, and the classes of a module's submodules, such that two classes of one name are told apart."""
     present = dict.fromkeys(type(submodule) for submodule in module.modules() if submodule is not module)
-    asked = list(policy) if isinstance(policy, Collection) and not isinstance(policy, str) else []
-    every_class = dict.fromkeys([*present, *(each for each in asked if isinstance(each, type))])
+    policy_classes = list(policy) if isinstance(policy, Collection) and not isinstance(policy, str) else []
+    every_class = dict.fromkeys([*present, *(each for each in policy_classes if isinstance(each, type))])
     names = Counter(each.__name__ for each in every_class)
     full_names = Counter(_full_name(each) for each in every_class)
 
@@ -359,7 +359,7 @@ def _tell_apart(module: nn.Module, policy: object) -> tuple[str, str]:
         remark = " (as it was before it was defined again: build the model anew)" if is_outdated else ""
         return _full_name(of) + remark
 
-    text = "{" + ", ".join(sorted(map(name, asked))) + "}" if asked else describe_policy(policy)
+    text = "{" + ", ".join(sorted(map(name, policy_classes))) + "}" if policy_classes else describe_policy(policy)
     return text, ", ".join([name(each) for each in present][:20]) or "none, it has no submodules"
 
 
