@@ -396,7 +396,7 @@ def test_files_are_named_for_what_they_hold() -> None:
 #: returns to it, in a folder of its own; no checkpoint goes through them.
 UNPICKLE_MESSAGES = (
     "packages/fsdp-xla/src/fsdp_xla/ranks/messages.py",
-    "packages/fsdp-core/src/fsdp_core/lightning/notebooks.py",
+    "packages/fsdp-core/src/fsdp_core/lightning/launchers/notebooks.py",
 )
 
 #: Other libraries' checkpoints, whose names become records: nothing is imported, looked up or called.

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         UnsupportedCapabilityError,
     )
     from fsdp_core.initialization.wrap import wrap
-    from fsdp_core.lightning.checkpoints.accumulated_gradients import AccumulatedGradients
+    from fsdp_core.lightning.checkpoints.begun_accumulation import AccumulatedGradients
     from fsdp_core.lightning.outside_steps.exporting import full_state_dict
     from fsdp_core.lightning.outside_steps.gathered import gathered
     from fsdp_core.plugins.capabilities import Capability

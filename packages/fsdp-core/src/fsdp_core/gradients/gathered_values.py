@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import Runtime
-from fsdp_core.torch_private.compilation import let_compiled_graphs_take
 from fsdp_core.torch_private.dtensors import checks_class_of_views
+from fsdp_core.torch_private.dynamo import let_compiled_graphs_take
 from fsdp_core.torch_private.tensors import (
     times_written,
     tree_flatten,

@@ -12,7 +12,7 @@ from fsdp_core.plugins import registry
 from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.plugins.strategy_info import StrategyInfo
 from fsdp_core.plugins.unknown_options import refuse_unknown_options
-from fsdp_core.sharding.precisions import ShardPrecision
+from fsdp_core.sharding.precision_strings import ShardPrecision
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -15,7 +15,7 @@ from fsdp_core.checkpoint.collective import run_on_all
 from fsdp_core.checkpoint.format.state_paths import join_path
 from fsdp_core.checkpoint.storage.joined import Paths, paths_of, shown_paths
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError, OptimizerMismatchError
-from fsdp_core.lightning.checkpoints.accumulated_gradients import AccumulatedGradients
+from fsdp_core.lightning.checkpoints.begun_accumulation import AccumulatedGradients
 from fsdp_core.lightning.checkpoints.full.file import gathered
 from fsdp_core.lightning.checkpoints.full.layout import as_trainers_file, numbered
 from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards

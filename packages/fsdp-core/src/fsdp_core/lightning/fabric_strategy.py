@@ -25,14 +25,14 @@ from fsdp_core.lightning.fabric_checkpoints import (
 )
 from fsdp_core.lightning.features.fabric_steps import FabricSteps
 from fsdp_core.lightning.features.preemption import Signals
+from fsdp_core.lightning.launchers.notebooks import FabricForkedRanks
 from fsdp_core.lightning.loaders.fabric_loaders import follow_in_fabric
-from fsdp_core.lightning.notebooks import FabricForkedRanks
 from fsdp_core.lightning.outside_steps.forwarding import root_around, set_up_model
 from fsdp_core.lightning.precision_plugins import ShardedFabricPrecision, asked_precision, shard_dtypes
 from fsdp_core.lightning.private import FabricSubprocessLauncher
 from fsdp_core.lightning.strategy import ShardedStrategy
 from fsdp_core.plugins.capabilities import Capability
-from fsdp_core.sharding.precisions import ShardPrecision
+from fsdp_core.sharding.precision_strings import ShardPrecision
 from fsdp_core.sharding.sharded import Sharded
 
 __all__ = ["ShardedFabricStrategy"]

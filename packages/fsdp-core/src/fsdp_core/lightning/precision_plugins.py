@@ -27,8 +27,8 @@ from fsdp_core.initialization.deferred_init import continue_deferred
 from fsdp_core.lightning.capability_checks import check_precision
 from fsdp_core.lightning.private import DtypeContext, convert_fp_tensor
 from fsdp_core.plugins.capabilities import Capability
-from fsdp_core.sharding.precisions import ShardPrecision
-from fsdp_core.torch_private.optimizers import forget_unscaled, make_scaler_sharded, plain_tensors_replicated
+from fsdp_core.sharding.precision_strings import ShardPrecision
+from fsdp_core.torch_private.optimizer_steps import forget_unscaled, make_scaler_sharded, plain_tensors_replicated
 
 if TYPE_CHECKING:
     from fsdp_core.lightning.strategy import ShardedStrategy

@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_
 from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError
 from fsdp_core.lightning.private import logs_graph
 from fsdp_core.sharding.backend import Backend
-from fsdp_core.sharding.precisions import ShardPrecision
+from fsdp_core.sharding.precision_strings import ShardPrecision
 
 __all__ = [
     "check_devices",

@@ -25,14 +25,14 @@ from fsdp_core.lightning.features.callbacks_over_shards import check_finetuning
 from fsdp_core.lightning.features.finite_gradients import refuse_nonfinite
 from fsdp_core.lightning.features.stage_features import StageFeatures
 from fsdp_core.lightning.features.step_methods import StepMethods
-from fsdp_core.lightning.notebooks import TrainerForkedRanks
+from fsdp_core.lightning.launchers.notebooks import TrainerForkedRanks
 from fsdp_core.lightning.precision_plugins import ShardedTrainerPrecision, asked_precision, shard_dtypes
 from fsdp_core.lightning.private import TrainerSubprocessLauncher, always_say_what_is_saved
 from fsdp_core.lightning.strategy import ShardedStrategy
 from fsdp_core.lightning.trainer_checkpoints import TrainerCheckpoints
 from fsdp_core.plugins.capabilities import Capability
-from fsdp_core.sharding.late_parameters import refuse_late
-from fsdp_core.sharding.precisions import ShardPrecision
+from fsdp_core.sharding.precision_strings import ShardPrecision
+from fsdp_core.sharding.refusals.late_parameters import refuse_late
 from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.watch import explain
 

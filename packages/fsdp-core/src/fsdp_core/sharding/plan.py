@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.sharded_init import is_part
-from fsdp_core.sharding.rank_agreement import described, described_error
+from fsdp_core.sharding.agreement.same_model import described, described_error
 from fsdp_core.state.fqn import clean_name
 
 __all__ = ["ParameterPlan", "ShardingPlan", "UnitModules", "check_unchanged", "modules_by_unit", "plan_module"]
@@ -161,7 +161,7 @@ class ShardingPlan:
         return [tied for tied in names.values() if len(tied) > 1]
 
     def describe(self) -> dict[str, str]:
-        """Describe the module and its units by topic, for :func:`~fsdp_core.sharding.rank_agreement.check_same`.
+        """Describe the module and its units by topic, for :func:`~fsdp_core.sharding.agreement.same_model.check_same`.
 
         Devices are not described: rank 0 may have loaded the weights, with other ranks on the meta device.
         """

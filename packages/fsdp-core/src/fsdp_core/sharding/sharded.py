@@ -22,7 +22,7 @@ from fsdp_core.gradients.gathered_values import WrittenValues
 from fsdp_core.gradients.step_writes import StepWrites
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.plan import ShardingPlan
-from fsdp_core.sharding.precisions import ShardPrecision
+from fsdp_core.sharding.precision_strings import ShardPrecision
 from fsdp_core.state.chunks import ChunkedTensor
 from fsdp_core.state.filling import fill_all
 from fsdp_core.state.fqn import aliases, clean_name, named_parameters

@@ -11,7 +11,7 @@ from fsdp_core.checkpoint.importing.dcp import read_dcp
 from fsdp_core.checkpoint.importing.files import open_file, source_of
 from fsdp_core.checkpoint.importing.layouts import KEPT_WITH_WEIGHTS, TRAINER_MARK, Imported, of_keys, of_trainer
 from fsdp_core.checkpoint.importing.memory_budget import limited_memory
-from fsdp_core.checkpoint.importing.optimizers import ParameterOrder
+from fsdp_core.checkpoint.importing.optimizer_states import ParameterOrder
 from fsdp_core.checkpoint.importing.recognition import LIGHTNING_META, Source, recognise
 from fsdp_core.checkpoint.importing.renaming import renamed
 from fsdp_core.checkpoint.importing.safetensors_source import read_safetensors_file, read_safetensors_folder

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp_core.checkpoint.format.state_paths import join_path
 from fsdp_core.checkpoint.importing.memory_budget import current_budget
-from fsdp_core.checkpoint.importing.optimizers import (
+from fsdp_core.checkpoint.importing.optimizer_states import (
     ParameterOrder,
     by_name,
     is_flattened,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fsdp_core.checkpoint.importing.files import SourceFile
-from fsdp_core.checkpoint.importing.optimizers import ParameterOrder, by_name, is_optimizer
+from fsdp_core.checkpoint.importing.optimizer_states import ParameterOrder, by_name, is_optimizer
 from fsdp_core.checkpoint.importing.tensors import Cast, FlatRange, InPieces, Piece
 from fsdp_core.checkpoint.importing.torch_file import TorchFile
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.sharding.sharded import Sharded
-from fsdp_core.torch_private.optimizers import has_hooks_before_steps
+from fsdp_core.torch_private.optimizer_steps import has_hooks_before_steps
 
 __all__ = ["copied_after", "copied_before_a_step", "hooks_that_may_write"]
 

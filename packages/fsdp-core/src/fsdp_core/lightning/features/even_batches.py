@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.private import around_predictions, lengths_of_predictions
 from fsdp_core.runtime import Runtime
-from fsdp_core.sharding.optimizers.agreement import are_equal
+from fsdp_core.sharding.agreement.same_optimizers import are_equal
 
 if TYPE_CHECKING:
     from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy

@@ -35,7 +35,7 @@ from fsdp_core.lightning.private import (
     path_to_resume_from,
 )
 from fsdp_core.runtime import ProcessGroupRuntime
-from fsdp_core.sharding.optimizers.agreement import are_equal, check_same_rates, digest_of_rates
+from fsdp_core.sharding.agreement.same_optimizers import are_equal, check_same_rates, digest_of_rates
 
 if TYPE_CHECKING:
     from fsdp_core.lightning.fabric_strategy import ShardedFabricStrategy

@@ -18,7 +18,7 @@ from fsdp_core.lightning.features.guarded_gradients import GuardedGradients
 from fsdp_core.lightning.outside_steps.exporting import refuse_values_of_parts
 from fsdp_core.lightning.outside_steps.redirection import call_inside_forward, explain_shards, mend_caught
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
-from fsdp_core.sharding.local_pieces import refuse_again
+from fsdp_core.sharding.refusals.files_of_shards import refuse_again
 from fsdp_core.sharding.sequence import use_split
 from fsdp_core.state.full_tensor import check_not_gathered
 

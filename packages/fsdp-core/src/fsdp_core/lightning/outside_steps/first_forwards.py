@@ -13,7 +13,7 @@ from fsdp_core.gradients.step_writes import StepWrites, check_writes
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.full_tensor import gathered_modules
 from fsdp_core.torch_private.autograd import in_backward
-from fsdp_core.torch_private.compilation import outside_of_compilation
+from fsdp_core.torch_private.dynamo import outside_of_compilation
 
 __all__ = ["FirstForwards"]
 

@@ -25,7 +25,7 @@ from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.fqn import clean_name
 from fsdp_core.state.full_tensor import check_not_gathered, gathered_modules, running_forwards
 from fsdp_core.torch_private.autograd import in_backward, is_recomputing
-from fsdp_core.torch_private.compilation import outside_of_compilation
+from fsdp_core.torch_private.dynamo import outside_of_compilation
 
 __all__ = [
     "call_inside_forward",

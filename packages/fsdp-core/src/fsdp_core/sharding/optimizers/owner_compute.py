@@ -24,7 +24,7 @@ from fsdp_core.state.coverage import Box
 from fsdp_core.state.full_tensor import each_whole
 from fsdp_core.state.layout import Layout, Part
 from fsdp_core.state.owned import Owners, set_owners
-from fsdp_core.torch_private.optimizers import replace_step
+from fsdp_core.torch_private.optimizer_steps import replace_step
 
 __all__ = ["assign_owners", "step_on_owners"]
 

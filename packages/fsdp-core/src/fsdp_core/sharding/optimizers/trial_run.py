@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.runtime import ProcessGroupRuntime
-from fsdp_core.sharding.observed_communication import ObservedCommunication
 from fsdp_core.sharding.optimizers.copying import copy_optimizer
+from fsdp_core.sharding.optimizers.observed_communication import ObservedCommunication
 from fsdp_core.sharding.optimizers.small_params import (
     Key,
     SmallParam,
@@ -29,7 +29,7 @@ from fsdp_core.sharding.optimizers.small_params import (
     new_small_params,
 )
 from fsdp_core.state.random_state import random_state, set_random_state
-from fsdp_core.torch_private.optimizers import plain_tensors_replicated
+from fsdp_core.torch_private.optimizer_steps import plain_tensors_replicated
 
 __all__ = [
     "COARSE",

@@ -10,8 +10,8 @@ import numpy as np
 from fsdp_core.testing.oracle import FP32_TOLERANCE, HALF_TOLERANCE
 from fsdp_core.testing.pairs.dimensions import Configuration
 from fsdp_core.testing.pairs.net import MICRO_BATCHES, is_last
-from fsdp_core.testing.pairs.oracle import Run
 from fsdp_core.testing.pairs.running import Outcome, Piece, Pieces
+from fsdp_core.testing.pairs.unsharded_run import Run
 
 __all__ = ["DOUBLE_TOLERANCE", "TOLERANCES", "differences", "differing_bits"]
 

@@ -11,7 +11,7 @@ import pytest
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.plugins.strategy_info import StrategyInfo
-from fsdp_core.testing.launching.ranks import RankKind
+from fsdp_core.testing.launching.process_ranks import RankKind
 
 if TYPE_CHECKING:
     from fsdp_core.testing.suite.base_class import Clauses

@@ -20,7 +20,7 @@ from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.testing import oracle
-from fsdp_core.testing.launching.ranks import Ranks
+from fsdp_core.testing.launching.process_ranks import Ranks
 from fsdp_core.testing.state import sharded_by
 from fsdp_core.testing.suite.base_class import Clauses
 from fsdp_core.testing.training import new_fabric

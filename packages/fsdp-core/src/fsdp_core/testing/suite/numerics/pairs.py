@@ -18,8 +18,8 @@ from fsdp_core.testing.meshes import LINES, DeclaredMesh
 from fsdp_core.testing.pairs.comparing import differences, differing_bits
 from fsdp_core.testing.pairs.dimensions import FORBIDDEN, Configuration, Dimension, declared, options_of
 from fsdp_core.testing.pairs.drawing import Rule, first
-from fsdp_core.testing.pairs.oracle import train_in_one_process
 from fsdp_core.testing.pairs.running import Outcome, RunRequest, run_all
+from fsdp_core.testing.pairs.unsharded_run import train_in_one_process
 from fsdp_core.testing.suite.base_class import Clauses, each_ranks
 
 __all__ = ["COUNT", "ONLY", "SEED", "PairsSuite", "assert_equals_plain"]

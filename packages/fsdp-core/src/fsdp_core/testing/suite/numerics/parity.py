@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.capabilities import Capability
-from fsdp_core.sharding.wrap_policy import describe_policy
+from fsdp_core.sharding.units.wrap_policy import describe_policy
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, Trained, train_plain

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.sharding.wrap_policy import describe_policy
+from fsdp_core.sharding.units.wrap_policy import describe_policy
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import Block
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused

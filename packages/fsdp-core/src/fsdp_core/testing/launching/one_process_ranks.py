@@ -20,7 +20,7 @@ from fsdp_core.testing.launching.forking import (
     start_process,
     within,
 )
-from fsdp_core.testing.launching.ranks import (
+from fsdp_core.testing.launching.process_ranks import (
     Failure,
     RankKind,
     describe_silence,

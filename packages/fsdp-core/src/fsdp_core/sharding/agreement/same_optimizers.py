@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import Runtime
-from fsdp_core.sharding.rank_agreement import described
+from fsdp_core.sharding.agreement.same_model import described
 
 __all__ = ["are_equal", "check_same_optimizers", "check_same_rates", "digest_of_rates", "settings_of"]
 

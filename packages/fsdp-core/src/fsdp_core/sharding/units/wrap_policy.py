@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.wrap import marked
 from fsdp_core.sharding.plan import ShardingPlan
-from fsdp_core.sharding.recomputed_buffers import recomputing
+from fsdp_core.sharding.units.recomputed_buffers import recomputing
 from fsdp_core.state.fqn import unwrap_compiled
 
 __all__ = [

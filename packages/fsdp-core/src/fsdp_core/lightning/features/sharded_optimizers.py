@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_core.gradients.zero_grad import on_zero_grad
-from fsdp_core.sharding.late_parameters import refuse_late
-from fsdp_core.sharding.local_pieces import refuse_files_of_optimizer
-from fsdp_core.sharding.optimizers.agreement import check_same_optimizers
+from fsdp_core.sharding.agreement.same_optimizers import check_same_optimizers
+from fsdp_core.sharding.refusals.files_of_shards import refuse_files_of_optimizer
+from fsdp_core.sharding.refusals.late_parameters import refuse_late
 from fsdp_core.sharding.sharded import Sharded
 
 if TYPE_CHECKING:

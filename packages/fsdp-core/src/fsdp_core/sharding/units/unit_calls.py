@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.gradients.gathered_values import is_gathered
-from fsdp_core.sharding.outside_attributes import users_module
+from fsdp_core.sharding.units.outside_attributes import users_module
 from fsdp_core.state.full_tensor import gathered_modules
 from fsdp_core.torch_private.autograd import in_dual_level, is_view, running_transforms
-from fsdp_core.torch_private.compilation import outside_of_compilation
+from fsdp_core.torch_private.dynamo import outside_of_compilation
 from fsdp_core.torch_private.tensors import tree_flatten
 
 __all__ = ["RefusedTransforms", "UnitCalls"]
