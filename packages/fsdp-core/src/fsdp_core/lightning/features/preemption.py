@@ -9,9 +9,7 @@ rates and the like, which a scheduler or a callback may have set differently.
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import threading
 import warnings
 from collections.abc import Callable
@@ -19,7 +17,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -27,6 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.features.feature import Feature
 from fsdp_core.lightning.global_batch import keeps_global_batch
+from fsdp_core.lightning.launchers.requeueing import requeue, requeue_signal_of
 from fsdp_core.lightning.private import (
     around_each_batch,
     instead_of_signal_handlers,
@@ -63,10 +61,7 @@ class Signals:
 
     def requeue_signal(self) -> int | None:
         """The signal by which SLURM announces the end of a job that is to be queued again; ``None`` elsewhere."""
-        environment = self._strategy.cluster_environment
-        if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
-            return None
-        return environment.requeue_signal or signal.SIGUSR1
+        return requeue_signal_of(self._strategy.cluster_environment)
 
     def register(self, then: Callable[[int], None] | None = None) -> None:
         """Note these signals from now on, and call the handlers that there are. Only the main thread gets signals.
@@ -237,21 +232,3 @@ def _saves_on_exception(callback: object) -> bool:
     return isinstance(callback, OnExceptionCheckpoint) or (
         isinstance(callback, ModelCheckpoint) and bool(getattr(callback, "save_on_exception", False))
     )
-
-
-def requeue() -> None:
-    """Let SLURM queue this job again, once its checkpoint is complete. One rank calls it."""
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    job = f"{array}_{task}" if array is not None else os.environ["SLURM_JOB_ID"]
-    try:
-        result = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)
-        failure = result.stderr.strip() or f"it ended with {result.returncode}" if result.returncode else ""
-    except OSError as error:
-        failure = str(error)
-    if failure:
-        rank_zero_warn(
-            f"`scontrol requeue {job}` has failed: {failure}\nThe checkpoint is complete: submit the job again, with "
-            "the same default_root_dir, and it goes on from there."
-        )
-    else:
-        rank_zero_info(f"SLURM job {job} is queued again.")

@@ -15,8 +15,10 @@ from types import ModuleType
 from typing import Any
 
 from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError, warn, warn_of_fault
-from fsdp_core.lightning.checkpoints.patched_io import install_search
+from fsdp_core.lightning.checkpoints.patched_io import install_opening, install_search
+from fsdp_core.lightning.outside_steps.grad_norms import install_grad_norm
 from fsdp_core.lightning.registration.deferred_names import fill_when_read
+from fsdp_core.lightning.registration.sharded_elsewhere import install_refusal
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.lightning_names import TAKEN_OVER
 from fsdp_core.plugins.strategy_info import FrontEnd
@@ -113,8 +115,10 @@ def _refuse_elsewhere(strategy: object, module: str) -> None:
 def enter(module: ModuleType) -> None:
     """Register every known strategy name in the registry of one of Lightning's strategies modules. Idempotent.
 
-    That happens when the registry is first read, at the latest when a Trainer or Fabric is created: importing Lightning
-    loads no plugin, and takes no longer than without any.
+    Lightning's own strategies in the module learn to recognise our checkpoint folders and shards.
+
+    The names are registered when the registry is first read, at the latest when a Trainer or Fabric is created:
+    importing Lightning loads no plugin, and takes no longer than without any.
 
     Lightning's own names stay Lightning's, except Fabric's ``"xla_fsdp"`` when fsdp-xla is installed; a plugin that
     claims another of them is skipped with a warning.
@@ -122,6 +126,9 @@ def enter(module: ModuleType) -> None:
     Args:
         module: ``lightning.pytorch.strategies``, ``lightning.fabric.strategies`` or a stand-alone package's.
     """
+    install_opening(module)
+    install_refusal(module)
+    install_grad_norm()
     names = getattr(module, _HOMES[module.__name__].attribute)
 
     def find() -> None:
