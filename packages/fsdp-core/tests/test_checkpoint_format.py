@@ -38,8 +38,9 @@ from fsdp_core.checkpoint import (
     verify,
 )
 from fsdp_core.checkpoint.format import plain_data
+from fsdp_core.checkpoint.format.file_names import is_ours
 from fsdp_core.checkpoint.format.places import grouped
-from fsdp_core.checkpoint.storage.recognition import is_checkpoint, is_ours
+from fsdp_core.checkpoint.storage.recognition import is_checkpoint
 from fsdp_core.checkpoint.storage.writers import new_writer
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 from fsdp_core.runtime import Runtime

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from fsdp_core.checkpoint.format.file_names import temporary_manifest
+from fsdp_core.checkpoint.format.file_names import is_ours, save_id_of, temporary_manifest
 from fsdp_core.checkpoint.format.manifest import MANIFEST, Manifest
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.storage.part_recognition import saves_in
@@ -22,10 +22,8 @@ from fsdp_core.checkpoint.storage.recognition import (
     fingerprint,
     holds_manifest,
     is_interrupted,
-    is_ours,
     manifest_bytes,
     save_id_in,
-    save_id_of,
 )
 from fsdp_core.checkpoint.storage.writers import Writer, new_writer, writer_of, writers_in
 from fsdp_core.errors import CheckpointExistsError

@@ -18,10 +18,11 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
+from fsdp_core.checkpoint.format.file_names import save_id_of
 from fsdp_core.checkpoint.format.manifest import MANIFEST
 from fsdp_core.checkpoint.storage.commit import SaveTarget, another_was_saved, choose_target, clean_beside, files_named
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath
-from fsdp_core.checkpoint.storage.recognition import fingerprint, manifest_bytes, save_id_of
+from fsdp_core.checkpoint.storage.recognition import fingerprint, manifest_bytes
 from fsdp_core.checkpoint.storage.writers import Writer, writer_of
 
 __all__ = ["LocalTarget", "choose_local_target", "first_local_target"]

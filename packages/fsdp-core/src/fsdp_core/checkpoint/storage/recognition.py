@@ -6,13 +6,12 @@ import re
 
 import xxhash
 
-from fsdp_core.checkpoint.format.file_names import OUR_FILES
+from fsdp_core.checkpoint.format.file_names import is_ours
 from fsdp_core.checkpoint.format.json_text import MAX_JSON_BYTES
 from fsdp_core.checkpoint.format.manifest import FORMAT, MANIFEST, Manifest
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.storage.part_recognition import described_part, holds_part, saves_in
 from fsdp_core.checkpoint.storage.remedies import remedy, unreadable
-from fsdp_core.checkpoint.storage.writers import MARK
 from fsdp_core.errors import CheckpointFormatError
 
 __all__ = [
@@ -22,17 +21,12 @@ __all__ = [
     "is_checkpoint",
     "is_folder",
     "is_interrupted",
-    "is_ours",
     "is_place",
     "is_sharded",
     "manifest_bytes",
     "read_manifest",
     "save_id_in",
-    "save_id_of",
 ]
-
-# Files in the folder with other names are the user's and are never removed.
-_OUR_FILES = re.compile(rf"{OUR_FILES}|{MARK}")
 
 # Formats that `fsdp checkpoint import` takes, by file names.
 _OTHER_FORMATS = (
@@ -117,16 +111,6 @@ def _explain_no_manifest(folder: Folder) -> str:
     return f"{folder} is not a checkpoint of this format: it has no {MANIFEST} (there is {listed}).\n{remedy}"
 
 
-def is_ours(name: str) -> bool:
-    """Return whether a file name is one that a save gives.
-
-    Example:
-        >>> is_ours("model/0123456789ab-rank-00000.safetensors"), is_ours("model/weights.bin")
-        (True, False)
-    """
-    return _OUR_FILES.fullmatch(name) is not None
-
-
 def is_place(path: StrPath) -> bool:
     """Return whether a path is a folder without a manifest to which ranks of a scattered save have written."""
     folder = open_folder(path)
@@ -145,17 +129,6 @@ def is_sharded(path: StrPath) -> bool:
     """
     folder = open_folder(path)
     return is_checkpoint(path) or is_place(path) or (is_interrupted(folder) and bool(folder.files()))
-
-
-def save_id_of(name: str) -> str | None:
-    """Return the id of the save that a file belongs to, by its name.
-
-    Example:
-        >>> save_id_of("model/0123456789ab-rank-00000.safetensors"), save_id_of("manifest.json")
-        ('0123456789ab', None)
-    """
-    match = _OUR_FILES.fullmatch(name)
-    return None if match is None else match["chunks"] or match["parts"] or match["state"] or match["manifest"]
 
 
 def manifest_bytes(folder: Folder) -> bytes | None:

@@ -7,9 +7,10 @@ import secrets
 from contextlib import suppress
 from dataclasses import replace
 
+from fsdp_core.checkpoint.format.file_names import is_ours, save_id_of
 from fsdp_core.checkpoint.format.manifest import MANIFEST
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
-from fsdp_core.checkpoint.storage.recognition import holds_manifest, is_ours, manifest_bytes, save_id_in, save_id_of
+from fsdp_core.checkpoint.storage.recognition import holds_manifest, manifest_bytes, save_id_in
 from fsdp_core.checkpoint.storage.remedies import remedy
 from fsdp_core.checkpoint.storage.writers import Writer, new_writer, writer_of, writing
 from fsdp_core.errors import CheckpointError, CheckpointExistsError

@@ -14,16 +14,14 @@ from typing import Literal
 
 import xxhash
 
-__all__ = ["MARK", "Standing", "Writer", "new_writer", "writer_of", "writers_in", "writing"]
+from fsdp_core.checkpoint.format.file_names import WRITER_TOKEN
+
+__all__ = ["Standing", "Writer", "new_writer", "writer_of", "writers_in", "writing"]
 
 Standing = Literal["gone", "lives", "unknown"]
 """The status of a save's writer, as known to this process."""
 
-_TOKEN = r"[0-9a-f]{12}-[0-9a-f]{12}-[0-9a-f]{12}-[1-9]\d{0,8}-\d{1,20}-[A-Za-z0-9.-]{0,64}"
-MARK = rf"\.writer-{_TOKEN}"
-"""A regular expression for the names of the files that mark a checkpoint while a save overwrites it."""
-
-_NAMED = re.compile(rf"\.(?:writer|partial)-(?P<token>{_TOKEN})")
+_NAMED = re.compile(rf"\.(?:writer|partial)-(?P<token>{WRITER_TOKEN})")
 _NOBODY = "0" * 12
 
 #: The saves and removals that are running in this process.

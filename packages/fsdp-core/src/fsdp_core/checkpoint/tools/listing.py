@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Literal
 
+from fsdp_core.checkpoint.format.file_names import is_ours, save_id_of
 from fsdp_core.checkpoint.format.manifest import MANIFEST, Manifest
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.storage.part_recognition import described_part, described_rest, holds_part
 from fsdp_core.checkpoint.storage.plain_json import part_at, read_plain
-from fsdp_core.checkpoint.storage.recognition import holds_manifest, is_interrupted, is_ours, read_manifest, save_id_of
+from fsdp_core.checkpoint.storage.recognition import holds_manifest, is_interrupted, read_manifest
 from fsdp_core.checkpoint.storage.remedies import remedy
 from fsdp_core.checkpoint.storage.rereading import retried
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles

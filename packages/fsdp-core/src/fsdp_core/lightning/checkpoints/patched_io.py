@@ -119,9 +119,9 @@ def _replaces_folders(save: Callable[..., Any]) -> Callable[..., Any]:
         # fsspec would silently move the new file into the folder, and keep the old checkpoint
         if not _is_sharded_folder(filepath):
             return save(checkpoint, filepath, *args, **kwargs)
+        from fsdp_core.checkpoint.format.file_names import is_ours
         from fsdp_core.checkpoint.format.manifest import MANIFEST
         from fsdp_core.checkpoint.storage.local_or_remote_folder import open_folder
-        from fsdp_core.checkpoint.storage.recognition import is_ours
         from fsdp_core.lightning.checkpoints.full.file import replace_by
 
         folder = open_folder(filepath)
