@@ -104,7 +104,7 @@ __all__ = [
 
 _HOMES = {
     "CONTRACT_VERSION": "plugins.contract",
-    "AccumulatedGradients": "lightning.checkpoints.accumulated_gradients",
+    "AccumulatedGradients": "lightning.checkpoints.begun_accumulation",
     "Backend": "sharding.backend",
     "Capability": "plugins.capabilities",
     "Option": "plugins.strategy_info",
