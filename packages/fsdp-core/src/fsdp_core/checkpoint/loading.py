@@ -100,14 +100,17 @@ class _Reading:
     """One attempt of this rank to load a checkpoint. All ranks must take each step."""
 
     def __init__(self, folder: Folder, runtime: Runtime | None, *, checksums: bool) -> None:
-        self._folder, self._runtime, self._checksums = folder, runtime, checksums
+        self._folder = folder
+        self._runtime = runtime
+        self._checksums = checksums
         self._before = seen(folder)
         self._files: StoredFiles | None = None
         self.nest: dict[str, Any] = {}
 
     def examine(self) -> tuple[str, dict[str, str], bool]:
         """Return the save id, the faults of this rank's files, and whether another save has replaced the checkpoint."""
-        manifest, runtime = read_manifest(self._folder), self._runtime
+        manifest = read_manifest(self._folder)
+        runtime = self._runtime
         self._files = StoredFiles(self._folder, manifest)
         own_files = manifest.files if runtime is None else share_of(manifest.files, runtime.rank, runtime.world_size)
         faults = find_damage(self._files, own_files, checksums=self._checksums)

@@ -64,7 +64,8 @@ def _stored_tensors(
     tensors_with_layouts: Iterable[tuple[TensorSpec, Pattern | BoxesByRank]], file_pattern: Callable[[str], str]
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return the tensors whose boxes cover them, and what is wrong with the others."""
-    tensors, faults = {}, {}
+    tensors = {}
+    faults = {}
     for (key, shape, dtype_name), layout in tensors_with_layouts:
         try:
             chunks = _chunks(key, shape, file_pattern(key), layout)

@@ -121,7 +121,8 @@ class _Planner:
                 raise CheckpointValueError(reason)
             if chunk.data.dtype != tensor.dtype:
                 raise CheckpointValueError(f"a chunk of it has dtype {chunk.data.dtype}, but the tensor {tensor.dtype}")
-        self.plan.stored[key], self.plan.section_of[key] = tensor, section
+        self.plan.stored[key] = tensor
+        self.plan.section_of[key] = section
         return key
 
     def check_aliases(self) -> None:

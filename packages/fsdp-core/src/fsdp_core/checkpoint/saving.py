@@ -278,7 +278,9 @@ class PreparedSave:
 
     def _write_chunks(self, runtime: Runtime) -> Message:
         """Write this rank's chunks, and return what rank 0 is to know."""
-        plan, target, rank = self._plan, self._protocol.target, runtime.rank
+        plan = self._plan
+        target = self._protocol.target
+        rank = runtime.rank
         contents: dict[Section, dict[str, Tensor | TensorSource]] = {}
         index = Index(tensors=_tensors(plan))
         for key, tensor in plan.stored.items():
@@ -345,7 +347,8 @@ def _write_state(protocol: SharedSave, plan: Plan, messages: Sequence[Message]) 
                 "save to a file system that all ranks share, or with scattered_save=True (scattered=True of "
                 "fsdp_core.checkpoint.save), with which each rank writes where it stands"
             )
-    plain_file, state_tensors = state_file(save_id), state_tensors_file(save_id) if plan.tensors else None
+    plain_file = state_file(save_id)
+    state_tensors = state_tensors_file(save_id) if plan.tensors else None
     if state_tensors is not None:
         files[state_tensors] = _write_tensors(folder, state_tensors, plan.tensors)
     # One line per part of the state: json's own indentation takes as long as writing all tensors of a small model.

@@ -118,7 +118,8 @@ class Staging:
                 else:
                     copy_of[identity].copy_(original, non_blocking=original.is_cuda)
         with self._copying:
-            self._deferred, self._changed = deferred_copies, []
+            self._deferred = deferred_copies
+            self._changed = []
         if deferred_copies:
             call_before_parts(self.finish)
         copies = {id(tensor): copy_of[identity] for tensor, identity in zip(originals, identities, strict=True)}
@@ -175,7 +176,11 @@ class Staging:
         """Release the memory."""
         self._deferred = []
         forget_call_before_parts(self.finish)
-        self._blocks, self._layout, self._memory_of_layout, self._copy_events, self._views = [], [], [], [], {}
+        self._blocks = []
+        self._layout = []
+        self._memory_of_layout = []
+        self._copy_events = []
+        self._views = {}
 
     def _sample_of_copy(self, deferred: _Deferred) -> Tensor:
         """A view of the copy's elements that are compared, kept as long as the memory: making it takes time."""
@@ -203,7 +208,8 @@ class Staging:
             places.append((len(sizes) - 1, sizes[-1]))
             sizes[-1] += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         if pinned != self._pinned:
-            self._blocks, self._pinned = [], pinned
+            self._blocks = []
+            self._pinned = pinned
         del self._blocks[len(sizes) :]
         for i, size in enumerate(sizes):
             if i == len(self._blocks):

@@ -65,9 +65,12 @@ def share_of(files: Mapping[str, FileEntry], rank: int, world_size: int) -> list
         >>> share_of(files, 0, 2), share_of(files, 1, 2)
         (['model/a-rank-0'], ['optimizer/a-rank-0', 'model/a-rank-1'])
     """
-    total, before, share = sum(entry.size for entry in files.values()), 0, []
+    total = sum(entry.size for entry in files.values())
+    before = 0
+    share = []
     for name in sorted(files, key=lambda name: (name.rpartition("/")[2], name)):
-        middle, before = 2 * before + files[name].size, before + files[name].size
+        middle = 2 * before + files[name].size
+        before = before + files[name].size
         if min(middle * world_size // max(2 * total, 1), world_size - 1) == rank:
             share.append(name)
     return share
@@ -91,7 +94,8 @@ def find_damage(
     Raises:
         CheckpointFormatError: A link leads out of the folder, or this user may not read a file.
     """
-    file_names, lock = list(file_names), threading.Lock()
+    file_names = list(file_names)
+    lock = threading.Lock()
     expected = _ExpectedChunks(files, file_names)
     plain = {files.manifest.state_file, files.manifest.state_tensors}
 
@@ -144,7 +148,8 @@ def refuse_damage(files: StoredFiles, faults: Mapping[str, str]) -> None:
         raise CheckpointFormatError(described_rest(files.folder, files.manifest, elsewhere))
     lines = [f"  {name} {fault}" for name, fault in list(faults.items())[:_MOST_SHOWN]]
     lines += [f"  … and {len(faults) - _MOST_SHOWN} more"] if len(faults) > _MOST_SHOWN else []
-    title, remedy = f"the checkpoint {files.folder} is damaged:", "Restore these files, or load an earlier checkpoint."
+    title = f"the checkpoint {files.folder} is damaged:"
+    remedy = "Restore these files, or load an earlier checkpoint."
     more = [described_rest(files.folder, files.manifest, elsewhere)] if elsewhere else []
     raise CheckpointFormatError("\n".join([title, *lines, remedy, *more]))
 

@@ -171,9 +171,11 @@ def grouped(tensors: Mapping[str, tuple[str, ...]]) -> list[tuple[tuple[str, ...
     """
     tree: _Tree = {}
     for name, facts in tensors.items():
-        node, begin = tree, 0
+        node = tree
+        begin = 0
         for end in islice((at for at, sign in enumerate(name, 1) if sign in "./"), _DEEPEST):
-            node, begin = node.setdefault((name[begin:end], False), {}), end
+            node = node.setdefault((name[begin:end], False), {})
+            begin = end
         node[name[begin:], True] = facts
     return _rows_of(tree)
 

@@ -61,7 +61,8 @@ def _of_doctor(facts: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _of_torch(facts: dict[str, Any]) -> Iterator[Finding]:
-    torch, machine = facts["torch"] or {}, facts["machine"] or {}
+    torch = facts["torch"] or {}
+    machine = facts["machine"] or {}
     if torch.get("installed") is False:
         yield _broken("torch is not installed, and no strategy runs without", "pip install torch")
     elif torch.get("error"):
@@ -76,7 +77,9 @@ def _of_torch(facts: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _of_lightning(facts: dict[str, Any]) -> Iterator[Finding]:
-    lightning, torch, versions = facts["lightning"] or {}, facts["torch"] or {}, facts["versions"] or {}
+    lightning = facts["lightning"] or {}
+    torch = facts["torch"] or {}
+    versions = facts["versions"] or {}
     if lightning.get("installed") is False:
         packages = [name for name in ("pytorch-lightning", "lightning-fabric") if versions.get(name)]
         explanation = f" (the classes of {' and '.join(packages)} are others)" if packages else ""

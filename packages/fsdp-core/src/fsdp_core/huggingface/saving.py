@@ -213,7 +213,8 @@ def write_folder(
 
     prepared = run_on_first(runtime, action, prepare)
     assert prepared is not None  # rank 0 returns one
-    new_folder, plans = NewFolder.of(prepared[0], prepared[1]), prepared[2]
+    new_folder = NewFolder.of(prepared[0], prepared[1])
+    plans = prepared[2]
     try:
         _check_boxes(runtime, action, plans, state)
         run_on_all(runtime, action, lambda: None if runtime.rank else allocate(new_folder.folder, plans))

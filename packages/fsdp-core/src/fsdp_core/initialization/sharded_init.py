@@ -76,7 +76,8 @@ class KeptPart:
         if out.device.type == "cpu" and out.nbytes >= _LARGE:
             self._gather_by_broadcasts(out)
             return
-        count, length = out.numel(), _length(out.numel(), self.ranks)
+        count = out.numel()
+        length = _length(out.numel(), self.ranks)
         part = out.new_zeros(length)
         part[: self.part.numel()].copy_(self.part)
         gathered = out if count == length * self.ranks else out.new_empty(length * self.ranks)
@@ -236,7 +237,8 @@ def keep_parts(module: nn.Module, runtime: Runtime) -> None:
     for parameter in module.parameters():
         if type(parameter) is nn.Parameter and _can_keep_part(parameter):
             flat = parameter.detach().reshape(-1)
-            rank, ranks = runtime.rank, runtime.world_size
+            rank = runtime.rank
+            ranks = runtime.world_size
             part = _range_of(flat, rank, ranks).clone()
             kept_part = KeptPart(shape=parameter.shape, part=part, rank=rank, ranks=ranks, digest=_digest(flat))
             spoiled = _open_parameters.had_any and _has_nan(flat)  # by values read from a layer that was marked before

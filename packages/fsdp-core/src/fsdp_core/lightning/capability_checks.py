@@ -126,7 +126,8 @@ def check_precision(strategy: str, precision: ShardPrecision) -> None:
     Raises:
         UnsupportedCapabilityError: The strategy does not declare it.
     """
-    request, instead = f"precision={precision.name!r}", "Write precision='32-true'"
+    request = f"precision={precision.name!r}"
+    instead = "Write precision='32-true'"
     if precision.compute not in (None, precision.storage):
         require(strategy, Capability.MIXED_PRECISION, request, instead)
     if precision.scaled:

@@ -197,7 +197,8 @@ def _load(
     if isinstance(state, nn.Module | Optimizer):
         _restore(strategy, state, saved, strict)
         return {}
-    everything, state = state is None, state if state is not None else {}
+    everything = state is None
+    state = state if state is not None else {}
     missing = [key for key in state if key not in saved and not is_left_out(key, state[key], strategy.runtime)]
     if strict and missing:
         raise MissingKeyError(

@@ -128,7 +128,9 @@ def around_each_batch(trainer: Any, before: Callable[[], None], after: Callable[
         after(bool(loop.batch_progress.is_last_batch))
         type(loop).on_advance_end(loop, data_fetcher)
 
-    loop.advance, loop.on_advance_end, loop._broadcast_sigterm_tensor = advance, on_advance_end, lambda: None
+    loop.advance = advance
+    loop.on_advance_end = on_advance_end
+    loop._broadcast_sigterm_tensor = lambda: None
 
 
 def around_predictions(

@@ -121,7 +121,8 @@ class TrainerCheckpoints:
         """Restore the optimizers of a fit from what was loaded before they were there."""
         if self._awaited is not None:
             self._load_optimizers(self._awaited, check_only=False)
-        self._are_optimizers_set_up, self._awaited = True, None
+        self._are_optimizers_set_up = True
+        self._awaited = None
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers; or, before a fit has set them up, do so as soon as it has."""
@@ -148,7 +149,8 @@ class TrainerCheckpoints:
                 f"the checkpoint holds the state of {len(states)} optimizers, but configure_optimizers returned "
                 f"{len(strategy.optimizers)}.\nReturn the optimizers that it was saved with."
             )
-        sharded, late_groups = strategy.sharded, strategy.features.late_param_groups
+        sharded = strategy.sharded
+        late_groups = strategy.features.late_param_groups
         layout = sharded.layout()
         param_names = [
             {part.name for group in optimizer.param_groups for p in group["params"] for part in layout.get(p, ())}
@@ -194,7 +196,9 @@ class TrainerCheckpoints:
             strategy.wait_for_saves()
 
     def _write(self, target: SavePlace, checkpoint: dict[str, Any], storage_options: Any) -> None:
-        strategy, resume, saves = self._strategy, self._strategy.features.exact_resume, self._strategy.features.saves
+        strategy = self._strategy
+        resume = self._strategy.features.exact_resume
+        saves = self._strategy.features.saves
         assert strategy.lightning_module is not None
         sharded = strategy.sharded
         plain = resume.with_positions(checkpoint, strategy.lightning_module.trainer)

@@ -248,7 +248,8 @@ class ShardedTrainerStrategy(TrainerHooks):
         return [self.sharded]
 
     def _describe_run(self, module: nn.Module, config: Mapping[str, Any]) -> dict[str, str]:
-        trainer, facts = self._trainer, super()._describe_run(module, config)
+        trainer = self._trainer
+        facts = super()._describe_run(module, config)
         if trainer is None or not isinstance(module, pl.LightningModule):
             return facts
         loop = {f"Trainer's {name}": repr(getattr(trainer, name)) for name in _SAME_IN_LOOPS}

@@ -71,11 +71,14 @@ def _look() -> Callable[[], list[SideEffect]]:
     """Take a snapshot of the process. The returned function restores it and reports the differences."""
     loaded = {name for name in HEAVY if name in sys.modules}
     threads = set(threading.enumerate())
-    environment, path, folder = dict(os.environ), list(sys.path), _folder()
+    environment = dict(os.environ)
+    path = list(sys.path)
+    folder = _folder()
     streams = {name: getattr(sys, name) for name in ("stdout", "stderr", "excepthook")}
     exits = {name: getattr(atexit, name) for name in ("register", "unregister")}
     handlers: list[str] = []
-    printed, recording = _Printed(), _recording(atexit.register, handlers)
+    printed = _Printed()
+    recording = _recording(atexit.register, handlers)
     sys.stdout = printed
     atexit.register = recording
 
@@ -155,7 +158,8 @@ def _environment(before: dict[str, str]) -> list[SideEffect]:
             os.environ[key] = before[key]
         else:
             del os.environ[key]
-    what, remedy = f"changes os.environ ({', '.join(changed)})", "it should do that when a strategy is built"
+    what = f"changes os.environ ({', '.join(changed)})"
+    remedy = "it should do that when a strategy is built"
     return [SideEffect(what=what, remedy=remedy)] if changed else []
 
 

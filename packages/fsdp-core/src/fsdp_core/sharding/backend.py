@@ -322,9 +322,11 @@ class Backend(ABC):
     def _check_config(self, sharded: Sharded) -> None:
         if sharded.backend is self:
             return
-        theirs, ours = sharded.plan.config, sharding_config_of(self)
+        theirs = sharded.plan.config
+        ours = sharding_config_of(self)
         if theirs["backend"] != ours["backend"]:  # their options can't be compared
-            theirs, ours = {"backend": theirs["backend"]}, {"backend": ours["backend"]}
+            theirs = {"backend": theirs["backend"]}
+            ours = {"backend": ours["backend"]}
         differing = [
             f"{name} {_describe_setting(theirs.get(name))}, now {_describe_setting(value)}"
             for name, value in ours.items()

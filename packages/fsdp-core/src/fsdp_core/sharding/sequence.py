@@ -51,7 +51,8 @@ class SequenceSplit:
 
     def __init__(self, runtime: Runtime, dims: Mapping[str, int] | None = None) -> None:
         self.ranks = runtime.along("context_parallel")
-        self.rank, self.size = self.ranks.rank, self.ranks.world_size
+        self.rank = self.ranks.rank
+        self.size = self.ranks.world_size
         self.dims = dims
         self.lengths: set[int] = set()
         self.targets: dict[int, int] = {}
@@ -86,7 +87,8 @@ class SequenceSplit:
                 "Loaders that were set up, and batches of the Trainer, are split already: leave out split_batch()."
             )
         self._compare(entries)
-        self._counts, self._last = [], {}
+        self._counts = []
+        self._last = {}
         for name, dim in dims.items():
             self._check_divides(name, entries[name], dim)
         return _replaced(batch, lambda name, tensor: self._part(name, tensor, dims[name]) if name in dims else tensor)
@@ -183,7 +185,8 @@ class SequenceSplit:
         Raises:
             ShardingError: Ranks leave out different numbers of labels, and no loss was weighted since the last call.
         """
-        weighted, self._weighted = self._weighted, False
+        weighted = self._weighted
+        self._weighted = False
         if weighted:
             return
         for name, counts in self._counts:
@@ -349,7 +352,8 @@ def _replaced(batch: Any, part: Callable[[str, Tensor], Tensor], name: str = "")
 
 
 def _holds_same(tensor: Tensor, other: Tensor) -> bool:
-    a, b = tensor.detach(), other.detach().to(tensor)
+    a = tensor.detach()
+    b = other.detach().to(tensor)
     return bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is equal to itself
 
 

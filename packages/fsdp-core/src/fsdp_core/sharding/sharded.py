@@ -85,7 +85,8 @@ class Sharded(ABC):
     strategy_name: str = "a strategy"
 
     def __init__(self, root: nn.Module, module: nn.Module | None = None) -> None:
-        self.root, self.module = root, root if module is None else module
+        self.root = root
+        self.module = root if module is None else module
         self.written_values = WrittenValues()
         #: The names of parameters that represent shards; the user's optimizers and lists may hold these parameters.
         self._stands_for = WeakTensorKeyDictionary()

@@ -91,7 +91,8 @@ def boxes(shape: tuple[int, ...], start: int, length: int) -> Iterator[tuple[tup
     rows, rest = divmod(length - done, row)
     if rows:
         yield (first, *(0 for _ in shape[1:])), (rows, *shape[1:]), done
-        first, done = first + rows, done + rows * row
+        first = first + rows
+        done = done + rows * row
     if rest:
         for offsets, lengths, position in boxes(shape[1:], 0, rest):
             yield (first, *offsets), (1, *lengths), done + position
@@ -151,13 +152,15 @@ def _copy_runs(
 ) -> None:
     first, run, pitch = piece
     if len(shape) > 1:
-        size, part = math.prod(shape[1:]) * pitch, math.prod(lengths[1:]) * run
+        size = math.prod(shape[1:]) * pitch
+        part = math.prod(lengths[1:]) * run
         for row in range(lengths[0]):
             begin = (offsets[0] + row) * size
             inner = target[begin : begin + size], shape[1:], offsets[1:], lengths[1:]
             _copy_runs(*inner, box[row * part : (row + 1) * part], piece)
         return
-    begin, rows = offsets[0] * pitch + first, lengths[0]
+    begin = offsets[0] * pitch + first
+    rows = lengths[0]
     unit = math.gcd(run, pitch, begin, 8)
     if rows <= run // unit:
         for row in range(rows):
@@ -166,8 +169,10 @@ def _copy_runs(
         return
     # Many short runs: copied column by column, each column with one strided copy.
     code: Any = {8: "Q", 4: "I", 2: "H", 1: "B"}[unit]
-    wide, narrow = target.cast(code), box.cast(code)
-    step, count = pitch // unit, run // unit
+    wide = target.cast(code)
+    narrow = box.cast(code)
+    step = pitch // unit
+    count = run // unit
     for column in range(count):
         start = begin // unit + column
         wide[start : start + (rows - 1) * step + 1 : step] = narrow[column::count]

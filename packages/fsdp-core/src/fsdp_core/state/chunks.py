@@ -84,7 +84,10 @@ class ChunkedTensor:
     def __init__(
         self, *, shape: tuple[int, ...], dtype: torch.dtype, chunks: tuple[Chunk, ...], replica: int = 0
     ) -> None:
-        self.shape, self.dtype, self.chunks, self.replica = shape, dtype, chunks, replica
+        self.shape = shape
+        self.dtype = dtype
+        self.chunks = chunks
+        self.replica = replica
         for chunk in chunks:
             if not _lies_inside(chunk, shape):
                 raise ValueError(
@@ -99,7 +102,9 @@ class ChunkedTensor:
             copies: Tensors of the same shape, by the id of the original. Data without a copy is kept.
         """
         copy = object.__new__(ChunkedTensor)  # the boxes have been checked
-        copy.shape, copy.dtype, copy.replica = self.shape, self.dtype, self.replica
+        copy.shape = self.shape
+        copy.dtype = self.dtype
+        copy.replica = self.replica
         copy.chunks = (
             tuple([Chunk(offsets=chunk.offsets, data=copies.get(id(chunk.data), chunk.data)) for chunk in self.chunks])
             if self.replica == 0
@@ -237,7 +242,8 @@ def _of_dtensor(tensor: DTensor) -> ChunkedTensor:
     if torch.is_grad_enabled():  # to_local() would then create a new tensor, tracked by autograd
         with torch.no_grad():
             return _of_dtensor(tensor)
-    shape, mesh = tuple(tensor.shape), tensor.device_mesh
+    shape = tuple(tensor.shape)
+    mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # this rank is not part of the tensor's mesh
         return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=())
@@ -281,7 +287,9 @@ def _box(
 
     from fsdp_core.torch_private.dtensors import StridedShard
 
-    offsets, lengths, replica = [0] * len(shape), list(shape), 0
+    offsets = [0] * len(shape)
+    lengths = list(shape)
+    replica = 0
     sharded: list[tuple[int, int, int]] = []  # the dimension, this rank's piece, and the number of pieces
     last: list[tuple[int, int, int]] = []
     for at, (placement, index, ranks) in enumerate(zip(placements, coordinate, mesh, strict=True)):
@@ -303,7 +311,8 @@ def _box(
         # As torch.chunk splits: equal pieces, then a smaller one, then empty ones.
         piece = -(-lengths[dim] // ranks)
         start = min(index * piece, lengths[dim])
-        offsets[dim], lengths[dim] = offsets[dim] + start, min(piece, lengths[dim] - start)
+        offsets[dim] = offsets[dim] + start
+        lengths[dim] = min(piece, lengths[dim] - start)
     return tuple(offsets), tuple(lengths), replica
 
 

@@ -173,7 +173,8 @@ def load_optimizer_state(
         for group in optimizer.param_groups:
             for parameter in filter(owners.is_mine, group["params"]):
                 (part,) = _parts_of(layout, parameter)
-                values, like = saved["state"].get(part.name), nn.Parameter(local_tensor(parameter).detach(), False)
+                values = saved["state"].get(part.name)
+                like = nn.Parameter(local_tensor(parameter).detach(), False)
                 whole = (Part(name=part.name, shape=part.shape),)
                 if values:
                     optimizer.state[parameter] = {k: _restore_value(like, whole, group, k, [values[k]]) for k in values}

@@ -130,7 +130,8 @@ class RandomState:
             return self._chosen_runtime
         runtime = ProcessGroupRuntime()
         if dist.is_initialized():
-            runtime.rank, runtime.world_size = dist.get_rank(), dist.get_world_size()
+            runtime.rank = dist.get_rank()
+            runtime.world_size = dist.get_world_size()
         if torch.cuda.is_initialized():  # else current_device() would create a context on a GPU that nothing uses
             runtime.device = torch.device("cuda", torch.cuda.current_device())
         return runtime

@@ -67,7 +67,8 @@ def forget_meshes() -> None:
     meshes = device_mesh._mesh_resources
     for joined in ("root_to_flatten_mapping", "flatten_name_to_root_dims"):  # only in torch 2.9: of joined axes
         getattr(meshes, joined, {}).clear()
-    noted, _cached_meshes = _cached_meshes, None
+    noted = _cached_meshes
+    _cached_meshes = None
     _group_with_clean_caches = weakref.ref(dist.group.WORLD)
     if noted == _CachedMeshes(dist.get_rank(), dist.get_world_size(), _cached_results()):
         return

@@ -138,7 +138,8 @@ class Hub:
             if message.get("may_go_on"):
                 connection.send(kind="noted")
             if message_type == "waits" and self._needs_reports(message):
-                self._waited, self._may_go_on = float(message["seconds"]), bool(message.get("may_go_on"))
+                self._waited = float(message["seconds"])
+                self._may_go_on = bool(message.get("may_go_on"))
                 self._reports = {member.rank: self._reports[member.rank]}
                 self._decide_at = time.monotonic() + _TO_ANSWER
                 for member_connection in self._members:
@@ -182,7 +183,9 @@ class Hub:
             self._announce(lost(self._gone, progress, host_is_silent=self._silent_host))
         elif self._waited is not None and self._may_go_on:
             line = slow(list(self._all.values()), self._reports, self._waited)
-            self._waited, self._may_go_on, self._slow_report_at = None, False, time.monotonic()
+            self._waited = None
+            self._may_go_on = False
+            self._slow_report_at = time.monotonic()
             if line:
                 with suppress(OSError):
                     os.write(2, f"fsdp-core: {line}\n".encode(errors="backslashreplace"))

@@ -74,7 +74,8 @@ class StandStill:
         frame = sys._current_frames().get(self.thread)
         position = tuple((id(stack_frame), stack_frame.f_lasti) for stack_frame in _stack(frame))
         if position != self._last_position:
-            self._last_position, self._since = position, time.monotonic()
+            self._last_position = position
+            self._since = time.monotonic()
         return time.monotonic() - self._since
 
 
@@ -146,7 +147,8 @@ def _module(frame: FrameType) -> str:
 
 
 def _is_of_library(frame: FrameType) -> bool:
-    top, file = _module(frame).partition(".")[0], frame.f_code.co_filename
+    top = _module(frame).partition(".")[0]
+    file = frame.f_code.co_filename
     if top in _LIBRARIES or top.startswith("fsdp_") or file.startswith("<"):
         return True
     return file.startswith(sysconfig.get_path("stdlib")) or any(part in Path(file).parts for part in _INSTALLED)

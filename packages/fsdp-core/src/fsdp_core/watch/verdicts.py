@@ -147,10 +147,12 @@ def hang(
     running = [member for member in members if member.rank in reports and not reports[member.rank].location.waits]
     kill: tuple[Member, ...] = ()
     if silent:
-        behind, kill = silent, tuple(silent)
+        behind = silent
+        kill = tuple(silent)
         state = "does not answer: its process is stopped, or a call in it holds Python's lock"
     elif ended_members:
-        behind, state = ended_members, "has ended its script"
+        behind = ended_members
+        state = "has ended its script"
     elif running:
         behind = _with_fewest_collectives(running, reports)
         state = _describe_location(reports[behind[0].rank])

@@ -90,7 +90,10 @@ class Watcher:
         self.progress = progress
         self.verdict: Verdict | None = None
         self.verdict_arrived = threading.Event()
-        self._connection, self._member, self._first, self._hub = connection, member, first, hub
+        self._connection = connection
+        self._member = member
+        self._first = first
+        self._hub = hub
         self._selector = selectors.DefaultSelector()  # select() takes no file numbers above 1,023
         self._selector.register(connection, selectors.EVENT_READ)
         self._training = threading.get_ident()
@@ -131,7 +134,8 @@ class Watcher:
     def _check_standstill(self, seconds: float, now: float) -> None:
         """Say to rank 0 that this rank has waited for too long, or, once, that it waits for what may take long."""
         if seconds < self.hang_timeout:
-            self._slow_report_at, self._has_reported_slow = None, False
+            self._slow_report_at = None
+            self._has_reported_slow = False
             return
         if self._slow_report_at is not None and now - self._slow_report_at > _UNANSWERED:
             self._slow_report_at = None
@@ -145,7 +149,8 @@ class Watcher:
             return
         may_go_on = bool(report.location.awaited) and seconds < PATIENCE * self.hang_timeout
         if may_go_on:
-            self._slow_report_at, self._has_reported_slow = now, True
+            self._slow_report_at = now
+            self._has_reported_slow = True
         else:
             self._reported_at = now
         self._waited = self.hang_timeout if may_go_on or not report.location.awaited else PATIENCE * self.hang_timeout
@@ -309,7 +314,8 @@ def watch(runtime: Runtime, hang_timeout: timedelta, address: str, progress: Cal
     seconds = hang_timeout.total_seconds()
     if _is_of_now():  # on all ranks: also on one that could not connect
         if _watching is not None:
-            _watching.hang_timeout, _watching.progress = seconds, progress
+            _watching.hang_timeout = seconds
+            _watching.progress = progress
         return
     _leave()
     _group = ref(dist.group.WORLD)
@@ -401,7 +407,8 @@ def _install() -> None:
 
 def _leave() -> None:
     global _watching
-    watcher, _watching = _watching, None
+    watcher = _watching
+    _watching = None
     if watcher is not None:
         watcher.leave()
 

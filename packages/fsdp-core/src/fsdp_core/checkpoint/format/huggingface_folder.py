@@ -48,7 +48,8 @@ def split_into_files(sizes: Mapping[str, int], most: int) -> dict[str, list[str]
             continue
         if group_bytes + size > most:
             groups.append(group)
-            group, group_bytes = [], 0
+            group = []
+            group_bytes = 0
         group.append(name)
         group_bytes += size
     if group or not groups:

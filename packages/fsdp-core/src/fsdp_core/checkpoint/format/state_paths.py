@@ -38,7 +38,8 @@ def find_part(state: Any, path: str) -> Any:
     Raises:
         CheckpointValueError: The path does not exist; the message lists the existing keys.
     """
-    here, walked = state, list[str]()
+    here = state
+    walked = list[str]()
     for step in split_path(path):
         try:
             here = here[step] if isinstance(here, Mapping) else here[int(step)]

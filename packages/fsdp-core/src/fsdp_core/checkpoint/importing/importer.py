@@ -82,7 +82,8 @@ def import_checkpoint(
 def _save(imported: Imported, out: StrPath, *, overwrite: bool, on_bytes: Callable[[int, int], None] | None) -> None:
     state = imported.state
     if on_bytes is not None:
-        bytes_read, total = 0, sum(_sizes(find_part(imported.state, path) for path in imported.kinds))
+        bytes_read = 0
+        total = sum(_sizes(find_part(imported.state, path) for path in imported.kinds))
 
         def count(number: int) -> None:
             nonlocal bytes_read
@@ -144,7 +145,9 @@ def read_source(
 def _read_source(
     source: StrPath, weights_only: bool, drop: Iterable[str], parameter_order: Sequence[str] | None
 ) -> Imported:
-    recognised, order, drop = recognise(source), ParameterOrder(parameter_order), tuple(drop)
+    recognised = recognise(source)
+    order = ParameterOrder(parameter_order)
+    drop = tuple(drop)
     if recognised.format == "dcp":
         return _import_dcp(recognised, order, drop, weights_only)
     if recognised.format == "dcp-parts":

@@ -253,7 +253,8 @@ def _is_factor_of(state_shape: Shape, shape: Shape) -> bool:
 
 def _find_earliest_positions(state_shapes: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] | None:
     """The first positions, in order, whose shapes fit; ``None`` if there are none."""
-    positions, position = list[int](), 0
+    positions = list[int]()
+    position = 0
     for shapes_of_state in state_shapes:
         while position < len(shapes) and not _can_have_state(shapes[position], shapes_of_state):
             position += 1

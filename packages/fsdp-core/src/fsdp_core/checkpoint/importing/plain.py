@@ -207,8 +207,10 @@ class PlainReader:
             self.refuse(keys, value.name)
             return None
         before = self.refusals
-        args, state = tuple(self._argument(arg, keys) for arg in value.args), self._read(value.state, keys)
-        pairs, items = self._pairs(value.pairs, keys), self._items(value.items, keys)
+        args = tuple(self._argument(arg, keys) for arg in value.args)
+        state = self._read(value.state, keys)
+        pairs = self._pairs(value.pairs, keys)
+        items = self._items(value.items, keys)
         if self.refusals > before:
             return None
         try:
@@ -277,7 +279,8 @@ def _bytes(args: tuple[Any, ...], state: Any) -> bytes:
 def _numpy_dtype(args: tuple[Any, ...], state: Any) -> Any:
     import numpy
 
-    code, order = str(args[0]), state[1] if state else "="
+    code = str(args[0])
+    order = state[1] if state else "="
     if not (re.fullmatch(r"[biufc]\d{1,2}", code) and order in ("<", ">", "=", "|")):
         raise ValueError(f"{code!r} is not a number")
     return numpy.dtype(code if order in "=|" else order + code)

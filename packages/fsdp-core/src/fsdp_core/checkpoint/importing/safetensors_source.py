@@ -101,7 +101,8 @@ def _distinct_pieces(parts: list[Piece]) -> list[Piece]:
 
 
 def _as_strided(file: SourceFile, entry: FileTensor) -> StridedTensor:
-    stride, step = [], 1
+    stride = []
+    step = 1
     for size in reversed(entry.shape):
         stride.append(step)
         step *= size

@@ -199,7 +199,8 @@ def write_sources(
     shapes = {name: (source.shape, source.dtype_name) for name, source in sources.items()}
     header, names = build_header(shapes, metadata)
     stream.write(header)
-    digest, size = xxhash.xxh3_64(header), len(header)
+    digest = xxhash.xxh3_64(header)
+    size = len(header)
     for name in names:
         for block in sources[name].blocks():
             digest.update(block)

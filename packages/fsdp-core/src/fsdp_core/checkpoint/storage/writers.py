@@ -100,9 +100,11 @@ class Writer:
 def new_writer(save_id: str, replaces: str | None = None) -> Writer:
     """Return this process as the writer of a save."""
     try:
-        started, system = _process(os.getpid())[0], _system()
+        started = _process(os.getpid())[0]
+        system = _system()
     except OSError:
-        started, system = 0, _of_this_process
+        started = 0
+        system = _of_this_process
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:64]
     return Writer(
         save_id=save_id, replaces=replaces or _NOBODY, system=system, pid=os.getpid(), started=started, host=host

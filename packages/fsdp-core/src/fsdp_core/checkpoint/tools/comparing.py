@@ -164,7 +164,8 @@ class _Tensor:
 
 
 def _tensors(files: StoredFiles, plain: Mapping[str, Any]) -> dict[str, _Tensor]:
-    manifest, reader = files.manifest, TensorBytes(files)
+    manifest = files.manifest
+    reader = TensorBytes(files)
 
     def stored(key: str) -> _Tensor:
         tensor = manifest.tensors[key]
@@ -215,7 +216,9 @@ def _compare(key: str, a: _Tensor, b: _Tensor, rtol: float, atol: float) -> Tens
     unlike = {"key": key, "shapes": (a.shape, b.shape), "dtypes": (a.dtype_name, b.dtype_name)}
     if a.shape != b.shape:
         return TensorDifference(**unlike)  # type: ignore[arg-type]
-    count, before, most = 0, 0, 0.0
+    count = 0
+    before = 0
+    most = 0.0
     first: int | None = None
     values: tuple[Any, Any] | None = None
     item = max(ITEM_BYTES[a.dtype_name], ITEM_BYTES[b.dtype_name])
@@ -224,8 +227,10 @@ def _compare(key: str, a: _Tensor, b: _Tensor, rtol: float, atol: float) -> Tens
         if not (same_type and blocks[0] == blocks[1]):
             block_difference = _compare_blocks(blocks, (a.dtype_name, b.dtype_name), rtol, atol)
             if block_difference.count and first is None:
-                first, values = before + block_difference.first, block_difference.values
-            count, most = count + block_difference.count, max(most, block_difference.max_abs)
+                first = before + block_difference.first
+                values = block_difference.values
+            count = count + block_difference.count
+            most = max(most, block_difference.max_abs)
         before += math.prod(lengths)
     if same_type and not count:
         return None

@@ -184,7 +184,8 @@ class _Weights:
                 self.left_out[full_name] = f"does not begin with {strip_prefix!r}"
                 outside += 1
                 continue
-            name, tensor = full_name.removeprefix(strip_prefix), tensor_of(node)
+            name = full_name.removeprefix(strip_prefix)
+            tensor = tensor_of(node)
             if tensor is None:
                 self.left_out[full_name] = "is not a tensor"
                 continue

@@ -141,7 +141,8 @@ def _choose_undamaged(files: StoredFiles, *, verify: bool, on_bytes: Callable[[i
     Raises:
         CheckpointFormatError: There is none for some file.
     """
-    folder, spoiled = files.folder, dict[str, str]()
+    folder = files.folder
+    spoiled = dict[str, str]()
     names = list(files.manifest.files)
     while names:
         faults = find_damage(

@@ -177,7 +177,8 @@ def _write(reader: TensorBytes, target: Folder, save_id: str, count: int, on_byt
 
 def _sections(manifest: Manifest) -> dict[str, Section]:
     """The section of each tensor."""
-    finder, kinds = PartFinder(manifest.kinds), manifest.kinds
+    finder = PartFinder(manifest.kinds)
+    kinds = manifest.kinds
     parts = {key: finder.part_of(key) for key in manifest.tensors}
     return {
         key: "state" if path is None else "model" if kinds[path] == "model" else "optimizer"
@@ -192,7 +193,8 @@ def _lay_out(manifest: Manifest, save_id: str, count: int) -> dict[str, StoredTe
     chunks: dict[str, list[StoredChunk]] = {}
     # Tensors that fill all files equally come first, so that the others balance the rest.
     for key in sorted(manifest.tensors, key=lambda key: -_pieces(manifest.tensors[key].shape, count)):
-        tensor, section = manifest.tensors[key], sections[key]
+        tensor = manifest.tensors[key]
+        section = sections[key]
         pieces = _pieces(tensor.shape, count)
         sizes = section_sizes[section]
         order = range(count) if pieces == count else sorted(range(count), key=lambda number: (sizes[number], number))

@@ -164,7 +164,8 @@ def _warns_of_lost_positions(load_checkpoint: Callable[..., Any]) -> Callable[..
     @wraps(load_checkpoint)
     def load_and_warn(self: Any, *args: Any, **kwargs: Any) -> Any:
         checkpoint = load_checkpoint(self, *args, **kwargs)
-        module, signature = getattr(self, "lightning_module", None), inspect.signature(load_checkpoint)
+        module = getattr(self, "lightning_module", None)
+        signature = inspect.signature(load_checkpoint)
         path = checkpoint_at(signature.bind(self, *args, **kwargs).args[1])
         if module is not None and module.trainer.state.fn == "fit" and _is_sharded_folder(path):
             from fsdp_core.lightning.loaders.trainer_loaders import warn_of_lost_positions

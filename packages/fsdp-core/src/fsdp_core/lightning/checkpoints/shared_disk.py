@@ -68,7 +68,8 @@ def check_all_resume(path: str | None, runtime: Runtime) -> None:
             for rank, path_and_host in enumerate(ranks)
             if (path_and_host[0] is None) != (first[0] is None)
         )
-        has, lacks = (f"rank 0 on {first[1]}", f"rank {rank} on {host}")
+        has = f"rank 0 on {first[1]}"
+        lacks = f"rank {rank} on {host}"
         has, lacks = (has, lacks) if path_there is None else (lacks, has)
         message = (
             f"{has} has found {first[0] or path_there} to go on from, and {lacks} finds none, or "

@@ -75,13 +75,15 @@ class EvenBatches:
         Raises:
             ShardingError: A rank lacks batches of a loader and can't run its last one again.
         """
-        name, runtime = self._strategy.strategy_name, self._strategy.runtime
+        name = self._strategy.strategy_name
+        runtime = self._strategy.runtime
         trainer = self._strategy.lightning_module.trainer
         batches = lengths_of_predictions(trainer)
         everyones = _of_ranks(runtime, batches)
         around_predictions(trainer)
         self._keeps = self._has_told = False
-        self._of, self._last = None, ()
+        self._of = None
+        self._last = ()
         difference = "" if everyones is None else _describe_counts(everyones, "predicts")
         if everyones is not None and len(set(map(len, everyones))) > 1:
             raise ShardingError(
@@ -142,7 +144,8 @@ class EvenBatches:
         Raises:
             ShardingError: This rank has had no batch of a loader of which another rank has one.
         """
-        name, runtime = self._strategy.strategy_name, self._strategy.runtime
+        name = self._strategy.strategy_name
+        runtime = self._strategy.runtime
         while True:
             counts = runtime.total([int(of == loader) for loader in range(loaders)])
             current = next((loader for loader, count in enumerate(counts) if count), None)

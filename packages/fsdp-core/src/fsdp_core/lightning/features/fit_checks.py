@@ -32,7 +32,8 @@ class FitChecks(Feature):
         self._strategy = strategy
 
     def setup(self, trainer: pl.Trainer, *, fitting: bool) -> None:
-        strategy, name = self._strategy, self._strategy.strategy_name
+        strategy = self._strategy
+        name = self._strategy.strategy_name
         module = trainer.lightning_module
         if fitting:
             check_loop(name, strategy.state_dict_type, trainer, module)

@@ -112,7 +112,8 @@ class Signals:
         Returns:
             The sums of ``counts`` over all ranks.
         """
-        requeue, is_signalled = self.requeue_signal(), self.received is not None
+        requeue = self.requeue_signal()
+        is_signalled = self.received is not None
         flags = [int(is_signalled), int(is_signalled and self.received == requeue), *counts]
         ranks_signalled, ranks_to_requeue, *sums = self._strategy.runtime.total(flags)
         if ranks_signalled:
@@ -136,7 +137,9 @@ class Preemption(Feature):
         """Take over the signals of a stage, which Lightning is about to register. All ranks must call it."""
         if not isinstance(self._strategy.runtime, ProcessGroupRuntime):
             return
-        self._signals.received, self._signals.agreed, self._ended = None, 0, False
+        self._signals.received = None
+        self._signals.agreed = 0
+        self._ended = False
         if threading.current_thread() is threading.main_thread():  # others get no signals
             then = None if fitting else self._end_at_once
             instead_of_signal_handlers(trainer, lambda: self._signals.register(then))
@@ -178,7 +181,8 @@ class Preemption(Feature):
         rates = digest_of_rates(strategy.optimizers) ^ written_values.digest(values, runtime.rank)
         last, total, of_squares = self._signals.agree(is_last, rates, rates**2)
         if not are_equal(total, of_squares, runtime.world_size):
-            batch, epoch = trainer.fit_loop.epoch_loop.batch_idx, trainer.current_epoch
+            batch = trainer.fit_loop.epoch_loop.batch_idx
+            epoch = trainer.current_epoch
             check_same_rates(runtime, strategy.optimizers, f"after batch {batch} of epoch {epoch}")
             written_values.check_same(values, runtime, f"training_step(), in batch {batch} of epoch {epoch},")
         if 0 < last < runtime.world_size:

@@ -50,7 +50,8 @@ class ShardedOptimizers:
 
     def follow_added_parameters(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
         """Re-point or refuse parameters that an optimizer was given since the last check, before it is stepped."""
-        current, previous = _parameters_of(optimizer), _last_params.get(optimizer, [])
+        current = _parameters_of(optimizer)
+        previous = _last_params.get(optimizer, [])
         if len(current) != len(previous) or not all(map(operator.is_, current, map(operator.call, previous))):
             name = type(optimizer).__name__
             self._strategy.runtime.rendezvous(f"a change of the parameters of {name}, of which all ranks hold parts,")

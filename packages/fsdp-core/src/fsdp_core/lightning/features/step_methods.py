@@ -158,7 +158,8 @@ class StepMethods:
             step: Makes the step with ``closure=``.
         """
         strategy, sharded = self._strategy, self._strategy.sharded
-        unreduced, resume = strategy.sharded_optimizers.unreduced, strategy.features.exact_resume
+        unreduced = strategy.sharded_optimizers.unreduced
+        resume = strategy.features.exact_resume
         if not self.is_by_hand:
             if not self._is_automatic:
                 self.gradients.off()  # a hook steps; otherwise the closure runs a training step, which ends so
@@ -238,7 +239,8 @@ class StepMethods:
 
     def compare_writes(self, by: str) -> None:
         """Refuse what ranks have written differently. All ranks must call it. In a fit, they do after each batch."""
-        values, runtime = self._strategy.sharded.written_values, self._strategy.runtime
+        values = self._strategy.sharded.written_values
+        runtime = self._strategy.runtime
         if isinstance(runtime, ProcessGroupRuntime) and runtime.total([bool(values)])[0]:
             values.check_same(values.take(), runtime, by)
 

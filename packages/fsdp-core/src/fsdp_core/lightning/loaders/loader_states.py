@@ -83,7 +83,8 @@ def of_unknown_order(loader: object) -> str | None:
     state_of_its_own = getattr(type(loader), "state_dict", None)
     if state_of_its_own is None or not state_of_its_own.__module__.startswith("torchdata."):
         return None  # the user's own, which may know
-    sampler, remedy = sampler_of(loader), "give it"
+    sampler = sampler_of(loader)
+    remedy = "give it"
     if type(sampler) is DistributedSamplerWrapper:  # neither an epoch nor a state reaches what it wraps
         unknown = [wrapped_sampler(sampler)]
         remedy = "pass use_distributed_sampler=False, let it draw this rank's samples alone, and give it"

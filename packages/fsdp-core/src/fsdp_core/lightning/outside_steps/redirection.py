@@ -465,7 +465,8 @@ def _written_since(message: str, sharded: Iterable[Sharded]) -> list[str]:
     match = _OF_VERSIONS.search(message)
     if match is None:
         return []
-    numel, times = math.prod(map(int, re.findall(r"\d+", match[1]))), int(match[2])
+    numel = math.prod(map(int, re.findall(r"\d+", match[1])))
+    times = int(match[2])
     return [name for root in sharded for name in root.written_since_gathered(numel, times)]
 
 
@@ -520,7 +521,8 @@ def _forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: 
             sharded.follow_written_shards()
         return forward(*args, **kwargs)
     _begin(root, module)
-    sharded, failed = _sharded(root), True
+    sharded = _sharded(root)
+    failed = True
     try:
         with compute_context(sharded.precision, sharded.runtime.device.type):
             call = functools.partial(forward, *args, **kwargs)

@@ -94,7 +94,8 @@ def _of_another_package(what: str, instead: tuple[str, str]) -> StrategyUnavaila
 
 def _refuse_elsewhere(strategy: object, module: str) -> None:
     """Raise if a connector got one of our strategy objects for another front end or another package."""
-    ranks, home = sys.modules.get("fsdp_core.lightning.strategy"), _HOMES.get(module)
+    ranks = sys.modules.get("fsdp_core.lightning.strategy")
+    home = _HOMES.get(module)
     if ranks is None or home is None or not isinstance(strategy, ranks.ShardedStrategy):
         return
     if isinstance(strategy, sys.modules[module].Strategy):

@@ -131,12 +131,16 @@ class _Trial:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, specs: Specs, on_all_ranks: Callable[[bool], bool]) -> None:
-        self.optimizer, self.specs, self.on_all_ranks = optimizer, specs, on_all_ranks
+        self.optimizer = optimizer
+        self.specs = specs
+        self.on_all_ranks = on_all_ranks
         self.name = type(optimizer).__name__
         self.is_flat = any(spec.is_flat for spec in specs.values())
         self.tolerance = COARSE if quantises(optimizer) else FINE
         self.by_closure = requires_closure(optimizer)
-        self.question, self.start, self.last_report = "", time.monotonic(), time.monotonic()
+        self.question = ""
+        self.start = time.monotonic()
+        self.last_report = time.monotonic()
 
     def draws(self) -> bool:
         """Whether steps over whole parameters draw random numbers."""
@@ -157,15 +161,20 @@ class _Trial:
             )
             return False
         self.question = "whether its steps over shards are those over whole parameters"
-        is_right, gathers, problem, error = False, False, None, None
+        is_right = False
+        gathers = False
+        problem = None
+        error = None
         try:
             if self.is_flat:
                 is_right, shards = self._compare_flat(self.specs, reference, self.tolerance)
                 problem = next(filter(None, (why_not_saved(run, is_sharded=True) for run in shards)), None)
-                run, view = reference, as_unsharded
+                run = reference
+                view = as_unsharded
             else:
                 is_right, gathers, run = self._compare_dtensors(reference)
-                problem, view = why_not_saved(run, is_sharded=True), as_dtensor
+                problem = why_not_saved(run, is_sharded=True)
+                view = as_dtensor
         except Exception as raised:
             error = raised
         is_right = self.on_all_ranks(is_right)
@@ -193,7 +202,8 @@ class _Trial:
     def _agree_on_unsharded(self) -> tuple[TrialRun | None, Exception | None]:
         """What :meth:`_run_unsharded` returns. Where it raises on one rank, this raises on all."""
         refusal: OptimizerMismatchError | None = None
-        reference, error = None, None
+        reference = None
+        error = None
         try:
             reference, error = self._run_unsharded()
         except OptimizerMismatchError as raised:

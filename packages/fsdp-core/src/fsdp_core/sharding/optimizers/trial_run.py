@@ -180,7 +180,8 @@ def run_steps(
 @contextmanager
 def _seeded(device: torch.device, seed: int) -> Iterator[Callable[[], bool]]:
     """A context in which all generators begin with a seed. Yields a function that says whether any was drawn from."""
-    runtime, numpy = ProcessGroupRuntime(), sys.modules.get("numpy")
+    runtime = ProcessGroupRuntime()
+    numpy = sys.modules.get("numpy")
     runtime.device = device
 
     def begin() -> None:

@@ -68,7 +68,8 @@ def _check_reached(parameter: Tensor, outputs: Any) -> None:
         UnsupportedCapabilityError: It is a shard, or was gathered, and the outputs may depend on what was gathered
             for another call. What they don't depend on at all has no gradient, as in plain torch.
     """
-    name, gathered = _name_of(parameter), getattr(parameter, "_fsdp_value", None)
+    name = _name_of(parameter)
+    gathered = getattr(parameter, "_fsdp_value", None)
     if name is not None and (gathered is None or depends_on_other(outputs, parameter, _is_same(gathered))):
         raise _unreached(
             "torch.autograd.grad() with respect to",

@@ -107,7 +107,9 @@ class UnitCalls:
         refused: RefusedTransforms | None = None,
         end_without_output: Callable[[], None] | None = None,
     ) -> None:
-        self._show, self._refused, self._end_without_output = show, refused, end_without_output
+        self._show = show
+        self._refused = refused
+        self._end_without_output = end_without_output
         attributes = list(map(vars, modules))
         self._attributes = [module_attributes.values() for module_attributes in attributes]
         self._firsts = list(map(_first_of_user, attributes))
@@ -251,7 +253,8 @@ class _Call:
     """
 
     def __init__(self, arguments: list[Any]) -> None:
-        self._arguments, self._containers = arguments, list[_PassedContainer]()
+        self._arguments = arguments
+        self._containers = list[_PassedContainer]()
         self._original_by_id: dict[int, Any] = {}
 
     def begin(self, passed: list[Any]) -> None:

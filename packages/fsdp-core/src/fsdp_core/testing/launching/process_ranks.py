@@ -164,10 +164,12 @@ class RankPool(StartedRanks):
                 try:
                     ((ok, value),) = self._workers[rank][1].recv()
                 except (EOFError, ConnectionResetError):
-                    ok, value = False, Failure(f"the process died with exit code {self._exit_code(rank)}")
+                    ok = False
+                    value = Failure(f"the process died with exit code {self._exit_code(rank)}")
                 except Exception as error:
                     reason = f"what it returned can't be unpickled here: {type(error).__name__}: {error}"
-                    ok, value = False, Failure(reason, traceback.format_exc())
+                    ok = False
+                    value = Failure(reason, traceback.format_exc())
                 (results if ok else failures)[rank] = value
         return results, failures
 

@@ -63,7 +63,8 @@ def _fabric(strategy: str, program: Program) -> Trained:
     fabric = new_fabric(strategy)
     net = new_net(program)
     model, optimizer = fabric.setup(net, sgd(net))
-    step, losses = program.step(), []
+    step = program.step()
+    losses = []
     for batch in oracle.global_batches(BATCHES):
         x, y = own_share(fabric, batch)
         optimizer.zero_grad()

@@ -195,7 +195,8 @@ def _lightning_version() -> str:
 
 def _with_places(files: StoredFiles, dtype: str | None) -> dict[str, Any]:
     """The state, with each tensor replaced by its location in a file."""
-    reader, manifest = TensorBytes(files), files.manifest
+    reader = TensorBytes(files)
+    manifest = files.manifest
     models = tuple(f"{path}/" for path, section in manifest.kinds.items() if section == "model")
 
     small = set() if manifest.state_tensors is None else set(files.header(manifest.state_tensors))

@@ -109,9 +109,11 @@ def accelerators_disagree(
 def _reasons(called: inspect.Signature, taken: inspect.Signature) -> list[str]:
     """Why calls with one signature don't match the other."""
     kinds = {parameter.kind for parameter in taken.parameters.values()}
-    any_position, any_name = inspect.Parameter.VAR_POSITIONAL in kinds, inspect.Parameter.VAR_KEYWORD in kinds
+    any_position = inspect.Parameter.VAR_POSITIONAL in kinds
+    any_name = inspect.Parameter.VAR_KEYWORD in kinds
     positional = [parameter for parameter in taken.parameters.values() if parameter.kind in _POSITIONAL]
-    reasons, met = [], set()
+    reasons = []
+    met = set()
     position = -1
     for name, parameter in called.parameters.items():
         position += parameter.kind in _POSITIONAL

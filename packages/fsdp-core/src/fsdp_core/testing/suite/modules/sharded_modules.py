@@ -166,7 +166,8 @@ class Growing(Lit):
 
     def __init__(self, hook: str, *, frozen: bool = False) -> None:
         super().__init__()
-        self.hook, self.is_frozen = hook, frozen
+        self.hook = hook
+        self.is_frozen = frozen
 
     def grow(self, hook: str) -> None:
         """Add the head if this is the chosen hook."""
@@ -272,7 +273,8 @@ def _thaw(strategy: str, tmp: str, world_size: int) -> tuple[str, list[float]]:
 
 def _hand_on(strategy: str, tmp: str) -> list[str]:
     """The errors if a sharded module is then trained with DDP, under the Trainer and under Fabric."""
-    module, net = Lit(), oracle.new_net()
+    module = Lit()
+    net = oracle.new_net()
     new_trainer(tmp, strategy, 2).fit(module, loader(1, 2))
     new_fabric(strategy).setup(net)
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
@@ -308,7 +310,8 @@ def _load_own_state(strategy: str) -> list[str]:
     """What fails if a root loads the state that it returned itself, which may be one rank's part."""
     loop = Loop(strategy)
     loop.train(loop.batches(1))
-    used_strategy, plain = loop.fabric.strategy, loop.optimizer.optimizer
+    used_strategy = loop.fabric.strategy
+    plain = loop.optimizer.optimizer
     sharded = used_strategy.sharded_of(loop.model)
 
     def states() -> dict[str, Any]:
@@ -386,7 +389,8 @@ class ExchangingBlock(nn.Linear):
     def __init__(self, how: str) -> None:
         super().__init__(FEATURES, FEATURES)
         self.how = how
-        self.scale, self.is_used = 1.0, True
+        self.scale = 1.0
+        self.is_used = True
 
     def forward(self, inputs: Any) -> Any:
         if self.how == "a list":
@@ -446,7 +450,8 @@ class Exchanging(nn.Module):
         }.get(self.how, x)
         for index, block in enumerate(self.blocks):
             if self.how == "attributes":
-                block.scale, block.is_used = 0.5 + index, index != 1
+                block.scale = 0.5 + index
+                block.is_used = index != 1
                 if not hasattr(block, "shift"):
                     block.register_buffer("shift", torch.zeros_like(x[0].detach()), persistent=False)
                 block.shift = block.shift + 1.0

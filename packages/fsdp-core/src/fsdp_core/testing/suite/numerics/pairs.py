@@ -25,7 +25,9 @@ from fsdp_core.testing.suite.base_class import Clauses, each_ranks
 __all__ = ["COUNT", "ONLY", "SEED", "PairsSuite", "assert_equals_plain"]
 
 #: Environment variables: how many configurations are drawn, with which seed; and one configuration instead of a draw.
-COUNT, SEED, ONLY = "FSDP_PAIRS", "FSDP_PAIRS_SEED", "FSDP_PAIRS_ONLY"
+COUNT = "FSDP_PAIRS"
+SEED = "FSDP_PAIRS_SEED"
+ONLY = "FSDP_PAIRS_ONLY"
 
 #: Configurations of one test, which share a start of the ranks.
 _TOGETHER = 10
@@ -170,7 +172,8 @@ def _run(ranks: Ranks, tmp_path: Path, suite: type[PairsSuite], every: Sequence[
     resumed: list[tuple[RunRequest, list[Outcome], int]] = []  # with the number of ranks that save what it loads
     for number, drawn in enumerate(every):
         chosen = drawn.configuration
-        mesh, after = suite.meshes[chosen["mesh"]], chosen.get("resumed_on", "the same")
+        mesh = suite.meshes[chosen["mesh"]]
+        after = chosen.get("resumed_on", "the same")
         options = options_of(chosen, dimensions)
         path = str(tmp_path / f"checkpoint {number}") if chosen.get("resume", "no") != "no" else None
 
