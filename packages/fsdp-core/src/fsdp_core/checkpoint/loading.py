@@ -114,7 +114,7 @@ class _Reading:
         self._files = StoredFiles(self._folder, manifest)
         own_files = manifest.files if runtime is None else share_of(manifest.files, runtime.rank, runtime.world_size)
         faults = find_damage(self._files, own_files, checksums=self._checksums)
-        return manifest.save_id, faults, bool(faults) and self._replaced()
+        return manifest.save_id, faults, bool(faults) and self._is_replaced()
 
     @property
     def files(self) -> StoredFiles:
@@ -128,12 +128,12 @@ class _Reading:
             self.files.keep_open()
             self.nest = _decode(self.files)
         except (CheckpointFormatError, OSError):
-            if not self._replaced():
+            if not self._is_replaced():
                 raise
             return False
         return True
 
-    def _replaced(self) -> bool:
+    def _is_replaced(self) -> bool:
         return seen(self._folder) != self._before
 
 

@@ -20,7 +20,7 @@ from fsdp_core.checkpoint.recognising import pattern_of
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.state.coverage import Box
 
-__all__ = ["MOST_LISTED", "BoxesByRank", "Merged", "merge", "merged_from"]
+__all__ = ["MOST_LISTED", "BoxesByRank", "Merged", "merge", "merge_messages"]
 
 MOST_LISTED = 2**14
 """Up to how many chunks a manifest lists each by itself, for people and for readers of version 1: 3 MB."""
@@ -45,7 +45,7 @@ class Merged:
     layouts: Sequence[Pattern | BoxesByRank]
     sent: Mapping[int, tuple[bytes, PackedBoxes]]
 
-    def stored(self, file_pattern: Callable[[str], str]) -> dict[str, StoredTensor]:
+    def stored_tensors(self, file_pattern: Callable[[str], str]) -> dict[str, StoredTensor]:
         """Return every tensor with its chunks, in rank 0's order.
 
         Args:
@@ -87,7 +87,7 @@ def _chunks(
     )
 
 
-def merged_from(tensors: Sequence[TensorSpec], messages: Sequence[Message], last: Remembered | None) -> Merged:
+def merge_messages(tensors: Sequence[TensorSpec], messages: Sequence[Message], last: Remembered | None) -> Merged:
     """Merge what all ranks have sent, or return what was made of the same before.
 
     Args:
@@ -101,7 +101,7 @@ def merged_from(tensors: Sequence[TensorSpec], messages: Sequence[Message], last
     packed = boxes_of_ranks(messages, last)
     if last is not None and last.merged is not None and all(message.boxes is None for message in messages):
         return last.merged
-    layouts = merge(tensors, [RankBoxes.unpacked(boxes) for boxes in packed])
+    layouts = merge(tensors, [RankBoxes.from_packed(boxes) for boxes in packed])
     sent = {
         rank: (message.boxes_digest, boxes) for rank, (message, boxes) in enumerate(zip(messages, packed, strict=True))
     }

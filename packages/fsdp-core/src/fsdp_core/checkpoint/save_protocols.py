@@ -14,7 +14,7 @@ from fsdp_core.checkpoint.collective import gather_to_first, run_on_all, run_on_
 from fsdp_core.checkpoint.format.file_names import part_file, rank_in
 from fsdp_core.checkpoint.format.manifest import MANIFEST, FileEntry
 from fsdp_core.checkpoint.format.part_record import PartRecord
-from fsdp_core.checkpoint.format.places import PlaceOfRanks, grouped
+from fsdp_core.checkpoint.format.places import PlaceOfRanks, group_places
 from fsdp_core.checkpoint.storage.commit import SaveTarget
 from fsdp_core.checkpoint.storage.local_target import LocalTarget
 from fsdp_core.checkpoint.storage.writers import writing
@@ -151,7 +151,7 @@ class PerHostSave(SharedSave):
         }
 
     def places(self) -> tuple[PlaceOfRanks, ...]:
-        return grouped((address.host, address.path) for address in self._addresses) if self.is_apart else ()
+        return group_places((address.host, address.path) for address in self._addresses) if self.is_apart else ()
 
     def publish(self) -> None:
         if self._leads and self.rank:

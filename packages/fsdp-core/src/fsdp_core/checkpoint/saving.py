@@ -30,10 +30,10 @@ from fsdp_core.checkpoint.indexes import (
     Remembered,
     TensorSpec,
     memory_of,
-    packed,
+    pack_message,
     table_digest,
 )
-from fsdp_core.checkpoint.merging import Merged, merged_from
+from fsdp_core.checkpoint.merging import Merged, merge_messages
 from fsdp_core.checkpoint.planning import Plan, plan_save
 from fsdp_core.checkpoint.save_protocols import PerHostSave, SharedSave
 from fsdp_core.checkpoint.storage.commit import SaveTarget, choose_target
@@ -260,7 +260,7 @@ class PreparedSave:
         """Write the plain data, and make the manifest."""
         protocol, plan = self._protocol, self._plan
         save_id = protocol.target.save_id
-        commit.merged = merged_from(_tensors(plan), messages, self._last)
+        commit.merged = merge_messages(_tensors(plan), messages, self._last)
         manifest = Manifest(
             save_id=save_id,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -268,7 +268,7 @@ class PreparedSave:
             versions=_own_versions() | self._versions,
             world_size=len(messages),
             kinds=self._kinds,
-            tensors=commit.merged.stored(lambda key: files_of(plan.section_of[key], save_id)),
+            tensors=commit.merged.stored_tensors(lambda key: files_of(plan.section_of[key], save_id)),
             aliases=plan.aliases,
             places=protocol.places(),
             **_write_state(protocol, plan, messages),
@@ -295,7 +295,7 @@ class PreparedSave:
             index.files[section] = _write_tensors(target.folder, file_name(section, target.save_id, rank), content)
         files = {file_name(section, target.save_id, rank): entry for section, entry in index.files.items()}
         self._protocol.record(runtime, files)
-        return packed(index, self._first_rank, self._last)
+        return pack_message(index, self._first_rank, self._last)
 
 
 @dataclass

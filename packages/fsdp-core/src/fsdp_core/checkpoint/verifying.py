@@ -14,7 +14,7 @@ from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest, StoredTens
 from fsdp_core.checkpoint.format.patterns import PatternedChunks
 from fsdp_core.checkpoint.storage.joined import Paths, open_places
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
-from fsdp_core.checkpoint.storage.part_recognition import described_rest
+from fsdp_core.checkpoint.storage.part_recognition import describe_rest
 from fsdp_core.checkpoint.storage.recognition import read_manifest
 from fsdp_core.checkpoint.storage.remedies import unreadable
 from fsdp_core.checkpoint.storage.rereading import begins_anew
@@ -145,12 +145,12 @@ def refuse_damage(files: StoredFiles, faults: Mapping[str, str]) -> None:
         return
     elsewhere = elsewhere_of(files.manifest, faults)
     if len(elsewhere) == len(faults):
-        raise CheckpointFormatError(described_rest(files.folder, files.manifest, elsewhere))
+        raise CheckpointFormatError(describe_rest(files.folder, files.manifest, elsewhere))
     lines = [f"  {name} {fault}" for name, fault in list(faults.items())[:_MOST_SHOWN]]
     lines += [f"  … and {len(faults) - _MOST_SHOWN} more"] if len(faults) > _MOST_SHOWN else []
     title = f"the checkpoint {files.folder} is damaged:"
     remedy = "Restore these files, or load an earlier checkpoint."
-    more = [described_rest(files.folder, files.manifest, elsewhere)] if elsewhere else []
+    more = [describe_rest(files.folder, files.manifest, elsewhere)] if elsewhere else []
     raise CheckpointFormatError("\n".join([title, *lines, remedy, *more]))
 
 

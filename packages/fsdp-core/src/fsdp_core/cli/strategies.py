@@ -83,7 +83,7 @@ def list_strategies(as_json: bool) -> None:
         "kept_by_lightning": [
             {"name": name, "package": source.name, "version": source.version, "what": what, "remedy": remedy}
             for name, source in registry.kept_names().items()
-            for what, remedy in [registry.passed_over(name, source)]
+            for what, remedy in [registry.describe_passed_over(name, source)]
         ],
         "side_effects": [
             {

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from fsdp_core.plugins.discovery import Provider
 from fsdp_core.plugins.lightning_names import kept_by_lightning
-from fsdp_core.plugins.registry import FIRST_PARTY, ambiguity, passed_over
+from fsdp_core.plugins.registry import FIRST_PARTY, ambiguity, describe_passed_over
 
 __all__ = ["Finding", "findings"]
 
@@ -150,7 +150,7 @@ def _of_names(facts: dict[str, Any]) -> Iterator[Finding]:
         if len(providers) > 1:
             yield _broken(*ambiguity(name, providers))
     for name, claimed_by in _claims_of_lightning_names(facts):
-        yield _broken(*passed_over(name, claimed_by))
+        yield _broken(*describe_passed_over(name, claimed_by))
     if facts["plugins"] == []:
         packages = " or ".join(f"pip install {package}" for package in dict.fromkeys(FIRST_PARTY.values()))
         yield _note("no package with strategies is installed", packages)

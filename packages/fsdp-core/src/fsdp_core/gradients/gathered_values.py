@@ -381,7 +381,7 @@ def _is_same(data: Tensor, other: Tensor) -> bool:
     )
 
 
-def _hooked_at_shard(name: str) -> Callable[..., Any]:
+def _hook_at_shard(name: str) -> Callable[..., Any]:
     """A method that registers a hook with the shard, where hooks see reduced gradients, or are refused."""
     method = getattr(Tensor, name)
 
@@ -396,7 +396,7 @@ def _hooked_at_shard(name: str) -> Callable[..., Any]:
 
 
 for _name in ("register_hook", "register_post_accumulate_grad_hook"):
-    setattr(_Gathered, _name, _hooked_at_shard(_name))
+    setattr(_Gathered, _name, _hook_at_shard(_name))
 
 
 #: In-place methods after which a tensor has another shape, other strides or other memory.

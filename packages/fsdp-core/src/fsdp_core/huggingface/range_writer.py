@@ -191,6 +191,6 @@ def _write_all(descriptor: int, data: memoryview, file_offset: int) -> None:
         file_offset = file_offset + count
 
 
-def planned(view: View, dtype: torch.dtype) -> PlannedTensor:
+def plan_tensor(view: View, dtype: torch.dtype) -> PlannedTensor:
     """A tensor to write in a dtype."""
     return PlannedTensor(view=view, dtype_name=dtype_name(dtype))

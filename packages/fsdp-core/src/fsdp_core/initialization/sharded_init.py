@@ -283,7 +283,7 @@ def check_same_parts(module: nn.Module, runtime: Runtime) -> None:
     _open_parameters.had_any = False
     if runtime.world_size == 1:
         return
-    nan_names = _computed_of_parts(module) if was_open else []
+    nan_names = _names_computed_of_parts(module) if was_open else []
     digests = [(kept_part.digest, kept_part.spoiled) for kept_part in kept_parts.values()]
     differs = digests != runtime.broadcast_object(digests)
     is_spoiled = any(kept_part.spoiled for kept_part in kept_parts.values())
@@ -311,7 +311,7 @@ def check_same_parts(module: nn.Module, runtime: Runtime) -> None:
             )
 
 
-def _computed_of_parts(module: nn.Module) -> list[str]:
+def _names_computed_of_parts(module: nn.Module) -> list[str]:
     """The names of whole tensors with NaN, which may have been computed from parts whose other elements are NaN."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     return [clean_name(n) for n, t in tensors if not (is_part(t) or t.is_meta) and t.dtype in _DTYPES and _has_nan(t)]

@@ -91,7 +91,7 @@ def check_options(cls: type, arguments: tuple[Any, ...], options: Mapping[str, A
     Raises:
         UnsupportedCapabilityError: There is such an option, or the constructor takes no option of this name.
     """
-    listed_and_info = _listed(cls)
+    listed_and_info = _find_listed(cls)
     if listed_and_info is None:
         return
     listed, info = listed_and_info
@@ -109,7 +109,7 @@ def check_options(cls: type, arguments: tuple[Any, ...], options: Mapping[str, A
         messages = list(refused.values())
         if refused.keys() <= options.keys():
             other_options = {name: value for name, value in options.items() if name not in refused}
-            messages += _refused_besides(cls, arguments, other_options)
+            messages += _refuse_others(cls, arguments, other_options)
         raise UnsupportedCapabilityError("\n".join(messages))
     unknown = [name for name in options if name not in parameters and takes_no_others]
     if unknown:
@@ -200,9 +200,7 @@ def check_materialization(strategy: str, module: nn.Module) -> None:
         )
 
 
-def _refused_besides(
-    cls: Callable[..., object], arguments: tuple[Any, ...], options: Mapping[str, Any]
-) -> Iterator[str]:
+def _refuse_others(cls: Callable[..., object], arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Iterator[str]:
     """The constructor's error about the remaining options, to be reported with those that are refused already."""
     try:
         cls(*arguments, **options)
@@ -210,7 +208,7 @@ def _refused_besides(
         yield str(error)
 
 
-def _listed(cls: type) -> tuple[type, StrategyInfo] | None:
+def _find_listed(cls: type) -> tuple[type, StrategyInfo] | None:
     """The class or first base that a plugin lists, and its entry there; names without presets first."""
     infos = sorted(registry.strategies().values(), key=lambda info: len(info.presets))
     for base in cls.__mro__:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fsdp_core.lightning.strategy import ShardedStrategy
     from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
 
-__all__ = ["ShardedFabricPrecision", "ShardedTrainerPrecision", "asked_precision", "shard_dtypes"]
+__all__ = ["ShardedFabricPrecision", "ShardedTrainerPrecision", "read_precision", "shard_dtypes"]
 
 #: Plugins that are fully described by their precision string, and possibly a gradient scaler.
 _TRANSLATED = (
@@ -51,7 +51,7 @@ _TRANSLATED = (
 )
 
 
-def asked_precision(strategy: ShardedStrategy, plugin: Any) -> tuple[ShardPrecision, torch.amp.GradScaler | None]:
+def read_precision(strategy: ShardedStrategy, plugin: Any) -> tuple[ShardPrecision, torch.amp.GradScaler | None]:
     """Return the dtypes that one of Lightning's plugins asks a strategy for, and the user's own gradient scaler.
 
     Raises:

@@ -118,7 +118,7 @@ class SavePretrained(pl.Callback):
             path = os.path.join(self.dirpath, f"step-{trainer.global_step:08d}")
             folder = trainer.strategy.broadcast(_free(path) if trainer.is_global_zero else path)
             try:
-                saved = self._saved_to(folder, _chosen(pl_module, self.model))
+                saved = self._save_to(folder, _chosen(pl_module, self.model))
             except CheckpointExistsError:  # on all ranks: another job may have taken the name meanwhile
                 if not trainer.strategy.broadcast(os.path.lexists(folder)):
                     raise
@@ -131,7 +131,7 @@ class SavePretrained(pl.Callback):
                 shutil.rmtree(older, ignore_errors=True)
         return saved
 
-    def _saved_to(self, folder: str, module: nn.Module) -> SavedFolder:
+    def _save_to(self, folder: str, module: nn.Module) -> SavedFolder:
         if any(hasattr(part, "peft_config") for part in module.modules()):
             return save_adapter(module, folder, **self.options)
         return save_pretrained(module, folder, **self.options, max_shard_size=self.max_shard_size)

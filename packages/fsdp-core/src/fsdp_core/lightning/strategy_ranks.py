@@ -187,7 +187,7 @@ class StrategyRanks(ConstructedStrategy):
         """How far this rank is, in words, for messages about ranks that are lost or hang."""
         raise NotImplementedError
 
-    def _reduced(self, tensor: Any, group: Any | None, reduce_op: Any) -> Any:
+    def _reduce_values(self, tensor: Any, group: Any | None, reduce_op: Any) -> Any:
         """Reduce a tensor over the ranks with different batches or parts; other values are returned unchanged."""
         if not isinstance(tensor, Tensor):
             return tensor

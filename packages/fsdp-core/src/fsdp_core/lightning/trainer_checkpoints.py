@@ -19,8 +19,8 @@ from fsdp_core.checkpoint.storage.joined import Paths, paths_of, shown_paths
 from fsdp_core.checkpoint.storage.recognition import holds_ours
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError
 from fsdp_core.lightning.checkpoints.deferred_copies import copied_before_a_step
-from fsdp_core.lightning.checkpoints.full.file import gathered
-from fsdp_core.lightning.checkpoints.full.layout import numbered
+from fsdp_core.lightning.checkpoints.full.file import gather_full
+from fsdp_core.lightning.checkpoints.full.layout import number_parameters
 from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
 from fsdp_core.lightning.checkpoints.patched_io import checkpoint_at
 from fsdp_core.lightning.checkpoints.saving_strategy import SavePlace
@@ -207,9 +207,10 @@ class TrainerCheckpoints:
         if optimizers is not None:
             plain[KEY] = resume.state(sharded)
         if strategy.state_dict_type == "full":
-            full_state = gathered({"state_dict": model, **plain}, strategy.backend)
+            full_state = gather_full({"state_dict": model, **plain}, strategy.backend)
             if optimizers is not None:
-                full_state["optimizer_states"] = [numbered(gathered(state, strategy.backend)) for state in optimizers]
+                full_optimizers = [gather_full(state, strategy.backend) for state in optimizers]
+                full_state["optimizer_states"] = [number_parameters(state) for state in full_optimizers]
             write_file(strategy, target.path, full_state, [checkpoint, plain], storage_options, saves.of_fit)
             return
         tied = sharded.aliases()

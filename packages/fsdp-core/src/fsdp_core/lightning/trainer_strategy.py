@@ -23,7 +23,7 @@ from fsdp_core.lightning.features.callbacks_over_shards import check_finetuning
 from fsdp_core.lightning.features.stage_features import StageFeatures
 from fsdp_core.lightning.features.step_methods import StepMethods
 from fsdp_core.lightning.launchers.notebooks import TrainerForkedRanks
-from fsdp_core.lightning.precision_plugins import ShardedTrainerPrecision, asked_precision, shard_dtypes
+from fsdp_core.lightning.precision_plugins import ShardedTrainerPrecision, read_precision, shard_dtypes
 from fsdp_core.lightning.private import TrainerSubprocessLauncher, always_say_what_is_saved
 from fsdp_core.lightning.trainer_checkpoints import TrainerCheckpoints
 from fsdp_core.lightning.trainer_hooks import TrainerHooks
@@ -141,7 +141,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         if plugin is None or isinstance(plugin, ShardedTrainerPrecision):
             self._precision_plugin = plugin
             return
-        precision, scaler = asked_precision(self, plugin)
+        precision, scaler = read_precision(self, plugin)
         self._precision_plugin = ShardedTrainerPrecision(precision, self, scaler)
 
     def guarding_gradients(self) -> AbstractContextManager[None]:
@@ -263,7 +263,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         return "before the first stage" if self._trainer is None else f"at step {self._trainer.global_step}"
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        return self._reduced(tensor, group, reduce_op)
+        return self._reduce_values(tensor, group, reduce_op)
 
     # -- state -----------------------------------------------------------------------------------------------------
 

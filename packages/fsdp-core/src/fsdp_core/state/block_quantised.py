@@ -26,12 +26,12 @@ from fsdp_core.state.layout import Part
 __all__ = [
     "check_blocks",
     "check_fits_blocks",
+    "describe_whole_state",
     "is_of_blocks",
     "is_saved_in_blocks",
     "of_blocks",
     "quantises",
     "restored_blocks",
-    "saved_whole",
     "whole_again",
 ]
 
@@ -50,7 +50,7 @@ def is_of_blocks(value: Any) -> bool:
 
 
 def is_saved_in_blocks(value: Any) -> bool:
-    """Whether a value is what :func:`of_blocks` or :func:`saved_whole` returns."""
+    """Whether a value is what :func:`of_blocks` or :func:`describe_whole_state` returns."""
     return isinstance(value, dict) and _CLASS_KEY in value
 
 
@@ -238,7 +238,7 @@ def restored_blocks(
     )
 
 
-def saved_whole(value: Any) -> Any:
+def describe_whole_state(value: Any) -> Any:
     """Describe whole quantised state, as a plain optimizer has it, as :func:`of_blocks` does; others are unchanged."""
     if not is_of_blocks(value) or isinstance(value, DTensor):
         return value

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from fsdp_core.state.coverage import Box
 
-__all__ = ["MAX_DIMENSIONS", "boxes", "copy_into", "cut", "is_shape", "overlap"]
+__all__ = ["MAX_DIMENSIONS", "boxes", "copy_into", "cut", "is_shape", "overlap", "row_major_strides"]
 
 MAX_DIMENSIONS = 64
 _MAX_ELEMENTS = 2**53 - 1  # the largest integer that every JSON reader represents exactly
@@ -176,3 +177,14 @@ def _copy_runs(
     for column in range(count):
         start = begin // unit + column
         wide[start : start + (rows - 1) * step + 1 : step] = narrow[column::count]
+
+
+@lru_cache(maxsize=1024)
+def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor.
+
+    Example:
+        >>> row_major_strides((2, 3, 4))
+        (12, 4, 1)
+    """
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

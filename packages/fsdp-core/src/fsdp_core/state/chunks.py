@@ -124,12 +124,12 @@ class ChunkedTensor:
 
         def __getattr__(self, name: str) -> Any:
             if name in CONVERSIONS:
-                return partial(self._converted, name)
+                return partial(self._convert, name)
             if name.startswith("__"):  # looked up by copy and the like
                 raise AttributeError(name)
-            raise _refused(f".{name}")
+            raise _refusal(f".{name}")
 
-    def _converted(self, method: str, *args: Any, **kwargs: Any) -> ChunkedTensor:
+    def _convert(self, method: str, *args: Any, **kwargs: Any) -> ChunkedTensor:
         dtype = getattr(torch.empty(0, dtype=self.dtype), method)(*args, **kwargs).dtype
         chunks = tuple(
             Chunk(
@@ -144,10 +144,10 @@ class ChunkedTensor:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise _refused(f"torch's {getattr(function, '__name__', function)}()")
+        raise _refusal(f"torch's {getattr(function, '__name__', function)}()")
 
     def _refuse_arithmetic(self, *_: Any) -> NoReturn:
-        raise _refused("arithmetic")
+        raise _refusal("arithmetic")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_arithmetic
     __pow__ = __matmul__ = __rmatmul__ = __neg__ = __abs__ = __getitem__ = __float__ = _refuse_arithmetic
@@ -157,7 +157,7 @@ class ChunkedTensor:
         return ChunkedTensor(shape=self.shape, dtype=self.dtype, chunks=chunks, replica=self.replica)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise _refused("pickling")
+        raise _refusal("pickling")
 
     def __repr__(self) -> str:
         return f"ChunkedTensor(shape={self.shape}, dtype={self.dtype}, chunks={self.chunks}, replica={self.replica})"
@@ -185,7 +185,7 @@ class _NotWholeError(ShardingError, AttributeError, TypeError):
     """A part of a tensor was used as if it were the tensor."""
 
 
-def _refused(what: str) -> _NotWholeError:
+def _refusal(what: str) -> _NotWholeError:
     return _NotWholeError(
         f"{what} is not supported by a ChunkedTensor, which holds this rank's part of a tensor. It can only be "
         f"renamed, removed, copied or converted ({', '.join(f'.{name}()' for name in sorted(CONVERSIONS))}).\n"

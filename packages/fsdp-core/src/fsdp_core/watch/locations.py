@@ -93,7 +93,7 @@ def location_of(thread: int, *, waited: float = 0.0) -> Location:
     innermost = _describe_frame(stack[0])
     if any(_module(frame) == "torch.utils.data.dataloader" for frame in stack):
         innermost = f"{innermost}, for a batch of a DataLoader"
-    awaited = _awaited(stack)
+    awaited = _describe_wait(stack)
     if awaited:
         innermost = f"{innermost}, for {awaited}"
     users = next((_describe_frame(frame) for frame in stack if not _is_of_library(frame)), innermost)
@@ -159,7 +159,7 @@ def _is_waiting(frame: FrameType) -> bool:
     return any(module == waiting_module or module.startswith(f"{waiting_module}.") for waiting_module in _WAITING)
 
 
-def _awaited(stack: list[FrameType]) -> str:
+def _describe_wait(stack: list[FrameType]) -> str:
     """What a thread awaits in Lightning's barrier without a limit, in words; empty if it is not there."""
     if _module(stack[0]) not in _LIGHTNINGS_BARRIER:
         return ""

@@ -30,7 +30,7 @@ from fsdp_core.torch_private.process_groups import is_default_group
 from fsdp_core.watch.hub import Hub
 from fsdp_core.watch.locations import StandStill, location_of, stacks
 from fsdp_core.watch.messages import Connection, connect
-from fsdp_core.watch.verdicts import PATIENCE, Member, Report, Verdict, lost, unanswered
+from fsdp_core.watch.verdicts import PATIENCE, Member, Report, Verdict, describe_unanswered, lost
 
 __all__ = ["explain", "explain_uncaught", "watch"]
 
@@ -141,7 +141,7 @@ class Watcher:
             self._slow_report_at = None
             if self._member.rank == 1:
                 waited = f"{self.hang_timeout:g} s for {location_of(self._training).awaited}"
-                _write(f"fsdp-core: {unanswered(self._member, self._first, waited, may_go_on=True)}\n")
+                _write(f"fsdp-core: {describe_unanswered(self._member, self._first, waited, may_go_on=True)}\n")
         if self._has_reported_slow and seconds < PATIENCE * self.hang_timeout:
             return
         report = self._report(self.hang_timeout)
@@ -196,7 +196,7 @@ class Watcher:
         """The verdict of this rank on rank 0, which does not answer."""
         awaited = location_of(self._training).awaited
         waited = f"{self._waited:g} s {self.progress()}{awaited and f', for {awaited}'}"
-        message = unanswered(self._member, self._first, waited, may_go_on=False)
+        message = describe_unanswered(self._member, self._first, waited, may_go_on=False)
         return Verdict(kind="hang", message=message, kill=(self._first,))
 
     def _accept_verdict(self, verdict: Verdict, *, writes: bool) -> None:
@@ -232,7 +232,7 @@ class Watcher:
             return
         assert self.verdict is not None
         for member in self.verdict.kill:
-            if member.host == self._member.host and started(member.pid) == member.started != "":
+            if member.host == self._member.host and start_time_of(member.pid) == member.started != "":
                 with suppress(OSError):
                     os.kill(member.pid, signal.SIGKILL)
         if self.verdict.kind == "hang" and self._writes:  # after the stacks of all
@@ -319,7 +319,7 @@ def watch(runtime: Runtime, hang_timeout: timedelta, address: str, progress: Cal
         return
     _leave()
     _group = ref(dist.group.WORLD)
-    own = Member(rank=runtime.rank, host=socket.gethostname(), pid=os.getpid(), started=started(os.getpid()))
+    own = Member(rank=runtime.rank, host=socket.gethostname(), pid=os.getpid(), started=start_time_of(os.getpid()))
     hub = Hub(runtime.world_size, progress) if runtime.rank == 0 else None
     greeting = runtime.broadcast_object(None if hub is None else (hub.port, hub.token, own))
     port, token, first = greeting
@@ -359,7 +359,7 @@ def _comes_from_loss(error: BaseException) -> bool:
     return isinstance(error, (RuntimeError, OSError)) and _LOSS_MESSAGES.search(str(error)) is not None
 
 
-def started(pid: int) -> str:
+def start_time_of(pid: int) -> str:
     """When a process was started, in the kernel's count, so that another one of its number is not taken for it."""
     with suppress(OSError, IndexError):
         # as bytes: the kernel cuts a process's name after 15 of them, which may be amid a letter

@@ -13,7 +13,7 @@ from fsdp_core.checkpoint.importing.layouts import KEPT_WITH_WEIGHTS, TRAINER_MA
 from fsdp_core.checkpoint.importing.memory_budget import limited_memory
 from fsdp_core.checkpoint.importing.optimizer_states import ParameterOrder
 from fsdp_core.checkpoint.importing.recognition import LIGHTNING_META, Source, recognise
-from fsdp_core.checkpoint.importing.renaming import renamed
+from fsdp_core.checkpoint.importing.renaming import rename_parameters
 from fsdp_core.checkpoint.importing.safetensors_source import read_safetensors_file, read_safetensors_folder
 from fsdp_core.checkpoint.importing.tensors import Counted
 from fsdp_core.checkpoint.importing.torch_file import TorchFile
@@ -74,7 +74,7 @@ def import_checkpoint(
     with limited_memory(lambda: _size_of(source)):  # of pieces that are opened by the save, too
         with _name_source_in_errors(source_folder):
             imported = read_source(source, weights_only=weights_only, drop=drop, parameter_order=parameter_order)
-            imported = renamed(imported, strip_prefix=strip_prefix, add_prefix=add_prefix)
+            imported = rename_parameters(imported, strip_prefix=strip_prefix, add_prefix=add_prefix)
         _save(imported, out, overwrite=overwrite, on_bytes=on_bytes)
     return imported
 

@@ -11,7 +11,7 @@ from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
 from fsdp_core.state.chunks import TensorSource
 from fsdp_core.state.fqn import clean_name
 
-__all__ = ["ParameterOrder", "by_name", "is_flattened", "is_optimizer", "unflattened"]
+__all__ = ["ParameterOrder", "by_name", "is_flattened", "is_optimizer", "unflatten"]
 
 _STATE, _GROUPS = "state", "param_groups"
 
@@ -48,11 +48,11 @@ def is_flattened(value: Any) -> bool:
     )
 
 
-def unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Restore an optimizer's state from a flattened one. Parameters with the same settings form one group.
 
     Example:
-        >>> unflattened({"state.a.b.step": 1, "param_groups.a.b.lr": 0.1})
+        >>> unflatten({"state.a.b.step": 1, "param_groups.a.b.lr": 0.1})
         {'state': {'a.b': {'step': 1}}, 'param_groups': [{'lr': 0.1, 'params': ['a.b']}]}
     """
     state: dict[str, dict[str, Any]] = {}

@@ -118,7 +118,7 @@ class SaveTarget:
             # Without a lock, another job may have committed in between.
             if manifest_bytes(final) != manifest:
                 names = final.files()
-                for name in _files_of(previous, names, _marked(names)):  # which the other job doesn't know
+                for name in _files_of(previous, names, _saves_with_mark(names)):  # which the other job doesn't know
                     final.remove(name)
                 raise another_was_saved(final)
             return previous
@@ -164,7 +164,7 @@ class SaveTarget:
             standings = {name: writer.standing() for name, writer in writers.items()}
             gone = {name: writer for name, writer in writers.items() if standings[name] == "gone"}
             dead = {save_id for writer in gone.values() for save_id in (writer.save_id, writer.replaces)}
-            go = _files_of(previous, names, _marked(names))
+            go = _files_of(previous, names, _saves_with_mark(names))
             # Read after the listing: a writer that died after committing has replaced this manifest by now.
             stands = manifest_bytes(final) == manifest
             if stands:
@@ -238,7 +238,7 @@ def another_was_saved(final: Folder) -> CheckpointExistsError:
     )
 
 
-def _marked(names: Collection[str]) -> set[str]:
+def _saves_with_mark(names: Collection[str]) -> set[str]:
     """Return the ids of the saves whose writers have a mark in the folder."""
     return {writer.save_id for name in names if (writer := writer_of(name)) is not None}
 
@@ -294,7 +294,7 @@ def files_named(manifest: bytes, names: Collection[str]) -> set[str]:
         manifest: The manifest.
         names: The files in the folder.
     """
-    return _files_of(manifest, names, _marked(names))
+    return _files_of(manifest, names, _saves_with_mark(names))
 
 
 def clean_beside(final: Folder) -> None:

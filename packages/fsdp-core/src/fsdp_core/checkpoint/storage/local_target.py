@@ -123,7 +123,9 @@ class LocalTarget:
             writers = [writer for name in file_names if (writer := writer_of(name)) is not None]
             dead_saves = {writer.save_id for writer in writers if writer.standing() == "gone"}
             running_saves = {writer.save_id for writer in writers} - dead_saves
-            removable_saves = (set(self.target.earlier) - running_saves) | (dead_saves - {self.target.save_id})
+            replaced_saves = set(self.target.earlier) - running_saves
+            killed_saves = dead_saves - {self.target.save_id}
+            removable_saves = replaced_saves | killed_saves
             previous = manifest_bytes(final)
             removable_files = {name for name in file_names if save_id_of(name) in removable_saves}
             if previous is not None and fingerprint(previous) == self.target.before:

@@ -10,7 +10,7 @@ from fsdp_core.checkpoint.format.file_names import is_ours
 from fsdp_core.checkpoint.format.json_text import MAX_JSON_BYTES
 from fsdp_core.checkpoint.format.manifest import FORMAT, MANIFEST, Manifest
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
-from fsdp_core.checkpoint.storage.part_recognition import described_part, holds_part, saves_in
+from fsdp_core.checkpoint.storage.part_recognition import describe_part, holds_part, saves_in
 from fsdp_core.checkpoint.storage.remedies import remedy, unreadable
 from fsdp_core.errors import CheckpointFormatError
 
@@ -91,7 +91,7 @@ def _explain_no_manifest(folder: Folder) -> str:
     listed = ", ".join(file_names[:8]) + (f" and {len(file_names) - 8} more" if len(file_names) > 8 else "")
     if not file_names:
         return f"no checkpoint at {folder}: the folder is empty. Check the path."
-    if (part := described_part(folder, file_names)) is not None:
+    if (part := describe_part(folder, file_names)) is not None:
         return f"no complete checkpoint at {folder}: {part}"
     if all(map(is_ours, file_names)):
         return (

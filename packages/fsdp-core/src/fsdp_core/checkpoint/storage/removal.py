@@ -66,7 +66,7 @@ def _remove(folder: Folder) -> None:
             writers = [writer for name in names if (writer := writer_of(name)) is not None]
             living = {writer.save_id for writer in writers if writer.standing() == "lives"}  # these will be committed
             remover = replace(remover, replaces=save_id_in(manifest_bytes(folder) or b"") or remover.replaces)
-            if folder.local and not living and all(map(is_ours, names)) and _moved(folder, remover):
+            if folder.local and not living and all(map(is_ours, names)) and _move_aside(folder, remover):
                 folder = replace(folder, root=os.path.join(os.path.dirname(folder.root), remover.partial))
             elif folder.kind() == "missing":  # the same, where there are no locks
                 return
@@ -81,7 +81,7 @@ def _remove(folder: Folder) -> None:
         folder.remove_empty()
 
 
-def _moved(folder: Folder, remover: Writer) -> bool:
+def _move_aside(folder: Folder, remover: Writer) -> bool:
     """Hide the folder from searches by renaming it atomically, and return whether that was possible."""
     try:
         os.rename(folder.root, os.path.join(os.path.dirname(folder.root), remover.partial))

@@ -127,7 +127,7 @@ class TensorBytes:
                 yield (
                     block
                     if stored_dtype_name == stored.dtype_name
-                    else _converted(block, stored.dtype_name, stored_dtype_name)
+                    else _convert_block(block, stored.dtype_name, stored_dtype_name)
                 )
 
         return BytesSource(shape=shape, dtype_name=stored_dtype_name, blocks=blocks)
@@ -164,7 +164,7 @@ def _contiguous(chunk: StoredChunk, box: Box) -> Iterator[Box]:
         yield (*outer, *offsets[axis:]), (*(1,) * axis, *lengths[axis:])
 
 
-def _converted(block: bytearray, dtype_name: str, target_dtype: str) -> bytearray:
+def _convert_block(block: bytearray, dtype_name: str, target_dtype: str) -> bytearray:
     import torch
 
     from fsdp_core.state.dtypes import DTYPES

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from fsdp_core.errors import CheckpointExistsError, UnsupportedCapabilityError
-from fsdp_core.lightning.patching import marked, replace_function
+from fsdp_core.lightning.patching import mark_wrapper, replace_function
 
 __all__ = ["checkpoint_at", "install_opening", "install_search"]
 
@@ -91,7 +91,7 @@ def _reads_folders(load: Callable[..., Any]) -> Callable[..., Any]:
         arguments = inspect.signature(load).bind(path_or_url, *args, **kwargs).arguments
         return read_whole(checkpoint_at(path_or_url), arguments.get("map_location"))
 
-    return marked(load_file_or_folder, load, _reads_folders)
+    return mark_wrapper(load_file_or_folder, load, _reads_folders)
 
 
 @cache
@@ -109,7 +109,7 @@ def _makes_modules(load: Callable[..., Any]) -> Callable[..., Any]:
             refuse_named_classes(checkpoint, path_or_url)
         return checkpoint
 
-    return marked(load_to_make_a_module, load, _makes_modules)
+    return mark_wrapper(load_to_make_a_module, load, _makes_modules)
 
 
 @cache
@@ -138,7 +138,7 @@ def _replaces_folders(save: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
             folder.remove(name)
 
-    return marked(save_file, save, _replaces_folders)
+    return mark_wrapper(save_file, save, _replaces_folders)
 
 
 @cache
@@ -156,7 +156,7 @@ def _refuses_folders(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
             )
         return load_checkpoint(self, *args, **kwargs)
 
-    return marked(load_own_layout, load_checkpoint, _refuses_folders)
+    return mark_wrapper(load_own_layout, load_checkpoint, _refuses_folders)
 
 
 @cache
@@ -173,7 +173,7 @@ def _warns_of_lost_positions(load_checkpoint: Callable[..., Any]) -> Callable[..
             warn_of_lost_positions(checkpoint)
         return checkpoint
 
-    return marked(load_and_warn, load_checkpoint, _warns_of_lost_positions)
+    return mark_wrapper(load_and_warn, load_checkpoint, _warns_of_lost_positions)
 
 
 @cache
@@ -183,7 +183,7 @@ def _finds_whole_ones(find: Callable[..., Any]) -> Callable[..., Any]:
         checkpoints = (_as_found(path, self._fs) for path in find(self, *args, **kwargs))
         return {path for path in checkpoints if path is not None}
 
-    return marked(find_last, find, _finds_whole_ones)
+    return mark_wrapper(find_last, find, _finds_whole_ones)
 
 
 @cache
@@ -196,7 +196,7 @@ def _selects_the_newest(select: Callable[..., Any]) -> Callable[..., Any]:
             strategy.resumes_from = None if selected is None else str(selected)
         return selected
 
-    return marked(select_path, select, _selects_the_newest)
+    return mark_wrapper(select_path, select, _selects_the_newest)
 
 
 def _newest_of(connector: Any, selected: Any, ckpt_path: Any) -> Any:

@@ -194,9 +194,9 @@ def _describe_counts(everyones: Sequence[Sequence[float]], verb: str) -> str:
         ranks.setdefault(number, []).append(rank)
     (first, its), *further = ranks.items()
     return ", and ".join(
-        [f"{_named(its)} {verb} {first} batches", *(f"{_named(which)} {verb} {n}" for n, which in further)]
+        [f"{_name_ranks(its)} {verb} {first} batches", *(f"{_name_ranks(which)} {verb} {n}" for n, which in further)]
     )
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _name_ranks(ranks: Sequence[int]) -> str:
     return f"rank {', '.join(map(str, ranks[:8]))}{', …' if len(ranks) > 8 else ''}"

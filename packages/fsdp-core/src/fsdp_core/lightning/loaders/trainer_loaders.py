@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 
 from fsdp_core.checkpoint.collective import gather_to_first
 from fsdp_core.lightning.loaders.loader_states import (
-    described,
+    describe_loader,
     entry,
-    followed,
+    follow_loader,
     has_state,
     is_at_end,
     of_unknown_order,
@@ -31,8 +31,8 @@ from fsdp_core.lightning.private import (
     begin_an_epoch,
     combined_loader,
     deciding_loader,
-    fetched_ahead,
     fetcher_of,
+    has_fetched_ahead,
     has_states_to_load,
     load_loader_states,
     set_sampler_epoch,
@@ -66,7 +66,7 @@ class TrainingLoaders:
         """
         if isinstance(loader, DataLoader):
             tracked: DataLoader[Any] = apart(loader) if loader in self._elsewhere else loader
-            followed(tracked)
+            follow_loader(tracked)
             self._followed.add(tracked)
             loader = tracked
         # Lightning sets it only after the first iterator is created, whose order would be that of epoch 0.
@@ -134,7 +134,7 @@ class TrainingLoaders:
         loop = trainer.fit_loop
         if fetcher_of(loop) is None:
             return self._last or []
-        if self._before_fetch is not None and fetched_ahead(loop):
+        if self._before_fetch is not None and has_fetched_ahead(loop):
             return self._before_fetch
         return _states(loop)
 
@@ -160,7 +160,7 @@ class TrainingLoaders:
 
         states = gather_to_first(runtime, "reading the positions of the data loaders", read)
         ranks = [own_states] if states is None else runtime.by_data_parallel_rank(states)
-        names = [described(loader) for loader in combined.flattened if has_state(loader)]
+        names = [describe_loader(loader) for loader in combined.flattened if has_state(loader)]
         loaders = [entry(name, states) for name, *states in zip(names, *ranks, strict=False)]
         progress = {key: value for key, value in loop["state_dict"].items() if key != "combined_loader"}
         return {
@@ -229,7 +229,7 @@ def warn_of_lost_positions(checkpoint: Mapping[str, Any]) -> None:
 
 def _warn_of_starting_over(combined: Any, *, has_states: bool) -> None:
     """Warn of loaders that do not go on where an interrupted epoch's samples were left."""
-    lost = [described(loader) for loader in combined.flattened if not has_state(loader)]
+    lost = [describe_loader(loader) for loader in combined.flattened if not has_state(loader)]
     if lost or not has_states:
         which = f" ({', '.join(dict.fromkeys(lost))})" if lost else ""
         rank_zero_warn(

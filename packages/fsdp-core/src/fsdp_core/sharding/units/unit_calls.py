@@ -349,11 +349,11 @@ def _hidden_tensors(value: Any, depth: int, *, is_hidden: bool = False) -> Itera
         return
     slots = (name for cls in type(value).__mro__ for name in _names(getattr(cls, "__slots__", ())))
     attribute_values = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
-    for item in [*attribute_values, *_enclosed(value)]:
+    for item in [*attribute_values, *_enclosed_values(value)]:
         yield from _hidden_tensors(item, depth - 1, is_hidden=True)
 
 
-def _enclosed(function: Any) -> list[Any]:
+def _enclosed_values(function: Any) -> list[Any]:
     """The values that a function encloses: its cells, defaults, bound arguments and receiver."""
     if isinstance(function, functools.partial):
         return [function.func, *function.args, *function.keywords.values()]
@@ -372,7 +372,7 @@ def _describe_deferred(output: Any) -> str | None:
     if callable(output) and not isinstance(output, nn.Module | type):
         pending = [output]
         for function in pending:
-            enclosed = _enclosed(function)
+            enclosed = _enclosed_values(function)
             if any(isinstance(value, nn.Module) for value in enclosed):  # a library may keep its parameters elsewhere
                 return f"a function, {getattr(output, '__name__', output)}, that uses a module of its own"
             pending += [value for value in enclosed if callable(value) and not any(value is other for other in pending)]

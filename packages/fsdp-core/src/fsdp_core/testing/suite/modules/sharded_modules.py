@@ -80,8 +80,9 @@ def _export(strategy: str, tmp: str) -> list[str]:
         assert got.keys() == expected.keys(), f"{call} holds {list(got)} instead of {list(expected)}"
         full = {name: whole(got[name], used_strategy.runtime) for name in expected}
         for name, value in expected.items():
-            shapes = tuple(full[name].shape), tuple(value.shape)
-            assert shapes[0] == shapes[1], f"{call} shows {name} of {shapes[1]} as {shapes[0]}"
+            shape = tuple(value.shape)
+            shape_read = tuple(full[name].shape)
+            assert shape_read == shape, f"{call} shows {name} of {shape} as {shape_read}"
         if "configure" in hook:  # where the values may still be placeholders
             continue
         for name, value in expected.items():
@@ -141,7 +142,7 @@ def _read_as_whole(strategy: str, tmp: str) -> tuple[str, int]:
         want = full_state(used_strategy)
         for part, got in parts.items():
             expected = {name.removeprefix(f"{part}."): v for name, v in want.items() if name.startswith(part)}
-            assert got.keys() in (expected.keys(), {}.keys()), f"full_state_dict of {part or 'all'} holds {list(got)}"
+            assert not got or got.keys() == expected.keys(), f"full_state_dict of {part or 'all'} holds {list(got)}"
             for name, value in got.items():
                 assert type(value) is Tensor and value.device.type == "cpu", f"{part}: {name} is {type(value)}"
                 assert torch.equal(value, expected[name].cpu()), f"full_state_dict of {part or 'all'}: {name}"
@@ -525,16 +526,19 @@ class ShardedModulesSuite(Clauses):
                 if isinstance(outcome, str):
                     assert how in LATER, f"blocks exchange {how}: {outcome}"
                     assert_says(outcome, "a unit, ExchangingBlock, returned a ", "auto_wrap_policy")
-                elif not (how == "a penalty in an attribute" and ranks.kind == "threads"):  # torch_xla raises
-                    assert outcome[0] == pytest.approx(want[how][0], abs=FP32_TOLERANCE), f"blocks exchange {how}"
-                    assert_same([outcome], want[how])
+                    continue
+                if how == "a penalty in an attribute" and ranks.kind == "threads":
+                    continue  # torch_xla raises
+                assert outcome[0] == pytest.approx(want[how][0], abs=FP32_TOLERANCE), f"blocks exchange {how}"
+                assert_same([outcome], want[how])
 
     @pytest.mark.parametrize("tied", [False, True], ids=["in a list", "tied"])
     def test_a_parameter_in_two_places(self, ranks: Ranks, tied: bool) -> None:
         """A reference that keeps a parameter from before sharding must be that of the trained one, or raise."""
         want = oracle.train_plain(3, oracle.sgd, net=Reusing(tied))
         outcomes = ranks.run(2, _train_reusing, self.strategy, tied)
-        assert not tied or not any(isinstance(outcome, str) for outcome in outcomes), outcomes
+        if tied:
+            assert not any(isinstance(outcome, str) for outcome in outcomes), outcomes
         words = ("'first.weight', as it was before the model was sharded", "Read it from its module")
         assert_same_or_refused(outcomes, want, *words)
 
