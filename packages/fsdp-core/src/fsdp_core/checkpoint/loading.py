@@ -64,7 +64,8 @@ def load(path: Paths, *, runtime: Runtime | None = None, verify: bool = True) ->
         all_agree = not ranks_that_differ
         if all_agree and not ranks_replaced:
             if damaged and runtime is not None:  # rarely: each rank needs the faults of all
-                faults = {name: fault for of_rank in runtime.gather_objects(faults) for name, fault in of_rank.items()}
+                for faults_of_rank in runtime.gather_objects(faults):
+                    faults = {**faults, **faults_of_rank}
             refuse_damage(reading.files, faults)
             if not total(runtime, [not run_on_all(runtime, action, reading.decode)])[0]:
                 return reading.nest
@@ -90,10 +91,12 @@ class _BoxesInFiles:
         for part in self.stored.overlapping((chunk.offsets, box)):
             common = overlap((part.offsets, part.lengths), (chunk.offsets, box))
             assert common is not None
-            inside = tuple(slice(a - o, a - o + n) for a, n, o in zip(*common, chunk.offsets, strict=True))
-            source = tuple(a - o for a, o in zip(common[0], part.offsets, strict=True))
+            begins, lengths = common
+            starts_in_chunk = [begin - offset for begin, offset in zip(begins, chunk.offsets, strict=True)]
+            starts_in_part = tuple(begin - offset for begin, offset in zip(begins, part.offsets, strict=True))
+            inside = tuple(slice(start, start + length) for start, length in zip(starts_in_chunk, lengths, strict=True))
             with torch.no_grad():
-                self.files.read(part.file, part.key, source, chunk.data.detach()[inside])
+                self.files.read(part.file, part.key, starts_in_part, chunk.data.detach()[inside])
 
 
 class _Reading:
@@ -177,7 +180,8 @@ def _decode(files: StoredFiles) -> dict[str, Any]:
     small = {} if manifest.state_tensors is None else dict(files.header(manifest.state_tensors))
 
     def on_tensor(tag: str, name: Any) -> Any:
-        if tag == "$saved" and isinstance(name, str) and (key := manifest.aliases.get(name, name)) in tensors:
+        key = manifest.aliases.get(name, name) if isinstance(name, str) else None
+        if tag == "$saved" and key in tensors:
             return tensors[key]
         if tag == "$tensor" and isinstance(name, str) and name in small and manifest.state_tensors is not None:
             entry = small.pop(name)  # only once, or a small file could make this allocate any amount of memory

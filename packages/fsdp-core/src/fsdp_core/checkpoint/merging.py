@@ -209,7 +209,8 @@ def _find_patterns(tensors: Sequence[TensorSpec], ordered: Sequence[_OrderedBoxe
         boxes_by_rank: BoxesByRank = []
         for box_set_ids, ranks in groups.items():
             set_number = set_numbers[box_set_ids][index]
-            boxes_by_rank += [(rank, boxes) for rank in ranks if (boxes := ordered[rank][1][set_number])]
+            boxes_of_ranks = [(rank, ordered[rank][1][set_number]) for rank in ranks]
+            boxes_by_rank += [(rank, boxes) for rank, boxes in boxes_of_ranks if boxes]
         boxes_by_rank.sort(key=lambda rank_and_boxes: rank_and_boxes[0])
         layouts[class_id] = pattern_of(tensor.shape, boxes_by_rank) or boxes_by_rank
     return [layouts[class_id] for class_id in classes]

@@ -284,8 +284,9 @@ class PreparedSave:
         contents: dict[Section, dict[str, Tensor | TensorSource]] = {}
         index = Index(tensors=_tensors(plan))
         for key, tensor in plan.stored.items():
+            chunks = tensor.chunks if tensor.replica == 0 else ()
             boxes: list[Box] = []
-            for chunk in tensor.chunks if tensor.replica == 0 else ():
+            for chunk in chunks:
                 box = tuple(chunk.offsets), tuple(chunk.data.shape)
                 if 0 not in box[1]:
                     boxes.append(box)
@@ -340,7 +341,8 @@ def _write_state(protocol: SharedSave, plan: Plan, messages: Sequence[Message]) 
     folder, save_id = protocol.target.folder, protocol.target.save_id
     files = dict(entry for rank, message in enumerate(messages) for entry in message.entries(save_id, rank))
     for name, entry in protocol.files_of_first(files).items():
-        if (size := folder.size(name)) != entry.size:
+        size = folder.size(name)
+        if size != entry.size:
             size_seen = "no file" if size is None else f"{size} bytes"
             raise CheckpointError(
                 f"rank 0 sees {size_seen} at {folder.path(name)}, where a rank wrote {entry.size} bytes: "

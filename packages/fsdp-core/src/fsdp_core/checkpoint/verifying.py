@@ -65,14 +65,15 @@ def share_of(files: Mapping[str, FileEntry], rank: int, world_size: int) -> list
         >>> share_of(files, 0, 2), share_of(files, 1, 2)
         (['model/a-rank-0'], ['optimizer/a-rank-0', 'model/a-rank-1'])
     """
-    total = sum(entry.size for entry in files.values())
-    before = 0
+    total = max(sum(entry.size for entry in files.values()), 1)
     share = []
+    start = 0
     for name in sorted(files, key=lambda name: (name.rpartition("/")[2], name)):
-        middle = 2 * before + files[name].size
-        before = before + files[name].size
-        if min(middle * world_size // max(2 * total, 1), world_size - 1) == rank:
+        size = files[name].size
+        twice_middle = 2 * start + size
+        if min(twice_middle * world_size // (2 * total), world_size - 1) == rank:
             share.append(name)
+        start += size
     return share
 
 
@@ -112,8 +113,9 @@ def find_damage(
 
     def compare_content(name: str) -> str | None:
         try:
-            reads_content = checksums or name in plain
-            fault = _compare_checksum(files.folder, name, files.manifest.files[name], count) if reads_content else None
+            fault = None
+            if checksums or name in plain:
+                fault = _compare_checksum(files.folder, name, files.manifest.files[name], count)
             if fault is None and (expected.are_in(name) or name == files.manifest.state_tensors):
                 fault = _compare_header(files, name, expected.of(name))
             return fault
@@ -146,12 +148,14 @@ def refuse_damage(files: StoredFiles, faults: Mapping[str, str]) -> None:
     elsewhere = elsewhere_of(files.manifest, faults)
     if len(elsewhere) == len(faults):
         raise CheckpointFormatError(describe_rest(files.folder, files.manifest, elsewhere))
-    lines = [f"  {name} {fault}" for name, fault in list(faults.items())[:_MOST_SHOWN]]
-    lines += [f"  … and {len(faults) - _MOST_SHOWN} more"] if len(faults) > _MOST_SHOWN else []
-    title = f"the checkpoint {files.folder} is damaged:"
-    remedy = "Restore these files, or load an earlier checkpoint."
-    more = [describe_rest(files.folder, files.manifest, elsewhere)] if elsewhere else []
-    raise CheckpointFormatError("\n".join([title, *lines, remedy, *more]))
+    lines = [f"the checkpoint {files.folder} is damaged:"]
+    lines += [f"  {name} {fault}" for name, fault in list(faults.items())[:_MOST_SHOWN]]
+    if len(faults) > _MOST_SHOWN:
+        lines.append(f"  … and {len(faults) - _MOST_SHOWN} more")
+    lines.append("Restore these files, or load an earlier checkpoint.")
+    if elsewhere:
+        lines.append(describe_rest(files.folder, files.manifest, elsewhere))
+    raise CheckpointFormatError("\n".join(lines))
 
 
 def elsewhere_of(manifest: Manifest, faults: Mapping[str, str]) -> list[str]:
@@ -161,7 +165,9 @@ def elsewhere_of(manifest: Manifest, faults: Mapping[str, str]) -> list[str]:
         manifest: The manifest.
         faults: What :func:`find_damage` has found.
     """
-    return [name for name, fault in faults.items() if fault == _MISSING] if manifest.places else []
+    if not manifest.places:
+        return []
+    return [name for name, fault in faults.items() if fault == _MISSING]
 
 
 _Expected = tuple[str, StoredTensor, StoredChunk]

@@ -104,6 +104,7 @@ def group_places(hosts_and_paths: Iterable[tuple[str, str]]) -> tuple[PlaceOfRan
 
 
 def describe_ranks(ranks: Ranks) -> str:
+    """Return ranks for people, such as ``"0-7, 16"``."""
     words = list(_in_words(ranks))
     return ", ".join(words[:_MOST_SHOWN]) + (" and more" if len(words) > _MOST_SHOWN else "")
 

@@ -23,7 +23,7 @@ from fsdp_core.checkpoint.format.manifest import MANIFEST
 from fsdp_core.checkpoint.storage.commit import SaveTarget, another_was_saved, choose_target, clean_beside, files_named
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath
 from fsdp_core.checkpoint.storage.recognition import fingerprint, manifest_bytes
-from fsdp_core.checkpoint.storage.writers import Writer, writer_of
+from fsdp_core.checkpoint.storage.writers import Writer, writer_of, writers_by_name
 
 __all__ = ["LocalTarget", "choose_local_target", "first_local_target"]
 
@@ -120,7 +120,7 @@ class LocalTarget:
         final = self.target.final
         try:
             file_names = final.files()
-            writers = [writer for name in file_names if (writer := writer_of(name)) is not None]
+            writers = writers_by_name(file_names).values()
             dead_saves = {writer.save_id for writer in writers if writer.standing() == "gone"}
             running_saves = {writer.save_id for writer in writers} - dead_saves
             replaced_saves = set(self.target.earlier) - running_saves

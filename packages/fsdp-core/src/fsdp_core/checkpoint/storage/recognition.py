@@ -88,26 +88,24 @@ def is_folder(path: StrPath) -> bool:
 
 def _explain_no_manifest(folder: Folder) -> str:
     file_names = folder.files()
-    listed = ", ".join(file_names[:8]) + (f" and {len(file_names) - 8} more" if len(file_names) > 8 else "")
+    listed = ", ".join(file_names[:8])
+    if len(file_names) > 8:
+        listed += f" and {len(file_names) - 8} more"
     if not file_names:
         return f"no checkpoint at {folder}: the folder is empty. Check the path."
-    if (part := describe_part(folder, file_names)) is not None:
+    part = describe_part(folder, file_names)
+    if part is not None:
         return f"no complete checkpoint at {folder}: {part}"
     if all(map(is_ours, file_names)):
         return (
             f"no complete checkpoint at {folder}: a save began and was interrupted before it was committed "
             f"(there is {listed}, but no {MANIFEST}). Load an earlier checkpoint."
         )
-    foreign_names = [name for name in file_names if not is_ours(name)]
-    format_description = next(
-        (description for name_pattern, description in _OTHER_FORMATS if any(map(name_pattern.search, foreign_names))),
-        None,
-    )
-    remedy = (
-        "Check the path."
-        if format_description is None
-        else f"It looks like {format_description}: type `fsdp checkpoint import {folder} NEW`, and load NEW."
-    )
+    remedy = "Check the path."
+    for name_pattern, description in _OTHER_FORMATS:
+        if any(name_pattern.search(name) for name in file_names if not is_ours(name)):
+            remedy = f"It looks like {description}: type `fsdp checkpoint import {folder} NEW`, and load NEW."
+            break
     return f"{folder} is not a checkpoint of this format: it has no {MANIFEST} (there is {listed}).\n{remedy}"
 
 

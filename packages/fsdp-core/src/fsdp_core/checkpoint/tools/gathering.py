@@ -81,7 +81,8 @@ def gather(
     """
     folder = open_places(places)
     manifest = read_manifest(folder)
-    for source in folder.places if isinstance(folder, JoinedFolder) else (folder,):
+    sources = folder.places if isinstance(folder, JoinedFolder) else (folder,)
+    for source in sources:
         check_apart(out, source)
     target = open_folder(out)
     check_target(target, overwrite=overwrite)

@@ -77,7 +77,7 @@ def find_checkpoints(path: StrPath) -> list[ListedCheckpoint]:
         reason = f"{type(error).__name__}: {error}. {remedy(error)}".rstrip()
         raise CheckpointError(f"can't list {parent}: {reason}") from error
     folders = [replace(parent, root=root) for root in entries]
-    checkpoints = [checkpoint for folder in folders if (checkpoint := _examine(folder)) is not None]
+    checkpoints = [checkpoint for checkpoint in map(_examine, folders) if checkpoint is not None]
     return sorted(
         checkpoints, key=lambda checkpoint: (checkpoint.time or datetime.max.replace(tzinfo=UTC), checkpoint.path)
     )

@@ -214,7 +214,9 @@ def _lay_out(manifest: Manifest, save_id: str, count: int) -> dict[str, StoredTe
 
 
 def _pieces(shape: Sequence[int], count: int) -> int:
-    return 0 if 0 in shape else min(count, shape[0]) if shape else 1
+    if 0 in shape:
+        return 0
+    return min(count, shape[0]) if shape else 1
 
 
 def _rows(shape: tuple[int, ...], piece: int, pieces: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

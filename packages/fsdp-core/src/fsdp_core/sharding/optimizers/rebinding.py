@@ -191,7 +191,9 @@ def _replace_members(
 
 
 def _error_of_divided(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> OptimizerMismatchError:
-    names = ", ".join(repr(part.name) for part in parts[:5]) + (f" and {len(parts) - 5} more" if len(parts) > 5 else "")
+    names = ", ".join(repr(part.name) for part in parts[:5])
+    if len(parts) > 5:
+        names += f" and {len(parts) - 5} more"
     return OptimizerMismatchError(
         f"{names} are one flat parameter here, and {type(optimizer).__name__} has them in "
         "different param groups, or has not all of them.\n"
