@@ -252,11 +252,10 @@ def _describe_value(value: Any) -> str:
 
 def _refusal(info: StrategyInfo, capability: Capability, request: str, instead: str) -> UnsupportedCapabilityError:
     able_strategies = [other.name for other in registry.strategies().values() if capability in other.capabilities]
+    other_strategies = "; no installed strategy has it."
+    if able_strategies:
+        other_strategies = f", or use a strategy that has it: {', '.join(able_strategies)}."
     return UnsupportedCapabilityError(
-        f"strategy {info.name!r} can't do {request}: it does not declare the capability {str(capability)!r}.\n{instead}"
-        + (
-            f", or use a strategy that has it: {', '.join(able_strategies)}."
-            if able_strategies
-            else "; no installed strategy has it."
-        )
+        f"strategy {info.name!r} can't do {request}: it does not declare the capability {str(capability)!r}.\n"
+        f"{instead}{other_strategies}"
     )

@@ -265,7 +265,11 @@ class Backend(ABC):
         user_modules = WeakValueDictionary(module.named_modules())
         sharded = self.shard_module(module, plan)
         sharded.plan, sharded.user_modules = plan, user_modules
-        alive = [(name, parameter) for name, reference in before if (parameter := reference()) is not None]
+        alive: list[tuple[str, nn.Parameter]] = []
+        for name, reference in before:
+            former_parameter = reference()
+            if former_parameter is not None:
+                alive.append((name, former_parameter))
         sharded.remember(alive)
         sharded_ids = {id(parameter) for parameter in (*sharded.layout(), *sharded.module.parameters())}
         mark_replaced((name, parameter) for name, parameter in alive if id(parameter) not in sharded_ids)
@@ -371,7 +375,9 @@ class Backend(ABC):
     def full_tensor(self, value: Any) -> Any:
         """Gather a state tensor on the CPU of rank 0; ``None`` on other ranks. All ranks must call it."""
         gathered = whole(value, self.runtime)
-        return None if self.runtime.rank else gathered.cpu() if isinstance(gathered, Tensor) else gathered
+        if self.runtime.rank != 0:
+            return None
+        return gathered.cpu() if isinstance(gathered, Tensor) else gathered
 
 
 def _describe_setting(value: object) -> str:

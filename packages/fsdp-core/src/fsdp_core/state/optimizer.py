@@ -390,8 +390,12 @@ def _describe_shared_state(part: Part, values: Mapping[str, Any]) -> dict[str, A
     shared_state: dict[str, Any] = {}
     for key, value in values.items():
         has_parameter_shape = tuple(getattr(value, "shape", ())) == part.shape
-        value = value.full() if isinstance(value, SavedTensor) and not has_parameter_shape else value
-        shared_state[key] = "shaped" if has_parameter_shape else value.tolist() if isinstance(value, Tensor) else value
+        if has_parameter_shape:
+            shared_state[key] = "shaped"
+            continue
+        if isinstance(value, SavedTensor):
+            value = value.full()
+        shared_state[key] = value.tolist() if isinstance(value, Tensor) else value
     return shared_state
 
 

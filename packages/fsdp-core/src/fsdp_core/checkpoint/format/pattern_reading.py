@@ -76,7 +76,8 @@ class PatternedFiles:
             self._lookups_left -= 1 if step == 0 else count
             if self._lookups_left < 0:
                 raise ValueError(f"its ranks are in more than {MAX_LOOKED_UP} places beside ranks without a file")
-            for rank in (first,) if step == 0 else range(first, last + 1, step):
+            ranks = (first,) if step == 0 else range(first, last + 1, step)
+            for rank in ranks:
                 index = bisect_left(ranks_with_file, rank)
                 if index == len(ranks_with_file) or ranks_with_file[index] != rank:
                     return file_of_rank(chunks.files, rank)

@@ -107,7 +107,9 @@ def scalar(node: Any) -> Any:
         ('nan', '/data', 3)
     """
     tag = _tag(node)
-    return node if tag is None else scalar(node[tag]) if tag != "$numpy" else scalar(node[tag][1])
+    if tag is None:
+        return node
+    return scalar(node[tag][1] if tag == "$numpy" else node[tag])
 
 
 def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:

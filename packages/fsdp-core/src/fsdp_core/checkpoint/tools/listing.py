@@ -126,9 +126,12 @@ def _describe_complete(folder: Folder) -> ListedCheckpoint:
         remark = f"; {len(sizes_of_other_saves)} files of other saves lie in it too" if sizes_of_other_saves else ""
         plain = None if manifest.state_file in wrong_files else read_plain(files)
         steps = [] if plain is None else [part_at(plain, keys) for keys in _STEPS]
+        state: Literal["whole", "damaged", "scattered"] = "damaged" if wrong_files else "whole"
+        if is_elsewhere:
+            state = "scattered"
         return ListedCheckpoint(
             path=str(folder),
-            state="scattered" if is_elsewhere else "damaged" if wrong_files else "whole",
+            state=state,
             step=next((step for step in steps if type(step) is int), None),
             nbytes=sum(size or 0 for size in [*sizes.values(), *sizes_of_other_saves.values()]),
             time=_time(manifest.created),

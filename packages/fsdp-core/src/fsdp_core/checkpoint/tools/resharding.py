@@ -179,11 +179,14 @@ def _sections(manifest: Manifest) -> dict[str, Section]:
     """The section of each tensor."""
     finder = PartFinder(manifest.kinds)
     kinds = manifest.kinds
-    parts = {key: finder.part_of(key) for key in manifest.tensors}
-    return {
-        key: "state" if path is None else "model" if kinds[path] == "model" else "optimizer"
-        for key, path in parts.items()
-    }
+    sections: dict[str, Section] = {}
+    for key in manifest.tensors:
+        path = finder.part_of(key)
+        if path is None:
+            sections[key] = "state"
+        else:
+            sections[key] = "model" if kinds[path] == "model" else "optimizer"
+    return sections
 
 
 def _lay_out(manifest: Manifest, save_id: str, count: int) -> dict[str, StoredTensor]:
