@@ -11,7 +11,14 @@ import torch.distributed as dist
 
 from fsdp_core.errors import UnsupportedCapabilityError
 
-__all__ = ["ShardingOptions", "check_process_group_backend", "check_switches", "option", "option_names"]
+__all__ = [
+    "ShardingOptions",
+    "check_process_group_backend",
+    "check_switches",
+    "is_same_value",
+    "option",
+    "option_names",
+]
 
 
 class _Traits(NamedTuple):
@@ -82,7 +89,7 @@ class ShardingOptions:
     def given(self) -> list[str]:
         """The names of the options about how a module is sharded that have another value than their default."""
         defaults = {each.name: each.default for each in fields(self)}
-        return [name for name, _ in self._of_units() if not _is_same(getattr(self, name), defaults[name])]
+        return [name for name, _ in self._of_units() if not is_same_value(getattr(self, name), defaults[name])]
 
     def arguments(self) -> dict[str, Any]:
         """The options about how a module is sharded, for a function of the user that shards instead."""
@@ -152,5 +159,6 @@ def option_names(options_class: type[ShardingOptions]) -> list[str]:
     return list(own_first)
 
 
-def _is_same(value: object, default: object) -> bool:
+def is_same_value(value: object, default: object) -> bool:
+    """Whether an option has a value, and no other that is equal to it, as ``1`` is to ``True``."""
     return value is default or (type(value) is type(default) and value == default)

@@ -201,7 +201,8 @@ class Pattern:
         if 0 in lengths:
             return
         if self.runs is not None:
-            yield from self.runs.overlapping(self._flat_index(offsets), self._flat_index(_last(offsets, lengths)) + 1)
+            last_index = [offset + length - 1 for offset, length in zip(offsets, lengths, strict=True)]
+            yield from self.runs.overlapping(self._flat_index(offsets), self._flat_index(last_index) + 1)
             return
         grid = self.grid or ()
         pieces_by_axis = [sizes.overlapping(o, o + n) for sizes, o, n in zip(grid, offsets, lengths, strict=True)]
@@ -223,10 +224,6 @@ class Pattern:
             return {"grid": [sizes.runs for sizes in self.grid], "ranks": self.ranks.runs}
         assert self.runs is not None
         return {"runs": self.runs.runs, "ranks": self.ranks.runs}
-
-
-def _last(offsets: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    return [o + n - 1 for o, n in zip(offsets, lengths, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)

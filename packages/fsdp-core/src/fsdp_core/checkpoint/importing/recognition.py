@@ -20,6 +20,7 @@ Format = Literal["dcp", "dcp-parts", "safetensors", "safetensors-file", "torch-f
 
 LIGHTNING_META = "meta.pt"
 
+_SHARD_SUFFIXES = (".pth", ".pt", ".ckpt", ".bin")
 _KNOWN = (
     "What can be imported: folders of torch.distributed.checkpoint (of Lightning's FSDPStrategy and "
     "ModelParallelStrategy, torchtitan, accelerate), files of torch.save (.ckpt, .pt), safetensors files and "
@@ -72,7 +73,7 @@ def recognise(path: StrPath) -> Source:
         return _parts(folder, parts)
     if any(name.endswith((SUFFIX, INDEX_SUFFIX)) and "/" not in name for name in names):
         return Source(format="safetensors", folder=folder)
-    files = [open_file(folder, name) for name in names if "/" not in name and _may_be_shard(name)]
+    files = [open_file(folder, name) for name in names if "/" not in name and name.endswith(_SHARD_SUFFIXES)]
     archives = [TorchFile(file) for file in files if is_torch_file(file)]
     if shards := tuple(archive for archive in archives if _is_shard(archive)):
         return Source(format="xla", folder=folder, archives=shards)
@@ -111,10 +112,6 @@ def _parts(folder: Folder, parts: list[str]) -> Source:
         listed_paths = ", ".join(str(folder.path(part.rstrip("/"))) for part in parts[:8])
         raise CheckpointFormatError(f"{folder} holds several checkpoints: {listed_paths}.\nImport one of them.")
     return Source(format="dcp-parts", folder=folder, parts=tuple(sorted(ours, reverse=True)))
-
-
-def _may_be_shard(name: str) -> bool:
-    return name.endswith((".pth", ".pt", ".ckpt", ".bin"))
 
 
 def _is_shard(archive: TorchFile) -> bool:
