@@ -96,13 +96,18 @@ def _print_machine(machine: dict[str, Any], torch: dict[str, Any], versions: dic
         rows.append(("CPU", f"{machine['cpus']} × {machine['processor']}, {machine['usable_cpus']} usable{memory}"))
         rows.append(("NVIDIA driver", machine["nvidia_driver"] or "none found"))
     if torch.get("version"):
-        build = f"CUDA {torch['cuda_build']}" if torch["cuda_build"] else "no CUDA"
-        rows.append(("torch's build", f"ROCm {torch['hip_build']}" if torch["hip_build"] else build))
-    for index, device in enumerate(torch.get("cuda_devices", ())):
-        what = f"{device['name']}, {format_size(device['memory'])}, compute capability {device['capability']}"
-        rows.append((f"cuda:{index}", what))
-    if torch.get("cuda_devices") == []:
-        rows.append(("CUDA devices", "none that torch sees"))
+        build = f"CUDA {torch['cuda_build']}" if torch.get("cuda_build") else "no CUDA"
+        rows.append(("torch's build", f"ROCm {torch['hip_build']}" if torch.get("hip_build") else build))
+    for device in torch.get("devices", ()):
+        what = [device["model"] or "unnamed"]
+        if device["memory"] is not None:
+            what.append(format_size(device["memory"]))
+        if device["capability"] is not None:
+            what.append(f"compute capability {device['capability']}")
+        rows.append((device["name"], ", ".join(what)))
+    if torch.get("devices") == []:
+        kind = torch.get("accelerator")
+        rows.append(("Accelerators", f"none of kind {kind!r} that torch sees" if kind else "none that torch knows"))
     if machine.get("tpu_files") or versions.get("torch-xla"):
         files = ", ".join(machine.get("tpu_files") or ()) or "no device files"
         rows.append(("XLA", f"torch-xla {versions.get('torch-xla') or 'is not installed'}; {files}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -25,12 +26,17 @@ def main(file: str) -> None:
         "version": torch.__version__,
         "seconds": round(perf_counter() - began, 3),
         "autoload": any(type(finder).__module__ == "fsdp_core.autoload" for finder in sys.meta_path),
-        "cuda_build": torch.version.cuda,
-        "hip_build": torch.version.hip,
         "threads": torch.get_num_threads(),
     }
     answer_with(file, facts)
-    for part in (_process_groups, _cuda):
+    from fsdp_core import devices
+
+    parts: tuple[Callable[[], dict[str, Any]], ...] = (
+        devices.build_facts,
+        _process_groups,
+        lambda: {"accelerator": devices.accelerator_kind(), "devices": devices.device_facts()},
+    )
+    for part in parts:
         try:
             facts |= part()
         except Exception as error:
@@ -51,25 +57,6 @@ def _process_groups() -> dict[str, Any]:
         name for name in getattr(dist.Backend, "backend_list", ()) if name not in available and name != "undefined"
     ]
     return {"process_groups": {**available, **dict.fromkeys(map(str, other_backends), True)}}
-
-
-def _cuda() -> dict[str, Any]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return {"cuda_devices": []}
-    devices = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        devices.append(
-            {
-                "name": properties.name,
-                "memory": properties.total_memory,
-                "capability": f"{properties.major}.{properties.minor}",
-            }
-        )
-    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
-    return {"cuda_devices": devices, "nccl": ".".join(map(str, nccl)) or None}
 
 
 if __name__ == "__main__":

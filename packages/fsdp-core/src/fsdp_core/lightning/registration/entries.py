@@ -16,6 +16,7 @@ from typing import Any
 
 from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError, warn, warn_of_fault
 from fsdp_core.lightning.checkpoints.patched_io import install_search
+from fsdp_core.lightning.registration.accelerators import enter_accelerator
 from fsdp_core.lightning.registration.deferred_names import fill_when_read
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.lightning_names import TAKEN_OVER
@@ -122,7 +123,8 @@ def enter(module: ModuleType) -> None:
     Args:
         module: ``lightning.pytorch.strategies``, ``lightning.fabric.strategies`` or a stand-alone package's.
     """
-    names = getattr(module, _HOMES[module.__name__].attribute)
+    home = _HOMES[module.__name__]
+    names = getattr(module, home.attribute)
 
     def find() -> None:
         with suppress(Exception):  # fill() gets it again
@@ -132,6 +134,8 @@ def enter(module: ModuleType) -> None:
         try:
             install_search()
             _enter_now(names, module)
+            if home.instead is None:
+                enter_accelerator(home.front_end)
         except Exception as error:
             warn_of_fault(module.__name__, error)
 
