@@ -228,6 +228,18 @@ def test_every_folder_of_core_has_its_law() -> None:
     assert folders - named == {"lightning", "testing"} - named  # above all others
 
 
+def test_one_module_of_core_knows_kinds_of_devices() -> None:
+    # what is CUDA's own: the device's capability that float8 needs
+    sources = {CORE / "devices.py", ROOT / "packages/fsdp-fsdp2/src/fsdp_fsdp2/computation/float8.py"}
+    knowing = {
+        path
+        for path in SOURCES
+        if re.search(r"\bcuda\b|\bis_cuda\b|\bnccl\b", path.read_text(encoding="utf-8").replace("fsdp-cuda-native", ""))
+        if CORE in path.parents or "fsdp_fsdp2" in path.parts
+    }
+    assert knowing == sources, sorted(map(shown, knowing ^ sources))
+
+
 def test_only_the_tests_use_the_testing_kit() -> None:
     assert imports_within(CORE_WITHOUT_TESTING, "fsdp_core.testing") == {}
 

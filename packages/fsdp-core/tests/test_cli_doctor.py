@@ -171,7 +171,7 @@ def test_names_that_are_not_entered_by_themselves(light_site: Site) -> None:
     assert list(groups) == ["gloo", "nccl", "mpi", "ucc", "xccl", "hccl"]
     assert [name for name, is_there in groups.items() if is_there is True] == ["gloo", "nccl", "hccl"]
     assert [name for name, is_there in groups.items() if is_there is False] == ["mpi", "ucc", "xccl"]
-    assert seen["torch"]["nccl"] == "2.99.1"
+    assert seen["torch"]["libraries"] == {"nccl": "2.99.1"}
     (broken,) = what_is("broken", seen)
     assert broken.startswith("lightning: ModuleNotFoundError: No module named 'lightning.pytorch'")
     shown = light_site.run(sys.executable, "-c", MAIN, "doctor", check=False).stdout

@@ -23,12 +23,14 @@ __all__ = [
     "CONVERSIONS",
     "GROUP_EXAMPLE",
     "IS_OF_KIND",
+    "LIGHTNINGS_OWN",
     "accelerator_kind",
     "build_facts",
     "can_pin_memory",
     "covers",
     "current_device",
     "device_facts",
+    "group_facts",
     "has_addresses",
     "is_accelerator",
     "is_initialized",
@@ -51,6 +53,9 @@ GROUP_EXAMPLE = "cpu:gloo,cuda:nccl"
 
 #: torch's kind of device of each of Lightning's own accelerators, by all of Lightning's names for them.
 _KINDS_OF_LIGHTNING = {"cpu": "cpu", "cuda": "cuda", "gpu": "cuda", "mps": "mps", "tpu": "xla"}
+
+#: Kinds for which Lightning has an accelerator of its own that needs no other package.
+LIGHTNINGS_OWN = frozenset({"cpu", "cuda", "mps"})
 
 #: Methods of a tensor that copy it to a kind of device; a package that registers a kind adds one for it.
 CONVERSIONS = frozenset({"cpu", "cuda", "xpu", "hpu", "ipu", str(torch.accelerator.current_accelerator() or "cpu")})
@@ -123,10 +128,14 @@ def is_initialized(kind: str) -> bool:
     return bool(getattr(module, "is_initialized", lambda: True)())
 
 
-def current_device() -> torch.device:
-    """The accelerator's current device if this process uses the accelerator already, else the CPU."""
+def current_device(*, initialize: bool = False) -> torch.device:
+    """The accelerator's current device if this process uses the accelerator already, else the CPU.
+
+    Args:
+        initialize: Whether to use it from now on, if there is one.
+    """
     kind = accelerator_kind()
-    if kind is None or not torch.accelerator.is_available() or not is_initialized(kind):
+    if kind is None or not torch.accelerator.is_available() or not (initialize or is_initialized(kind)):
         return torch.device("cpu")
     return torch.device(kind, torch.accelerator.current_device_index())
 
@@ -193,14 +202,23 @@ def seed(device: torch.device, value: int) -> None:
     torch.get_device_module(device).manual_seed(value)
 
 
-def build_facts() -> dict[str, str | None]:
+def build_facts() -> dict[str, Any]:
     """Of which kinds torch was built, with the releases of what it was built with."""
     nccl = torch.cuda.nccl.version() if dist.is_available() and dist.is_nccl_available() else ()
-    return {
-        "cuda_build": torch.version.cuda,
-        "hip_build": torch.version.hip,
-        "nccl": ".".join(map(str, nccl)) or None,
-    }
+    libraries = {"nccl": ".".join(map(str, nccl))} if nccl else {}
+    return {"cuda_build": torch.version.cuda, "hip_build": torch.version.hip, "libraries": libraries}
+
+
+def group_facts() -> dict[str, bool]:
+    """The process-group backends that torch knows, and those of other packages: whether each is here."""
+    if not dist.is_available():
+        return {}
+    known = {}
+    for name in ("gloo", "nccl", "mpi", "ucc", "xccl"):
+        ask = getattr(dist, f"is_{name}_available", None)
+        known[name] = ask is not None and bool(ask())
+    registered = map(str, getattr(dist.Backend, "backend_list", ()))
+    return known | {name: True for name in registered if name not in known and name != "undefined"}
 
 
 def device_facts() -> list[dict[str, Any]]:

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fsdp_core import Backend, Sharded, ShardingError, UnsupportedCapabilityError
-from fsdp_core.devices import can_pin_memory
 from fsdp_core.sharding import (
     Mesh,
     MeshAxis,
@@ -29,6 +28,7 @@ from fsdp_core.sharding import (
     ShardPrecision,
     StepInputs,
     UnitModules,
+    can_pin_memory,
     checkpoint_activations,
     describe_policy,
     kept_as_built,

@@ -113,8 +113,8 @@ def _print_machine(machine: dict[str, Any], torch: dict[str, Any], versions: dic
         rows.append(("XLA", f"torch-xla {versions.get('torch-xla') or 'is not installed'}; {files}"))
     _print_table("Devices", (), rows)
     groups = dict(torch.get("process_groups", {}))
-    nccl = f" ({torch['nccl']})" if torch.get("nccl") else ""
-    rows = [(name, f"yes{nccl if name == 'nccl' else ''}" if there else "no") for name, there in groups.items()]
+    releases = {name: f" ({release})" for name, release in torch.get("libraries", {}).items()}
+    rows = [(name, f"yes{releases.get(name, '')}" if there else "no") for name, there in groups.items()]
     if versions.get("torch-xla"):
         rows.append(("xla", "with torch_xla"))
     _print_table("Process-group backends", (), rows, "unknown: torch did not say")

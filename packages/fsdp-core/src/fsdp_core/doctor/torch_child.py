@@ -33,7 +33,7 @@ def main(file: str) -> None:
 
     parts: tuple[Callable[[], dict[str, Any]], ...] = (
         devices.build_facts,
-        _process_groups,
+        lambda: {"process_groups": devices.group_facts()},
         lambda: {"accelerator": devices.accelerator_kind(), "devices": devices.device_facts()},
     )
     for part in parts:
@@ -42,21 +42,6 @@ def main(file: str) -> None:
         except Exception as error:
             facts["error"] = error_text(error)
     answer_with(file, {**facts, "done": True})
-
-
-def _process_groups() -> dict[str, Any]:
-    import torch.distributed as dist
-
-    if not dist.is_available():
-        return {"process_groups": {}}
-    available = {}
-    for name in ("gloo", "nccl", "mpi", "ucc", "xccl"):
-        asks = getattr(dist, f"is_{name}_available", None)
-        available[name] = asks is not None and bool(asks())
-    other_backends = [
-        name for name in getattr(dist.Backend, "backend_list", ()) if name not in available and name != "undefined"
-    ]
-    return {"process_groups": {**available, **dict.fromkeys(map(str, other_backends), True)}}
 
 
 if __name__ == "__main__":

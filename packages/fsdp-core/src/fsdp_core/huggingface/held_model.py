@@ -175,6 +175,6 @@ def _runtime() -> Runtime:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         # not get_backend(): it is "undefined" where init_process_group() has chosen one for each kind of device
         backends = {entry.rpartition(":")[2] for entry in dist.get_backend_config().split(",")}
-        device = torch.device("cpu") if backends == {"gloo"} else devices.current_device()
+        device = torch.device("cpu") if backends == {"gloo"} else devices.current_device(initialize=True)
         runtime.start(**ranks, local_rank=local_rank, device=device, address="", port=0)
     return runtime

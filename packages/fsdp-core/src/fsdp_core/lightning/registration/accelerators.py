@@ -28,9 +28,6 @@ _CONNECTORS: dict[FrontEnd, tuple[str, str]] = {
     "fabric": ("lightning.fabric.connector", "_Connector"),
 }
 
-#: Kinds for which Lightning has an accelerator of its own, and which it finds by itself.
-_LIGHTNINGS = frozenset({"cpu", "cuda", "mps"})
-
 #: What to install for kinds of devices that no torch has by itself, or not each build of it.
 _NEEDED = {
     "npu": "torch_npu (pip install torch-npu)",
@@ -82,7 +79,7 @@ def _finding_accelerator(check: Callable[..., None]) -> Callable[..., None]:
 def _kind_without_accelerator() -> str | None:
     """The kind of torch's accelerator, if Lightning has no accelerator of its own for it."""
     kind = devices.accelerator_kind()
-    return None if kind in _LIGHTNINGS else kind
+    return None if kind in devices.LIGHTNINGS_OWN else kind
 
 
 def _runs_on_any_accelerator(strategy: Any) -> bool:
