@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from fsdp_core.cli.output import clean, format_size, print_json, print_table
+from fsdp_core.doctor.child import ask
 from fsdp_core.doctor.facts import gather
 from fsdp_core.doctor.findings import Finding, findings
 
@@ -18,15 +19,18 @@ _WIDTH = 100
 
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs to read.")
+@click.option("--device", metavar="KIND", help="Try what a kind of device, such as npu, must provide for fsdp2.")
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds that each process may take to answer.")
 @click.pass_context
-def doctor(ctx: click.Context, as_json: bool, timeout: float) -> None:
+def doctor(ctx: click.Context, as_json: bool, device: str | None, timeout: float) -> None:
     """Look for what is broken here, for you and for bug reports.
 
     Shows plugins, versions, devices, process-group backends, environment variables, and what each strategy lacks to
     run here. Plugins, torch and Lightning are loaded in processes of their own. Exit status: 0, or 1 if something is
-    broken.
+    broken. With --device, it tries on that device what fsdp2 needs of it, and exits with 1 if something is missing.
     """
+    if device is not None:
+        ctx.exit(_try_device(device, as_json, timeout))
     facts = gather(timeout)
     all_findings = findings(facts)
     if as_json:
@@ -40,6 +44,32 @@ def doctor(ctx: click.Context, as_json: bool, timeout: float) -> None:
         _print_table("Environment variables", (), variables, "none that matters is set")
         _print_findings(all_findings)
     ctx.exit(1 if any(finding.level == "broken" for finding in all_findings) else 0)
+
+
+def _try_device(kind: str, as_json: bool, timeout: float) -> int:
+    """Print what a kind of device provides; the exit status."""
+    answer = ask("device_child", kind, seconds=timeout)
+    rows = answer.data.get("requirements", [])
+    if not answer.data.get("done"):
+        tried = answer.data.get("trying", "torch")
+        for row in rows:
+            if row["name"] == tried:
+                row["result"] = f"the process that tried it {answer.failure}"
+        if not rows:
+            raise click.ClickException(f"the process that imports torch {answer.failure}")
+    missing = [row for row in rows if row["is_needed"] and row["result"] != "there"]
+    if as_json:
+        print_json({"device": kind, "requirements": rows})
+        return 1 if missing else 0
+    words = {None: "not tried", "there": "yes"}
+    shown = [(row["name"], words.get(row["result"], "no"), row["purpose"]) for row in rows]
+    _print_table(f"What fsdp2 needs of {kind!r}", ("What", "There", "What for"), shown)
+    for row in rows:
+        if row["result"] not in words:
+            needed = "Needed" if row["is_needed"] else "Runs without"
+            click.echo(f"{needed}: {row['name']}, by {row['api']}.\n  {row['result']}")
+    click.echo(f"strategy='fsdp2' {'does not run' if missing else 'runs'} on {kind!r}.")
+    return 1 if missing else 0
 
 
 def _print_table(title: str, header: tuple[str, ...], rows: Sequence[tuple[str, ...]], otherwise: str = "") -> None:
