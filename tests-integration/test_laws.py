@@ -228,9 +228,13 @@ def test_every_folder_of_core_has_its_law() -> None:
     assert folders - named == {"lightning", "testing"} - named  # above all others
 
 
-def test_one_module_of_core_knows_kinds_of_devices() -> None:
+def test_two_modules_of_core_know_kinds_of_devices() -> None:
     # what is CUDA's own: the device's capability that float8 needs
-    sources = {CORE / "devices.py", ROOT / "packages/fsdp-fsdp2/src/fsdp_fsdp2/computation/float8.py"}
+    sources = {
+        CORE / "devices.py",
+        CORE / "device_names.py",
+        ROOT / "packages/fsdp-fsdp2/src/fsdp_fsdp2/computation/float8.py",
+    }
     knowing = {
         path
         for path in SOURCES

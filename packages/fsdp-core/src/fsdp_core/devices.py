@@ -1,8 +1,8 @@
 """What this project asks of devices, by the names that torch has for all kinds of them.
 
-The only module of core that knows kinds of devices by name. A kind is a ``torch.device``'s ``type``: ``"cpu"``, the one
-that :mod:`torch.accelerator` finds (CUDA, XPU, MPS, MTIA, or what a package has registered as PrivateUse1, such as
-``"npu"``), or ``"xla"``, which is torch_xla's own.
+With :mod:`fsdp_core.device_names` the only module of core that knows kinds of devices by name. A kind is the ``type``
+of a ``torch.device``: ``"cpu"``, the one that :mod:`torch.accelerator` finds (CUDA, XPU, MPS, MTIA, or what a package has
+registered as PrivateUse1, such as ``"npu"``), or ``"xla"``, which is torch_xla's own.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_core.device_names import ANY_ACCELERATOR, KINDS_OF_LIGHTNING
 from fsdp_core.errors import StrategyUnavailableError
 
 __all__ = [
-    "ANY_ACCELERATOR",
     "CONVERSIONS",
-    "GROUP_EXAMPLE",
     "IS_OF_KIND",
-    "LIGHTNINGS_OWN",
     "accelerator_kind",
     "build_facts",
     "can_pin_memory",
@@ -42,20 +40,8 @@ __all__ = [
     "supports_bf16",
 ]
 
-#: Stands in a list of accelerators for whatever :func:`torch.accelerator.current_accelerator` returns.
-ANY_ACCELERATOR = "any"
-
 #: Kinds of tensors whose memory has no addresses, and which :mod:`torch.accelerator` does not know.
 _WITHOUT_ADDRESSES = frozenset({"meta", "xla", "lazy"})
-
-#: A process group with a backend for each kind of device, as users write it.
-GROUP_EXAMPLE = "cpu:gloo,cuda:nccl"
-
-#: torch's kind of device of each of Lightning's own accelerators, by all of Lightning's names for them.
-_KINDS_OF_LIGHTNING = {"cpu": "cpu", "cuda": "cuda", "gpu": "cuda", "mps": "mps", "tpu": "xla"}
-
-#: Kinds for which Lightning has an accelerator of its own that needs no other package.
-LIGHTNINGS_OWN = frozenset({"cpu", "cuda", "mps"})
 
 #: Methods of a tensor that copy it to a kind of device; a package that registers a kind adds one for it.
 CONVERSIONS = frozenset({"cpu", "cuda", "xpu", "hpu", "ipu", str(torch.accelerator.current_accelerator() or "cpu")})
@@ -108,7 +94,7 @@ def kind_of(accelerator: str) -> str | None:
         >>> kind_of("gpu"), kind_of("tpu"), kind_of("npu")
         ('cuda', 'xla', None)
     """
-    return _KINDS_OF_LIGHTNING.get(accelerator, ANY_ACCELERATOR if accelerator == ANY_ACCELERATOR else None)
+    return KINDS_OF_LIGHTNING.get(accelerator, ANY_ACCELERATOR if accelerator == ANY_ACCELERATOR else None)
 
 
 def has_addresses(tensor: Tensor) -> bool:

@@ -19,7 +19,7 @@ _WIDTH = 100
 
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs to read.")
-@click.option("--device", metavar="KIND", help="Try what a kind of device, such as npu, must provide for fsdp2.")
+@click.option("--device", metavar="KIND", help="Try what a kind of device, such as npu, must provide.")
 @click.option("--timeout", default=120.0, show_default=True, help="Seconds that each process may take to answer.")
 @click.pass_context
 def doctor(ctx: click.Context, as_json: bool, device: str | None, timeout: float) -> None:
@@ -27,7 +27,10 @@ def doctor(ctx: click.Context, as_json: bool, device: str | None, timeout: float
 
     Shows plugins, versions, devices, process-group backends, environment variables, and what each strategy lacks to
     run here. Plugins, torch and Lightning are loaded in processes of their own. Exit status: 0, or 1 if something is
-    broken. With --device, it tries on that device what fsdp2 needs of it, and exits with 1 if something is missing.
+    broken.
+
+    With --device, it tries on that device what torch's fully_shard and this package need of it, and exits with 1 if
+    something is missing.
     """
     if device is not None:
         ctx.exit(_try_device(device, as_json, timeout))
@@ -63,12 +66,12 @@ def _try_device(kind: str, as_json: bool, timeout: float) -> int:
         return 1 if missing else 0
     words = {None: "not tried", "there": "yes"}
     shown = [(row["name"], words.get(row["result"], "no"), row["purpose"]) for row in rows]
-    _print_table(f"What fsdp2 needs of {kind!r}", ("What", "There", "What for"), shown)
+    _print_table(f"What sharding by torch's fully_shard needs of {kind!r}", ("What", "There", "What for"), shown)
     for row in rows:
         if row["result"] not in words:
             needed = "Needed" if row["is_needed"] else "Runs without"
             click.echo(f"{needed}: {row['name']}, by {row['api']}.\n  {row['result']}")
-    click.echo(f"strategy='fsdp2' {'does not run' if missing else 'runs'} on {kind!r}.")
+    click.echo(f"Strategies over fully_shard {'do not run' if missing else 'run'} on {kind!r}.")
     return 1 if missing else 0
 
 

@@ -16,8 +16,8 @@ def main(file: str, kind: str) -> None:
     """Try one requirement after the other, and answer after each; what has crashed has no result."""
     import torch
 
+    from fsdp_core.device_requirements import REQUIREMENTS, one_rank
     from fsdp_core.devices import accelerator_kind
-    from fsdp_core.doctor.device_requirements import REQUIREMENTS, one_rank
 
     rows: list[dict[str, Any]] = [
         {

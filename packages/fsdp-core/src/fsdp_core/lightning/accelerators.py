@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from lightning.fabric.accelerators import Accelerator as FabricAccelerator
 from lightning.pytorch.accelerators import Accelerator
 
 from fsdp_core import devices
+from fsdp_core.device_names import VISIBILITY
 from fsdp_core.errors import StrategyUnavailableError
 
 __all__ = ["TorchAccelerator"]
@@ -67,7 +69,7 @@ class TorchAccelerator(Accelerator, FabricAccelerator):
             kind = TorchAccelerator.name()
             raise StrategyUnavailableError(
                 f"devices={devices!r} asks for a rank on each of {kind} {indices}, and torch sees {count} here.\n"
-                f"Write devices={count} or fewer, or indices below {count}, each once."
+                f"Write devices={count} or fewer, or indices below {count}, each once.{_hint_of_hidden(kind)}"
             )
         return indices
 
@@ -90,3 +92,10 @@ class TorchAccelerator(Accelerator, FabricAccelerator):
     def name() -> str:
         """The kind of the devices."""
         return devices.accelerator_kind() or "none"
+
+
+def _hint_of_hidden(kind: str) -> str:
+    """Names the variable that hides devices of a kind from this process, if it is set."""
+    variable = VISIBILITY.get(kind)
+    value = None if variable is None else os.environ.get(variable)
+    return "" if value is None else f" {variable}={value} hides the others from this process."

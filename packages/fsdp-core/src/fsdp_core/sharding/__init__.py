@@ -1,6 +1,7 @@
 """How a module is sharded: the contract of backends, and what each of them needs for it."""
 
-from fsdp_core.devices import ANY_ACCELERATOR, can_pin_memory
+from fsdp_core.device_names import ANY_ACCELERATOR
+from fsdp_core.devices import can_pin_memory
 from fsdp_core.gradients.backward import EndOfBackward
 from fsdp_core.gradients.clipping import clip_grads_by_norm, clip_grads_by_value, is_sharded_dtensor, local_tensor
 from fsdp_core.gradients.gathered_values import GatheredValue, WrittenValues, forget_writes

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from fsdp_core.devices import ANY_ACCELERATOR
+from fsdp_core.device_names import ANY_ACCELERATOR
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.deferred_init import deferred_init
 from fsdp_core.initialization.materialize import note_initialisers

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
-from fsdp_core.devices import GROUP_EXAMPLE
+from fsdp_core.device_names import GROUP_EXAMPLE
 from fsdp_core.errors import UnsupportedCapabilityError
 
 __all__ = ["ShardingOptions", "check_process_group_backend", "check_switches", "option", "option_names"]

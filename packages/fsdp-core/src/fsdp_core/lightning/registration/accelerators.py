@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fsdp_core import devices
+from fsdp_core.device_names import ANY_ACCELERATOR, LIGHTNINGS_OWN, PACKAGES
 from fsdp_core.errors import StrategyUnavailableError
 from fsdp_core.lightning.patching import marked, replace_function
 from fsdp_core.plugins import registry
@@ -26,16 +27,6 @@ _REGISTRIES: dict[FrontEnd, tuple[str, str]] = {
 _CONNECTORS: dict[FrontEnd, tuple[str, str]] = {
     "trainer": ("lightning.pytorch.trainer.connectors.accelerator_connector", "_AcceleratorConnector"),
     "fabric": ("lightning.fabric.connector", "_Connector"),
-}
-
-#: What to install for kinds of devices that no torch has by itself, or not each build of it.
-_NEEDED = {
-    "npu": "torch_npu (pip install torch-npu)",
-    "xpu": "a build of torch for XPUs (pip install torch --index-url https://download.pytorch.org/whl/xpu)",
-    "hpu": "habana_frameworks.torch, which Intel Gaudi's software has",
-    "musa": "torch_musa",
-    "mlu": "torch_mlu",
-    "rbln": "torch_rbln (pip install torch-rbln)",
 }
 
 
@@ -79,7 +70,7 @@ def _finding_accelerator(check: Callable[..., None]) -> Callable[..., None]:
 def _kind_without_accelerator() -> str | None:
     """The kind of torch's accelerator, if Lightning has no accelerator of its own for it."""
     kind = devices.accelerator_kind()
-    return None if kind in devices.LIGHTNINGS_OWN else kind
+    return None if kind in LIGHTNINGS_OWN else kind
 
 
 def _runs_on_any_accelerator(strategy: Any) -> bool:
@@ -90,7 +81,7 @@ def _runs_on_any_accelerator(strategy: Any) -> bool:
     if not isinstance(strategy, str):
         return False
     info = registry.strategies().get(strategy.lower())
-    return info is not None and devices.ANY_ACCELERATOR in info.accelerators
+    return info is not None and ANY_ACCELERATOR in info.accelerators
 
 
 def _refuse_missing(accelerator: str) -> None:
@@ -99,10 +90,10 @@ def _refuse_missing(accelerator: str) -> None:
     Raises:
         StrategyUnavailableError: It is such a kind.
     """
-    if accelerator in _NEEDED and accelerator != devices.accelerator_kind():
+    if accelerator in PACKAGES and accelerator != devices.accelerator_kind():
         known = devices.accelerator_kind() or "no accelerator"
         raise StrategyUnavailableError(
             f"accelerator={accelerator!r}: torch {torch.__version__} knows {known} in this process, and not it.\n"
-            f"Install {_NEEDED[accelerator]}, which registers this kind of device with torch when it is imported; or "
+            f"Install {PACKAGES[accelerator]}, which registers this kind of device with torch when it is imported; or "
             "write accelerator='cpu'."
         )

@@ -1,4 +1,4 @@
-"""What a kind of device must provide for ``fsdp2`` to run on it, with no line of its vendor's in it. Imports torch.
+"""What a kind of device must provide for torch's ``fully_shard`` and this package, with no line for it here.
 
 Each requirement is tried on the device, in the order in which a run meets it. What a run can do without is not needed:
 the run is slower then, or one of its options is refused.
@@ -207,7 +207,7 @@ REQUIREMENTS = (
     Requirement(
         name="fully_shard",
         api="torch.distributed.fsdp.fully_shard",
-        purpose="a step, compared with the CPU's",
+        purpose="a step equals the CPU's",
         is_needed=True,
         check=_check_fully_shard,
     ),
