@@ -1,8 +1,8 @@
 """What this project asks of devices, by the names that torch has for all kinds of them.
 
 With :mod:`fsdp_core.device_names` the only module of core that knows kinds of devices by name. A kind is the ``type``
-of a ``torch.device``: ``"cpu"``, the one that :mod:`torch.accelerator` finds (CUDA, XPU, MPS, MTIA, or what a package has
-registered as PrivateUse1, such as ``"npu"``), or ``"xla"``, which is torch_xla's own.
+of a ``torch.device``: ``"cpu"``, the one that :mod:`torch.accelerator` finds (CUDA, XPU, MPS, MTIA, or what a package
+has registered as PrivateUse1, such as ``"npu"``), or ``"xla"``, which is torch_xla's own.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ __all__ = [
     "current_device",
     "device_facts",
     "group_facts",
+    "group_for",
     "has_addresses",
     "is_accelerator",
     "is_initialized",
@@ -145,14 +146,20 @@ def process_group_backend(kind: str) -> str:
     """
     if kind == "cpu":
         return "gloo"
-    backend = dist.Backend.default_device_backend_map.get(kind)
-    if backend is None:
+    if kind not in dist.Backend.default_device_backend_map:
         raise StrategyUnavailableError(
             f"ranks on {kind!r} can't communicate: no process-group backend is registered with torch for this kind of "
             f"device.\nImport the package that registers one with torch.distributed.Backend.register_backend(..., "
             f"devices=[{kind!r}]), or write accelerator='cpu'. `fsdp doctor --device {kind}` lists what a device needs."
         )
-    return f"cpu:gloo,{kind}:{backend}"
+    return group_for(kind)
+
+
+def group_for(kind: str) -> str:
+    """A process group for a kind of device, as users write it; with dots where no backend is registered for it."""
+    if kind == "cpu":
+        return "cpu:gloo"
+    return f"cpu:gloo,{kind}:{dist.Backend.default_device_backend_map.get(kind, '...')}"
 
 
 def supports_bf16(device: torch.device) -> bool:
