@@ -135,8 +135,10 @@ ABOVE = ("huggingface", "lightning")
 #: What shards, computes and stores, between what every process needs and what stands on all others.
 MIDDLE = ("gradients", "state", "initialization", "sharding", "checkpoint")
 
-#: The two adapters, and what they share.
-ADAPTERS = ("lightning.trainer_strategy", "lightning.fabric_strategy", "lightning.strategy")
+#: The two adapters, the hooks of one, and what they share.
+ADAPTERS = (
+    *("lightning.trainer_strategy", "lightning.trainer_hooks", "lightning.fabric_strategy", "lightning.strategy"),
+)
 
 #: Folders and modules of core, and what none of their files imports of core. docs/architecture.md says the same.
 NEVER = {
@@ -167,6 +169,7 @@ NEVER = {
     "checkpoint/tools/**": ("checkpoint.importing", "checkpoint.saving"),
     "lightning/registration/**": (*ADAPTERS, "lightning.loaders"),
     "lightning/checkpoints/**": (*ADAPTERS, "lightning.features"),
+    "lightning/launchers/**": (*ADAPTERS, "lightning.checkpoints", "lightning.loaders", "lightning.features"),
     "lightning/loaders/**": (
         *ADAPTERS,
         *("lightning.checkpoints", "lightning.outside_steps", "lightning.registration", "lightning.features"),
@@ -198,7 +201,7 @@ def test_folders_of_core_import_what_is_below_them(pattern: str) -> None:
 
 
 #: From how many modules of ours the adapters import at most. What they would need more for is a feature's business.
-MODULES_OF_ADAPTERS = {"trainer_strategy.py": 15, "strategy.py": 12, "fabric_strategy.py": 12}
+MODULES_OF_ADAPTERS = {"trainer_strategy.py": 15, "trainer_hooks.py": 12, "strategy.py": 12, "fabric_strategy.py": 12}
 
 
 def modules_imported(path: Path) -> set[str]:
@@ -412,7 +415,7 @@ def test_files_are_named_for_what_they_hold() -> None:
 #: returns to it, in a folder of its own; no checkpoint goes through them.
 UNPICKLE_MESSAGES = (
     "packages/fsdp-xla/src/fsdp_xla/ranks/messages.py",
-    "packages/fsdp-core/src/fsdp_core/lightning/notebooks.py",
+    "packages/fsdp-core/src/fsdp_core/lightning/launchers/notebooks.py",
 )
 
 #: Other libraries' checkpoints, whose names become records: nothing is imported, looked up or called.

@@ -32,7 +32,7 @@ from fsdp_core.checkpoint import (
 )
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.errors import CheckpointError, CheckpointExistsError
-from fsdp_core.testing.launching.ranks import RankPool
+from fsdp_core.testing.launching.process_ranks import RankPool
 from fsdp_core.testing.refusals import assert_says
 from versioned_saves import Stop, save_version, version_of
 

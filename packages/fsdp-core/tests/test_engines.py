@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.lightning.notebooks import FabricForkedRanks, check_interactive
-from fsdp_core.lightning.ray_train import RayWorker, ray_worker
+from fsdp_core.lightning.launchers.notebooks import FabricForkedRanks, check_interactive
+from fsdp_core.lightning.launchers.ray_train import RayWorker, ray_worker
 from fsdp_core.runtime import ProcessGroupRuntime
 
 

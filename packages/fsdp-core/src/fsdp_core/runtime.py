@@ -403,7 +403,10 @@ class ProcessGroupRuntime(Runtime):
         port: int,
         timeout: timedelta | None = None,
     ) -> None:
-        self.rank, self.local_rank, self.world_size, self.device = rank, local_rank, world_size, device
+        self.rank = rank
+        self.local_rank = local_rank
+        self.world_size = world_size
+        self.device = device
         self._timeout = timeout
         devices.select(device)
         if dist.is_initialized():
@@ -517,7 +520,8 @@ class ProcessGroupRuntime(Runtime):
     def gather_objects_to(self, obj: Any, dst: int = 0) -> list[Any] | None:
         if self._alone:
             return [obj]
-        world_size, is_here = dist.get_world_size(self._group), dist.get_rank(self._group) == dst
+        world_size = dist.get_world_size(self._group)
+        is_here = dist.get_rank(self._group) == dst
         gathered: list[Any] = [obj] * world_size
         if not self._on_host:  # NCCL would make a communicator for each pair of ranks
             dist.gather_object(obj, gathered if is_here else None, group=self._group, group_dst=dst)
@@ -588,7 +592,8 @@ class _Peers(ProcessGroupRuntime):
     def __init__(self, main: ProcessGroupRuntime, axes: tuple[MeshAxis, ...], timeout: timedelta | None) -> None:
         super().__init__(main.backend)
         self.local_rank, self.device = main.local_rank, main.device
-        self.rank, self.world_size = main.mesh.coordinate(main.rank, axes), main.mesh.size(axes)
+        self.rank = main.mesh.coordinate(main.rank, axes)
+        self.world_size = main.mesh.size(axes)
         for ranks in main.mesh.groups(axes):  # all ranks create all groups
             group = dist.new_group(list(ranks), timeout=timeout)
             if main.rank in ranks:
@@ -606,7 +611,9 @@ class _SideChannel(ProcessGroupRuntime):
 
     def __init__(self, main: ProcessGroupRuntime, timeout: timedelta | None) -> None:
         super().__init__("gloo")
-        self.rank, self.local_rank, self.world_size = main.rank, main.local_rank, main.world_size
+        self.rank = main.rank
+        self.local_rank = main.local_rank
+        self.world_size = main.world_size
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=timeout)
 

@@ -15,7 +15,7 @@ from fsdp_core.devices import accelerator_kind, covers, supports_bf16
 from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError
 from fsdp_core.lightning.private import logs_graph
 from fsdp_core.sharding.backend import Backend
-from fsdp_core.sharding.precisions import ShardPrecision
+from fsdp_core.sharding.precision_strings import ShardPrecision
 
 __all__ = [
     "check_devices",

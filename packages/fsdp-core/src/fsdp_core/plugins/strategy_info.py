@@ -109,8 +109,9 @@ class StrategyInfo:
                 f"a strategy can't be called {self.name!r}.\n"
                 "Use a lower-case letter, then lower-case letters, digits, '_', '-' or '.', such as 'my_fsdp'."
             )
-        if not isinstance(vars(self)["summary"], str):
-            raise self._error(f"summary is a {type(self.summary).__name__}", "Write one sentence, as a string.")
+        summary: object = self.summary
+        if not isinstance(summary, str):
+            raise self._error(f"summary is a {type(summary).__name__}", "Write one sentence, as a string.")
         for role in ("trainer", "fabric", "probe"):
             target = getattr(self, role)
             if target is not None and not (isinstance(target, str) and _OBJECT.fullmatch(target)):
@@ -135,8 +136,9 @@ class StrategyInfo:
             object.__setattr__(self, "capabilities", frozenset(Capability(item) for item in self.capabilities))
         except ValueError as error:
             raise self._error(str(error), f"The capabilities are: {', '.join(Capability)}.") from None
-        object.__setattr__(self, "presets", dict(self.presets))
-        for name, value in vars(self)["presets"].items():
+        presets: dict[str, object] = dict(self.presets)
+        object.__setattr__(self, "presets", presets)
+        for name, value in presets.items():
             if not isinstance(value, Plain):
                 wrong = f"the preset {name!r} is a {type(value).__name__}, which isn't plain data"
                 raise self._error(wrong, "Write None, a bool, a number or a string.")

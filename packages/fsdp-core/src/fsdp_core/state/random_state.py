@@ -131,7 +131,8 @@ class RandomState:
             return self._chosen_runtime
         runtime = ProcessGroupRuntime()
         if dist.is_initialized():
-            runtime.rank, runtime.world_size = dist.get_rank(), dist.get_world_size()
+            runtime.rank = dist.get_rank()
+            runtime.world_size = dist.get_world_size()
         runtime.device = current_device()
         return runtime
 

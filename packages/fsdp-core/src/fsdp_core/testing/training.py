@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 import fsdp_core
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import oracle
+from fsdp_core.testing.launching.process_ranks import ranks_are_nodes
 from fsdp_core.testing.launching.rank_context import here
-from fsdp_core.testing.launching.ranks import ranks_are_nodes
 from fsdp_core.testing.oracle import BATCH, Trained, dataset, new_net
 from fsdp_core.testing.state import copied_state, full_state
 

@@ -13,7 +13,7 @@ import torch
 from fsdp_core import devices
 from fsdp_core.device_names import ANY_ACCELERATOR, LIGHTNINGS_OWN, PACKAGES
 from fsdp_core.errors import StrategyUnavailableError
-from fsdp_core.lightning.patching import marked, replace_function
+from fsdp_core.lightning.patching import mark_wrapper, replace_function
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import FrontEnd
 
@@ -64,7 +64,7 @@ def _finding_accelerator(check: Callable[..., None]) -> Callable[..., None]:
         if runs_on_any and self._accelerator_flag == "auto" and kind is not None and torch.accelerator.is_available():
             self._accelerator_flag = kind
 
-    return marked(check_and_find, check, _finding_accelerator)
+    return mark_wrapper(check_and_find, check, _finding_accelerator)
 
 
 def _kind_without_accelerator() -> str | None:

@@ -21,7 +21,7 @@ from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.testing import oracle
-from fsdp_core.testing.launching.ranks import Ranks
+from fsdp_core.testing.launching.process_ranks import Ranks
 from fsdp_core.testing.state import sharded_by
 from fsdp_core.testing.suite.base_class import Clauses
 from fsdp_core.testing.training import new_fabric
@@ -107,9 +107,11 @@ def accelerators_disagree(
 def _reasons(called: inspect.Signature, taken: inspect.Signature) -> list[str]:
     """Why calls with one signature don't match the other."""
     kinds = {parameter.kind for parameter in taken.parameters.values()}
-    any_position, any_name = inspect.Parameter.VAR_POSITIONAL in kinds, inspect.Parameter.VAR_KEYWORD in kinds
+    any_position = inspect.Parameter.VAR_POSITIONAL in kinds
+    any_name = inspect.Parameter.VAR_KEYWORD in kinds
     positional = [parameter for parameter in taken.parameters.values() if parameter.kind in _POSITIONAL]
-    reasons, met = [], set()
+    reasons = []
+    met = set()
     position = -1
     for name, parameter in called.parameters.items():
         position += parameter.kind in _POSITIONAL
