@@ -68,6 +68,12 @@ napoleon_use_rtype = False
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-process-signature", to_read)
+    app.connect("doctree-read", limit_contents)
+
+
+def limit_contents(app: Sphinx, doctree: object) -> None:
+    """The contents beside a page list its classes and functions, and not their members."""
+    app.env.metadata[app.env.docname].setdefault("tocdepth", 3)
 
 
 def to_read(

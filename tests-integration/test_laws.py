@@ -231,6 +231,22 @@ def test_every_folder_of_core_has_its_law() -> None:
     assert folders - named == {"lightning", "testing"} - named  # above all others
 
 
+def test_two_modules_of_core_know_kinds_of_devices() -> None:
+    # what is CUDA's own: the device's capability that float8 needs
+    sources = {
+        CORE / "devices.py",
+        CORE / "device_names.py",
+        ROOT / "packages/fsdp-fsdp2/src/fsdp_fsdp2/computation/float8.py",
+    }
+    knowing = {
+        path
+        for path in SOURCES
+        if re.search(r"\bcuda\b|\bis_cuda\b|\bnccl\b", path.read_text(encoding="utf-8").replace("fsdp-cuda-native", ""))
+        if CORE in path.parents or "fsdp_fsdp2" in path.parts
+    }
+    assert knowing == sources, sorted(map(shown, knowing ^ sources))
+
+
 def test_only_the_tests_use_the_testing_kit() -> None:
     assert imports_within(CORE_WITHOUT_TESTING, "fsdp_core.testing") == {}
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistError
 
+from fsdp_core import devices
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.mesh import DATA_AXES, Mesh, MeshAxis
 from fsdp_core.torch_private.dtensors import forget_meshes, note_meshes
@@ -48,7 +49,7 @@ def _check_group(device: str) -> None:
     """Refuse the process group that exists if it can't communicate a kind of device's tensors.
 
     Args:
-        device: The kind, such as ``"cuda"``.
+        device: The kind, such as ``"cpu"``.
 
     Raises:
         ShardingError: It can't.
@@ -57,13 +58,11 @@ def _check_group(device: str) -> None:
     device_types = [entry.partition(":")[0] for entry in config.split(",") if ":" in entry]
     if not device_types or device in device_types:
         return
-    own = dist.Backend.default_device_backend_map.get(device, "...")
-    instead = "cpu:gloo,cuda:nccl" if device in ("cpu", "cuda") else f"cpu:gloo,{device}:{own}"
     raise ShardingError(
         f"this process has a process group already, {config!r}, which can't communicate tensors on {device!r}, where "
         "this run computes. The script or an earlier run has made it with init_process_group().\n"
         "Call torch.distributed.destroy_process_group() before this run, which makes its own; or make it with "
-        f"torch.distributed.init_process_group({instead!r})."
+        f"torch.distributed.init_process_group({devices.group_for(device)!r})."
     )
 
 
@@ -354,10 +353,10 @@ class Runtime(ABC):
 
 
 class ProcessGroupRuntime(Runtime):
-    """One process per rank, in torch's default process group: NCCL on CUDA, gloo on CPU.
+    """One process per rank, in torch's default process group: gloo on the CPU, else what is registered for the device.
 
-    On CUDA the group is ``cpu:gloo,cuda:nccl``, because ranks agree on small things in host memory, after each batch
-    for instance: over NCCL the host would wait for the device.
+    On an accelerator the group has gloo too, because ranks agree on small things in host memory, after each batch for
+    instance: over the device's own backend, such as NCCL, the host would wait for the device.
 
     Args:
         backend: The process-group backend, as in :func:`torch.distributed.init_process_group`; ``None`` to choose it
@@ -409,15 +408,14 @@ class ProcessGroupRuntime(Runtime):
         self.world_size = world_size
         self.device = device
         self._timeout = timeout
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        devices.select(device)
         if dist.is_initialized():
             _check_group(device.type)
             return
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = str(address), str(port)
         with _collectives_recorded():
             dist.init_process_group(
-                self.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
+                self.backend or devices.process_group_backend(device.type),
                 rank=rank,
                 world_size=world_size,
                 timeout=timeout,
@@ -582,7 +580,7 @@ class ProcessGroupRuntime(Runtime):
     def barrier(self) -> None:
         if self._alone:
             return
-        if self.device.type == "cuda":
+        if devices.is_accelerator(self.device):
             dist.barrier(group=self._group, device_ids=[self.device.index or 0])
         else:
             dist.barrier(group=self._group)

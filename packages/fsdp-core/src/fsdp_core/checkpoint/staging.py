@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_core import devices
 from fsdp_core.checkpoint.fingerprints import differing, sample, view_of_sample
 from fsdp_core.checkpoint.planning import Plan
 from fsdp_core.errors import CheckpointError
@@ -46,7 +47,7 @@ class _Deferred:
 
 
 class Staging:
-    """Host memory for one rank's part of a state; pinned if the state is on CUDA devices.
+    """Host memory for one rank's part of a state; pinned if the state is on accelerators.
 
     It grows to the size of the largest save, and is reused by the next one.
 
@@ -66,7 +67,7 @@ class Staging:
         self._layout: list[tuple[torch.Size, torch.dtype]] = []
         self._memory_of_layout: list[Tensor] = []  # the memory of this layout
         self._views: dict[int, Tensor] = {}  # by id of the memory
-        self._copy_events: list[torch.cuda.Event] = []
+        self._copy_events: list[torch.Event] = []
         self._copying = threading.Lock()  # guards the attributes below
         self._deferred: list[_Deferred] = []
         self._changed: list[str] = []
@@ -76,7 +77,7 @@ class Staging:
     ) -> Plan:
         """Copy the tensors of a plan that ``rank`` writes. Copies of the previous plan must no longer be in use.
 
-        Copies from a CUDA device are asynchronous, on its current stream, so later work on the stream doesn't change
+        Copies from an accelerator are asynchronous, on its current stream, so later work on the stream doesn't change
         them.
 
         Args:
@@ -116,18 +117,15 @@ class Staging:
                         )
                     )
                 else:
-                    copy_of[identity].copy_(original, non_blocking=original.is_cuda)
+                    copy_of[identity].copy_(original, non_blocking=devices.is_accelerator(original.device))
         with self._copying:
             self._deferred = deferred_copies
             self._changed = []
         if deferred_copies:
             call_before_parts(self.finish)
         copies = {id(tensor): copy_of[identity] for tensor, identity in zip(originals, identities, strict=True)}
-        self._copy_events = []
-        for device in {tensor.device for tensor in distinct.values() if tensor.is_cuda}:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
-            self._copy_events.append(event)
+        copied_from = {tensor.device for tensor in distinct.values()}
+        self._copy_events = [devices.record_event(device) for device in copied_from if devices.is_accelerator(device)]
         return replace(
             plan,
             stored={key: tensor.copied(copies) for key, tensor in plan.stored.items()},
@@ -191,7 +189,7 @@ class Staging:
     def _memory(self, originals: list[Tensor]) -> list[Tensor]:
         """Return memory for each tensor, of its shape and dtype; that of the last save, if its tensors were alike."""
         layout = [(tensor.shape, tensor.dtype) for tensor in originals]
-        pinned = any(tensor.is_cuda for tensor in originals)
+        pinned = any(devices.can_pin_memory(kind) for kind in {tensor.device.type for tensor in originals})
         if layout != self._layout or pinned != self._pinned:
             self._layout, self._memory_of_layout, self._views = [], [], {}  # these also keep memory alive
             self._memory_of_layout = list(self._allocate(originals, pinned=pinned))
@@ -234,7 +232,7 @@ def _named_chunks(plan: Plan) -> Iterator[tuple[str, Tensor]]:
 
 def _identity(tensor: Tensor) -> Any:
     """Return a value that is equal for tensors that view the same memory in the same way."""
-    if tensor.device.type not in ("cpu", "cuda"):
+    if not devices.has_addresses(tensor):
         return id(tensor)
     return (
         tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()

@@ -68,7 +68,7 @@ def _of_torch(facts: dict[str, Any]) -> Iterator[Finding]:
     elif torch.get("error"):
         yield _broken(f"torch: {torch['error']}", f"mend that first, nothing runs without torch; {_SLOW_MACHINE}")
     driver = machine.get("nvidia_driver")
-    if driver and torch.get("version") and not torch.get("cuda_devices"):
+    if driver and torch.get("version") and not torch.get("devices"):
         built = f"built for CUDA {torch['cuda_build']}" if torch.get("cuda_build") else "a build without CUDA"
         yield _note(
             f"there is an NVIDIA driver ({driver}), but torch {torch['version']}, {built}, sees no CUDA device",

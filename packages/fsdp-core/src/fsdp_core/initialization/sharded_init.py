@@ -15,6 +15,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
+from fsdp_core import devices
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.deferred_random import random_state, set_random_state
 from fsdp_core.initialization.wrap import when_marked
@@ -31,7 +32,6 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 _ATTRIBUTE = "_fsdp_core_kept_part"
 _LARGE = 2**20  # bytes of a parameter that are worth the time of several collectives
-_DEVICES = ("cpu", "cuda")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # those that have NaN, and all operations
 
 
@@ -118,7 +118,7 @@ class PartOfParameter(nn.Parameter):
             for parameter in parameters:
                 _open(parameter)
             result = func(*args, **kwargs)
-            if isinstance(result, Tensor) and result.device.type not in _DEVICES:
+            if isinstance(result, Tensor) and not devices.has_addresses(result):
                 _refuse_reading(parameters[0], name)  # moving a module there creates new parameters
             return result
 
@@ -344,7 +344,7 @@ _VIEWS = frozenset(
     [
         *("data", "T", "mT", "t", "transpose", "permute", "view", "view_as", "reshape", "flatten", "unflatten"),
         *("__getitem__", "narrow", "select", "chunk", "split", "tensor_split", "unbind", "squeeze", "unsqueeze"),
-        *("diagonal", "to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda"),
+        *("diagonal", "to", "type", "float", "double", "half", "bfloat16", *devices.CONVERSIONS),
     ]
 )
 _IN_PLACE = frozenset(
@@ -379,7 +379,7 @@ def _parts_in(value: Any) -> Iterator[nn.Parameter]:
 
 
 def _can_keep_part(parameter: nn.Parameter) -> bool:
-    is_on_device = parameter.device.type in _DEVICES
+    is_on_device = devices.has_addresses(parameter)
     return is_on_device and parameter.dtype in _DTYPES and parameter.ndim > 0 and parameter.numel() > 0
 
 

@@ -61,7 +61,8 @@ class StrategyInfo:
         summary: One sentence for ``fsdp list``.
         trainer: The strategy class for ``lightning.pytorch.Trainer``, or ``None`` if there is none.
         fabric: The strategy class for ``lightning.fabric.Fabric``, or ``None`` if there is none.
-        accelerators: Lightning's names of the accelerators that it runs on.
+        accelerators: Lightning's names of the accelerators that it runs on; ``"any"`` stands for each that
+            :mod:`torch.accelerator` knows.
         capabilities: What it can do, as :class:`Capability` values or their names.
         options: The constructor's keyword arguments.
         presets: The options that this name fixes, with their values.
@@ -126,7 +127,7 @@ class StrategyInfo:
                     wrong = f"{role} holds a {type(item).__name__} instead of a {item_class.__name__}"
                     raise self._error(wrong, f"Give a tuple of {item_class.__name__}.")
         if not self.accelerators:
-            raise self._error("accelerators is empty", "Name what it runs on, such as accelerators=('cuda', 'cpu').")
+            raise self._error("accelerators is empty", "Name what it runs on, such as accelerators=('any', 'cpu').")
         names = [option.name for option in self.options]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

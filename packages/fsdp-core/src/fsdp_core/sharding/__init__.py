@@ -1,5 +1,7 @@
 """How a module is sharded: the contract of backends, and what each of them needs for it."""
 
+from fsdp_core.device_names import ANY_ACCELERATOR
+from fsdp_core.devices import can_pin_memory
 from fsdp_core.gradients.backward import EndOfBackward
 from fsdp_core.gradients.clipping import clip_grads_by_norm, clip_grads_by_value, is_sharded_dtensor, local_tensor
 from fsdp_core.gradients.gathered_values import GatheredValue, WrittenValues, forget_writes
@@ -52,6 +54,7 @@ from fsdp_core.torch_private.modules import cast_inputs, is_flattened
 from fsdp_core.torch_private.tensors import times_written, without_torch_function
 
 __all__ = [
+    "ANY_ACCELERATOR",
     "DATA_AXES",
     "GRADIENT_AXES",
     "MESH_AXES",
@@ -87,6 +90,7 @@ __all__ = [
     "WrapPolicy",
     "WrittenValues",
     "by_user_names",
+    "can_pin_memory",
     "cast_inputs",
     "check_saved_ops",
     "checkpoint_activations",

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from fsdp_core.device_names import ANY_ACCELERATOR
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.deferred_init import deferred_init
 from fsdp_core.initialization.materialize import note_initialisers
@@ -85,7 +86,7 @@ class Backend(ABC):
     """
 
     #: The device types this backend can run on.
-    accelerators: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
+    accelerators: ClassVar[tuple[str, ...]] = (ANY_ACCELERATOR, "cpu")
     #: Whether an optimizer that looks at whole parameters, such as Muon, may step over each of them on one rank
     #: (see :func:`~fsdp_core.sharding.optimizers.owner_compute.step_on_owners`): what an optimizer holds has its
     #: gradient in ``grad``.

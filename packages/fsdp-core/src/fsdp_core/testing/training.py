@@ -114,7 +114,7 @@ def strategy_argument(name: str, front_end: FrontEnd, options: Mapping[str, Any]
 
 
 def _accelerator() -> str:
-    """The CPU, except under ``nox -s hardware -- cuda``."""
+    """The CPU, except under ``nox -s hardware``."""
     return os.environ.get("FSDP_TESTS_ACCELERATOR", "cpu")
 
 

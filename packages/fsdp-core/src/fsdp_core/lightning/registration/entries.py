@@ -17,6 +17,7 @@ from typing import Any
 from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError, warn, warn_of_fault
 from fsdp_core.lightning.checkpoints.patched_io import install_opening, install_search
 from fsdp_core.lightning.outside_steps.grad_norms import install_grad_norm
+from fsdp_core.lightning.registration.accelerators import enter_accelerator
 from fsdp_core.lightning.registration.deferred_names import fill_when_read
 from fsdp_core.lightning.registration.sharded_elsewhere import install_refusal
 from fsdp_core.plugins import registry
@@ -130,7 +131,8 @@ def enter(module: ModuleType) -> None:
     install_opening(module)
     install_refusal(module)
     install_grad_norm()
-    names = getattr(module, _HOMES[module.__name__].attribute)
+    home = _HOMES[module.__name__]
+    names = getattr(module, home.attribute)
 
     def find() -> None:
         with suppress(Exception):  # fill() gets it again
@@ -140,6 +142,8 @@ def enter(module: ModuleType) -> None:
         try:
             install_search()
             _enter_now(names, module)
+            if home.instead is None:
+                enter_accelerator(home.front_end)
         except Exception as error:
             warn_of_fault(module.__name__, error)
 

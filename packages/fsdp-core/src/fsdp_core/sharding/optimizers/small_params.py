@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from fsdp_core.devices import is_accelerator
 from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.state.chunks import own_part
 from fsdp_core.state.layout import Layout
@@ -173,7 +174,7 @@ def new_small_param(spec: ParamSpec, device: torch.device, view: View, generator
     signs.reshape(-1)[:boundary] -= 1.5
     signs.reshape(-1)[boundary:] += 1.5
     spikes.reshape(-1)[boundary:] = 30.0
-    tensors = [t.to(device if device.type == "cuda" else "cpu") for t in (start, target, signs.sign(), spikes)]
+    tensors = [t.to(device if is_accelerator(device) else "cpu") for t in (start, target, signs.sign(), spikes)]
     param, target, signs, spikes = (view(tensor, spec) for tensor in tensors)
     return SmallParam(
         param=nn.Parameter(param.detach().clone(), requires_grad=spec.requires_grad),

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from fsdp_core.devices import IS_OF_KIND
 from fsdp_core.errors import ShardingError
 from fsdp_core.torch_private.tensors import without_torch_function
 
@@ -43,7 +44,7 @@ class ReplacedParameter(nn.Parameter):
 #: What an optimizer that is set up later, and torch, ask of a parameter without computing with it.
 _PROPERTIES = (
     *("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim"),
-    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_xla"),
+    *IS_OF_KIND,
 )
 _METHODS = (
     *("size", "dim", "numel", "nelement", "ndimension", "__len__", "__hash__"),

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
+from fsdp_core.devices import has_addresses
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.gradients.gathered_values import is_gathered
 from fsdp_core.sharding.units.outside_attributes import users_module
@@ -221,7 +222,7 @@ def _is_freed(tensor: Tensor) -> bool:
     if tensor.grad_fn is not None and not is_view(tensor):
         return False  # it was computed
     is_plain = type(tensor) is Tensor or (is_gathered(tensor) and not isinstance(tensor, DTensor))
-    if not is_plain or tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided:
+    if not is_plain or not has_addresses(tensor) or tensor.layout != torch.strided:
         return False
     try:
         return bool(tensor.numel()) and not tensor.untyped_storage().size()

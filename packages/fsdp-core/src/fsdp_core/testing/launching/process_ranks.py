@@ -253,9 +253,13 @@ def _in_host_memory(result: Any) -> Any:
     """A result with copies of the tensors of a device: no process can read that memory when its owner has ended."""
     from torch import Tensor
 
+    from fsdp_core.devices import is_accelerator
     from fsdp_core.torch_private.tensors import tree_map
 
-    return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) and leaf.is_cuda else leaf, result)
+    def on_host(leaf: Any) -> Any:
+        return leaf.cpu() if isinstance(leaf, Tensor) and is_accelerator(leaf.device) else leaf
+
+    return tree_map(on_host, result)
 
 
 def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
