@@ -355,12 +355,10 @@ class _Operations(TorchDispatchMode):
         tensors = _tensors((args, kwargs))
         schema_arguments = {a.name: a for a in func._schema.arguments}
         random = torch.Tag.nondeterministic_seeded in func.tags
-        targets = [
-            tensor
-            for position, (name, argument) in enumerate(schema_arguments.items())
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in _tensors(args[position] if position < len(args) else kwargs.get(name))
-        ]
+        targets: list[Tensor] = []  # what the operator writes to
+        for position, (name, argument) in enumerate(schema_arguments.items()):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                targets += _tensors(args[position] if position < len(args) else kwargs.get(name))
         if any(not tensor.is_meta for tensor in targets):
             if random:
                 raise ShardingError(

@@ -66,7 +66,8 @@ class TrainerCheckpoints:
         strategy = self._strategy
         sharded = strategy.sharded
         strategy.check_saving([sharded])
-        if (saves := strategy.features.saves.of_fit) is not None:
+        saves = strategy.features.saves.of_fit
+        if saves is not None:
             saves.finish_copying()  # of the last save: on_save_checkpoint() of this one may write to shards
         if strategy.state_dict_type == "full":
             with strategy.step_methods.gradients.paused():
@@ -272,7 +273,8 @@ class TrainerCheckpoints:
         strategy = self._strategy
 
         def remove() -> None:
-            if (io := io_for(strategy, path)) is not None:
+            io = io_for(strategy, path)
+            if io is not None:
                 io.remove_checkpoint(path)
             elif strategy.local_rank == 0 or not strategy.scattered_save or holds_ours(path):
                 checkpoints.remove(path)

@@ -81,7 +81,8 @@ class StoredTensor:
             if self.chunks.pattern.shape != self.shape:
                 raise ValueError(f"its pieces do not cover the shape {list(self.shape)}")
             return
-        if (fault := find_fault(self.shape, [(chunk.offsets, chunk.lengths) for chunk in self.chunks])) is not None:
+        fault = find_fault(self.shape, [(chunk.offsets, chunk.lengths) for chunk in self.chunks])
+        if fault is not None:
             raise ValueError(fault)
 
     def overlapping(self, box: Box) -> Iterator[StoredChunk]:

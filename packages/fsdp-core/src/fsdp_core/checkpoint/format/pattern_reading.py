@@ -55,8 +55,10 @@ class PatternedFiles:
     def __init__(self, files: Mapping[str, Any]) -> None:
         self._ranks: dict[str, list[int]] = {}
         for name in files:
-            if (file_pattern_and_rank := rank_in(name)) is not None:
-                self._ranks.setdefault(file_pattern_and_rank[0], []).append(file_pattern_and_rank[1])
+            files_and_rank = rank_in(name)
+            if files_and_rank is not None:
+                files_of_ranks, rank = files_and_rank
+                self._ranks.setdefault(files_of_ranks, []).append(rank)
         for ranks in self._ranks.values():
             ranks.sort()
         self._complete: set[tuple[str, Ranks]] = set()

@@ -186,7 +186,8 @@ class PlainReader:
         return [self._read(item, (*keys, str(index))) for index, item in enumerate(items)]
 
     def _constant(self, value: Name, keys: Keys) -> Any:
-        if (dtype := _dtype(value)) is None:
+        dtype = _dtype(value)
+        if dtype is None:
             self.refuse(keys, f"{value.name}, which is code")
         return dtype
 

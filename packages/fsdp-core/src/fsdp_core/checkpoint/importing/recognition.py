@@ -75,9 +75,12 @@ def recognise(path: StrPath) -> Source:
         return Source(format="safetensors", folder=folder)
     files = [open_file(folder, name) for name in names if "/" not in name and name.endswith(_SHARD_SUFFIXES)]
     archives = [TorchFile(file) for file in files if is_torch_file(file)]
-    if shards := tuple(archive for archive in archives if _is_shard(archive)):
+    shards = tuple(archive for archive in archives if _is_shard(archive))
+    if shards:
         return Source(format="xla", folder=folder, archives=shards)
-    listed_names = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "nothing"
+    listed_names = ", ".join(names[:8]) or "nothing"
+    if len(names) > 8:
+        listed_names += f" and {len(names) - 8} more"
     files_of_torch = [str(archive.file) for archive in archives]
     hint = f"For one of its files, type its path: {', '.join(files_of_torch[:3])}.\n" if files_of_torch else ""
     raise CheckpointFormatError(

@@ -77,8 +77,8 @@ class PartFinder:
     def part_of(self, key: str) -> str | None:
         """Return the path of the model or optimizer that a tensor belongs to, if there is one."""
         for depth in self._depths:
-            keys = key.split("/", depth)
-            if len(keys) >= depth and (path := "/".join(keys[:depth])) in self._kinds:
+            path = "/".join(key.split("/")[:depth])
+            if path in self._kinds:
                 return path
         return None
 

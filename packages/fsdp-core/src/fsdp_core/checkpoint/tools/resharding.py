@@ -124,10 +124,11 @@ def check_target(target: Folder, *, overwrite: bool) -> None:
     if target_type != "folder":
         raise CheckpointExistsError(f"{target} is a {target_type}, and the output is a folder: choose another path")
     file_names = target.files()
-    if foreign := [name for name in file_names if not is_ours(name)]:
-        listed = ", ".join(foreign[:_MOST_SHOWN]) + (
-            f" and {len(foreign) - _MOST_SHOWN} more" if len(foreign) > _MOST_SHOWN else ""
-        )
+    foreign = [name for name in file_names if not is_ours(name)]
+    if foreign:
+        listed = ", ".join(foreign[:_MOST_SHOWN])
+        if len(foreign) > _MOST_SHOWN:
+            listed += f" and {len(foreign) - _MOST_SHOWN} more"
         raise CheckpointExistsError(
             f"{target} is a folder with something else in it ({listed}), which is not replaced: choose another path, "
             "or move that away"

@@ -77,7 +77,8 @@ class ShardedOptimizers:
             return
         for root in roots:
             layout = root.layout()
-            if sharded_params := [p for p in _parameters_of(optimizer) if p in layout]:
+            sharded_params = [p for p in _parameters_of(optimizer) if p in layout]
+            if sharded_params:
                 root.check_gradients(sharded_params)
 
     def _rebind(self, optimizers: Sequence[Optimizer], roots: Sequence[Sharded]) -> None:

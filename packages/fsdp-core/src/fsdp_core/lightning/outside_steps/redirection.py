@@ -388,7 +388,8 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
         )
         return
     in_engine = any(code.co_name == "_engine_run_backward" for code in codes)
-    if in_engine and (names := _written_since(str(exception), sharded)):
+    names = _written_since(str(exception), sharded) if in_engine else []
+    if names:
         exception.add_note(
             f"fsdp-core: {_list_names(names)} was written to between the forward pass and this backward "
             "pass, which computes with its values: by an optimizer's step, a checkpoint that was loaded, or by hand.\n"

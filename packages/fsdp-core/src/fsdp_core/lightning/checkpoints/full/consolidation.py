@@ -200,7 +200,8 @@ def _with_places(files: StoredFiles, dtype: str | None) -> dict[str, Any]:
     small = set() if manifest.state_tensors is None else set(files.header(manifest.state_tensors))
 
     def on_tensor(tag: str, name: Any) -> TensorToWrite:
-        if tag == "$saved" and isinstance(name, str) and (key := manifest.aliases.get(name, name)) in manifest.tensors:
+        key = manifest.aliases.get(name, name) if isinstance(name, str) else None
+        if tag == "$saved" and key is not None and key in manifest.tensors:
             converted = key.startswith(models) and manifest.tensors[key].dtype_name in FLOATING
             return TensorToWrite(name=key, source=reader.source(key, dtype_name=dtype if converted else None))
         if tag == "$tensor" and isinstance(name, str) and name in small:
