@@ -186,12 +186,14 @@ def load_optimizer_state(
             parts = [part for part in _parts_of(layout, parameter) if not part.is_empty]
             values = saved["state"].get(parts[0].name) if parts else None
             if values:
-                optimizer.state[parameter] = {
-                    key: restored_blocks(optimizer, parts[0], parameter, values[key])
-                    if is_saved_in_blocks(values[key])
-                    else restore(parameter, parts, group, key, [saved["state"][part.name][key] for part in parts])
-                    for key in values
-                }
+                state: dict[str, Any] = {}
+                for key, value in values.items():
+                    if is_saved_in_blocks(value):
+                        state[key] = restored_blocks(optimizer, parts[0], parameter, value)
+                    else:
+                        values_of_parts = [saved["state"][part.name][key] for part in parts]
+                        state[key] = restore(parameter, parts, group, key, values_of_parts)
+                optimizer.state[parameter] = state
 
 
 _SAVED_GROUPS = (

@@ -68,8 +68,9 @@ class Growing(Lit):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._add(2)
         groups = self.optimizers().param_groups  # type: ignore[union-attr]
-        for group in groups if self.lr is not None else ():
-            group["lr"] = self.lr
+        if self.lr is not None:
+            for group in groups:
+                group["lr"] = self.lr
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         self.rates.append([group["lr"] for group in optimizer.param_groups])
