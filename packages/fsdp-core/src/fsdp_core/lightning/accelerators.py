@@ -36,8 +36,10 @@ class TorchAccelerator(Accelerator, FabricAccelerator):
         """
         if device.type != self.name():
             raise StrategyUnavailableError(
-                f"{device} is no device of the accelerator {self.name()!r}, which this run is on.\n"
-                f"Write accelerator={device.type!r}."
+                f"{device} is no device of the accelerator {self.name()!r}, which this run is on. Lightning's own "
+                "strategies put a model on the CPU where the accelerator is none of Lightning's own.\n"
+                "Write a strategy that `fsdp list` shows on 'any' accelerator; it takes devices=1 too. Or, from "
+                f"lightning.pytorch.strategies, strategy=SingleDeviceStrategy(device='{self.name()}:0')."
             )
         devices.select(device)
 

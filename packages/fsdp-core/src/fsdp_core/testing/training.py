@@ -10,11 +10,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, DistributedSampler
 
 import fsdp_core
+from fsdp_core.device_names import KINDS_OF_LIGHTNING
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import oracle
 from fsdp_core.testing.launching.process_ranks import ranks_are_nodes
@@ -145,7 +147,10 @@ def new_trainer(
         "max_epochs": 1,
         "default_root_dir": str(tmp),
     }
-    return pl.Trainer(strategy=strategy_argument(strategy, "trainer", options), **{**quiet, **kwargs})
+    chosen = strategy_argument(strategy, "trainer", options)
+    if chosen == "auto" and _accelerator() not in (*KINDS_OF_LIGHTNING, "auto"):
+        chosen = SingleDeviceStrategy(torch.device(_accelerator(), 0))  # for others, Lightning itself takes the CPU
+    return pl.Trainer(strategy=chosen, **{**quiet, **kwargs})
 
 
 def new_fabric(

@@ -109,11 +109,20 @@ def _recreate_state(
     for group in optimizer.param_groups:
         if group.get("fused") or group.get("capturable"):
             params_with_device_step.update(group["params"])
+
+    def is_on_its_device(key: str, parameter: Any) -> bool:
+        """Whether a tensor of a parameter's state is on the parameter's device."""
+        return key != "step" or parameter in params_with_device_step
+
     new_state: dict[Any, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
         target = replacements.get(parameter, cast("nn.Parameter", parameter))
-        if target is parameter:  # it was a shard before, and may have stepped
-            new_state[target] = values
+        if target is parameter:  # a shard, which may have stepped; or it stays whole, and may have been moved
+            device = local_tensor(target).device
+            new_state[target] = {
+                key: value.to(device) if isinstance(value, Tensor) and is_on_its_device(key, parameter) else value
+                for key, value in values.items()
+            }
             continue
         new_values = {}
         for key, value in values.items():
@@ -123,7 +132,7 @@ def _recreate_state(
                     f"them, and its state ({key!r}) can't follow them into shards.\n"
                     "Set the model and the optimizer up before the first step."
                 )
-            if not isinstance(value, Tensor) or (key == "step" and parameter not in params_with_device_step):
+            if not isinstance(value, Tensor) or not is_on_its_device(key, parameter):
                 new_values[key] = copy.deepcopy(value)
             elif key == "step" or value.shape != parameter.shape:
                 new_values[key] = value.to(local_tensor(target).device)

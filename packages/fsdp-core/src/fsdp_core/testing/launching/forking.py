@@ -405,8 +405,9 @@ def _exit_with(parent: BaseProcess) -> None:
 
 
 def _can_fork() -> bool:
-    # on macOS, system libraries have threads; a device that a hardware session tests may not survive a fork
-    return sys.platform == "linux" and os.environ.get("FSDP_TESTS_ACCELERATOR", "cpu") == "cpu"
+    # on macOS, system libraries have threads; a device may not survive a fork, though it was not used before
+    is_on_cpu = os.environ.get("FSDP_TESTS_ACCELERATOR", "cpu") == "cpu"
+    return sys.platform == "linux" and (is_on_cpu or os.environ.get("FSDP_TESTS_FORK") == "1")
 
 
 _threads: list[str] | None = None
