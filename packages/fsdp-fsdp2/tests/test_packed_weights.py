@@ -18,7 +18,7 @@ from fsdp_core.testing.suite.refusals.bad_modules import (
     OverIntegers,
     over_integers,
     steps_over_integers,
-    trained_over_integers,
+    train_over_integers,
 )
 from fsdp_core.testing.training import new_fabric
 from fsdp_fsdp2.torch_private import parameter_groups
@@ -29,7 +29,7 @@ def test_integers_are_not_cast(ranks: RankPool, precision: str) -> None:
     net = over_integers()
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
     want = steps_over_integers(net, optimizer, oracle.global_batches(3), Tensor.backward)
-    for told, losses, state in ranks.run(2, trained_over_integers, "fsdp2", precision):
+    for told, losses, state in ranks.run(2, train_over_integers, "fsdp2", precision):
         assert losses == pytest.approx(want, abs=HALF_TOLERANCE), told
         for name in ("0.base", "1.base"):
             assert torch.equal(state[name], net.state_dict()[name])

@@ -107,15 +107,13 @@ class Mesh:
             sizes["data_parallel"] = world_size // other_ranks
         elif other_ranks * sizes["data_parallel"] != world_size:
             product = other_ranks * sizes["data_parallel"]
+            if world_size % other_ranks == 0:
+                instead = f"Write data_parallel_size={world_size // other_ranks}, or leave it out"
+            else:
+                instead = f"Write sizes whose product is {world_size}, such as {_fitting(sizes, world_size)}"
             raise UnsupportedCapabilityError(
                 f"{', '.join(size_texts)} {'is' if len(size_texts) == 1 else 'are'} for {_ranks(product)}, and there "
-                f"{'is' if world_size == 1 else 'are'} {world_size}.\n"
-                + (
-                    f"Write data_parallel_size={world_size // other_ranks}, or leave it out; "
-                    if not world_size % other_ranks
-                    else f"Write sizes whose product is {world_size}, such as {_fitting(sizes, world_size)}; "
-                )
-                + f"or start {_ranks(product)}."
+                f"{'is' if world_size == 1 else 'are'} {world_size}.\n{instead}; or start {_ranks(product)}."
             )
         return cls(**sizes)
 

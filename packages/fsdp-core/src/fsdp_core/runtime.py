@@ -572,10 +572,11 @@ class ProcessGroupRuntime(Runtime):
                 "synced_gpus=True, with which ranks call the module equally often."
             ) from late
         # every rank that is here has left the previous meeting, so its keys are no longer needed
-        before = f"fsdp_core/meeting {number - 1}"
-        store.delete_key(f"{before}/{self.rank}")
-        for key in (before, f"{before}/all") if self.rank == 0 else ():
-            store.delete_key(key)
+        previous = f"fsdp_core/meeting {number - 1}"
+        store.delete_key(f"{previous}/{self.rank}")
+        if self.rank == 0:
+            store.delete_key(previous)
+            store.delete_key(f"{previous}/all")
 
     def barrier(self) -> None:
         if self._alone:

@@ -58,7 +58,8 @@ def differing(samples: Sequence[Tensor], views: Sequence[Tensor]) -> list[int]:
 
     Example:
         >>> weight, bias = torch.tensor([1.0, float("nan")]), torch.zeros(3)
-        >>> samples, views = zip(*((sample(one), view_of_sample(one)) for one in (weight, bias)))
+        >>> samples = [sample(weight), sample(bias)]
+        >>> views = [view_of_sample(weight), view_of_sample(bias)]
         >>> differing(samples, views)
         []
         >>> _ = bias.data.neg_()  # from 0.0 to -0.0
@@ -78,17 +79,19 @@ def differing(samples: Sequence[Tensor], views: Sequence[Tensor]) -> list[int]:
 @lru_cache(maxsize=1024)
 def _lattice(elements: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """The shape and the strides of the elements that are looked at: every second one from the first, and the others."""
-    count = min(max(elements // _ONE_OF, _AT_LEAST), _AT_MOST) // 2 * 2
-    if elements <= count:
+    pairs = min(max(elements // _ONE_OF, _AT_LEAST), _AT_MOST) // 2
+    if elements <= 2 * pairs:
         return (1, elements), (elements, 1)
-    step, remainder = divmod(elements - 1, count - 1)
-    return (2, count // 2), (step + remainder, 2 * step)
+    step, remainder = divmod(elements - 1, 2 * pairs - 1)
+    # the second row begins later by what is left over, so that it ends at the last element
+    return (2, pairs), (step + remainder, 2 * step)
 
 
 @lru_cache(maxsize=1024)
 def _lattice_indices(elements: int) -> Tensor:
-    (rows, columns), (down, along) = _lattice(elements)
-    return (torch.arange(rows)[:, None] * down + torch.arange(columns) * along).flatten()
+    (rows, columns), (row_stride, column_stride) = _lattice(elements)
+    row_starts = torch.arange(rows) * row_stride
+    return (row_starts[:, None] + torch.arange(columns) * column_stride).flatten()
 
 
 def _bits(pieces: Sequence[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from fsdp_core.checkpoint.format.plain_data import Keys, TensorLeaf, encode
 from fsdp_core.checkpoint.format.safetensors_file import HEADER_KEY, unsavable
 from fsdp_core.checkpoint.format.state_paths import escape, find_part, split_path
 from fsdp_core.errors import CheckpointValueError
-from fsdp_core.state.chunks import ChunkedTensor, chunked
+from fsdp_core.state.chunks import ChunkedTensor, TensorSource, chunked
 from fsdp_core.state.dtypes import SAFETENSORS_NAMES, dtype_name
 
 __all__ = ["Plan", "plan_save"]
@@ -56,11 +56,11 @@ def plan_save(state: Mapping[str, Any], kinds: Mapping[str, str], aliases: Mappi
         CheckpointValueError: A value in the state can't be saved, or ``kinds`` or ``aliases`` don't match the state.
     """
     roots: dict[Keys, Section] = {}
-    for path, kind in sorted(kinds.items(), key=lambda item: item[0].count("/")):  # the outermost takes precedence
-        if kind not in ("model", "optimizer"):
-            raise CheckpointValueError(f"kinds[{path!r}] is {kind!r}; it must be 'model' or 'optimizer'")
+    for path in sorted(kinds, key=lambda path: path.count("/")):  # the outermost takes precedence
+        if kinds[path] not in ("model", "optimizer"):
+            raise CheckpointValueError(f"kinds[{path!r}] is {kinds[path]!r}; it must be 'model' or 'optimizer'")
         find_part(state, path)
-        roots[tuple(path.split("/"))] = "model" if kind == "model" else "optimizer"
+        roots[tuple(path.split("/"))] = "model" if kinds[path] == "model" else "optimizer"
     planner = _Planner(Plan(aliases=dict(aliases)), roots, rank)
     with torch.no_grad():
         planner.plan.plain = encode(_with_aliases(state, aliases), planner.on_tensor)
@@ -96,8 +96,7 @@ class _Planner:
         return {"$saved": self._add_chunks(path, leaf, section)}
 
     def _add_small(self, name: str, tensor: Tensor) -> str:
-        if (reason := unsavable(tensor)) is not None:
-            raise CheckpointValueError(reason)
+        _check_savable(tensor)
         while name in self.plan.tensors or name == HEADER_KEY:  # the keys 1 and "1" of one dict
             name += "~"
         self.plan.tensors[name] = tensor.detach()
@@ -111,14 +110,13 @@ class _Planner:
             return key
         if key in self.plan.stored:
             raise CheckpointValueError(f"another tensor of the state would also be stored as {key!r}; rename one")
-        if not isinstance(leaf, (ChunkedTensor, DTensor)) and (reason := unsavable(leaf)) is not None:
-            raise CheckpointValueError(reason)
+        if not isinstance(leaf, ChunkedTensor | DTensor):
+            _check_savable(leaf)
         tensor = chunked(leaf, rank=self.rank)
         if tensor.dtype not in SAFETENSORS_NAMES:  # checked here too: this rank may hold no chunk of it
             raise CheckpointValueError(f"safetensors has no dtype {dtype_name(tensor.dtype)}; convert the tensor")
         for chunk in tensor.chunks:
-            if (reason := unsavable(chunk.data)) is not None:
-                raise CheckpointValueError(reason)
+            _check_savable(chunk.data)
             if chunk.data.dtype != tensor.dtype:
                 raise CheckpointValueError(f"a chunk of it has dtype {chunk.data.dtype}, but the tensor {tensor.dtype}")
         self.plan.stored[key] = tensor
@@ -142,6 +140,12 @@ class _Planner:
                     f"alias {alias!r} has shape {tuple(leaf.shape)} and {leaf.dtype}, but {key!r} has {stored.shape} "
                     f"and {stored.dtype}: they are not one tied parameter; leave the alias out"
                 )
+
+
+def _check_savable(tensor: Tensor | TensorSource) -> None:
+    reason = unsavable(tensor)
+    if reason is not None:
+        raise CheckpointValueError(reason)
 
 
 def _with_aliases(state: Mapping[str, Any], aliases: Mapping[str, str]) -> Mapping[str, Any]:

@@ -155,7 +155,10 @@ def _print_machine(machine: dict[str, Any], torch: dict[str, Any], versions: dic
 
 def _print_lightning(lightning: dict[str, Any], torch: dict[str, Any]) -> None:
     autoload = torch.get("autoload")
-    rows = [("Entered by themselves", "unknown" if autoload is None else "yes" if autoload else "no")]
+    answer = "unknown"
+    if autoload is not None:
+        answer = "yes" if autoload else "no"
+    rows = [("Entered by themselves", answer)]
     rows += [
         (f"In {front_end.title()}", ", ".join(lightning[front_end]["ours"]) or "none")
         for front_end in ("trainer", "fabric")

@@ -33,7 +33,8 @@ def print_table(
         width: The maximum width where there is neither the variable nor a terminal.
         right: The columns to align to the right, by index; not the last.
     """
-    lines = [tuple(map(clean, cells)) for cells in ([header, *rows] if header else rows)]
+    rows_with_header = [header, *rows] if header else rows
+    lines = [tuple(map(clean, cells)) for cells in rows_with_header]
     columns = [[len(cell) for cell in column if len(cell) <= _WIDEST] for column in zip(*lines, strict=True)]
     widths = [max(lengths, default=0) for lengths in columns][:-1]
     indent = sum(widths) + 2 * len(widths)

@@ -212,11 +212,9 @@ def _print_description(facts: dict[str, Any]) -> None:
 def _capability(name: str, options: Collection[str]) -> str:
     """What a capability is, and how to request it, unless the strategy has its own option for that."""
     meaning = Capability(name)
-    return (
-        meaning.text
-        if meaning.option and meaning.option not in options
-        else f"{meaning.text} Asked for by {meaning.asked_by}"
-    )
+    if meaning.option and meaning.option not in options:
+        return meaning.text
+    return f"{meaning.text} Asked for by {meaning.asked_by}"
 
 
 def _features(options: Collection[str]) -> dict[str, str]:

@@ -125,11 +125,9 @@ def _of_plugin(plugin: dict[str, Any]) -> Iterator[Finding]:
         yield _note(f"{who} {complaint['what']}", f"{_REPORT_TO_AUTHORS.format(package)}: {complaint['remedy']}")
     if not plugin["bounded"] and not plugin["error"]:
         required = plugin["requires_core"]
-        requirement = (
-            "does not say which fsdp-core it requires"
-            if required is None
-            else f"requires fsdp-core{required or ' of any version'}, without an upper bound"
-        )
+        requirement = f"requires fsdp-core{required or ' of any version'}, without an upper bound"
+        if required is None:
+            requirement = "does not say which fsdp-core it requires"
         yield _note(
             f"{who} {requirement}, so that one with another contract would load it too",
             f"{_REPORT_TO_AUTHORS.format(package)}: it should require what it was built for, such as "

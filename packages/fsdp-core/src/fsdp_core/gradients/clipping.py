@@ -65,14 +65,21 @@ def clip_grads_by_norm(
     for parameter in parameters:
         wide = torch.promote_types(wide, parameter.dtype.to_real())
         if parameter.grad is not None:
-            over = _groups(parameter, runtime, group) if is_sharded(parameter) else ()
-            (shards.setdefault(over, []) if over else replicated).append(local_tensor(parameter.grad))
+            gradient = local_tensor(parameter.grad)
+            groups = _groups(parameter, runtime, group) if is_sharded(parameter) else ()
+            if groups:
+                shards.setdefault(groups, []).append(gradient)
+            else:
+                replicated.append(gradient)
     is_inf = math.isinf(norm_type)
     total = _power_sum(replicated, norm_type, runtime.device)
     for groups, grads in shards.items():
         part = _power_sum(grads, norm_type, runtime.device).to(wide)
         for process_group in groups:
-            part = _largest(runtime, part, process_group) if is_inf else runtime.all_reduce(part, "sum", process_group)
+            if is_inf:
+                part = _largest(runtime, part, process_group)
+            else:
+                part = runtime.all_reduce(part, "sum", process_group)
         total = _larger(total, part) if is_inf else total + part
     if not is_inf:
         total = total ** (1.0 / norm_type)
@@ -84,7 +91,8 @@ def clip_grads_by_norm(
             "to clip regardless, pass error_if_nonfinite=False."
         )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for (device, _), grads in _group_by_dtype([*replicated, *chain.from_iterable(shards.values())]).items():
+    gradients = [*replicated, *chain.from_iterable(shards.values())]
+    for (device, _), grads in _group_by_dtype(gradients).items():
         foreach_mul_(grads, factor.to(device))
     return total
 
@@ -116,10 +124,8 @@ def _groups(parameter: Tensor, runtime: Runtime, group: Any | None) -> tuple[Any
     if not isinstance(parameter, DTensor) or parameter.device_mesh.shape == (runtime.world_size,):
         return (group,)
     mesh = parameter.device_mesh
-    shards = enumerate(parameter.placements)
-    return tuple(
-        mesh.get_group(i) for i, placement in shards if not isinstance(placement, Replicate) and mesh.size(i) > 1
-    )
+    sharded_axes = [axis for axis, placement in enumerate(parameter.placements) if not isinstance(placement, Replicate)]
+    return tuple(mesh.get_group(axis) for axis in sharded_axes if mesh.size(axis) > 1)
 
 
 def _largest(runtime: Runtime, value: Tensor, group: Any | None) -> Tensor:

@@ -220,7 +220,8 @@ class GatheredValue:
 
     def unfrozen(self, view: Tensor) -> Tensor:
         """The view for which one stands that :meth:`frozen` has returned; any other is returned as it is."""
-        return _as_tensor(vars(view).get("_fsdp_trained", view))
+        trained: Tensor = vars(view).get("_fsdp_trained", view)
+        return trained
 
     def taken(self, tensor: Tensor) -> None:
         """What was written until now is kept."""
@@ -332,11 +333,6 @@ def other_tensor_refusal(name: str) -> ShardingError:
         "Use auto_wrap_policy=None, and call it inside training_step(): what belongs to no unit takes other weights "
         "there. To train other values from now on, write parameter.data.copy_(values)."
     )
-
-
-def _as_tensor(value: Any) -> Tensor:
-    tensor: Tensor = value
-    return tensor
 
 
 #: What a tensor's ``data`` and ``requires_grad`` are without any of this.

@@ -108,8 +108,9 @@ class ReplicatedParameters:
                 else:
                     parameter.grad.copy_(mean)
         for parameter, hooks in zip(self.parameters, self._hooks, strict=True):
-            for hook in list(hooks.values()) if parameter.grad is not None else ():
-                hook(parameter)
+            if parameter.grad is not None:
+                for hook in list(hooks.values()):
+                    hook(parameter)
 
 
 def _register(

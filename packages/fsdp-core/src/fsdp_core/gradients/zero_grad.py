@@ -58,8 +58,10 @@ def _module_zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
     forgotten = {parameter for parameter in self.parameters() if forget_shown(parameter, set_to_none)}
     if not forgotten:
         _modules_own(self, set_to_none)
-    for parameter in self.parameters() if forgotten else ():
-        if parameter not in forgotten and parameter.grad is not None:
+    else:
+        for parameter in self.parameters():
+            if parameter in forgotten or parameter.grad is None:
+                continue
             if set_to_none:
                 parameter.grad = None
             else:

@@ -125,7 +125,8 @@ def write_ranges(folder: Folder, plans: list[FilePlan], state: Mapping[str, Chun
             descriptor: int | None = None
             for name, tensor in plan.tensors.items():
                 source = state[tensor.view.source]
-                for chunk in source.chunks if source.replica == 0 else ():
+                own_chunks = source.chunks if source.replica == 0 else ()
+                for chunk in own_chunks:
                     for box, block in _blocks(chunk, tensor):
                         if descriptor is None:
                             descriptor = _open_to_write(folder.path(plan.name))

@@ -65,7 +65,9 @@ class RangeReader:
 
         In the cache of huggingface_hub, the files of ``snapshots/COMMIT`` are links to ``blobs`` beside ``snapshots``.
         """
-        for parent in Path(self.folder.root).parents if self.folder.local else ():
+        if not self.folder.local:
+            return self.folder, name
+        for parent in Path(self.folder.root).parents:
             if parent.name == "snapshots":
                 blobs = os.path.join(os.path.realpath(parent.parent), "blobs")
                 real = os.path.realpath(self.folder.path(name))
@@ -210,10 +212,8 @@ def _read_index(reader: RangeReader) -> dict[str, str] | None:
         return None
     file_names = [name for name in folder.files() if "/" not in name]
     torch_files = [name for name in file_names if name.endswith((".bin", ".pt", ".pth"))]
-    hint = (
-        f"`fsdp checkpoint import {folder} CHECKPOINT` reads files of torch's, such as {torch_files[0]}."
-        if torch_files
-        else "Pass a folder that save_pretrained() has written."
-    )
+    hint = "Pass a folder that save_pretrained() has written."
+    if torch_files:
+        hint = f"`fsdp checkpoint import {folder} CHECKPOINT` reads files of torch's, such as {torch_files[0]}."
     listed = ", ".join(file_names[:5]) or "nothing"
     raise CheckpointFormatError(f"{folder} holds neither {WEIGHTS} nor {INDEX}; it holds {listed}.\n{hint}")

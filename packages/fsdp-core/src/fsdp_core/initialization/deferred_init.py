@@ -40,7 +40,7 @@ def deferred_init() -> Iterator[None]:
         >>> torch.equal(bias, nn.Linear(2, 1).bias)
         True
     """
-    last: _Build | None = getattr(_thread, "last", _no_build)()
+    last: _Build | None = getattr(_thread, "last", lambda: None)()
     build = last if last is not None and last.draws.is_continued() else _Build()
     _thread.last = weakref.ref(build)
     with _recording(build):
@@ -90,10 +90,6 @@ def values_of(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
         build: build.replay({view.storage_id for owner, view in requests if owner is build}, device) for build in builds
     }
     return [memory[build].tensor(view) for build, view in requests]
-
-
-def _no_build() -> None:
-    return None
 
 
 _thread = threading.local()
@@ -359,12 +355,10 @@ class _Operations(TorchDispatchMode):
         tensors = _tensors((args, kwargs))
         schema_arguments = {a.name: a for a in func._schema.arguments}
         random = torch.Tag.nondeterministic_seeded in func.tags
-        targets = [
-            tensor
-            for position, (name, argument) in enumerate(schema_arguments.items())
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in _tensors(args[position] if position < len(args) else kwargs.get(name))
-        ]
+        targets: list[Tensor] = []  # what the operator writes to
+        for position, (name, argument) in enumerate(schema_arguments.items()):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                targets += _tensors(args[position] if position < len(args) else kwargs.get(name))
         if any(not tensor.is_meta for tensor in targets):
             if random:
                 raise ShardingError(

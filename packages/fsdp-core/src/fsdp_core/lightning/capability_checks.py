@@ -12,6 +12,7 @@ from fsdp_core.plugins import registry
 from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.plugins.strategy_info import StrategyInfo
 from fsdp_core.plugins.unknown_options import refuse_unknown_options
+from fsdp_core.sharding.options import is_same_value
 from fsdp_core.sharding.precision_strings import ShardPrecision
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def check_options(cls: type, arguments: tuple[Any, ...], options: Mapping[str, A
         capability = capability_of(name, value)
         if capability is None or capability in info.capabilities:
             continue
-        if name not in defaults or not _same(value, defaults[name]):
+        if name not in defaults or not is_same_value(value, defaults[name]):
             refused[name] = str(_refusal(info, capability, f"{name}={_describe_value(value)}", "Leave it out"))
     if refused:
         messages = list(refused.values())
@@ -240,10 +241,6 @@ def _is(cls: type, reference: str | None) -> bool:
     return named is cls
 
 
-def _same(value: Any, default: Any) -> bool:
-    return value is default or (type(value) is type(default) and bool(value == default))
-
-
 def _describe_value(value: Any) -> str:
     if isinstance(value, (set, frozenset, list, tuple)):
         return "{" + ", ".join(_describe_value(element) for element in value) + "}"
@@ -252,11 +249,10 @@ def _describe_value(value: Any) -> str:
 
 def _refusal(info: StrategyInfo, capability: Capability, request: str, instead: str) -> UnsupportedCapabilityError:
     able_strategies = [other.name for other in registry.strategies().values() if capability in other.capabilities]
+    other_strategies = "; no installed strategy has it."
+    if able_strategies:
+        other_strategies = f", or use a strategy that has it: {', '.join(able_strategies)}."
     return UnsupportedCapabilityError(
-        f"strategy {info.name!r} can't do {request}: it does not declare the capability {str(capability)!r}.\n{instead}"
-        + (
-            f", or use a strategy that has it: {', '.join(able_strategies)}."
-            if able_strategies
-            else "; no installed strategy has it."
-        )
+        f"strategy {info.name!r} can't do {request}: it does not declare the capability {str(capability)!r}.\n"
+        f"{instead}{other_strategies}"
     )

@@ -147,7 +147,8 @@ def _write(
 def _warn_of_gradients(strategy: ShardedFabricStrategy, state: dict[str, Any]) -> None:
     """Warn of accumulated gradients that are not saved."""
     saved = [obj.module for obj in state.values() if isinstance(obj, AccumulatedGradients)]
-    roots = [root for root in strategy.accumulating if any(sharded_in(o) is root for o in _modules(state))]
+    models = [obj for obj in state.values() if isinstance(obj, nn.Module)]
+    roots = [root for root in strategy.accumulating if any(sharded_in(model) is root for model in models)]
     forgotten = [root for root in roots if not any(root.module is module for module in saved)]
     if forgotten and strategy.runtime.rank == 0:
         warnings.warn(
@@ -156,10 +157,6 @@ def _warn_of_gradients(strategy: ShardedFabricStrategy, state: dict[str, Any]) -
             "Save after optimizer.step(), or put fsdp_core.AccumulatedGradients(model) next to the model in the state.",
             stacklevel=2,
         )
-
-
-def _modules(state: dict[str, Any]) -> list[nn.Module]:
-    return [obj for obj in state.values() if isinstance(obj, nn.Module)]
 
 
 @normal_tensors()

@@ -18,7 +18,7 @@ from fsdp_core.checkpoint.collective import run_on_all
 from fsdp_core.checkpoint.storage.joined import Paths, paths_of, shown_paths
 from fsdp_core.checkpoint.storage.recognition import holds_ours
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError
-from fsdp_core.lightning.checkpoints.deferred_copies import copied_before_a_step
+from fsdp_core.lightning.checkpoints.deferred_copies import choose_deferred
 from fsdp_core.lightning.checkpoints.full.file import gather_full
 from fsdp_core.lightning.checkpoints.full.layout import number_parameters
 from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
@@ -66,7 +66,8 @@ class TrainerCheckpoints:
         strategy = self._strategy
         sharded = strategy.sharded
         strategy.check_saving([sharded])
-        if (saves := strategy.features.saves.of_fit) is not None:
+        saves = strategy.features.saves.of_fit
+        if saves is not None:
             saves.finish_copying()  # of the last save: on_save_checkpoint() of this one may write to shards
         if strategy.state_dict_type == "full":
             with strategy.step_methods.gradients.paused():
@@ -214,8 +215,14 @@ class TrainerCheckpoints:
             write_file(strategy, target.path, full_state, [checkpoint, plain], storage_options, saves.of_fit)
             return
         tied = sharded.aliases()
-        state = {"model": model, **({} if optimizers is None else {"optimizer": optimizers}), "trainer": plain}
-        kinds = {"model": "model", **{f"optimizer/{i}": "optimizer" for i in range(len(optimizers or ()))}}
+        state = {"model": model, "trainer": plain}
+        kinds = {"model": "model"}
+        if optimizers is not None:
+            state = {"model": model, "optimizer": optimizers, "trainer": plain}
+            kinds |= {f"optimizer/{index}": "optimizer" for index in range(len(optimizers))}
+        deferred = None
+        if saves.of_fit is not None and not strategy.step_methods.is_first:
+            deferred = choose_deferred(strategy.lightning_module.trainer, sharded, strategy.optimizers)
         write_folder(
             strategy,
             target,
@@ -224,9 +231,7 @@ class TrainerCheckpoints:
             saves.of_fit,
             kinds=kinds,
             aliases={f"model/{a}": f"model/{b}" for a, b in tied.items() if a in model and b in model},
-            deferred=None
-            if saves.of_fit is None or strategy.step_methods.is_first
-            else copied_before_a_step(strategy.lightning_module.trainer, sharded, strategy.optimizers),
+            deferred=deferred,
         )
 
     def load(self, path_or_paths: Paths, weights_only: bool | None) -> dict[str, Any]:
@@ -241,7 +246,8 @@ class TrainerCheckpoints:
         strategy.wait_for_saves()
         path = strategy.first_of(paths_of(checkpoint_at(path_or_paths)), "load")
         saved, sharded = read_checkpoint(strategy, path, weights_only)
-        missing = [key for key in (("model", "trainer") if sharded else ("state_dict",)) if key not in saved]
+        needed_keys = ("model", "trainer") if sharded else ("state_dict",)
+        missing = [key for key in needed_keys if key not in saved]
         if missing:
             displayed_path = shown_paths(path)
             raise MissingKeyError(
@@ -267,7 +273,8 @@ class TrainerCheckpoints:
         strategy = self._strategy
 
         def remove() -> None:
-            if (io := io_for(strategy, path)) is not None:
+            io = io_for(strategy, path)
+            if io is not None:
                 io.remove_checkpoint(path)
             elif strategy.local_rank == 0 or not strategy.scattered_save or holds_ours(path):
                 checkpoints.remove(path)

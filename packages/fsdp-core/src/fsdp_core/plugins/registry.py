@@ -318,8 +318,9 @@ def _inventory(*, missing: bool = True) -> list[str]:
     installed = "; ".join(f"{', '.join(names)} ({source})" for source, names in by_provider.items())
     lines = [f"Installed: {installed or 'none'}."]
     by_package: dict[str, list[str]] = {}
-    for name, package in not_installed().items() if missing else ():
-        by_package.setdefault(package, []).append(name)
+    if missing:
+        for name, package in not_installed().items():
+            by_package.setdefault(package, []).append(name)
     lines += [f"Not installed: {', '.join(names)} → pip install {package}" for package, names in by_package.items()]
     lines += [f"Claimed twice: {name} ({_join_with_and(providers)})" for name, providers in duplicates().items()]
     return lines + [f"Broken: {plugin}" for plugin in broken()]

@@ -260,13 +260,17 @@ class Backend(ABC):
             raise plan.refusal
         note_initialisers(module)
         # weak references, so that each parameter is freed as soon as sharding has replaced it
-        before = [(name, ref(parameter)) for name, parameter in named_parameters(module)]
+        former_parameters = [(name, ref(parameter)) for name, parameter in named_parameters(module)]
         plan = self._prepare_alike(module, plan)
-        before += [(name, ref(parameter)) for name, parameter in named_parameters(module)]
+        former_parameters += [(name, ref(parameter)) for name, parameter in named_parameters(module)]
         user_modules = WeakValueDictionary(module.named_modules())
         sharded = self.shard_module(module, plan)
         sharded.plan, sharded.user_modules = plan, user_modules
-        alive = [(name, parameter) for name, reference in before if (parameter := reference()) is not None]
+        alive: list[tuple[str, nn.Parameter]] = []
+        for name, reference in former_parameters:
+            former_parameter = reference()
+            if former_parameter is not None:
+                alive.append((name, former_parameter))
         sharded.remember(alive)
         sharded_ids = {id(parameter) for parameter in (*sharded.layout(), *sharded.module.parameters())}
         mark_replaced((name, parameter) for name, parameter in alive if id(parameter) not in sharded_ids)
@@ -326,7 +330,6 @@ class Backend(ABC):
         theirs = sharded.plan.config
         ours = sharding_config_of(self)
         if theirs["backend"] != ours["backend"]:  # their options can't be compared
-            theirs = {"backend": theirs["backend"]}
             ours = {"backend": ours["backend"]}
         differing = [
             f"{name} {_describe_setting(theirs.get(name))}, now {_describe_setting(value)}"
@@ -354,25 +357,33 @@ class Backend(ABC):
         for root in roots:
             root.reshard()  # gathered parameters must not be mistaken for those that an optimizer may hold
             layouts.append(root.layout())
-        layout = {p: parts for of_root in layouts for p, parts in of_root.items()}
-        by_name = [{part.name: p for p, parts in of_root.items() for part in parts} for of_root in layouts]
+        layout = {p: parts for layout_of_root in layouts for p, parts in layout_of_root.items()}
+        names_of_roots = [_parameters_by_name(layout_of_root) for layout_of_root in layouts]
 
-        def sharded(parameter: nn.Parameter) -> nn.Parameter | None:
+        def find_sharded(parameter: nn.Parameter) -> nn.Parameter | None:
             if parameter in layout:
                 return parameter
-            for root, named in zip(roots, by_name, strict=True):
+            for root, names in zip(roots, names_of_roots, strict=True):
                 name = root.name_of(parameter)
                 if name is not None:
-                    return named.get(name)
+                    return names.get(name)
             return None
 
+        owners = self.runtime if self.owner_compute else None
         for optimizer in optimizers:
-            rebind_optimizer(optimizer, sharded, layout, self.runtime if self.owner_compute else None)
+            rebind_optimizer(optimizer, find_sharded, layout, owners)
 
     def full_tensor(self, value: Any) -> Any:
         """Gather a state tensor on the CPU of rank 0; ``None`` on other ranks. All ranks must call it."""
         gathered = whole(value, self.runtime)
-        return None if self.runtime.rank else gathered.cpu() if isinstance(gathered, Tensor) else gathered
+        if self.runtime.rank != 0:
+            return None
+        return gathered.cpu() if isinstance(gathered, Tensor) else gathered
+
+
+def _parameters_by_name(layout: Layout) -> dict[str, nn.Parameter]:
+    """The parameter that an optimizer may hold, by the name of each of its parts."""
+    return {part.name: parameter for parameter, parts in layout.items() for part in parts}
 
 
 def _describe_setting(value: object) -> str:

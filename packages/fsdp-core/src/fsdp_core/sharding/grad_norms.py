@@ -41,7 +41,10 @@ def norms_of_gradients(sharded: Sharded, order: float) -> dict[str, Tensor]:
             local_tensors = _local_parts(parameter.grad, part, runtime.rank)
             has_gradient[index] = 1
             norms = _norms(local_tensors, order)
-            powers[index] = max(norms) if norms and math.isinf(order) else _sum(norms, order)
+            if math.isinf(order):
+                powers[index] = max(norms, default=0.0)
+            else:
+                powers[index] = sum(norm**order for norm in norms)
             is_nan[index] = any(bool(tensor.isnan().any()) for tensor in local_tensors)
     # not in fp64 for all: not every device has it
     dtype = reduce(torch.promote_types, (p.dtype for p, _ in parts.values() if p.is_floating_point()), torch.float32)
@@ -69,7 +72,3 @@ def _norms(tensors: Sequence[Tensor], order: float) -> list[float]:
     return [
         float(torch.linalg.vector_norm(tensor.detach(), order, dtype=dtype)) for tensor in tensors if tensor.numel()
     ]
-
-
-def _sum(norms: Sequence[float], order: float) -> float:
-    return float(sum(norm**order for norm in norms))

@@ -12,7 +12,14 @@ import torch.distributed as dist
 from fsdp_core.device_names import GROUP_EXAMPLE
 from fsdp_core.errors import UnsupportedCapabilityError
 
-__all__ = ["ShardingOptions", "check_process_group_backend", "check_switches", "option", "option_names"]
+__all__ = [
+    "ShardingOptions",
+    "check_process_group_backend",
+    "check_switches",
+    "is_same_value",
+    "option",
+    "option_names",
+]
 
 
 class _Traits(NamedTuple):
@@ -83,7 +90,7 @@ class ShardingOptions:
     def given(self) -> list[str]:
         """The names of the options about how a module is sharded that have another value than their default."""
         defaults = {each.name: each.default for each in fields(self)}
-        return [name for name, _ in self._of_units() if not _is_same(getattr(self, name), defaults[name])]
+        return [name for name, _ in self._of_units() if not is_same_value(getattr(self, name), defaults[name])]
 
     def arguments(self) -> dict[str, Any]:
         """The options about how a module is sharded, for a function of the user that shards instead."""
@@ -113,8 +120,10 @@ def check_switches(options: ShardingOptions) -> None:
     """
     for each in fields(options):
         value = getattr(options, each.name)
-        is_switch = each.type in ("bool", bool) or (each.type in ("bool | None", bool | None) and value is not None)
-        if is_switch and not isinstance(value, bool):
+        may_be_none = each.type in ("bool | None", bool | None)
+        is_switch = may_be_none or each.type in ("bool", bool)
+        is_right = isinstance(value, bool) or (may_be_none and value is None)
+        if is_switch and not is_right:
             raise UnsupportedCapabilityError(
                 f"{each.name}={value!r} is neither True nor False.\nWrite one of them; it is {each.default} by default."
             )
@@ -135,8 +144,11 @@ def check_process_group_backend(backend: object) -> None:
     if backend is None or not dist.is_available():
         return
     available = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
-    names = [each.rpartition(":")[2] for each in backend.split(",")] if isinstance(backend, str) else [""]
-    if not all(name.lower() in available for name in names):
+    is_known = False
+    if isinstance(backend, str):
+        names = [each.rpartition(":")[2] for each in backend.split(",")]
+        is_known = all(name.lower() in available for name in names)
+    if not is_known:
         raise UnsupportedCapabilityError(
             f"process_group_backend={backend!r} is no backend of torch.distributed.\n"
             f"Write one of {', '.join(map(repr, available))}; one for each device, such as {GROUP_EXAMPLE!r}; or "
@@ -147,11 +159,14 @@ def check_process_group_backend(backend: object) -> None:
 def option_names(options_class: type[ShardingOptions]) -> list[str]:
     """The names of all options: those of the class itself first, in their order, then those of its bases."""
     all_names = [each.name for each in fields(options_class)]
-    own_first: dict[str, None] = {}
+    own_first: list[str] = []
     for base in options_class.__mro__:
-        own_first.update(dict.fromkeys(name for name in vars(base).get("__annotations__", ()) if name in all_names))
-    return list(own_first)
+        for name in vars(base).get("__annotations__", ()):
+            if name in all_names and name not in own_first:
+                own_first.append(name)
+    return own_first
 
 
-def _is_same(value: object, default: object) -> bool:
+def is_same_value(value: object, default: object) -> bool:
+    """Whether an option has a value, and no other that is equal to it, as ``1`` is to ``True``."""
     return value is default or (type(value) is type(default) and value == default)

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.sharded_init import is_part
-from fsdp_core.sharding.agreement.same_model import describe_error, describe_value
+from fsdp_core.sharding.agreement.same_model import describe_error, describe_tensor, describe_value
 from fsdp_core.state.fqn import clean_name
 
 __all__ = ["ParameterPlan", "ShardingPlan", "UnitModules", "check_unchanged", "modules_by_unit", "plan_module"]
@@ -272,7 +272,7 @@ def _plan_undecided(module: nn.Module) -> ShardingPlan:
     return ShardingPlan(
         class_name=type(module).__name__,
         parameters=_plan_parameters(module),
-        buffers={name: _describe_tensor(buffer) for name, buffer in module.named_buffers()},
+        buffers={name: describe_tensor(buffer) for name, buffer in module.named_buffers()},
         layers={name: _describe_layer(submodule) for name, submodule in module.named_modules()},
     )
 
@@ -336,10 +336,6 @@ def modules_by_unit(units: Iterable[nn.Module], root: nn.Module) -> Iterator[tup
         own = [module for module in unit.modules() if module not in assigned]
         assigned.update(own)
         yield unit, own
-
-
-def _describe_tensor(tensor: Tensor) -> str:
-    return "not known yet" if is_lazy(tensor) else f"{tuple(tensor.shape)} in {tensor.dtype}"
 
 
 def _describe_layer(module: nn.Module) -> str:

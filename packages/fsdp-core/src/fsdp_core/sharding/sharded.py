@@ -455,13 +455,12 @@ class Sharded(ABC):
         module = self.module
         with self.unsharded_view():
             # for other entries, such as extra state, state_dict() returns copies, which only the module can load
-            named = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-            loaded_names = {clean_name(name) for name, _ in chain(*named)} - resized.keys()
+            parameters = module.named_parameters(remove_duplicate=False)
+            buffers = module.named_buffers(remove_duplicate=False)
+            loaded_names = {clean_name(name) for name, _ in chain(parameters, buffers)} - resized.keys()
             raw_names = {clean_name(name): name for name in type(module).state_dict(module)}
-            live_names = live.keys() | resized.keys()
-            extra = {
-                raw_names[n]: _read(value) for n, value in state.items() if n in live_names and n not in loaded_names
-            }
+            extra_names = (live.keys() | resized.keys()) - loaded_names
+            extra = {raw_names[name]: _read(value) for name, value in state.items() if name in extra_names}
             if extra:
                 self.let_modules_load(module, extra, resized)
         self.adopt_model_state(live)
@@ -618,6 +617,6 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if isinstance(value, StateTensor)}
 
 
-def _accumulates(of: ref[Sharded]) -> bool:
-    sharded = of()
+def _accumulates(reference: ref[Sharded]) -> bool:
+    sharded = reference()
     return sharded is None or sharded.accumulates()

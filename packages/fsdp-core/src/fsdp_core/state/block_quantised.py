@@ -136,7 +136,10 @@ def check_blocks(
                 own[name, key] = description
             elif isinstance(value, Tensor) and value.ndim:
                 local = local_tensor(value)
-                own[name, key] = None if not local.numel() else "in other blocks" if is_of_blocks(local) else "plain"
+                if not local.numel():
+                    own[name, key] = None
+                else:
+                    own[name, key] = "in other blocks" if is_of_blocks(local) else "plain"
     completed = {name: dict(values) for name, values in state.items()}
     by_rank = runtime.gather_objects(own)
     for name, key in dict.fromkeys(

@@ -105,11 +105,12 @@ class ChunkedTensor:
         copy.shape = self.shape
         copy.dtype = self.dtype
         copy.replica = self.replica
-        copy.chunks = (
-            tuple([Chunk(offsets=chunk.offsets, data=copies.get(id(chunk.data), chunk.data)) for chunk in self.chunks])
-            if self.replica == 0
-            else ()
-        )
+        copy.chunks = ()
+        if self.replica == 0:
+            copies_of_data = [copies.get(id(chunk.data), chunk.data) for chunk in self.chunks]
+            copy.chunks = tuple(
+                Chunk(offsets=chunk.offsets, data=data) for chunk, data in zip(self.chunks, copies_of_data, strict=True)
+            )
         return copy
 
     def numel(self) -> int:
@@ -131,15 +132,14 @@ class ChunkedTensor:
 
     def _convert(self, method: str, *args: Any, **kwargs: Any) -> ChunkedTensor:
         dtype = getattr(torch.empty(0, dtype=self.dtype), method)(*args, **kwargs).dtype
-        chunks = tuple(
-            Chunk(
-                offsets=chunk.offsets,
-                data=getattr(chunk.data, method)(*args, **kwargs)
-                if isinstance(chunk.data, Tensor)
-                else _Converted(chunk.data, dtype),
-            )
-            for chunk in self.chunks
-        )
+
+        def convert(data: Tensor | TensorSource) -> Tensor | TensorSource:
+            if isinstance(data, Tensor):
+                converted: Tensor = getattr(data, method)(*args, **kwargs)
+                return converted
+            return _Converted(data, dtype)
+
+        chunks = tuple(Chunk(offsets=chunk.offsets, data=convert(chunk.data)) for chunk in self.chunks)
         return ChunkedTensor(shape=self.shape, dtype=dtype, chunks=chunks, replica=self.replica)
 
     @classmethod

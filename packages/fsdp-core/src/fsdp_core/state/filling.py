@@ -118,8 +118,9 @@ def fill_all(
                 "strict=False, or in a LightningModule set self.strict_loading = False."
             )
         raise CheckpointMismatchError("\n".join(lines))
-    for name in () if check_only else common_names:
-        fill(targets[name], sources[name], cast=cast)
+    if not check_only:
+        for name in common_names:
+            fill(targets[name], sources[name], cast=cast)
     return differences
 
 

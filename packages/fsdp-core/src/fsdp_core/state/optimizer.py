@@ -186,12 +186,14 @@ def load_optimizer_state(
             parts = [part for part in _parts_of(layout, parameter) if not part.is_empty]
             values = saved["state"].get(parts[0].name) if parts else None
             if values:
-                optimizer.state[parameter] = {
-                    key: restored_blocks(optimizer, parts[0], parameter, values[key])
-                    if is_saved_in_blocks(values[key])
-                    else restore(parameter, parts, group, key, [saved["state"][part.name][key] for part in parts])
-                    for key in values
-                }
+                state: dict[str, Any] = {}
+                for key, value in values.items():
+                    if is_saved_in_blocks(value):
+                        state[key] = restored_blocks(optimizer, parts[0], parameter, value)
+                    else:
+                        values_of_parts = [saved["state"][part.name][key] for part in parts]
+                        state[key] = restore(parameter, parts, group, key, values_of_parts)
+                optimizer.state[parameter] = state
 
 
 _SAVED_GROUPS = (
@@ -390,8 +392,12 @@ def _describe_shared_state(part: Part, values: Mapping[str, Any]) -> dict[str, A
     shared_state: dict[str, Any] = {}
     for key, value in values.items():
         has_parameter_shape = tuple(getattr(value, "shape", ())) == part.shape
-        value = value.full() if isinstance(value, SavedTensor) and not has_parameter_shape else value
-        shared_state[key] = "shaped" if has_parameter_shape else value.tolist() if isinstance(value, Tensor) else value
+        if has_parameter_shape:
+            shared_state[key] = "shaped"
+            continue
+        if isinstance(value, SavedTensor):
+            value = value.full()
+        shared_state[key] = value.tolist() if isinstance(value, Tensor) else value
     return shared_state
 
 

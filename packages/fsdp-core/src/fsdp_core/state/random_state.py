@@ -83,7 +83,7 @@ def state_of_rank(states: list[Mapping[str, Any]], runtime: Runtime) -> Mapping[
     if len(states) == runtime.data_parallel_world_size:
         return states[runtime.data_parallel_rank]
     if runtime.rank == 0:
-        then, now = (f"{n} rank{'s' * (n != 1)}" for n in (len(states), runtime.data_parallel_world_size))
+        then, now = (f"{n} rank" if n == 1 else f"{n} ranks" for n in (len(states), runtime.data_parallel_world_size))
         warnings.warn(
             f"the checkpoint holds the random-number state of {then}, and this run has {now}: dropout and shuffling "
             f"continue from this run's seed.\nTo reproduce the run that was saved, resume on {then}.",

@@ -254,11 +254,9 @@ def _describe_location(report: Report) -> str:
 
 def _describe_collective(report: Report) -> str:
     location = report.location
-    return (
-        f"and the last collective that it has entered is {location.collective}"
-        if location.collective
-        else "in a collective"
-    )
+    if not location.collective:
+        return "in a collective"
+    return f"and the last collective that it has entered is {location.collective}"
 
 
 def _with_fewest_collectives(members: Collection[Member], reports: Mapping[int, Report]) -> list[Member]:

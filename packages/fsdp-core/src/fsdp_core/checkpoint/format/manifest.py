@@ -81,7 +81,8 @@ class StoredTensor:
             if self.chunks.pattern.shape != self.shape:
                 raise ValueError(f"its pieces do not cover the shape {list(self.shape)}")
             return
-        if (fault := find_fault(self.shape, [(chunk.offsets, chunk.lengths) for chunk in self.chunks])) is not None:
+        fault = find_fault(self.shape, [(chunk.offsets, chunk.lengths) for chunk in self.chunks])
+        if fault is not None:
             raise ValueError(fault)
 
     def overlapping(self, box: Box) -> Iterator[StoredChunk]:
@@ -160,8 +161,8 @@ class Manifest:
         for key, tensor in self.tensors.items():
             if isinstance(tensor.chunks, PatternedChunks):
                 lacking = patterned.lacking(tensor.chunks)
-                for name in () if lacking is None else (lacking,):
-                    self._need(name, f"tensor {key!r}")
+                if lacking is not None:
+                    self._need(lacking, f"tensor {key!r}")
                 continue
             for chunk in tensor.chunks:
                 self._need(chunk.file, f"tensor {key!r}")
@@ -332,13 +333,11 @@ def _tensor(key: str, entry: Any, patterns: dict[str, Pattern] | None) -> Stored
     try:
         shape = tuple(whole(size) for size in json_list(entry["shape"]))
         chunks = entry["chunks"]
-        return StoredTensor(
-            shape=shape,
-            dtype_name=string(entry["dtype"]),
-            chunks=_chunks(chunks)
-            if patterns is None or not isinstance(chunks, dict)
-            else PatternedChunks(key, string(chunks["files"]), read_pattern(shape, chunks, patterns)),
-        )
+        dtype_name = string(entry["dtype"])
+        if patterns is None or not isinstance(chunks, dict):
+            return StoredTensor(shape=shape, dtype_name=dtype_name, chunks=_chunks(chunks))
+        patterned = PatternedChunks(key, string(chunks["files"]), read_pattern(shape, chunks, patterns))
+        return StoredTensor(shape=shape, dtype_name=dtype_name, chunks=patterned)
     except ValueError as error:
         raise ValueError(f"tensor {key!r}: {error}") from error
 

@@ -55,8 +55,10 @@ class PatternedFiles:
     def __init__(self, files: Mapping[str, Any]) -> None:
         self._ranks: dict[str, list[int]] = {}
         for name in files:
-            if (file_pattern_and_rank := rank_in(name)) is not None:
-                self._ranks.setdefault(file_pattern_and_rank[0], []).append(file_pattern_and_rank[1])
+            files_and_rank = rank_in(name)
+            if files_and_rank is not None:
+                files_of_ranks, rank = files_and_rank
+                self._ranks.setdefault(files_of_ranks, []).append(rank)
         for ranks in self._ranks.values():
             ranks.sort()
         self._complete: set[tuple[str, Ranks]] = set()
@@ -76,7 +78,8 @@ class PatternedFiles:
             self._lookups_left -= 1 if step == 0 else count
             if self._lookups_left < 0:
                 raise ValueError(f"its ranks are in more than {MAX_LOOKED_UP} places beside ranks without a file")
-            for rank in (first,) if step == 0 else range(first, last + 1, step):
+            ranks = (first,) if step == 0 else range(first, last + 1, step)
+            for rank in ranks:
                 index = bisect_left(ranks_with_file, rank)
                 if index == len(ranks_with_file) or ranks_with_file[index] != rank:
                     return file_of_rank(chunks.files, rank)

@@ -163,12 +163,11 @@ class Pattern:
     def __post_init__(self) -> None:
         if (self.grid is None) == (self.runs is None):
             raise ValueError("its chunks are either a grid or runs of elements")
-        covered = (
-            tuple(sizes.total for sizes in self.grid) == self.shape
-            if self.grid is not None
-            else self.runs is not None and self.runs.total == math.prod(self.shape)
-        )
-        if not covered or 0 in self.shape:
+        if self.grid is not None:
+            is_covered = tuple(sizes.total for sizes in self.grid) == self.shape
+        else:
+            is_covered = self.runs is not None and self.runs.total == math.prod(self.shape)
+        if not is_covered or 0 in self.shape:
             raise ValueError(f"its pieces do not cover the shape {list(self.shape)}")
         if self.pieces != self.ranks.count or self.pieces > MAX_PIECES:
             raise ValueError(f"it is cut into {self.pieces} pieces, which {self.ranks.count} ranks hold")
@@ -202,7 +201,8 @@ class Pattern:
         if 0 in lengths:
             return
         if self.runs is not None:
-            yield from self.runs.overlapping(self._flat_index(offsets), self._flat_index(_last(offsets, lengths)) + 1)
+            last_index = [offset + length - 1 for offset, length in zip(offsets, lengths, strict=True)]
+            yield from self.runs.overlapping(self._flat_index(offsets), self._flat_index(last_index) + 1)
             return
         grid = self.grid or ()
         pieces_by_axis = [sizes.overlapping(o, o + n) for sizes, o, n in zip(grid, offsets, lengths, strict=True)]
@@ -220,16 +220,10 @@ class Pattern:
 
     def to_json(self) -> dict[str, Any]:
         """The pattern in JSON types, without the shape."""
-        cut: dict[str, Any] = (
-            {"grid": [sizes.runs for sizes in self.grid]}
-            if self.grid is not None
-            else {"runs": self.runs.runs if self.runs is not None else ()}
-        )
-        return {**cut, "ranks": self.ranks.runs}
-
-
-def _last(offsets: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    return [o + n - 1 for o, n in zip(offsets, lengths, strict=True)]
+        if self.grid is not None:
+            return {"grid": [sizes.runs for sizes in self.grid], "ranks": self.ranks.runs}
+        assert self.runs is not None
+        return {"runs": self.runs.runs, "ranks": self.ranks.runs}
 
 
 @dataclass(frozen=True, eq=False)

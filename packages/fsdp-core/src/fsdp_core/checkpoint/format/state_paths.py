@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -45,7 +45,11 @@ def find_part(state: Any, path: str) -> Any:
             here = here[step] if isinstance(here, Mapping) else here[int(step)]
         except (KeyError, IndexError, ValueError, TypeError):
             at = f"{'/'.join(walked)!r}" if walked else "the state"
-            keys = list(here) if isinstance(here, Mapping) else range(len(here)) if hasattr(here, "__len__") else []
+            keys: Iterable[Any] = ()
+            if isinstance(here, Mapping):
+                keys = here
+            elif hasattr(here, "__len__"):
+                keys = range(len(here))
             there = ", ".join(map(str, keys)) or "nothing"
             raise CheckpointValueError(f"no {path!r} in the state: {at} has {there}") from None
         walked.append(step)

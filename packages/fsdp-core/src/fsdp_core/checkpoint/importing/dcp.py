@@ -236,7 +236,8 @@ def _properties(args: tuple[Any, ...], state: Any) -> Any:
 
 
 def _tensor(args: tuple[Any, ...], state: Any) -> _Entry:
-    if not is_shape(shape := _ints(state["size"])):
+    shape = _ints(state["size"])
+    if not is_shape(shape):
         raise ValueError(f"{shape!r} is not a shape")
     return _Entry(shape=shape, dtype=state["properties"], boxes=tuple(state["chunks"]))
 

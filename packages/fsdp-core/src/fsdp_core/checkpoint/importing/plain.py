@@ -121,11 +121,9 @@ class PlainReader:
         lines = [f"  {path or 'the whole'!r}: {why}" for path, why in self.refused.items()]
         more = [f"  … and {self.refusals - len(lines)} more"] if self.refusals > len(lines) else []
         options = " ".join(f"--drop {_quote_path(path)}" for path in self.refused)
-        remedy = (
-            "In a process that has the code for it, save its state_dict() instead, and import that."
-            if "" in self.refused
-            else f"Leave it out by `{options}`, or import the weights alone by `--weights-only`."
-        )
+        remedy = f"Leave it out by `{options}`, or import the weights alone by `--weights-only`."
+        if "" in self.refused:
+            remedy = "In a process that has the code for it, save its state_dict() instead, and import that."
         raise CheckpointValueError(
             "\n".join(
                 [
@@ -188,7 +186,8 @@ class PlainReader:
         return [self._read(item, (*keys, str(index))) for index, item in enumerate(items)]
 
     def _constant(self, value: Name, keys: Keys) -> Any:
-        if (dtype := _dtype(value)) is None:
+        dtype = _dtype(value)
+        if dtype is None:
             self.refuse(keys, f"{value.name}, which is code")
         return dtype
 
@@ -273,7 +272,9 @@ def _encode_text(args: tuple[Any, ...], state: Any) -> bytes:
 
 
 def _bytes(args: tuple[Any, ...], state: Any) -> bytes:
-    return _encode_text(args, state) if len(args) == 2 else bytes(args[0]) if args else b""
+    if len(args) == 2:
+        return _encode_text(args, state)
+    return bytes(args[0]) if args else b""
 
 
 def _numpy_dtype(args: tuple[Any, ...], state: Any) -> Any:

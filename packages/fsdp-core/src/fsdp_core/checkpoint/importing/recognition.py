@@ -20,6 +20,7 @@ Format = Literal["dcp", "dcp-parts", "safetensors", "safetensors-file", "torch-f
 
 LIGHTNING_META = "meta.pt"
 
+_SHARD_SUFFIXES = (".pth", ".pt", ".ckpt", ".bin")
 _KNOWN = (
     "What can be imported: folders of torch.distributed.checkpoint (of Lightning's FSDPStrategy and "
     "ModelParallelStrategy, torchtitan, accelerate), files of torch.save (.ckpt, .pt), safetensors files and "
@@ -72,11 +73,14 @@ def recognise(path: StrPath) -> Source:
         return _parts(folder, parts)
     if any(name.endswith((SUFFIX, INDEX_SUFFIX)) and "/" not in name for name in names):
         return Source(format="safetensors", folder=folder)
-    files = [open_file(folder, name) for name in names if "/" not in name and _may_be_shard(name)]
+    files = [open_file(folder, name) for name in names if "/" not in name and name.endswith(_SHARD_SUFFIXES)]
     archives = [TorchFile(file) for file in files if is_torch_file(file)]
-    if shards := tuple(archive for archive in archives if _is_shard(archive)):
+    shards = tuple(archive for archive in archives if _is_shard(archive))
+    if shards:
         return Source(format="xla", folder=folder, archives=shards)
-    listed_names = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "nothing"
+    listed_names = ", ".join(names[:8]) or "nothing"
+    if len(names) > 8:
+        listed_names += f" and {len(names) - 8} more"
     files_of_torch = [str(archive.file) for archive in archives]
     hint = f"For one of its files, type its path: {', '.join(files_of_torch[:3])}.\n" if files_of_torch else ""
     raise CheckpointFormatError(
@@ -111,10 +115,6 @@ def _parts(folder: Folder, parts: list[str]) -> Source:
         listed_paths = ", ".join(str(folder.path(part.rstrip("/"))) for part in parts[:8])
         raise CheckpointFormatError(f"{folder} holds several checkpoints: {listed_paths}.\nImport one of them.")
     return Source(format="dcp-parts", folder=folder, parts=tuple(sorted(ours, reverse=True)))
-
-
-def _may_be_shard(name: str) -> bool:
-    return name.endswith((".pth", ".pt", ".ckpt", ".bin"))
 
 
 def _is_shard(archive: TorchFile) -> bool:

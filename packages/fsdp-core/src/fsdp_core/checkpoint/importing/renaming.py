@@ -104,7 +104,8 @@ def _as_trainers(imported: Imported) -> Imported:
             f"--add-prefix is for one model, and there are {len(models)}: {', '.join(models)}.\n"
             "Leave out all but one with `--drop KEY`."
         )
-    if conflicting := [key for key in other_state if key in _TRAINER_KEYS]:
+    conflicting = [key for key in other_state if key in _TRAINER_KEYS]
+    if conflicting:
         raise CheckpointMismatchError(
             f"the Trainer reads {', '.join(map(repr, conflicting))} as its own progress, and would resume from there.\n"
             f"Leave it out with `{' '.join(f'--drop {key}' for key in conflicting)}`: training begins at its first "

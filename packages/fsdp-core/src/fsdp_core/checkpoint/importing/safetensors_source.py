@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fsdp_core.checkpoint.format.safetensors_file import FileTensor, parse_header
+from fsdp_core.checkpoint.format.safetensors_file import parse_header
 from fsdp_core.checkpoint.format.safetensors_header import MAX_HEADER_BYTES
 from fsdp_core.checkpoint.importing.files import SourceFile, open_file
 from fsdp_core.checkpoint.importing.memory_budget import current_budget, memory_of_json
@@ -41,7 +41,16 @@ def read_safetensors_file(file: SourceFile) -> dict[str, StridedTensor]:
 
     header = parse_header(read, file.size, str(file))
     budget.charge(sum(_TENSOR + _TIMES_NAMED * len(name) for name in header))
-    return {name: _as_strided(file, tensor) for name, tensor in header.items()}
+    return {
+        name: StridedTensor(
+            file=file,
+            start=entry.start,
+            shape=entry.shape,
+            stride=row_major_strides(entry.shape),
+            dtype=entry.dtype,
+        )
+        for name, entry in header.items()
+    }
 
 
 def read_safetensors_folder(folder: Folder) -> dict[str, StridedTensor | InPieces]:
@@ -90,8 +99,13 @@ def read_safetensors_folder(folder: Folder) -> dict[str, StridedTensor | InPiece
             "tensors that its files don't hold. Restore the files."
         )
     for name, parts in pieces.items():
+        # each offset once: every rank writes the copies that it holds
+        distinct_parts = {part.offsets: part for part in parts if 0 not in part.lengths}
         tensors[name] = InPieces(
-            name=name, shape=_whole_shape(parts), dtype=parts[0].source.dtype, pieces=tuple(_distinct_pieces(parts))
+            name=name,
+            shape=_whole_shape(parts),
+            dtype=parts[0].source.dtype,
+            pieces=tuple(distinct_parts.values()),
         )
     return tensors
 
@@ -100,16 +114,6 @@ def _whole_shape(parts: list[Piece]) -> tuple[int, ...]:
     """The smallest shape that holds all pieces."""
     ends = [[offset + length for offset, length in zip(part.offsets, part.lengths, strict=True)] for part in parts]
     return tuple(map(max, zip(*ends, strict=True)))
-
-
-def _distinct_pieces(parts: list[Piece]) -> list[Piece]:
-    """The non-empty pieces, each offset once: every rank writes the copies that it holds."""
-    return list({part.offsets: part for part in parts if 0 not in part.lengths}.values())
-
-
-def _as_strided(file: SourceFile, entry: FileTensor) -> StridedTensor:
-    stride = row_major_strides(entry.shape)
-    return StridedTensor(file=file, start=entry.start, shape=entry.shape, stride=stride, dtype=entry.dtype)
 
 
 def _read_index(file: SourceFile) -> dict[str, str]:

@@ -218,7 +218,11 @@ def _charge(data: bytes, budget: MemoryBudget) -> None:
             budget.charge(_FIRST_ENTRY + _ENTRY * len(keys) + _SLOT * sum(keys))
         elif name in _OF_ITEMS:
             budget.charge(_ITEM * len(items) + _SLOT * sum(items))
-        weight = min(1 + sum(items), _MOST_HASHED) if name in _TUPLES else items[-1] if name == "DUP" else 1
+        weight = 1
+        if name in _TUPLES:
+            weight = min(1 + sum(items), _MOST_HASHED)
+        elif name == "DUP":
+            weight = items[-1]
         stack += [weight] * len(operation.stack_after)
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from fsdp_core.checkpoint.format.file_names import save_id_of
 from fsdp_core.checkpoint.format.manifest import MANIFEST
-from fsdp_core.checkpoint.format.part_record import PartRecord
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.storage.part_recognition import records_in, saves_in
 from fsdp_core.checkpoint.storage.recognition import manifest_bytes, save_id_in
@@ -127,7 +126,8 @@ def _find_manifest(folders: Sequence[Folder], file_names: Sequence[frozenset[str
     if not manifest_ids:
         hint = ""
         for folder, names in zip(folders, file_names, strict=True):
-            records = _records_of_any_save(folder, names)
+            save_ids = list(saves_in(names))
+            records = records_in(folder, save_ids[0], names) if save_ids else []
             if records:
                 hint = f", which rank 0 wrote on {records[0].manifest_host}, to {records[0].manifest_path}"
                 break
@@ -174,8 +174,3 @@ def _check_belongs(folder: Folder, names: frozenset[str], manifest_folder: Folde
         f"{folder} does not belong to the checkpoint whose manifest is at {manifest_folder}: it holds {content}, and "
         f"the manifest is of save {save_id}. Parts of different saves are never joined.\nGive the places of one save."
     )
-
-
-def _records_of_any_save(folder: Folder, names: frozenset[str]) -> list[PartRecord]:
-    save_ids = list(saves_in(names))
-    return records_in(folder, save_ids[0], names) if save_ids else []

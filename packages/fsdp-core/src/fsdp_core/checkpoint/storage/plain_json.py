@@ -44,7 +44,8 @@ def read_plain(files: StoredFiles) -> Any:
         if entry.size > MAX_JSON_BYTES:
             raise ValueError(f"it has {entry.size} bytes, and the limit is {MAX_JSON_BYTES}")
         text = folder.read(manifest.state_file)
-        if (checksum := f"xxh3:{xxhash.xxh3_64_hexdigest(text)}") != entry.checksum:
+        checksum = f"xxh3:{xxhash.xxh3_64_hexdigest(text)}"
+        if checksum != entry.checksum:
             raise ValueError(f"its checksum is {checksum}, which differs from the manifest's: it was changed")
         state = parse_text(text)
         check_plain(state, has_tensor)
@@ -52,7 +53,8 @@ def read_plain(files: StoredFiles) -> Any:
         raise CheckpointFormatError(
             f"can't read {folder.path(manifest.state_file)}: {error}. {remedy(error) or _DAMAGED}"
         ) from error
-    if named := find_named_code(state):
+    named = find_named_code(state)
+    if named:
         lines = [f"  {'/'.join(keys)!r}: {why}." for keys, why in named[:_MOST_SHOWN]]
         more = [f"  … and {len(named) - _MOST_SHOWN} more"] if len(named) > _MOST_SHOWN else []
         remedy_text = (
@@ -107,7 +109,9 @@ def scalar(node: Any) -> Any:
         ('nan', '/data', 3)
     """
     tag = _tag(node)
-    return node if tag is None else scalar(node[tag]) if tag != "$numpy" else scalar(node[tag][1])
+    if tag is None:
+        return node
+    return scalar(node[tag][1] if tag == "$numpy" else node[tag])
 
 
 def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:

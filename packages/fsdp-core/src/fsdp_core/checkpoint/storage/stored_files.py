@@ -56,7 +56,8 @@ class StoredFiles:
         """Forget what was read of a file, which is to be read from another place."""
         with self._lock:
             self._headers.pop(name, None)
-            if (stream := self._open.pop(name, None)) is not None:
+            stream = self._open.pop(name, None)
+            if stream is not None:
                 stream.close()
 
     def read_bytes(self, name: str, start: int, end: int) -> bytes:

@@ -124,11 +124,9 @@ class TensorBytes:
             for offsets, lengths in cut(shape, ITEM_BYTES[stored.dtype_name], self.block_bytes):
                 begin = (first + offsets[0], *offsets[1:]) if offsets else ()
                 block = self.read(key, begin, lengths)
-                yield (
-                    block
-                    if stored_dtype_name == stored.dtype_name
-                    else _convert_block(block, stored.dtype_name, stored_dtype_name)
-                )
+                if stored_dtype_name != stored.dtype_name:
+                    block = _convert_block(block, stored.dtype_name, stored_dtype_name)
+                yield block
 
         return BytesSource(shape=shape, dtype_name=stored_dtype_name, blocks=blocks)
 

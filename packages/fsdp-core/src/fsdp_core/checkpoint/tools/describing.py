@@ -77,8 +77,8 @@ class PartFinder:
     def part_of(self, key: str) -> str | None:
         """Return the path of the model or optimizer that a tensor belongs to, if there is one."""
         for depth in self._depths:
-            keys = key.split("/", depth)
-            if len(keys) >= depth and (path := "/".join(keys[:depth])) in self._kinds:
+            path = "/".join(key.split("/")[:depth])
+            if path in self._kinds:
                 return path
         return None
 
@@ -104,7 +104,11 @@ def _parts(manifest: Manifest) -> list[dict[str, Any]]:
 
 def _plain(state: Any, kinds: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """Yield an entry for each value at the first two levels outside of models and optimizers, and each param group."""
-    parents = {"/".join(path.split("/")[:depth]) for path in kinds for depth in (1, 2) if path.count("/") >= depth}
+    parents: set[str] = set()  # the paths at the first two levels that hold a model or an optimizer
+    for path in kinds:
+        steps = path.split("/")[:-1]
+        if steps:
+            parents |= {steps[0], "/".join(steps[:2])}
     for name, node in children(state) or []:
         path = join_path(name)
         inner = children(node)

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from fsdp_core.checkpoint.format.file_names import is_ours, save_id_of
-from fsdp_core.checkpoint.format.manifest import MANIFEST, Manifest
+from fsdp_core.checkpoint.format.manifest import MANIFEST
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.storage.part_recognition import describe_part, describe_rest, holds_part
 from fsdp_core.checkpoint.storage.plain_json import part_at, read_plain
@@ -120,15 +120,17 @@ def _describe_complete(folder: Folder) -> ListedCheckpoint:
         fault = f"missing, or of another size: {listed}"
         if is_elsewhere:
             fault = _in_one_line(describe_rest(folder, manifest, wrong_files))
-        sizes_of_other_saves = {
-            name: folder.size(name) or 0 for name in folder.files() if _belongs_to_other_save(name, manifest)
-        }
+        names_of_saves = [name for name in folder.files() if save_id_of(name) is not None]
+        sizes_of_other_saves = {name: folder.size(name) or 0 for name in names_of_saves if name not in manifest.files}
         remark = f"; {len(sizes_of_other_saves)} files of other saves lie in it too" if sizes_of_other_saves else ""
         plain = None if manifest.state_file in wrong_files else read_plain(files)
         steps = [] if plain is None else [part_at(plain, keys) for keys in _STEPS]
+        state: Literal["whole", "damaged", "scattered"] = "damaged" if wrong_files else "whole"
+        if is_elsewhere:
+            state = "scattered"
         return ListedCheckpoint(
             path=str(folder),
-            state="scattered" if is_elsewhere else "damaged" if wrong_files else "whole",
+            state=state,
             step=next((step for step in steps if type(step) is int), None),
             nbytes=sum(size or 0 for size in [*sizes.values(), *sizes_of_other_saves.values()]),
             time=_time(manifest.created),
@@ -151,10 +153,6 @@ def _describe_complete(folder: Folder) -> ListedCheckpoint:
 def _in_one_line(text: str) -> str:
     """The sentences in one line. An entry of a list, which is indented, is set off from what follows."""
     return " ".join(f"{line.strip()};" if line.startswith("  ") else line for line in text.splitlines())
-
-
-def _belongs_to_other_save(name: str, manifest: Manifest) -> bool:
-    return save_id_of(name) is not None and name not in manifest.files
 
 
 def _describe_writers(writers: Collection[Writer]) -> str:

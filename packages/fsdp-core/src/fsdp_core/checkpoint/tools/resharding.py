@@ -124,10 +124,11 @@ def check_target(target: Folder, *, overwrite: bool) -> None:
     if target_type != "folder":
         raise CheckpointExistsError(f"{target} is a {target_type}, and the output is a folder: choose another path")
     file_names = target.files()
-    if foreign := [name for name in file_names if not is_ours(name)]:
-        listed = ", ".join(foreign[:_MOST_SHOWN]) + (
-            f" and {len(foreign) - _MOST_SHOWN} more" if len(foreign) > _MOST_SHOWN else ""
-        )
+    foreign = [name for name in file_names if not is_ours(name)]
+    if foreign:
+        listed = ", ".join(foreign[:_MOST_SHOWN])
+        if len(foreign) > _MOST_SHOWN:
+            listed += f" and {len(foreign) - _MOST_SHOWN} more"
         raise CheckpointExistsError(
             f"{target} is a folder with something else in it ({listed}), which is not replaced: choose another path, "
             "or move that away"
@@ -179,11 +180,14 @@ def _sections(manifest: Manifest) -> dict[str, Section]:
     """The section of each tensor."""
     finder = PartFinder(manifest.kinds)
     kinds = manifest.kinds
-    parts = {key: finder.part_of(key) for key in manifest.tensors}
-    return {
-        key: "state" if path is None else "model" if kinds[path] == "model" else "optimizer"
-        for key, path in parts.items()
-    }
+    sections: dict[str, Section] = {}
+    for key in manifest.tensors:
+        path = finder.part_of(key)
+        if path is None:
+            sections[key] = "state"
+        else:
+            sections[key] = "model" if kinds[path] == "model" else "optimizer"
+    return sections
 
 
 def _lay_out(manifest: Manifest, save_id: str, count: int) -> dict[str, StoredTensor]:

@@ -43,7 +43,8 @@ def without_run_facts(leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     }
     by_callback: dict[str, dict[str, Any]] = {callback: {} for callback in folders}
     for path, node in leaves.items():
-        if (match := _IN_CALLBACK.match(path)) and match[1] in folders:
+        match = _IN_CALLBACK.match(path)
+        if match is not None and match[1] in folders:
             by_callback[match[1]][path[match.end() :]] = node
     content = {}
     renamed = {callback: _rename_paths(state, folders[callback]) for callback, state in by_callback.items()}
@@ -66,12 +67,15 @@ def without_run_facts(leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
 def _rename_paths(state: Mapping[str, Any], folder: str) -> dict[str, str]:
     """The names in a folder of the files that a callback's state names, by their paths."""
     paths = {node for node in state.values() if isinstance(node, str)}
-    paths |= {path for key in state if key.startswith(f"{_BEST}/") for path in split_path(key)[1:]}
+    for key in state:
+        if key.startswith(f"{_BEST}/"):
+            paths.update(split_path(key)[1:])
     names = {path: _name_in(path, folder) or path for path in paths}
-    short = {path: _VERSION.sub("", name) if name != path else path for path, name in names.items()}
-    return next(
-        (candidate for candidate in (short, names) if len(set(candidate.values())) == len(paths)), {}
-    )  # no two become one
+    short_names = {path: _VERSION.sub("", name) if name != path else path for path, name in names.items()}
+    for candidate in (short_names, names):
+        if len(set(candidate.values())) == len(paths):  # no two become one
+            return candidate
+    return {}
 
 
 def _name_in(path: str, folder: str) -> str | None:

@@ -33,7 +33,7 @@ class AccumulatedGradients:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        sharded_modules = [sharded for module in model.modules() if (sharded := sharded_of(module)) is not None]
+        sharded_modules = [sharded for sharded in map(sharded_of, model.modules()) if sharded is not None]
         if not sharded_modules:
             raise ShardingError(
                 f"{type(model).__name__} is not sharded, so its gradients are its parameters' own .grad.\n"

@@ -22,7 +22,7 @@ from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.torch_private.optimizer_steps import has_hooks_before_steps
 
-__all__ = ["copied_after", "copied_before_a_step", "hooks_that_may_write"]
+__all__ = ["choose_deferred", "finish_copies_after", "hooks_that_may_write"]
 
 #: Lightning's callbacks whose hooks write neither to parameters nor to optimizer state.
 _READERS = (
@@ -96,7 +96,7 @@ def _overridden(obj: object, base: type, more: Sequence[str], *, is_all: bool = 
     ]
 
 
-def copied_before_a_step(
+def choose_deferred(
     trainer: pl.Trainer, sharded: Sharded, optimizers: Sequence[Optimizer]
 ) -> Callable[[Tensor], Sequence[Tensor] | None] | None:
     """Return which tensors of a state may be copied until the optimizer's next step; ``None`` if none may be.
@@ -122,15 +122,17 @@ def copied_before_a_step(
             of_storage = sharing.setdefault(local.untyped_storage().data_ptr(), {})
             of_storage.setdefault(local.data_ptr(), []).extend([tensor] if local is tensor else [tensor, local])
 
-    def watched(tensor: Tensor) -> Sequence[Tensor] | None:
-        if tensor.nbytes < _SMALL or (same_storage := sharing.get(tensor.untyped_storage().data_ptr())) is None:
+    def tensors_that_count_writes(tensor: Tensor) -> Sequence[Tensor] | None:
+        tensors_by_begin = sharing.get(tensor.untyped_storage().data_ptr())
+        if tensor.nbytes < _SMALL or tensors_by_begin is None:
             return None
-        return [tensor, *same_storage.get(tensor.data_ptr(), chain.from_iterable(same_storage.values()))]
+        in_same_storage = chain.from_iterable(tensors_by_begin.values())
+        return [tensor, *tensors_by_begin.get(tensor.data_ptr(), in_same_storage)]
 
-    return watched
+    return tensors_that_count_writes
 
 
-def copied_after(closure: Callable[[], Any], saves: AsyncSaves, optimizer: Optimizer) -> Callable[[], Any]:
+def finish_copies_after(closure: Callable[[], Any], saves: AsyncSaves, optimizer: Optimizer) -> Callable[[], Any]:
     """Return a closure at the end of which the last save's tensors are copied.
 
     With automatic optimization the closure runs the forward and the backward pass. torch's optimizers write nothing

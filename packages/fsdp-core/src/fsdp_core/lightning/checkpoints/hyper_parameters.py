@@ -41,8 +41,9 @@ def check_hyper_parameters(owner: Any, key: str) -> None:
         except CheckpointValueError as error:
             refused[name] = str(error)
     if refused:
-        first, *more = refused.values()
-        places = "\n".join([first, *(text.split("\n", 1)[1] for text in more)])
+        messages = list(refused.values())
+        # each begins with the same line, which stands once
+        places = "\n".join([messages[0], *(message.partition("\n")[2] for message in messages[1:])])
         raise CheckpointValueError(
             f"{places}\nIn {type(owner).__name__} write self.save_hyperparameters(ignore={list(refused)!r})."
         )

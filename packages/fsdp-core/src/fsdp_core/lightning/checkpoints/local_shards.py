@@ -53,7 +53,9 @@ def refuse_local_shards(
                 shards.update(dict.fromkeys(_memory(tensor for tensor in state_tensors if tensor.ndim), description))
 
     def look() -> None:
-        for path, tensor in _tensors(state, ()) if shards else ():
+        if not shards:
+            return
+        for path, tensor in _tensors(state, ()):
             for address in _memory([tensor]):
                 if address in shards:
                     raise CheckpointValueError(

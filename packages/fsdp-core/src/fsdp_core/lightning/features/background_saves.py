@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.collective import run_on_all
-from fsdp_core.lightning.checkpoints.deferred_copies import copied_after
+from fsdp_core.lightning.checkpoints.deferred_copies import finish_copies_after
 from fsdp_core.lightning.checkpoints.model_checkpoint import treat_pending_saves_as_done
 from fsdp_core.lightning.features.feature import Feature
 from fsdp_core.runtime import Runtime
@@ -49,7 +49,7 @@ class BackgroundSaves(Feature):
 
     def before_optimizer_step(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
         """The closure that an optimizer is to call: the last save is copied before it writes."""
-        return closure if self.of_fit is None else copied_after(closure, self.of_fit, optimizer)
+        return closure if self.of_fit is None else finish_copies_after(closure, self.of_fit, optimizer)
 
     def before_save(self, path: str) -> None:
         """Wait for the save before, whose memory this one needs."""

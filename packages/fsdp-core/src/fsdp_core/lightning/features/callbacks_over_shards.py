@@ -86,12 +86,14 @@ def _take_shards(module: nn.Module, prefix: str, sharded: Sharded, *, full: bool
     def load_state_dict(state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
         named = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         sharded.load_model_state(named, strict)
-        for name, buffer in module.named_buffers(recurse=False) if prefix else ():
-            if name in state:
-                buffer.copy_(state[name])
+        if prefix:
+            for name, buffer in module.named_buffers(recurse=False):
+                if name in state:
+                    buffer.copy_(state[name])
 
     instance: Any = module
-    instance.state_dict, instance.load_state_dict = state_dict, load_state_dict
+    instance.state_dict = state_dict
+    instance.load_state_dict = load_state_dict
 
 
 def _show_written_shapes(trainer: pl.Trainer, sharded: Sharded) -> None:
@@ -140,7 +142,9 @@ def check_finetuning(trainer: pl.Trainer, sharded: Sharded, strategy: str) -> No
     visible = {clean_name(name): p for name, p in sharded.module.named_parameters(remove_duplicate=False)}
     visible_ids = set(map(id, visible.values()))
     hidden = [name for name in sharded.plan.parameters if name not in visible]
-    hidden += [part.name for p, parts in sharded.layout().items() if id(p) not in visible_ids for part in parts]
+    for parameter, parts in sharded.layout().items():
+        if id(parameter) not in visible_ids:
+            hidden += [part.name for part in parts]
     if hidden:
         raise UnsupportedCapabilityError(
             f"{type(finetuning[0]).__name__} can't be used with {strategy!r} as it is: it unfreezes the parameters "

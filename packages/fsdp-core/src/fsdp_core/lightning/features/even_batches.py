@@ -42,7 +42,7 @@ class EvenBatches:
     def __init__(self, strategy: ShardedTrainerStrategy) -> None:
         self._strategy: Any = strategy
         self._keeps = self._has_told = False
-        self._of: int | None = None
+        self._last_loader_idx: int | None = None
         self._last: tuple[Any, ...] = ()
 
     def check(self, stage: str) -> None:
@@ -82,7 +82,7 @@ class EvenBatches:
         everyones = _of_ranks(runtime, batches)
         around_predictions(trainer)
         self._keeps = self._has_told = False
-        self._of = None
+        self._last_loader_idx = None
         self._last = ()
         difference = "" if everyones is None else _describe_counts(everyones, "predicts")
         if everyones is not None and len(set(map(len, everyones))) > 1:
@@ -97,7 +97,9 @@ class EvenBatches:
                 self._keeps = True
                 loaders = len(batches)
                 around_predictions(
-                    trainer, before=lambda of: self._catch_up(loaders, of), end=lambda: self._catch_up(loaders, None)
+                    trainer,
+                    before=lambda loader_idx: self._catch_up(loaders, loader_idx),
+                    end=lambda: self._catch_up(loaders, None),
                 )
             return
         if everyones is None:
@@ -134,12 +136,12 @@ class EvenBatches:
         if self._keeps:
             self._last = args
 
-    def _catch_up(self, loaders: int, of: int | None) -> None:
+    def _catch_up(self, loaders: int, loader_idx: int | None) -> None:
         """Run the last batch again until no rank has a further one of an earlier loader than this rank's next one.
 
         Args:
             loaders: How many loaders there are.
-            of: The loader of this rank's next batch; ``None`` if it has none.
+            loader_idx: The loader of this rank's next batch; ``None`` if it has none.
 
         Raises:
             ShardingError: This rank has had no batch of a loader of which another rank has one.
@@ -147,21 +149,21 @@ class EvenBatches:
         name = self._strategy.strategy_name
         runtime = self._strategy.runtime
         while True:
-            counts = runtime.total([int(of == loader) for loader in range(loaders)])
+            counts = runtime.total([int(loader_idx == loader) for loader in range(loaders)])
             current = next((loader for loader, count in enumerate(counts) if count), None)
             if current is not None and counts[current] < runtime.world_size and not self._has_told:
                 self._has_told = True
                 rank_zero_info(f"{name}: some ranks predict fewer batches of loader {current} than others. {_REPEATED}")
-            if current is None or current == of:
+            if current is None or current == loader_idx:
                 break
-            if self._of != current:
+            if self._last_loader_idx != current:
                 raise ShardingError(
                     f"{name}: rank {runtime.rank} has no batch of loader {current}, and another rank has one. All "
                     "ranks must take as many steps: each needs the shards of all, and this rank has none to run "
                     "again.\nGive each rank one batch of each loader at least: use fewer ranks, or smaller batches."
                 )
             self._strategy.predict_step(*self._last)
-        self._of = current
+        self._last_loader_idx = current
         if current is None:
             self._last = ()
 

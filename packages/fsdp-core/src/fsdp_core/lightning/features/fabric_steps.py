@@ -62,7 +62,7 @@ class FabricSteps:
         The garbage collector decides when one of the latter leaves, on each rank for itself: what all ranks do together
         must not depend on how many there are.
         """
-        return [root for root_ref in self._roots if (root := root_ref()) is not None]
+        return [root for root in (reference() for reference in self._roots) if root is not None]
 
     @property
     def are_inside_forward(self) -> bool:

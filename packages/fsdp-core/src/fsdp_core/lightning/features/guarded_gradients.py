@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -110,7 +110,7 @@ class GuardedGradients:
 
     def _held_pieces(self) -> Iterator[Tensor]:
         """This rank's pieces of parameters that optimizers hold."""
-        return (p for piece in self._in_pieces if (p := piece()) is not None)
+        return _referents(self._in_pieces)
 
     def _held_flat(self) -> Iterator[Tensor]:
         """Those that a library has flattened, which hooks see."""
@@ -118,27 +118,33 @@ class GuardedGradients:
 
     def _pieces(self) -> Iterator[Tensor]:
         """This rank's pieces of parameters that only users look at."""
-        return (p for piece in self._module_pieces if (p := piece()) is not None)
+        return _referents(self._module_pieces)
 
     def _find_pieces(self) -> None:
         # without a step of Python for each parameter
         groups = [group["params"] for optimizer in self._strategy.optimizers for group in optimizer.param_groups]
         optimizer_params = list(chain.from_iterable(groups))
-        if len(optimizer_params) != len(self._optimizer_params) or not all(
-            map(operator.is_, optimizer_params, map(operator.call, self._optimizer_params))
-        ):
-            self._optimizer_params = [ref(p) for p in optimizer_params]
-            roots = self._strategy.trained_roots
-            pieces = (
-                p for p in optimizer_params if not isinstance(p, DTensor) and any(root.holds_part(p) for root in roots)
-            )
-            self._in_pieces = [ref(p) for p in pieces]
-            for root in roots:
-                self._find_module_pieces(root)
+        known_params = list(map(operator.call, self._optimizer_params))
+        if len(optimizer_params) == len(known_params) and all(map(operator.is_, optimizer_params, known_params)):
+            return
+        self._optimizer_params = [ref(p) for p in optimizer_params]
+        roots = self._strategy.trained_roots
+        plain_params = [p for p in optimizer_params if not isinstance(p, DTensor)]
+        self._in_pieces = [ref(p) for p in plain_params if any(root.holds_part(p) for root in roots)]
+        for root in roots:
+            self._find_module_pieces(root)
 
     def _find_module_pieces(self, root: Sharded) -> None:
         # also those that were found before: a root may be gathered, and its modules hold none of them then
-        found_before = [p for piece in self._module_pieces if (p := piece()) is not None]
-        ids_found_before = set(map(id, found_before))
-        new = (p for p in root.module.parameters() if id(p) not in ids_found_before and root.shows_piece(p))
-        self._module_pieces = list(map(ref, chain(found_before, new)))
+        known_pieces = list(_referents(self._module_pieces))
+        known_ids = set(map(id, known_pieces))
+        new_pieces = (p for p in root.module.parameters() if id(p) not in known_ids and root.shows_piece(p))
+        self._module_pieces = list(map(ref, chain(known_pieces, new_pieces)))
+
+
+def _referents(references: Iterable[ref[Tensor]]) -> Iterator[Tensor]:
+    """What weak references refer to that is still there."""
+    for reference in references:
+        tensor = reference()
+        if tensor is not None:
+            yield tensor

@@ -56,7 +56,7 @@ class LateParamGroups(Feature):
         """
         layout = sharded.layout()
         saved = state_by_name(optimizer, layout, saved)
-        optimizer_names = set(_names(optimizer, sharded))
+        optimizer_names = {name for group in optimizer.param_groups for name in _names_of(group, sharded)}
         sharded_names = {part.name for parts in layout.values() for part in parts} - set(elsewhere)
         absent = sharded_names - optimizer_names
         late = [group for group in saved["param_groups"] if group["params"] and absent.issuperset(group["params"])]
@@ -202,10 +202,6 @@ def _these_groups_alone(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) 
         optimizer.param_groups[:] = all_groups
         for parameter, values in state.items():
             optimizer.state.setdefault(parameter, values)
-
-
-def _names(optimizer: Optimizer, sharded: Sharded) -> list[str]:
-    return [name for group in optimizer.param_groups for name in _names_of(group, sharded)]
 
 
 def _names_of(group: Mapping[str, Any], sharded: Sharded) -> list[str]:

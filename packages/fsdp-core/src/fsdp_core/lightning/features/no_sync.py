@@ -70,12 +70,10 @@ class NoSync(BackwardSyncControl):
             return
         optimizer_params = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for root in [root for root in roots if root in self._last_was_off]:
-            names = {
-                part.name
-                for p, parts in root.layout().items()
-                if id(p) in optimizer_params and (isinstance(p, DTensor) or root.holds_part(p))
-                for part in parts
-            }
+            names: set[str] = set()
+            for p, parts in root.layout().items():
+                if id(p) in optimizer_params and (isinstance(p, DTensor) or root.holds_part(p)):
+                    names.update(part.name for part in parts)
             unreduced = sorted(names & root.accumulated_gradients().own.keys())
             if unreduced:
                 raise ShardingError(

@@ -63,26 +63,27 @@ class Signals:
         """The signal by which SLURM announces the end of a job that is to be queued again; ``None`` elsewhere."""
         return requeue_signal_of(self._strategy.cluster_environment)
 
-    def register(self, then: Callable[[int], None] | None = None) -> None:
+    def register(self, on_signal: Callable[[int], None] | None = None) -> None:
         """Note these signals from now on, and call the handlers that there are. Only the main thread gets signals.
 
         Args:
-            then: Called with the signal, in its handler.
+            on_signal: Called with the signal, in its handler.
         """
         for signum in filter(None, (signal.SIGTERM, self.requeue_signal())):
-            before = signal.getsignal(signum)
-            if signum == signal.SIGTERM or before in (signal.SIG_DFL, None):
-                signal.signal(signum, self._handler(before if callable(before) else None, then))
+            former_handler = signal.getsignal(signum)
+            if signum == signal.SIGTERM or former_handler in (signal.SIG_DFL, None):
+                users_handler = former_handler if callable(former_handler) else None
+                signal.signal(signum, self._handler(users_handler, on_signal))
 
     def _handler(
-        self, before: Callable[..., Any] | None, then: Callable[[int], None] | None
+        self, users_handler: Callable[..., Any] | None, on_signal: Callable[[int], None] | None
     ) -> Callable[[int, FrameType | None], None]:
         def note(signum: int, frame: FrameType | None) -> None:
             self.received = signum
-            if before is not None:  # the user's own
-                before(signum, frame)
-            if then is not None:
-                then(signum)
+            if users_handler is not None:
+                users_handler(signum, frame)
+            if on_signal is not None:
+                on_signal(signum)
 
         return note
 
@@ -141,8 +142,8 @@ class Preemption(Feature):
         self._signals.agreed = 0
         self._ended = False
         if threading.current_thread() is threading.main_thread():  # others get no signals
-            then = None if fitting else self._end_at_once
-            instead_of_signal_handlers(trainer, lambda: self._signals.register(then))
+            on_signal = None if fitting else self._end_at_once
+            instead_of_signal_handlers(trainer, lambda: self._signals.register(on_signal))
         if fitting:
             around_each_batch(
                 trainer, lambda: self._end_together(trainer), lambda is_last: self._agree(trainer, is_last)

@@ -77,7 +77,8 @@ class ShardedOptimizers:
             return
         for root in roots:
             layout = root.layout()
-            if sharded_params := [p for p in _parameters_of(optimizer) if p in layout]:
+            sharded_params = [p for p in _parameters_of(optimizer) if p in layout]
+            if sharded_params:
                 root.check_gradients(sharded_params)
 
     def _rebind(self, optimizers: Sequence[Optimizer], roots: Sequence[Sharded]) -> None:
@@ -97,8 +98,11 @@ class ShardedOptimizers:
         optimizer_params = {id(parameter) for parameter in _parameters_of(optimizer)}
         trained: list[tuple[ref[Sharded], set[str]]] = []
         for root in roots:
-            parts = [part for p, parts in root.layout().items() if id(p) in optimizer_params for part in parts]
-            trained.append((ref(root), {part.name for part in parts}))
+            names: set[str] = set()
+            for parameter, parts in root.layout().items():
+                if id(parameter) in optimizer_params:
+                    names.update(part.name for part in parts)
+            trained.append((ref(root), names))
             on_zero_grad(root.module, partial(_discard_unreduced, ref(root), self.unreduced))
         unreduced = self.unreduced
 

@@ -300,8 +300,8 @@ class StepMethods:
         refuse_again(module)
 
 
-def _before_step_inside(of: ref[StepMethods], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    methods = of()
+def _before_step_inside(reference: ref[StepMethods], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    methods = reference()
     if methods is None or not methods._is_stepped_past:
         return
     if len(args) > 1 or kwargs.get("closure") is not None:
@@ -314,7 +314,7 @@ def _before_step_inside(of: ref[StepMethods], optimizer: Optimizer, args: Any, k
     methods._end_part()
 
 
-def _after_step_inside(of: ref[StepMethods], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    methods = of()
+def _after_step_inside(reference: ref[StepMethods], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    methods = reference()
     if methods is not None and methods._is_stepped_past:
         methods._begin_part()

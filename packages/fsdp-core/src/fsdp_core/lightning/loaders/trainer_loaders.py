@@ -238,7 +238,9 @@ def _warn_of_starting_over(combined: Any, *, has_states: bool) -> None:
             "ones are not seen. Resume from a checkpoint that was saved at the end of an epoch; or give "
             "the loader a position: leave the sampler to Lightning, or write state_dict() and load_state_dict()."
         )
-    for loader in combined.flattened if has_states else ():
+    if not has_states:
+        return
+    for loader in combined.flattened:
         doubt = of_unknown_order(loader)
         if doubt is not None:
             rank_zero_warn(f"The checkpoint was saved within an epoch. {doubt}")
@@ -259,7 +261,8 @@ def _states(loop: Any) -> list[Any]:
     unused = batches.ready - batches.processed
     combined = combined_loader(loop)
     states = []
-    for loader in combined.flattened if combined is not None else ():
+    loaders = () if combined is None else combined.flattened
+    for loader in loaders:
         position = position_of(loader)
         if has_state(loader):
             states.append(loader.state_dict() if position is None else position.state_dict(unused))

@@ -128,5 +128,10 @@ def set_up_model(module: nn.Module) -> Sharded:
 def root_around(module: nn.Module) -> Sharded:
     """The root of a model that was set up, given the model, a part of it, or a module around it."""
     around = sharded_around(written_of(module))
-    inside = (sharded for part in module.modules() if (sharded := sharded_in(part)) is not None)
-    return around[0] if around is not None else next(inside, None) or set_up_model(module)
+    if around is not None:
+        return around[0]
+    for part in module.modules():
+        sharded = sharded_in(part)
+        if sharded is not None:
+            return sharded
+    return set_up_model(module)

@@ -388,7 +388,8 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
         )
         return
     in_engine = any(code.co_name == "_engine_run_backward" for code in codes)
-    if in_engine and (names := _written_since(str(exception), sharded)):
+    names = _written_since(str(exception), sharded) if in_engine else []
+    if names:
         exception.add_note(
             f"fsdp-core: {_list_names(names)} was written to between the forward pass and this backward "
             "pass, which computes with its values: by an optimizer's step, a checkpoint that was loaded, or by hand.\n"
@@ -416,7 +417,8 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
         return
     is_in_step = is_inside or any(code is call_inside_forward.__code__ for code in codes)
     # of what has one element torch raises an AssertionError without a word
-    is_silent = isinstance(exception, AssertionError) and not str(exception) and _is_of_dtensors(codes[-1])
+    is_of_dtensors = Path(codes[-1].co_filename).is_relative_to(_DTENSORS)
+    is_silent = isinstance(exception, AssertionError) and not str(exception) and is_of_dtensors
     if is_in_step and (is_silent or _OF_MIXED_WRITES.search(str(exception))):
         exception.add_note(
             "fsdp-core: a tensor and a DTensor were mixed in a write: in a step a parameter of no unit is gathered, "
@@ -449,10 +451,6 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
         "Call the model, or a part of it that is not a layer inside a unit, which gathers what it needs; or write, on "
         "all ranks,\n    with fsdp_core.gathered(module):\nin which it has full parameters."
     )
-
-
-def _is_of_dtensors(code: CodeType) -> bool:
-    return Path(code.co_filename).is_relative_to(_DTENSORS)
 
 
 def _list_names(names: list[str]) -> str:

@@ -35,9 +35,7 @@ def _refuses_shards(take: Callable[..., Any]) -> Callable[..., Any]:
         ranks = sys.modules.get("fsdp_core.lightning.strategy")  # nothing is sharded if it was not imported
         if ranks is not None and not isinstance(self, ranks.ShardedStrategy):
             module: Any = inspect.signature(take).bind(self, *args, **kwargs).args[1]
-            sharded = [
-                part_sharded for part in module.modules() if (part_sharded := ranks.sharded_of(part)) is not None
-            ]
+            sharded = [sharded for sharded in map(ranks.sharded_of, module.modules()) if sharded is not None]
             if sharded:
                 from fsdp_core.lightning.private import forget_module
 

@@ -7,7 +7,7 @@ import hashlib
 import re
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from enum import Enum
@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import Runtime
 
-__all__ = ["check_same", "describe_error", "describe_value", "facts_of_options", "facts_of_packages"]
+__all__ = ["check_same", "describe_error", "describe_tensor", "describe_value", "facts_of_options", "facts_of_packages"]
 
 
 def check_same(runtime: Runtime, what: str, facts: Mapping[str, str]) -> None:
@@ -101,14 +101,9 @@ def _difference(of_rank_0: list[tuple[str, str]], own: list[tuple[str, str]]) ->
     return extra or lacking or order
 
 
-def _shape(tensor: Tensor) -> str:
+def describe_tensor(tensor: Tensor) -> str:
+    """Describe a tensor's shape and dtype."""
     return "not known yet" if is_lazy(tensor) else f"{tuple(tensor.shape)} in {tensor.dtype}"
-
-
-def _number(tensor: Tensor) -> str:
-    if tensor.device.type in ("meta", "xla") or isinstance(tensor, DTensor):
-        return _shape(tensor)  # reading it would run a program, or a collective, that other ranks may not run
-    return f"{tensor.item()!r} in {tensor.dtype}"
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -125,9 +120,17 @@ def describe_value(value: object) -> str:
         '[0.9, 0.5 in torch.float32, nan, (2,) in torch.float32, len, a Identity]'
     """
     if isinstance(value, Tensor):
-        return _number(value) if value.numel() == 1 else _shape(value)
+        # reading others would run a program, or a collective, that other ranks may not run
+        is_read_alone = value.device.type not in ("meta", "xla") and not isinstance(value, DTensor)
+        if value.numel() == 1 and is_read_alone:
+            return f"{value.item()!r} in {value.dtype}"
+        return describe_tensor(value)
     if isinstance(value, str):
-        return " ".join(sorted(_words(value))) if _ADDRESS.search(value) else repr(value)
+        if not _ADDRESS.search(value):
+            return repr(value)
+        # a library's text about a policy: the names in it, without their packages
+        words = re.findall(r"[\w.]+", _ADDRESS.sub("", value))
+        return " ".join(sorted(word.rpartition(".")[2] for word in words))
     if isinstance(value, float):
         return float.__repr__(value)  # of numpy's too
     if value is None or isinstance(value, bool | int | Enum | torch.dtype | timedelta):
@@ -150,8 +153,3 @@ def describe_value(value: object) -> str:
 def describe_error(error: Exception) -> str:
     """An error's class and message, without addresses of objects in it, which differ from rank to rank."""
     return f"{type(error).__name__}: {_ADDRESS.sub('', str(error))}"
-
-
-def _words(text: str) -> Iterator[str]:
-    """The names in a library's text about a policy, without their packages."""
-    return (word.rpartition(".")[2] for word in re.findall(r"[\w.]+", _ADDRESS.sub("", text)))

@@ -313,7 +313,8 @@ def _scatter(plan: _Plan, members: Sequence[_Member], optimizer: str, failure: O
             [cast("Tensor", m.full).data[_slices_of(box)] for m in own_members for box in m.boxes[receiver]]
             for receiver in ranks
         ]
-        sizes = [sum(prod(box) for m in group if m.owner == owner for _, box in m.boxes[rank]) for owner in ranks]
+        boxes_by_owner = [[box for m in group if m.owner == owner for _, box in m.boxes[rank]] for owner in ranks]
+        sizes = [sum(map(prod, boxes)) for boxes in boxes_by_owner]
         if not has_sent_flag:
             flag = torch.full((1,), float(failure is not None), dtype=dtype, device=device)
             outgoing = [[flag, *to_rank] for to_rank in outgoing]

@@ -51,7 +51,9 @@ def failed_in(error: Exception, parameters: Sequence[tuple[str, Tensor, Tensor |
         ...     print(failed_in(error, [("bias", other, None), ("weight", weight, None)]).message[:46])
         while it updated 'weight': _LinAlgError: linal
     """
-    names = {id(tensor): name for name, *tensors in parameters for tensor in tensors if tensor is not None}
+    names: dict[int, str] = {}
+    for name, *tensors in parameters:
+        names.update((id(tensor), name) for tensor in tensors if tensor is not None)
     candidates: list[str] = []
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         if not candidates:

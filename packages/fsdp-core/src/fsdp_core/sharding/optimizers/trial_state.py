@@ -46,12 +46,15 @@ def why_not_saved(run: TrialRun, *, is_sharded: bool) -> str | None:
     names = {params: part.name for params, (part,) in layout_of_small_params(run.small_params).items()}
     state = holder_of_state(run.optimizer).state
     has_own_format = isinstance(run.optimizer, torch.optim.LBFGS)
-    for param, values in state.items() if is_sharded and not has_own_format else ():
-        for name, value in values.items() if param in names else ():
-            for tensor in nested_values(value):
-                if isinstance(tensor, Tensor) and tensor.numel() != 1 and tensor.shape != param.shape:
-                    shapes = f"{tuple(tensor.shape)} for a parameter of {tuple(param.shape)}"
-                    return _lost(f"it keeps {name!r} of shape {shapes}, and a checkpoint would hold that of one rank")
+    if is_sharded and not has_own_format:
+        for param in [param for param in state if param in names]:
+            for name, value in state[param].items():
+                for tensor in nested_values(value):
+                    if isinstance(tensor, Tensor) and tensor.numel() != 1 and tensor.shape != param.shape:
+                        return _lost(
+                            f"it keeps {name!r} of shape {tuple(tensor.shape)} for a parameter of "
+                            f"{tuple(param.shape)}, and a checkpoint would hold that of one rank"
+                        )
     for key in state:
         if not isinstance(key, Tensor) or key not in names:
             word = f"a tensor of {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)

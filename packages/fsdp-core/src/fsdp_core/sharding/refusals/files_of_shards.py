@@ -154,14 +154,12 @@ def _mark_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[s
         parameter_of_state = parameters[number] if isinstance(number, int) and number < len(parameters) else number
         is_piece = isinstance(parameter_of_state, Tensor) and holds_piece(parameter_of_state)
         if isinstance(values, dict):
-            values = {  # new tensor objects that share memory with the optimizer's own
-                name: _refuse_files_of(
-                    value.detach(), f"{name!r} in state_dict() of {type(optimizer).__name__}", strategy
-                )
-                if isinstance(value, DTensor) or (is_piece and isinstance(value, Tensor) and value.ndim)
-                else value
-                for name, value in values.items()
-            }
+            values = dict(values)
+            for name, value in values.items():
+                if isinstance(value, DTensor) or (is_piece and isinstance(value, Tensor) and value.ndim):
+                    full_name = f"{name!r} in state_dict() of {type(optimizer).__name__}"
+                    # a new tensor object that shares memory with the optimizer's own
+                    values[name] = _refuse_files_of(value.detach(), full_name, strategy)
         marked[number] = values
     return {**state, "state": marked}
 

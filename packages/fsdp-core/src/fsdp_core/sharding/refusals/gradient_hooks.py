@@ -87,12 +87,18 @@ def _check_inputs(outputs: Sequence[Tensor | GradientEdge], inputs: Sequence[Ten
     Raises:
         UnsupportedCapabilityError: One of the inputs is a shard, or a view of what was gathered.
     """
-    named = {id(tensor): (name, tensor) for tensor in inputs if (name := _name_of(tensor)) is not None}
-    if not named:
+    names: dict[int, str] = {}
+    leaves: list[Tensor] = []
+    for tensor in inputs:
+        name = _name_of(tensor)
+        if name is not None and id(tensor) not in names:
+            names[id(tensor)] = name
+            if tensor.is_leaf and tensor.requires_grad:
+                leaves.append(tensor)
+    if not names:
         return
-    leaves = [tensor for _, tensor in named.values() if tensor.is_leaf and tensor.requires_grad]
     reached = reaches(outputs, leaves)
-    for key, (name, _) in named.items():
+    for key, name in names.items():
         if key not in reached:
             raise _unreached_refusal(
                 "backward(inputs=...) with respect to",
@@ -122,11 +128,12 @@ def _is_same(gathered: Any) -> Callable[[Tensor], bool]:
 
 
 def _refuse(method: str, name: str, called: tuple[str, ...], hook: Callable[..., Any]) -> NoReturn:
-    instead = (
-        f"Write parameter.{called[0]}(hook), whose hook gets the parameter with its reduced gradient in parameter.grad."
-        if called
-        else "Read gradients in on_before_optimizer_step(), or under Fabric after fabric.backward()."
-    )
+    instead = "Read gradients in on_before_optimizer_step(), or under Fabric after fabric.backward()."
+    if called:
+        instead = (
+            f"Write parameter.{called[0]}(hook), whose hook gets the parameter with its reduced gradient in "
+            "parameter.grad."
+        )
     raise UnsupportedCapabilityError(
         f"{method}() of {name!r}, which is sharded: its gradient is reduced to the shard without a call of the hook.\n"
         f"{instead}"

@@ -29,7 +29,7 @@ class ReplacedParameter(nn.Parameter):
         if func in _ALLOWED:
             with without_torch_function():
                 return func(*args, **(kwargs or {}))
-        _refuse(_found([args, kwargs]), getattr(func, "__name__", "") or str(func))
+        _refuse(_find_replaced([args, kwargs]), getattr(func, "__name__", "") or str(func))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplacedParameter:
         return self
@@ -42,17 +42,16 @@ class ReplacedParameter(nn.Parameter):
 
 
 #: What an optimizer that is set up later, and torch, ask of a parameter without computing with it.
+_PROPERTIES = (
+    *("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim"),
+    *IS_OF_KIND,
+)
+_METHODS = (
+    *("size", "dim", "numel", "nelement", "ndimension", "__len__", "__hash__"),
+    *("is_floating_point", "is_complex", "element_size", "get_device", "untyped_storage"),
+)
 _ALLOWED: frozenset[Any] = frozenset(
-    [
-        getattr(Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim")
-    ]
-    + [getattr(Tensor, name).__get__ for name in IS_OF_KIND]
-    + [getattr(Tensor, name) for name in ("size", "dim", "numel", "nelement", "ndimension", "__len__", "__hash__")]
-    + [
-        getattr(Tensor, name)
-        for name in ("is_floating_point", "is_complex", "element_size", "get_device", "untyped_storage")
-    ]
+    {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {getattr(Tensor, name) for name in _METHODS}
 )
 
 _NAME = "_fsdp_core_name"
@@ -81,13 +80,17 @@ def mark_replaced(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
             parameter.__dict__[_NAME] = name
 
 
-def _found(values: Any) -> ReplacedParameter | None:
+def _find_replaced(values: Any) -> ReplacedParameter | None:
+    """The first parameter among arguments, in containers too, that shards have replaced."""
     if isinstance(values, ReplacedParameter):
         return values
     if isinstance(values, dict):
         values = list(values.values())
     if isinstance(values, list | tuple):
-        return next((replaced for value in values if (replaced := _found(value)) is not None), None)
+        for value in values:
+            parameter = _find_replaced(value)
+            if parameter is not None:
+                return parameter
     return None
 
 

@@ -59,11 +59,12 @@ def _overloads(op: object, option: str) -> list[Any]:
         packet: Any = op
         return [getattr(packet, overload) for overload in packet.overloads()]
     names = op.removeprefix("torch.ops.").split(".") if isinstance(op, str) else []
-    operation: Any = torch.ops
-    for name in names if len(names) in (2, 3) else ():
-        operation = getattr(operation, name, None)
-    if isinstance(operation, _OVERLOAD | _PACKET):
-        return _overloads(operation, option)
+    if len(names) in (2, 3):  # such as aten.mm, or aten.mm.default
+        operation: Any = torch.ops
+        for name in names:
+            operation = getattr(operation, name, None)
+        if isinstance(operation, _OVERLOAD | _PACKET):
+            return _overloads(operation, option)
     close = difflib.get_close_matches(names[1], dir(torch.ops.aten), 3) if len(names) > 1 else []
     hint = f"Did you mean {' or '.join(repr(f'aten.{name}') for name in close)}? " if close else ""
     raise UnsupportedCapabilityError(f"{option} holds {op!r}, which is no operator of torch.ops.\n{hint}{_HOW_TO}")

@@ -79,20 +79,20 @@ class _Buffers:
             for i, buffers_of_module in enumerate(self.by_module)
         ]
 
-    def look_at(self, before: _Values) -> None:
+    def look_at(self, copies: _Values) -> None:
         """Look, after a forward pass, at which large ones it has written to.
 
         Args:
-            before: What :meth:`copies` returned before it. Copies that nobody needs are left out.
+            copies: What :meth:`copies` returned before it. Copies that nobody needs are left out.
 
         Raises:
             UnsupportedCapabilityError: It has written to one that is not among the copies.
         """
-        for i, (now, then) in enumerate(zip(self.by_module, before, strict=True)):
-            for name, copied in then.items():
+        for i, (buffers, copies_of_module) in enumerate(zip(self.by_module, copies, strict=True)):
+            for name, copied in copies_of_module.items():
                 if copied is None or copied.nbytes <= _SMALL or copied.device.type == "xla":
                     continue
-                buffer = now.get(name)
+                buffer = buffers.get(name)
                 key = (i, name)
                 if id(buffer) in self._shared:
                     self._unwritten.pop(key, None)
@@ -101,7 +101,7 @@ class _Buffers:
                         raise _late_write_refusal(self._module, name)
                 elif type(buffer) is Tensor and torch.equal(buffer, copied):
                     self._unwritten[key] = buffer, times_written(buffer)
-                    then[name] = buffer
+                    copies_of_module[name] = buffer
 
     def _copy(self, key: tuple[int, str], buffer: Tensor | None) -> Tensor | None:
         if buffer is None or self._is_as_noted(key, buffer):
@@ -145,44 +145,48 @@ class _Call:
     def __init__(self, forward: Callable[..., Any], module: nn.Module, buffers: _Buffers) -> None:
         self.__self__ = module  # as a method has, which tells whose weights are used
         self._forward, self._buffers = forward, buffers
-        self._before: _Values | None = None
+        self._copies: _Values | None = None  # of what buffers were at the first computation
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # what is compiled writes to buffers once, however often it computes
             return self._forward(*args, **kwargs)
         by_module = self._buffers.by_module
-        if self._before is None:
-            self._before = ()  # none, of a module that has none yet
+        if self._copies is None:
+            self._copies = ()  # none, of a module that has none yet
             if any(by_module):
                 with without_dispatch_modes():  # one of which counts operations, to find the results that it has kept
-                    self._before = self._buffers.copies()
+                    self._copies = self._buffers.copies()
             output = self._forward(*args, **kwargs)
-            if self._before:
-                self._buffers.look_at(self._before)
+            if self._copies:
+                self._buffers.look_at(self._copies)
             return output
-        if not self._before and not any(by_module):
+        if not self._copies and not any(by_module):
             return self._forward(*args, **kwargs)
-        now = [dict(of) for of in by_module]
-        before = self._before or [{} for _ in by_module]
-        same: dict[int, Tensor | None] = {}  # a buffer of two modules stays one
-        with without_dispatch_modes():
-            shared = _copies_of_shared(before)
-            for of, current, then in zip(by_module, now, before, strict=True):
-                of.clear()  # also of what the first computation has registered
-                for name, value in then.items():
-                    key = id(current.get(name))
-                    if key not in same:
-                        if value is None or value is current.get(name):
-                            same[key] = value
-                        else:
-                            same[key] = shared[id(value)] if id(value) in shared else value.clone()
-                    of[name] = same[key]
+        current_by_module = [dict(buffers) for buffers in by_module]
+        self._put_back(self._copies or [{} for _ in by_module], current_by_module)
         try:
             return self._forward(*args, **kwargs)
         finally:  # torch leaves it early, by an exception
-            for of, current in zip(by_module, now, strict=True):
-                of.clear()
-                of.update(current)
+            for buffers, current in zip(by_module, current_by_module, strict=True):
+                buffers.clear()
+                buffers.update(current)
+
+    def _put_back(self, copies_by_module: _Values, current_by_module: _Values) -> None:
+        """Let modules hold copies of what their buffers were at the first computation, and nothing else."""
+        put_back: dict[int, Tensor | None] = {}  # by the id of the current buffer: one of two modules stays one
+        with without_dispatch_modes():
+            shared = _copies_of_shared(copies_by_module)
+            modules = zip(self._buffers.by_module, current_by_module, copies_by_module, strict=True)
+            for buffers, current, copies in modules:
+                buffers.clear()  # also of what the first computation has registered
+                for name, copied in copies.items():
+                    key = id(current.get(name))
+                    if key not in put_back:
+                        if copied is None or copied is current.get(name):
+                            put_back[key] = copied
+                        else:
+                            put_back[key] = shared[id(copied)] if id(copied) in shared else copied.clone()
+                    buffers[name] = put_back[key]
 
 
 def _late_write_refusal(module: nn.Module, name: str) -> UnsupportedCapabilityError:

@@ -133,13 +133,15 @@ class UnitCalls:
         if _are_plain(arguments):
             self._open_calls.append((None, []))
             return
+        call = _Call(arguments) if any(map(_holds_container, arguments)) else None
         hidden_before = list(_hidden_tensors(arguments, 3)) if torch.is_grad_enabled() else []
-        self._open_calls.append((_Call(arguments) if any(map(_holds_container, arguments)) else None, hidden_before))
+        self._open_calls.append((call, hidden_before))
 
     @outside_of_compilation
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take what the library passes on. A forward pre-hook with keyword arguments."""
-        if self._open_calls and (call := self._open_calls[-1][0]) is not None:
+        call = self._open_calls[-1][0] if self._open_calls else None
+        if call is not None:
             call.begin([*args, *kwargs.values()])
 
     @outside_of_compilation
@@ -154,13 +156,18 @@ class UnitCalls:
         call, hidden_before = self._open_calls.pop() if self._open_calls else (None, [])
         new_values = [] if call is None else tree_flatten(call.give_back())[0]
         tensors = [value for value in new_values if isinstance(value, Tensor)]
-        if not isinstance(output, Tensor) and (deferred := _describe_deferred(output)):
-            raise ShardingError(
-                f"a unit, {_class_name(module)}, returned {deferred}: it would compute after the unit's "
-                "parameters are freed.\nReturn what it computes; or let it belong to no unit: name other classes in "
-                "auto_wrap_policy={MyBlock}, or write auto_wrap_policy=None, for one unit."
-            )
-        if _is_freed(output) if isinstance(output, Tensor) else any(map(_is_freed, _returned_tensors(output))):
+        if isinstance(output, Tensor):
+            returns_freed = _is_freed(output)
+        else:
+            deferred = _describe_deferred(output)
+            if deferred is not None:
+                raise ShardingError(
+                    f"a unit, {_class_name(module)}, returned {deferred}: it would compute after the unit's "
+                    "parameters are freed.\nReturn what it computes; or let it belong to no unit: name other classes "
+                    "in auto_wrap_policy={MyBlock}, or write auto_wrap_policy=None, for one unit."
+                )
+            returns_freed = any(map(_is_freed, _returned_tensors(output)))
+        if returns_freed:
             raise ShardingError(
                 f"a unit, {_class_name(module)}, returned one of its parameters, or a part of one, which is freed when "
                 "its forward() has ended.\nReturn a copy, self.weight.clone(), through which gradients flow too; or "
@@ -177,10 +184,11 @@ class UnitCalls:
             attributes = map(islice, self._attributes, self._firsts, repeat(None))
             # by their types alone, without a step of Python for each module
             if not self._without_tensors.issuperset(map(type, chain.from_iterable(attributes))):
-                for of in map(islice, self._attributes, self._firsts, repeat(None)):
-                    tensors += self._tensors_among(of)
-            if tensors := [value for value in tensors if value.requires_grad and value.grad_fn is not None]:
-                self._show(tensors)
+                for attributes_of_module in map(islice, self._attributes, self._firsts, repeat(None)):
+                    tensors += self._tensors_among(attributes_of_module)
+            computed_tensors = [value for value in tensors if value.requires_grad and value.grad_fn is not None]
+            if computed_tensors:
+                self._show(computed_tensors)
 
     def _tensors_among(self, attributes: Iterable[Any]) -> list[Tensor]:
         """The tensors among a module's attributes that are no parameters; others' types need not be looked at again."""
@@ -281,14 +289,18 @@ class _Call:
         """
         new: list[Any] = []
         for container in self._containers:
-            after = _items(container.passed)
-            if [(key, id(value)) for key, value in after] != [(key, id(value)) for key, value in container.before]:
-                new += [value for _, value in after if id(value) not in self._original_by_id]
-                if container.original is not container.passed:
-                    _set_items(
-                        container.original, [(key, self._original_by_id.get(id(value), value)) for key, value in after]
-                    )
+            items = _items(container.passed)
+            if _ids(items) == _ids(container.before):
+                continue
+            new += [value for _, value in items if id(value) not in self._original_by_id]
+            if container.original is not container.passed:
+                items_of_caller = [(key, self._original_by_id.get(id(value), value)) for key, value in items]
+                _set_items(container.original, items_of_caller)
         return new
+
+
+def _ids(items: list[tuple[Any, Any]]) -> list[tuple[Any, int]]:
+    return [(key, id(value)) for key, value in items]
 
 
 def _set_items(container: Any, items: list[tuple[Any, Any]]) -> None:
@@ -369,7 +381,11 @@ def _describe_deferred(output: Any) -> str | None:
     if isinstance(output, GeneratorType | CoroutineType | AsyncGeneratorType | map | filter):
         return f"a {type(output).__name__}"
     if _is_container(output):
-        return next(filter(None, (_describe_deferred(value) for _, value in _items(output))), None)
+        for _, value in _items(output):
+            description = _describe_deferred(value)
+            if description is not None:
+                return description
+        return None
     if callable(output) and not isinstance(output, nn.Module | type):
         pending = [output]
         for function in pending:

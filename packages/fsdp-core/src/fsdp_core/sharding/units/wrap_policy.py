@@ -338,10 +338,12 @@ def _places(root: nn.Module) -> dict[int, list[str]]:
 def _shares_outside(unit: nn.Module, names: Sequence[str], places: Mapping[int, Sequence[str]]) -> bool:
     """Whether a parameter of ``unit`` is also one of a module outside it, or in a module that is also outside it."""
     inside = tuple(f"{name}." for name in names)
-    outside = next((o for p in unit.parameters() for o in places[id(p)] if not o.startswith(inside)), None)
-    if outside is not None:
-        log.info("%s shares the parameter %r, so it is no unit of its own", type(unit).__name__, outside)
-    return outside is not None
+    for parameter in unit.parameters():
+        for name in places[id(parameter)]:
+            if not name.startswith(inside):
+                log.info("%s shares the parameter %r, so it is no unit of its own", type(unit).__name__, name)
+                return True
+    return False
 
 
 def _tell_apart(module: nn.Module, policy: object) -> tuple[str, str]:
@@ -352,17 +354,17 @@ def _tell_apart(module: nn.Module, policy: object) -> tuple[str, str]:
     names = Counter(each.__name__ for each in every_class)
     full_names = Counter(_full_name(each) for each in every_class)
 
-    def name(of: type) -> str:
-        if names[of.__name__] == 1:
-            return of.__name__
+    def name(cls: type) -> str:
+        if names[cls.__name__] == 1:
+            return cls.__name__
         # where a notebook's cell has run again, two classes have even one full name
-        is_outdated = full_names[_full_name(of)] > 1 and of in present
+        is_outdated = full_names[_full_name(cls)] > 1 and cls in present
         remark = " (as it was before it was defined again: build the model anew)" if is_outdated else ""
-        return _full_name(of) + remark
+        return _full_name(cls) + remark
 
     text = "{" + ", ".join(sorted(map(name, policy_classes))) + "}" if policy_classes else describe_policy(policy)
     return text, ", ".join([name(each) for each in present][:20]) or "none, it has no submodules"
 
 
-def _full_name(of: type) -> str:
-    return f"{of.__module__}.{of.__qualname__}"
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

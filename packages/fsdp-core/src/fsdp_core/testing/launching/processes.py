@@ -63,7 +63,7 @@ def fresh_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
 
 
-def _started_by(token: str) -> list[psutil.Process]:
+def _find_started(token: str) -> list[psutil.Process]:
     """The processes of a script that are still running."""
     running = []
     for process in psutil.process_iter():
@@ -125,12 +125,12 @@ def start(
         status = process.wait(timeout=within(SECONDS))
         seconds = time.monotonic() - began
         # a rank may end a little after the one that started it
-        _, survivors = psutil.wait_procs(_started_by(token), timeout=10)
+        _, survivors = psutil.wait_procs(_find_started(token), timeout=10)
         assert not survivors, f"{survivors} were left behind:\n{file.read_text()}"
     except subprocess.TimeoutExpired:
         pytest.fail(f"{command} did not end within {within(SECONDS):g} s:\n{file.read_text()}")
     finally:
-        for remaining in _started_by(token):
+        for remaining in _find_started(token):
             remaining.kill()
         process.wait()
     return Ended(status=status, output=file.read_text(), seconds=seconds)

@@ -36,7 +36,8 @@ def _join(pieces_of_ranks: Sequence[Piece | None], name: str, messages: list[str
     full: Array = np.zeros(next(iter(pieces.values())).shape)
     times: Array = np.zeros(full.shape, dtype=int)
     for piece in pieces.values():
-        for offsets, data in piece.boxes if piece.replica == 0 else ():
+        own_boxes = piece.boxes if piece.replica == 0 else ()
+        for offsets, data in own_boxes:
             box = tuple(slice(o, o + n) for o, n in zip(offsets, data.shape, strict=True))
             full[box] = data
             times[box] += 1
@@ -122,7 +123,8 @@ def differences(outcomes: Sequence[Outcome], want: Run, configuration: Configura
     )
     for quantity, state, parts in states:
         tensors = _join_all(parts, quantity, messages)
-        for key in sorted({name[1] for name in state}) if quantity == "moment" else [None]:
+        keys = sorted({name[1] for name in state}) if quantity == "moment" else [None]
+        for key in keys:
             wanted_tensors = {n: v for n, v in _arrays(state).items() if key is None or n[1] == key}
             got = {n: v for n, v in tensors.items() if key is None or n[1] == key}
             label = quantity if key is None else f"{quantity} {key}"

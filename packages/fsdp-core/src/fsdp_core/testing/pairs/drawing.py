@@ -65,13 +65,13 @@ def draw(dimensions: Sequence[Dimension], rules: Sequence[Rule], seed: int) -> I
     for pair in open_pairs:
         if pair in covered:
             continue
-        drawn = _completed(dict(pair), labels, rules, covered, rng)
+        drawn = _complete(dict(pair), labels, rules, covered, rng)
         if drawn is not None:
             covered |= pairs_of(drawn)
             yield drawn
     while True:
         name = rng.choice(list(labels))
-        drawn = _completed({name: rng.choice(labels[name])}, labels, rules, None, rng)
+        drawn = _complete({name: rng.choice(labels[name])}, labels, rules, None, rng)
         if drawn is not None:
             yield drawn
 
@@ -82,7 +82,7 @@ def coverage(drawn: Sequence[Configuration], dimensions: Sequence[Dimension], ru
     rng = random.Random(0)
     covered = set[Pair]().union(*map(pairs_of, drawn)) if drawn else set()
     can_be = covered | {
-        pair for pair in _all_pairs(labels) - covered if _completed(dict(pair), labels, rules, None, rng) is not None
+        pair for pair in _all_pairs(labels) - covered if _complete(dict(pair), labels, rules, None, rng) is not None
     }
     return len(covered), len(can_be)
 
@@ -96,7 +96,7 @@ def _all_pairs(labels: Mapping[str, Sequence[str]]) -> set[Pair]:
     }
 
 
-def _completed(
+def _complete(
     begun: dict[str, str],
     labels: Mapping[str, Sequence[str]],
     rules: Sequence[Rule],

@@ -21,8 +21,9 @@ Outcome = oracle.Trained | str
 def new_net(program: Program) -> oracle.Net:
     """The suite's net, with frozen teachers of two of its blocks, which it does not call."""
     net = oracle.new_net()
-    for block in net.blocks if not program.has_norms else ():
-        block.norm = nn.Identity()
+    if not program.has_norms:
+        for block in net.blocks:
+            block.norm = nn.Identity()
     net.teachers = copy.deepcopy(net.blocks[:2]).requires_grad_(False)
     return net
 

@@ -144,15 +144,13 @@ def _choose(
     if optimizer_keys:
         return model, tuple(optimizer_keys)
     fitting = [optimizer for optimizer in optimizers if _trained_names(nest, optimizer) <= nest[model].keys()]
-    other_models = [
-        other_model
-        for other_model in models
-        if other_model != model
-        for optimizer in fitting
-        if _trained_names(nest, optimizer) <= nest[other_model].keys()
-    ]
+    other_models = []
+    for other_model in models:
+        other_names = nest[other_model].keys()
+        if other_model != model and any(_trained_names(nest, optimizer) <= other_names for optimizer in fitting):
+            other_models.append(other_model)
     if len(fitting) > 1 or other_models:
-        named = " and ".join(["", *map(repr, dict.fromkeys(other_models))])
+        named = " and ".join(["", *map(repr, other_models)])
         raise CheckpointMismatchError(
             f"{files.folder} holds optimizers ({_list_keys(fitting)}) that may belong to {model!r}{named}: pass those "
             f"of {model!r}, in the order in which configure_optimizers() returns them, as optimizer_keys= "
@@ -202,7 +200,8 @@ def _with_places(files: StoredFiles, dtype: str | None) -> dict[str, Any]:
     small = set() if manifest.state_tensors is None else set(files.header(manifest.state_tensors))
 
     def on_tensor(tag: str, name: Any) -> TensorToWrite:
-        if tag == "$saved" and isinstance(name, str) and (key := manifest.aliases.get(name, name)) in manifest.tensors:
+        key = manifest.aliases.get(name, name) if isinstance(name, str) else None
+        if tag == "$saved" and key is not None and key in manifest.tensors:
             converted = key.startswith(models) and manifest.tensors[key].dtype_name in FLOATING
             return TensorToWrite(name=key, source=reader.source(key, dtype_name=dtype if converted else None))
         if tag == "$tensor" and isinstance(name, str) and name in small:

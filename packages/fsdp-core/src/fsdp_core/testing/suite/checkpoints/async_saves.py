@@ -55,7 +55,7 @@ class AtStep(pl.Callback):
             self.do(trainer)
 
 
-def _changed_at_once(strategy: str, tmp: str, kind: str) -> tuple[bool, bool]:
+def _change_at_once(strategy: str, tmp: str, kind: str) -> tuple[bool, bool]:
     """Save while fitting, and change all weights and plain data as soon as the call returns."""
     path = f"{tmp}/it"
     want = {}
@@ -90,6 +90,6 @@ class DeferredCopiesSuite(Clauses):
     @KINDS
     def test_what_is_changed_after_the_call_is_not_saved(self, ranks: Ranks, tmp_path: Path, kind: str) -> None:
         """Changes to weights and plain data after ``save_checkpoint()`` returns must not reach the checkpoint."""
-        for complete, is_kept in ranks.run(2, _changed_at_once, self.strategy, str(tmp_path), kind):
+        for complete, is_kept in ranks.run(2, _change_at_once, self.strategy, str(tmp_path), kind):
             assert not complete, "the save was complete when the call returned, so this test shows nothing"
             assert is_kept, "a change made after the call is in the checkpoint"

@@ -68,8 +68,9 @@ class Growing(Lit):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._add(2)
         groups = self.optimizers().param_groups  # type: ignore[union-attr]
-        for group in groups if self.lr is not None else ():
-            group["lr"] = self.lr
+        if self.lr is not None:
+            for group in groups:
+                group["lr"] = self.lr
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         self.rates.append([group["lr"] for group in optimizer.param_groups])
@@ -108,7 +109,7 @@ def _outcome(module: Any, run: pl.Trainer) -> dict[str, Any]:
     }
 
 
-def _continued(strategy: str, tmp: str, how: str, kind: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+def _continue_run(strategy: str, tmp: str, how: str, kind: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Why the callback was refused, and the outcomes of an uninterrupted and of a resumed run, after the stop."""
 
     def module() -> Any:
@@ -136,7 +137,7 @@ def _continued(strategy: str, tmp: str, how: str, kind: str) -> tuple[str, dict[
     return message, {**uninterrupted, **after}, _outcome(second, resumed)
 
 
-def _refused(strategy: str, tmp: str) -> tuple[list[str], list[bool]]:
+def _collect_refusals(strategy: str, tmp: str) -> tuple[list[str], list[bool]]:
     module = Growing()
     run = new_trainer(tmp, strategy, 2)
     run.fit(module, loader(2, 2))
@@ -158,7 +159,7 @@ class LateParamGroupsSuite(Clauses):
     @pytest.mark.parametrize(("how", "kind"), [pytest.param(*way, marks=requires(_NEEDS[way[1]])) for way in WAYS])
     def test_param_groups_that_are_added_late(self, ranks: Ranks, tmp_path: Path, how: str, kind: str) -> None:
         """A resumed run must repeat the uninterrupted one bit for bit, moments and learning rates included."""
-        for message, uninterrupted, resumed in ranks.run(2, _continued, self.strategy, str(tmp_path), how, kind):
+        for message, uninterrupted, resumed in ranks.run(2, _continue_run, self.strategy, str(tmp_path), how, kind):
             if was_refused(message):
                 assert_says(message, "Thawing can't be used", repr(self.own_name("trainer")), "configure_optimizers()")
             else:
@@ -168,7 +169,7 @@ class LateParamGroupsSuite(Clauses):
     @requires(Capability.SHARDED_CHECKPOINT)
     def test_param_groups_that_never_come(self, ranks: Ranks, tmp_path: Path) -> None:
         """Saved state that no param group takes must be refused before a step, and before a save that would lose it."""
-        for (never, early), trained in ranks.run(2, _refused, self.strategy, str(tmp_path)):
+        for (never, early), trained in ranks.run(2, _collect_refusals, self.strategy, str(tmp_path)):
             assert_says(never, "the checkpoint's optimizer also holds", "'net.blocks.1.", "on_train_start")
             assert_says(early, "before the optimizer got its parameters", "'net.blocks.2.", "after the first step")
             assert trained == [False, False]

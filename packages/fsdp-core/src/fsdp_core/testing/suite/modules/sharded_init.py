@@ -82,14 +82,14 @@ class _Configured(Lit):
         self.state = full_state(self.trainer.strategy)
 
 
-def _configured(strategy: str, tmp: str, world_size: int) -> tuple[dict[str, Tensor], Tensor | None]:
+def _train_configured(strategy: str, tmp: str, world_size: int) -> tuple[dict[str, Tensor], Tensor | None]:
     module = _Configured("sgd")
     run = new_trainer(tmp, strategy, world_size)
     run.validate(module, loader(1, world_size), verbose=False)
     return {name.removeprefix("net."): tensor for name, tensor in module.state.items()}, module.drawn
 
 
-def _initialised(strategy: str, world_size: int) -> tuple[dict[str, Tensor], Tensor]:
+def _train_initialised(strategy: str, world_size: int) -> tuple[dict[str, Tensor], Tensor]:
     fabric = new_fabric(strategy, world_size)
     with oracle.seeded(1), fabric.init_module():
         net = Written()
@@ -115,7 +115,7 @@ def _built_otherwise(strategy: str, case: str) -> str | list[float]:
     return values
 
 
-def _seeded_otherwise(strategy: str) -> tuple[dict[str, Tensor], Tensor]:
+def _train_seeded_otherwise(strategy: str) -> tuple[dict[str, Tensor], Tensor]:
     """The model that differently seeded ranks build, and a random number that each draws afterwards."""
     fabric = new_fabric(strategy)
     torch.manual_seed(5 + here().rank)
@@ -138,9 +138,9 @@ class BuiltInPartsSuite(Clauses):
             want = Written().state_dict()
             drawn = torch.rand(3)
         if front_end == "trainer":
-            got = ranks.run(3, _configured, self.strategy, str(tmp_path), 3)
+            got = ranks.run(3, _train_configured, self.strategy, str(tmp_path), 3)
         else:
-            got = ranks.run(3, _initialised, self.strategy, 3)
+            got = ranks.run(3, _train_initialised, self.strategy, 3)
         for state, drawn_by_rank in got:
             assert torch.equal(drawn_by_rank, drawn), "building the model has changed the sequence of random numbers"
             assert sorted(state) == sorted(want)
@@ -158,7 +158,7 @@ class BuiltInPartsSuite(Clauses):
         torch.manual_seed(6)
         nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1))
         drawn[1].append(torch.rand(1))  # where a rank builds all by itself before it gets rank 0's values
-        for (state, got), expected in zip(ranks.run(2, _seeded_otherwise, self.strategy), drawn, strict=True):
+        for (state, got), expected in zip(ranks.run(2, _train_seeded_otherwise, self.strategy), drawn, strict=True):
             assert got in expected
             for name, tensor in want.items():
                 assert torch.equal(state[name].cpu(), tensor), name

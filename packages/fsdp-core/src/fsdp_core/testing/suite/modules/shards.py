@@ -292,7 +292,7 @@ class Announced(NamedTuple):
     elements: int
 
 
-def _announced(strategy: str, tmp: str, front_end: FrontEnd) -> Announced:
+def _announce(strategy: str, tmp: str, front_end: FrontEnd) -> Announced:
     net = Wide()
     logger = _logger(front_end)
     fabric = new_fabric(strategy, 2) if front_end == "fabric" else None
@@ -350,7 +350,7 @@ class Planned(NamedTuple):
     bytes_held: int
 
 
-def _planned(strategy: str, options: dict[str, Any]) -> Planned:
+def _make_plan(strategy: str, options: dict[str, Any]) -> Planned:
     fabric = new_fabric(strategy, 3, options)
     backend: Backend = cast(Any, fabric.strategy).backend
     with torch.device("meta"):
@@ -394,7 +394,7 @@ class ShardsSuite(Clauses):
     @pytest.mark.parametrize("options", [{}, with_options({"auto_wrap_policy": None})], ids=["as it is", "root alone"])
     def test_plan_is_what_is_sharded(self, ranks: Ranks, options: dict[str, Any]) -> None:
         """A plan must change nothing, be the same on every rank and the meta device, and count what a rank holds."""
-        plans = ranks.run(3, _planned, self.strategy, options)
+        plans = ranks.run(3, _make_plan, self.strategy, options)
         for plan in plans:
             assert not plan.was_changed, "to plan has changed the module"
             assert plan.on_meta == plan.with_values == plans[0].on_meta
@@ -404,7 +404,7 @@ class ShardsSuite(Clauses):
     @pytest.mark.parametrize("front_end", ["trainer", "fabric"])
     def test_one_line_says_what_was_sharded(self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd) -> None:
         """Sharding must log one correct line, on rank 0 only, that Lightning's log level can silence."""
-        outcomes = ranks.run(2, _announced, self.strategy, str(tmp_path), front_end)
+        outcomes = ranks.run(2, _announce, self.strategy, str(tmp_path), front_end)
         first = outcomes[0]
         (line,) = first.lines
         for outcome in outcomes:  # a controller reports the same for each of its devices

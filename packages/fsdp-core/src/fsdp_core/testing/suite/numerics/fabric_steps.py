@@ -126,10 +126,10 @@ WAITING: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def _waiting(strategy: str | None) -> dict[str, dict[str, Tensor]]:
-    return {name: _accumulated(strategy, name) for name in WAITING}
+    return {name: _accumulate(strategy, name) for name in WAITING}
 
 
-def _accumulated(strategy: str | None, name: str) -> dict[str, Tensor]:
+def _accumulate(strategy: str | None, name: str) -> dict[str, Tensor]:
     loop = Loop(strategy)
     batches = iter(loop.batches(12))
 

@@ -113,14 +113,14 @@ def _backward_within(step: Step) -> None:
     step.backward(step.loss(1))
 
 
-def _reduced_before(step: Step) -> None:
+def _reduce_before(step: Step) -> None:
     step.backward(step.loss(0))
     with step.unreduced():
         step.backward(step.loss(1))
     step.backward(step.loss(2))
 
 
-def _cleared_within(step: Step, zero_grad: Callable[[], None] | None = None) -> None:
+def _clear_within(step: Step, zero_grad: Callable[[], None] | None = None) -> None:
     with step.unreduced():
         step.backward(step.loss(0))
         (zero_grad or step.loop.optimizer.zero_grad)()
@@ -129,7 +129,7 @@ def _cleared_within(step: Step, zero_grad: Callable[[], None] | None = None) -> 
 
 
 def _all_cleared_within(step: Step) -> None:
-    _cleared_within(step, step.loop.model.zero_grad)
+    _clear_within(step, step.loop.model.zero_grad)
 
 
 def _all_cleared(step: Step) -> None:
@@ -148,8 +148,8 @@ ORDERS: dict[str, Callable[[Step], None]] = {
     "two backward passes from one output": _from_one_output,
     "a forward pass within no_backward_sync": _forward_within,
     "a backward pass within no_backward_sync": _backward_within,
-    "no_backward_sync after a reduction": _reduced_before,
-    "zero_grad within an accumulation": _cleared_within,
+    "no_backward_sync after a reduction": _reduce_before,
+    "zero_grad within an accumulation": _clear_within,
     "the model's zero_grad within an accumulation": _all_cleared_within,
     "the model's zero_grad between two backward passes": _all_cleared,
 }

@@ -545,8 +545,9 @@ SETTINGS: Mapping[str, Setting] = {
 
 def _prepare(net: oracle.Net, what: str) -> None:
     """Take the layer norms out of a net that is differentiated three times: torch's third derivative is not exact."""
-    for block in net.blocks if what == "second derivative" else ():
-        block.norm = nn.Identity()
+    if what == "second derivative":
+        for block in net.blocks:
+            block.norm = nn.Identity()
 
 
 class _Automatic(Lit):

@@ -85,7 +85,7 @@ def steps_over_integers(
     return losses
 
 
-def trained_over_integers(strategy: str, precision: str | None = None) -> tuple[str, list[float], dict[str, Tensor]]:
+def train_over_integers(strategy: str, precision: str | None = None) -> tuple[str, list[float], dict[str, Tensor]]:
     """The refusal; or the losses of three steps on whole batches, and the state from then on."""
     fabric = new_fabric(strategy, precision=precision)
     net = over_integers()
@@ -131,7 +131,7 @@ class BadModulesSuite(Clauses):
         net = over_integers()
         optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
         want = steps_over_integers(net, optimizer, oracle.global_batches(3), Tensor.backward)
-        for message, losses, state in ranks.run(2, trained_over_integers, self.strategy):
+        for message, losses, state in ranks.run(2, train_over_integers, self.strategy):
             if was_refused(message):
                 assert_says(message, "'0.base'", "torch.uint8", "Use strategy=")
                 continue

@@ -57,7 +57,7 @@ def _fit_after_forward(strategy: str, tmp: str) -> list[float]:
     return fit_module(strategy, tmp, module, 2)[0]
 
 
-def _refused_after_forward(strategy: str, tmp: str) -> tuple[str, list[float]]:
+def _refuse_after_forward(strategy: str, tmp: str) -> tuple[str, list[float]]:
     """The error for the interrupted module, and the losses of another one."""
     module = Failing("sgd")
     with pytest.raises(ZeroDivisionError):
@@ -116,7 +116,7 @@ class ExceptionsSuite(Clauses):
         net = oracle.new_net()
         if self.refused_with is not None:
             want, _ = oracle.train_plain(2, oracle.sgd, net=net)
-            for message, losses in ranks.run(2, _refused_after_forward, self.strategy, str(tmp_path)):
+            for message, losses in ranks.run(2, _refuse_after_forward, self.strategy, str(tmp_path)):
                 assert_says(message, self.refused_with)
                 assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
             return

@@ -100,7 +100,7 @@ class SaveOnce(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def _averaged(
+def _train_averaged(
     strategy: str, tmp: str, world_size: int, path: str | None = None, resume: str | None = None
 ) -> dict[str, Tensor]:
     callbacks: list[Any] = [EMAWeightAveraging(decay=0.5)]
@@ -176,7 +176,7 @@ class WithoutLogging(Lit):
         pass
 
 
-def _compiled(strategy: str, tmp: str, front_end: FrontEnd) -> list[float]:
+def _train_compiled(strategy: str, tmp: str, front_end: FrontEnd) -> list[float]:
     if front_end == "fabric":
         compiled_net = cast(nn.Module, torch.compile(oracle.new_net(), backend="eager"))
         loop = Loop(strategy, oracle.sgd, compiled_net)
@@ -244,9 +244,9 @@ class BrokenElsewhereSuite(Clauses):
         average = _averaging_oracle(oracle.global_batches(2) * 2, 0.5)
         want = {f"net.{name}": tensor for name, tensor in average.items()}
         tmp, path = str(tmp_path), str(tmp_path / "half")
-        uninterrupted = ranks.run(2, _averaged, self.strategy, tmp, 2, path)
-        resumed = ranks.run(2, _averaged, self.strategy, tmp, 2, None, path)
-        elsewhere = ranks.run(3, _averaged, self.strategy, tmp, 3, None, path)
+        uninterrupted = ranks.run(2, _train_averaged, self.strategy, tmp, 2, path)
+        resumed = ranks.run(2, _train_averaged, self.strategy, tmp, 2, None, path)
+        elsewhere = ranks.run(3, _train_averaged, self.strategy, tmp, 3, None, path)
         for state in (*uninterrupted, *resumed, *elsewhere):
             assert_state_close(state, want)
 
@@ -291,7 +291,7 @@ class BrokenElsewhereSuite(Clauses):
     def test_compiled_module(self, ranks: Ranks, tmp_path: Path, front_end: FrontEnd) -> None:
         """A module compiled with ``torch.compile`` must train as the oracle does."""
         want, _ = oracle.train_plain(3, oracle.sgd)
-        for losses in ranks.run(2, _compiled, self.strategy, str(tmp_path), front_end, timeout=240.0):
+        for losses in ranks.run(2, _train_compiled, self.strategy, str(tmp_path), front_end, timeout=240.0):
             assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
 
     @requires(Capability.ACTIVATION_CHECKPOINTING)

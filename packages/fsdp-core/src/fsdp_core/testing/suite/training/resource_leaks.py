@@ -111,7 +111,7 @@ def _alive(strategy: str, tmp: str, front_end: FrontEnd) -> list[str]:
     references = run()
     if front_end == "fabric":
         fabric = new_fabric(strategy)  # outlives the models that it has set up
-        references |= _replaced(fabric)
+        references |= _find_replaced(fabric)
     # repeated: values of a weak dictionary are garbage only after their keys, and gc.collect() does nothing while
     # another rank's thread is collecting
     for _ in range(50):
@@ -122,7 +122,7 @@ def _alive(strategy: str, tmp: str, front_end: FrontEnd) -> list[str]:
     return sorted(name for name, reference in references.items() if reference() is not None)
 
 
-def _replaced(fabric: Any) -> dict[str, weakref.ref[Any]]:
+def _find_replaced(fabric: Any) -> dict[str, weakref.ref[Any]]:
     """A model that was trained, and one that never was, after which the same Fabric has trained another."""
     references: dict[str, weakref.ref[Any]] = {}
     for which in ("trained", "only called", "last"):
