@@ -174,6 +174,12 @@ class UnusedParameters:
             state = None if state_ref is None else state_ref()
             if state is not None:
                 state._training_state = TrainingState.IDLE  # torch would take another call for a recomputation
+        if self.recorded and not self._is_ending:
+            # Autograd runs first what was recorded last, by numbers that each thread gives. On an accelerator, a pass
+            # records in a thread of its own, so what it has recorded may run after all else.
+            self._unreduced_groups.add(group)
+            _post_backward_without_reduction(group, *args)
+            return
         is_unreduced = (
             group in self._unreduced_groups
             or self.partly.waits(group)
