@@ -295,10 +295,7 @@ def test_private_names_of_a_library_are_taken_in_one_place(name: str) -> None:
 #: Private attributes of others' objects that are used where they are, with the reason.
 KNOWN_ATTRIBUTES = {
     "": {
-        *(
-            "_parameters",
-            "_modules",
-        ),  # of nn.Module: what is under which name
+        *("_parameters", "_modules"),  # of nn.Module: what is under which name
         *("_exit", "_getframe", "_current_frames"),  # of Python's os and sys, documented
     },
     "initialization/deferred_init.py": {"_opname", "_schema"},  # of operators, which tell what a call writes

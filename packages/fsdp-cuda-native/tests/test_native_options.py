@@ -213,10 +213,7 @@ REFUSED_OF_FAIRSCALE: list[tuple[dict[str, Any], list[str]]] = [
 @BOTH
 @pytest.mark.parametrize(
     ("name", "options", "words"),
-    [
-        *(("fsdp_native", *case) for case in REFUSED),
-        *(("ddp_fully_sharded", *case) for case in REFUSED_OF_FAIRSCALE),
-    ],
+    [*(("fsdp_native", *case) for case in REFUSED), *(("ddp_fully_sharded", *case) for case in REFUSED_OF_FAIRSCALE)],
     ids=show_parameter,
 )
 def test_option_that_is_refused(front_end: FrontEnd, name: str, options: dict[str, Any], words: list[str]) -> None:

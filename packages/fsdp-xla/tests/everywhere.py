@@ -126,10 +126,7 @@ CASES: dict[str, dict[str, Any]] = {
         "fabric in turn": lambda: in_fabric("xla_fsdp in turn", {"sequential_save": True}),
         "trainer": lambda: in_trainer("xla_fsdp"),
     },
-    "spmd": {
-        "fabric": lambda: in_fabric("xla_fsdp_spmd", {}),
-        "trainer": lambda: in_trainer("xla_fsdp_spmd"),
-    },
+    "spmd": {"fabric": lambda: in_fabric("xla_fsdp_spmd", {}), "trainer": lambda: in_trainer("xla_fsdp_spmd")},
 }
 
 if __name__ == "__main__":

@@ -246,10 +246,7 @@ def item_of_one(folder: Path) -> None:
             ],
         ),
         (uneven, ["rank 1 has ended, while rank 0 ends a step", "DistributedSampler"]),
-        (
-            ended_rank,
-            ["rank 1 has ended, while rank 0 exchanges values (barrier", "test_rank_failures.py line"],
-        ),
+        (ended_rank, ["rank 1 has ended, while rank 0 exchanges values (barrier", "test_rank_failures.py line"]),
         (item_of_one, ["ranks do different things", "rank 0 waits for a value", "rank 1 ends a step"]),
         (barrier_amid_building, ["while it builds its model", "before or after init_module()"]),
     ],
