@@ -39,6 +39,7 @@ from torch.nn.functional import mse_loss
 
 import fsdp_core
 from fsdp_core.testing.state import full_state
+from fsdp_core.testing.training import QUIET
 from fsdp_core.torch_private.dtensors import note_meshes
 
 STRATEGIES = ("fsdp2", "fsdp_native")
@@ -187,10 +188,7 @@ def train_with_trainer(strategy: str, mode: Mode, seen: Seen) -> Trained:
         gradient_clip_val=way.clip_norm or way.clip_value,
         gradient_clip_algorithm="value" if way.clip_value else "norm",
         max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
+        **QUIET,
     )
     torch.manual_seed(SEED)
     trainer.fit(module, Batches(way))
