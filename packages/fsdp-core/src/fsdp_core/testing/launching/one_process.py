@@ -27,6 +27,7 @@ from fsdp_core.testing.launching.ranks import (
     import_function,
     leave_out_of_collections,
     raise_failures,
+    send_by_value,
 )
 
 __all__ = ["Answer", "OneProcessRanks", "answered"]
@@ -163,7 +164,7 @@ def _work(connection: Connection, caller: str, keeps: tuple[str, ...]) -> None:
             del os.environ[variable]
         os.environ.update(environment | library_variables)
         try:
-            connection.send(answers)
+            send_by_value(connection, answers)
         except Exception as error:  # what a rank returned can't be pickled
             connection.send([(False, Failure.of(error))])
 
