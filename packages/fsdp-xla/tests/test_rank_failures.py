@@ -286,10 +286,6 @@ def own_disks(folder: Path, kind: Any) -> None:
     launch(train, state_dict_type=kind)
 
 
-def several_hosts(folder: Path) -> None:
-    trainer(folder, num_nodes=2)
-
-
 def tuner(folder: Path) -> None:
     from lightning.pytorch.tuner import Tuner
 
@@ -302,7 +298,7 @@ def tuner(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        (several_hosts, ["num_nodes=2", "threads of one process", "devices="]),
+        (partial(trainer, num_nodes=2), ["num_nodes=2", "threads of one process", "devices="]),
         (tuner, ["LearningRateFinder", "xla_fsdp_spmd"]),
         (
             partial(own_disks, kind="full"),
