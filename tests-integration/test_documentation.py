@@ -53,7 +53,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 def test_scripts_run_as_they_stand(name: str, ran: Ran) -> None:
     told, folder = ran(name)
     assert "weights_only" not in told  # which Lightning logs of each save on each rank
-    assert ended.output.count(" is sharded over 2 ranks (gloo), in ") == 1
+    assert told.count(" is sharded over 2 ranks (gloo), in ") == 1
     if name == "docs/quickstart.md #1":
         (line,) = re.findall(r"^fsdp2: .+$", PAGES["docs/quickstart.md"], flags=re.MULTILINE)
         assert line in told
