@@ -51,7 +51,7 @@ OF_FSDP = (
     "ShardingStrategy",
 )
 autodoc_type_aliases = {
-    **{name: f"fsdp_core.sharding.wrap_policy.{name}" for name in OF_CORE},
+    **{name: f"fsdp_core.sharding.units.wrap_policy.{name}" for name in OF_CORE},
     **{name: f"torch.distributed.fsdp.{name}" for name in OF_FSDP},
     "DeviceMesh": "torch.distributed.device_mesh.DeviceMesh",
     "ProcessGroup": "torch.distributed.ProcessGroup",

@@ -127,8 +127,10 @@ ABOVE = ("huggingface", "lightning")
 #: What shards, computes and stores, between what every process needs and what stands on all others.
 MIDDLE = ("gradients", "state", "initialization", "sharding", "checkpoint")
 
-#: The two adapters, and what they share.
-ADAPTERS = ("lightning.trainer_strategy", "lightning.fabric_strategy", "lightning.strategy")
+#: The two adapters, the hooks of one, and what they share.
+ADAPTERS = (
+    *("lightning.trainer_strategy", "lightning.trainer_hooks", "lightning.fabric_strategy", "lightning.strategy"),
+)
 
 #: Folders and modules of core, and what none of their files imports of core. docs/architecture.md says the same.
 NEVER = {
@@ -159,6 +161,7 @@ NEVER = {
     "checkpoint/tools/**": ("checkpoint.importing", "checkpoint.saving"),
     "lightning/registration/**": (*ADAPTERS, "lightning.loaders"),
     "lightning/checkpoints/**": (*ADAPTERS, "lightning.features"),
+    "lightning/launchers/**": (*ADAPTERS, "lightning.checkpoints", "lightning.loaders", "lightning.features"),
     "lightning/loaders/**": (
         *ADAPTERS,
         *("lightning.checkpoints", "lightning.outside_steps", "lightning.registration", "lightning.features"),
@@ -190,7 +193,7 @@ def test_folders_of_core_import_what_is_below_them(pattern: str) -> None:
 
 
 #: From how many modules of ours the adapters import at most. What they would need more for is a feature's business.
-MODULES_OF_ADAPTERS = {"trainer_strategy.py": 15, "strategy.py": 12, "fabric_strategy.py": 12}
+MODULES_OF_ADAPTERS = {"trainer_strategy.py": 15, "trainer_hooks.py": 12, "strategy.py": 12, "fabric_strategy.py": 12}
 
 
 def modules_imported(path: Path) -> set[str]:
@@ -218,6 +221,22 @@ def test_every_folder_of_core_has_its_law() -> None:
     folders = {path.name for path in CORE.iterdir() if path.is_dir() and list(path.glob("*.py"))}
     named = {pattern.partition("/")[0] for pattern in NEVER}
     assert folders - named == {"lightning", "testing"} - named  # above all others
+
+
+def test_two_modules_of_core_know_kinds_of_devices() -> None:
+    # what is CUDA's own: the device's capability that float8 needs
+    sources = {
+        CORE / "devices.py",
+        CORE / "device_names.py",
+        ROOT / "packages/fsdp-fsdp2/src/fsdp_fsdp2/computation/float8.py",
+    }
+    knowing = {
+        path
+        for path in SOURCES
+        if re.search(r"\bcuda\b|\bis_cuda\b|\bnccl\b", path.read_text(encoding="utf-8").replace("fsdp-cuda-native", ""))
+        if CORE in path.parents or "fsdp_fsdp2" in path.parts
+    }
+    assert knowing == sources, sorted(map(shown, knowing ^ sources))
 
 
 def test_only_the_tests_use_the_testing_kit() -> None:
@@ -391,7 +410,7 @@ def test_files_are_named_for_what_they_hold() -> None:
 #: returns to it, in a folder of its own; no checkpoint goes through them.
 UNPICKLE_MESSAGES = (
     "packages/fsdp-xla/src/fsdp_xla/ranks/messages.py",
-    "packages/fsdp-core/src/fsdp_core/lightning/notebooks.py",
+    "packages/fsdp-core/src/fsdp_core/lightning/launchers/notebooks.py",
 )
 
 #: Other libraries' checkpoints, whose names become records: nothing is imported, looked up or called.

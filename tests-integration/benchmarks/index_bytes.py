@@ -25,8 +25,16 @@ from typing import Any
 from fsdp_core.checkpoint.format.file_names import files_of
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest
 from fsdp_core.checkpoint.format.patterns import PatternedChunks
-from fsdp_core.checkpoint.indexes import FirstRankSummary, Index, Message, Remembered, TensorSpec, packed, table_digest
-from fsdp_core.checkpoint.merging import merged_from
+from fsdp_core.checkpoint.indexes import (
+    FirstRankSummary,
+    Index,
+    Message,
+    Remembered,
+    TensorSpec,
+    pack_message,
+    table_digest,
+)
+from fsdp_core.checkpoint.merging import merge_messages
 from fsdp_core.state.boxes import boxes
 from fsdp_core.state.coverage import Box
 
@@ -132,7 +140,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def manifest_of(specs: Sequence[TensorSpec], messages: Sequence[Message], last: Remembered | None, save_id: str) -> Any:
     """What rank 0 does with the messages: the merged indexes, and the manifest's bytes."""
-    merged = merged_from(specs, messages, last)
+    merged = merge_messages(specs, messages, last)
     files = dict(entry for rank, one in enumerate(messages) for entry in one.entries(save_id, rank))
     state = f"state-{save_id}.json"
     manifest = Manifest(
@@ -164,7 +172,7 @@ def measure(sharding: str, ranks: int) -> dict[str, Any]:
             if rank == ranks - 1:
                 tracemalloc.start()
             index = index_of(sharding, ranks, rank, save=number)
-            sent.append(pickle.dumps(packed(index, first_rank, remembered.get(rank))))
+            sent.append(pickle.dumps(pack_message(index, first_rank, remembered.get(rank))))
         peak_elsewhere = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         _forget_peak()

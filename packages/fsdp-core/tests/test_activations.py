@@ -58,7 +58,7 @@ def test_offloaded_are_activations_and_no_parameters() -> None:
     offload_activations([block, block], pin_memory=False)
     of = copy.deepcopy(block)
     x = torch.randn(3, oracle.FEATURES, generator=torch.Generator().manual_seed(1))
-    with mock.patch("fsdp_core.sharding.activations.save_on_cpu", Watched):
+    with mock.patch("fsdp_core.sharding.units.activations.save_on_cpu", Watched):
         for module in (block, of, plain):
             module(x).square().sum().backward()
     for module in (block, of):

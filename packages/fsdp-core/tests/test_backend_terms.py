@@ -11,7 +11,7 @@ from fsdp_core import Backend, Sharded
 from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.sharding.plan import ShardingPlan
-from fsdp_core.sharding.precisions import ShardPrecision
+from fsdp_core.sharding.precision_strings import ShardPrecision
 
 
 class Whole(Sharded):

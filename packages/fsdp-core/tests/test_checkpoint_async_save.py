@@ -25,8 +25,9 @@ from fsdp_core.checkpoint.staging import Staging
 from fsdp_core.errors import CheckpointError, UnsupportedCapabilityError
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.state.dtypes import SAFETENSORS_NAMES
+from fsdp_core.testing.launching.calls import RankError
+from fsdp_core.testing.launching.process_ranks import RankPool
 from fsdp_core.testing.launching.processes import interruptible
-from fsdp_core.testing.launching.ranks import RankError, RankPool
 from fsdp_core.testing.refusals import assert_says
 
 

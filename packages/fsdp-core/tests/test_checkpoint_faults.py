@@ -19,7 +19,7 @@ from fsdp_core.checkpoint import is_checkpoint, load, load_state_dict, read_mani
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest
 from fsdp_core.checkpoint.verifying import share_of
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
-from fsdp_core.testing.launching.ranks import RankPool
+from fsdp_core.testing.launching.process_ranks import RankPool
 from fsdp_core.testing.refusals import assert_says, refusal
 
 

@@ -38,8 +38,9 @@ from fsdp_core.checkpoint import (
     verify,
 )
 from fsdp_core.checkpoint.format import plain_data
-from fsdp_core.checkpoint.format.places import grouped
-from fsdp_core.checkpoint.storage.recognition import is_checkpoint, is_ours
+from fsdp_core.checkpoint.format.file_names import is_ours
+from fsdp_core.checkpoint.format.places import group_places
+from fsdp_core.checkpoint.storage.recognition import is_checkpoint
 from fsdp_core.checkpoint.storage.writers import new_writer
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError
 from fsdp_core.runtime import Runtime
@@ -248,7 +249,7 @@ def same(ours: Any, theirs: Any) -> bool:
 
 def test_places_fit_the_schema(folders: dict[str, Path]) -> None:
     manifest = read_manifest(next(iter(folders.values())))
-    places = grouped([("a", "/x")] * manifest.world_size)
+    places = group_places([("a", "/x")] * manifest.world_size)
     text = dataclasses.replace(manifest, places=places).to_json()
     VALIDATOR.validate(json.loads(text))
     assert Manifest.from_json(text).places == places

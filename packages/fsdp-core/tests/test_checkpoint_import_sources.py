@@ -19,7 +19,7 @@ from damaged_folders import import_refused
 from fsdp_core.checkpoint import load, read_manifest, verify
 from fsdp_core.checkpoint.importing import import_checkpoint
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError, CheckpointValueError
-from fsdp_core.testing.launching.ranks import RankPool
+from fsdp_core.testing.launching.process_ranks import RankPool
 from nests import assert_same, read_all
 
 REAL_XLA = Path(__file__).parent / "xla_shards"

@@ -10,7 +10,7 @@ import pytest
 
 import memory_ranks
 from fsdp_core.checkpoint.format.safetensors_file import STAGING_BYTES
-from fsdp_core.testing.launching.ranks import RankPool
+from fsdp_core.testing.launching.process_ranks import RankPool
 from fsdp_core.testing.measuring.memory import is_measurable
 
 pytestmark = [pytest.mark.skipif(not is_measurable(), reason="only Linux resets a process's peak")]

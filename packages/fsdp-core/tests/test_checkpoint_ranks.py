@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 import checkpoint_ranks
 from fsdp_core.checkpoint import chunked, load_state_dict, read_manifest, verify
-from fsdp_core.testing.launching.ranks import RankPool
+from fsdp_core.testing.launching.process_ranks import RankPool
 
 LAYOUTS = [(1, "plain"), (1, "flat"), (2, "flat"), (3, "flat"), (4, "flat"), (4, "hybrid")]
 IDS = [f"{layout}{ranks}" for ranks, layout in LAYOUTS]

@@ -28,10 +28,11 @@ from fsdp_core.checkpoint import (
     verify,
 )
 from fsdp_core.checkpoint.async_save import AsyncSaves
+from fsdp_core.checkpoint.format.file_names import is_ours
 from fsdp_core.checkpoint.format.manifest import content_checksum
 from fsdp_core.checkpoint.format.part_record import PartRecord
 from fsdp_core.checkpoint.storage import commit, local_target, writers
-from fsdp_core.checkpoint.storage.recognition import is_interrupted, is_ours
+from fsdp_core.checkpoint.storage.recognition import is_interrupted
 from fsdp_core.checkpoint.tools.listing import find_checkpoints
 from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime

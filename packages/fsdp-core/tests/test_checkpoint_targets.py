@@ -23,7 +23,7 @@ from damaged_folders import limited_files
 from fsdp_core.checkpoint import is_checkpoint, load_state_dict, remove, verify
 from fsdp_core.checkpoint.importing import import_checkpoint
 from fsdp_core.errors import CheckpointError, CheckpointExistsError
-from fsdp_core.testing.launching.ranks import RankPool
+from fsdp_core.testing.launching.process_ranks import RankPool
 from fsdp_core.testing.refusals import assert_says
 from versioned_saves import save_version, version_of
 

@@ -175,7 +175,7 @@ def test_of_two_jobs_one_stays_whole_and_the_other_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not locks:
-        monkeypatch.setattr(folder, "_locked", lambda path: None)
+        monkeypatch.setattr(folder, "_lock_folder", lambda path: None)
     for seed in range(8):
         path = tmp_path / str(seed) / "last.ckpt"
         path.parent.mkdir()
@@ -243,7 +243,7 @@ def test_a_whole_save_within_another(
     tmp_path: Path, before: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whenever it happens, the checkpoint of one of the two stays, and its job alone has reported success last."""
-    monkeypatch.setattr(folder, "_locked", lambda path: None)  # or the one within would wait for the one around it
+    monkeypatch.setattr(folder, "_lock_folder", lambda path: None)  # or the one within would wait for the one around it
     seen, number = {True: 0, False: 0}, 0
     while True:
         number += 1
@@ -414,7 +414,7 @@ def test_reader_begins_anew_if_the_checkpoint_is_replaced(
 ) -> None:
     """Whenever that happens: each reader gives the old one or the new one, and takes neither for damaged."""
     path, number = tmp_path / "last.ckpt", 0
-    monkeypatch.setattr(folder, "_locked", lambda path: None)  # or a save within reshard's would wait for it
+    monkeypatch.setattr(folder, "_lock_folder", lambda path: None)  # or a save within reshard's would wait for it
     while True:
         number += 1
         save_version(path, 1.0)

@@ -24,7 +24,7 @@ from cli_checkpoints import ALIASES, run, save_trained
 from conftest import Site
 from damaged_folders import flip, rewrite, save_alone
 from fsdp_core.checkpoint import read_manifest
-from fsdp_core.testing.launching.ranks import RankPool
+from fsdp_core.testing.launching.process_ranks import RankPool
 from fsdp_core.testing.refusals import assert_says
 
 NOTHING_HEAVY = "heavy: []\n"

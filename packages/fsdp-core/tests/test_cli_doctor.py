@@ -25,13 +25,32 @@ HEALTHY_TORCH = """
     def get_num_threads():
         return 3
 
-    class cuda:
+    class Tensor:
+        pass
+
+    class device:
+        type = "cuda"
+
+        def __init__(self, name):
+            pass
+
+    class Event:
+        pass
+
+    class accelerator:
+        def current_accelerator():
+            return device("cuda")
+
         def is_available():
             return True
 
         def device_count():
             return 1
 
+    def get_device_module(kind):
+        return cuda
+
+    class cuda:
         def get_device_properties(index):
             class properties:
                 name, total_memory, major, minor = "H999", 80_000_000_000, 9, 9
@@ -112,7 +131,7 @@ def test_where_all_is_well_but_a_name_that_lightning_keeps(site: Site) -> None:
 
     assert (seen["torch"]["version"], seen["torch"]["error"]) == (torch.__version__, None)
     assert seen["torch"]["process_groups"]["gloo"] is True
-    assert len(seen["torch"]["cuda_devices"]) == torch.cuda.device_count()
+    assert len(seen["torch"]["devices"]) == torch.accelerator.device_count()
     assert seen["machine"]["nvidia_driver"] == "570.10"
     unused = [
         note for note in what_is("note", seen) if note.startswith("there is an NVIDIA driver (570.10), but torch")
@@ -146,12 +165,13 @@ def test_names_that_are_not_entered_by_themselves(light_site: Site) -> None:
         "our names are not entered in Lightning by themselves: TORCH_DEVICE_BACKEND_AUTOLOAD=0 → "
         "write `import fsdp_core.lightning` in the script, or unset the variable"
     ) in what_is("note", seen)
-    assert seen["torch"]["cuda_devices"] == [{"name": "H999", "memory": 80_000_000_000, "capability": "9.9"}]
+    card = {"name": "cuda:0", "model": "H999", "memory": 80_000_000_000, "capability": "9.9"}
+    assert seen["torch"]["devices"] == [card]
     groups = seen["torch"]["process_groups"]
     assert list(groups) == ["gloo", "nccl", "mpi", "ucc", "xccl", "hccl"]
     assert [name for name, is_there in groups.items() if is_there is True] == ["gloo", "nccl", "hccl"]
     assert [name for name, is_there in groups.items() if is_there is False] == ["mpi", "ucc", "xccl"]
-    assert seen["torch"]["nccl"] == "2.99.1"
+    assert seen["torch"]["libraries"] == {"nccl": "2.99.1"}
     (broken,) = what_is("broken", seen)
     assert broken.startswith("lightning: ModuleNotFoundError: No module named 'lightning.pytorch'")
     shown = light_site.run(sys.executable, "-c", MAIN, "doctor", check=False).stdout

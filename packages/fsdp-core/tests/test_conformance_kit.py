@@ -13,11 +13,13 @@ import pytest
 from conftest import Site
 from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.plugins.strategy_info import FrontEnd
+from fsdp_core.sharding.precision_strings import PRECISIONS
 from fsdp_core.testing.refusals import assert_says
 from fsdp_core.testing.suite import PresetSuite, StrategySuite
 from fsdp_core.testing.suite.base_class import Clauses
 from fsdp_core.testing.suite.interface.capabilities import ASKED
 from fsdp_core.testing.suite.interface.contract import misfits
+from fsdp_core.testing.suite.numerics.precision import DTYPES
 
 TINY = 'name="tiny", summary="s", trainer="tiny:T", accelerators=("cpu",), capabilities=("clip_by_norm",)'
 SUITE = """
@@ -454,3 +456,7 @@ def test_options_that_ask_for_what_is_not_declared(site: Site) -> None:
         told = failure(lambda: Trainer(strategy=ForTrainer(), precision="bf16-mixed", accelerator="cpu", logger=False))
         assert "precision='bf16-mixed'" in told and "mixed_precision" in told, told
     """)
+
+
+def test_every_precision_string_has_its_clause() -> None:
+    assert DTYPES.keys() == PRECISIONS.keys()

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.lightning.notebooks import FabricForkedRanks, check_interactive
-from fsdp_core.lightning.ray_train import RayWorker, ray_worker
+from fsdp_core.lightning.launchers.notebooks import FabricForkedRanks, check_interactive
+from fsdp_core.lightning.launchers.ray_train import RayWorker, ray_worker
 from fsdp_core.runtime import ProcessGroupRuntime
 
 
@@ -73,6 +73,7 @@ def test_a_notebook_has_ranks_on_its_host_if_it_can_fork(monkeypatch: pytest.Mon
 
 
 def test_cuda_must_not_be_initialised_before_ranks_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     strategy: Any = SimpleNamespace(root_device=torch.device("cuda", 0), strategy_name="fsdp2")
     with pytest.raises(UnsupportedCapabilityError, match="Restart the kernel"):

@@ -15,9 +15,10 @@ import pytest
 
 from conftest import Site
 from fsdp_core.testing import RankError, RankPool
+from fsdp_core.testing.launching.calls import Answer, answered
 from fsdp_core.testing.launching.forking import StartMethod, end_process, prepare, start_process, start_script
-from fsdp_core.testing.launching.one_process import Answer, OneProcessRanks, answered
-from fsdp_core.testing.launching.ranks import RankKind
+from fsdp_core.testing.launching.one_process_ranks import OneProcessRanks
+from fsdp_core.testing.launching.process_ranks import RankKind
 from fsdp_core.testing.refusals import refusal
 
 FORKS = sys.platform == "linux"

@@ -19,9 +19,9 @@ from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.shared_folder import check_shared
 from fsdp_core.errors import CheckpointError
 from fsdp_core.initialization.sharded_init import check_same_parts
-from fsdp_core.sharding.host_agreement import check_same_packages, versions_of
-from fsdp_core.sharding.precisions import ShardPrecision
-from fsdp_core.sharding.rank_agreement import check_same
+from fsdp_core.sharding.agreement.same_model import check_same
+from fsdp_core.sharding.agreement.same_packages import check_same_packages, versions_of
+from fsdp_core.sharding.precision_strings import ShardPrecision
 from fsdp_core.testing.loopback.backend import LoopbackBackend
 from fsdp_core.testing.refusals import refusal
 

@@ -19,7 +19,7 @@ from fsdp_core.gradients.replicated import ReplicatedParameters
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.plan import ShardingPlan
-from fsdp_core.sharding.precisions import ShardPrecision
+from fsdp_core.sharding.precision_strings import ShardPrecision
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.held_gradients import HeldGradients, described, of_this_rank
 

@@ -15,9 +15,9 @@ from checkpoint_ranks import ThreadRuntime, on_threads
 from fsdp_core.checkpoint.shared_folder import check_shared
 from fsdp_core.errors import CheckpointError, ShardingError
 from fsdp_core.lightning.checkpoints.shared_disk import check_all_resume
-from fsdp_core.lightning.launch_checks import check_launched
-from fsdp_core.sharding import host_agreement
-from fsdp_core.sharding.host_agreement import check_same_packages, versions_of
+from fsdp_core.lightning.launchers.launch_checks import check_launched
+from fsdp_core.sharding.agreement import same_packages
+from fsdp_core.sharding.agreement.same_packages import check_same_packages, versions_of
 from fsdp_core.testing.loopback.backend import LoopbackBackend
 from fsdp_core.testing.refusals import refusal
 
@@ -29,7 +29,7 @@ def test_versions_that_differ_are_named_with_their_hosts(monkeypatch: pytest.Mon
         own = {**newer, "fsdp_fsdp2": "0.2.0"} if runtime.rank == 1 else newer
         return refusal(ShardingError, lambda: check_same_packages(runtime, own))
 
-    monkeypatch.setattr(host_agreement.socket, "gethostname", lambda: "host-a")
+    monkeypatch.setattr(same_packages.socket, "gethostname", lambda: "host-a")
     (told,) = set(on_threads(4, work))
     assert "torch: 2.13.0 on host-a (rank 0, 1); 2.12.1 on host-a (rank 2, 3)" in told
     assert "fsdp_fsdp2: not installed on host-a (rank 0, 2, 3); 0.2.0 on host-a (rank 1)" in told

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from fsdp_core.testing import RankError
+from fsdp_core.testing.launching.calls import Answer, Failure, answered
 from fsdp_core.testing.launching.forking import StartMethod
-from fsdp_core.testing.launching.one_process import Answer, OneProcessRanks, answered
+from fsdp_core.testing.launching.one_process_ranks import OneProcessRanks
+from fsdp_core.testing.launching.process_ranks import RankKind
 from fsdp_core.testing.launching.rank_context import Here, here, stand_on
-from fsdp_core.testing.launching.ranks import Failure, RankKind
 from fsdp_core.testing.refusals import refusal
 from test_ranks import assert_begins_with_cause, assert_names_what_became_of_ranks
 

@@ -16,8 +16,8 @@ from fsdp_core.testing.meshes import LINES, DeclaredMesh
 from fsdp_core.testing.pairs.comparing import differences, differing_bits
 from fsdp_core.testing.pairs.dimensions import FORBIDDEN, declared, options_of
 from fsdp_core.testing.pairs.drawing import coverage, draw, forbids
-from fsdp_core.testing.pairs.oracle import Run, train_in_one_process
 from fsdp_core.testing.pairs.running import Outcome, Piece, Pieces
+from fsdp_core.testing.pairs.unsharded_run import Run, train_in_one_process
 
 _MORE = ("cpu_offload", "activation_checkpointing_policy", "reshard_after_forward", "auto_wrap_policy")
 

@@ -15,9 +15,9 @@ from torch import nn
 from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.sharding.plan import ParameterPlan, ShardingPlan, plan_module
-from fsdp_core.sharding.precisions import ShardPrecision
+from fsdp_core.sharding.precision_strings import ShardPrecision
 from fsdp_core.sharding.sharded import sharded_of
-from fsdp_core.sharding.wrap_policy import checkpoint_activations, select_recomputed, select_units
+from fsdp_core.sharding.units.wrap_policy import checkpoint_activations, select_recomputed, select_units
 from fsdp_core.testing.loopback.backend import LoopbackBackend
 
 

@@ -17,10 +17,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 
 from checkpoint_ranks import started
 from fsdp_core.errors import ShardingError
-from fsdp_core.sharding.optimizers.agreement import check_same_optimizers
-from fsdp_core.sharding.precisions import ShardPrecision
-from fsdp_core.sharding.rank_agreement import check_same, facts_of_options, facts_of_packages
-from fsdp_core.sharding.wrap_policy import describe_policy
+from fsdp_core.sharding.agreement.same_model import check_same, facts_of_options, facts_of_packages
+from fsdp_core.sharding.agreement.same_optimizers import check_same_optimizers
+from fsdp_core.sharding.precision_strings import ShardPrecision
+from fsdp_core.sharding.units.wrap_policy import describe_policy
 from fsdp_core.testing import RankPool
 
 #: What ranks have, and what is said of it.

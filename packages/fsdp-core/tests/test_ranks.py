@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fsdp_core.testing import RankError, RankPool
 from fsdp_core.testing.launching.forking import PATIENCE
-from fsdp_core.testing.launching.one_process import OneProcessRanks
+from fsdp_core.testing.launching.one_process_ranks import OneProcessRanks
 from fsdp_core.testing.refusals import refusal
 
 

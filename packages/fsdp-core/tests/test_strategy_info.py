@@ -77,7 +77,7 @@ def test_bad_names(name: Any) -> None:
         ({"trainer": None}, "it has neither a Trainer nor a Fabric class.\nGive trainer=, fabric= or both."),
         ({"accelerators": "cpu"}, "accelerators is a string.\nGive a tuple: accelerators=('cpu',)."),
         ({"requires": "torch>=2.9"}, "requires is a string.\nGive a tuple: requires=('torch>=2.9',)."),
-        ({"accelerators": ()}, "accelerators is empty.\nName what it runs on, such as accelerators=('cuda', 'cpu')."),
+        ({"accelerators": ()}, "accelerators is empty.\nName what it runs on, such as accelerators=('any', 'cpu')."),
         (
             {"options": [Option(name="b"), Option(name="a"), Option(name="b", default=1), Option(name="level")]},
             "options name b more than once.\nKeep one Option of each name.",

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import fsdp_core.testing.suite
-from fsdp_core.testing.launching.ranks import RankError, RankPool
+from fsdp_core.testing.launching.calls import RankError
+from fsdp_core.testing.launching.process_ranks import RankPool
 
 SUITE = Path(fsdp_core.testing.suite.__file__).parent
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp.wrap import wrap as torch_wrap
 import fsdp_core
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.wrap import mark_by_torch_wrap, marked, options_of, when_marked
-from fsdp_core.sharding.wrap_policy import checkpoint_activations, repeated_blocks, select_units
+from fsdp_core.sharding.units.wrap_policy import checkpoint_activations, repeated_blocks, select_units
 
 
 class Block(nn.Module):

@@ -35,8 +35,8 @@ from fsdp_core.watch import watcher
 from fsdp_core.watch.hub import Hub
 from fsdp_core.watch.locations import Location, StandStill, location_of, stacks
 from fsdp_core.watch.messages import Connection, connect
-from fsdp_core.watch.verdicts import Member, Report, hang, lost, raised
-from fsdp_core.watch.watcher import Watcher, started
+from fsdp_core.watch.verdicts import Member, Report, hang, lost, verdict_of_error
+from fsdp_core.watch.watcher import Watcher, start_time_of
 
 MEMBERS = [Member(rank=rank, host="a" if rank < 2 else "b", pid=100 + rank) for rank in range(4)]
 REDUCES = Location(
@@ -47,8 +47,8 @@ LOADS = Location(innermost="queue.py:5 in get", users="train.py:8 in rows", wait
 
 def test_an_error_that_says_what_to_do_is_not_answered_by_a_new_start() -> None:
     again = "Start the same command again"
-    assert again in raised(MEMBERS[1], "ValueError: a bad batch", "at step 3").message
-    message = raised(
+    assert again in verdict_of_error(MEMBERS[1], "ValueError: a bad batch", "at step 3").message
+    message = verdict_of_error(
         MEMBERS[1], "ShardingError: the epoch is over", "at step 3", "Give each rank as many batches."
     ).message
     assert "Give each rank as many batches." in message
@@ -407,11 +407,11 @@ def test_where_a_thread_stands_and_for_how_long() -> None:
 
 
 def test_a_process_is_told_from_another_one_of_its_number(tmp_path: Path) -> None:
-    assert started(os.getpid()) == started(os.getpid()) != ""
-    assert started(2**22 + 1) == ""
+    assert start_time_of(os.getpid()) == start_time_of(os.getpid()) != ""
+    assert start_time_of(2**22 + 1) == ""
     script = tmp_path / "train-my-modelé"  # the kernel keeps 15 bytes of a name, which is amid the last letter
     script.write_text("#!/bin/sh\nread _\n")
     script.chmod(0o700)
     with subprocess.Popen([script], stdin=subprocess.PIPE) as process:
-        assert started(process.pid).isdigit()
+        assert start_time_of(process.pid).isdigit()
         process.communicate(b"\n")

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_core.sharding.wrap_policy import describe_policy
+from fsdp_core.sharding.units.wrap_policy import describe_policy
 from fsdp_core.testing import short_runs
 from fsdp_core.testing.oracle import Block
 

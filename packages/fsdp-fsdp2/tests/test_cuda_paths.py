@@ -159,6 +159,8 @@ def test_a_module_that_is_not_sharded_is_on_the_gpu(monkeypatch: pytest.MonkeyPa
     world, group = dist.distributed_c10d._world, dist.distributed_c10d._get_default_group()
     monkeypatch.setitem(world.pg_map, group, ("undefined", world.pg_map[group][1]))
     monkeypatch.setitem(world.pg_backend_config, group, "cpu:gloo,cuda:nccl")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
     assert held_model._runtime().device == _CUDA

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from fsdp2_runs import set_up
 from fsdp_core import wrap
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.sharding.precisions import ShardPrecision
+from fsdp_core.sharding.precision_strings import ShardPrecision
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, HALF_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal

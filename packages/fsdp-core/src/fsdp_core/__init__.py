@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         UnsupportedCapabilityError,
     )
     from fsdp_core.initialization.wrap import wrap
-    from fsdp_core.lightning.checkpoints.accumulated_gradients import AccumulatedGradients
+    from fsdp_core.lightning.checkpoints.begun_accumulation import AccumulatedGradients
     from fsdp_core.lightning.outside_steps.exporting import full_state_dict
     from fsdp_core.lightning.outside_steps.gathered import gathered
     from fsdp_core.plugins.capabilities import Capability
@@ -104,7 +104,7 @@ __all__ = [
 
 _HOMES = {
     "CONTRACT_VERSION": "plugins.contract",
-    "AccumulatedGradients": "lightning.checkpoints.accumulated_gradients",
+    "AccumulatedGradients": "lightning.checkpoints.begun_accumulation",
     "Backend": "sharding.backend",
     "Capability": "plugins.capabilities",
     "Option": "plugins.strategy_info",

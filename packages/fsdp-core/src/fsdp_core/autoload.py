@@ -28,7 +28,10 @@ STRATEGY_MODULES = (
     "lightning_fabric.strategies",
     "pytorch_lightning.strategies",
 )
-"""The modules whose registries get our names; :mod:`fsdp_core.lightning.registration.entries` fills the registries."""
+"""The modules whose registries get our names."""
+
+_REGISTRATION = "fsdp_core.lightning.registration.entries"
+"""The module that fills the registries, by name: it is imported when one of :data:`STRATEGY_MODULES` has run."""
 
 
 def install() -> None:
@@ -103,23 +106,14 @@ _being_entered: set[str] = set()
 
 
 def _enter_names(name: str, module: ModuleType) -> None:
-    """Register our names in ``module``'s registry, and let Lightning's own strategies recognise our folders and shards.
-
-    A fault of ours must not break the import of Lightning.
-    """
+    """Register our names in ``module``'s registry. A fault of ours must not break the import of Lightning."""
     if name in _being_entered:  # importing fsdp_core.lightning calls install() again
         return
     _being_entered.add(name)
     try:
-        from fsdp_core.lightning.checkpoints.patched_io import install_opening
-        from fsdp_core.lightning.outside_steps.grad_norms import install_grad_norm
-        from fsdp_core.lightning.registration.entries import enter
-        from fsdp_core.lightning.registration.sharded_elsewhere import install_refusal
+        from importlib import import_module
 
-        install_opening(module)
-        install_refusal(module)
-        install_grad_norm()
-        enter(module)
+        import_module(_REGISTRATION).enter(module)
     except Exception as error:
         from fsdp_core.errors import warn_of_fault
 

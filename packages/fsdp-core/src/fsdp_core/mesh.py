@@ -174,7 +174,8 @@ def _ranks(count: int) -> str:
 
 def _fitting(sizes: dict[str, int], world_size: int) -> str:
     """Sizes close to those asked for whose product divides the world size."""
-    remaining, fitting = world_size, []
+    remaining = world_size
+    fitting = []
     for axis, size in reversed(sizes.items()):
         if axis != "data_parallel" and size > 1:
             fits = max(n for n in range(1, min(size, remaining) + 1) if not remaining % n)

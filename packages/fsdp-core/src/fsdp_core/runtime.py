@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistError
 
+from fsdp_core import devices
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.mesh import DATA_AXES, Mesh, MeshAxis
 from fsdp_core.torch_private.dtensors import forget_meshes, note_meshes
@@ -48,7 +49,7 @@ def _check_group(device: str) -> None:
     """Refuse the process group that exists if it can't communicate a kind of device's tensors.
 
     Args:
-        device: The kind, such as ``"cuda"``.
+        device: The kind, such as ``"cpu"``.
 
     Raises:
         ShardingError: It can't.
@@ -57,13 +58,11 @@ def _check_group(device: str) -> None:
     device_types = [entry.partition(":")[0] for entry in config.split(",") if ":" in entry]
     if not device_types or device in device_types:
         return
-    own = dist.Backend.default_device_backend_map.get(device, "...")
-    instead = "cpu:gloo,cuda:nccl" if device in ("cpu", "cuda") else f"cpu:gloo,{device}:{own}"
     raise ShardingError(
         f"this process has a process group already, {config!r}, which can't communicate tensors on {device!r}, where "
         "this run computes. The script or an earlier run has made it with init_process_group().\n"
         "Call torch.distributed.destroy_process_group() before this run, which makes its own; or make it with "
-        f"torch.distributed.init_process_group({instead!r})."
+        f"torch.distributed.init_process_group({devices.group_for(device)!r})."
     )
 
 
@@ -354,10 +353,10 @@ class Runtime(ABC):
 
 
 class ProcessGroupRuntime(Runtime):
-    """One process per rank, in torch's default process group: NCCL on CUDA, gloo on CPU.
+    """One process per rank, in torch's default process group: gloo on the CPU, else what is registered for the device.
 
-    On CUDA the group is ``cpu:gloo,cuda:nccl``, because ranks agree on small things in host memory, after each batch
-    for instance: over NCCL the host would wait for the device.
+    On an accelerator the group has gloo too, because ranks agree on small things in host memory, after each batch for
+    instance: over the device's own backend, such as NCCL, the host would wait for the device.
 
     Args:
         backend: The process-group backend, as in :func:`torch.distributed.init_process_group`; ``None`` to choose it
@@ -404,17 +403,19 @@ class ProcessGroupRuntime(Runtime):
         port: int,
         timeout: timedelta | None = None,
     ) -> None:
-        self.rank, self.local_rank, self.world_size, self.device = rank, local_rank, world_size, device
+        self.rank = rank
+        self.local_rank = local_rank
+        self.world_size = world_size
+        self.device = device
         self._timeout = timeout
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        devices.select(device)
         if dist.is_initialized():
             _check_group(device.type)
             return
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = str(address), str(port)
         with _collectives_recorded():
             dist.init_process_group(
-                self.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
+                self.backend or devices.process_group_backend(device.type),
                 rank=rank,
                 world_size=world_size,
                 timeout=timeout,
@@ -519,7 +520,8 @@ class ProcessGroupRuntime(Runtime):
     def gather_objects_to(self, obj: Any, dst: int = 0) -> list[Any] | None:
         if self._alone:
             return [obj]
-        world_size, is_here = dist.get_world_size(self._group), dist.get_rank(self._group) == dst
+        world_size = dist.get_world_size(self._group)
+        is_here = dist.get_rank(self._group) == dst
         gathered: list[Any] = [obj] * world_size
         if not self._on_host:  # NCCL would make a communicator for each pair of ranks
             dist.gather_object(obj, gathered if is_here else None, group=self._group, group_dst=dst)
@@ -578,7 +580,7 @@ class ProcessGroupRuntime(Runtime):
     def barrier(self) -> None:
         if self._alone:
             return
-        if self.device.type == "cuda":
+        if devices.is_accelerator(self.device):
             dist.barrier(group=self._group, device_ids=[self.device.index or 0])
         else:
             dist.barrier(group=self._group)
@@ -590,7 +592,8 @@ class _Peers(ProcessGroupRuntime):
     def __init__(self, main: ProcessGroupRuntime, axes: tuple[MeshAxis, ...], timeout: timedelta | None) -> None:
         super().__init__(main.backend)
         self.local_rank, self.device = main.local_rank, main.device
-        self.rank, self.world_size = main.mesh.coordinate(main.rank, axes), main.mesh.size(axes)
+        self.rank = main.mesh.coordinate(main.rank, axes)
+        self.world_size = main.mesh.size(axes)
         for ranks in main.mesh.groups(axes):  # all ranks create all groups
             group = dist.new_group(list(ranks), timeout=timeout)
             if main.rank in ranks:
@@ -608,7 +611,9 @@ class _SideChannel(ProcessGroupRuntime):
 
     def __init__(self, main: ProcessGroupRuntime, timeout: timedelta | None) -> None:
         super().__init__("gloo")
-        self.rank, self.local_rank, self.world_size = main.rank, main.local_rank, main.world_size
+        self.rank = main.rank
+        self.local_rank = main.local_rank
+        self.world_size = main.world_size
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=timeout)
 

@@ -20,7 +20,7 @@ from fsdp_core.errors import ShardingError, StrategyUnavailableError, UnknownStr
 from fsdp_core.lightning.setup_checks import check_devices
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import FrontEnd
-from fsdp_core.sharding.precisions import ShardPrecision
+from fsdp_core.sharding.precision_strings import ShardPrecision
 from fsdp_core.testing import Ranks
 from fsdp_core.testing.oracle import Block
 from fsdp_core.testing.refusals import assert_says, refusal

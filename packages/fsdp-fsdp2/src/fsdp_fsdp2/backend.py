@@ -28,6 +28,7 @@ from fsdp_core.sharding import (
     ShardPrecision,
     StepInputs,
     UnitModules,
+    can_pin_memory,
     checkpoint_activations,
     describe_policy,
     kept_as_built,
@@ -379,7 +380,7 @@ class FSDP2Backend(Backend):
         checkpoint_activations(module, plan, recompute_all_but(self.options.saved_ops))
         compile_units(module, units, self.options.compiler_keywords, self.options.activation_memory_budget)
         if self.options.activation_offload:
-            offload_activations(offloaded(module, units), pin_memory=self.runtime.device.type == "cuda")
+            offload_activations(offloaded(module, units), pin_memory=can_pin_memory(self.runtime.device.type))
 
     def _mp_policy(self) -> MixedPrecisionPolicy:
         if self.options.mp_policy is not None:
@@ -390,7 +391,7 @@ class FSDP2Backend(Backend):
         if isinstance(self.options.cpu_offload, OffloadPolicy):
             return self.options.cpu_offload
         return (
-            CPUOffloadPolicy(pin_memory=self.runtime.device.type == "cuda")
+            CPUOffloadPolicy(pin_memory=can_pin_memory(self.runtime.device.type))
             if self.options.cpu_offload
             else OffloadPolicy()
         )

@@ -15,7 +15,7 @@ _FSDP2 = StrategyInfo(
     summary="Fully sharded data parallel with torch's fully_shard (FSDP2).",
     trainer="fsdp_fsdp2.trainer:FSDP2Strategy",
     fabric="fsdp_fsdp2.fabric:FSDP2Strategy",
-    accelerators=("cuda", "cpu"),
+    accelerators=("any", "cpu"),
     capabilities=frozenset(Capability),
     options=options_in("fsdp_fsdp2.options:FSDP2Options"),
     requires=("torch>=2.9", "lightning>=2.6.6"),

@@ -147,7 +147,9 @@ class AsyncSaves:
         if self._last is not None:
             self._last.result()
         with self._changed:
-            failure, self._failure, self._raise_at = self._failure, None, None
+            failure = self._failure
+            self._failure = None
+            self._raise_at = None
         if failure is not None:
             _unraised.remove(failure)
             raise failure
@@ -165,7 +167,8 @@ class AsyncSaves:
             self._thread.shutdown()
             self._channel.stop()
             self._staging.free()
-            self._thread, self._channel = None, None
+            self._thread = None
+            self._channel = None
         self.wait()
 
     def _work(self, channel: Runtime, operation: str, job: Callable[[Runtime], None]) -> None:
@@ -182,7 +185,8 @@ class AsyncSaves:
         failure = error_class(f"{operation} in the background has failed: {error}")
         failure.__cause__ = error
         with self._changed:
-            self._choosing, steps = True, self._steps
+            self._choosing = True
+            steps = self._steps
         try:
             # no rank begins another step meanwhile, so none is past the chosen one
             steps = max(channel.gather_objects(steps))
@@ -190,7 +194,9 @@ class AsyncSaves:
             failure.add_note(f"The ranks could not agree on when to raise this: {gone}")
         with self._changed:
             _unraised.append(failure)
-            self._failure, self._raise_at, self._choosing = failure, steps + 1, False
+            self._failure = failure
+            self._raise_at = steps + 1
+            self._choosing = False
             self._changed.notify_all()
 
 

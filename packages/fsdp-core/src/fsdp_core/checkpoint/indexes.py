@@ -39,7 +39,7 @@ __all__ = [
     "TensorSpec",
     "boxes_of_ranks",
     "memory_of",
-    "packed",
+    "pack_message",
     "table_digest",
 ]
 
@@ -149,7 +149,7 @@ class RankBoxes(NamedTuple):
     box_sets: list[tuple[Box, ...]]
 
     @classmethod
-    def unpacked(cls, packed_boxes: PackedBoxes) -> RankBoxes:
+    def from_packed(cls, packed_boxes: PackedBoxes) -> RankBoxes:
         """Read :attr:`Message.boxes`."""
         table_json = zlib.decompress(packed_boxes.table)
         table = None
@@ -168,7 +168,7 @@ def table_digest(tensors: Sequence[TensorSpec]) -> bytes:
     return xxhash.xxh3_128_digest(_json(tensors))
 
 
-def packed(index: Index, first_rank: FirstRankSummary, last: Remembered | None) -> Message:
+def pack_message(index: Index, first_rank: FirstRankSummary, last: Remembered | None) -> Message:
     """Return what this rank sends.
 
     Args:

@@ -64,7 +64,8 @@ def load(path: Paths, *, runtime: Runtime | None = None, verify: bool = True) ->
         all_agree = not ranks_that_differ
         if all_agree and not ranks_replaced:
             if damaged and runtime is not None:  # rarely: each rank needs the faults of all
-                faults = {name: fault for of_rank in runtime.gather_objects(faults) for name, fault in of_rank.items()}
+                for faults_of_rank in runtime.gather_objects(faults):
+                    faults = {**faults, **faults_of_rank}
             refuse_damage(reading.files, faults)
             if not total(runtime, [not run_on_all(runtime, action, reading.decode)])[0]:
                 return reading.nest
@@ -90,28 +91,33 @@ class _BoxesInFiles:
         for part in self.stored.overlapping((chunk.offsets, box)):
             common = overlap((part.offsets, part.lengths), (chunk.offsets, box))
             assert common is not None
-            inside = tuple(slice(a - o, a - o + n) for a, n, o in zip(*common, chunk.offsets, strict=True))
-            source = tuple(a - o for a, o in zip(common[0], part.offsets, strict=True))
+            begins, lengths = common
+            starts_in_chunk = [begin - offset for begin, offset in zip(begins, chunk.offsets, strict=True)]
+            starts_in_part = tuple(begin - offset for begin, offset in zip(begins, part.offsets, strict=True))
+            inside = tuple(slice(start, start + length) for start, length in zip(starts_in_chunk, lengths, strict=True))
             with torch.no_grad():
-                self.files.read(part.file, part.key, source, chunk.data.detach()[inside])
+                self.files.read(part.file, part.key, starts_in_part, chunk.data.detach()[inside])
 
 
 class _Reading:
     """One attempt of this rank to load a checkpoint. All ranks must take each step."""
 
     def __init__(self, folder: Folder, runtime: Runtime | None, *, checksums: bool) -> None:
-        self._folder, self._runtime, self._checksums = folder, runtime, checksums
+        self._folder = folder
+        self._runtime = runtime
+        self._checksums = checksums
         self._before = seen(folder)
         self._files: StoredFiles | None = None
         self.nest: dict[str, Any] = {}
 
     def examine(self) -> tuple[str, dict[str, str], bool]:
         """Return the save id, the faults of this rank's files, and whether another save has replaced the checkpoint."""
-        manifest, runtime = read_manifest(self._folder), self._runtime
+        manifest = read_manifest(self._folder)
+        runtime = self._runtime
         self._files = StoredFiles(self._folder, manifest)
         own_files = manifest.files if runtime is None else share_of(manifest.files, runtime.rank, runtime.world_size)
         faults = find_damage(self._files, own_files, checksums=self._checksums)
-        return manifest.save_id, faults, bool(faults) and self._replaced()
+        return manifest.save_id, faults, bool(faults) and self._is_replaced()
 
     @property
     def files(self) -> StoredFiles:
@@ -125,12 +131,12 @@ class _Reading:
             self.files.keep_open()
             self.nest = _decode(self.files)
         except (CheckpointFormatError, OSError):
-            if not self._replaced():
+            if not self._is_replaced():
                 raise
             return False
         return True
 
-    def _replaced(self) -> bool:
+    def _is_replaced(self) -> bool:
         return seen(self._folder) != self._before
 
 
@@ -174,7 +180,8 @@ def _decode(files: StoredFiles) -> dict[str, Any]:
     small = {} if manifest.state_tensors is None else dict(files.header(manifest.state_tensors))
 
     def on_tensor(tag: str, name: Any) -> Any:
-        if tag == "$saved" and isinstance(name, str) and (key := manifest.aliases.get(name, name)) in tensors:
+        key = manifest.aliases.get(name, name) if isinstance(name, str) else None
+        if tag == "$saved" and key in tensors:
             return tensors[key]
         if tag == "$tensor" and isinstance(name, str) and name in small and manifest.state_tensors is not None:
             entry = small.pop(name)  # only once, or a small file could make this allocate any amount of memory

@@ -20,7 +20,7 @@ from fsdp_core.checkpoint.recognising import pattern_of
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.state.coverage import Box
 
-__all__ = ["MOST_LISTED", "BoxesByRank", "Merged", "merge", "merged_from"]
+__all__ = ["MOST_LISTED", "BoxesByRank", "Merged", "merge", "merge_messages"]
 
 MOST_LISTED = 2**14
 """Up to how many chunks a manifest lists each by itself, for people and for readers of version 1: 3 MB."""
@@ -45,7 +45,7 @@ class Merged:
     layouts: Sequence[Pattern | BoxesByRank]
     sent: Mapping[int, tuple[bytes, PackedBoxes]]
 
-    def stored(self, file_pattern: Callable[[str], str]) -> dict[str, StoredTensor]:
+    def stored_tensors(self, file_pattern: Callable[[str], str]) -> dict[str, StoredTensor]:
         """Return every tensor with its chunks, in rank 0's order.
 
         Args:
@@ -64,7 +64,8 @@ def _stored_tensors(
     tensors_with_layouts: Iterable[tuple[TensorSpec, Pattern | BoxesByRank]], file_pattern: Callable[[str], str]
 ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return the tensors whose boxes cover them, and what is wrong with the others."""
-    tensors, faults = {}, {}
+    tensors = {}
+    faults = {}
     for (key, shape, dtype_name), layout in tensors_with_layouts:
         try:
             chunks = _chunks(key, shape, file_pattern(key), layout)
@@ -86,7 +87,7 @@ def _chunks(
     )
 
 
-def merged_from(tensors: Sequence[TensorSpec], messages: Sequence[Message], last: Remembered | None) -> Merged:
+def merge_messages(tensors: Sequence[TensorSpec], messages: Sequence[Message], last: Remembered | None) -> Merged:
     """Merge what all ranks have sent, or return what was made of the same before.
 
     Args:
@@ -100,7 +101,7 @@ def merged_from(tensors: Sequence[TensorSpec], messages: Sequence[Message], last
     packed = boxes_of_ranks(messages, last)
     if last is not None and last.merged is not None and all(message.boxes is None for message in messages):
         return last.merged
-    layouts = merge(tensors, [RankBoxes.unpacked(boxes) for boxes in packed])
+    layouts = merge(tensors, [RankBoxes.from_packed(boxes) for boxes in packed])
     sent = {
         rank: (message.boxes_digest, boxes) for rank, (message, boxes) in enumerate(zip(messages, packed, strict=True))
     }
@@ -208,7 +209,8 @@ def _find_patterns(tensors: Sequence[TensorSpec], ordered: Sequence[_OrderedBoxe
         boxes_by_rank: BoxesByRank = []
         for box_set_ids, ranks in groups.items():
             set_number = set_numbers[box_set_ids][index]
-            boxes_by_rank += [(rank, boxes) for rank in ranks if (boxes := ordered[rank][1][set_number])]
+            boxes_of_ranks = [(rank, ordered[rank][1][set_number]) for rank in ranks]
+            boxes_by_rank += [(rank, boxes) for rank, boxes in boxes_of_ranks if boxes]
         boxes_by_rank.sort(key=lambda rank_and_boxes: rank_and_boxes[0])
         layouts[class_id] = pattern_of(tensor.shape, boxes_by_rank) or boxes_by_rank
     return [layouts[class_id] for class_id in classes]

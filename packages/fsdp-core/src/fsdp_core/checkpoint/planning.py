@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_core.checkpoint.format.file_names import Section
 from fsdp_core.checkpoint.format.plain_data import Keys, TensorLeaf, encode
 from fsdp_core.checkpoint.format.safetensors_file import HEADER_KEY, unsavable
-from fsdp_core.checkpoint.format.state_paths import escaped, find_part, split_path
+from fsdp_core.checkpoint.format.state_paths import escape, find_part, split_path
 from fsdp_core.errors import CheckpointValueError
 from fsdp_core.state.chunks import ChunkedTensor, chunked
 from fsdp_core.state.dtypes import SAFETENSORS_NAMES, dtype_name
@@ -77,7 +77,7 @@ class _Planner:
 
     def on_tensor(self, keys: Keys, leaf: TensorLeaf) -> dict[str, str]:
         """Record a leaf of the state, and return its reference in the plain data."""
-        names = tuple(map(escaped, keys))
+        names = tuple(map(escape, keys))
         path = "/".join(names)
         try:
             path.encode()
@@ -89,13 +89,13 @@ class _Planner:
                 root = each
                 break
         if root is None and isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
-            return {"$tensor": self._small(path, leaf)}
+            return {"$tensor": self._add_small(path, leaf)}
         section: Section = "state" if root is None else self.roots[root]
         if root is not None and section == "optimizer" and names[len(root)] == "state":
             path = "/".join(root + names[len(root) + 1 :])
-        return {"$saved": self._chunked(path, leaf, section)}
+        return {"$saved": self._add_chunks(path, leaf, section)}
 
-    def _small(self, name: str, tensor: Tensor) -> str:
+    def _add_small(self, name: str, tensor: Tensor) -> str:
         if (reason := unsavable(tensor)) is not None:
             raise CheckpointValueError(reason)
         while name in self.plan.tensors or name == HEADER_KEY:  # the keys 1 and "1" of one dict
@@ -103,7 +103,7 @@ class _Planner:
         self.plan.tensors[name] = tensor.detach()
         return name
 
-    def _chunked(self, key: str, leaf: TensorLeaf, section: Section) -> str:
+    def _add_chunks(self, key: str, leaf: TensorLeaf, section: Section) -> str:
         if key == HEADER_KEY:
             raise CheckpointValueError("safetensors reserves this name; rename the tensor")
         if key in self.plan.aliases:
@@ -121,7 +121,8 @@ class _Planner:
                 raise CheckpointValueError(reason)
             if chunk.data.dtype != tensor.dtype:
                 raise CheckpointValueError(f"a chunk of it has dtype {chunk.data.dtype}, but the tensor {tensor.dtype}")
-        self.plan.stored[key], self.plan.section_of[key] = tensor, section
+        self.plan.stored[key] = tensor
+        self.plan.section_of[key] = section
         return key
 
     def check_aliases(self) -> None:

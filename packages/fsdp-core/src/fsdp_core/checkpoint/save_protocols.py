@@ -14,7 +14,7 @@ from fsdp_core.checkpoint.collective import gather_to_first, run_on_all, run_on_
 from fsdp_core.checkpoint.format.file_names import part_file, rank_in
 from fsdp_core.checkpoint.format.manifest import MANIFEST, FileEntry
 from fsdp_core.checkpoint.format.part_record import PartRecord
-from fsdp_core.checkpoint.format.places import PlaceOfRanks, grouped
+from fsdp_core.checkpoint.format.places import PlaceOfRanks, group_places
 from fsdp_core.checkpoint.storage.commit import SaveTarget
 from fsdp_core.checkpoint.storage.local_target import LocalTarget
 from fsdp_core.checkpoint.storage.writers import writing
@@ -145,13 +145,15 @@ class PerHostSave(SharedSave):
             stream.write(record.to_json().encode())
 
     def files_of_first(self, files: Mapping[str, FileEntry]) -> Mapping[str, FileEntry]:
-        ranks = {name: file_rank[1] for name in files if (file_rank := rank_in(name)) is not None}
-        return {
-            name: entry for name, entry in files.items() if name not in ranks or self._addresses[ranks[name]].with_first
-        }
+        files_of_first: dict[str, FileEntry] = {}
+        for name, entry in files.items():
+            pattern_and_rank = rank_in(name)  # None for what rank 0 alone writes
+            if pattern_and_rank is None or self._addresses[pattern_and_rank[1]].with_first:
+                files_of_first[name] = entry
+        return files_of_first
 
     def places(self) -> tuple[PlaceOfRanks, ...]:
-        return grouped((address.host, address.path) for address in self._addresses) if self.is_apart else ()
+        return group_places((address.host, address.path) for address in self._addresses) if self.is_apart else ()
 
     def publish(self) -> None:
         if self._leads and self.rank:

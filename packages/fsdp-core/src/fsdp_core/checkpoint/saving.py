@@ -30,10 +30,10 @@ from fsdp_core.checkpoint.indexes import (
     Remembered,
     TensorSpec,
     memory_of,
-    packed,
+    pack_message,
     table_digest,
 )
-from fsdp_core.checkpoint.merging import Merged, merged_from
+from fsdp_core.checkpoint.merging import Merged, merge_messages
 from fsdp_core.checkpoint.planning import Plan, plan_save
 from fsdp_core.checkpoint.save_protocols import PerHostSave, SharedSave
 from fsdp_core.checkpoint.storage.commit import SaveTarget, choose_target
@@ -260,7 +260,7 @@ class PreparedSave:
         """Write the plain data, and make the manifest."""
         protocol, plan = self._protocol, self._plan
         save_id = protocol.target.save_id
-        commit.merged = merged_from(_tensors(plan), messages, self._last)
+        commit.merged = merge_messages(_tensors(plan), messages, self._last)
         manifest = Manifest(
             save_id=save_id,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -268,7 +268,7 @@ class PreparedSave:
             versions=_own_versions() | self._versions,
             world_size=len(messages),
             kinds=self._kinds,
-            tensors=commit.merged.stored(lambda key: files_of(plan.section_of[key], save_id)),
+            tensors=commit.merged.stored_tensors(lambda key: files_of(plan.section_of[key], save_id)),
             aliases=plan.aliases,
             places=protocol.places(),
             **_write_state(protocol, plan, messages),
@@ -278,12 +278,15 @@ class PreparedSave:
 
     def _write_chunks(self, runtime: Runtime) -> Message:
         """Write this rank's chunks, and return what rank 0 is to know."""
-        plan, target, rank = self._plan, self._protocol.target, runtime.rank
+        plan = self._plan
+        target = self._protocol.target
+        rank = runtime.rank
         contents: dict[Section, dict[str, Tensor | TensorSource]] = {}
         index = Index(tensors=_tensors(plan))
         for key, tensor in plan.stored.items():
+            chunks = tensor.chunks if tensor.replica == 0 else ()
             boxes: list[Box] = []
-            for chunk in tensor.chunks if tensor.replica == 0 else ():
+            for chunk in chunks:
                 box = tuple(chunk.offsets), tuple(chunk.data.shape)
                 if 0 not in box[1]:
                     boxes.append(box)
@@ -293,7 +296,7 @@ class PreparedSave:
             index.files[section] = _write_tensors(target.folder, file_name(section, target.save_id, rank), content)
         files = {file_name(section, target.save_id, rank): entry for section, entry in index.files.items()}
         self._protocol.record(runtime, files)
-        return packed(index, self._first_rank, self._last)
+        return pack_message(index, self._first_rank, self._last)
 
 
 @dataclass
@@ -338,14 +341,16 @@ def _write_state(protocol: SharedSave, plan: Plan, messages: Sequence[Message]) 
     folder, save_id = protocol.target.folder, protocol.target.save_id
     files = dict(entry for rank, message in enumerate(messages) for entry in message.entries(save_id, rank))
     for name, entry in protocol.files_of_first(files).items():
-        if (size := folder.size(name)) != entry.size:
+        size = folder.size(name)
+        if size != entry.size:
             size_seen = "no file" if size is None else f"{size} bytes"
             raise CheckpointError(
                 f"rank 0 sees {size_seen} at {folder.path(name)}, where a rank wrote {entry.size} bytes: "
                 "save to a file system that all ranks share, or with scattered_save=True (scattered=True of "
                 "fsdp_core.checkpoint.save), with which each rank writes where it stands"
             )
-    plain_file, state_tensors = state_file(save_id), state_tensors_file(save_id) if plan.tensors else None
+    plain_file = state_file(save_id)
+    state_tensors = state_tensors_file(save_id) if plan.tensors else None
     if state_tensors is not None:
         files[state_tensors] = _write_tensors(folder, state_tensors, plan.tensors)
     # One line per part of the state: json's own indentation takes as long as writing all tensors of a small model.

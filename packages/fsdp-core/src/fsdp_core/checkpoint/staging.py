@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fsdp_core import devices
 from fsdp_core.checkpoint.fingerprints import differing, sample, view_of_sample
 from fsdp_core.checkpoint.planning import Plan
 from fsdp_core.errors import CheckpointError
+from fsdp_core.state.boxes import row_major_strides
 from fsdp_core.torch_private.dtensors import call_before_parts, forget_call_before_parts
 from fsdp_core.torch_private.tensors import times_written
 
@@ -47,7 +47,7 @@ class _Deferred:
 
 
 class Staging:
-    """Host memory for one rank's part of a state; pinned if the state is on CUDA devices.
+    """Host memory for one rank's part of a state; pinned if the state is on accelerators.
 
     It grows to the size of the largest save, and is reused by the next one.
 
@@ -67,7 +67,7 @@ class Staging:
         self._layout: list[tuple[torch.Size, torch.dtype]] = []
         self._memory_of_layout: list[Tensor] = []  # the memory of this layout
         self._views: dict[int, Tensor] = {}  # by id of the memory
-        self._copy_events: list[torch.cuda.Event] = []
+        self._copy_events: list[torch.Event] = []
         self._copying = threading.Lock()  # guards the attributes below
         self._deferred: list[_Deferred] = []
         self._changed: list[str] = []
@@ -77,7 +77,7 @@ class Staging:
     ) -> Plan:
         """Copy the tensors of a plan that ``rank`` writes. Copies of the previous plan must no longer be in use.
 
-        Copies from a CUDA device are asynchronous, on its current stream, so later work on the stream doesn't change
+        Copies from an accelerator are asynchronous, on its current stream, so later work on the stream doesn't change
         them.
 
         Args:
@@ -92,10 +92,9 @@ class Staging:
             The plan over the copies, which may be read after :meth:`wait`. A tensor that is read only when it is
             written (:class:`~fsdp_core.state.TensorSource`) is not copied.
         """
-        chunks = [chunk.data for tensor in plan.stored.values() if tensor.replica == 0 for chunk in tensor.chunks]
-        originals = [data for data in chunks if isinstance(data, Tensor)] + (
-            list(plan.tensors.values()) if not rank else []
-        )
+        originals = [data for _, data in _named_chunks(plan)]
+        if rank == 0:
+            originals += plan.tensors.values()
         identities = [_identity(tensor) for tensor in originals]
         distinct = dict(zip(identities, originals, strict=True))
         copy_of = dict(zip(distinct, self._memory([*distinct.values()]), strict=True))
@@ -103,7 +102,9 @@ class Staging:
         deferred_copies = []
         with torch.no_grad():
             for identity, original in distinct.items():
-                counted = deferred(original) if deferred is not None and original.device.type == "cpu" else None
+                counted: Sequence[Tensor] | None = None
+                if deferred is not None and original.device.type == "cpu":
+                    counted = deferred(original)
                 if counted is not None:
                     deferred_copies.append(
                         _Deferred(
@@ -116,17 +117,15 @@ class Staging:
                         )
                     )
                 else:
-                    copy_of[identity].copy_(original, non_blocking=original.is_cuda)
+                    copy_of[identity].copy_(original, non_blocking=devices.is_accelerator(original.device))
         with self._copying:
-            self._deferred, self._changed = deferred_copies, []
+            self._deferred = deferred_copies
+            self._changed = []
         if deferred_copies:
             call_before_parts(self.finish)
         copies = {id(tensor): copy_of[identity] for tensor, identity in zip(originals, identities, strict=True)}
-        self._copy_events = []
-        for device in {tensor.device for tensor in distinct.values() if tensor.is_cuda}:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(device))
-            self._copy_events.append(event)
+        copied_from = {tensor.device for tensor in distinct.values()}
+        self._copy_events = [devices.record_event(device) for device in copied_from if devices.is_accelerator(device)]
         return replace(
             plan,
             stored={key: tensor.copied(copies) for key, tensor in plan.stored.items()},
@@ -175,7 +174,11 @@ class Staging:
         """Release the memory."""
         self._deferred = []
         forget_call_before_parts(self.finish)
-        self._blocks, self._layout, self._memory_of_layout, self._copy_events, self._views = [], [], [], [], {}
+        self._blocks = []
+        self._layout = []
+        self._memory_of_layout = []
+        self._copy_events = []
+        self._views = {}
 
     def _sample_of_copy(self, deferred: _Deferred) -> Tensor:
         """A view of the copy's elements that are compared, kept as long as the memory: making it takes time."""
@@ -186,7 +189,7 @@ class Staging:
     def _memory(self, originals: list[Tensor]) -> list[Tensor]:
         """Return memory for each tensor, of its shape and dtype; that of the last save, if its tensors were alike."""
         layout = [(tensor.shape, tensor.dtype) for tensor in originals]
-        pinned = any(tensor.is_cuda for tensor in originals)
+        pinned = any(devices.can_pin_memory(kind) for kind in {tensor.device.type for tensor in originals})
         if layout != self._layout or pinned != self._pinned:
             self._layout, self._memory_of_layout, self._views = [], [], {}  # these also keep memory alive
             self._memory_of_layout = list(self._allocate(originals, pinned=pinned))
@@ -203,7 +206,8 @@ class Staging:
             places.append((len(sizes) - 1, sizes[-1]))
             sizes[-1] += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         if pinned != self._pinned:
-            self._blocks, self._pinned = [], pinned
+            self._blocks = []
+            self._pinned = pinned
         del self._blocks[len(sizes) :]
         for i, size in enumerate(sizes):
             if i == len(self._blocks):
@@ -213,26 +217,22 @@ class Staging:
                 self._blocks[i] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         typed: dict[tuple[int, torch.dtype], Tensor] = {}
         for tensor, (block, start) in zip(originals, places, strict=True):
-            memory = typed.get((block, tensor.dtype))
-            if memory is None:
-                memory = typed[block, tensor.dtype] = self._blocks[block].view(tensor.dtype)
-            yield memory.as_strided(tensor.shape, _row_major(tensor.shape), start // tensor.dtype.itemsize)
+            if (block, tensor.dtype) not in typed:
+                typed[block, tensor.dtype] = self._blocks[block].view(tensor.dtype)
+            memory = typed[block, tensor.dtype]
+            yield memory.as_strided(tensor.shape, row_major_strides(tensor.shape), start // tensor.dtype.itemsize)
 
 
 def _named_chunks(plan: Plan) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that this rank writes in boxes, with their keys."""
     for key, tensor in plan.stored.items():
-        yield from ((key, chunk.data) for chunk in tensor.chunks if isinstance(chunk.data, Tensor))
-
-
-@lru_cache(maxsize=1024)
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        if tensor.replica == 0:
+            yield from ((key, chunk.data) for chunk in tensor.chunks if isinstance(chunk.data, Tensor))
 
 
 def _identity(tensor: Tensor) -> Any:
     """Return a value that is equal for tensors that view the same memory in the same way."""
-    if tensor.device.type not in ("cpu", "cuda"):
+    if not devices.has_addresses(tensor):
         return id(tensor)
     return (
         tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()

@@ -14,7 +14,7 @@ from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest, StoredTens
 from fsdp_core.checkpoint.format.patterns import PatternedChunks
 from fsdp_core.checkpoint.storage.joined import Paths, open_places
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
-from fsdp_core.checkpoint.storage.part_recognition import described_rest
+from fsdp_core.checkpoint.storage.part_recognition import describe_rest
 from fsdp_core.checkpoint.storage.recognition import read_manifest
 from fsdp_core.checkpoint.storage.remedies import unreadable
 from fsdp_core.checkpoint.storage.rereading import begins_anew
@@ -65,11 +65,15 @@ def share_of(files: Mapping[str, FileEntry], rank: int, world_size: int) -> list
         >>> share_of(files, 0, 2), share_of(files, 1, 2)
         (['model/a-rank-0'], ['optimizer/a-rank-0', 'model/a-rank-1'])
     """
-    total, before, share = sum(entry.size for entry in files.values()), 0, []
+    total = max(sum(entry.size for entry in files.values()), 1)
+    share = []
+    start = 0
     for name in sorted(files, key=lambda name: (name.rpartition("/")[2], name)):
-        middle, before = 2 * before + files[name].size, before + files[name].size
-        if min(middle * world_size // max(2 * total, 1), world_size - 1) == rank:
+        size = files[name].size
+        twice_middle = 2 * start + size
+        if min(twice_middle * world_size // (2 * total), world_size - 1) == rank:
             share.append(name)
+        start += size
     return share
 
 
@@ -91,7 +95,8 @@ def find_damage(
     Raises:
         CheckpointFormatError: A link leads out of the folder, or this user may not read a file.
     """
-    file_names, lock = list(file_names), threading.Lock()
+    file_names = list(file_names)
+    lock = threading.Lock()
     expected = _ExpectedChunks(files, file_names)
     plain = {files.manifest.state_file, files.manifest.state_tensors}
 
@@ -108,8 +113,9 @@ def find_damage(
 
     def compare_content(name: str) -> str | None:
         try:
-            reads_content = checksums or name in plain
-            fault = _compare_checksum(files.folder, name, files.manifest.files[name], count) if reads_content else None
+            fault = None
+            if checksums or name in plain:
+                fault = _compare_checksum(files.folder, name, files.manifest.files[name], count)
             if fault is None and (expected.are_in(name) or name == files.manifest.state_tensors):
                 fault = _compare_header(files, name, expected.of(name))
             return fault
@@ -141,12 +147,15 @@ def refuse_damage(files: StoredFiles, faults: Mapping[str, str]) -> None:
         return
     elsewhere = elsewhere_of(files.manifest, faults)
     if len(elsewhere) == len(faults):
-        raise CheckpointFormatError(described_rest(files.folder, files.manifest, elsewhere))
-    lines = [f"  {name} {fault}" for name, fault in list(faults.items())[:_MOST_SHOWN]]
-    lines += [f"  … and {len(faults) - _MOST_SHOWN} more"] if len(faults) > _MOST_SHOWN else []
-    title, remedy = f"the checkpoint {files.folder} is damaged:", "Restore these files, or load an earlier checkpoint."
-    more = [described_rest(files.folder, files.manifest, elsewhere)] if elsewhere else []
-    raise CheckpointFormatError("\n".join([title, *lines, remedy, *more]))
+        raise CheckpointFormatError(describe_rest(files.folder, files.manifest, elsewhere))
+    lines = [f"the checkpoint {files.folder} is damaged:"]
+    lines += [f"  {name} {fault}" for name, fault in list(faults.items())[:_MOST_SHOWN]]
+    if len(faults) > _MOST_SHOWN:
+        lines.append(f"  … and {len(faults) - _MOST_SHOWN} more")
+    lines.append("Restore these files, or load an earlier checkpoint.")
+    if elsewhere:
+        lines.append(describe_rest(files.folder, files.manifest, elsewhere))
+    raise CheckpointFormatError("\n".join(lines))
 
 
 def elsewhere_of(manifest: Manifest, faults: Mapping[str, str]) -> list[str]:
@@ -156,7 +165,9 @@ def elsewhere_of(manifest: Manifest, faults: Mapping[str, str]) -> list[str]:
         manifest: The manifest.
         faults: What :func:`find_damage` has found.
     """
-    return [name for name, fault in faults.items() if fault == _MISSING] if manifest.places else []
+    if not manifest.places:
+        return []
+    return [name for name, fault in faults.items() if fault == _MISSING]
 
 
 _Expected = tuple[str, StoredTensor, StoredChunk]

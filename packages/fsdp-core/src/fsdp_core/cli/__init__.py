@@ -79,7 +79,8 @@ def _keep_stdout() -> None:
     if not isinstance(stdout, TextIOWrapper) or stdout is not sys.__stdout__ or sys.stderr is None:
         return
     try:
-        number, fallback = stdout.fileno(), sys.stderr.fileno()
+        number = stdout.fileno()
+        fallback = sys.stderr.fileno()
         duplicate = os.dup(number)
         os.dup2(fallback, number)
     except OSError:  # no file behind it

@@ -149,13 +149,13 @@ def _print_tensors(facts: Mapping[str, Any], *, every: bool) -> None:
         facts_of = {
             clean(key): _format_tensor_facts(tensor) for key, tensor in tensors.items() if key.startswith(models)
         }
-        rows = [(*group, f"× {count}" if count > 1 else "") for group, count in grouped(facts_of)]
+        rows = [(*group, f"× {count}" if count > 1 else "") for group, count in group_blocks(facts_of)]
     if rows:
         click.echo()
         print_table(title, rows, width=10_000, right=(3,))
 
 
-def grouped(tensors: Mapping[str, tuple[str, ...]]) -> list[tuple[tuple[str, ...], int]]:
+def group_blocks(tensors: Mapping[str, tuple[str, ...]]) -> list[tuple[tuple[str, ...], int]]:
     """Tensors with those of repeated blocks together: numbers in names whose blocks hold the same names and facts.
 
     Args:
@@ -166,14 +166,16 @@ def grouped(tensors: Mapping[str, tuple[str, ...]]) -> list[tuple[tuple[str, ...
 
     Example:
         >>> names = ["net.0.weight", "net.1.scale", "net.2.weight", "net.3.weight", "b.7.w", "b.8.w"]
-        >>> [(name, count) for (name,), count in grouped(dict.fromkeys(names, ()))]
+        >>> [(name, count) for (name,), count in group_blocks(dict.fromkeys(names, ()))]
         [('net.0,2-3.weight', 3), ('net.1.scale', 1), ('b.*.w', 2)]
     """
     tree: _Tree = {}
     for name, facts in tensors.items():
-        node, begin = tree, 0
+        node = tree
+        begin = 0
         for end in islice((at for at, sign in enumerate(name, 1) if sign in "./"), _DEEPEST):
-            node, begin = node.setdefault((name[begin:end], False), {}), end
+            node = node.setdefault((name[begin:end], False), {})
+            begin = end
         node[name[begin:], True] = facts
     return _rows_of(tree)
 
@@ -247,8 +249,8 @@ def verify_checkpoint(paths: tuple[str, ...], quiet: bool, as_json: bool) -> Non
     says. Every fault is reported. Several paths are the places of one scattered save.
     """
     from fsdp_core.checkpoint.storage.joined import open_places
-    from fsdp_core.checkpoint.storage.part_recognition import described_rest
-    from fsdp_core.checkpoint.storage.rereading import retried
+    from fsdp_core.checkpoint.storage.part_recognition import describe_rest
+    from fsdp_core.checkpoint.storage.rereading import read_again
     from fsdp_core.checkpoint.storage.tensor_bytes import open_files
     from fsdp_core.checkpoint.tools.conversion import counter
     from fsdp_core.checkpoint.verifying import elsewhere_of, find_damage
@@ -260,7 +262,7 @@ def verify_checkpoint(paths: tuple[str, ...], quiet: bool, as_json: bool) -> Non
             on_bytes = counter(total, on_progress)
             return files, find_damage(files, files.manifest.files, on_bytes=lambda name, count: on_bytes(count))
 
-    files, faults = retried([open_places(paths)], read, is_right=lambda read_result: not read_result[1])
+    files, faults = read_again([open_places(paths)], read, is_right=lambda read_result: not read_result[1])
     entries = files.manifest.files
     total = sum(entry.size for entry in entries.values())
     elsewhere = elsewhere_of(files.manifest, faults)
@@ -269,7 +271,7 @@ def verify_checkpoint(paths: tuple[str, ...], quiet: bool, as_json: bool) -> Non
         print_json({**facts, "elsewhere": elsewhere})
     elif faults:
         if elsewhere:
-            for line in described_rest(files.folder, files.manifest, elsewhere).split("\n"):
+            for line in describe_rest(files.folder, files.manifest, elsewhere).split("\n"):
                 click.echo(clean(line), err=True)
         if len(elsewhere) < len(faults):
             click.echo(f"{clean(files.folder)} is damaged:", err=True)

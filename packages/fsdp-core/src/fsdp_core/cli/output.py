@@ -56,14 +56,16 @@ def _fold(text: str, width: int) -> list[str]:
         >>> _fold("in lines of ten charactersisthisone", 10)
         ['in lines', 'of ten cha', 'ractersist', 'hisone']
     """
-    lines, line = [], ""
+    lines = []
+    line = ""
     for number, word in enumerate(text.split(" ")):
         joined = f"{line} {word}" if number and len(word) <= width else ""
         if number and joined and len(joined) <= width:
             line = joined
             continue
         if len(word) > width and 0 < (room := width - len(line) - 1) < width - 1:
-            line, word = f"{line} {word[:room]}", word[room:]
+            line = f"{line} {word[:room]}"
+            word = word[room:]
         lines.append(line)
         pieces = [word[at : at + width] for at in range(0, len(word), width)] or [""]
         lines += pieces[:-1]

@@ -83,7 +83,7 @@ def list_strategies(as_json: bool) -> None:
         "kept_by_lightning": [
             {"name": name, "package": source.name, "version": source.version, "what": what, "remedy": remedy}
             for name, source in registry.kept_names().items()
-            for what, remedy in [registry.passed_over(name, source)]
+            for what, remedy in [registry.describe_passed_over(name, source)]
         ],
         "side_effects": [
             {
@@ -117,16 +117,20 @@ def describe_strategy(name: str, as_json: bool) -> None:
 
 
 def _row(name: str) -> dict[str, Any]:
-    provider, info = registry.provider(name), registry.describe(name)
-    status, reason = "available", None
+    provider = registry.provider(name)
+    info = registry.describe(name)
+    status = "available"
+    reason = None
     try:
         registry.check_classes(name)
         reason = registry.unavailable(name)
         status = "available" if reason is None else "unavailable"
         if registry.is_kept(info, provider):
-            status, reason = "kept", "Lightning keeps this name for its own strategy"
+            status = "kept"
+            reason = "Lightning keeps this name for its own strategy"
     except BrokenStrategyError as error:
-        status, reason = "broken", str(error).replace("\n", " ")
+        status = "broken"
+        reason = str(error).replace("\n", " ")
     return {
         "name": name,
         "package": provider.name,

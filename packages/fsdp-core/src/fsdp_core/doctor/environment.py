@@ -6,12 +6,14 @@ import os
 import re
 from collections.abc import Mapping
 
+from fsdp_core.device_names import VISIBILITY
+
 __all__ = ["environment_variables"]
 
 _NAMES = frozenset(
     {
         *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "ROLE_RANK"),
-        *("MASTER_ADDR", "MASTER_PORT", "PJRT_DEVICE", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING"),
+        *("MASTER_ADDR", "MASTER_PORT", "PJRT_DEVICE", "CUDA_LAUNCH_BLOCKING", *VISIBILITY.values()),
         *("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
         *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "LD_LIBRARY_PATH", "LD_PRELOAD"),
         *("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from fsdp_core.plugins.discovery import Provider
 from fsdp_core.plugins.lightning_names import kept_by_lightning
-from fsdp_core.plugins.registry import FIRST_PARTY, ambiguity, passed_over
+from fsdp_core.plugins.registry import FIRST_PARTY, ambiguity, describe_passed_over
 
 __all__ = ["Finding", "findings"]
 
@@ -61,13 +61,14 @@ def _of_doctor(facts: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _of_torch(facts: dict[str, Any]) -> Iterator[Finding]:
-    torch, machine = facts["torch"] or {}, facts["machine"] or {}
+    torch = facts["torch"] or {}
+    machine = facts["machine"] or {}
     if torch.get("installed") is False:
         yield _broken("torch is not installed, and no strategy runs without", "pip install torch")
     elif torch.get("error"):
         yield _broken(f"torch: {torch['error']}", f"mend that first, nothing runs without torch; {_SLOW_MACHINE}")
     driver = machine.get("nvidia_driver")
-    if driver and torch.get("version") and not torch.get("cuda_devices"):
+    if driver and torch.get("version") and not torch.get("devices"):
         built = f"built for CUDA {torch['cuda_build']}" if torch.get("cuda_build") else "a build without CUDA"
         yield _note(
             f"there is an NVIDIA driver ({driver}), but torch {torch['version']}, {built}, sees no CUDA device",
@@ -76,7 +77,9 @@ def _of_torch(facts: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _of_lightning(facts: dict[str, Any]) -> Iterator[Finding]:
-    lightning, torch, versions = facts["lightning"] or {}, facts["torch"] or {}, facts["versions"] or {}
+    lightning = facts["lightning"] or {}
+    torch = facts["torch"] or {}
+    versions = facts["versions"] or {}
     if lightning.get("installed") is False:
         packages = [name for name in ("pytorch-lightning", "lightning-fabric") if versions.get(name)]
         explanation = f" (the classes of {' and '.join(packages)} are others)" if packages else ""
@@ -147,7 +150,7 @@ def _of_names(facts: dict[str, Any]) -> Iterator[Finding]:
         if len(providers) > 1:
             yield _broken(*ambiguity(name, providers))
     for name, claimed_by in _claims_of_lightning_names(facts):
-        yield _broken(*passed_over(name, claimed_by))
+        yield _broken(*describe_passed_over(name, claimed_by))
     if facts["plugins"] == []:
         packages = " or ".join(f"pip install {package}" for package in dict.fromkeys(FIRST_PARTY.values()))
         yield _note("no package with strategies is installed", packages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -25,51 +26,22 @@ def main(file: str) -> None:
         "version": torch.__version__,
         "seconds": round(perf_counter() - began, 3),
         "autoload": any(type(finder).__module__ == "fsdp_core.autoload" for finder in sys.meta_path),
-        "cuda_build": torch.version.cuda,
-        "hip_build": torch.version.hip,
         "threads": torch.get_num_threads(),
     }
     answer_with(file, facts)
-    for part in (_process_groups, _cuda):
+    from fsdp_core import devices
+
+    parts: tuple[Callable[[], dict[str, Any]], ...] = (
+        devices.build_facts,
+        lambda: {"process_groups": devices.group_facts()},
+        lambda: {"accelerator": devices.accelerator_kind(), "devices": devices.device_facts()},
+    )
+    for part in parts:
         try:
             facts |= part()
         except Exception as error:
             facts["error"] = error_text(error)
     answer_with(file, {**facts, "done": True})
-
-
-def _process_groups() -> dict[str, Any]:
-    import torch.distributed as dist
-
-    if not dist.is_available():
-        return {"process_groups": {}}
-    available = {}
-    for name in ("gloo", "nccl", "mpi", "ucc", "xccl"):
-        asks = getattr(dist, f"is_{name}_available", None)
-        available[name] = asks is not None and bool(asks())
-    other_backends = [
-        name for name in getattr(dist.Backend, "backend_list", ()) if name not in available and name != "undefined"
-    ]
-    return {"process_groups": {**available, **dict.fromkeys(map(str, other_backends), True)}}
-
-
-def _cuda() -> dict[str, Any]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return {"cuda_devices": []}
-    devices = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        devices.append(
-            {
-                "name": properties.name,
-                "memory": properties.total_memory,
-                "capability": f"{properties.major}.{properties.minor}",
-            }
-        )
-    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
-    return {"cuda_devices": devices, "nccl": ".".join(map(str, nccl)) or None}
 
 
 if __name__ == "__main__":

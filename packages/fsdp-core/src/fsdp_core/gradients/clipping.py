@@ -115,7 +115,8 @@ def _groups(parameter: Tensor, runtime: Runtime, group: Any | None) -> tuple[Any
     """The process groups over which ranks hold different parts of a parameter; none if they hold it whole."""
     if not isinstance(parameter, DTensor) or parameter.device_mesh.shape == (runtime.world_size,):
         return (group,)
-    mesh, shards = parameter.device_mesh, enumerate(parameter.placements)
+    mesh = parameter.device_mesh
+    shards = enumerate(parameter.placements)
     return tuple(
         mesh.get_group(i) for i, placement in shards if not isinstance(placement, Replicate) and mesh.size(i) > 1
     )

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from fsdp_core.devices import CONVERSIONS
+
 __all__ = ["is_elementwise", "writes_to_first"]
 
 
@@ -78,8 +80,9 @@ _KNOWN = frozenset(
     | {"exponential_", "geometric_", "log_normal_", "poisson", "empty_like", "ones_like", "zeros_like", "full_like"}
     | {"rand_like", "randn_like", "randint_like", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"}
     # conversions, also to the shape that it has
+    | CONVERSIONS
     | {"to", "type", "type_as", "float", "double", "half", "bfloat16", "long", "int", "short", "char", "byte", "bool"}
-    | {"chalf", "cfloat", "cdouble", "cpu", "cuda", "xpu", "contiguous", "clone", "detach", "detach_", "alias_copy"}
+    | {"chalf", "cfloat", "cdouble", "contiguous", "clone", "detach", "detach_", "alias_copy"}
     | {"detach_copy", "pin_memory", "share_memory_", "record_stream", "resolve_conj", "resolve_neg", "view", "view_as"}
     | {"reshape", "reshape_as", "flatten", "ravel", "expand", "expand_as", "broadcast_to", "broadcast_tensors"}
     | {"view_copy", "atleast_1d", "__deepcopy__", "__reduce_ex__", "__setstate__"}

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import Runtime
-from fsdp_core.torch_private.compilation import let_compiled_graphs_take
 from fsdp_core.torch_private.dtensors import checks_class_of_views
+from fsdp_core.torch_private.dynamo import let_compiled_graphs_take
 from fsdp_core.torch_private.tensors import (
     times_written,
     tree_flatten,
@@ -84,8 +84,10 @@ class WrittenValues:
 
     def take(self) -> Written:
         """Read the sum and the norm of each, and forget them. It waits for the device, if there are any."""
-        values, self._values = self._values, {}
-        refusals, self._refusals = self._refusals, {}
+        values = self._values
+        self._values = {}
+        refusals = self._refusals
+        self._refusals = {}
         numbers = torch.stack(list(values.values())).tolist() if values else []
         return {**{name: (total, norm) for name, (total, norm) in zip(values, numbers, strict=True)}, **refusals}
 
@@ -116,7 +118,8 @@ class WrittenValues:
             raise ShardingError(refusals[0])
         for rank, values in enumerate(values_by_rank):
             for name in {**values_by_rank[0], **values}:
-                first, second = values_by_rank[0].get(name), values.get(name)
+                first = values_by_rank[0].get(name)
+                second = values.get(name)
                 if isinstance(first, tuple) and isinstance(second, tuple) and _is_close(first, second):
                     continue
                 wrote = "no values" if first is None else "values"
@@ -176,7 +179,9 @@ class GatheredValue:
     def __init__(
         self, name: str, is_trained: Callable[[], bool] = lambda: True, train: Callable[[bool], None] | None = None
     ) -> None:
-        self.name, self.is_trained, self.train = name, is_trained, train
+        self.name = name
+        self.is_trained = is_trained
+        self.train = train
         self.shard: Callable[[], nn.Parameter] | None = None
         self.is_noted = self.has_changed = False
         self.times = 0
@@ -219,7 +224,9 @@ class GatheredValue:
 
     def taken(self, tensor: Tensor) -> None:
         """What was written until now is kept."""
-        self.times, self.is_noted, self.has_changed = times_written(tensor), False, False
+        self.times = times_written(tensor)
+        self.is_noted = False
+        self.has_changed = False
 
     def leave(self, tensor: Tensor, let_go: Callable[[], Tensor]) -> None:
         """Let a parameter that stays gathered outside of its unit be its shard, where it meets another shard.
@@ -241,7 +248,8 @@ class GatheredValue:
 
     def note(self, *, has_changed: bool = False) -> None:
         """Its ``data`` was given to the user, or it was written to without being counted."""
-        self.is_noted, self.has_changed = True, self.has_changed or has_changed
+        self.is_noted = True
+        self.has_changed = self.has_changed or has_changed
 
     def is_written(self, tensor: Tensor) -> bool:
         """Whether it was written to, or may have been."""
@@ -373,7 +381,7 @@ def _is_same(data: Tensor, other: Tensor) -> bool:
     )
 
 
-def _hooked_at_shard(name: str) -> Callable[..., Any]:
+def _hook_at_shard(name: str) -> Callable[..., Any]:
     """A method that registers a hook with the shard, where hooks see reduced gradients, or are refused."""
     method = getattr(Tensor, name)
 
@@ -388,7 +396,7 @@ def _hooked_at_shard(name: str) -> Callable[..., Any]:
 
 
 for _name in ("register_hook", "register_post_accumulate_grad_hook"):
-    setattr(_Gathered, _name, _hooked_at_shard(_name))
+    setattr(_Gathered, _name, _hook_at_shard(_name))
 
 
 #: In-place methods after which a tensor has another shape, other strides or other memory.
@@ -428,7 +436,8 @@ class _OutsideUnit:
     @property
     def data(self) -> Tensor:
         data: Any = super().data  # type: ignore[misc]
-        data.__class__, data._fsdp_value = _outside_unit_class(Tensor), self._fsdp_value
+        data.__class__ = _outside_unit_class(Tensor)
+        data._fsdp_value = self._fsdp_value
         tensor: Tensor = data
         return tensor
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fsdp_core.errors import ShardingError
 from fsdp_core.gradients.gathered_values import differs
 from fsdp_core.runtime import Runtime
-from fsdp_core.torch_private.compilation import outside_of_compilation
+from fsdp_core.torch_private.dynamo import outside_of_compilation
 
 __all__ = ["ComparedShards", "GatheredShard", "StepWrites", "check_writes"]
 

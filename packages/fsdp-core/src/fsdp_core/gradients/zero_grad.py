@@ -38,7 +38,8 @@ def on_zero_grad(owner: Optimizer | nn.Module, then: Callable[[], None]) -> None
         nn.Module.zero_grad = _module_zero_grad  # type: ignore[method-assign]
 
 
-_optimizers_own, _modules_own = Optimizer.zero_grad, nn.Module.zero_grad
+_optimizers_own = Optimizer.zero_grad
+_modules_own = nn.Module.zero_grad
 
 
 @wraps(_optimizers_own)

@@ -15,7 +15,7 @@ from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.huggingface.held_model import find_model, is_adapted
 from fsdp_core.huggingface.saving import FolderContent, SavedFolder, SavesItself, as_dtype, write_folder
 from fsdp_core.huggingface.views import views_of
-from fsdp_core.sharding.local_pieces import read_for_names
+from fsdp_core.sharding.refusals.files_of_shards import read_for_names
 from fsdp_core.state.chunks import ChunkedTensor
 
 __all__ = ["save_adapter"]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp_core import devices
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 from fsdp_core.sharding.sharded import Sharded, StateTensor, sharded_around
@@ -173,7 +174,7 @@ def _runtime() -> Runtime:
         ranks: dict[str, Any] = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         # not get_backend(): it is "undefined" where init_process_group() has chosen one for each kind of device
-        is_cuda = "nccl" in dist.get_backend_config()
-        device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+        backends = {entry.rpartition(":")[2] for entry in dist.get_backend_config().split(",")}
+        device = torch.device("cpu") if backends == {"gloo"} else devices.current_device(initialize=True)
         runtime.start(**ranks, local_rank=local_rank, device=device, address="", port=0)
     return runtime

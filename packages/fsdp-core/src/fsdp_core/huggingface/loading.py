@@ -84,8 +84,10 @@ def load_pretrained(module: nn.Module, folder: StrPath, *, strict: bool = True, 
             load_pretrained(model, "my-llama")
     """
     model_shards = find_model(module, "load_pretrained()")
-    runtime, action = model_shards.runtime, f"loading {os.fspath(folder)}"
-    state, tied = model_shards.state(), model_shards.tied()
+    runtime = model_shards.runtime
+    action = f"loading {os.fspath(folder)}"
+    state = model_shards.state()
+    tied = model_shards.tied()
     readers: list[RangeReader] = []
 
     def plan() -> _Plan | None:
@@ -168,7 +170,10 @@ def _make_plan(
     stored_names = kept_names(base.model, inner, ties)
     views = stored_views(base.model, inner, stored_names)
     sources_of: dict[str, list[tuple[StoredTensor, View]]] = {}
-    unexpected, unlike, scaled, doubles = [], [], [], []
+    unexpected = []
+    unlike = []
+    scaled = []
+    doubles = []
     first_of_box: dict[tuple[str, Box], tuple[str, StoredTensor]] = {}
     find_target = _target_finder(base.model, views, inner)
     for name, tensor in stored.items():
@@ -190,7 +195,9 @@ def _make_plan(
             doubles.append((previous, (name, tensor)))
             continue
         sources_of.setdefault(source, []).append((tensor, view))
-    parts, missing, dtypes = {}, [], []
+    parts = {}
+    missing = []
+    dtypes = []
     views_of_source = by_source(views)
     for name in inner:
         if name in ties:
@@ -202,7 +209,8 @@ def _make_plan(
             missing_names = [saved for saved, view in views_of_source.get(name, []) if view not in filled]
             missing += missing_names or [name]
             continue
-        dtype, stored_dtypes = inner[name].dtype, {tensor.entry.dtype_name for tensor, _ in sources}
+        dtype = inner[name].dtype
+        stored_dtypes = {tensor.entry.dtype_name for tensor, _ in sources}
         if stored_dtypes - {dtype_name(dtype)}:
             dtypes.append(f"{name}: {', '.join(sorted(stored_dtypes))} in it, and {dtype_name(dtype)} here")
         for target_name in base.places[name]:

@@ -147,7 +147,8 @@ def _open_to_write(path: str) -> int:
 
 def _blocks(chunk: Chunk, tensor: PlannedTensor) -> Iterator[tuple[Box, Tensor]]:
     """The part of a rank's box that belongs to a tensor of a file, as boxes of that and contiguous CPU tensors."""
-    view, dtype = tensor.view, DTYPES[tensor.dtype_name]
+    view = tensor.view
+    dtype = DTYPES[tensor.dtype_name]
     common = view.overlap((chunk.offsets, tuple(chunk.data.shape)))
     if common is None:
         return
@@ -186,9 +187,10 @@ def _write_box(descriptor: int, start: int, shape: tuple[int, ...], box: Box, bl
 def _write_all(descriptor: int, data: memoryview, file_offset: int) -> None:
     while data:
         count = os.pwrite(descriptor, data, file_offset)
-        data, file_offset = data[count:], file_offset + count
+        data = data[count:]
+        file_offset = file_offset + count
 
 
-def planned(view: View, dtype: torch.dtype) -> PlannedTensor:
+def plan_tensor(view: View, dtype: torch.dtype) -> PlannedTensor:
     """A tensor to write in a dtype."""
     return PlannedTensor(view=view, dtype_name=dtype_name(dtype))

@@ -17,7 +17,7 @@ from fsdp_core.checkpoint.storage.atomic import NewFolder, check_folder
 from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath, open_folder
 from fsdp_core.errors import CheckpointValueError, FSDPError, UnsupportedCapabilityError
 from fsdp_core.huggingface.held_model import HeldModel, find_model, is_adapted
-from fsdp_core.huggingface.range_writer import FilePlan, allocate, check_covered, planned, write_ranges
+from fsdp_core.huggingface.range_writer import FilePlan, allocate, check_covered, plan_tensor, write_ranges
 from fsdp_core.huggingface.stored_names import kept_names, stored_views
 from fsdp_core.huggingface.views import View
 from fsdp_core.runtime import Runtime
@@ -143,7 +143,7 @@ def write_model(
         )
         sizes = {}
         for name, view in views.items():
-            sizes[name] = planned(view, _stored_dtype(state[view.source].dtype, stored_dtype)).nbytes
+            sizes[name] = plan_tensor(view, _stored_dtype(state[view.source].dtype, stored_dtype)).nbytes
         return FolderContent(
             files=split_into_files(sizes, max_shard_size),
             views=views,
@@ -213,7 +213,8 @@ def write_folder(
 
     prepared = run_on_first(runtime, action, prepare)
     assert prepared is not None  # rank 0 returns one
-    new_folder, plans = NewFolder.of(prepared[0], prepared[1]), prepared[2]
+    new_folder = NewFolder.of(prepared[0], prepared[1])
+    plans = prepared[2]
     try:
         _check_boxes(runtime, action, plans, state)
         run_on_all(runtime, action, lambda: None if runtime.rank else allocate(new_folder.folder, plans))
@@ -246,7 +247,7 @@ def _plan_files(
     plans = []
     for name, tensors in content.files.items():
         views = {tensor: content.views[tensor] for tensor in tensors}
-        stored = {key: planned(view, _stored_dtype(state[view.source].dtype, dtype)) for key, view in views.items()}
+        stored = {key: plan_tensor(view, _stored_dtype(state[view.source].dtype, dtype)) for key, view in views.items()}
         plans.append(FilePlan.of(name, stored))
     return plans
 

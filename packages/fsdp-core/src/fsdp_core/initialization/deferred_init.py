@@ -259,7 +259,8 @@ class _Build:
         return self._replay_until(storage_ids, device, len(self.steps))
 
     def _replay_until(self, storage_ids: Collection[int], device: torch.device, until: int) -> _Memory:
-        needed, chosen = set(storage_ids), list[_Step]()
+        needed = set(storage_ids)
+        chosen = list[_Step]()
         for step in reversed(self.steps[:until] if needed else ()):
             if not needed.isdisjoint(step.writes):
                 chosen.append(step)
@@ -274,7 +275,8 @@ class _Build:
 
     def _find_random_states(self, device: torch.device) -> None:
         """Draw all random numbers once, in order, to find the generator's state before each step."""
-        first, self._drawn[device.type] = self._drawn.get(device.type, 0), len(self.steps)
+        first = self._drawn.get(device.type, 0)
+        self._drawn[device.type] = len(self.steps)
         freed = 0
         with self.draws.continued(device), torch.no_grad():
             for index in range(first, len(self.steps)):

@@ -104,12 +104,14 @@ class Draws:
             return draw
         now = torch.get_rng_state()
         if self._start is None:
-            self._start, self._ended[_key(now)] = now, self._origin
+            self._start = now
+            self._ended[_key(now)] = self._origin
         draw.follows = self._ended.get(_key(now))
         if draw.follows is None:
             draw.seeded = now, torch.initial_seed()
         torch.rand(1)
-        self._end, self._last = torch.get_rng_state(), draw
+        self._end = torch.get_rng_state()
+        self._last = draw
         self._ended[_key(self._end)] = draw
         return draw
 

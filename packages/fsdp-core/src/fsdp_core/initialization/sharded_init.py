@@ -15,6 +15,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
+from fsdp_core import devices
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.deferred_random import random_state, set_random_state
 from fsdp_core.initialization.wrap import when_marked
@@ -31,7 +32,6 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 _ATTRIBUTE = "_fsdp_core_kept_part"
 _LARGE = 2**20  # bytes of a parameter that are worth the time of several collectives
-_DEVICES = ("cpu", "cuda")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # those that have NaN, and all operations
 
 
@@ -76,7 +76,8 @@ class KeptPart:
         if out.device.type == "cpu" and out.nbytes >= _LARGE:
             self._gather_by_broadcasts(out)
             return
-        count, length = out.numel(), _length(out.numel(), self.ranks)
+        count = out.numel()
+        length = _length(out.numel(), self.ranks)
         part = out.new_zeros(length)
         part[: self.part.numel()].copy_(self.part)
         gathered = out if count == length * self.ranks else out.new_empty(length * self.ranks)
@@ -117,7 +118,7 @@ class PartOfParameter(nn.Parameter):
             for parameter in parameters:
                 _open(parameter)
             result = func(*args, **kwargs)
-            if isinstance(result, Tensor) and result.device.type not in _DEVICES:
+            if isinstance(result, Tensor) and not devices.has_addresses(result):
                 _refuse_reading(parameters[0], name)  # moving a module there creates new parameters
             return result
 
@@ -236,7 +237,8 @@ def keep_parts(module: nn.Module, runtime: Runtime) -> None:
     for parameter in module.parameters():
         if type(parameter) is nn.Parameter and _can_keep_part(parameter):
             flat = parameter.detach().reshape(-1)
-            rank, ranks = runtime.rank, runtime.world_size
+            rank = runtime.rank
+            ranks = runtime.world_size
             part = _range_of(flat, rank, ranks).clone()
             kept_part = KeptPart(shape=parameter.shape, part=part, rank=rank, ranks=ranks, digest=_digest(flat))
             spoiled = _open_parameters.had_any and _has_nan(flat)  # by values read from a layer that was marked before
@@ -281,7 +283,7 @@ def check_same_parts(module: nn.Module, runtime: Runtime) -> None:
     _open_parameters.had_any = False
     if runtime.world_size == 1:
         return
-    nan_names = _computed_of_parts(module) if was_open else []
+    nan_names = _names_computed_of_parts(module) if was_open else []
     digests = [(kept_part.digest, kept_part.spoiled) for kept_part in kept_parts.values()]
     differs = digests != runtime.broadcast_object(digests)
     is_spoiled = any(kept_part.spoiled for kept_part in kept_parts.values())
@@ -309,7 +311,7 @@ def check_same_parts(module: nn.Module, runtime: Runtime) -> None:
             )
 
 
-def _computed_of_parts(module: nn.Module) -> list[str]:
+def _names_computed_of_parts(module: nn.Module) -> list[str]:
     """The names of whole tensors with NaN, which may have been computed from parts whose other elements are NaN."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     return [clean_name(n) for n, t in tensors if not (is_part(t) or t.is_meta) and t.dtype in _DTYPES and _has_nan(t)]
@@ -342,7 +344,7 @@ _VIEWS = frozenset(
     [
         *("data", "T", "mT", "t", "transpose", "permute", "view", "view_as", "reshape", "flatten", "unflatten"),
         *("__getitem__", "narrow", "select", "chunk", "split", "tensor_split", "unbind", "squeeze", "unsqueeze"),
-        *("diagonal", "to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda"),
+        *("diagonal", "to", "type", "float", "double", "half", "bfloat16", *devices.CONVERSIONS),
     ]
 )
 _IN_PLACE = frozenset(
@@ -377,7 +379,7 @@ def _parts_in(value: Any) -> Iterator[nn.Parameter]:
 
 
 def _can_keep_part(parameter: nn.Parameter) -> bool:
-    is_on_device = parameter.device.type in _DEVICES
+    is_on_device = devices.has_addresses(parameter)
     return is_on_device and parameter.dtype in _DTYPES and parameter.ndim > 0 and parameter.numel() > 0
 
 

@@ -12,7 +12,7 @@ from fsdp_core.plugins import registry
 from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.plugins.strategy_info import StrategyInfo
 from fsdp_core.plugins.unknown_options import refuse_unknown_options
-from fsdp_core.sharding.precisions import ShardPrecision
+from fsdp_core.sharding.precision_strings import ShardPrecision
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -91,7 +91,7 @@ def check_options(cls: type, arguments: tuple[Any, ...], options: Mapping[str, A
     Raises:
         UnsupportedCapabilityError: There is such an option, or the constructor takes no option of this name.
     """
-    listed_and_info = _listed(cls)
+    listed_and_info = _find_listed(cls)
     if listed_and_info is None:
         return
     listed, info = listed_and_info
@@ -109,7 +109,7 @@ def check_options(cls: type, arguments: tuple[Any, ...], options: Mapping[str, A
         messages = list(refused.values())
         if refused.keys() <= options.keys():
             other_options = {name: value for name, value in options.items() if name not in refused}
-            messages += _refused_besides(cls, arguments, other_options)
+            messages += _refuse_others(cls, arguments, other_options)
         raise UnsupportedCapabilityError("\n".join(messages))
     unknown = [name for name in options if name not in parameters and takes_no_others]
     if unknown:
@@ -126,7 +126,8 @@ def check_precision(strategy: str, precision: ShardPrecision) -> None:
     Raises:
         UnsupportedCapabilityError: The strategy does not declare it.
     """
-    request, instead = f"precision={precision.name!r}", "Write precision='32-true'"
+    request = f"precision={precision.name!r}"
+    instead = "Write precision='32-true'"
     if precision.compute not in (None, precision.storage):
         require(strategy, Capability.MIXED_PRECISION, request, instead)
     if precision.scaled:
@@ -199,9 +200,7 @@ def check_materialization(strategy: str, module: nn.Module) -> None:
         )
 
 
-def _refused_besides(
-    cls: Callable[..., object], arguments: tuple[Any, ...], options: Mapping[str, Any]
-) -> Iterator[str]:
+def _refuse_others(cls: Callable[..., object], arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Iterator[str]:
     """The constructor's error about the remaining options, to be reported with those that are refused already."""
     try:
         cls(*arguments, **options)
@@ -209,7 +208,7 @@ def _refused_besides(
         yield str(error)
 
 
-def _listed(cls: type) -> tuple[type, StrategyInfo] | None:
+def _find_listed(cls: type) -> tuple[type, StrategyInfo] | None:
     """The class or first base that a plugin lists, and its entry there; names without presets first."""
     infos = sorted(registry.strategies().values(), key=lambda info: len(info.presets))
     for base in cls.__mro__:

@@ -45,7 +45,8 @@ def _constructor(cls: Any) -> Callable[..., None]:
 
     this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     constructor: Any = __init__
-    constructor.__qualname__, constructor.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
+    constructor.__qualname__ = f"{cls.__qualname__}.__init__"
+    constructor.__module__ = cls.__module__
     constructor.__signature__ = cls.__signature__.replace(parameters=[this, *cls.__signature__.parameters.values()])
     constructor.is_generated = True
     return __init__

@@ -15,9 +15,9 @@ from fsdp_core.checkpoint.collective import run_on_all
 from fsdp_core.checkpoint.format.state_paths import join_path
 from fsdp_core.checkpoint.storage.joined import Paths, paths_of, shown_paths
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError, OptimizerMismatchError
-from fsdp_core.lightning.checkpoints.accumulated_gradients import AccumulatedGradients
-from fsdp_core.lightning.checkpoints.full.file import gathered
-from fsdp_core.lightning.checkpoints.full.layout import as_trainers_file, numbered
+from fsdp_core.lightning.checkpoints.begun_accumulation import AccumulatedGradients
+from fsdp_core.lightning.checkpoints.full.file import gather_full
+from fsdp_core.lightning.checkpoints.full.layout import as_trainers_file, number_parameters
 from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
 from fsdp_core.lightning.checkpoints.saving_strategy import SavePlace
 from fsdp_core.lightning.checkpoints.sharded_or_full import read_checkpoint, write_file, write_folder
@@ -135,8 +135,10 @@ def _write(
     plain = {key: value for key, value in converted.items() if join_path(key) not in kinds}
     refuse_local_shards(plain, strategy.roots, strategy.optimizers, strategy.runtime, _INSTEAD)
     if strategy.state_dict_type == "full":
-        full_state = gathered(converted, strategy.backend)
-        full_state = {k: numbered(v) if kinds.get(join_path(k)) == "optimizer" else v for k, v in full_state.items()}
+        full_state = gather_full(converted, strategy.backend)
+        for key, value in full_state.items():
+            if kinds.get(join_path(key)) == "optimizer":
+                full_state[key] = number_parameters(value)
         write_file(strategy, target.path, full_state, converted, storage_options, async_saves)
         return
     write_folder(strategy, target, converted, storage_options, async_saves, kinds=kinds, aliases=tied)
@@ -197,7 +199,8 @@ def _load(
     if isinstance(state, nn.Module | Optimizer):
         _restore(strategy, state, saved, strict)
         return {}
-    everything, state = state is None, state if state is not None else {}
+    everything = state is None
+    state = state if state is not None else {}
     missing = [key for key in state if key not in saved and not is_left_out(key, state[key], strategy.runtime)]
     if strict and missing:
         raise MissingKeyError(

@@ -25,14 +25,14 @@ from fsdp_core.lightning.fabric_checkpoints import (
 )
 from fsdp_core.lightning.features.fabric_steps import FabricSteps
 from fsdp_core.lightning.features.preemption import Signals
+from fsdp_core.lightning.launchers.notebooks import FabricForkedRanks
 from fsdp_core.lightning.loaders.fabric_loaders import follow_in_fabric
-from fsdp_core.lightning.notebooks import FabricForkedRanks
 from fsdp_core.lightning.outside_steps.forwarding import root_around, set_up_model
-from fsdp_core.lightning.precision_plugins import ShardedFabricPrecision, asked_precision, shard_dtypes
+from fsdp_core.lightning.precision_plugins import ShardedFabricPrecision, read_precision, shard_dtypes
 from fsdp_core.lightning.private import FabricSubprocessLauncher
 from fsdp_core.lightning.strategy import ShardedStrategy
 from fsdp_core.plugins.capabilities import Capability
-from fsdp_core.sharding.precisions import ShardPrecision
+from fsdp_core.sharding.precision_strings import ShardPrecision
 from fsdp_core.sharding.sharded import Sharded
 
 __all__ = ["ShardedFabricStrategy"]
@@ -93,7 +93,7 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         if plugin is None or isinstance(plugin, ShardedFabricPrecision):
             self._precision = plugin
             return
-        precision, scaler = asked_precision(self, plugin)
+        precision, scaler = read_precision(self, plugin)
         self._precision = ShardedFabricPrecision(precision, self, scaler)
         # Fabric keeps Lightning's plugin for fabric.autocast()
         plugin.forward_context = self._precision.forward_context  # type: ignore[method-assign]
@@ -241,7 +241,7 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
             root.clip_value(parameters, float(clip_val))
 
     def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        return self._reduced(tensor, group, reduce_op)
+        return self._reduce_values(tensor, group, reduce_op)
 
     # -- state -----------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.precision import Precision
 
-from fsdp_core.plugins.option_discovery import explained, option_docs
+from fsdp_core.plugins.option_discovery import option_docs, read_descriptions
 from fsdp_core.sharding.options import ShardingOptions, option_names
 
 __all__ = ["LightningOptions", "describe_class", "signature_of", "strategy_options", "takes"]
@@ -132,9 +132,9 @@ def describe_class(cls: type, options_class: type[ShardingOptions], names: Colle
     docstring = vars(cls).get("__doc__")
     texts = {name: text for base in reversed(options_class.__mro__) for name, text in option_docs(base).items()}
     for base in reversed(cls.__mro__):
-        texts.update(explained(vars(base).get("__doc__")) if hasattr(base, "options_class") else {})
+        texts.update(read_descriptions(vars(base).get("__doc__")) if hasattr(base, "options_class") else {})
     lines = [f"    {name}: {texts[name]}" for name in names if name in texts]
-    if not isinstance(docstring, str) or explained(docstring) or not lines:
+    if not isinstance(docstring, str) or read_descriptions(docstring) or not lines:
         return docstring
     summary, *examples = inspect.cleandoc(docstring).split("\n\nExample:")
     return "\n\nExample:".join(["\n".join([f"{summary}\n\nArgs:", *lines]), *examples])

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["marked", "replace_function"]
+__all__ = ["mark_wrapper", "replace_function"]
 
 
 def replace_function(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -18,7 +18,9 @@ def replace_function(owner: Any, name: str, wrap: Callable[[Callable[..., Any]],
     setattr(owner, name, wrap(getattr(function, "_fsdp_core_wraps", function)))
 
 
-def marked(wrapper: Callable[..., Any], wrapped: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
+def mark_wrapper(wrapper: Any, wrapped: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
     """Record on a wrapper what it wraps, and what created it."""
-    wrapper._fsdp_core_wraps, wrapper._fsdp_core_wrapped_by = wrapped, wrap  # type: ignore[attr-defined]
-    return wrapper
+    wrapper._fsdp_core_wraps = wrapped
+    wrapper._fsdp_core_wrapped_by = wrap
+    marked: Callable[..., Any] = wrapper
+    return marked

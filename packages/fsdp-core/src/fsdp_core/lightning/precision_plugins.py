@@ -27,14 +27,14 @@ from fsdp_core.initialization.deferred_init import continue_deferred
 from fsdp_core.lightning.capability_checks import check_precision
 from fsdp_core.lightning.private import DtypeContext, convert_fp_tensor
 from fsdp_core.plugins.capabilities import Capability
-from fsdp_core.sharding.precisions import ShardPrecision
-from fsdp_core.torch_private.optimizers import forget_unscaled, make_scaler_sharded, plain_tensors_replicated
+from fsdp_core.sharding.precision_strings import ShardPrecision
+from fsdp_core.torch_private.optimizer_steps import forget_unscaled, make_scaler_sharded, plain_tensors_replicated
 
 if TYPE_CHECKING:
     from fsdp_core.lightning.strategy import ShardedStrategy
     from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
 
-__all__ = ["ShardedFabricPrecision", "ShardedTrainerPrecision", "asked_precision", "shard_dtypes"]
+__all__ = ["ShardedFabricPrecision", "ShardedTrainerPrecision", "read_precision", "shard_dtypes"]
 
 #: Plugins that are fully described by their precision string, and possibly a gradient scaler.
 _TRANSLATED = (
@@ -51,7 +51,7 @@ _TRANSLATED = (
 )
 
 
-def asked_precision(strategy: ShardedStrategy, plugin: Any) -> tuple[ShardPrecision, torch.amp.GradScaler | None]:
+def read_precision(strategy: ShardedStrategy, plugin: Any) -> tuple[ShardPrecision, torch.amp.GradScaler | None]:
     """Return the dtypes that one of Lightning's plugins asks a strategy for, and the user's own gradient scaler.
 
     Raises:

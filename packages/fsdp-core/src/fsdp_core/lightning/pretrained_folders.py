@@ -74,7 +74,10 @@ class SavePretrained(pl.Callback):
         for name, value in numbers.items():
             if value is not None and value < 1:
                 raise CheckpointValueError(f"{name}={value} is not positive; leave it out for none")
-        self.dirpath, self.at_end, self.model, self.keep = os.fspath(dirpath), at_end, model, keep
+        self.dirpath = os.fspath(dirpath)
+        self.at_end = at_end
+        self.model = model
+        self.keep = keep
         self.every_n_train_steps, self.every_n_epochs = every_n_train_steps, every_n_epochs
         self.options: dict[str, Any] = {"dtype": dtype, "also": also}
         self.max_shard_size = max_shard_size
@@ -115,7 +118,7 @@ class SavePretrained(pl.Callback):
             path = os.path.join(self.dirpath, f"step-{trainer.global_step:08d}")
             folder = trainer.strategy.broadcast(_free(path) if trainer.is_global_zero else path)
             try:
-                saved = self._saved_to(folder, _chosen(pl_module, self.model))
+                saved = self._save_to(folder, _chosen(pl_module, self.model))
             except CheckpointExistsError:  # on all ranks: another job may have taken the name meanwhile
                 if not trainer.strategy.broadcast(os.path.lexists(folder)):
                     raise
@@ -128,7 +131,7 @@ class SavePretrained(pl.Callback):
                 shutil.rmtree(older, ignore_errors=True)
         return saved
 
-    def _saved_to(self, folder: str, module: nn.Module) -> SavedFolder:
+    def _save_to(self, folder: str, module: nn.Module) -> SavedFolder:
         if any(hasattr(part, "peft_config") for part in module.modules()):
             return save_adapter(module, folder, **self.options)
         return save_pretrained(module, folder, **self.options, max_shard_size=self.max_shard_size)
@@ -161,7 +164,8 @@ class LoadPretrained(pl.Callback):
     def __init__(
         self, folder: str | os.PathLike[str], *, model: str | None = None, strict: bool = True, cast: bool = False
     ) -> None:
-        self.folder, self.model = os.fspath(folder), model
+        self.folder = os.fspath(folder)
+        self.model = model
         self.options = {"strict": strict, "cast": cast}
         self.loaded: LoadedFolder | None = None
 
@@ -200,7 +204,8 @@ def _is_step_in(dirpath: str, path: str) -> bool:
 
 def _free(path: str) -> str:
     """The path, or one with a number behind it if there is something already, such as of another run. For rank 0."""
-    number, free = 0, path
+    number = 0
+    free = path
     while os.path.lexists(free):
         number += 1
         free = f"{path}-v{number}"

@@ -55,9 +55,9 @@ __all__ = [
     "combined_loader",
     "convert_fp_tensor",
     "deciding_loader",
-    "fetched_ahead",
     "fetcher_of",
     "forget_module",
+    "has_fetched_ahead",
     "has_states_to_load",
     "instead_of_signal_handlers",
     "is_accumulating",
@@ -128,7 +128,9 @@ def around_each_batch(trainer: Any, before: Callable[[], None], after: Callable[
         after(bool(loop.batch_progress.is_last_batch))
         type(loop).on_advance_end(loop, data_fetcher)
 
-    loop.advance, loop.on_advance_end, loop._broadcast_sigterm_tensor = advance, on_advance_end, lambda: None
+    loop.advance = advance
+    loop.on_advance_end = on_advance_end
+    loop._broadcast_sigterm_tensor = lambda: None
 
 
 def around_predictions(
@@ -251,7 +253,7 @@ def fetcher_of(fit_loop: Any) -> Any | None:
     return fit_loop._data_fetcher
 
 
-def fetched_ahead(fit_loop: Any) -> bool:
+def has_fetched_ahead(fit_loop: Any) -> bool:
     """Whether a batch was prefetched that training has not seen. Lightning prefetches if loaders have no length."""
     return bool(getattr(fit_loop._data_fetcher, "batches", ()))
 

@@ -11,10 +11,11 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 
+from fsdp_core.devices import accelerator_kind, covers, supports_bf16
 from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError
 from fsdp_core.lightning.private import logs_graph
 from fsdp_core.sharding.backend import Backend
-from fsdp_core.sharding.precisions import ShardPrecision
+from fsdp_core.sharding.precision_strings import ShardPrecision
 
 __all__ = [
     "check_devices",
@@ -37,22 +38,28 @@ def check_devices(
         strategy: The strategy's name.
         backend: Its backend.
         devices: The devices of this host.
-        precision: The dtypes; ``None`` to leave them unchecked, because asking a GPU initialises CUDA in this process.
+        precision: The dtypes; ``None`` to leave them unchecked, because asking a device initialises it in this process.
 
     Raises:
-        StrategyUnavailableError: The backend does not run on this accelerator.
+        StrategyUnavailableError: The backend does not run on this accelerator, or torch's is another one.
         UnsupportedCapabilityError: The device does not support the precision.
     """
     for device in list(devices or ())[:1]:
-        if device.type not in backend.accelerators:
+        if not covers(backend.accelerators, device.type):
             raise StrategyUnavailableError(
                 f"strategy {strategy!r} can't run on {device.type!r}, but on {' and '.join(backend.accelerators)}.\n"
                 f"Write accelerator={backend.accelerators[-1]!r}, or see `fsdp list` for a strategy for this hardware."
             )
+        kind = accelerator_kind()
+        if kind is not None and device.type not in ("cpu", "xla", kind):
+            raise StrategyUnavailableError(
+                f"this run is on {device.type!r} devices, and torch's accelerator here is {kind!r}: a process has one, "
+                f"and the package that registers {kind!r} comes first.\nWrite accelerator={kind!r}; or "
+                "set TORCH_DEVICE_BACKEND_AUTOLOAD=0, import fsdp_core.lightning in the script, and not that package."
+            )
         if precision is None:
             continue
-        bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-        precision.check_device(device, bf16_supported=bf16)
+        precision.check_device(device, bf16_supported=supports_bf16(device))
 
 
 def check_loggers(strategy: str, trainer: pl.Trainer, module: pl.LightningModule) -> None:

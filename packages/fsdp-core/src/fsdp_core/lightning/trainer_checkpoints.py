@@ -19,8 +19,8 @@ from fsdp_core.checkpoint.storage.joined import Paths, paths_of, shown_paths
 from fsdp_core.checkpoint.storage.recognition import holds_ours
 from fsdp_core.errors import CheckpointMismatchError, MissingKeyError
 from fsdp_core.lightning.checkpoints.deferred_copies import copied_before_a_step
-from fsdp_core.lightning.checkpoints.full.file import gathered
-from fsdp_core.lightning.checkpoints.full.layout import numbered
+from fsdp_core.lightning.checkpoints.full.file import gather_full
+from fsdp_core.lightning.checkpoints.full.layout import number_parameters
 from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
 from fsdp_core.lightning.checkpoints.patched_io import checkpoint_at
 from fsdp_core.lightning.checkpoints.saving_strategy import SavePlace
@@ -121,7 +121,8 @@ class TrainerCheckpoints:
         """Restore the optimizers of a fit from what was loaded before they were there."""
         if self._awaited is not None:
             self._load_optimizers(self._awaited, check_only=False)
-        self._are_optimizers_set_up, self._awaited = True, None
+        self._are_optimizers_set_up = True
+        self._awaited = None
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers; or, before a fit has set them up, do so as soon as it has."""
@@ -148,7 +149,8 @@ class TrainerCheckpoints:
                 f"the checkpoint holds the state of {len(states)} optimizers, but configure_optimizers returned "
                 f"{len(strategy.optimizers)}.\nReturn the optimizers that it was saved with."
             )
-        sharded, late_groups = strategy.sharded, strategy.features.late_param_groups
+        sharded = strategy.sharded
+        late_groups = strategy.features.late_param_groups
         layout = sharded.layout()
         param_names = [
             {part.name for group in optimizer.param_groups for p in group["params"] for part in layout.get(p, ())}
@@ -194,7 +196,9 @@ class TrainerCheckpoints:
             strategy.wait_for_saves()
 
     def _write(self, target: SavePlace, checkpoint: dict[str, Any], storage_options: Any) -> None:
-        strategy, resume, saves = self._strategy, self._strategy.features.exact_resume, self._strategy.features.saves
+        strategy = self._strategy
+        resume = self._strategy.features.exact_resume
+        saves = self._strategy.features.saves
         assert strategy.lightning_module is not None
         sharded = strategy.sharded
         plain = resume.with_positions(checkpoint, strategy.lightning_module.trainer)
@@ -203,9 +207,10 @@ class TrainerCheckpoints:
         if optimizers is not None:
             plain[KEY] = resume.state(sharded)
         if strategy.state_dict_type == "full":
-            full_state = gathered({"state_dict": model, **plain}, strategy.backend)
+            full_state = gather_full({"state_dict": model, **plain}, strategy.backend)
             if optimizers is not None:
-                full_state["optimizer_states"] = [numbered(gathered(state, strategy.backend)) for state in optimizers]
+                full_optimizers = [gather_full(state, strategy.backend) for state in optimizers]
+                full_state["optimizer_states"] = [number_parameters(state) for state in full_optimizers]
             write_file(strategy, target.path, full_state, [checkpoint, plain], storage_options, saves.of_fit)
             return
         tied = sharded.aliases()

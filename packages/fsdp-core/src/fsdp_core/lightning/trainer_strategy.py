@@ -7,34 +7,29 @@ import logging
 import warnings
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 from weakref import WeakMethod
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import FSDPStrategy, ParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.features.callbacks_over_shards import check_finetuning
-from fsdp_core.lightning.features.finite_gradients import refuse_nonfinite
 from fsdp_core.lightning.features.stage_features import StageFeatures
 from fsdp_core.lightning.features.step_methods import StepMethods
-from fsdp_core.lightning.notebooks import TrainerForkedRanks
-from fsdp_core.lightning.precision_plugins import ShardedTrainerPrecision, asked_precision, shard_dtypes
+from fsdp_core.lightning.launchers.notebooks import TrainerForkedRanks
+from fsdp_core.lightning.precision_plugins import ShardedTrainerPrecision, read_precision, shard_dtypes
 from fsdp_core.lightning.private import TrainerSubprocessLauncher, always_say_what_is_saved
-from fsdp_core.lightning.strategy import ShardedStrategy
 from fsdp_core.lightning.trainer_checkpoints import TrainerCheckpoints
-from fsdp_core.plugins.capabilities import Capability
-from fsdp_core.sharding.late_parameters import refuse_late
-from fsdp_core.sharding.precisions import ShardPrecision
+from fsdp_core.lightning.trainer_hooks import TrainerHooks
+from fsdp_core.sharding.precision_strings import ShardPrecision
+from fsdp_core.sharding.refusals.late_parameters import refuse_late
 from fsdp_core.sharding.sharded import Sharded, sharded_of
-from fsdp_core.watch import explain
 
 __all__ = ["ShardedTrainerStrategy"]
 
@@ -64,10 +59,11 @@ def _rebuilt(
     return cls(*args, **options)
 
 
-class ShardedTrainerStrategy(ShardedStrategy, ParallelStrategy):
+class ShardedTrainerStrategy(TrainerHooks):
     """Runs a LightningModule on a :class:`~fsdp_core.sharding.Backend`.
 
-    A backend's public strategy class inherits from it and from a :class:`ShardedStrategy` that names its options.
+    A backend's public strategy class inherits from it and from a :class:`~fsdp_core.lightning.ShardedStrategy` that
+    names its options.
 
     Raises:
         UnsupportedCapabilityError: An option does not work with shards, is not declared by the strategy, or does
@@ -145,7 +141,7 @@ class ShardedTrainerStrategy(ShardedStrategy, ParallelStrategy):
         if plugin is None or isinstance(plugin, ShardedTrainerPrecision):
             self._precision_plugin = plugin
             return
-        precision, scaler = asked_precision(self, plugin)
+        precision, scaler = read_precision(self, plugin)
         self._precision_plugin = ShardedTrainerPrecision(precision, self, scaler)
 
     def guarding_gradients(self) -> AbstractContextManager[None]:
@@ -252,134 +248,22 @@ class ShardedTrainerStrategy(ShardedStrategy, ParallelStrategy):
         return [self.sharded]
 
     def _describe_run(self, module: nn.Module, config: Mapping[str, Any]) -> dict[str, str]:
-        trainer, facts = self._trainer, super()._describe_run(module, config)
+        trainer = self._trainer
+        facts = super()._describe_run(module, config)
         if trainer is None or not isinstance(module, pl.LightningModule):
             return facts
         loop = {f"Trainer's {name}": repr(getattr(trainer, name)) for name in _SAME_IN_LOOPS}
         stage = {"stage": str(trainer.state.fn), "automatic_optimization": repr(module.automatic_optimization)}
         return {**stage, **loop, **facts}
 
-    def process_dataloader(self, dataloader: object) -> object:
-        assert self.lightning_module is not None
-        return self.features.exact_resume.prepare_loader(dataloader, self.lightning_module.trainer)
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        return self.split_batch(super().batch_to_device(batch, device, dataloader_idx))
-
     def model_to_device(self) -> None:
         """Nothing to do: sharding places each unit on its device."""
-
-    # -- steps -----------------------------------------------------------------------------------------------------
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.features.saves.before_step()
-        return self.step_methods.train(*args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._eval_step("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._eval_step("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.features.even_batches.note(*args)
-        return self._eval_step("predict_step", *args, **kwargs)
-
-    def _eval_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return self.step_methods.evaluate(name, *args, **kwargs)
-
-    def on_validation_start(self) -> None:
-        self.features.even_batches.check("val")
-
-    def on_test_start(self) -> None:
-        self.features.even_batches.check("test")
-
-    def on_predict_start(self) -> None:
-        self.features.even_batches.follow_prediction()
-
-    def on_validation_end(self) -> None:
-        self.step_methods.compare_writes("validation_step()")
-
-    def on_test_end(self) -> None:
-        self.step_methods.compare_writes("test_step()")
-
-    def on_predict_end(self) -> None:
-        self.step_methods.compare_writes("predict_step()")
-
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        self.require(Capability.GRADIENT_ACCUMULATION, "an accumulation of gradients")
-        self.step_methods.accumulates = True
-        try:
-            with self._no_sync(self.sharded):
-                yield
-        finally:
-            self.step_methods.accumulates = False
-
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        self._check_loss()
-        self.step_methods.before_backward(closure_loss)
-
-    def post_backward(self, closure_loss: Tensor) -> None:
-        self.features.exact_resume.on_backward(self.optimizers)
-        self.step_methods.after_backward()
-
-    def _note_inner_pass(self) -> None:
-        """Note a backward pass in a step method of which Lightning does not know."""
-        self.features.exact_resume.on_backward(self.optimizers)
-        self.step_methods.after_inner_backward()
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        self.param_groups_added(optimizer)
-        self.features.late_param_groups.check_complete(optimizer)
-        closure = self.features.saves.before_optimizer_step(closure, optimizer)
-        step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
-        return self.step_methods.step_optimizer(optimizer, closure, step)
-
-    def param_groups_added(self, optimizer: Optimizer) -> None:
-        """Make an optimizer hold the shards of what it was given, and restore the state that a checkpoint has of it."""
-        self.sharded_optimizers.follow_added_parameters(optimizer, [self.sharded])
-        if self.features.late_param_groups.awaits(optimizer):
-            with self.step_methods.gradients.paused():
-                self.features.late_param_groups.restore(optimizer, self.sharded)
-
-    def check_gradients(self, optimizer: Optimizer) -> None:
-        """Raise if ``error_if_nonfinite`` was given and a gradient is not finite, unless a gradient scaler decides."""
-        self.sharded_optimizers.check_first_gradients(optimizer, [self.sharded])
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if self.error_if_nonfinite and not (scaler is not None and scaler.is_enabled()):
-            assert self.lightning_module is not None
-            step = f"step {self.lightning_module.trainer.global_step + 1}"
-            refuse_nonfinite(optimizer, [self.sharded], self.runtime, step)
-
-    @property
-    def is_stepping_by_hand(self) -> bool:
-        """Whether a step method itself is running a backward pass or an optimizer step, as in manual optimization."""
-        return self.step_methods.is_by_hand
-
-    def on_train_start(self) -> None:
-        assert self.lightning_module is not None
-        self.sharded_optimizers.refuse_late(self.sharded, self.optimizers)
-        for feature in self.features.in_order:
-            feature.train_start(self.lightning_module.trainer, self.sharded)
-        self.step_methods.gradients.guard_parameters()
-
-    def on_train_end(self) -> None:
-        """Wait for pending saves, so that a failed one ends the fit like any other error."""
-        if self.features.saves.of_fit is not None:
-            self.features.saves.of_fit.wait()
 
     def progress(self) -> str:
         return "before the first stage" if self._trainer is None else f"at step {self._trainer.global_step}"
 
-    def on_exception(self, exception: BaseException) -> None:
-        explain(exception)
-        self.features.preemption.fail()
-        self._let_saves_finish(exception)
-        self.step_methods.fail(exception)
-
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        return self._reduced(tensor, group, reduce_op)
+        return self._reduce_values(tensor, group, reduce_op)
 
     # -- state -----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from fsdp_core.errors import StrategyInfoError
 from fsdp_core.plugins.strategy_info import Option, Plain
 
-__all__ = ["explained", "option_docs", "options_in"]
+__all__ = ["option_docs", "options_in", "read_descriptions"]
 
 #: Where the options of all strategies are: the file, the module where there is no source, and the class.
 _COMMON = (
@@ -43,7 +43,10 @@ def options_in(*references: str, left_out: Collection[str] = ()) -> tuple[Option
     for reference in references:
         module, _, name = reference.partition(":")
         tree = _tree(module)
-        own_options = _imported(module, name) if tree is None else _options(reference, _class(reference, tree, name))
+        if tree is None:
+            own_options = _options_of_imported(module, name)
+        else:
+            own_options = _options(reference, _class(reference, tree, name))
         for option in own_options:
             options.setdefault(option.name, option)
     for file, module, name in _COMMON:
@@ -72,7 +75,7 @@ def option_docs(options_class: type) -> dict[str, str]:
 def _common(file: str, module: str, name: str) -> Iterator[Option]:
     source = files("fsdp_core").joinpath(file)
     if not source.is_file():
-        return _imported(module, name)
+        return _options_of_imported(module, name)
     return _options(f"{module}:{name}", _class(name, ast.parse(source.read_bytes()), name))
 
 
@@ -83,7 +86,7 @@ def _class(reference: str, tree: ast.Module, name: str) -> ast.ClassDef:
     raise StrategyInfoError(f"{reference!r} is not a class.\nWrite 'module:Class', with the name it has there.")
 
 
-def _imported(module: str, name: str) -> Iterator[Option]:
+def _options_of_imported(module: str, name: str) -> Iterator[Option]:
     """The options of a class that is installed without its source: it is imported, with everything that it imports."""
     options_class = getattr(import_module(module), name)
     own = vars(options_class).get("__annotations__", {})
@@ -137,11 +140,11 @@ def _tree(module: str) -> ast.Module | None:
     return None if source is None else ast.parse(source)
 
 
-def explained(docstring: str | None) -> dict[str, str]:
+def read_descriptions(docstring: str | None) -> dict[str, str]:
     """The descriptions under ``Args`` in a Google-style docstring, by name, each in one line.
 
     Example:
-        >>> explained('''Cuts.
+        >>> read_descriptions('''Cuts.
         ...
         ...     Args:
         ...         size: How large

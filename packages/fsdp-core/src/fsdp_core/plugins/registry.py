@@ -30,6 +30,7 @@ __all__ = [
     "check_classes",
     "claimants",
     "describe",
+    "describe_passed_over",
     "duplicates",
     "is_kept",
     "kept_names",
@@ -37,7 +38,6 @@ __all__ = [
     "lightnings_own",
     "likeness",
     "not_installed",
-    "passed_over",
     "provider",
     "resolve",
     "strategies",
@@ -295,11 +295,11 @@ def is_kept(info: StrategyInfo, claimed_by: Provider) -> bool:
     return all(front_end in front_ends for front_end in get_args(FrontEnd) if getattr(info, front_end) is not None)
 
 
-def passed_over(name: str, claimed_by: Provider) -> tuple[str, str]:
+def describe_passed_over(name: str, claimed_by: Provider) -> tuple[str, str]:
     """What happens to a claim to one of Lightning's own names, and what to type.
 
     Example:
-        >>> passed_over("dp", Provider(name="a-plugin", version="1.0"))[0]
+        >>> describe_passed_over("dp", Provider(name="a-plugin", version="1.0"))[0]
         "Lightning keeps the name 'dp' for its own strategy under Fabric, and ignores a-plugin 1.0's."
     """
     front_ends = " and ".join(front_end.title() for front_end in kept_by_lightning(name, claimed_by.canonical_name))

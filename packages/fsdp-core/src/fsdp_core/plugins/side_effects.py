@@ -71,11 +71,14 @@ def _look() -> Callable[[], list[SideEffect]]:
     """Take a snapshot of the process. The returned function restores it and reports the differences."""
     loaded = {name for name in HEAVY if name in sys.modules}
     threads = set(threading.enumerate())
-    environment, path, folder = dict(os.environ), list(sys.path), _folder()
+    environment = dict(os.environ)
+    path = list(sys.path)
+    folder = _folder()
     streams = {name: getattr(sys, name) for name in ("stdout", "stderr", "excepthook")}
     exits = {name: getattr(atexit, name) for name in ("register", "unregister")}
     handlers: list[str] = []
-    printed, recording = _Printed(), _recording(atexit.register, handlers)
+    printed = _Printed()
+    recording = _recording(atexit.register, handlers)
     sys.stdout = printed
     atexit.register = recording
 
@@ -104,7 +107,8 @@ def _look() -> Callable[[], list[SideEffect]]:
 
 def _put_back(module: ModuleType, before: dict[str, Any], stand_ins: dict[str, Any]) -> list[str]:
     """Restore a module's attributes, and name those that were replaced."""
-    replaced = [name for name in before if getattr(module, name, None) is not stand_ins.get(name, before[name])]
+    expected = {**before, **stand_ins}
+    replaced = [name for name in before if getattr(module, name, None) is not expected[name]]
     for name, value in before.items():
         setattr(module, name, value)
     return [f"{module.__name__}.{name}" for name in replaced]
@@ -144,8 +148,10 @@ def _recording(register: Callable[..., Any], handlers: list[str]) -> Callable[..
 
 def _imports(before: set[str]) -> list[SideEffect]:
     new = [name for name in HEAVY if name in sys.modules and name not in before]
+    if not new:
+        return []
     remedy = "it should name its classes by string in StrategyInfo, and import what they need where they are defined"
-    return [SideEffect(what=f"imports {' and '.join(new)}", remedy=remedy)] if new else []
+    return [SideEffect(what=f"imports {' and '.join(new)}", remedy=remedy)]
 
 
 def _environment(before: dict[str, str]) -> list[SideEffect]:
@@ -155,16 +161,18 @@ def _environment(before: dict[str, str]) -> list[SideEffect]:
             os.environ[key] = before[key]
         else:
             del os.environ[key]
-    what, remedy = f"changes os.environ ({', '.join(changed)})", "it should do that when a strategy is built"
-    return [SideEffect(what=what, remedy=remedy)] if changed else []
+    if not changed:
+        return []
+    what = f"changes os.environ ({', '.join(changed)})"
+    return [SideEffect(what=what, remedy="it should do that when a strategy is built")]
 
 
 def _threads(before: set[threading.Thread]) -> list[SideEffect]:
     new = [thread for thread in threading.enumerate() if thread not in before]
-    remedy = "it should start them when a strategy starts, and stop them with it"
-    return (
-        [SideEffect(what=f"starts threads ({', '.join(thread.name for thread in new)})", remedy=remedy)] if new else []
-    )
+    if not new:
+        return []
+    what = f"starts threads ({', '.join(thread.name for thread in new)})"
+    return [SideEffect(what=what, remedy="it should start them when a strategy starts, and stop them with it")]
 
 
 def _folder() -> str | None:

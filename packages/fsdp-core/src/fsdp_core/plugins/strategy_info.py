@@ -61,7 +61,8 @@ class StrategyInfo:
         summary: One sentence for ``fsdp list``.
         trainer: The strategy class for ``lightning.pytorch.Trainer``, or ``None`` if there is none.
         fabric: The strategy class for ``lightning.fabric.Fabric``, or ``None`` if there is none.
-        accelerators: Lightning's names of the accelerators that it runs on.
+        accelerators: Lightning's names of the accelerators that it runs on; ``"any"`` stands for each that
+            :mod:`torch.accelerator` knows.
         capabilities: What it can do, as :class:`Capability` values or their names.
         options: The constructor's keyword arguments.
         presets: The options that this name fixes, with their values.
@@ -108,8 +109,9 @@ class StrategyInfo:
                 f"a strategy can't be called {self.name!r}.\n"
                 "Use a lower-case letter, then lower-case letters, digits, '_', '-' or '.', such as 'my_fsdp'."
             )
-        if not isinstance(vars(self)["summary"], str):
-            raise self._error(f"summary is a {type(self.summary).__name__}", "Write one sentence, as a string.")
+        summary: object = self.summary
+        if not isinstance(summary, str):
+            raise self._error(f"summary is a {type(summary).__name__}", "Write one sentence, as a string.")
         for role in ("trainer", "fabric", "probe"):
             target = getattr(self, role)
             if target is not None and not (isinstance(target, str) and _OBJECT.fullmatch(target)):
@@ -125,7 +127,7 @@ class StrategyInfo:
                     wrong = f"{role} holds a {type(item).__name__} instead of a {item_class.__name__}"
                     raise self._error(wrong, f"Give a tuple of {item_class.__name__}.")
         if not self.accelerators:
-            raise self._error("accelerators is empty", "Name what it runs on, such as accelerators=('cuda', 'cpu').")
+            raise self._error("accelerators is empty", "Name what it runs on, such as accelerators=('any', 'cpu').")
         names = [option.name for option in self.options]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -134,8 +136,9 @@ class StrategyInfo:
             object.__setattr__(self, "capabilities", frozenset(Capability(item) for item in self.capabilities))
         except ValueError as error:
             raise self._error(str(error), f"The capabilities are: {', '.join(Capability)}.") from None
-        object.__setattr__(self, "presets", dict(self.presets))
-        for name, value in vars(self)["presets"].items():
+        presets: dict[str, object] = dict(self.presets)
+        object.__setattr__(self, "presets", presets)
+        for name, value in presets.items():
             if not isinstance(value, Plain):
                 wrong = f"the preset {name!r} is a {type(value).__name__}, which isn't plain data"
                 raise self._error(wrong, "Write None, a bool, a number or a string.")

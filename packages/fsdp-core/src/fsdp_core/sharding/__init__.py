@@ -1,5 +1,7 @@
 """How a module is sharded: the contract of backends, and what each of them needs for it."""
 
+from fsdp_core.device_names import ANY_ACCELERATOR
+from fsdp_core.devices import can_pin_memory
 from fsdp_core.gradients.backward import EndOfBackward
 from fsdp_core.gradients.clipping import clip_grads_by_norm, clip_grads_by_value, is_sharded_dtensor, local_tensor
 from fsdp_core.gradients.gathered_values import GatheredValue, WrittenValues, forget_writes
@@ -17,9 +19,8 @@ from fsdp_core.initialization.materialize import materialize, note_initialisers,
 from fsdp_core.initialization.sharded_init import KeptPart, is_part, kept_as_built, let_go_of
 from fsdp_core.initialization.wrap import marked, options_of, wrap
 from fsdp_core.mesh import DATA_AXES, GRADIENT_AXES, MESH_AXES, Mesh, MeshAxis
-from fsdp_core.sharding.activations import SavedOps, check_saved_ops, offload_activations, recompute_all_but
 from fsdp_core.sharding.backend import Backend
-from fsdp_core.sharding.flat import (
+from fsdp_core.sharding.flattened_parameters import (
     FlatMember,
     ParameterOrders,
     Tie,
@@ -30,14 +31,15 @@ from fsdp_core.sharding.flat import (
     unwrapped,
 )
 from fsdp_core.sharding.options import ShardingOptions, option
-from fsdp_core.sharding.outside_attributes import OutsideAttributes
 from fsdp_core.sharding.plan import ParameterPlan, ShardingPlan, UnitModules, modules_by_unit, plan_module
-from fsdp_core.sharding.precisions import ShardPrecision
+from fsdp_core.sharding.precision_strings import ShardPrecision
 from fsdp_core.sharding.sequence import SequenceSplit, current_split, use_split
 from fsdp_core.sharding.sharded import Sharded, StateTensor, copy_refusal, sharded_around, sharded_of
-from fsdp_core.sharding.step_inputs import StepInputs
-from fsdp_core.sharding.unit_calls import RefusedTransforms, UnitCalls
-from fsdp_core.sharding.wrap_policy import (
+from fsdp_core.sharding.units.activations import SavedOps, check_saved_ops, offload_activations, recompute_all_but
+from fsdp_core.sharding.units.outside_attributes import OutsideAttributes
+from fsdp_core.sharding.units.step_inputs import StepInputs
+from fsdp_core.sharding.units.unit_calls import RefusedTransforms, UnitCalls
+from fsdp_core.sharding.units.wrap_policy import (
     ActivationCheckpointingPolicy,
     WrapPolicy,
     checkpoint_activations,
@@ -47,11 +49,12 @@ from fsdp_core.sharding.wrap_policy import (
     select_units,
 )
 from fsdp_core.torch_private.autograd import in_backward, is_accumulated, is_recomputing, outside_transforms
-from fsdp_core.torch_private.compilation import outside_of_compilation
+from fsdp_core.torch_private.dynamo import outside_of_compilation
 from fsdp_core.torch_private.modules import cast_inputs, is_flattened
 from fsdp_core.torch_private.tensors import times_written, without_torch_function
 
 __all__ = [
+    "ANY_ACCELERATOR",
     "DATA_AXES",
     "GRADIENT_AXES",
     "MESH_AXES",
@@ -87,6 +90,7 @@ __all__ = [
     "WrapPolicy",
     "WrittenValues",
     "by_user_names",
+    "can_pin_memory",
     "cast_inputs",
     "check_saved_ops",
     "checkpoint_activations",

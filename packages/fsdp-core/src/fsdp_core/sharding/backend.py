@@ -13,22 +13,23 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from fsdp_core.device_names import ANY_ACCELERATOR
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.deferred_init import deferred_init
 from fsdp_core.initialization.materialize import note_initialisers
 from fsdp_core.initialization.wrap import mark_by_torch_wrap
 from fsdp_core.mesh import Mesh
 from fsdp_core.runtime import Runtime
+from fsdp_core.sharding.agreement.same_model import check_same
 from fsdp_core.sharding.optimizers.rebinding import rebind_optimizer
 from fsdp_core.sharding.options import ShardingOptions
 from fsdp_core.sharding.plan import ParameterPlan, ShardingPlan, check_unchanged, plan_module
-from fsdp_core.sharding.precisions import ShardPrecision
-from fsdp_core.sharding.rank_agreement import check_same
-from fsdp_core.sharding.replaced_parameters import mark_replaced
+from fsdp_core.sharding.precision_strings import ShardPrecision
+from fsdp_core.sharding.refusals.replaced_parameters import mark_replaced
+from fsdp_core.sharding.refusals.unshardable_modules import check_shardable
 from fsdp_core.sharding.sequence import SequenceSplit, use_split
-from fsdp_core.sharding.shardable import check_shardable
 from fsdp_core.sharding.sharded import Sharded, keep, sharded_of
-from fsdp_core.sharding.wrap_policy import select_recomputed
+from fsdp_core.sharding.units.wrap_policy import select_recomputed
 from fsdp_core.state.fqn import named_parameters
 from fsdp_core.state.full_tensor import whole
 from fsdp_core.state.layout import Layout
@@ -85,7 +86,7 @@ class Backend(ABC):
     """
 
     #: The device types this backend can run on.
-    accelerators: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
+    accelerators: ClassVar[tuple[str, ...]] = (ANY_ACCELERATOR, "cpu")
     #: Whether an optimizer that looks at whole parameters, such as Muon, may step over each of them on one rank
     #: (see :func:`~fsdp_core.sharding.optimizers.owner_compute.step_on_owners`): what an optimizer holds has its
     #: gradient in ``grad``.
@@ -322,9 +323,11 @@ class Backend(ABC):
     def _check_config(self, sharded: Sharded) -> None:
         if sharded.backend is self:
             return
-        theirs, ours = sharded.plan.config, sharding_config_of(self)
+        theirs = sharded.plan.config
+        ours = sharding_config_of(self)
         if theirs["backend"] != ours["backend"]:  # their options can't be compared
-            theirs, ours = {"backend": theirs["backend"]}, {"backend": ours["backend"]}
+            theirs = {"backend": theirs["backend"]}
+            ours = {"backend": ours["backend"]}
         differing = [
             f"{name} {_describe_setting(theirs.get(name))}, now {_describe_setting(value)}"
             for name, value in ours.items()

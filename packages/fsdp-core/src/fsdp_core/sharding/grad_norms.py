@@ -38,7 +38,7 @@ def norms_of_gradients(sharded: Sharded, order: float) -> dict[str, Tensor]:
     for index, name in enumerate(names):
         parameter, part = parts[name]
         if parameter.grad is not None:
-            local_tensors = _counted_here(parameter.grad, part, runtime.rank)
+            local_tensors = _local_parts(parameter.grad, part, runtime.rank)
             has_gradient[index] = 1
             norms = _norms(local_tensors, order)
             powers[index] = max(norms) if norms and math.isinf(order) else _sum(norms, order)
@@ -52,7 +52,7 @@ def norms_of_gradients(sharded: Sharded, order: float) -> dict[str, Tensor]:
     return {name: value for name, value, count in zip(names, values, reduced[0], strict=True) if count}
 
 
-def _counted_here(gradient: Tensor, part: Part, rank: int) -> list[Tensor]:
+def _local_parts(gradient: Tensor, part: Part, rank: int) -> list[Tensor]:
     """The parts of a gradient that this rank counts, such that all ranks together count each element once."""
     tensor = plain(gradient)
     # on XLA slicing a tensor or reading a value runs a program, which all ranks would have to run

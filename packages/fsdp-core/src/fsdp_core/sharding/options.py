@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
+from fsdp_core.device_names import GROUP_EXAMPLE
 from fsdp_core.errors import UnsupportedCapabilityError
 
 __all__ = ["ShardingOptions", "check_process_group_backend", "check_switches", "option", "option_names"]
@@ -123,13 +124,13 @@ def check_process_group_backend(backend: object) -> None:
     """Refuse a backend of process groups that torch does not know, which it would say when ranks meet.
 
     Args:
-        backend: A backend's name, a list of them by device such as ``"cpu:gloo,cuda:nccl"``, or ``None``.
+        backend: A backend's name, a list of them by device such as ``"cpu:gloo,npu:hccl"``, or ``None``.
 
     Raises:
         UnsupportedCapabilityError: It is none.
 
     Example:
-        >>> check_process_group_backend("cpu:gloo,cuda:nccl")
+        >>> check_process_group_backend("cpu:gloo")
     """
     if backend is None or not dist.is_available():
         return
@@ -138,7 +139,7 @@ def check_process_group_backend(backend: object) -> None:
     if not all(name.lower() in available for name in names):
         raise UnsupportedCapabilityError(
             f"process_group_backend={backend!r} is no backend of torch.distributed.\n"
-            f"Write one of {', '.join(map(repr, available))}; one for each device, such as 'cpu:gloo,cuda:nccl'; or "
+            f"Write one of {', '.join(map(repr, available))}; one for each device, such as {GROUP_EXAMPLE!r}; or "
             "leave it out: it is chosen by device. A package that brings another must be imported before."
         )
 

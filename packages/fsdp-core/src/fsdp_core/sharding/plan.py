@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.sharded_init import is_part
-from fsdp_core.sharding.rank_agreement import described, described_error
+from fsdp_core.sharding.agreement.same_model import describe_error, describe_value
 from fsdp_core.state.fqn import clean_name
 
 __all__ = ["ParameterPlan", "ShardingPlan", "UnitModules", "check_unchanged", "modules_by_unit", "plan_module"]
@@ -161,19 +161,19 @@ class ShardingPlan:
         return [tied for tied in names.values() if len(tied) > 1]
 
     def describe(self) -> dict[str, str]:
-        """Describe the module and its units by topic, for :func:`~fsdp_core.sharding.rank_agreement.check_same`.
+        """Describe the module and its units by topic, for :func:`~fsdp_core.sharding.agreement.same_model.check_same`.
 
         Devices are not described: rank 0 may have loaded the weights, with other ranks on the meta device.
         """
         facts = {f"parameter {name!r}": str(parameter) for name, parameter in self.parameters.items()}
         facts |= {f"buffer {name!r}": buffer for name, buffer in self.buffers.items()}
         facts |= {f"layer {name!r}" if name else "class of the module": layer for name, layer in self.layers.items()}
-        facts["state"] = "not sharded yet" if self.refusal is None else described_error(self.refusal)
+        facts["state"] = "not sharded yet" if self.refusal is None else describe_error(self.refusal)
         facts["units of sharding"] = ", ".join(map(clean_name, self.units)) or "the whole alone"
         if self.recomputed:
             facts["recomputed activations"] = ", ".join(map(clean_name, self.recomputed))
         for topic, by_name in self.details.items():
-            facts |= {f"{topic} of {name or 'the root'!r}": described(value) for name, value in by_name.items()}
+            facts |= {f"{topic} of {name or 'the root'!r}": describe_value(value) for name, value in by_name.items()}
         return facts
 
 

@@ -51,7 +51,8 @@ class SequenceSplit:
 
     def __init__(self, runtime: Runtime, dims: Mapping[str, int] | None = None) -> None:
         self.ranks = runtime.along("context_parallel")
-        self.rank, self.size = self.ranks.rank, self.ranks.world_size
+        self.rank = self.ranks.rank
+        self.size = self.ranks.world_size
         self.dims = dims
         self.lengths: set[int] = set()
         self.targets: dict[int, int] = {}
@@ -82,14 +83,19 @@ class SequenceSplit:
         if again or self._is_copy_of_last({name: entries[name] for name in dims}):
             again = again or list(dims)
             raise ShardingError(
-                f"{_quoted(again[0])} of the batch is already the part of this rank, and would be split twice.\n"
+                f"{_quote_name(again[0])} of the batch is already the part of this rank, and would be split twice.\n"
                 "Loaders that were set up, and batches of the Trainer, are split already: leave out split_batch()."
             )
         self._compare(entries)
-        self._counts, self._last = [], {}
+        self._counts = []
+        self._last = {}
         for name, dim in dims.items():
             self._check_divides(name, entries[name], dim)
-        return _replaced(batch, lambda name, tensor: self._part(name, tensor, dims[name]) if name in dims else tensor)
+
+        def part_of_entry(name: str, tensor: Tensor) -> Tensor:
+            return self._part(name, tensor, dims[name]) if name in dims else tensor
+
+        return _replace_tensors(batch, part_of_entry)
 
     def _chosen(self, entries: dict[str, Tensor]) -> dict[str, int]:
         """The sequence dimension of each entry to split."""
@@ -99,7 +105,7 @@ class SequenceSplit:
                 if entry is None or not -entry.ndim <= dim < entry.ndim:
                     why = "is no tensor of the batch" if entry is None else f"has no dimension {dim}"
                     raise ShardingError(
-                        f"context_parallel_dims names {_quoted(name)}, which {why}; its tensors are "
+                        f"context_parallel_dims names {_quote_name(name)}, which {why}; its tensors are "
                         f"{_shapes(entries)}.\nWrite the names as they are here, with dimensions from 0."
                     )
             return {name: dim % entries[name].ndim for name, dim in self.dims.items()}
@@ -121,7 +127,7 @@ class SequenceSplit:
         length = tensor.shape[dim]
         if length % self.size:
             raise ShardingError(
-                f"the sequence of {_quoted(name)}, of length {length}, can't be divided into "
+                f"the sequence of {_quote_name(name)}, of length {length}, can't be divided into "
                 f"context_parallel_size={self.size} equal parts.\n"
                 f"Pad sequences to a multiple of {self.size}, such as {-(-length // self.size) * self.size}, with "
                 f"labels of {IGNORED}; or choose another size."
@@ -183,16 +189,17 @@ class SequenceSplit:
         Raises:
             ShardingError: Ranks leave out different numbers of labels, and no loss was weighted since the last call.
         """
-        weighted, self._weighted = self._weighted, False
+        weighted = self._weighted
+        self._weighted = False
         if weighted:
             return
         for name, counts in self._counts:
             numbers = counts.tolist()
             if len(set(numbers)) > 1:
                 raise ShardingError(
-                    f"of the labels {_quoted(name)}, context-parallel ranks have {', '.join(map(str, numbers))} that "
-                    f"are not {IGNORED}, and no loss was computed that knows it: the average of their means is not the "
-                    "mean over the batch.\n"
+                    f"of the labels {_quote_name(name)}, context-parallel ranks have {', '.join(map(str, numbers))} "
+                    f"that are not {IGNORED}, and no loss was computed that knows it: the average of their means is "
+                    "not the mean over the batch.\n"
                     "Call torch.nn.functional.cross_entropy(..., reduction='mean') through its module, which is "
                     "corrected; or write loss = fsdp_core.token_mean(sum_of_losses, number_of_tokens)."
                 )
@@ -324,7 +331,7 @@ def _items(batch: Any) -> list[tuple[str, Any]]:
     return []
 
 
-def _replaced(batch: Any, part: Callable[[str, Tensor], Tensor], name: str = "") -> Any:
+def _replace_tensors(batch: Any, part: Callable[[str, Tensor], Tensor], name: str = "") -> Any:
     """A copy of a batch with other tensors."""
     if isinstance(batch, Tensor):
         return part(name, batch)
@@ -332,7 +339,7 @@ def _replaced(batch: Any, part: Callable[[str, Tensor], Tensor], name: str = "")
     if not items:
         return batch
     prefix = f"{name}." if name else ""
-    values = [_replaced(value, part, f"{prefix}{key}") for key, value in items]
+    values = [_replace_tensors(value, part, f"{prefix}{key}") for key, value in items]
     if isinstance(batch, Mapping):
         changed = dict(zip(batch, values, strict=True))
         if not isinstance(batch, MutableMapping):
@@ -349,7 +356,8 @@ def _replaced(batch: Any, part: Callable[[str, Tensor], Tensor], name: str = "")
 
 
 def _holds_same(tensor: Tensor, other: Tensor) -> bool:
-    a, b = tensor.detach(), other.detach().to(tensor)
+    a = tensor.detach()
+    b = other.detach().to(tensor)
     return bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is equal to itself
 
 
@@ -358,8 +366,8 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _shapes(entries: dict[str, Tensor]) -> str:
-    return ", ".join(f"{_quoted(name)} {tuple(tensor.shape)}" for name, tensor in entries.items()) or "none"
+    return ", ".join(f"{_quote_name(name)} {tuple(tensor.shape)}" for name, tensor in entries.items()) or "none"
 
 
-def _quoted(name: str) -> str:
+def _quote_name(name: str) -> str:
     return repr(name) if name else "the tensor"

@@ -22,7 +22,7 @@ from fsdp_core.gradients.gathered_values import WrittenValues
 from fsdp_core.gradients.step_writes import StepWrites
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.plan import ShardingPlan
-from fsdp_core.sharding.precisions import ShardPrecision
+from fsdp_core.sharding.precision_strings import ShardPrecision
 from fsdp_core.state.chunks import ChunkedTensor
 from fsdp_core.state.filling import fill_all
 from fsdp_core.state.fqn import aliases, clean_name, named_parameters
@@ -85,7 +85,8 @@ class Sharded(ABC):
     strategy_name: str = "a strategy"
 
     def __init__(self, root: nn.Module, module: nn.Module | None = None) -> None:
-        self.root, self.module = root, root if module is None else module
+        self.root = root
+        self.module = root if module is None else module
         self.written_values = WrittenValues()
         #: The names of parameters that represent shards; the user's optimizers and lists may hold these parameters.
         self._stands_for = WeakTensorKeyDictionary()

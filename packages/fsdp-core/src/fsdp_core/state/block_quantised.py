@@ -26,12 +26,12 @@ from fsdp_core.state.layout import Part
 __all__ = [
     "check_blocks",
     "check_fits_blocks",
+    "describe_whole_state",
     "is_of_blocks",
     "is_saved_in_blocks",
     "of_blocks",
     "quantises",
     "restored_blocks",
-    "saved_whole",
     "whole_again",
 ]
 
@@ -50,7 +50,7 @@ def is_of_blocks(value: Any) -> bool:
 
 
 def is_saved_in_blocks(value: Any) -> bool:
-    """Whether a value is what :func:`of_blocks` or :func:`saved_whole` returns."""
+    """Whether a value is what :func:`of_blocks` or :func:`describe_whole_state` returns."""
     return isinstance(value, dict) and _CLASS_KEY in value
 
 
@@ -82,7 +82,9 @@ def of_blocks(part: Part, parameter: Tensor, value: Any) -> Any:
     run = _find_run(part, parameter) if is_of_blocks(local) else None
     if run is None:
         return value
-    (start, length, replica), block, total = run, int(local.block_size), prod(part.shape)
+    (start, length, replica) = run
+    block = int(local.block_size)
+    total = prod(part.shape)
     if start % block or length % block or total % block:
         return value
     elements_per_byte = length // local.codes.numel()  # elements in a byte
@@ -173,7 +175,8 @@ def check_fits_blocks(
     Raises:
         CheckpointMismatchError: The optimizer keeps no such state, or this rank's part is not of whole blocks.
     """
-    run, block = _find_run(part, parameter), int(saved["block_size"])
+    run = _find_run(part, parameter)
+    block = int(saved["block_size"])
     state_class = "plain tensors"
     if quantises(optimizer):
         maker: Any = optimizer
@@ -210,7 +213,8 @@ def restored_blocks(
         saved: As from :func:`of_blocks`, its tensors whole or saved.
     """
     maker: Any = optimizer
-    run, block = _find_run(part, parameter), int(saved["block_size"])
+    run = _find_run(part, parameter)
+    block = int(saved["block_size"])
     assert run is not None
     local = local_tensor(parameter).detach()
     blocks: Any = torch.zeros_like(local)
@@ -218,7 +222,8 @@ def restored_blocks(
         blocks = maker._subclass_zeros(local, bool(saved["signed"]), block)
         elements_per_byte = run[1] // blocks.codes.numel()
         for name, data, size in (("codes", blocks.codes, elements_per_byte), ("scale", blocks.scale, block)):
-            full, flat = saved[name], data.view(-1)
+            full = saved[name]
+            flat = data.view(-1)
             chunk = Chunk(offsets=(run[0] // size,), data=flat)
             fill(ChunkedTensor(shape=tuple(full.shape), dtype=flat.dtype, chunks=(chunk,)), full)
     if not isinstance(parameter, DTensor):
@@ -233,7 +238,7 @@ def restored_blocks(
     )
 
 
-def saved_whole(value: Any) -> Any:
+def describe_whole_state(value: Any) -> Any:
     """Describe whole quantised state, as a plain optimizer has it, as :func:`of_blocks` does; others are unchanged."""
     if not is_of_blocks(value) or isinstance(value, DTensor):
         return value

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from fsdp_core.state.coverage import Box
 
-__all__ = ["MAX_DIMENSIONS", "boxes", "copy_into", "cut", "is_shape", "overlap"]
+__all__ = ["MAX_DIMENSIONS", "boxes", "copy_into", "cut", "is_shape", "overlap", "row_major_strides"]
 
 MAX_DIMENSIONS = 64
 _MAX_ELEMENTS = 2**53 - 1  # the largest integer that every JSON reader represents exactly
@@ -91,7 +92,8 @@ def boxes(shape: tuple[int, ...], start: int, length: int) -> Iterator[tuple[tup
     rows, rest = divmod(length - done, row)
     if rows:
         yield (first, *(0 for _ in shape[1:])), (rows, *shape[1:]), done
-        first, done = first + rows, done + rows * row
+        first = first + rows
+        done = done + rows * row
     if rest:
         for offsets, lengths, position in boxes(shape[1:], 0, rest):
             yield (first, *offsets), (1, *lengths), done + position
@@ -151,13 +153,15 @@ def _copy_runs(
 ) -> None:
     first, run, pitch = piece
     if len(shape) > 1:
-        size, part = math.prod(shape[1:]) * pitch, math.prod(lengths[1:]) * run
+        size = math.prod(shape[1:]) * pitch
+        part = math.prod(lengths[1:]) * run
         for row in range(lengths[0]):
             begin = (offsets[0] + row) * size
             inner = target[begin : begin + size], shape[1:], offsets[1:], lengths[1:]
             _copy_runs(*inner, box[row * part : (row + 1) * part], piece)
         return
-    begin, rows = offsets[0] * pitch + first, lengths[0]
+    begin = offsets[0] * pitch + first
+    rows = lengths[0]
     unit = math.gcd(run, pitch, begin, 8)
     if rows <= run // unit:
         for row in range(rows):
@@ -166,8 +170,21 @@ def _copy_runs(
         return
     # Many short runs: copied column by column, each column with one strided copy.
     code: Any = {8: "Q", 4: "I", 2: "H", 1: "B"}[unit]
-    wide, narrow = target.cast(code), box.cast(code)
-    step, count = pitch // unit, run // unit
+    wide = target.cast(code)
+    narrow = box.cast(code)
+    step = pitch // unit
+    count = run // unit
     for column in range(count):
         start = begin // unit + column
         wide[start : start + (rows - 1) * step + 1 : step] = narrow[column::count]
+
+
+@lru_cache(maxsize=1024)
+def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor.
+
+    Example:
+        >>> row_major_strides((2, 3, 4))
+        (12, 4, 1)
+    """
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

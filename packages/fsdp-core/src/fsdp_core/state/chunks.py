@@ -84,7 +84,10 @@ class ChunkedTensor:
     def __init__(
         self, *, shape: tuple[int, ...], dtype: torch.dtype, chunks: tuple[Chunk, ...], replica: int = 0
     ) -> None:
-        self.shape, self.dtype, self.chunks, self.replica = shape, dtype, chunks, replica
+        self.shape = shape
+        self.dtype = dtype
+        self.chunks = chunks
+        self.replica = replica
         for chunk in chunks:
             if not _lies_inside(chunk, shape):
                 raise ValueError(
@@ -99,7 +102,9 @@ class ChunkedTensor:
             copies: Tensors of the same shape, by the id of the original. Data without a copy is kept.
         """
         copy = object.__new__(ChunkedTensor)  # the boxes have been checked
-        copy.shape, copy.dtype, copy.replica = self.shape, self.dtype, self.replica
+        copy.shape = self.shape
+        copy.dtype = self.dtype
+        copy.replica = self.replica
         copy.chunks = (
             tuple([Chunk(offsets=chunk.offsets, data=copies.get(id(chunk.data), chunk.data)) for chunk in self.chunks])
             if self.replica == 0
@@ -119,12 +124,12 @@ class ChunkedTensor:
 
         def __getattr__(self, name: str) -> Any:
             if name in CONVERSIONS:
-                return partial(self._converted, name)
+                return partial(self._convert, name)
             if name.startswith("__"):  # looked up by copy and the like
                 raise AttributeError(name)
-            raise _refused(f".{name}")
+            raise _refusal(f".{name}")
 
-    def _converted(self, method: str, *args: Any, **kwargs: Any) -> ChunkedTensor:
+    def _convert(self, method: str, *args: Any, **kwargs: Any) -> ChunkedTensor:
         dtype = getattr(torch.empty(0, dtype=self.dtype), method)(*args, **kwargs).dtype
         chunks = tuple(
             Chunk(
@@ -139,10 +144,10 @@ class ChunkedTensor:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise _refused(f"torch's {getattr(function, '__name__', function)}()")
+        raise _refusal(f"torch's {getattr(function, '__name__', function)}()")
 
     def _refuse_arithmetic(self, *_: Any) -> NoReturn:
-        raise _refused("arithmetic")
+        raise _refusal("arithmetic")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_arithmetic
     __pow__ = __matmul__ = __rmatmul__ = __neg__ = __abs__ = __getitem__ = __float__ = _refuse_arithmetic
@@ -152,7 +157,7 @@ class ChunkedTensor:
         return ChunkedTensor(shape=self.shape, dtype=self.dtype, chunks=chunks, replica=self.replica)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise _refused("pickling")
+        raise _refusal("pickling")
 
     def __repr__(self) -> str:
         return f"ChunkedTensor(shape={self.shape}, dtype={self.dtype}, chunks={self.chunks}, replica={self.replica})"
@@ -180,7 +185,7 @@ class _NotWholeError(ShardingError, AttributeError, TypeError):
     """A part of a tensor was used as if it were the tensor."""
 
 
-def _refused(what: str) -> _NotWholeError:
+def _refusal(what: str) -> _NotWholeError:
     return _NotWholeError(
         f"{what} is not supported by a ChunkedTensor, which holds this rank's part of a tensor. It can only be "
         f"renamed, removed, copied or converted ({', '.join(f'.{name}()' for name in sorted(CONVERSIONS))}).\n"
@@ -237,7 +242,8 @@ def _of_dtensor(tensor: DTensor) -> ChunkedTensor:
     if torch.is_grad_enabled():  # to_local() would then create a new tensor, tracked by autograd
         with torch.no_grad():
             return _of_dtensor(tensor)
-    shape, mesh = tuple(tensor.shape), tensor.device_mesh
+    shape = tuple(tensor.shape)
+    mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # this rank is not part of the tensor's mesh
         return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=())
@@ -281,7 +287,9 @@ def _box(
 
     from fsdp_core.torch_private.dtensors import StridedShard
 
-    offsets, lengths, replica = [0] * len(shape), list(shape), 0
+    offsets = [0] * len(shape)
+    lengths = list(shape)
+    replica = 0
     sharded: list[tuple[int, int, int]] = []  # the dimension, this rank's piece, and the number of pieces
     last: list[tuple[int, int, int]] = []
     for at, (placement, index, ranks) in enumerate(zip(placements, coordinate, mesh, strict=True)):
@@ -303,7 +311,8 @@ def _box(
         # As torch.chunk splits: equal pieces, then a smaller one, then empty ones.
         piece = -(-lengths[dim] // ranks)
         start = min(index * piece, lengths[dim])
-        offsets[dim], lengths[dim] = offsets[dim] + start, min(piece, lengths[dim] - start)
+        offsets[dim] = offsets[dim] + start
+        lengths[dim] = min(piece, lengths[dim] - start)
     return tuple(offsets), tuple(lengths), replica
 
 

@@ -105,7 +105,8 @@ class _Search:
             return f"{'two chunks cover' if boxes else 'nothing covers'} [{location}]"
         boxes.sort(key=lambda box: box[0][axis])
         active: list[Box] = []
-        position, following = 0, 0
+        position = 0
+        following = 0
         while position < shape[axis]:
             while following < len(boxes) and boxes[following][0][axis] == position:
                 active.append(boxes[following])

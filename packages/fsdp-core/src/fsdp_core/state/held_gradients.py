@@ -140,7 +140,8 @@ def described(gradients: HeldGradients, runtime: Runtime) -> dict[str, Any] | No
     if not any(by_rank) and not gradients.reduced:
         return None
     mesh = runtime.mesh
-    own_coordinate, peers = mesh.coordinate(runtime.rank, GRADIENT_AXES), mesh.peers(runtime.rank, ("tensor_parallel",))
+    own_coordinate = mesh.coordinate(runtime.rank, GRADIENT_AXES)
+    peers = mesh.peers(runtime.rank, ("tensor_parallel",))
     return {
         "own": {
             str(index): {

@@ -18,12 +18,12 @@ from fsdp_core.runtime import Runtime
 from fsdp_core.state.block_quantised import (
     check_blocks,
     check_fits_blocks,
+    describe_whole_state,
     is_of_blocks,
     is_saved_in_blocks,
     of_blocks,
     quantises,
     restored_blocks,
-    saved_whole,
 )
 from fsdp_core.state.chunks import Chunk, ChunkedTensor, chunked
 from fsdp_core.state.filling import fill
@@ -129,7 +129,9 @@ def load_optimizer_state(
         optimizer = holder_of_state(optimizer)
     saved = state_by_name(optimizer, layout, saved)
     saved = {
-        "state": {name: {k: saved_whole(v) for k, v in values.items()} for name, values in saved["state"].items()},
+        "state": {
+            name: {k: describe_whole_state(v) for k, v in values.items()} for name, values in saved["state"].items()
+        },
         "param_groups": [_read_settings(group) for group in saved["param_groups"]],
     }
     parameter_names = {name for group in optimizer.param_groups for name in _parameter_names(layout, group["params"])}
@@ -173,7 +175,8 @@ def load_optimizer_state(
         for group in optimizer.param_groups:
             for parameter in filter(owners.is_mine, group["params"]):
                 (part,) = _parts_of(layout, parameter)
-                values, like = saved["state"].get(part.name), nn.Parameter(local_tensor(parameter).detach(), False)
+                values = saved["state"].get(part.name)
+                like = nn.Parameter(local_tensor(parameter).detach(), False)
                 whole = (Part(name=part.name, shape=part.shape),)
                 if values:
                     optimizer.state[parameter] = {k: _restore_value(like, whole, group, k, [values[k]]) for k in values}

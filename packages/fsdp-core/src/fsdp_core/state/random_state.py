@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_core.devices import current_device
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 
 __all__ = ["RandomState", "of_ranks", "random_state", "set_random_state", "state_of_rank"]
@@ -130,9 +131,9 @@ class RandomState:
             return self._chosen_runtime
         runtime = ProcessGroupRuntime()
         if dist.is_initialized():
-            runtime.rank, runtime.world_size = dist.get_rank(), dist.get_world_size()
-        if torch.cuda.is_initialized():  # else current_device() would create a context on a GPU that nothing uses
-            runtime.device = torch.device("cuda", torch.cuda.current_device())
+            runtime.rank = dist.get_rank()
+            runtime.world_size = dist.get_world_size()
+        runtime.device = current_device()
         return runtime
 
 

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 from fsdp_core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from fsdp_core.testing.launching.calls import Answer, Failure, RankError, answered
     from fsdp_core.testing.launching.forking import StartMethod
-    from fsdp_core.testing.launching.one_process import Answer, OneProcessRanks, answered
+    from fsdp_core.testing.launching.one_process_ranks import OneProcessRanks
+    from fsdp_core.testing.launching.process_ranks import RankKind, RankPool, Ranks
     from fsdp_core.testing.launching.rank_context import Here, stand_on
-    from fsdp_core.testing.launching.ranks import Failure, RankError, RankKind, RankPool, Ranks
     from fsdp_core.testing.state import full_state
     from fsdp_core.testing.training import new_fabric
 
@@ -38,16 +39,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Answer": "fsdp_core.testing.launching.one_process",
-    "Failure": "fsdp_core.testing.launching.ranks",
+    "Answer": "fsdp_core.testing.launching.calls",
+    "Failure": "fsdp_core.testing.launching.calls",
     "Here": "fsdp_core.testing.launching.rank_context",
-    "OneProcessRanks": "fsdp_core.testing.launching.one_process",
-    "RankError": "fsdp_core.testing.launching.ranks",
-    "RankKind": "fsdp_core.testing.launching.ranks",
-    "RankPool": "fsdp_core.testing.launching.ranks",
-    "Ranks": "fsdp_core.testing.launching.ranks",
+    "OneProcessRanks": "fsdp_core.testing.launching.one_process_ranks",
+    "RankError": "fsdp_core.testing.launching.calls",
+    "RankKind": "fsdp_core.testing.launching.process_ranks",
+    "RankPool": "fsdp_core.testing.launching.process_ranks",
+    "Ranks": "fsdp_core.testing.launching.process_ranks",
     "StartMethod": "fsdp_core.testing.launching.forking",
-    "answered": "fsdp_core.testing.launching.one_process",
+    "answered": "fsdp_core.testing.launching.calls",
     "full_state": "fsdp_core.testing.state",
     "new_fabric": "fsdp_core.testing.training",
     "stand_on": "fsdp_core.testing.launching.rank_context",

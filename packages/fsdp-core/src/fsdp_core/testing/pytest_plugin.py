@@ -91,7 +91,9 @@ class _Conformance:
             try:
                 report.result = chosen(cls, report.result)
             except Exception as error:
-                report.outcome, report.longrepr, report.result = "failed", str(error), []
+                report.outcome = "failed"
+                report.longrepr = str(error)
+                report.result = []
             self._results.expect(report.result)
         return report
 

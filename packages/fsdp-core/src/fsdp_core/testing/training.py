@@ -10,15 +10,17 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, DistributedSampler
 
 import fsdp_core
+from fsdp_core.device_names import KINDS_OF_LIGHTNING
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import oracle
+from fsdp_core.testing.launching.process_ranks import ranks_are_nodes
 from fsdp_core.testing.launching.rank_context import here
-from fsdp_core.testing.launching.ranks import ranks_are_nodes
 from fsdp_core.testing.oracle import BATCH, Trained, dataset, new_net
 from fsdp_core.testing.state import copied_state, full_state
 
@@ -120,7 +122,7 @@ def strategy_argument(name: str, front_end: FrontEnd, options: Mapping[str, Any]
 
 
 def _accelerator() -> str:
-    """The CPU, except under ``nox -s hardware -- cuda``."""
+    """The CPU, except under ``nox -s hardware``."""
     return os.environ.get("FSDP_TESTS_ACCELERATOR", "cpu")
 
 
@@ -148,7 +150,10 @@ def new_trainer(
         "max_epochs": 1,
         "default_root_dir": str(tmp),
     }
-    return pl.Trainer(strategy=strategy_argument(strategy, "trainer", options), **{**quiet, **kwargs})
+    chosen = strategy_argument(strategy, "trainer", options)
+    if chosen == "auto" and _accelerator() not in (*KINDS_OF_LIGHTNING, "auto"):
+        chosen = SingleDeviceStrategy(torch.device(_accelerator(), 0))  # for others, Lightning itself takes the CPU
+    return pl.Trainer(strategy=chosen, **{**quiet, **kwargs})
 
 
 def new_fabric(

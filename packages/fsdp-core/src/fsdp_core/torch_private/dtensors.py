@@ -67,9 +67,10 @@ def forget_meshes() -> None:
     meshes = device_mesh._mesh_resources
     for joined in ("root_to_flatten_mapping", "flatten_name_to_root_dims"):  # only in torch 2.9: of joined axes
         getattr(meshes, joined, {}).clear()
-    noted, _cached_meshes = _cached_meshes, None
+    noted = _cached_meshes
+    _cached_meshes = None
     _group_with_clean_caches = weakref.ref(dist.group.WORLD)
-    if noted == _CachedMeshes(dist.get_rank(), dist.get_world_size(), _cached_results()):
+    if noted == _CachedMeshes(dist.get_rank(), dist.get_world_size(), _count_uncached()):
         return
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # not in torch 2.9
@@ -88,10 +89,10 @@ def note_meshes() -> None:
     _cached_meshes = None
     clean = _group_with_clean_caches is not None and _group_with_clean_caches() is dist.group.WORLD
     if clean and _world.group_count == len(_world.pg_names) == 1:
-        _cached_meshes = _CachedMeshes(dist.get_rank(), dist.get_world_size(), _cached_results())
+        _cached_meshes = _CachedMeshes(dist.get_rank(), dist.get_world_size(), _count_uncached())
 
 
-def _cached_results() -> tuple[int, ...]:
+def _count_uncached() -> tuple[int, ...]:
     """How many results were computed because they were in none of the caches."""
     propagated = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache
     computed = propagated.cache_info().misses, _redistribute._gen_transform_infos.cache_info().misses

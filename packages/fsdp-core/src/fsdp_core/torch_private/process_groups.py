@@ -66,7 +66,7 @@ def last_collective() -> Collective | None:
     of gloo: a group for GPUs has both. No public name reads them while the process runs: torch writes NCCL's to a file
     when NCCL gives up.
     """
-    recorders = [_recorded(name) for name in _RECORDERS] if dist.is_initialized() else []
+    recorders = [_flight_record(name) for name in _RECORDERS] if dist.is_initialized() else []
     entries = [entry for recorder in recorders for entry in recorder]
     if not entries:
         return None
@@ -90,7 +90,7 @@ def last_collective() -> Collective | None:
     )
 
 
-def _recorded(name: str) -> list[dict[str, Any]]:
+def _flight_record(name: str) -> list[dict[str, Any]]:
     """What a flight recorder holds; nothing if torch was built without it."""
     dump = getattr(_c10d, name, None)
     return [] if dump is None else json.loads(dump()).get("entries") or []

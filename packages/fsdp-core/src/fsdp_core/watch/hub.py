@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp_core.watch.locations import Location
 from fsdp_core.watch.messages import Connection, listen
-from fsdp_core.watch.verdicts import Member, Report, Verdict, hang, lost, raised, slow
+from fsdp_core.watch.verdicts import Member, Report, Verdict, hang, lost, slow, verdict_of_error
 
 __all__ = ["Hub"]
 
@@ -95,7 +95,7 @@ class Hub:
             if self._decide_at is not None and time.monotonic() >= self._decide_at:
                 self._decide()
         for connection in self._members:
-            connection.send(kind="bye", members=self._ended_first())
+            connection.send(kind="bye", members=self._ranks_ended_first())
         self.abandon()
 
     def _accept(self) -> None:
@@ -129,7 +129,8 @@ class Hub:
         elif message_type == "raised":
             self._ended.add(member.rank)
             if self._verdict is None and not self._gone:
-                self._announce(raised(member, str(message["error"]), str(message["progress"]), str(message["advice"])))
+                error, progress, advice = (str(message[key]) for key in ("error", "progress", "advice"))
+                self._announce(verdict_of_error(member, error, progress, advice))
         elif message_type in ("waits", "report"):
             report = dict(message["report"])
             self._reports[member.rank] = Report(
@@ -138,7 +139,8 @@ class Hub:
             if message.get("may_go_on"):
                 connection.send(kind="noted")
             if message_type == "waits" and self._needs_reports(message):
-                self._waited, self._may_go_on = float(message["seconds"]), bool(message.get("may_go_on"))
+                self._waited = float(message["seconds"])
+                self._may_go_on = bool(message.get("may_go_on"))
                 self._reports = {member.rank: self._reports[member.rank]}
                 self._decide_at = time.monotonic() + _TO_ANSWER
                 for member_connection in self._members:
@@ -146,7 +148,7 @@ class Hub:
             elif self._waited is not None and len(self._reports.keys() | self._ended) == len(self._all):
                 self._decide_at = time.monotonic()
         elif message_type == "who?":
-            first = self._ended_first(but=member.rank)
+            first = self._ranks_ended_first(but=member.rank)
             if first:  # whose ending is why this rank asks, and ends if it does: it is no cause for the ranks after it
                 self._ended_for_others.add(member.rank)
             connection.send(kind="ended", members=first)
@@ -159,7 +161,7 @@ class Hub:
             return self._waited is None and time.monotonic() - self._slow_report_at >= float(message["seconds"])
         return self._waited is None or self._may_go_on
 
-    def _ended_first(self, *, but: int | None = None) -> list[dict[str, Any]]:
+    def _ranks_ended_first(self, *, but: int | None = None) -> list[dict[str, Any]]:
         """The ranks whose scripts have ended, and not because another's had."""
         return [asdict(self._all[rank]) for rank in sorted(self._ended - self._ended_for_others - {but})]
 
@@ -182,7 +184,9 @@ class Hub:
             self._announce(lost(self._gone, progress, host_is_silent=self._silent_host))
         elif self._waited is not None and self._may_go_on:
             line = slow(list(self._all.values()), self._reports, self._waited)
-            self._waited, self._may_go_on, self._slow_report_at = None, False, time.monotonic()
+            self._waited = None
+            self._may_go_on = False
+            self._slow_report_at = time.monotonic()
             if line:
                 with suppress(OSError):
                     os.write(2, f"fsdp-core: {line}\n".encode(errors="backslashreplace"))

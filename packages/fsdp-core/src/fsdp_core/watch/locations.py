@@ -74,7 +74,8 @@ class StandStill:
         frame = sys._current_frames().get(self.thread)
         position = tuple((id(stack_frame), stack_frame.f_lasti) for stack_frame in _stack(frame))
         if position != self._last_position:
-            self._last_position, self._since = position, time.monotonic()
+            self._last_position = position
+            self._since = time.monotonic()
         return time.monotonic() - self._since
 
 
@@ -92,7 +93,7 @@ def location_of(thread: int, *, waited: float = 0.0) -> Location:
     innermost = _describe_frame(stack[0])
     if any(_module(frame) == "torch.utils.data.dataloader" for frame in stack):
         innermost = f"{innermost}, for a batch of a DataLoader"
-    awaited = _awaited(stack)
+    awaited = _describe_wait(stack)
     if awaited:
         innermost = f"{innermost}, for {awaited}"
     users = next((_describe_frame(frame) for frame in stack if not _is_of_library(frame)), innermost)
@@ -146,7 +147,8 @@ def _module(frame: FrameType) -> str:
 
 
 def _is_of_library(frame: FrameType) -> bool:
-    top, file = _module(frame).partition(".")[0], frame.f_code.co_filename
+    top = _module(frame).partition(".")[0]
+    file = frame.f_code.co_filename
     if top in _LIBRARIES or top.startswith("fsdp_") or file.startswith("<"):
         return True
     return file.startswith(sysconfig.get_path("stdlib")) or any(part in Path(file).parts for part in _INSTALLED)
@@ -157,7 +159,7 @@ def _is_waiting(frame: FrameType) -> bool:
     return any(module == waiting_module or module.startswith(f"{waiting_module}.") for waiting_module in _WAITING)
 
 
-def _awaited(stack: list[FrameType]) -> str:
+def _describe_wait(stack: list[FrameType]) -> str:
     """What a thread awaits in Lightning's barrier without a limit, in words; empty if it is not there."""
     if _module(stack[0]) not in _LIGHTNINGS_BARRIER:
         return ""

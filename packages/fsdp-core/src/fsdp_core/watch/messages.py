@@ -15,7 +15,9 @@ _MOST_BYTES = 1 << 16
 
 #: Seconds until a connection over which nothing comes is tried, between tries, and the number of tries. A host that
 #: does not answer for a minute is lost. The kernel answers, also for a process that is stopped or busy.
-_IDLE, _BETWEEN, _TRIES = 20, 10, 4
+_IDLE = 20
+_BETWEEN = 10
+_TRIES = 4
 
 
 class Connection:

@@ -7,7 +7,18 @@ from dataclasses import dataclass, field
 
 from fsdp_core.watch.locations import Location
 
-__all__ = ["PATIENCE", "Member", "Report", "Verdict", "hang", "lost", "named", "raised", "slow", "unanswered"]
+__all__ = [
+    "PATIENCE",
+    "Member",
+    "Report",
+    "Verdict",
+    "describe_unanswered",
+    "hang",
+    "lost",
+    "name_ranks",
+    "slow",
+    "verdict_of_error",
+]
 
 #: How many times ``hang_timeout`` ranks wait for what one does alone, such as a download in ``prepare_data()``.
 PATIENCE = 12
@@ -71,11 +82,11 @@ class Verdict:
     kill: tuple[Member, ...] = field(default=())
 
 
-def named(members: Collection[Member]) -> str:
+def name_ranks(members: Collection[Member]) -> str:
     """Several ranks in words.
 
     Example:
-        >>> named([Member(rank=2, host="b", pid=4), Member(rank=3, host="b", pid=5)])
+        >>> name_ranks([Member(rank=2, host="b", pid=4), Member(rank=3, host="b", pid=5)])
         'rank 2 on b (process 4), rank 3 on b (process 5)'
     """
     return ", ".join(member.described() for member in sorted(members, key=lambda member: member.rank))
@@ -99,13 +110,14 @@ def lost(members: Collection[Member], progress: str, *, host_is_silent: bool = F
     return Verdict(
         kind="lost",
         message=(
-            f"{named(members)} {verb} lost {progress}: {cause}. The others end too: they can't train without {their} "
-            f"shards.\n{_RESUME_ADVICE} The log of {their} host, or of the scheduler, may say why (dmesg, for memory)."
+            f"{name_ranks(members)} {verb} lost {progress}: {cause}. The others end too: they can't train without "
+            f"{their} shards.\n{_RESUME_ADVICE} The log of {their} host, or of the scheduler, may say why (dmesg, for "
+            "memory)."
         ),
     )
 
 
-def raised(member: Member, error: str, progress: str, advice: str = "") -> Verdict:
+def verdict_of_error(member: Member, error: str, progress: str, advice: str = "") -> Verdict:
     """A rank that an exception has ended.
 
     Args:
@@ -147,10 +159,12 @@ def hang(
     running = [member for member in members if member.rank in reports and not reports[member.rank].location.waits]
     kill: tuple[Member, ...] = ()
     if silent:
-        behind, kill = silent, tuple(silent)
+        behind = silent
+        kill = tuple(silent)
         state = "does not answer: its process is stopped, or a call in it holds Python's lock"
     elif ended_members:
-        behind, state = ended_members, "has ended its script"
+        behind = ended_members
+        state = "has ended its script"
     elif running:
         behind = _with_fewest_collectives(running, reports)
         state = _describe_location(reports[behind[0].rank])
@@ -176,7 +190,7 @@ def hang(
         )
     first = behind[0]
     progress = f" {reports[first.rank].progress}" if first.rank in reports else ""
-    more = f" So do {named(behind[1:])}." if len(behind) > 1 else ""
+    more = f" So do {name_ranks(behind[1:])}." if len(behind) > 1 else ""
     return Verdict(
         kind="hang",
         message=(
@@ -204,16 +218,17 @@ def slow(members: Collection[Member], reports: Mapping[int, Report], waited: flo
         return ""
     descriptions = [f"{member.described()} {_describe_location(reports[member.rank])}" for member in busy]
     if silent:
-        descriptions.append(f"{named(silent)} {'does' if len(silent) == 1 else 'do'} not answer")
+        descriptions.append(f"{name_ranks(silent)} {'does' if len(silent) == 1 else 'do'} not answer")
     awaited = reports[waiting[0].rank].location.awaited
     return (
-        f"{named(waiting[:8])}{', …' if len(waiting) > 8 else ''} {'has' if len(waiting) == 1 else 'have'} waited for "
-        f"{waited:g} s for {awaited}: {'; '.join(descriptions)}. The run ends if that takes {PATIENCE * waited:g} s.\n"
+        f"{name_ranks(waiting[:8])}{', …' if len(waiting) > 8 else ''} {'has' if len(waiting) == 1 else 'have'} waited "
+        f"for {waited:g} s for {awaited}: {'; '.join(descriptions)}. The run ends if that takes {PATIENCE * waited:g} "
+        "s.\n"
         f"{_WAITING_ADVICE}"
     )
 
 
-def unanswered(member: Member, first: Member, waited: str, *, may_go_on: bool) -> str:
+def describe_unanswered(member: Member, first: Member, waited: str, *, may_go_on: bool) -> str:
     """What a rank writes about rank 0, which does not answer.
 
     Args:
@@ -277,7 +292,7 @@ def _describe_all_locations(members: Collection[Member], reports: Mapping[int, R
         verb = "waits" if len(group) == 1 else "wait"
         location = _describe_location(report).removeprefix("stands ")
         descriptions.append(
-            f"{named(group[:8])}{', …' if len(group) > 8 else ''} {verb} {report.progress}, {location}, "
+            f"{name_ranks(group[:8])}{', …' if len(group) > 8 else ''} {verb} {report.progress}, {location}, "
             f"{_describe_collective(report)}."
         )
     if len(descriptions) == 1:

@@ -30,7 +30,7 @@ from fsdp_core.torch_private.process_groups import is_default_group
 from fsdp_core.watch.hub import Hub
 from fsdp_core.watch.locations import StandStill, location_of, stacks
 from fsdp_core.watch.messages import Connection, connect
-from fsdp_core.watch.verdicts import PATIENCE, Member, Report, Verdict, lost, unanswered
+from fsdp_core.watch.verdicts import PATIENCE, Member, Report, Verdict, describe_unanswered, lost
 
 __all__ = ["explain", "explain_uncaught", "watch"]
 
@@ -90,7 +90,10 @@ class Watcher:
         self.progress = progress
         self.verdict: Verdict | None = None
         self.verdict_arrived = threading.Event()
-        self._connection, self._member, self._first, self._hub = connection, member, first, hub
+        self._connection = connection
+        self._member = member
+        self._first = first
+        self._hub = hub
         self._selector = selectors.DefaultSelector()  # select() takes no file numbers above 1,023
         self._selector.register(connection, selectors.EVENT_READ)
         self._training = threading.get_ident()
@@ -131,13 +134,14 @@ class Watcher:
     def _check_standstill(self, seconds: float, now: float) -> None:
         """Say to rank 0 that this rank has waited for too long, or, once, that it waits for what may take long."""
         if seconds < self.hang_timeout:
-            self._slow_report_at, self._has_reported_slow = None, False
+            self._slow_report_at = None
+            self._has_reported_slow = False
             return
         if self._slow_report_at is not None and now - self._slow_report_at > _UNANSWERED:
             self._slow_report_at = None
             if self._member.rank == 1:
                 waited = f"{self.hang_timeout:g} s for {location_of(self._training).awaited}"
-                _write(f"fsdp-core: {unanswered(self._member, self._first, waited, may_go_on=True)}\n")
+                _write(f"fsdp-core: {describe_unanswered(self._member, self._first, waited, may_go_on=True)}\n")
         if self._has_reported_slow and seconds < PATIENCE * self.hang_timeout:
             return
         report = self._report(self.hang_timeout)
@@ -145,7 +149,8 @@ class Watcher:
             return
         may_go_on = bool(report.location.awaited) and seconds < PATIENCE * self.hang_timeout
         if may_go_on:
-            self._slow_report_at, self._has_reported_slow = now, True
+            self._slow_report_at = now
+            self._has_reported_slow = True
         else:
             self._reported_at = now
         self._waited = self.hang_timeout if may_go_on or not report.location.awaited else PATIENCE * self.hang_timeout
@@ -191,7 +196,7 @@ class Watcher:
         """The verdict of this rank on rank 0, which does not answer."""
         awaited = location_of(self._training).awaited
         waited = f"{self._waited:g} s {self.progress()}{awaited and f', for {awaited}'}"
-        message = unanswered(self._member, self._first, waited, may_go_on=False)
+        message = describe_unanswered(self._member, self._first, waited, may_go_on=False)
         return Verdict(kind="hang", message=message, kill=(self._first,))
 
     def _accept_verdict(self, verdict: Verdict, *, writes: bool) -> None:
@@ -227,7 +232,7 @@ class Watcher:
             return
         assert self.verdict is not None
         for member in self.verdict.kill:
-            if member.host == self._member.host and started(member.pid) == member.started != "":
+            if member.host == self._member.host and start_time_of(member.pid) == member.started != "":
                 with suppress(OSError):
                     os.kill(member.pid, signal.SIGKILL)
         if self.verdict.kind == "hang" and self._writes:  # after the stacks of all
@@ -309,11 +314,12 @@ def watch(runtime: Runtime, hang_timeout: timedelta, address: str, progress: Cal
     seconds = hang_timeout.total_seconds()
     if _is_of_now():  # on all ranks: also on one that could not connect
         if _watching is not None:
-            _watching.hang_timeout, _watching.progress = seconds, progress
+            _watching.hang_timeout = seconds
+            _watching.progress = progress
         return
     _leave()
     _group = ref(dist.group.WORLD)
-    own = Member(rank=runtime.rank, host=socket.gethostname(), pid=os.getpid(), started=started(os.getpid()))
+    own = Member(rank=runtime.rank, host=socket.gethostname(), pid=os.getpid(), started=start_time_of(os.getpid()))
     hub = Hub(runtime.world_size, progress) if runtime.rank == 0 else None
     greeting = runtime.broadcast_object(None if hub is None else (hub.port, hub.token, own))
     port, token, first = greeting
@@ -353,7 +359,7 @@ def _comes_from_loss(error: BaseException) -> bool:
     return isinstance(error, (RuntimeError, OSError)) and _LOSS_MESSAGES.search(str(error)) is not None
 
 
-def started(pid: int) -> str:
+def start_time_of(pid: int) -> str:
     """When a process was started, in the kernel's count, so that another one of its number is not taken for it."""
     with suppress(OSError, IndexError):
         # as bytes: the kernel cuts a process's name after 15 of them, which may be amid a letter
@@ -401,7 +407,8 @@ def _install() -> None:
 
 def _leave() -> None:
     global _watching
-    watcher, _watching = _watching, None
+    watcher = _watching
+    _watching = None
     if watcher is not None:
         watcher.leave()
 

@@ -6,14 +6,17 @@ import re
 from typing import Literal
 
 __all__ = [
-    "OUR_FILES",
     "SECTIONS",
+    "WRITER_TOKEN",
     "Section",
     "file_name",
     "file_of_rank",
     "files_of",
+    "is_ours",
+    "name_in_save",
     "part_file",
     "rank_in",
+    "save_id_of",
     "state_file",
     "state_tensors_file",
     "temporary_manifest",
@@ -27,13 +30,56 @@ SECTIONS: tuple[Section, ...] = ("model", "optimizer", "state")
 _OF_RANK = re.compile(r"(.*-rank-)(\d{5,15})(\.safetensors)", re.DOTALL)
 _OF_RANKS = re.compile(r".*-rank-\*\.safetensors", re.DOTALL)
 
-OUR_FILES = (
-    r"(model|optimizer|state)/(?P<chunks>[0-9a-f]{12})-rank-\d{5,}\.safetensors"
-    r"|parts/(?P<parts>[0-9a-f]{12})-rank-\d{5,}\.json"
-    r"|state-(?P<state>[0-9a-f]{12})\.(json|safetensors)|\.manifest-(?P<manifest>[0-9a-f]{12})\.tmp"
-    r"|manifest\.json"
+WRITER_TOKEN = r"[0-9a-f]{12}-[0-9a-f]{12}-[0-9a-f]{12}-[1-9]\d{0,8}-\d{1,20}-[A-Za-z0-9.-]{0,64}"
+"""A regular expression for what tells a writer, in the names of what it marks."""
+
+#: The names of the files that saves write, each with the save's id where the name has one.
+_OUR_FILES = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"(model|optimizer|state)/(?P<save_id>[0-9a-f]{12})-rank-\d{5,}\.safetensors",
+        r"parts/(?P<save_id>[0-9a-f]{12})-rank-\d{5,}\.json",
+        r"state-(?P<save_id>[0-9a-f]{12})\.(json|safetensors)",
+        r"\.manifest-(?P<save_id>[0-9a-f]{12})\.tmp",
+        r"manifest\.json",
+        rf"\.writer-{WRITER_TOKEN}",  # marks a checkpoint while a save overwrites it
+    )
 )
-"""A regular expression for the names of what saves write, with the save's id as one of its groups."""
+
+
+def is_ours(name: str) -> bool:
+    """Return whether a file name is one that a save gives.
+
+    Example:
+        >>> is_ours("model/0123456789ab-rank-00000.safetensors"), is_ours("model/weights.bin")
+        (True, False)
+    """
+    return any(pattern.fullmatch(name) for pattern in _OUR_FILES)
+
+
+def save_id_of(name: str) -> str | None:
+    """Return the id of the save that a file belongs to, by its name.
+
+    Example:
+        >>> save_id_of("model/0123456789ab-rank-00000.safetensors"), save_id_of("manifest.json")
+        ('0123456789ab', None)
+    """
+    for pattern in _OUR_FILES:
+        match = pattern.fullmatch(name)
+        if match is not None:
+            return match.groupdict().get("save_id")
+    return None
+
+
+def name_in_save(name: str, save_id: str) -> str:
+    """Return the name that a file has in another save.
+
+    Example:
+        >>> name_in_save("state-0123456789ab.json", "ba9876543210")
+        'state-ba9876543210.json'
+    """
+    former_id = save_id_of(name)
+    return name if former_id is None else name.replace(former_id, save_id)
 
 
 def files_of(section: Section, save_id: str) -> str:

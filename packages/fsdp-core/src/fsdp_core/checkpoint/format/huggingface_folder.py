@@ -19,6 +19,9 @@ INDEX = "model.safetensors.index.json"
 OWN_FILES = r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(generation_)?config\.json"
 """A regular expression for the names of the files of such a folder."""
 
+#: Finds what is no name of a file in a folder: separators, control characters, and names of dots alone.
+_NOT_IN_FOLDER = re.compile(r"[/\\:\x00-\x1f]|^\.*$")
+
 
 def split_into_files(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
     """Choose the file of each tensor, as ``save_pretrained`` of transformers does.
@@ -48,7 +51,8 @@ def split_into_files(sizes: Mapping[str, int], most: int) -> dict[str, list[str]
             continue
         if group_bytes + size > most:
             groups.append(group)
-            group, group_bytes = [], 0
+            group = []
+            group_bytes = 0
         group.append(name)
         group_bytes += size
     if group or not groups:
@@ -89,9 +93,9 @@ def parse_index(text: bytes, where: str) -> dict[str, str]:
         file_of_tensor = json.loads(text)["weight_map"]
         if not isinstance(file_of_tensor, dict) or not all(isinstance(name, str) for name in file_of_tensor.values()):
             raise ValueError("its weight_map does not map names to files")
-        outside = next((name for name in file_of_tensor.values() if re.search(r"[/\\:\x00-\x1f]|^\.*$", name)), None)
-        if outside is not None:
-            raise ValueError(f"it names a file {outside!r} outside of the folder")
+        outside = [name for name in file_of_tensor.values() if _NOT_IN_FOLDER.search(name)]
+        if outside:
+            raise ValueError(f"it names a file {outside[0]!r} outside of the folder")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointFormatError(f"{where} is not an index of safetensors files: {error}") from error
     return file_of_tensor

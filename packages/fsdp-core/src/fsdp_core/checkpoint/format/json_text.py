@@ -11,7 +11,7 @@ __all__ = [
     "MAX_JSON_BYTES",
     "check_text",
     "check_texts",
-    "listed",
+    "json_list",
     "parse_text",
     "string",
     "strings",
@@ -87,7 +87,7 @@ def strings(entries: Mapping[str, Any]) -> dict[str, str]:
     return dict(entries)
 
 
-def listed(value: Any) -> list[Any]:
+def json_list(value: Any) -> list[Any]:
     """Return a value that must be a list."""
     if not isinstance(value, list):
         raise ValueError(f"{value!r} is not a list")

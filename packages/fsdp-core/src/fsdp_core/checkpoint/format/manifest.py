@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from fsdp_core.checkpoint.format.chunks import StoredChunk
-from fsdp_core.checkpoint.format.json_text import check_text, listed, parse_text, string, strings, whole
+from fsdp_core.checkpoint.format.json_text import check_text, json_list, parse_text, string, strings, whole
 from fsdp_core.checkpoint.format.pattern_reading import PatternedFiles, read_pattern
 from fsdp_core.checkpoint.format.patterns import Pattern, PatternedChunks
 from fsdp_core.checkpoint.format.places import PlaceOfRanks
@@ -265,7 +265,7 @@ class Manifest:
                 },
                 places=tuple(
                     PlaceOfRanks.from_json(place, whole(content["world_size"]))
-                    for place in listed(content.get("places", []))
+                    for place in json_list(content.get("places", []))
                 ),
             )
         except KeyError as error:
@@ -330,7 +330,7 @@ def _tensor(key: str, entry: Any, patterns: dict[str, Pattern] | None) -> Stored
         patterns: The patterns that were read already, which tensors share; ``None`` in a version without patterns.
     """
     try:
-        shape = tuple(whole(size) for size in listed(entry["shape"]))
+        shape = tuple(whole(size) for size in json_list(entry["shape"]))
         chunks = entry["chunks"]
         return StoredTensor(
             shape=shape,
@@ -348,10 +348,10 @@ def _chunks(chunks: Any) -> tuple[StoredChunk, ...]:
         StoredChunk(
             file=string(chunk["file"]),
             key=string(chunk["key"]),
-            offsets=tuple(whole(offset) for offset in listed(chunk["offsets"])),
-            lengths=tuple(whole(length) for length in listed(chunk["lengths"])),
+            offsets=tuple(whole(offset) for offset in json_list(chunk["offsets"])),
+            lengths=tuple(whole(length) for length in json_list(chunk["lengths"])),
         )
-        for chunk in listed(chunks)
+        for chunk in json_list(chunks)
     )
 
 

@@ -39,15 +39,16 @@ def find_named_code(state: Any) -> list[tuple[tuple[str, ...], str]]:
         if type(node) is dict:
             of_parameters = way is not None and way.key in _HYPER_PARAMETERS
             if INSTANTIATOR in node and (not of_parameters or node[INSTANTIATOR] not in INSTANTIATORS):
-                named_code.append(((*_keys(way), INSTANTIATOR), _imported(node[INSTANTIATOR])))
-            named_code += [((*_keys(way), name), _fetched(node[name])) for name in _PATHS if _is_url(node.get(name))]
+                named_code.append(((*_keys(way), INSTANTIATOR), _describe_import(node[INSTANTIATOR])))
+            urls = [name for name in _PATHS if _is_url(node.get(name))]
+            named_code += [((*_keys(way), name), _describe_fetch(node[name])) for name in urls]
             waiting += [(_Way(way, key), item) for key, item in node.items() if type(item) in (dict, list)]
         elif type(node) is list:
             # A list of pairs may also form a dict; in a set, their order is arbitrary.
             if INSTANTIATOR in node:
-                named_code.append((_keys(way), _imported(node)))
+                named_code.append((_keys(way), _describe_import(node)))
             if len(node) == 2 and node[0] in _PATHS and _is_url(node[1]):
-                named_code.append((_keys(way), _fetched(node[1])))
+                named_code.append((_keys(way), _describe_fetch(node[1])))
             waiting += [(_Way(way, str(i)), item) for i, item in enumerate(node) if type(item) in (dict, list)]
     return named_code
 
@@ -71,7 +72,7 @@ def _is_url(value: Any) -> bool:
     return isinstance(value, str) and value.startswith("http")
 
 
-def _imported(value: Any) -> str:
+def _describe_import(value: Any) -> str:
     named = repr(value[:80]) if isinstance(value, str) else "something"
     return (
         f"it names {named}, which Lightning would import and call to make a module of hyper-parameters; only "
@@ -79,5 +80,5 @@ def _imported(value: Any) -> str:
     )
 
 
-def _fetched(value: str) -> str:
+def _describe_fetch(value: str) -> str:
     return f"it names {value[:80]!r}, a file that Lightning would fetch and unpickle; no checkpoint is saved to http"

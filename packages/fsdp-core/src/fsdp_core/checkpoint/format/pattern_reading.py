@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_core.checkpoint.format.file_names import file_of_rank, rank_in
-from fsdp_core.checkpoint.format.json_text import listed, whole
+from fsdp_core.checkpoint.format.json_text import json_list, whole
 from fsdp_core.checkpoint.format.patterns import Pattern, PatternedChunks, Ranks, Sizes
 
 __all__ = ["PatternedFiles", "read_pattern"]
@@ -31,17 +31,18 @@ def read_pattern(shape: tuple[int, ...], chunks: Mapping[str, Any], patterns: di
     cache_key = f"{shape} {fields}"
     if cache_key not in patterns:
         grid, runs = fields.get("grid"), fields.get("runs")
+        rank_runs = map(json_list, json_list(chunks["ranks"]))
         patterns[cache_key] = Pattern(
             shape=shape,
-            ranks=Ranks(tuple((whole(a), whole(b), whole(c)) for a, b, c in map(listed, listed(chunks["ranks"])))),
-            grid=None if grid is None else tuple(map(_sizes, listed(grid))),
+            ranks=Ranks(tuple((whole(first), whole(step), whole(count)) for first, step, count in rank_runs)),
+            grid=None if grid is None else tuple(map(_sizes, json_list(grid))),
             runs=None if runs is None else _sizes(runs),
         )
     return patterns[cache_key]
 
 
 def _sizes(runs: Any) -> Sizes:
-    return Sizes(tuple((whole(length), whole(count)) for length, count in map(listed, listed(runs))))
+    return Sizes(tuple((whole(length), whole(count)) for length, count in map(json_list, json_list(runs))))
 
 
 class PatternedFiles:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_core.checkpoint.format.file_names import rank_in
-from fsdp_core.checkpoint.format.json_text import listed, string, whole
+from fsdp_core.checkpoint.format.json_text import json_list, string, whole
 from fsdp_core.checkpoint.format.patterns import Ranks
 
-__all__ = ["PlaceOfRanks", "grouped", "place_of"]
+__all__ = ["PlaceOfRanks", "describe_ranks", "group_places", "place_of"]
 
 _LONGEST = 4096
 _MOST_SHOWN = 16
@@ -43,7 +43,7 @@ class PlaceOfRanks:
     @property
     def shown_ranks(self) -> str:
         """The ranks for people, such as ``"0-7, 16"``."""
-        return _describe_ranks(self.ranks)
+        return describe_ranks(self.ranks)
 
     def holds(self, rank: int) -> bool:
         """Whether a rank has written there."""
@@ -63,7 +63,7 @@ class PlaceOfRanks:
         host, path = string(entry["host"]), string(entry["path"])
         if max(len(host), len(path)) > _LONGEST:
             raise ValueError(f"a place has a name of more than {_LONGEST} characters")
-        runs = [[whole(number) for number in listed(run)] for run in listed(entry["ranks"])]
+        runs = [[whole(number) for number in json_list(run)] for run in json_list(entry["ranks"])]
         if any(len(run) != 3 for run in runs):
             raise ValueError("the ranks of a place are not in runs of first, step and count")
         ranks = Ranks(tuple((first, step, count) for first, step, count in runs))
@@ -84,14 +84,14 @@ def place_of(places: Sequence[PlaceOfRanks], name: str) -> PlaceOfRanks | None:
     return next((place for place in places if place.holds(rank)), None)
 
 
-def grouped(hosts_and_paths: Iterable[tuple[str, str]]) -> tuple[PlaceOfRanks, ...]:
+def group_places(hosts_and_paths: Iterable[tuple[str, str]]) -> tuple[PlaceOfRanks, ...]:
     """Return the places of ranks.
 
     Args:
         hosts_and_paths: By rank, its host and its folder there.
 
     Example:
-        >>> [str(place) for place in grouped([("a", "/x"), ("a", "/x"), ("b", "/x")])]
+        >>> [str(place) for place in group_places([("a", "/x"), ("a", "/x"), ("b", "/x")])]
         ['rank 0-1 on a, to /x', 'rank 2 on b, to /x']
     """
     ranks_of_place: dict[tuple[str, str], list[int]] = {}
@@ -103,7 +103,8 @@ def grouped(hosts_and_paths: Iterable[tuple[str, str]]) -> tuple[PlaceOfRanks, .
     )
 
 
-def _describe_ranks(ranks: Ranks) -> str:
+def describe_ranks(ranks: Ranks) -> str:
+    """Return ranks for people, such as ``"0-7, 16"``."""
     words = list(_in_words(ranks))
     return ", ".join(words[:_MOST_SHOWN]) + (" and more" if len(words) > _MOST_SHOWN else "")
 

@@ -49,7 +49,8 @@ def write_safetensors(stream: BinaryIO, tensors: Mapping[str, Tensor | TensorSou
             raise CheckpointValueError(f"can't save {name!r}: {reason}")
     shapes = {name: (tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
     header, names = build_header(shapes)
-    digest, size = xxhash.xxh3_64(), 0
+    digest = xxhash.xxh3_64()
+    size = 0
     for piece in _pieces(header, [tensors[name] for name in names]):
         digest.update(piece)
         stream.write(piece)

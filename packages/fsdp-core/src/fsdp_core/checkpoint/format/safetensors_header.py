@@ -114,7 +114,8 @@ def parse_header(read: Callable[[int, int], bytes], size: int, where: str) -> di
             raise ValueError(f"a header of {length} bytes does not fit a file of {size} bytes")
         header = json.loads(read(8, 8 + length))
         header.pop(HEADER_KEY, None)
-        tensors, spans = {}, []
+        tensors = {}
+        spans = []
         for name, entry in header.items():
             begin, end = (_as_count(number) for number in entry["data_offsets"])
             shape = tuple(_as_count(number) for number in entry["shape"])

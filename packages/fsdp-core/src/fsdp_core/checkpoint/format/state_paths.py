@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp_core.errors import CheckpointValueError
 
-__all__ = ["escaped", "find_part", "join_path", "split_path"]
+__all__ = ["escape", "find_part", "join_path", "split_path"]
 
 
 def join_path(*keys: str) -> str:
@@ -18,11 +18,11 @@ def join_path(*keys: str) -> str:
         >>> join_path("optimizer", "0"), join_path("nets/generator")
         ('optimizer/0', 'nets%2Fgenerator')
     """
-    return "/".join(map(escaped, keys))
+    return "/".join(map(escape, keys))
 
 
 @lru_cache(maxsize=4096)  # a state repeats its keys, such as those of the optimizer's state for each parameter
-def escaped(key: str) -> str:
+def escape(key: str) -> str:
     """Escape a key as one step of a path."""
     return key.replace("%", "%25").replace("/", "%2F")
 
@@ -38,7 +38,8 @@ def find_part(state: Any, path: str) -> Any:
     Raises:
         CheckpointValueError: The path does not exist; the message lists the existing keys.
     """
-    here, walked = state, list[str]()
+    here = state
+    walked = list[str]()
     for step in split_path(path):
         try:
             here = here[step] if isinstance(here, Mapping) else here[int(step)]

@@ -172,7 +172,9 @@ class _SavedPiece:
                 f"{start} on, which is too few: it is damaged. Restore it from a backup."
             )
         self.shape, self.dtype = shape, dtype
-        self._file, self._start, self._end = file, start, end
+        self._file = file
+        self._start = start
+        self._end = end
 
     @cached_property
     def _tensor(self) -> StridedTensor:

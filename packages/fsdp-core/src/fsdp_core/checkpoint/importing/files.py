@@ -99,7 +99,10 @@ class Window(io.RawIOBase):
     def __init__(self, file: SourceFile, start: int, end: int) -> None:
         if not 0 <= start <= end <= file.size:
             raise CheckpointFormatError(f"{file} has {file.size} bytes, and no range from {start} to {end}")
-        self._file, self._start, self._end, self._at = file, start, end, start
+        self._file = file
+        self._start = start
+        self._end = end
+        self._at = start
 
     def readable(self) -> bool:
         return True

@@ -11,9 +11,9 @@ from fsdp_core.checkpoint.importing.dcp import read_dcp
 from fsdp_core.checkpoint.importing.files import open_file, source_of
 from fsdp_core.checkpoint.importing.layouts import KEPT_WITH_WEIGHTS, TRAINER_MARK, Imported, of_keys, of_trainer
 from fsdp_core.checkpoint.importing.memory_budget import limited_memory
-from fsdp_core.checkpoint.importing.optimizers import ParameterOrder
+from fsdp_core.checkpoint.importing.optimizer_states import ParameterOrder
 from fsdp_core.checkpoint.importing.recognition import LIGHTNING_META, Source, recognise
-from fsdp_core.checkpoint.importing.renaming import renamed
+from fsdp_core.checkpoint.importing.renaming import rename_parameters
 from fsdp_core.checkpoint.importing.safetensors_source import read_safetensors_file, read_safetensors_folder
 from fsdp_core.checkpoint.importing.tensors import Counted
 from fsdp_core.checkpoint.importing.torch_file import TorchFile
@@ -74,7 +74,7 @@ def import_checkpoint(
     with limited_memory(lambda: _size_of(source)):  # of pieces that are opened by the save, too
         with _name_source_in_errors(source_folder):
             imported = read_source(source, weights_only=weights_only, drop=drop, parameter_order=parameter_order)
-            imported = renamed(imported, strip_prefix=strip_prefix, add_prefix=add_prefix)
+            imported = rename_parameters(imported, strip_prefix=strip_prefix, add_prefix=add_prefix)
         _save(imported, out, overwrite=overwrite, on_bytes=on_bytes)
     return imported
 
@@ -82,7 +82,8 @@ def import_checkpoint(
 def _save(imported: Imported, out: StrPath, *, overwrite: bool, on_bytes: Callable[[int, int], None] | None) -> None:
     state = imported.state
     if on_bytes is not None:
-        bytes_read, total = 0, sum(_sizes(find_part(imported.state, path) for path in imported.kinds))
+        bytes_read = 0
+        total = sum(_sizes(find_part(imported.state, path) for path in imported.kinds))
 
         def count(number: int) -> None:
             nonlocal bytes_read
@@ -144,7 +145,9 @@ def read_source(
 def _read_source(
     source: StrPath, weights_only: bool, drop: Iterable[str], parameter_order: Sequence[str] | None
 ) -> Imported:
-    recognised, order, drop = recognise(source), ParameterOrder(parameter_order), tuple(drop)
+    recognised = recognise(source)
+    order = ParameterOrder(parameter_order)
+    drop = tuple(drop)
     if recognised.format == "dcp":
         return _import_dcp(recognised, order, drop, weights_only)
     if recognised.format == "dcp-parts":

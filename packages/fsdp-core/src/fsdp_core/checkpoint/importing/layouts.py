@@ -9,12 +9,12 @@ from typing import Any
 
 from fsdp_core.checkpoint.format.state_paths import join_path
 from fsdp_core.checkpoint.importing.memory_budget import current_budget
-from fsdp_core.checkpoint.importing.optimizers import (
+from fsdp_core.checkpoint.importing.optimizer_states import (
     ParameterOrder,
     by_name,
     is_flattened,
     is_optimizer,
-    unflattened,
+    unflatten,
 )
 from fsdp_core.checkpoint.importing.tensors import StridedTensor, read_whole
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
@@ -117,7 +117,7 @@ def of_keys(nest: Mapping[str, Any], order: ParameterOrder, source: str, *, weig
         imported.kinds[join_path(key)] = "model"
         imported.aliases.update({join_path(key, a): join_path(key, b) for a, b in aliases.items()})
     for key, value in nest.items():
-        optimizer = unflattened(value) if is_flattened(value) else value
+        optimizer = unflatten(value) if is_flattened(value) else value
         if key in models:
             imported.state[key] = models[key]
         elif weights_only:

@@ -94,7 +94,7 @@ class PlainReader:
     def _read(self, value: Any, keys: Keys) -> Any:
         self._budget.charge(_memory_of(value))
         if isinstance(value, Named):
-            return self._named(value, keys)
+            return self._rebuild_named(value, keys)
         if isinstance(value, Name):
             return self._constant(value, keys)
         if isinstance(value, dict):
@@ -120,7 +120,7 @@ class PlainReader:
             return
         lines = [f"  {path or 'the whole'!r}: {why}" for path, why in self.refused.items()]
         more = [f"  … and {self.refusals - len(lines)} more"] if self.refusals > len(lines) else []
-        options = " ".join(f"--drop {_quoted(path)}" for path in self.refused)
+        options = " ".join(f"--drop {_quote_path(path)}" for path in self.refused)
         remedy = (
             "In a process that has the code for it, save its state_dict() instead, and import that."
             if "" in self.refused
@@ -201,14 +201,16 @@ class PlainReader:
             return value
         return value if isinstance(value, Storage) else self._read(value, keys)
 
-    def _named(self, value: Named, keys: Keys) -> Any:
+    def _rebuild_named(self, value: Named, keys: Keys) -> Any:
         make = self._makers.get(value.name)
         if make is None or value.kwargs:
             self.refuse(keys, value.name)
             return None
         before = self.refusals
-        args, state = tuple(self._argument(arg, keys) for arg in value.args), self._read(value.state, keys)
-        pairs, items = self._pairs(value.pairs, keys), self._items(value.items, keys)
+        args = tuple(self._argument(arg, keys) for arg in value.args)
+        state = self._read(value.state, keys)
+        pairs = self._pairs(value.pairs, keys)
+        items = self._items(value.items, keys)
         if self.refusals > before:
             return None
         try:
@@ -250,7 +252,7 @@ def _dtype(value: Name) -> torch.dtype | None:
     return _DTYPES.get(value.name)
 
 
-def _quoted(path: str) -> str:
+def _quote_path(path: str) -> str:
     return path if re.fullmatch(r"[\w./%@:+-]+", path) else "'" + path.replace("'", "'\\''") + "'"
 
 
@@ -263,7 +265,7 @@ def _default_dict(args: tuple[Any, ...], state: Any) -> Any:
     return defaultdict(None if factory is None else _FACTORIES[factory.name])
 
 
-def _encoded(args: tuple[Any, ...], state: Any) -> bytes:
+def _encode_text(args: tuple[Any, ...], state: Any) -> bytes:
     text, encoding = args
     if encoding not in ("latin1", "latin-1"):
         raise ValueError(f"bytes are not written as {encoding!r}")
@@ -271,13 +273,14 @@ def _encoded(args: tuple[Any, ...], state: Any) -> bytes:
 
 
 def _bytes(args: tuple[Any, ...], state: Any) -> bytes:
-    return _encoded(args, state) if len(args) == 2 else bytes(args[0]) if args else b""
+    return _encode_text(args, state) if len(args) == 2 else bytes(args[0]) if args else b""
 
 
 def _numpy_dtype(args: tuple[Any, ...], state: Any) -> Any:
     import numpy
 
-    code, order = str(args[0]), state[1] if state else "="
+    code = str(args[0])
+    order = state[1] if state else "="
     if not (re.fullmatch(r"[biufc]\d{1,2}", code) and order in ("<", ">", "=", "|")):
         raise ValueError(f"{code!r} is not a number")
     return numpy.dtype(code if order in "=|" else order + code)
@@ -326,7 +329,7 @@ _MAKERS: dict[str, Make] = {
     "builtins.complex": _call_with_args(complex),
     "builtins.bytes": _bytes,
     "builtins.bytearray": _bytes,
-    "_codecs.encode": _encoded,
+    "_codecs.encode": _encode_text,
     "argparse.Namespace": _namespace,
     "datetime.date": _call_with_args(date),
     "datetime.datetime": _call_with_args(datetime),

@@ -9,7 +9,7 @@ from fsdp_core.checkpoint.format.state_paths import join_path, split_path
 from fsdp_core.checkpoint.importing.layouts import KEPT_WITH_WEIGHTS, TRAINER_MARK, Imported
 from fsdp_core.errors import CheckpointMismatchError, CheckpointValueError
 
-__all__ = ["renamed"]
+__all__ = ["rename_parameters"]
 
 #: The version whose layout is written, so that Lightning does not migrate it as an older one.
 _LIGHTNING_VERSION = "2.6.0"
@@ -18,7 +18,7 @@ _LIGHTNING_VERSION = "2.6.0"
 _TRAINER_KEYS = KEPT_WITH_WEIGHTS | {"state_dict", "optimizer_states", "lr_schedulers", "callbacks"}
 
 
-def renamed(imported: Imported, *, strip_prefix: str = "", add_prefix: str = "") -> Imported:
+def rename_parameters(imported: Imported, *, strip_prefix: str = "", add_prefix: str = "") -> Imported:
     """Rename the parameters and buffers of models and optimizers.
 
     Args:

@@ -12,6 +12,7 @@ from fsdp_core.checkpoint.importing.memory_budget import current_budget, memory_
 from fsdp_core.checkpoint.importing.tensors import InPieces, Piece, StridedTensor
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.errors import CheckpointFormatError
+from fsdp_core.state.boxes import row_major_strides
 
 __all__ = ["INDEX_SUFFIX", "SUFFIX", "read_safetensors_file", "read_safetensors_folder"]
 
@@ -34,7 +35,8 @@ def read_safetensors_file(file: SourceFile) -> dict[str, StridedTensor]:
 
     def read(start: int, end: int) -> bytes:
         data = file.read(start, end)
-        budget.charge(memory_of_json(data) if start else 0)
+        if start:  # the header; before it comes its length
+            budget.charge(memory_of_json(data))
         return data
 
     header = parse_header(read, file.size, str(file))
@@ -58,12 +60,12 @@ def read_safetensors_folder(folder: Folder) -> dict[str, StridedTensor | InPiece
             f"{folder} holds {len(indexes)} indexes: {', '.join(indexes)}.\n"
             "Import a folder with the files of one model."
         )
-    file_of_tensor = _read_index(open_file(folder, indexes[0])) if indexes else None
-    file_names = (
-        sorted(set(file_of_tensor.values()))
-        if file_of_tensor is not None
-        else [name for name in listed_names if name.endswith(SUFFIX)]
-    )
+    file_of_tensor: dict[str, str] | None = None
+    if indexes:
+        file_of_tensor = _read_index(open_file(folder, indexes[0]))
+        file_names = sorted(set(file_of_tensor.values()))
+    else:
+        file_names = [name for name in listed_names if name.endswith(SUFFIX)]
     files = [open_file(folder, name) for name in file_names]
     pieces: dict[str, list[Piece]] = {}
     tensors: dict[str, StridedTensor | InPieces] = {}
@@ -80,19 +82,24 @@ def read_safetensors_folder(folder: Folder) -> dict[str, StridedTensor | InPiece
                     "Import a folder with the files of one model."
                 )
             tensors[name] = tensor
-    missing_names = [name for name in file_of_tensor or () if name not in tensors]
+    expected_names = () if file_of_tensor is None else tuple(file_of_tensor)
+    missing_names = [name for name in expected_names if name not in tensors]
     if missing_names:
         raise CheckpointFormatError(
             f"{folder} is not complete: {indexes[0]} lists {missing_names[0]!r} and {len(missing_names) - 1} more "
             "tensors that its files don't hold. Restore the files."
         )
     for name, parts in pieces.items():
-        dims = range(len(parts[0].offsets))
-        shape = tuple(max(part.offsets[dim] + part.lengths[dim] for part in parts) for dim in dims)
         tensors[name] = InPieces(
-            name=name, shape=shape, dtype=parts[0].source.dtype, pieces=tuple(_distinct_pieces(parts))
+            name=name, shape=_whole_shape(parts), dtype=parts[0].source.dtype, pieces=tuple(_distinct_pieces(parts))
         )
     return tensors
+
+
+def _whole_shape(parts: list[Piece]) -> tuple[int, ...]:
+    """The smallest shape that holds all pieces."""
+    ends = [[offset + length for offset, length in zip(part.offsets, part.lengths, strict=True)] for part in parts]
+    return tuple(map(max, zip(*ends, strict=True)))
 
 
 def _distinct_pieces(parts: list[Piece]) -> list[Piece]:
@@ -101,13 +108,8 @@ def _distinct_pieces(parts: list[Piece]) -> list[Piece]:
 
 
 def _as_strided(file: SourceFile, entry: FileTensor) -> StridedTensor:
-    stride, step = [], 1
-    for size in reversed(entry.shape):
-        stride.append(step)
-        step *= size
-    return StridedTensor(
-        file=file, start=entry.start, shape=entry.shape, stride=tuple(reversed(stride)), dtype=entry.dtype
-    )
+    stride = row_major_strides(entry.shape)
+    return StridedTensor(file=file, start=entry.start, shape=entry.shape, stride=stride, dtype=entry.dtype)
 
 
 def _read_index(file: SourceFile) -> dict[str, str]:
@@ -133,7 +135,8 @@ def _read_offsets(file: SourceFile) -> dict[str, tuple[int, ...]]:
         with current_budget().returned():
             text = file.read(8, 8 + length)
             current_budget().charge(memory_of_json(text))
-            sharding = (json.loads(text).get("__metadata__") or {}).get(_SHARDING, "{}")
+            metadata = json.loads(text).get("__metadata__") or {}
+            sharding = metadata.get(_SHARDING, "{}")
         current_budget().charge(memory_of_json(sharding.encode()))
         entries: dict[str, Any] = json.loads(sharding)
         return {name: tuple(int(n) for n in entry["saved_offsets"]) for name, entry in entries.items()}

@@ -58,8 +58,11 @@ class Named:
     def __new__(cls, *args: Any, **kwargs: Any) -> Named:
         """Record a call."""
         named = super().__new__(cls)
-        named.args, named.kwargs, named.state = args, kwargs, None
-        named.pairs, named.items = [], []
+        named.args = args
+        named.kwargs = kwargs
+        named.state = None
+        named.pairs = []
+        named.items = []
         return named
 
     # What the unpickler calls:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fsdp_core.checkpoint.importing.files import SourceFile
-from fsdp_core.checkpoint.importing.optimizers import ParameterOrder, by_name, is_optimizer
+from fsdp_core.checkpoint.importing.optimizer_states import ParameterOrder, by_name, is_optimizer
 from fsdp_core.checkpoint.importing.tensors import Cast, FlatRange, InPieces, Piece
 from fsdp_core.checkpoint.importing.torch_file import TorchFile
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
@@ -213,7 +213,9 @@ class _Layout:
             if _FLAT not in full:
                 return [_Parameter(name=clean_name(full), shape=tuple(info["_orig_size"]), start=0)]
             names, shapes, numels = self.flattened[full]
-            outer, start, parameters = full.rpartition(".")[0], 0, []
+            outer = full.rpartition(".")[0]
+            start = 0
+            parameters = []
             for inner, shape, numel in zip(names, shapes, numels, strict=True):
                 if math.prod(shape) != numel:
                     raise ValueError(f"{inner!r} does not have {numel} elements")
@@ -227,7 +229,8 @@ class _Layout:
 
     def _join_shards(self, name: str, shards: Sequence[TensorSource]) -> dict[str, Any]:
         """The user's parameters that the shards of all ranks form, by name."""
-        shape, dtype = tuple(shards[0].shape), shards[0].dtype
+        shape = tuple(shards[0].shape)
+        dtype = shards[0].dtype
         if any(tuple(shard.shape) != shape or shard.dtype != dtype for shard in shards):
             raise CheckpointFormatError(f"the ranks' shards of {name!r} have different shapes: {self.file.folder}")
         parameters = self._parameters(name)

@@ -174,7 +174,8 @@ class NewFolder:
     @classmethod
     def of(cls, out: StrPath, token: str | None = None) -> NewFolder:
         """A folder at a path. Ranks that pass the same token write to the same folder."""
-        final, token = open_folder(out), token or secrets.token_hex(6)
+        final = open_folder(out)
+        token = token or secrets.token_hex(6)
         folder = replace(final, root=f"{final.root}.{token}.partial") if final.local else final
         return cls(final=final, folder=folder, token=token)
 

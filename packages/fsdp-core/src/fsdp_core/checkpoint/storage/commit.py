@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 import posixpath
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from fsdp_core.checkpoint.format.file_names import temporary_manifest
+from fsdp_core.checkpoint.format.file_names import is_ours, save_id_of, temporary_manifest
 from fsdp_core.checkpoint.format.manifest import MANIFEST, Manifest
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.storage.part_recognition import saves_in
@@ -22,12 +22,10 @@ from fsdp_core.checkpoint.storage.recognition import (
     fingerprint,
     holds_manifest,
     is_interrupted,
-    is_ours,
     manifest_bytes,
     save_id_in,
-    save_id_of,
 )
-from fsdp_core.checkpoint.storage.writers import Writer, new_writer, writer_of, writers_in
+from fsdp_core.checkpoint.storage.writers import Writer, new_writer, writer_of, writers_by_name, writers_in
 from fsdp_core.errors import CheckpointExistsError
 
 __all__ = ["SaveTarget", "another_was_saved", "choose_target", "clean_beside", "files_named"]
@@ -120,7 +118,7 @@ class SaveTarget:
             # Without a lock, another job may have committed in between.
             if manifest_bytes(final) != manifest:
                 names = final.files()
-                for name in _files_of(previous, names, _marked(names)):  # which the other job doesn't know
+                for name in _files_of(previous, names, _saves_with_mark(names)):  # which the other job doesn't know
                     final.remove(name)
                 raise another_was_saved(final)
             return previous
@@ -162,29 +160,28 @@ class SaveTarget:
         final = self.final
         try:
             names = final.files()
-            writers = {name: writer for name in names if (writer := writer_of(name)) is not None}
+            writers = writers_by_name(names)
             standings = {name: writer.standing() for name, writer in writers.items()}
-            gone = {name: writer for name, writer in writers.items() if standings[name] == "gone"}
-            dead = {save_id for writer in gone.values() for save_id in (writer.save_id, writer.replaces)}
-            go = _files_of(previous, names, _marked(names))
+            dead_saves = _saves_of(writer for name, writer in writers.items() if standings[name] == "gone")
+            files_to_remove = _files_of(previous, names, _saves_with_mark(names))
             # Read after the listing: a writer that died after committing has replaced this manifest by now.
-            stands = manifest_bytes(final) == manifest
-            if stands:
-                running = {writer.save_id for writer in writers.values()} - dead
-                go |= {name for name in names if save_id_of(name) in (dead | (self.earlier - running)) - {self.save_id}}
+            is_current = manifest_bytes(final) == manifest
+            if is_current:
+                running_saves = {writer.save_id for writer in writers.values()} - dead_saves
+                replaced_saves = self.earlier - running_saves
+                saves_to_remove = (dead_saves | replaced_saves) - {self.save_id}
+                files_to_remove |= {name for name in names if save_id_of(name) in saves_to_remove}
             for name in names:
-                if name in go:
+                if name in files_to_remove:
                     final.remove(name)
             for name, writer in writers.items():
-                if writer.save_id == self.save_id or (stands and writer.save_id in dead):
+                if writer.save_id == self.save_id or (is_current and writer.save_id in dead_saves):
                     final.remove(name)
             final.remove_empty()
-            if stands:
-                living = [writer for name, writer in writers.items() if standings[name] == "lives"]
-                recognized_saves = {self.save_id} | {
-                    save_id for writer in living for save_id in (writer.save_id, writer.replaces)
-                }
-                _warn_of_others(final, set(names) - go, recognized_saves, writers.values())
+            if is_current:
+                living_saves = _saves_of(writer for name, writer in writers.items() if standings[name] == "lives")
+                remaining_files = set(names) - files_to_remove
+                _warn_of_others(final, remaining_files, living_saves | {self.save_id}, writers.values())
             clean_beside(final)
         except OSError as error:
             warnings.warn(f"{final} is saved, but files of an earlier save remain in it: {error}", stacklevel=4)
@@ -240,9 +237,17 @@ def another_was_saved(final: Folder) -> CheckpointExistsError:
     )
 
 
-def _marked(names: Collection[str]) -> set[str]:
+def _saves_with_mark(names: Collection[str]) -> set[str]:
     """Return the ids of the saves whose writers have a mark in the folder."""
-    return {writer.save_id for name in names if (writer := writer_of(name)) is not None}
+    return {writer.save_id for writer in writers_by_name(names).values()}
+
+
+def _saves_of(writers: Iterable[Writer]) -> set[str]:
+    """Return the ids of the saves that writers write, and of those that these replace."""
+    save_ids: set[str] = set()
+    for writer in writers:
+        save_ids |= {writer.save_id, writer.replaces}
+    return save_ids
 
 
 def _files_of(manifest: bytes | None, names: Collection[str], marked: Collection[str]) -> set[str]:
@@ -258,7 +263,7 @@ def _files_of(manifest: bytes | None, names: Collection[str], marked: Collection
     try:
         named = set(Manifest.from_json(manifest).files)
     except ValueError:  # it is damaged, or of another version: files that no writer has marked were its own
-        named = {name for name in names if (save_id := save_id_of(name)) is not None and save_id not in marked}
+        named = {name for name in names if save_id_of(name) not in marked}
     return {name for name in named if save_id_of(name) is not None}
 
 
@@ -274,10 +279,12 @@ def _warn_of_others(
         writers: The writers with a mark in the folder.
     """
     by_id = {writer.save_id: writer for writer in writers}
-    of_others = {
-        save_id: name for name in names if (save_id := save_id_of(name)) is not None and save_id not in recognized_saves
-    }
-    for save_id, name in sorted(of_others.items()):
+    file_of_save: dict[str, str] = {}  # of each save that is not recognized, one of its files
+    for name in names:
+        save_id = save_id_of(name)
+        if save_id is not None and save_id not in recognized_saves:
+            file_of_save[save_id] = name
+    for save_id, name in sorted(file_of_save.items()):
         if final.size(name) is None:  # its own job has removed it in the meantime
             continue
         writer = by_id.get(save_id)
@@ -296,7 +303,7 @@ def files_named(manifest: bytes, names: Collection[str]) -> set[str]:
         manifest: The manifest.
         names: The files in the folder.
     """
-    return _files_of(manifest, names, _marked(names))
+    return _files_of(manifest, names, _saves_with_mark(names))
 
 
 def clean_beside(final: Folder) -> None:
@@ -328,13 +335,11 @@ def clean_beside(final: Folder) -> None:
 def _is_left(folder: Folder) -> bool:
     """Return whether all files in a folder are of saves whose writers are provably gone."""
     names = folder.files()
-    writers = [writer for name in names if (writer := writer_of(name)) is not None]
-    recorded_saves = {writer.save_id for writer in writers} | {writer.replaces for writer in writers}
-    return (
-        bool(writers)
-        and all(writer.standing() == "gone" for writer in writers)
-        and all(writer_of(name) is not None or save_id_of(name) in recorded_saves for name in names)
-    )
+    writers = writers_by_name(names)
+    if not writers or any(writer.standing() != "gone" for writer in writers.values()):
+        return False
+    recorded_saves = _saves_of(writers.values())
+    return all(name in writers or save_id_of(name) in recorded_saves for name in names)
 
 
 def _remove_ours(folder: Folder) -> None:

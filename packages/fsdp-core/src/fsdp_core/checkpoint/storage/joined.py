@@ -6,11 +6,12 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from fsdp_core.checkpoint.format.file_names import save_id_of
 from fsdp_core.checkpoint.format.manifest import MANIFEST
 from fsdp_core.checkpoint.format.part_record import PartRecord
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.storage.part_recognition import records_in, saves_in
-from fsdp_core.checkpoint.storage.recognition import manifest_bytes, save_id_in, save_id_of
+from fsdp_core.checkpoint.storage.recognition import manifest_bytes, save_id_in
 from fsdp_core.errors import CheckpointFormatError
 
 __all__ = ["JoinedFolder", "Paths", "open_places", "paths_of", "shown_paths"]

@@ -135,7 +135,7 @@ class Folder:
                 f"can't write {name!r} in {self}: {parent} is a link to {real}, outside of the checkpoint, which no "
                 "load would follow.\nSave to another path, or link the whole folder instead."
             )
-        with _created(path) as file:
+        with _create_file(path) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -185,7 +185,7 @@ class Folder:
     def mark(self, name: str) -> None:
         """Create an empty file atomically. It need not survive a power failure."""
         if self.local:
-            _created(self.path(name)).close()
+            _create_file(self.path(name)).close()
             return
         with _uploading(self.fs, self.path(name)):
             pass
@@ -233,7 +233,7 @@ class Folder:
         Object stores have no locks, and some network filesystems have none for folders. The block must be safe without
         the lock; with it, the order of two processes is known.
         """
-        descriptor = _locked(os.path.dirname(self.root) or ".") if self.local and os.name == "posix" else None
+        descriptor = _lock_folder(os.path.dirname(self.root) or ".") if self.local and os.name == "posix" else None
         try:
             yield
         finally:
@@ -322,7 +322,7 @@ def open_folder(path: StrPath) -> Folder:
     return Folder(fs=fs, root=str(root).rstrip("/") or "/", local=isinstance(fs, LocalFileSystem))
 
 
-def _created(path: str) -> BinaryIO:
+def _create_file(path: str) -> BinaryIO:
     """Create a new file, and again if another process has removed the empty folder that was created for it."""
     for attempt in range(_ATTEMPTS):
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -344,7 +344,7 @@ def _still_empty() -> Iterator[None]:
             raise
 
 
-def _locked(path: str) -> int | None:
+def _lock_folder(path: str) -> int | None:
     """Lock a folder, and return its open descriptor, or ``None`` if locking is not possible."""
     import fcntl
 

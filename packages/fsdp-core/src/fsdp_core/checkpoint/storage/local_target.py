@@ -18,11 +18,12 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
+from fsdp_core.checkpoint.format.file_names import save_id_of
 from fsdp_core.checkpoint.format.manifest import MANIFEST
 from fsdp_core.checkpoint.storage.commit import SaveTarget, another_was_saved, choose_target, clean_beside, files_named
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath
-from fsdp_core.checkpoint.storage.recognition import fingerprint, manifest_bytes, save_id_of
-from fsdp_core.checkpoint.storage.writers import Writer, writer_of
+from fsdp_core.checkpoint.storage.recognition import fingerprint, manifest_bytes
+from fsdp_core.checkpoint.storage.writers import Writer, writer_of, writers_by_name
 
 __all__ = ["LocalTarget", "choose_local_target", "first_local_target"]
 
@@ -119,10 +120,12 @@ class LocalTarget:
         final = self.target.final
         try:
             file_names = final.files()
-            writers = [writer for name in file_names if (writer := writer_of(name)) is not None]
+            writers = writers_by_name(file_names).values()
             dead_saves = {writer.save_id for writer in writers if writer.standing() == "gone"}
             running_saves = {writer.save_id for writer in writers} - dead_saves
-            removable_saves = (set(self.target.earlier) - running_saves) | (dead_saves - {self.target.save_id})
+            replaced_saves = set(self.target.earlier) - running_saves
+            killed_saves = dead_saves - {self.target.save_id}
+            removable_saves = replaced_saves | killed_saves
             previous = manifest_bytes(final)
             removable_files = {name for name in file_names if save_id_of(name) in removable_saves}
             if previous is not None and fingerprint(previous) == self.target.before:

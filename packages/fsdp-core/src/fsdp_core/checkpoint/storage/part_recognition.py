@@ -9,11 +9,11 @@ from fsdp_core.checkpoint.format.file_names import rank_in
 from fsdp_core.checkpoint.format.manifest import Manifest
 from fsdp_core.checkpoint.format.part_record import MAX_RECORD_BYTES, PartRecord
 from fsdp_core.checkpoint.format.patterns import Ranks
-from fsdp_core.checkpoint.format.places import PlaceOfRanks, place_of
+from fsdp_core.checkpoint.format.places import describe_ranks, place_of
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.checkpoint.storage.writers import writer_of
 
-__all__ = ["described_part", "described_rest", "gather_command", "holds_part", "records_in", "saves_in"]
+__all__ = ["describe_part", "describe_rest", "gather_command", "holds_part", "records_in", "saves_in"]
 
 _RECORD = re.compile(r"parts/(?P<save>[0-9a-f]{12})-rank-(?P<rank>\d{5,15})\.json")
 _MOST_SHOWN = 4
@@ -67,7 +67,7 @@ def records_in(folder: Folder, save_id: str, names: Collection[str]) -> list[Par
     return records
 
 
-def described_part(folder: Folder, names: Collection[str]) -> str | None:
+def describe_part(folder: Folder, names: Collection[str]) -> str | None:
     """Describe a place without a manifest: whose files it holds, and where the manifest is.
 
     Args:
@@ -82,7 +82,7 @@ def described_part(folder: Folder, names: Collection[str]) -> str | None:
         return None
     sentences = []
     for save_id, ranks in list(saves.items())[:_MOST_SHOWN]:
-        shown_ranks = PlaceOfRanks(host="", path="", ranks=Ranks.of(ranks)).shown_ranks
+        shown_ranks = describe_ranks(Ranks.of(ranks))
         text = f"it holds what rank {shown_ranks} wrote of the scattered save {save_id}"
         records = records_in(folder, save_id, names)
         if records:
@@ -99,7 +99,7 @@ def described_part(folder: Folder, names: Collection[str]) -> str | None:
     return f"{'; '.join(sentences)}{more}.{unfinished}\n{gather_command([str(folder)])}"
 
 
-def described_rest(folder: Folder, manifest: Manifest, missing: Sequence[str]) -> str:
+def describe_rest(folder: Folder, manifest: Manifest, missing: Sequence[str]) -> str:
     """Say where the files of a scattered checkpoint are that a place does not hold.
 
     Args:

@@ -120,7 +120,8 @@ def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         >>> list(leaves({"a": [1, {}], "b": {"$float": "inf"}}))
         [('a/0', 1), ('a/1', {}), ('b', {'$float': 'inf'})]
     """
-    waiting, characters = [(path, node)], 0
+    waiting = [(path, node)]
+    characters = 0
     while waiting:
         path, node = waiting.pop()
         entries = children(node)

@@ -6,13 +6,12 @@ import re
 
 import xxhash
 
-from fsdp_core.checkpoint.format.file_names import OUR_FILES
+from fsdp_core.checkpoint.format.file_names import is_ours
 from fsdp_core.checkpoint.format.json_text import MAX_JSON_BYTES
 from fsdp_core.checkpoint.format.manifest import FORMAT, MANIFEST, Manifest
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
-from fsdp_core.checkpoint.storage.part_recognition import described_part, holds_part, saves_in
+from fsdp_core.checkpoint.storage.part_recognition import describe_part, holds_part, saves_in
 from fsdp_core.checkpoint.storage.remedies import remedy, unreadable
-from fsdp_core.checkpoint.storage.writers import MARK
 from fsdp_core.errors import CheckpointFormatError
 
 __all__ = [
@@ -22,17 +21,12 @@ __all__ = [
     "is_checkpoint",
     "is_folder",
     "is_interrupted",
-    "is_ours",
     "is_place",
     "is_sharded",
     "manifest_bytes",
     "read_manifest",
     "save_id_in",
-    "save_id_of",
 ]
-
-# Files in the folder with other names are the user's and are never removed.
-_OUR_FILES = re.compile(rf"{OUR_FILES}|{MARK}")
 
 # Formats that `fsdp checkpoint import` takes, by file names.
 _OTHER_FORMATS = (
@@ -94,37 +88,25 @@ def is_folder(path: StrPath) -> bool:
 
 def _explain_no_manifest(folder: Folder) -> str:
     file_names = folder.files()
-    listed = ", ".join(file_names[:8]) + (f" and {len(file_names) - 8} more" if len(file_names) > 8 else "")
+    listed = ", ".join(file_names[:8])
+    if len(file_names) > 8:
+        listed += f" and {len(file_names) - 8} more"
     if not file_names:
         return f"no checkpoint at {folder}: the folder is empty. Check the path."
-    if (part := described_part(folder, file_names)) is not None:
+    part = describe_part(folder, file_names)
+    if part is not None:
         return f"no complete checkpoint at {folder}: {part}"
     if all(map(is_ours, file_names)):
         return (
             f"no complete checkpoint at {folder}: a save began and was interrupted before it was committed "
             f"(there is {listed}, but no {MANIFEST}). Load an earlier checkpoint."
         )
-    foreign_names = [name for name in file_names if not is_ours(name)]
-    format_description = next(
-        (description for name_pattern, description in _OTHER_FORMATS if any(map(name_pattern.search, foreign_names))),
-        None,
-    )
-    remedy = (
-        "Check the path."
-        if format_description is None
-        else f"It looks like {format_description}: type `fsdp checkpoint import {folder} NEW`, and load NEW."
-    )
+    remedy = "Check the path."
+    for name_pattern, description in _OTHER_FORMATS:
+        if any(name_pattern.search(name) for name in file_names if not is_ours(name)):
+            remedy = f"It looks like {description}: type `fsdp checkpoint import {folder} NEW`, and load NEW."
+            break
     return f"{folder} is not a checkpoint of this format: it has no {MANIFEST} (there is {listed}).\n{remedy}"
-
-
-def is_ours(name: str) -> bool:
-    """Return whether a file name is one that a save gives.
-
-    Example:
-        >>> is_ours("model/0123456789ab-rank-00000.safetensors"), is_ours("model/weights.bin")
-        (True, False)
-    """
-    return _OUR_FILES.fullmatch(name) is not None
 
 
 def is_place(path: StrPath) -> bool:
@@ -145,17 +127,6 @@ def is_sharded(path: StrPath) -> bool:
     """
     folder = open_folder(path)
     return is_checkpoint(path) or is_place(path) or (is_interrupted(folder) and bool(folder.files()))
-
-
-def save_id_of(name: str) -> str | None:
-    """Return the id of the save that a file belongs to, by its name.
-
-    Example:
-        >>> save_id_of("model/0123456789ab-rank-00000.safetensors"), save_id_of("manifest.json")
-        ('0123456789ab', None)
-    """
-    match = _OUR_FILES.fullmatch(name)
-    return None if match is None else match["chunks"] or match["parts"] or match["state"] or match["manifest"]
 
 
 def manifest_bytes(folder: Folder) -> bytes | None:

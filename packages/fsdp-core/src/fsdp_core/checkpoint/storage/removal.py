@@ -7,11 +7,12 @@ import secrets
 from contextlib import suppress
 from dataclasses import replace
 
+from fsdp_core.checkpoint.format.file_names import is_ours, save_id_of
 from fsdp_core.checkpoint.format.manifest import MANIFEST
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
-from fsdp_core.checkpoint.storage.recognition import holds_manifest, is_ours, manifest_bytes, save_id_in, save_id_of
+from fsdp_core.checkpoint.storage.recognition import holds_manifest, manifest_bytes, save_id_in
 from fsdp_core.checkpoint.storage.remedies import remedy
-from fsdp_core.checkpoint.storage.writers import Writer, new_writer, writer_of, writing
+from fsdp_core.checkpoint.storage.writers import Writer, new_writer, writer_of, writers_by_name, writing
 from fsdp_core.errors import CheckpointError, CheckpointExistsError
 
 __all__ = ["remove"]
@@ -62,10 +63,12 @@ def _remove(folder: Folder) -> None:
                     f"{folder} is not a checkpoint of this format (in it: {there}), so it was not removed: "
                     "check the path, or remove it by hand"
                 )
-            writers = [writer for name in names if (writer := writer_of(name)) is not None]
+            writers = writers_by_name(names).values()
             living = {writer.save_id for writer in writers if writer.standing() == "lives"}  # these will be committed
-            remover = replace(remover, replaces=save_id_in(manifest_bytes(folder) or b"") or remover.replaces)
-            if folder.local and not living and all(map(is_ours, names)) and _moved(folder, remover):
+            removed_save = save_id_in(manifest_bytes(folder) or b"")
+            if removed_save is not None:
+                remover = replace(remover, replaces=removed_save)
+            if folder.local and not living and all(map(is_ours, names)) and _move_aside(folder, remover):
                 folder = replace(folder, root=os.path.join(os.path.dirname(folder.root), remover.partial))
             elif folder.kind() == "missing":  # the same, where there are no locks
                 return
@@ -75,12 +78,13 @@ def _remove(folder: Folder) -> None:
                 names.append(remover.mark)
         for name in sorted(names, key=lambda name: writer_of(name) is not None):
             writer = writer_of(name)
-            if is_ours(name) and (save_id_of(name) if writer is None else writer.save_id) not in living:
+            save_id = save_id_of(name) if writer is None else writer.save_id
+            if is_ours(name) and save_id not in living:
                 folder.remove(name)
         folder.remove_empty()
 
 
-def _moved(folder: Folder, remover: Writer) -> bool:
+def _move_aside(folder: Folder, remover: Writer) -> bool:
     """Hide the folder from searches by renaming it atomically, and return whether that was possible."""
     try:
         os.rename(folder.root, os.path.join(os.path.dirname(folder.root), remover.partial))

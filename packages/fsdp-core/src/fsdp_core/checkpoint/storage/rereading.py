@@ -13,7 +13,7 @@ from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.checkpoint.storage.recognition import fingerprint, manifest_bytes
 from fsdp_core.errors import CheckpointFormatError
 
-__all__ = ["ATTEMPTS", "begins_anew", "pause", "retried", "seen", "too_often"]
+__all__ = ["ATTEMPTS", "begins_anew", "pause", "read_again", "seen", "too_often"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,14 +40,14 @@ def begins_anew(*parameters: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         def reading(*args: P.args, **kwargs: P.kwargs) -> T:
             arguments = inspect.signature(function).bind(*args, **kwargs).arguments
             folders = [open_places(arguments[name]) for name in parameters]
-            return retried(folders, lambda: function(*args, **kwargs))
+            return read_again(folders, lambda: function(*args, **kwargs))
 
         return reading
 
     return decorate
 
 
-def retried(folders: list[Folder], read: Callable[[], T], *, is_right: Callable[[T], bool] = lambda _: True) -> T:
+def read_again(folders: list[Folder], read: Callable[[], T], *, is_right: Callable[[T], bool] = lambda _: True) -> T:
     """Read until there is no fault, or the fault was not caused by another save.
 
     A save removes files only after its manifest has replaced the one that names them. So a fault that occurs while the

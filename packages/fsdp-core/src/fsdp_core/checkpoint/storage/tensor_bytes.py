@@ -127,7 +127,7 @@ class TensorBytes:
                 yield (
                     block
                     if stored_dtype_name == stored.dtype_name
-                    else _converted(block, stored.dtype_name, stored_dtype_name)
+                    else _convert_block(block, stored.dtype_name, stored_dtype_name)
                 )
 
         return BytesSource(shape=shape, dtype_name=stored_dtype_name, blocks=blocks)
@@ -164,7 +164,7 @@ def _contiguous(chunk: StoredChunk, box: Box) -> Iterator[Box]:
         yield (*outer, *offsets[axis:]), (*(1,) * axis, *lengths[axis:])
 
 
-def _converted(block: bytearray, dtype_name: str, target_dtype: str) -> bytearray:
+def _convert_block(block: bytearray, dtype_name: str, target_dtype: str) -> bytearray:
     import torch
 
     from fsdp_core.state.dtypes import DTYPES
@@ -199,7 +199,8 @@ def write_sources(
     shapes = {name: (source.shape, source.dtype_name) for name, source in sources.items()}
     header, names = build_header(shapes, metadata)
     stream.write(header)
-    digest, size = xxhash.xxh3_64(header), len(header)
+    digest = xxhash.xxh3_64(header)
+    size = len(header)
     for name in names:
         for block in sources[name].blocks():
             digest.update(block)

@@ -14,16 +14,14 @@ from typing import Literal
 
 import xxhash
 
-__all__ = ["MARK", "Standing", "Writer", "new_writer", "writer_of", "writers_in", "writing"]
+from fsdp_core.checkpoint.format.file_names import WRITER_TOKEN
+
+__all__ = ["Standing", "Writer", "new_writer", "writer_of", "writers_by_name", "writers_in", "writing"]
 
 Standing = Literal["gone", "lives", "unknown"]
 """The status of a save's writer, as known to this process."""
 
-_TOKEN = r"[0-9a-f]{12}-[0-9a-f]{12}-[0-9a-f]{12}-[1-9]\d{0,8}-\d{1,20}-[A-Za-z0-9.-]{0,64}"
-MARK = rf"\.writer-{_TOKEN}"
-"""A regular expression for the names of the files that mark a checkpoint while a save overwrites it."""
-
-_NAMED = re.compile(rf"\.(?:writer|partial)-(?P<token>{_TOKEN})")
+_NAMED = re.compile(rf"\.(?:writer|partial)-(?P<token>{WRITER_TOKEN})")
 _NOBODY = "0" * 12
 
 #: The saves and removals that are running in this process.
@@ -102,9 +100,11 @@ class Writer:
 def new_writer(save_id: str, replaces: str | None = None) -> Writer:
     """Return this process as the writer of a save."""
     try:
-        started, system = _process(os.getpid())[0], _system()
+        started = _process(os.getpid())[0]
+        system = _system()
     except OSError:
-        started, system = 0, _of_this_process
+        started = 0
+        system = _of_this_process
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:64]
     return Writer(
         save_id=save_id, replaces=replaces or _NOBODY, system=system, pid=os.getpid(), started=started, host=host
@@ -120,6 +120,16 @@ def writer_of(name: str) -> Writer | None:
     return Writer(save_id=save_id, replaces=replaces, system=system, pid=int(pid), started=int(started), host=host)
 
 
+def writers_by_name(names: Iterable[str]) -> dict[str, Writer]:
+    """Return the writers that are encoded in names of files, by the name; other names are left out."""
+    writers: dict[str, Writer] = {}
+    for name in names:
+        writer = writer_of(name)
+        if writer is not None:
+            writers[name] = writer
+    return writers
+
+
 def writers_in(names: Iterable[str], named: Writer | None) -> list[Writer]:
     """Return the writers of a folder that is not committed.
 
@@ -128,10 +138,10 @@ def writers_in(names: Iterable[str], named: Writer | None) -> list[Writer]:
         named: The writer in the folder's own name. In a scattered save that is rank 0, perhaps on another host, and the
             one that writes to this place has left its mark inside.
     """
-    marked = [writer for name in names if (writer := writer_of(name)) is not None]
+    writers_inside = list(writers_by_name(names).values())
     if named is None:
-        return marked
-    return [writer for writer in marked if writer.save_id == named.save_id] or [named]
+        return writers_inside
+    return [writer for writer in writers_inside if writer.save_id == named.save_id] or [named]
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_core.checkpoint.format.manifest import Manifest
@@ -110,37 +110,62 @@ def compare(
     sides = [open_files(a), open_files(b)]
     for files in sides:
         refuse_damage(files, find_damage(files, files.manifest.files, checksums=False))
-    plain, run_facts = zip(*(without_run_facts(dict(leaves(read_plain(files)))) for files in sides), strict=True)
-    for path in {*run_facts[0]} ^ {*run_facts[1]}:  # that one side alone has something there is content
+    plain: list[dict[str, Any]] = []
+    run_facts: list[dict[str, Any]] = []
+    for files in sides:
+        content, facts = without_run_facts(dict(leaves(read_plain(files))))
+        plain.append(content)
+        run_facts.append(facts)
+    for path in run_facts[0].keys() ^ run_facts[1].keys():  # that one side alone has something there is content
         for content, facts in zip(plain, run_facts, strict=True):
-            content.update({path: facts.pop(path)} if path in facts else {})
+            if path in facts:
+                content[path] = facts.pop(path)
     tensors = [_tensors(files, difference) for files, difference in zip(sides, plain, strict=True)]
     ties = [_ties(files.manifest) for files in sides]
     common_keys = [key for key in tensors[0] if key in tensors[1] and not _is_further_name(key, *sides)]
     on_bytes = counter(sum(tensors[0][key].nbytes for key in common_keys), on_progress)
     differences = []
     for key in common_keys:
-        if (difference := _compare(key, tensors[0][key], tensors[1][key], rtol, atol)) is not None:
+        difference = _compare(key, tensors[0][key], tensors[1][key], rtol, atol)
+        if difference is not None:
             differences.append(difference)
         on_bytes(tensors[0][key].nbytes)
     return Differences(
-        facts={
-            fact: (getattr(sides[0].manifest, fact), getattr(sides[1].manifest, fact))
-            for fact in _RUN_FIELDS
-            if getattr(sides[0].manifest, fact) != getattr(sides[1].manifest, fact)
-        }
-        | {path: (scalar(a), scalar(b)) for path, a in run_facts[0].items() if (b := run_facts[1][path]) != a},
+        facts=_differing_facts(sides, run_facts),
         only_a=tuple(key for key in tensors[0] if key not in tensors[1]),
         only_b=tuple(key for key in tensors[1] if key not in tensors[0]),
-        tied={
-            name: (ties[0].get(name, ()), ties[1].get(name, ()))
-            for name in sorted({*ties[0], *ties[1]})
-            if name in tensors[0] and name in tensors[1] and ties[0].get(name, ()) != ties[1].get(name, ())
-        },
+        tied=_differing_ties(ties, [name for name in tensors[0] if name in tensors[1]]),
         tensors=tuple(differences),
         plain=dict(_plain_differences(plain[0], plain[1], rtol, atol)),
         compared=len(common_keys),
     )
+
+
+def _differing_facts(
+    sides: Sequence[StoredFiles], run_facts: Sequence[Mapping[str, Any]]
+) -> dict[str, tuple[Any, Any]]:
+    """Return what differs of the facts in both manifests, and of those at the same paths of both plain data."""
+    differing: dict[str, tuple[Any, Any]] = {}
+    for fact in _RUN_FIELDS:
+        fact_of_a, fact_of_b = (getattr(files.manifest, fact) for files in sides)
+        if fact_of_a != fact_of_b:
+            differing[fact] = (fact_of_a, fact_of_b)
+    for path in run_facts[0]:
+        fact_of_a, fact_of_b = (facts[path] for facts in run_facts)
+        if fact_of_a != fact_of_b:
+            differing[path] = (scalar(fact_of_a), scalar(fact_of_b))
+    return differing
+
+
+def _differing_ties(
+    ties: Sequence[Mapping[str, tuple[str, ...]]], common_names: Iterable[str]
+) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    differing: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+    for name in sorted(common_names):
+        tied_in_a, tied_in_b = (ties_of_side.get(name, ()) for ties_of_side in ties)
+        if tied_in_a != tied_in_b:
+            differing[name] = (tied_in_a, tied_in_b)
+    return differing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,18 +189,19 @@ class _Tensor:
 
 
 def _tensors(files: StoredFiles, plain: Mapping[str, Any]) -> dict[str, _Tensor]:
-    manifest, reader = files.manifest, TensorBytes(files)
+    manifest = files.manifest
+    reader = TensorBytes(files)
 
-    def stored(key: str) -> _Tensor:
+    def stored_tensor(key: str) -> _Tensor:
         tensor = manifest.tensors[key]
         return _Tensor(
             shape=tensor.shape,
             dtype_name=tensor.dtype_name,
-            read=lambda offsets, lengths, before: reader.read(key, offsets, lengths),
+            read=lambda offsets, lengths, start: reader.read(key, offsets, lengths),
         )
 
-    tensors = {key: stored(key) for key in manifest.tensors}
-    tensors |= {alias: stored(key) for alias, key in manifest.aliases.items()}
+    tensors = {key: stored_tensor(key) for key in manifest.tensors}
+    tensors |= {alias: stored_tensor(key) for alias, key in manifest.aliases.items()}
     for path, node in plain.items():
         tensor = tensor_of(node)
         if tensor is not None and tensor[0] == "$tensor":
@@ -189,9 +215,9 @@ def _small_tensor(files: StoredFiles, name: str) -> _Tensor:
     header_entry = files.locate(file, name)
     item = ITEM_BYTES[header_entry.dtype_name]
 
-    def read(offsets: tuple[int, ...], lengths: tuple[int, ...], before: int) -> bytearray:
+    def read(offsets: tuple[int, ...], lengths: tuple[int, ...], start: int) -> bytearray:
         block = bytearray(math.prod(lengths) * item)
-        files.fill(file, name, memoryview(block), header_entry.start + before * item)
+        files.fill(file, name, memoryview(block), header_entry.start + start * item)
         return block
 
     return _Tensor(shape=header_entry.shape, dtype_name=header_entry.dtype_name, read=read)
@@ -211,26 +237,29 @@ def _is_further_name(key: str, a: StoredFiles, b: StoredFiles) -> bool:
 
 
 def _compare(key: str, a: _Tensor, b: _Tensor, rtol: float, atol: float) -> TensorDifference | None:
-    same_type = a.dtype_name == b.dtype_name
-    unlike = {"key": key, "shapes": (a.shape, b.shape), "dtypes": (a.dtype_name, b.dtype_name)}
+    has_same_dtype = a.dtype_name == b.dtype_name
+    difference = TensorDifference(key=key, shapes=(a.shape, b.shape), dtypes=(a.dtype_name, b.dtype_name))
     if a.shape != b.shape:
-        return TensorDifference(**unlike)  # type: ignore[arg-type]
-    count, before, most = 0, 0, 0.0
-    first: int | None = None
+        return difference
+    count = 0
+    max_abs = 0.0
+    first: tuple[int, ...] | None = None
     values: tuple[Any, Any] | None = None
+    block_start = 0
     item = max(ITEM_BYTES[a.dtype_name], ITEM_BYTES[b.dtype_name])
     for offsets, lengths in cut(a.shape, item, BLOCK_BYTES):
-        blocks = a.read(offsets, lengths, before), b.read(offsets, lengths, before)
-        if not (same_type and blocks[0] == blocks[1]):
+        blocks = a.read(offsets, lengths, block_start), b.read(offsets, lengths, block_start)
+        if not has_same_dtype or blocks[0] != blocks[1]:
             block_difference = _compare_blocks(blocks, (a.dtype_name, b.dtype_name), rtol, atol)
             if block_difference.count and first is None:
-                first, values = before + block_difference.first, block_difference.values
-            count, most = count + block_difference.count, max(most, block_difference.max_abs)
-        before += math.prod(lengths)
-    if same_type and not count:
+                first = _index(block_start + block_difference.first, a.shape)
+                values = block_difference.values
+            count += block_difference.count
+            max_abs = max(max_abs, block_difference.max_abs)
+        block_start += math.prod(lengths)
+    if has_same_dtype and not count:
         return None
-    index = None if first is None else _index(first, a.shape)
-    return TensorDifference(count=count, first=index, values=values, max_abs=most, **unlike)  # type: ignore[arg-type]
+    return replace(difference, count=count, first=first, values=values, max_abs=max_abs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,9 +310,10 @@ def _plain_differences(
     a: Mapping[str, Any], b: Mapping[str, Any], rtol: float, atol: float
 ) -> Iterator[tuple[str, tuple[Any, Any]]]:
     for path in [*a, *(path for path in b if path not in a)]:
-        if path not in a or path not in b:
-            value_of_a, value_of_b = (scalar(side[path]) if path in side else MISSING for side in (a, b))
-            yield path, (value_of_a, value_of_b)
+        if path not in a:
+            yield path, (MISSING, scalar(b[path]))
+        elif path not in b:
+            yield path, (scalar(a[path]), MISSING)
         elif not _is_equal(a[path], b[path], rtol, atol):
             yield path, (scalar(a[path]), scalar(b[path]))
 
@@ -291,8 +321,12 @@ def _plain_differences(
 def _is_equal(a: Any, b: Any, rtol: float, atol: float) -> bool:
     if tensor_of(a) is not None and tensor_of(b) is not None:
         return True  # compared as tensors
-    if children(a) == [] == children(b):
+    if children(a) == [] and children(b) == []:
         return True
-    if any(type(value) is bool or not isinstance(value, (int, float)) for value in (a, b)):
-        return type(a) is type(b) and a == b
-    return bool(a == b or abs(a - b) <= atol + rtol * abs(b))
+    if _is_number(a) and _is_number(b):
+        return bool(a == b or abs(a - b) <= atol + rtol * abs(b))
+    return type(a) is type(b) and a == b
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

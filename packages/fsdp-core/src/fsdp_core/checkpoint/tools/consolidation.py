@@ -184,7 +184,8 @@ class _Weights:
                 self.left_out[full_name] = f"does not begin with {strip_prefix!r}"
                 outside += 1
                 continue
-            name, tensor = full_name.removeprefix(strip_prefix), tensor_of(node)
+            name = full_name.removeprefix(strip_prefix)
+            tensor = tensor_of(node)
             if tensor is None:
                 self.left_out[full_name] = "is not a tensor"
                 continue
@@ -234,19 +235,19 @@ class _Weights:
         part: object = part_at(read_plain(self.files), keys)
         return part
 
-    def _needed(self) -> list[str]:
+    def _needed_files(self) -> list[str]:
         tensors, manifest = self.files.manifest.tensors, self.files.manifest
         named = {manifest.state_file}.union(*(tensors[key].file_names() for key in self._keys))
         return [name for name in manifest.files if name in named]
 
     def prepare(self, *, verify: bool) -> int:
         """Return the number of bytes to verify and to write."""
-        verified = sum(self.files.manifest.files[name].size for name in self._needed()) if verify else 0
+        verified = sum(self.files.manifest.files[name].size for name in self._needed_files()) if verify else 0
         return self.nbytes + verified
 
     def verify(self, checksums: bool, on_bytes: Callable[[int], None]) -> None:
         """Refuse damaged files."""
-        refuse_damaged(self.files, self._needed(), checksums=checksums, on_bytes=on_bytes)
+        refuse_damaged(self.files, self._needed_files(), checksums=checksums, on_bytes=on_bytes)
 
     def report(self, file_names: Sequence[str]) -> Consolidated:
         """Return the result."""

@@ -134,7 +134,8 @@ def _group(path: str, group: Any) -> dict[str, Any]:
 
 
 def _entry(path: str, node: Any) -> dict[str, Any]:
-    entries, tensor = children(node), tensor_of(node)
+    entries = children(node)
+    tensor = tensor_of(node)
     if tensor is not None:
         return {"path": path, "tensor": tensor[1]}
     if entries is None:

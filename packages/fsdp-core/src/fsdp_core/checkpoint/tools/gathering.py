@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
+from fsdp_core.checkpoint.format.file_names import save_id_of
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest
 from fsdp_core.checkpoint.storage.atomic import check_apart, named_errors
 from fsdp_core.checkpoint.storage.commit import choose_target
 from fsdp_core.checkpoint.storage.joined import JoinedFolder, Paths, open_places
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
-from fsdp_core.checkpoint.storage.recognition import read_manifest, save_id_of
+from fsdp_core.checkpoint.storage.recognition import read_manifest
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
 from fsdp_core.checkpoint.storage.writers import writing
 from fsdp_core.checkpoint.tools.conversion import OnProgress, counter
@@ -80,7 +81,8 @@ def gather(
     """
     folder = open_places(places)
     manifest = read_manifest(folder)
-    for source in folder.places if isinstance(folder, JoinedFolder) else (folder,):
+    sources = folder.places if isinstance(folder, JoinedFolder) else (folder,)
+    for source in sources:
         check_apart(out, source)
     target = open_folder(out)
     check_target(target, overwrite=overwrite)
@@ -140,7 +142,8 @@ def _choose_undamaged(files: StoredFiles, *, verify: bool, on_bytes: Callable[[i
     Raises:
         CheckpointFormatError: There is none for some file.
     """
-    folder, spoiled = files.folder, dict[str, str]()
+    folder = files.folder
+    spoiled = dict[str, str]()
     names = list(files.manifest.files)
     while names:
         faults = find_damage(

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Literal
 
+from fsdp_core.checkpoint.format.file_names import is_ours, save_id_of
 from fsdp_core.checkpoint.format.manifest import MANIFEST, Manifest
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
-from fsdp_core.checkpoint.storage.part_recognition import described_part, described_rest, holds_part
+from fsdp_core.checkpoint.storage.part_recognition import describe_part, describe_rest, holds_part
 from fsdp_core.checkpoint.storage.plain_json import part_at, read_plain
-from fsdp_core.checkpoint.storage.recognition import holds_manifest, is_interrupted, is_ours, read_manifest, save_id_of
+from fsdp_core.checkpoint.storage.recognition import holds_manifest, is_interrupted, read_manifest
 from fsdp_core.checkpoint.storage.remedies import remedy
-from fsdp_core.checkpoint.storage.rereading import retried
+from fsdp_core.checkpoint.storage.rereading import read_again
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
 from fsdp_core.checkpoint.storage.writers import Writer, writer_of, writers_in
 from fsdp_core.errors import CheckpointError, CheckpointFormatError
@@ -76,7 +77,7 @@ def find_checkpoints(path: StrPath) -> list[ListedCheckpoint]:
         reason = f"{type(error).__name__}: {error}. {remedy(error)}".rstrip()
         raise CheckpointError(f"can't list {parent}: {reason}") from error
     folders = [replace(parent, root=root) for root in entries]
-    checkpoints = [checkpoint for folder in folders if (checkpoint := _examine(folder)) is not None]
+    checkpoints = [checkpoint for checkpoint in map(_examine, folders) if checkpoint is not None]
     return sorted(
         checkpoints, key=lambda checkpoint: (checkpoint.time or datetime.max.replace(tzinfo=UTC), checkpoint.path)
     )
@@ -89,7 +90,7 @@ def _examine(folder: Folder) -> ListedCheckpoint | None:
     if writer is None and folder.size(MANIFEST) is not None:
         return _describe_complete(folder) if holds_manifest(folder) else None
     names = folder.files()
-    part = None if writer is not None or MANIFEST in names else described_part(folder, names)
+    part = None if writer is not None or MANIFEST in names else describe_part(folder, names)
     if part is None and writer is None and not (names and is_interrupted(folder)):
         return None
     writers = writers_in(names, writer)
@@ -118,7 +119,7 @@ def _describe_complete(folder: Folder) -> ListedCheckpoint:
         is_elsewhere = bool(manifest.places and wrong_files) and all(sizes[name] is None for name in wrong_files)
         fault = f"missing, or of another size: {listed}"
         if is_elsewhere:
-            fault = _in_one_line(described_rest(folder, manifest, wrong_files))
+            fault = _in_one_line(describe_rest(folder, manifest, wrong_files))
         sizes_of_other_saves = {
             name: folder.size(name) or 0 for name in folder.files() if _belongs_to_other_save(name, manifest)
         }
@@ -135,7 +136,7 @@ def _describe_complete(folder: Folder) -> ListedCheckpoint:
         )
 
     try:
-        return retried([folder], read, is_right=lambda checkpoint: checkpoint.state == "whole")
+        return read_again([folder], read, is_right=lambda checkpoint: checkpoint.state == "whole")
     except CheckpointFormatError as error:
         return ListedCheckpoint(
             path=str(folder),

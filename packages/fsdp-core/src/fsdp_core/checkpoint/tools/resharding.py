@@ -9,13 +9,20 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 from fsdp_core.checkpoint.format.chunks import StoredChunk, chunk_name
-from fsdp_core.checkpoint.format.file_names import Section, file_name, state_file, state_tensors_file
+from fsdp_core.checkpoint.format.file_names import (
+    Section,
+    file_name,
+    is_ours,
+    name_in_save,
+    rank_in,
+    state_file,
+    state_tensors_file,
+)
 from fsdp_core.checkpoint.format.manifest import FileEntry, Manifest, StoredTensor
 from fsdp_core.checkpoint.storage.atomic import OVERWRITE, check_apart, named_errors
 from fsdp_core.checkpoint.storage.commit import choose_target
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.storage.plain_json import read_plain
-from fsdp_core.checkpoint.storage.recognition import is_ours
 from fsdp_core.checkpoint.storage.rereading import begins_anew
 from fsdp_core.checkpoint.storage.tensor_bytes import BytesSource, TensorBytes, open_files, write_sources
 from fsdp_core.checkpoint.storage.writers import writing
@@ -147,29 +154,31 @@ def _write(reader: TensorBytes, target: Folder, save_id: str, count: int, on_byt
         with target.writing(name) as stream:
             size, digest = write_sources(stream, content, on_bytes=on_bytes)
         files[name] = FileEntry(size=size, checksum=f"xxh3:{digest}")
-    renamed = {source_manifest.state_file: state_file(save_id)}
+    new_names = {name: name_in_save(name, save_id) for name in source_manifest.files if rank_in(name) is None}
+    new_names[source_manifest.state_file] = state_file(save_id)
     if source_manifest.state_tensors is not None:
-        renamed[source_manifest.state_tensors] = state_tensors_file(save_id)
-    for before, name in renamed.items():
-        with target.writing(name) as stream:
-            for block in reader.copied(before):
+        new_names[source_manifest.state_tensors] = state_tensors_file(save_id)
+    for name, new_name in new_names.items():
+        with target.writing(new_name) as stream:
+            for block in reader.copied(name):
                 stream.write(block)
-        files[name] = source_manifest.files[before]
+        files[new_name] = source_manifest.files[name]
     return replace(
         source_manifest,
         save_id=save_id,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         tensors=layout,
         files=files,
-        state_file=renamed[source_manifest.state_file],
-        state_tensors=None if source_manifest.state_tensors is None else renamed[source_manifest.state_tensors],
+        state_file=state_file(save_id),
+        state_tensors=None if source_manifest.state_tensors is None else state_tensors_file(save_id),
         places=(),
     )
 
 
 def _sections(manifest: Manifest) -> dict[str, Section]:
     """The section of each tensor."""
-    finder, kinds = PartFinder(manifest.kinds), manifest.kinds
+    finder = PartFinder(manifest.kinds)
+    kinds = manifest.kinds
     parts = {key: finder.part_of(key) for key in manifest.tensors}
     return {
         key: "state" if path is None else "model" if kinds[path] == "model" else "optimizer"
@@ -184,7 +193,8 @@ def _lay_out(manifest: Manifest, save_id: str, count: int) -> dict[str, StoredTe
     chunks: dict[str, list[StoredChunk]] = {}
     # Tensors that fill all files equally come first, so that the others balance the rest.
     for key in sorted(manifest.tensors, key=lambda key: -_pieces(manifest.tensors[key].shape, count)):
-        tensor, section = manifest.tensors[key], sections[key]
+        tensor = manifest.tensors[key]
+        section = sections[key]
         pieces = _pieces(tensor.shape, count)
         sizes = section_sizes[section]
         order = range(count) if pieces == count else sorted(range(count), key=lambda number: (sizes[number], number))
@@ -204,7 +214,9 @@ def _lay_out(manifest: Manifest, save_id: str, count: int) -> dict[str, StoredTe
 
 
 def _pieces(shape: Sequence[int], count: int) -> int:
-    return 0 if 0 in shape else min(count, shape[0]) if shape else 1
+    if 0 in shape:
+        return 0
+    return min(count, shape[0]) if shape else 1
 
 
 def _rows(shape: tuple[int, ...], piece: int, pieces: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

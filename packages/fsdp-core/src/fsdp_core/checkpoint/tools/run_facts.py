@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_core.checkpoint.format.state_paths import escaped, split_path
+from fsdp_core.checkpoint.format.state_paths import escape, split_path
 
 __all__ = ["without_run_facts"]
 
@@ -58,7 +58,7 @@ def without_run_facts(leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
         key, _, file = path[match.end() :].partition("/")
         if key == _BEST and file:
             (file_path,) = split_path(file) if "/" not in file else ("",)
-            path = f"{match[1]}/{key}/{escaped(new_names[file_path])}" if file_path in new_names else path
+            path = f"{match[1]}/{key}/{escape(new_names[file_path])}" if file_path in new_names else path
         content[path] = new_names.get(node, node) if isinstance(node, str) else node
     return content, facts
 

@@ -47,7 +47,8 @@ class Attempts:
             CheckpointMismatchError: The global batch is to be kept, and was interrupted on another number of ranks.
         """
         size = batch_size_of(trainer)
-        ranks, accumulate = data_parallel_ranks(trainer), trainer.accumulate_grad_batches
+        ranks = data_parallel_ranks(trainer)
+        accumulate = trainer.accumulate_grad_batches
         samples = None if size is None else size * ranks * accumulate
         attempt = {
             "id": secrets.token_hex(4),
@@ -69,7 +70,8 @@ class Attempts:
                 _warn(last, attempt, size)
         self._amid_a_step = False
         before = self._before or (self._attempts if trainer.global_step else [])  # or this Trainer has fitted before
-        self._attempts, self._before = [*before, attempt], []
+        self._attempts = [*before, attempt]
+        self._before = []
 
     def state(self) -> list[dict[str, Any]]:
         """What a checkpoint holds of them."""
@@ -77,11 +79,13 @@ class Attempts:
 
 
 def _warn(last: Mapping[str, Any], current: Mapping[str, Any], size: int | None) -> None:
-    was, becomes = last["samples"], current["samples"]
+    was = last["samples"]
+    becomes = current["samples"]
     if was is not None and was == becomes:
         return
     if was is None or becomes is None:  # the loaders don't say; what a rank takes is taken to be the same
-        batches, batches_now = last["ranks"] * last["accumulate"], current["ranks"] * current["accumulate"]
+        batches = last["ranks"] * last["accumulate"]
+        batches_now = current["ranks"] * current["accumulate"]
         if batches == batches_now:
             return
         change = f"{batches} batches of the loader and is {batches_now}"

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.sharding.sharded import Sharded
-from fsdp_core.torch_private.optimizers import has_hooks_before_steps
+from fsdp_core.torch_private.optimizer_steps import has_hooks_before_steps
 
 __all__ = ["copied_after", "copied_before_a_step", "hooks_that_may_write"]
 
@@ -86,7 +86,8 @@ def hooks_that_may_write(trainer: pl.Trainer) -> list[str]:
 
 def _overridden(obj: object, base: type, more: Sequence[str], *, is_all: bool = True) -> list[str]:
     """The hooks that an object's class has, or the object itself, as ``LambdaCallback`` does."""
-    cls, own_attributes = type(obj), vars(obj)
+    cls = type(obj)
+    own_attributes = vars(obj)
     names = [name for name in dir(base) if is_all and name.startswith("on_") and name not in _ELSEWHERE]
     return [
         f"{cls.__name__}.{name}"

@@ -68,7 +68,9 @@ def refuse_named_classes(checkpoint: Mapping[str, Any], path: object) -> None:
         if not isinstance(hyper_parameters, Mapping) or INSTANTIATOR not in hyper_parameters:
             continue
         entries = {key: {name: value for name, value in hyper_parameters.items() if name not in (INSTANTIATOR, _CLASS)}}
-        entries.update((old, checkpoint[old]) for old in _OLD_KEYS if old in checkpoint)
+        for old_key in _OLD_KEYS:
+            if old_key in checkpoint:
+                entries[old_key] = checkpoint[old_key]
         try:
             named = [f"  {'/'.join(keys)!r}: {text[:80]!r}" for keys, text in _names(entries, (), {})]
         except RecursionError as error:
@@ -89,8 +91,10 @@ def refuse_named_classes(checkpoint: Mapping[str, Any], path: object) -> None:
 
 def _names(value: Any, keys: tuple[str, ...], visited: dict[int, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
     """The names of code in a value, or what may hold some."""
-    if isinstance(value, PurePath | yaml.ScalarNode):
-        value = str(value) if isinstance(value, PurePath) else value.value
+    if isinstance(value, PurePath):
+        value = str(value)
+    if isinstance(value, yaml.ScalarNode):
+        value = value.value
     if isinstance(value, str):
         text = value.strip()
         if "." in text and all(step.isidentifier() for step in text.split(".")):
@@ -98,8 +102,10 @@ def _names(value: Any, keys: tuple[str, ...], visited: dict[int, Any]) -> Iterat
                 yield keys, value
         elif len(value) > _LONGEST:
             yield keys, value
-        elif (nested := _nest_in(value)) is not None:
-            yield from _names(nested, keys, visited)
+        else:
+            nested = _nest_in(value)
+            if nested is not None:
+                yield from _names(nested, keys, visited)
         return
     if id(value) in visited:  # aliases in YAML can repeat the same node many times
         return
@@ -127,7 +133,9 @@ def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
         return enumerate(value.value)
     if isinstance(value, argparse.Namespace):
         return vars(value).items()
-    return enumerate(value) if isinstance(value, list | tuple | set | frozenset) else ()
+    if isinstance(value, list | tuple | set | frozenset):
+        return enumerate(value)
+    return ()
 
 
 def _nest_in(text: str) -> Any:
@@ -147,19 +155,26 @@ def _is_code(name: str) -> bool:
             return False
     except ValueError:  # a module without a spec
         pass
-    obj = _imported(name)
-    harmless = isinstance(obj, type) and f"{obj.__module__}.".startswith(("torch.nn.modules.", "torch.optim."))
-    return not harmless and not isinstance(obj, torch.dtype)
+    obj = _find_imported(name)
+    if isinstance(obj, torch.dtype):
+        return False
+    is_torch_class = isinstance(obj, type) and f"{obj.__module__}.".startswith(("torch.nn.modules.", "torch.optim."))
+    return not is_torch_class
 
 
-def _imported(name: str) -> Any:
+def _find_imported(name: str) -> Any:
     module, _, attribute = name.rpartition(".")
-    return vars(sys.modules[module]).get(attribute) if module in sys.modules else None
+    if module not in sys.modules:
+        return None
+    return vars(sys.modules[module]).get(attribute)
 
 
 def _is_imported_module(name: Any) -> bool:
-    obj = _imported(name) if isinstance(name, str) else None
-    packages = [sys.modules.get(package) for package in ("lightning.pytorch", "pytorch_lightning")]
-    return isinstance(obj, type) and any(
-        issubclass(obj, (package.LightningModule, package.LightningDataModule)) for package in packages if package
-    )
+    obj = _find_imported(name) if isinstance(name, str) else None
+    if not isinstance(obj, type):
+        return False
+    for package_name in ("lightning.pytorch", "pytorch_lightning"):
+        package = sys.modules.get(package_name)
+        if package is not None and issubclass(obj, (package.LightningModule, package.LightningDataModule)):
+            return True
+    return False

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from fsdp_core.errors import CheckpointExistsError, UnsupportedCapabilityError
-from fsdp_core.lightning.patching import marked, replace_function
+from fsdp_core.lightning.patching import mark_wrapper, replace_function
 
 __all__ = ["checkpoint_at", "install_opening", "install_search"]
 
@@ -91,7 +91,7 @@ def _reads_folders(load: Callable[..., Any]) -> Callable[..., Any]:
         arguments = inspect.signature(load).bind(path_or_url, *args, **kwargs).arguments
         return read_whole(checkpoint_at(path_or_url), arguments.get("map_location"))
 
-    return marked(load_file_or_folder, load, _reads_folders)
+    return mark_wrapper(load_file_or_folder, load, _reads_folders)
 
 
 @cache
@@ -109,7 +109,7 @@ def _makes_modules(load: Callable[..., Any]) -> Callable[..., Any]:
             refuse_named_classes(checkpoint, path_or_url)
         return checkpoint
 
-    return marked(load_to_make_a_module, load, _makes_modules)
+    return mark_wrapper(load_to_make_a_module, load, _makes_modules)
 
 
 @cache
@@ -119,9 +119,9 @@ def _replaces_folders(save: Callable[..., Any]) -> Callable[..., Any]:
         # fsspec would silently move the new file into the folder, and keep the old checkpoint
         if not _is_sharded_folder(filepath):
             return save(checkpoint, filepath, *args, **kwargs)
+        from fsdp_core.checkpoint.format.file_names import is_ours
         from fsdp_core.checkpoint.format.manifest import MANIFEST
         from fsdp_core.checkpoint.storage.local_or_remote_folder import open_folder
-        from fsdp_core.checkpoint.storage.recognition import is_ours
         from fsdp_core.lightning.checkpoints.full.file import replace_by
 
         folder = open_folder(filepath)
@@ -138,7 +138,7 @@ def _replaces_folders(save: Callable[..., Any]) -> Callable[..., Any]:
         for name in names:
             folder.remove(name)
 
-    return marked(save_file, save, _replaces_folders)
+    return mark_wrapper(save_file, save, _replaces_folders)
 
 
 @cache
@@ -156,7 +156,7 @@ def _refuses_folders(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
             )
         return load_checkpoint(self, *args, **kwargs)
 
-    return marked(load_own_layout, load_checkpoint, _refuses_folders)
+    return mark_wrapper(load_own_layout, load_checkpoint, _refuses_folders)
 
 
 @cache
@@ -164,7 +164,8 @@ def _warns_of_lost_positions(load_checkpoint: Callable[..., Any]) -> Callable[..
     @wraps(load_checkpoint)
     def load_and_warn(self: Any, *args: Any, **kwargs: Any) -> Any:
         checkpoint = load_checkpoint(self, *args, **kwargs)
-        module, signature = getattr(self, "lightning_module", None), inspect.signature(load_checkpoint)
+        module = getattr(self, "lightning_module", None)
+        signature = inspect.signature(load_checkpoint)
         path = checkpoint_at(signature.bind(self, *args, **kwargs).args[1])
         if module is not None and module.trainer.state.fn == "fit" and _is_sharded_folder(path):
             from fsdp_core.lightning.loaders.trainer_loaders import warn_of_lost_positions
@@ -172,7 +173,7 @@ def _warns_of_lost_positions(load_checkpoint: Callable[..., Any]) -> Callable[..
             warn_of_lost_positions(checkpoint)
         return checkpoint
 
-    return marked(load_and_warn, load_checkpoint, _warns_of_lost_positions)
+    return mark_wrapper(load_and_warn, load_checkpoint, _warns_of_lost_positions)
 
 
 @cache
@@ -182,7 +183,7 @@ def _finds_whole_ones(find: Callable[..., Any]) -> Callable[..., Any]:
         checkpoints = (_as_found(path, self._fs) for path in find(self, *args, **kwargs))
         return {path for path in checkpoints if path is not None}
 
-    return marked(find_last, find, _finds_whole_ones)
+    return mark_wrapper(find_last, find, _finds_whole_ones)
 
 
 @cache
@@ -195,7 +196,7 @@ def _selects_the_newest(select: Callable[..., Any]) -> Callable[..., Any]:
             strategy.resumes_from = None if selected is None else str(selected)
         return selected
 
-    return marked(select_path, select, _selects_the_newest)
+    return mark_wrapper(select_path, select, _selects_the_newest)
 
 
 def _newest_of(connector: Any, selected: Any, ckpt_path: Any) -> Any:

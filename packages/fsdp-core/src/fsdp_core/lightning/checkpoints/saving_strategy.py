@@ -16,7 +16,7 @@ from fsdp_core.checkpoint.storage.joined import shown_paths
 from fsdp_core.errors import CheckpointError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.lightning.capability_checks import check_checkpoint
 from fsdp_core.lightning.outside_steps.redirection import is_inside_forward
-from fsdp_core.lightning.ranks import StrategyRanks
+from fsdp_core.lightning.strategy_ranks import StrategyRanks
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.full_tensor import check_not_gathered
 

@@ -7,12 +7,12 @@ import socket
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from fsdp_core.checkpoint.shared_folder import check_shared
 from fsdp_core.errors import CheckpointError
+from fsdp_core.lightning.launchers.requeueing import requeue_signal_of
 from fsdp_core.runtime import Runtime
 
 __all__ = ["check_all_resume", "check_folder_around", "check_folders_of"]
@@ -35,8 +35,8 @@ def check_folders_of(trainer: pl.Trainer, runtime: Runtime) -> None:
         isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False)
         for callback in callbacks
     )
-    environment: Any = getattr(trainer.strategy, "cluster_environment", None)
-    if saves and not (isinstance(environment, SLURMEnvironment) and environment.auto_requeue):
+    requeue_signal = requeue_signal_of(getattr(trainer.strategy, "cluster_environment", None))
+    if saves and requeue_signal is None:
         return
     try:
         check_shared(str(trainer.default_root_dir), runtime)
@@ -68,7 +68,8 @@ def check_all_resume(path: str | None, runtime: Runtime) -> None:
             for rank, path_and_host in enumerate(ranks)
             if (path_and_host[0] is None) != (first[0] is None)
         )
-        has, lacks = (f"rank 0 on {first[1]}", f"rank {rank} on {host}")
+        has = f"rank 0 on {first[1]}"
+        lacks = f"rank {rank} on {host}"
         has, lacks = (has, lacks) if path_there is None else (lacks, has)
         message = (
             f"{has} has found {first[0] or path_there} to go on from, and {lacks} finds none, or "

@@ -87,6 +87,7 @@ class BackgroundSaves(Feature):
         Raises:
             CheckpointError: A checkpoint could not be saved.
         """
-        saves, self.of_fit = self.of_fit, None
+        saves = self.of_fit
+        self.of_fit = None
         if saves is not None:
             saves.close()

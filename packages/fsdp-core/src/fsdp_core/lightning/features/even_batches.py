@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.private import around_predictions, lengths_of_predictions
 from fsdp_core.runtime import Runtime
-from fsdp_core.sharding.optimizers.agreement import are_equal
+from fsdp_core.sharding.agreement.same_optimizers import are_equal
 
 if TYPE_CHECKING:
     from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
@@ -75,13 +75,15 @@ class EvenBatches:
         Raises:
             ShardingError: A rank lacks batches of a loader and can't run its last one again.
         """
-        name, runtime = self._strategy.strategy_name, self._strategy.runtime
+        name = self._strategy.strategy_name
+        runtime = self._strategy.runtime
         trainer = self._strategy.lightning_module.trainer
         batches = lengths_of_predictions(trainer)
         everyones = _of_ranks(runtime, batches)
         around_predictions(trainer)
         self._keeps = self._has_told = False
-        self._of, self._last = None, ()
+        self._of = None
+        self._last = ()
         difference = "" if everyones is None else _describe_counts(everyones, "predicts")
         if everyones is not None and len(set(map(len, everyones))) > 1:
             raise ShardingError(
@@ -142,7 +144,8 @@ class EvenBatches:
         Raises:
             ShardingError: This rank has had no batch of a loader of which another rank has one.
         """
-        name, runtime = self._strategy.strategy_name, self._strategy.runtime
+        name = self._strategy.strategy_name
+        runtime = self._strategy.runtime
         while True:
             counts = runtime.total([int(of == loader) for loader in range(loaders)])
             current = next((loader for loader, count in enumerate(counts) if count), None)
@@ -191,9 +194,9 @@ def _describe_counts(everyones: Sequence[Sequence[float]], verb: str) -> str:
         ranks.setdefault(number, []).append(rank)
     (first, its), *further = ranks.items()
     return ", and ".join(
-        [f"{_named(its)} {verb} {first} batches", *(f"{_named(which)} {verb} {n}" for n, which in further)]
+        [f"{_name_ranks(its)} {verb} {first} batches", *(f"{_name_ranks(which)} {verb} {n}" for n, which in further)]
     )
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _name_ranks(ranks: Sequence[int]) -> str:
     return f"rank {', '.join(map(str, ranks[:8]))}{', …' if len(ranks) > 8 else ''}"

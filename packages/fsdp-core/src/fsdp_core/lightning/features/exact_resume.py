@@ -123,7 +123,8 @@ class ExactResume(Feature):
 
     def train_start(self, trainer: pl.Trainer, sharded: Sharded) -> None:
         """Restore gradients, which Lightning has zeroed as the fit began; then positions, then the random state."""
-        gradients, self._gradients = self._gradients, None
+        gradients = self._gradients
+        self._gradients = None
         if gradients is not None:
             sharded.restore_gradients(of_this_rank(gradients, self._runtime), gradients["reduced"])
             self.on_backward(trainer.optimizers)

@@ -153,7 +153,7 @@ class FabricSteps:
             output = step(closure=partial(self._evaluate, closure, optimizer, inside))
         self.counts[optimizer] = self.counts.get(optimizer, 0) + 1
         self._first_forwards = [forwards for forwards in self._first_forwards if not forwards.stop()]
-        self.no_sync.stepped()
+        self.no_sync.after_step()
         strategy.sharded_optimizers.unreduced.clear()
         for root in roots:
             if not root.is_interrupted:

@@ -11,8 +11,8 @@ from fsdp_core.lightning.checkpoints.hyper_parameters import check_hyper_paramet
 from fsdp_core.lightning.checkpoints.shared_disk import check_all_resume, check_folders_of
 from fsdp_core.lightning.features.callbacks_over_shards import check_pruning
 from fsdp_core.lightning.features.feature import Feature
+from fsdp_core.lightning.launchers.ray_train import check_reports
 from fsdp_core.lightning.loaders.split_batches import refuse_loader_steps
-from fsdp_core.lightning.ray_train import check_reports
 from fsdp_core.lightning.setup_checks import check_loggers
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ class FitChecks(Feature):
         self._strategy = strategy
 
     def setup(self, trainer: pl.Trainer, *, fitting: bool) -> None:
-        strategy, name = self._strategy, self._strategy.strategy_name
+        strategy = self._strategy
+        name = self._strategy.strategy_name
         module = trainer.lightning_module
         if fitting:
             check_loop(name, strategy.state_dict_type, trainer, module)

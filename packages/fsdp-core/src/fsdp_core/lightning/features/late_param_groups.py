@@ -193,7 +193,8 @@ def _these_groups_alone(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) 
 
     It stays the same object: how its state is kept, whole on owners or quantised, is known of it.
     """
-    all_groups, state = list(optimizer.param_groups), dict(optimizer.state)
+    all_groups = list(optimizer.param_groups)
+    state = dict(optimizer.state)
     optimizer.param_groups[:] = groups  # in place: other objects may hold the list
     try:
         yield

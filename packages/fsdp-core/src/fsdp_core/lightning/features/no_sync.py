@@ -86,6 +86,6 @@ class NoSync(BackwardSyncControl):
                     "fabric.no_backward_sync(model, enabled=is_accumulating): ...`, and is_accumulating is False there."
                 )
 
-    def stepped(self) -> None:
+    def after_step(self) -> None:
         """Begin to accumulate anew."""
         self.accumulating.clear()

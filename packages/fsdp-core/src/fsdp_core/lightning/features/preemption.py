@@ -9,9 +9,7 @@ rates and the like, which a scheduler or a callback may have set differently.
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import threading
 import warnings
 from collections.abc import Callable
@@ -19,7 +17,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -27,6 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.features.feature import Feature
 from fsdp_core.lightning.global_batch import keeps_global_batch
+from fsdp_core.lightning.launchers.requeueing import requeue, requeue_signal_of
 from fsdp_core.lightning.private import (
     around_each_batch,
     instead_of_signal_handlers,
@@ -35,7 +33,7 @@ from fsdp_core.lightning.private import (
     path_to_resume_from,
 )
 from fsdp_core.runtime import ProcessGroupRuntime
-from fsdp_core.sharding.optimizers.agreement import are_equal, check_same_rates, digest_of_rates
+from fsdp_core.sharding.agreement.same_optimizers import are_equal, check_same_rates, digest_of_rates
 
 if TYPE_CHECKING:
     from fsdp_core.lightning.fabric_strategy import ShardedFabricStrategy
@@ -63,10 +61,7 @@ class Signals:
 
     def requeue_signal(self) -> int | None:
         """The signal by which SLURM announces the end of a job that is to be queued again; ``None`` elsewhere."""
-        environment = self._strategy.cluster_environment
-        if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
-            return None
-        return environment.requeue_signal or signal.SIGUSR1
+        return requeue_signal_of(self._strategy.cluster_environment)
 
     def register(self, then: Callable[[int], None] | None = None) -> None:
         """Note these signals from now on, and call the handlers that there are. Only the main thread gets signals.
@@ -117,7 +112,8 @@ class Signals:
         Returns:
             The sums of ``counts`` over all ranks.
         """
-        requeue, is_signalled = self.requeue_signal(), self.received is not None
+        requeue = self.requeue_signal()
+        is_signalled = self.received is not None
         flags = [int(is_signalled), int(is_signalled and self.received == requeue), *counts]
         ranks_signalled, ranks_to_requeue, *sums = self._strategy.runtime.total(flags)
         if ranks_signalled:
@@ -141,7 +137,9 @@ class Preemption(Feature):
         """Take over the signals of a stage, which Lightning is about to register. All ranks must call it."""
         if not isinstance(self._strategy.runtime, ProcessGroupRuntime):
             return
-        self._signals.received, self._signals.agreed, self._ended = None, 0, False
+        self._signals.received = None
+        self._signals.agreed = 0
+        self._ended = False
         if threading.current_thread() is threading.main_thread():  # others get no signals
             then = None if fitting else self._end_at_once
             instead_of_signal_handlers(trainer, lambda: self._signals.register(then))
@@ -183,7 +181,8 @@ class Preemption(Feature):
         rates = digest_of_rates(strategy.optimizers) ^ written_values.digest(values, runtime.rank)
         last, total, of_squares = self._signals.agree(is_last, rates, rates**2)
         if not are_equal(total, of_squares, runtime.world_size):
-            batch, epoch = trainer.fit_loop.epoch_loop.batch_idx, trainer.current_epoch
+            batch = trainer.fit_loop.epoch_loop.batch_idx
+            epoch = trainer.current_epoch
             check_same_rates(runtime, strategy.optimizers, f"after batch {batch} of epoch {epoch}")
             written_values.check_same(values, runtime, f"training_step(), in batch {batch} of epoch {epoch},")
         if 0 < last < runtime.world_size:
@@ -237,21 +236,3 @@ def _saves_on_exception(callback: object) -> bool:
     return isinstance(callback, OnExceptionCheckpoint) or (
         isinstance(callback, ModelCheckpoint) and bool(getattr(callback, "save_on_exception", False))
     )
-
-
-def requeue() -> None:
-    """Let SLURM queue this job again, once its checkpoint is complete. One rank calls it."""
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    job = f"{array}_{task}" if array is not None else os.environ["SLURM_JOB_ID"]
-    try:
-        result = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, check=False)
-        failure = result.stderr.strip() or f"it ended with {result.returncode}" if result.returncode else ""
-    except OSError as error:
-        failure = str(error)
-    if failure:
-        rank_zero_warn(
-            f"`scontrol requeue {job}` has failed: {failure}\nThe checkpoint is complete: submit the job again, with "
-            "the same default_root_dir, and it goes on from there."
-        )
-    else:
-        rank_zero_info(f"SLURM job {job} is queued again.")

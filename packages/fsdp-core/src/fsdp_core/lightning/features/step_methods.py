@@ -18,7 +18,7 @@ from fsdp_core.lightning.features.guarded_gradients import GuardedGradients
 from fsdp_core.lightning.outside_steps.exporting import refuse_values_of_parts
 from fsdp_core.lightning.outside_steps.redirection import call_inside_forward, explain_shards, mend_caught
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
-from fsdp_core.sharding.local_pieces import refuse_again
+from fsdp_core.sharding.refusals.files_of_shards import refuse_again
 from fsdp_core.sharding.sequence import use_split
 from fsdp_core.state.full_tensor import check_not_gathered
 
@@ -158,7 +158,8 @@ class StepMethods:
             step: Makes the step with ``closure=``.
         """
         strategy, sharded = self._strategy, self._strategy.sharded
-        unreduced, resume = strategy.sharded_optimizers.unreduced, strategy.features.exact_resume
+        unreduced = strategy.sharded_optimizers.unreduced
+        resume = strategy.features.exact_resume
         if not self.is_by_hand:
             if not self._is_automatic:
                 self.gradients.off()  # a hook steps; otherwise the closure runs a training step, which ends so
@@ -238,7 +239,8 @@ class StepMethods:
 
     def compare_writes(self, by: str) -> None:
         """Refuse what ranks have written differently. All ranks must call it. In a fit, they do after each batch."""
-        values, runtime = self._strategy.sharded.written_values, self._strategy.runtime
+        values = self._strategy.sharded.written_values
+        runtime = self._strategy.runtime
         if isinstance(runtime, ProcessGroupRuntime) and runtime.total([bool(values)])[0]:
             values.check_same(values.take(), runtime, by)
 

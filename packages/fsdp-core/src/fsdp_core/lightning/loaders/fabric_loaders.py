@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 from fsdp_core.checkpoint.collective import gather_to_first
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.lightning.loaders.loader_states import (
-    described,
+    describe_loader,
     entry,
-    followed,
+    follow_loader,
     has_state,
     is_finished,
     of_unknown_order,
@@ -47,7 +47,8 @@ class FabricEpochs:
 
     def set(self, epoch: int) -> None:
         """Set the sampler's epoch to what ``epoch`` is after :meth:`resume`."""
-        self._next, self.current = epoch + 1, epoch + self._shift
+        self._next = epoch + 1
+        self.current = epoch + self._shift
         self._set(self.current)
 
     def resume(self, epoch: int) -> None:
@@ -64,7 +65,7 @@ def follow_in_fabric(loader: object, split: Callable[[Any], Any] | None) -> None
         split: From a batch to this rank's part, which the loader is to yield; ``None`` for whole batches.
     """
     if isinstance(loader, DataLoader) and hasattr(loader, "state_dict"):
-        followed(loader)
+        follow_loader(loader)
         sampler = sampler_of(loader)
         if hasattr(sampler, "set_epoch") and _epochs_of(loader) is None:
             FabricEpochs(sampler)
@@ -124,8 +125,9 @@ def loader_state(key: str, loader: Any, runtime: Runtime) -> dict[str, Any]:
         own_states.append(loader.state_dict())
         return own_states[0]
 
-    states, epochs = gather_to_first(runtime, f"reading the position of {key!r}", read), _epochs_of(loader)
-    saved = entry(described(loader), own_states if states is None else runtime.by_data_parallel_rank(states))
+    states = gather_to_first(runtime, f"reading the position of {key!r}", read)
+    epochs = _epochs_of(loader)
+    saved = entry(describe_loader(loader), own_states if states is None else runtime.by_data_parallel_rank(states))
     if epochs is not None:
         saved["epoch"] = epochs.current
     return {"world_size": runtime.data_parallel_world_size, "loaders": [saved]}
@@ -150,11 +152,13 @@ def load_loader(loader: Any, saved: Any, runtime: Runtime, *, check_only: bool =
             "Use torchdata's StatefulDataLoader; or leave the loader out of what is loaded, and start its epoch over."
         )
     if not (isinstance(saved, Mapping) and saved.keys() == {"world_size", "loaders"}):
-        saved = {"world_size": 1, "loaders": [{"loader": described(loader), "ranks": [saved]}]}
-    world_size, (saved_loader,) = saved["world_size"], saved["loaders"]
+        saved = {"world_size": 1, "loaders": [{"loader": describe_loader(loader), "ranks": [saved]}]}
+    world_size = saved["world_size"]
+    (saved_loader,) = saved["loaders"]
     finished = all(map(is_finished, states_in(saved_loader)))
     fits = "all" in saved_loader or world_size == runtime.data_parallel_world_size
-    position, epochs = position_of(loader), _epochs_of(loader)
+    position = position_of(loader)
+    epochs = _epochs_of(loader)
     state = None if finished and not fits else own_state(saved_loader, world_size, runtime)
     if position is not None and state is not None and not finished:
         position.check(state)

@@ -20,9 +20,9 @@ from fsdp_core.lightning.private import wrapped_sampler
 from fsdp_core.runtime import Runtime
 
 __all__ = [
-    "described",
+    "describe_loader",
     "entry",
-    "followed",
+    "follow_loader",
     "has_state",
     "is_at_end",
     "is_finished",
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-def followed(loader: object) -> LoaderPosition | None:
+def follow_loader(loader: object) -> LoaderPosition | None:
     """Track the position of a loader that Lightning has prepared, if its order is known.
 
     Args:
@@ -83,7 +83,8 @@ def of_unknown_order(loader: object) -> str | None:
     state_of_its_own = getattr(type(loader), "state_dict", None)
     if state_of_its_own is None or not state_of_its_own.__module__.startswith("torchdata."):
         return None  # the user's own, which may know
-    sampler, remedy = sampler_of(loader), "give it"
+    sampler = sampler_of(loader)
+    remedy = "give it"
     if type(sampler) is DistributedSamplerWrapper:  # neither an epoch nor a state reaches what it wraps
         unknown = [wrapped_sampler(sampler)]
         remedy = "pass use_distributed_sampler=False, let it draw this rank's samples alone, and give it"
@@ -98,8 +99,8 @@ def of_unknown_order(loader: object) -> str | None:
     for drawn_from in unknown:
         if not _repeats_with_torch(drawn_from):
             return (
-                f"{type(drawn_from).__name__}, the sampler of {described(loader)}, has no state that restores its "
-                "order within an epoch: as many samples as were used are skipped of those that it yields now, and "
+                f"{type(drawn_from).__name__}, the sampler of {describe_loader(loader)}, has no state that restores "
+                "its order within an epoch: as many samples as were used are skipped of those that it yields now, and "
                 f"others are left if it draws another order.\nTo resume exactly, {remedy} state_dict() and "
                 "load_state_dict(), or a set_epoch(epoch) that its order follows from; or resume from "
                 "a checkpoint of the end of an epoch."
@@ -115,7 +116,7 @@ def _repeats_with_torch(sampler: object) -> bool:
     )
 
 
-def described(loader: Any) -> str:
+def describe_loader(loader: Any) -> str:
     """A loader, for messages: ``"StatefulDataLoader over Tokens"``."""
     dataset = getattr(loader, "dataset", None)
     return type(loader).__name__ + ("" if dataset is None else f" over {type(dataset).__name__}")
@@ -125,7 +126,7 @@ def entry(name: str, states: Sequence[Any]) -> dict[str, Any]:
     """What is saved for a loader.
 
     Args:
-        name: The loader, as :func:`described`.
+        name: The loader, as :func:`describe_loader`.
         states: Its states on all ranks.
     """
     first = states[0]

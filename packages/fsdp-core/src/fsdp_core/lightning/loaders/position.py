@@ -80,7 +80,8 @@ class ResumableSampler(DistributedSampler[Any]):
 
     def resume(self, epoch: int, start: int) -> None:
         """Make the next iteration, if it is of this epoch, begin after ``start`` samples of all ranks."""
-        self._resume, self._began = (epoch, start), (-1, 0)
+        self._resume = (epoch, start)
+        self._began = (-1, 0)
 
     def per_rank(self, start: int) -> int:
         """How many samples each rank gets after ``start`` samples of all ranks."""
@@ -90,7 +91,8 @@ class ResumableSampler(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[int]:
         # A generator: a loader may create iterators that it never draws from; these must not consume the resume point.
         start = self._resume[1] if self._resume is not None and self._resume[0] == self.epoch else 0
-        self._resume, self._began = None, (self.epoch, start)
+        self._resume = None
+        self._began = (self.epoch, start)
         if self.shuffle:
             order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed + self.epoch))
         else:
@@ -151,7 +153,8 @@ class LoaderPosition:
         Args:
             unused: How many of the returned batches count as not returned.
         """
-        sampler, iterator = self._sampler, self._iterator() if self._iterator is not None else None
+        sampler = self._sampler
+        iterator = self._iterator() if self._iterator is not None else None
         yielded = 0 if iterator is None else batches_yielded(iterator)
         epoch, start = sampler.began if yielded else sampler.begins
         used = max(yielded - unused, 0) * self._batch_size
@@ -179,7 +182,8 @@ class LoaderPosition:
                 "seen: another kind of loader or strategy saved it.\n"
                 "Resume from a checkpoint that was saved at the end of an epoch."
             )
-        samples, size = state[POSITION]["samples"], self._sampler.size
+        samples = state[POSITION]["samples"]
+        size = self._sampler.size
         if samples != size:
             raise CheckpointMismatchError(
                 f"the checkpoint was saved within an epoch over {samples} samples, and the dataset now has {size}, so "
@@ -200,9 +204,11 @@ class LoaderPosition:
             return
         self.check(state)
         saved = state[POSITION]
-        self._sampler.shuffle, self._sampler.seed = saved["shuffle"], saved["seed"]
+        self._sampler.shuffle = saved["shuffle"]
+        self._sampler.seed = saved["seed"]
         self._sampler.resume(saved["epoch"], saved["seen"])
-        self._iterator, self.restored = None, saved["seen"]
+        self._iterator = None
+        self.restored = saved["seen"]
         loader: Any = self._loader()
         if hasattr(type(loader), "load_state_dict"):
             type(loader).load_state_dict(loader, {})  # torchdata's drops an iterator that it created ahead

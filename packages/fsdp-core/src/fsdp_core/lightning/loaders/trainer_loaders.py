@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 
 from fsdp_core.checkpoint.collective import gather_to_first
 from fsdp_core.lightning.loaders.loader_states import (
-    described,
+    describe_loader,
     entry,
-    followed,
+    follow_loader,
     has_state,
     is_at_end,
     of_unknown_order,
@@ -31,8 +31,8 @@ from fsdp_core.lightning.private import (
     begin_an_epoch,
     combined_loader,
     deciding_loader,
-    fetched_ahead,
     fetcher_of,
+    has_fetched_ahead,
     has_states_to_load,
     load_loader_states,
     set_sampler_epoch,
@@ -66,7 +66,7 @@ class TrainingLoaders:
         """
         if isinstance(loader, DataLoader):
             tracked: DataLoader[Any] = apart(loader) if loader in self._elsewhere else loader
-            followed(tracked)
+            follow_loader(tracked)
             self._followed.add(tracked)
             loader = tracked
         # Lightning sets it only after the first iterator is created, whose order would be that of epoch 0.
@@ -94,10 +94,12 @@ class TrainingLoaders:
     def start(self, trainer: pl.Trainer) -> None:
         """Correct what Lightning has restored, before the first batch of a fit is fetched."""
         loop = trainer.fit_loop
-        combined, fetcher = combined_loader(loop), fetcher_of(loop)
+        combined = combined_loader(loop)
+        fetcher = fetcher_of(loop)
         if combined is None or fetcher is None:
             return
-        epoch, late = _epochs_done(trainer), has_states_to_load(loop)
+        epoch = _epochs_done(trainer)
+        late = has_states_to_load(loop)
         if late or epoch != self._epoch:  # they were created early, for trainer.estimated_stepping_batches
             for loader in combined.flattened:
                 set_sampler_epoch(loader, epoch)
@@ -112,7 +114,8 @@ class TrainingLoaders:
         if self._interrupted:
             _warn_of_starting_over(combined, has_states=bool(self._restored))
         self._epoch_is_over = self._last_batch_was_done = self._interrupted = False
-        self._restored, self._before_fetch = [], None
+        self._restored = []
+        self._before_fetch = None
         if fetcher.length is None:
             # The loaders are then one batch ahead of training.
             before_each_fetch(loop, lambda: self._note_states(loop))
@@ -131,7 +134,7 @@ class TrainingLoaders:
         loop = trainer.fit_loop
         if fetcher_of(loop) is None:
             return self._last or []
-        if self._before_fetch is not None and fetched_ahead(loop):
+        if self._before_fetch is not None and has_fetched_ahead(loop):
             return self._before_fetch
         return _states(loop)
 
@@ -157,7 +160,7 @@ class TrainingLoaders:
 
         states = gather_to_first(runtime, "reading the positions of the data loaders", read)
         ranks = [own_states] if states is None else runtime.by_data_parallel_rank(states)
-        names = [described(loader) for loader in combined.flattened if has_state(loader)]
+        names = [describe_loader(loader) for loader in combined.flattened if has_state(loader)]
         loaders = [entry(name, states) for name, *states in zip(names, *ranks, strict=False)]
         progress = {key: value for key, value in loop["state_dict"].items() if key != "combined_loader"}
         return {
@@ -185,7 +188,8 @@ class TrainingLoaders:
         at_end = all(ends_reached) and (bool(ends_reached) or _KEY not in checkpoint)
         loop = _with_true_epochs(loop, at_end or _KEY not in checkpoint)
         batches = loop["epoch_loop.batch_progress"]
-        self._epoch_is_over, self._interrupted = _epoch_is_over(loop), _is_mid_epoch(loop)
+        self._epoch_is_over = _epoch_is_over(loop)
+        self._interrupted = _is_mid_epoch(loop)
         # if so, Lightning will count the epoch as done, after it has created the loaders
         self._last_batch_was_done = (
             not self._epoch_is_over
@@ -225,7 +229,7 @@ def warn_of_lost_positions(checkpoint: Mapping[str, Any]) -> None:
 
 def _warn_of_starting_over(combined: Any, *, has_states: bool) -> None:
     """Warn of loaders that do not go on where an interrupted epoch's samples were left."""
-    lost = [described(loader) for loader in combined.flattened if not has_state(loader)]
+    lost = [describe_loader(loader) for loader in combined.flattened if not has_state(loader)]
     if lost or not has_states:
         which = f" ({', '.join(dict.fromkeys(lost))})" if lost else ""
         rank_zero_warn(
@@ -253,7 +257,8 @@ def _states(loop: Any) -> list[Any]:
     """The states of the loaders that have one, without the batch that training has not finished yet."""
     batches = loop.epoch_loop.batch_progress.current
     unused = batches.ready - batches.processed
-    combined, states = combined_loader(loop), []
+    combined = combined_loader(loop)
+    states = []
     for loader in combined.flattened if combined is not None else ():
         position = position_of(loader)
         if has_state(loader):
@@ -279,7 +284,8 @@ def _with_true_epochs(loop: Mapping[str, Any], at_end: bool) -> dict[str, Any]:
         at_end: Whether the loaders have nothing left of their epoch, as far as is known.
     """
     epochs = {which: dict(counts) for which, counts in loop["epoch_progress"].items()}
-    batches, total = loop["epoch_loop.batch_progress"], epochs["total"]
+    batches = loop["epoch_loop.batch_progress"]
+    total = epochs["total"]
     if total["ready"] == total["started"] + 1:
         # Saved as an epoch began, but the count of batches is that of the previous one.
         for counts in epochs.values():
@@ -298,7 +304,8 @@ def _with_true_epochs(loop: Mapping[str, Any], at_end: bool) -> dict[str, Any]:
 
 def _recount_batches(loop: Any, combined: Any) -> None:
     """Convert Lightning's count of an epoch's batches, which is per rank, to this number of ranks."""
-    progress, batches = loop.epoch_loop.batch_progress, loop.max_batches
+    progress = loop.epoch_loop.batch_progress
+    batches = loop.max_batches
     batch_was_done = loop.epoch_loop.restarted_on_train_batch_end
     counted = batches_done = progress.current.completed + batch_was_done  # where Lightning will continue
     position = position_of(deciding_loader(combined))

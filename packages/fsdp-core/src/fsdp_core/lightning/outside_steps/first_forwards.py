@@ -13,7 +13,7 @@ from fsdp_core.gradients.step_writes import StepWrites, check_writes
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.full_tensor import gathered_modules
 from fsdp_core.torch_private.autograd import in_backward
-from fsdp_core.torch_private.compilation import outside_of_compilation
+from fsdp_core.torch_private.dynamo import outside_of_compilation
 
 __all__ = ["FirstForwards"]
 
@@ -47,7 +47,8 @@ class FirstForwards:
         sharded = self._sharded()
         if sharded is not None and sharded.root not in gathered_modules:
             self._forget()
-            self._writes, self._has_begun = sharded.watch_writes(), True
+            self._writes = sharded.watch_writes()
+            self._has_begun = True
 
     def check(self) -> None:
         """Refuse what was written since the last forward pass began. All ranks call it at its end, and at its backward.
@@ -55,7 +56,8 @@ class FirstForwards:
         Raises:
             ShardingError: Something was written.
         """
-        sharded, by = self._sharded(), f"a forward pass of {self._name}"
+        sharded = self._sharded()
+        by = f"a forward pass of {self._name}"
         if self._writes is not None:
             check_writes(self._writes, self._ranks, by=by, instead="after optimizer.step()")
         elif self._has_begun and sharded is not None and sharded.root not in gathered_modules:

@@ -93,7 +93,8 @@ def gathered(module: nn.Module, modifier_rank: int | None = None) -> Iterator[No
             yield
             problems = _problems(replacements, part)
         except Exception as error:  # reported to the other ranks, which wait for this one
-            raised, problems = error, [f"{type(error).__name__} was raised: {error}"]
+            raised = error
+            problems = [f"{type(error).__name__} was raised: {error}"]
         values = {replacement.name: replacement.full.detach() for replacement in replacements}
     changed = _agree_on_changes(sharded.runtime, values, buffers, before, problems, raised, modifier_rank)
     if changed:

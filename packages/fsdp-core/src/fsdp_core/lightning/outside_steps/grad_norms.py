@@ -12,7 +12,7 @@ from functools import cache, wraps
 from typing import Any
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.lightning.patching import marked, replace_function
+from fsdp_core.lightning.patching import mark_wrapper, replace_function
 
 __all__ = ["install_grad_norm"]
 
@@ -33,7 +33,7 @@ def _counts_all_ranks(grad_norm: Callable[..., Any]) -> Callable[..., Any]:
             return grad_norm(module, norm_type, group_separator)
         return _grad_norm(module, *owner_and_prefix, float(norm_type), group_separator)
 
-    return marked(of_all_ranks, grad_norm, _counts_all_ranks)
+    return mark_wrapper(of_all_ranks, grad_norm, _counts_all_ranks)
 
 
 def _sharded_around(module: Any) -> tuple[Any, str] | None:

@@ -25,7 +25,7 @@ from fsdp_core.sharding.sharded import Sharded, sharded_of
 from fsdp_core.state.fqn import clean_name
 from fsdp_core.state.full_tensor import check_not_gathered, gathered_modules, running_forwards
 from fsdp_core.torch_private.autograd import in_backward, is_recomputing
-from fsdp_core.torch_private.compilation import outside_of_compilation
+from fsdp_core.torch_private.dynamo import outside_of_compilation
 
 __all__ = [
     "call_inside_forward",
@@ -200,7 +200,7 @@ def _enter_watched(module: nn.Module, args: Any) -> None:
         _watched[module] = (sys.exc_info()[1],)
         _begin(root, module)
     if module is root and root not in gathered_modules:
-        _sharded(root).mend_interrupted()
+        _sharded_root(root).mend_interrupted()
 
 
 @outside_of_compilation
@@ -231,7 +231,7 @@ def _root_of(module: nn.Module) -> nn.Module | None:
     return None if root_and_name is None else root_and_name[0]()
 
 
-def _sharded(root: nn.Module) -> Sharded:
+def _sharded_root(root: nn.Module) -> Sharded:
     sharded = sharded_of(root)
     assert sharded is not None
     return sharded
@@ -390,7 +390,7 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
     in_engine = any(code.co_name == "_engine_run_backward" for code in codes)
     if in_engine and (names := _written_since(str(exception), sharded)):
         exception.add_note(
-            f"fsdp-core: {_listed(names)} was written to between the forward pass and this backward "
+            f"fsdp-core: {_list_names(names)} was written to between the forward pass and this backward "
             "pass, which computes with its values: by an optimizer's step, a checkpoint that was loaded, or by hand.\n"
             "Run the backward pass before that, or the forward pass again after it."
         )
@@ -455,7 +455,7 @@ def _is_of_dtensors(code: CodeType) -> bool:
     return Path(code.co_filename).is_relative_to(_DTENSORS)
 
 
-def _listed(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     listing = " or ".join(map(repr, names[:3]))
     return listing if len(names) <= 3 else f"{listing} or one of {len(names) - 3} more"
 
@@ -465,7 +465,8 @@ def _written_since(message: str, sharded: Iterable[Sharded]) -> list[str]:
     match = _OF_VERSIONS.search(message)
     if match is None:
         return []
-    numel, times = math.prod(map(int, re.findall(r"\d+", match[1]))), int(match[2])
+    numel = math.prod(map(int, re.findall(r"\d+", match[1])))
+    times = int(match[2])
     return [name for root in sharded for name in root.written_since_gathered(numel, times)]
 
 
@@ -508,19 +509,20 @@ def _forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: 
     root = _root_of(module)
     if root is None or module in gathered_modules:
         return forward(*args, **kwargs)
-    if root in running_forwards or (in_backward() and not _sharded(root).is_idle()):
+    if root in running_forwards or (in_backward() and not _sharded_root(root).is_idle()):
         if in_backward():  # the recomputation of a call, or a new one
-            _sharded(root).gather_again()
+            _sharded_root(root).gather_again()
             if root not in running_forwards and root not in _called_again and not is_recomputing():
                 return _call_again(root, forward, args, kwargs)
         else:
-            sharded = _sharded(root)
+            sharded = _sharded_root(root)
             if sharded.is_interrupted:  # by an exception that the step has caught
                 sharded.mend_inside()
             sharded.follow_written_shards()
         return forward(*args, **kwargs)
     _begin(root, module)
-    sharded, failed = _sharded(root), True
+    sharded = _sharded_root(root)
+    failed = True
     try:
         with compute_context(sharded.precision, sharded.runtime.device.type):
             call = functools.partial(forward, *args, **kwargs)
@@ -533,7 +535,7 @@ def _forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: 
 
 def _call_again(root: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make a new call in the backward pass that follows a step, in the dtype in which units compute."""
-    sharded = _sharded(root)
+    sharded = _sharded_root(root)
     _called_again.add(root)
     try:
         with compute_context(sharded.precision, sharded.runtime.device.type):
@@ -548,12 +550,13 @@ def _begin(root: nn.Module, module: nn.Module) -> None:
     name = f"{type(module).__name__} ({path!r})" if path else type(module).__name__
     check_not_gathered(root, f"a call of {name}, which is not gathered,")
     if _followed.get(root):
-        _sharded(root).runtime.rendezvous(f"a call of {name} outside of a step, which gathers shards of all ranks,")
+        call = f"a call of {name} outside of a step, which gathers shards of all ranks,"
+        _sharded_root(root).runtime.rendezvous(call)
 
 
 def _end(root: nn.Module, *, failed: bool) -> None:
     """End a call outside of a step. A backward pass that follows gathers again what it needs."""
-    sharded = _sharded(root)
+    sharded = _sharded_root(root)
     if failed:
         sharded.abandon_forward()
     sharded.end_call()

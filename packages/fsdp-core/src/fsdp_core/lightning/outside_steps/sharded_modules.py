@@ -7,8 +7,8 @@ import logging
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.lightning.outside_steps.redirection import follow_calls
-from fsdp_core.sharding.gradient_hooks import refuse_gradient_hooks
-from fsdp_core.sharding.local_pieces import refuse_files_of_shards, refuse_state_dicts
+from fsdp_core.sharding.refusals.files_of_shards import refuse_files_of_shards, refuse_state_dicts
+from fsdp_core.sharding.refusals.gradient_hooks import refuse_gradient_hooks
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.fqn import clean_name
 

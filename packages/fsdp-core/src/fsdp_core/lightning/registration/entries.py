@@ -15,8 +15,11 @@ from types import ModuleType
 from typing import Any
 
 from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError, warn, warn_of_fault
-from fsdp_core.lightning.checkpoints.patched_io import install_search
+from fsdp_core.lightning.checkpoints.patched_io import install_opening, install_search
+from fsdp_core.lightning.outside_steps.grad_norms import install_grad_norm
+from fsdp_core.lightning.registration.accelerators import enter_accelerator
 from fsdp_core.lightning.registration.deferred_names import fill_when_read
+from fsdp_core.lightning.registration.sharded_elsewhere import install_refusal
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.lightning_names import TAKEN_OVER
 from fsdp_core.plugins.strategy_info import FrontEnd
@@ -92,7 +95,8 @@ def _of_another_package(what: str, instead: tuple[str, str]) -> StrategyUnavaila
 
 def _refuse_elsewhere(strategy: object, module: str) -> None:
     """Raise if a connector got one of our strategy objects for another front end or another package."""
-    ranks, home = sys.modules.get("fsdp_core.lightning.strategy"), _HOMES.get(module)
+    ranks = sys.modules.get("fsdp_core.lightning.strategy")
+    home = _HOMES.get(module)
     if ranks is None or home is None or not isinstance(strategy, ranks.ShardedStrategy):
         return
     if isinstance(strategy, sys.modules[module].Strategy):
@@ -113,8 +117,10 @@ def _refuse_elsewhere(strategy: object, module: str) -> None:
 def enter(module: ModuleType) -> None:
     """Register every known strategy name in the registry of one of Lightning's strategies modules. Idempotent.
 
-    That happens when the registry is first read, at the latest when a Trainer or Fabric is created: importing Lightning
-    loads no plugin, and takes no longer than without any.
+    Lightning's own strategies in the module learn to recognise our checkpoint folders and shards.
+
+    The names are registered when the registry is first read, at the latest when a Trainer or Fabric is created:
+    importing Lightning loads no plugin, and takes no longer than without any.
 
     Lightning's own names stay Lightning's, except Fabric's ``"xla_fsdp"`` when fsdp-xla is installed; a plugin that
     claims another of them is skipped with a warning.
@@ -122,7 +128,11 @@ def enter(module: ModuleType) -> None:
     Args:
         module: ``lightning.pytorch.strategies``, ``lightning.fabric.strategies`` or a stand-alone package's.
     """
-    names = getattr(module, _HOMES[module.__name__].attribute)
+    install_opening(module)
+    install_refusal(module)
+    install_grad_norm()
+    home = _HOMES[module.__name__]
+    names = getattr(module, home.attribute)
 
     def find() -> None:
         with suppress(Exception):  # fill() gets it again
@@ -132,6 +142,8 @@ def enter(module: ModuleType) -> None:
         try:
             install_search()
             _enter_now(names, module)
+            if home.instead is None:
+                enter_accelerator(home.front_end)
         except Exception as error:
             warn_of_fault(module.__name__, error)
 

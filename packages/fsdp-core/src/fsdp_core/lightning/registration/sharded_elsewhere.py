@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.lightning.patching import marked, replace_function
+from fsdp_core.lightning.patching import mark_wrapper, replace_function
 
 __all__ = ["install_refusal"]
 
@@ -45,7 +45,7 @@ def _refuses_shards(take: Callable[..., Any]) -> Callable[..., Any]:
                 raise _refusal(type(self).__name__, sharded[0].strategy_name, sharded[0].plan.class_name)
         return take(self, *args, **kwargs)
 
-    return marked(take_or_refuse, take, _refuses_shards)
+    return mark_wrapper(take_or_refuse, take, _refuses_shards)
 
 
 def _refusal(strategy: str, ours: str, module: str) -> ShardingError:

@@ -24,7 +24,7 @@ from fsdp_core.state.coverage import Box
 from fsdp_core.state.full_tensor import each_whole
 from fsdp_core.state.layout import Layout, Part
 from fsdp_core.state.owned import Owners, set_owners
-from fsdp_core.torch_private.optimizers import replace_step
+from fsdp_core.torch_private.optimizer_steps import replace_step
 
 __all__ = ["assign_owners", "step_on_owners"]
 
@@ -100,7 +100,8 @@ def assign_owners(sizes: Sequence[int], ranks: int, loads: Sequence[int] = ()) -
         >>> assign_owners([4, 9, 4, 1], ranks=2)
         [1, 0, 1, 1]
     """
-    load, owners = list(loads) or [0] * ranks, [0] * len(sizes)
+    load = list(loads) or [0] * ranks
+    owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         owners[index] = load.index(min(load))
         load[owners[index]] += sizes[index]
@@ -248,7 +249,8 @@ def _gather(plan: _Plan, members: Sequence[_Member]) -> OwnerFailure | None:
     """Gather full weights and gradients on their owners. Returns why this rank can't send its part."""
     runtime = plan.runtime
     failure = None
-    rank, ranks = runtime.rank, range(runtime.world_size)
+    rank = runtime.rank
+    ranks = range(runtime.world_size)
     for (device, dtype), group in _group_by_dtype(members).items():
         outgoing: list[list[Tensor]] = [[] for _ in ranks]
         for member in group:
@@ -278,7 +280,8 @@ def _gather(plan: _Plan, members: Sequence[_Member]) -> OwnerFailure | None:
             if member.full is None:
                 member.full = nn.Parameter(weight, requires_grad=member.sharded.requires_grad)
             member.full.requires_grad_(member.sharded.requires_grad)  # it may have been frozen since
-            member.full.data, member.full.grad = weight, grads[0] if grads else None
+            member.full.data = weight
+            member.full.grad = grads[0] if grads else None
         for sender, tensor in enumerate(incoming):
             pieces = _ReceivedPieces(tensor)
             for member in own_members:
@@ -299,7 +302,8 @@ def _scatter(plan: _Plan, members: Sequence[_Member], optimizer: str, failure: O
         ShardingError: A rank has failed.
     """
     runtime = plan.runtime
-    rank, ranks = runtime.rank, range(runtime.world_size)
+    rank = runtime.rank
+    ranks = range(runtime.world_size)
     if failure is not None and not members:
         raise ShardingError(f"{optimizer} has failed: {failure.message}") from failure.error  # nobody waits
     has_sent_flag = False
@@ -312,7 +316,8 @@ def _scatter(plan: _Plan, members: Sequence[_Member], optimizer: str, failure: O
         sizes = [sum(prod(box) for m in group if m.owner == owner for _, box in m.boxes[rank]) for owner in ranks]
         if not has_sent_flag:
             flag = torch.full((1,), float(failure is not None), dtype=dtype, device=device)
-            outgoing, sizes = [[flag, *to_rank] for to_rank in outgoing], [size + 1 for size in sizes]
+            outgoing = [[flag, *to_rank] for to_rank in outgoing]
+            sizes = [size + 1 for size in sizes]
         incoming = [_ReceivedPieces(received) for received in _exchange(runtime, outgoing, sizes, device, dtype)]
         del outgoing
         if not has_sent_flag:
@@ -330,7 +335,8 @@ def _scatter(plan: _Plan, members: Sequence[_Member], optimizer: str, failure: O
 
 def _free_full(member: _Member) -> None:
     if member.full is not None:
-        member.full.data, member.full.grad = member.full.data.new_empty(0), None
+        member.full.data = member.full.data.new_empty(0)
+        member.full.grad = None
 
 
 def _exchange(
@@ -354,10 +360,12 @@ class _ReceivedPieces:
     """The elements that one rank has sent, taken in the order in which it sent them."""
 
     def __init__(self, run: Tensor) -> None:
-        self._run, self._at = run, 0
+        self._run = run
+        self._at = 0
 
     def take(self, lengths: tuple[int, ...]) -> Tensor:
-        begin, self._at = self._at, self._at + prod(lengths)
+        begin = self._at
+        self._at = self._at + prod(lengths)
         return self._run[begin : self._at].view(lengths)
 
 

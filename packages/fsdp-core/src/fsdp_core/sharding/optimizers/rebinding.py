@@ -48,7 +48,7 @@ def rebind_optimizer(
     replacements: dict[Tensor, nn.Parameter] = {}
     counts: dict[nn.Parameter, int] = {}
     for index, group in enumerate(optimizer.param_groups):
-        now: dict[nn.Parameter, None] = {}
+        group_targets: dict[nn.Parameter, None] = {}  # in order, each once
         for parameter in group["params"]:
             target = sharded(parameter)
             if target is None:
@@ -60,12 +60,12 @@ def rebind_optimizer(
                     "LightningModule `configure_optimizers` over `self.parameters()`."
                 )
             if target is not parameter:
-                if target in counts and target not in now:
+                if target in counts and target not in group_targets:
                     raise _error_of_divided(optimizer, layout[target])
                 counts[target] = counts.get(target, 0) + 1
             replacements[parameter] = target
-            now[target] = None
-        groups.append(list(now))
+            group_targets[target] = None
+        groups.append(list(group_targets))
     for target, count in counts.items():
         if len(layout.get(target, ())) > 1 and count < len(layout[target]):
             raise _error_of_divided(optimizer, layout[target])
@@ -85,8 +85,8 @@ def rebind_optimizer(
             group["params"][:] = params  # in place: LBFGS, for one, holds this very list
         optimizer.state.clear()
         optimizer.state.update(state)
-    has_to = check_steps(optimizer, layout, owners=owners is not None, runtime=owners)
-    if owners is not None and (has_to or owners_of(optimizer) is not None):
+    needs_owners = check_steps(optimizer, layout, owners=owners is not None, runtime=owners)
+    if owners is not None and (needs_owners or owners_of(optimizer) is not None):
         step_on_owners(optimizer, layout, owners)
     return optimizer
 
@@ -105,12 +105,24 @@ def _recreate_state(
     optimizer: torch.optim.Optimizer, replacements: Mapping[Tensor, nn.Parameter]
 ) -> dict[Any, dict[str, Any]]:
     """The state that an optimizer created before its first step, recreated for the shards."""
-    on_device = {p for g in optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]}
+    params_with_device_step: set[nn.Parameter] = set()  # whose count of steps is on their device
+    for group in optimizer.param_groups:
+        if group.get("fused") or group.get("capturable"):
+            params_with_device_step.update(group["params"])
+
+    def is_on_its_device(key: str, parameter: Any) -> bool:
+        """Whether a tensor of a parameter's state is on the parameter's device."""
+        return key != "step" or parameter in params_with_device_step
+
     new_state: dict[Any, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
         target = replacements.get(parameter, cast("nn.Parameter", parameter))
-        if target is parameter:  # it was a shard before, and may have stepped
-            new_state[target] = values
+        if target is parameter:  # a shard, which may have stepped; or it stays whole, and may have been moved
+            device = local_tensor(target).device
+            new_state[target] = {
+                key: value.to(device) if isinstance(value, Tensor) and is_on_its_device(key, parameter) else value
+                for key, value in values.items()
+            }
             continue
         new_values = {}
         for key, value in values.items():
@@ -120,10 +132,10 @@ def _recreate_state(
                     f"them, and its state ({key!r}) can't follow them into shards.\n"
                     "Set the model and the optimizer up before the first step."
                 )
-            if key == "step" or not isinstance(value, Tensor) or value.shape != parameter.shape:
-                device = local_tensor(target).device
-                to_move = isinstance(value, Tensor) and (key != "step" or parameter in on_device)
-                new_values[key] = value.to(device) if to_move else copy.deepcopy(value)
+            if not isinstance(value, Tensor) or not is_on_its_device(key, parameter):
+                new_values[key] = copy.deepcopy(value)
+            elif key == "step" or value.shape != parameter.shape:
+                new_values[key] = value.to(local_tensor(target).device)
             else:
                 fill = value.reshape(-1)[0].item() if value.numel() else 0.0
                 new_values[key] = torch.full_like(target.detach(), fill, dtype=value.dtype)
@@ -134,9 +146,13 @@ def _recreate_state(
 def _is_initial(key: str, value: Any) -> bool:
     """Whether a state value may be from before the first step, and does not depend on a parameter's values."""
     if isinstance(value, Tensor):
-        same = not value.numel() or bool((value == value.reshape(-1)[0]).all())
-        return same and not (key == "step" and value.any())
-    return value is None or (isinstance(value, bool | int | float | str) and not (key == "step" and value))
+        if key == "step" and value.any():
+            return False
+        return not value.numel() or bool((value == value.reshape(-1)[0]).all())
+    if value is None:
+        return True
+    has_stepped = key == "step" and bool(value)
+    return isinstance(value, bool | int | float | str) and not has_stepped
 
 
 def _replace_params(value: Any, replacements: Mapping[Tensor, nn.Parameter], optimizer: torch.optim.Optimizer) -> Any:
@@ -175,14 +191,18 @@ def _replace_members(
     """The replaced members of a container; a flat parameter replaces all its parts once."""
     members: list[Any] = []
     for value in values:
-        now = _replace_params(value, replacements, optimizer)
-        if now is value or not isinstance(value, Tensor) or not any(now is member for member in members):
-            members.append(now)
+        member = _replace_params(value, replacements, optimizer)
+        was_replaced = isinstance(value, Tensor) and member is not value
+        if was_replaced and any(member is other for other in members):
+            continue
+        members.append(member)
     return members
 
 
 def _error_of_divided(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> OptimizerMismatchError:
-    names = ", ".join(repr(part.name) for part in parts[:5]) + (f" and {len(parts) - 5} more" if len(parts) > 5 else "")
+    names = ", ".join(repr(part.name) for part in parts[:5])
+    if len(parts) > 5:
+        names += f" and {len(parts) - 5} more"
     return OptimizerMismatchError(
         f"{names} are one flat parameter here, and {type(optimizer).__name__} has them in "
         "different param groups, or has not all of them.\n"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from fsdp_core.devices import is_accelerator
 from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.state.chunks import own_part
 from fsdp_core.state.layout import Layout
@@ -81,7 +82,8 @@ def spec_of(parameter: nn.Parameter, layout: Layout) -> ParamSpec:
     if not isinstance(parameter, DTensor):
         return ParamSpec(shape, part.range is not None and bool(shape), parameter.requires_grad)
     ranks = parameter.device_mesh.size()
-    rows, uneven = parameter.shape[0], parameter.shape[0] % ranks
+    rows = parameter.shape[0]
+    uneven = parameter.shape[0] % ranks
     first = 1 if rows < ranks else max(1, shape[0] // ranks) * ranks + (1 if uneven else 0)
     dims = [first, *shape[1:]]
     for dim in {placement.dim for placement in parameter.placements if isinstance(placement, Shard)} - {0}:
@@ -165,13 +167,14 @@ class SmallParam:
 def new_small_param(spec: ParamSpec, device: torch.device, view: View, generator: torch.Generator) -> SmallParam:
     """Draw a small parameter and its gradients."""
     start, target, signs = (torch.randn(spec.shape, generator=generator) for _ in range(3))
-    spikes, boundary = torch.ones(spec.shape), _boundary(start)
+    spikes = torch.ones(spec.shape)
+    boundary = _boundary(start)
     # The shards' norms differ, also relative to the parameters'; most signs flip in one shard, and few in the other.
     target.reshape(-1)[:boundary] *= 4.0
     signs.reshape(-1)[:boundary] -= 1.5
     signs.reshape(-1)[boundary:] += 1.5
     spikes.reshape(-1)[boundary:] = 30.0
-    tensors = [t.to(device if device.type == "cuda" else "cpu") for t in (start, target, signs.sign(), spikes)]
+    tensors = [t.to(device if is_accelerator(device) else "cpu") for t in (start, target, signs.sign(), spikes)]
     param, target, signs, spikes = (view(tensor, spec) for tensor in tensors)
     return SmallParam(
         param=nn.Parameter(param.detach().clone(), requires_grad=spec.requires_grad),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from textwrap import shorten
 from typing import Any, NoReturn
 
@@ -14,9 +15,9 @@ import torch.distributed as dist
 
 from fsdp_core.errors import OptimizerMismatchError, first_line
 from fsdp_core.runtime import Runtime
-from fsdp_core.sharding.observed_communication import Communicates, ObservedCommunication
 from fsdp_core.sharding.optimizers.copying import keeps_parameters, requires_closure, takes_closure
 from fsdp_core.sharding.optimizers.known import COMPUTES_HESSIAN, REFUSED, is_of_torch, is_right_over_shards
+from fsdp_core.sharding.optimizers.observed_communication import Communicates, ObservedCommunication
 from fsdp_core.sharding.optimizers.small_params import (
     Specs,
     View,
@@ -98,9 +99,9 @@ def check_steps(
         return bool(flag)
 
     may_have_owners = owners and all(len(layout[p]) == 1 for p in specs)
-    over_few = _Trial(optimizer, smaller(specs), on_all_ranks)
-    if not on_all_ranks(not over_few.draws()):  # its steps may take seconds over more elements: most are refused here
-        over_few.needs_owners(may_have_owners)
+    trial_of_few = _Trial(optimizer, smaller(specs), on_all_ranks)
+    if trial_of_few.draws_on_any_rank():  # its steps may take seconds over more elements: most are refused here
+        trial_of_few.needs_owners(may_have_owners)
     return _Trial(optimizer, specs, on_all_ranks).needs_owners(may_have_owners)
 
 
@@ -131,25 +132,33 @@ class _Trial:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, specs: Specs, on_all_ranks: Callable[[bool], bool]) -> None:
-        self.optimizer, self.specs, self.on_all_ranks = optimizer, specs, on_all_ranks
+        self.optimizer = optimizer
+        self.specs = specs
+        self.on_all_ranks = on_all_ranks
         self.name = type(optimizer).__name__
         self.is_flat = any(spec.is_flat for spec in specs.values())
         self.tolerance = COARSE if quantises(optimizer) else FINE
         self.by_closure = requires_closure(optimizer)
-        self.question, self.start, self.last_report = "", time.monotonic(), time.monotonic()
+        self.question = ""
+        self.start = time.monotonic()
+        self.last_report = time.monotonic()
 
-    def draws(self) -> bool:
-        """Whether steps over whole parameters draw random numbers."""
+    def draws_on_any_rank(self) -> bool:
+        """Whether steps over whole parameters draw random numbers. All ranks must call it."""
         self.question = "its steps over whole parameters"
-        try:
-            return self._run(as_unsharded).drew
-        except Exception:  # the trial runs into it again
-            return False
+        draws = False
+        with suppress(Exception):  # the trial runs into it again
+            draws = self._run(as_unsharded).drew
+        return self._on_any_rank(draws)
+
+    def _on_any_rank(self, is_true: bool) -> bool:
+        return not self.on_all_ranks(not is_true)
 
     def needs_owners(self, may_have_owners: bool) -> bool:
         """Whether the optimizer has to step on owners. Raises if it can't be used at all."""
         reference, error = self._agree_on_unsharded()
-        if not self.on_all_ranks(reference is not None) or reference is None:
+        has_reference = self.on_all_ranks(reference is not None)
+        if reference is None or not has_reference:
             warnings.warn(
                 f"{self.name} could not be tried over small tensors{_describe_error(error)}, so it is not known "
                 "whether its steps over shards are right. Compare some losses with those of devices=1.",
@@ -157,50 +166,62 @@ class _Trial:
             )
             return False
         self.question = "whether its steps over shards are those over whole parameters"
-        is_right, gathers, problem, error = False, False, None, None
+        is_right = False
+        gathers = False
+        problem: str | None = None
+        error = None
         try:
             if self.is_flat:
-                is_right, shards = self._compare_flat(self.specs, reference, self.tolerance)
-                problem = next(filter(None, (why_not_saved(run, is_sharded=True) for run in shards)), None)
-                run, view = reference, as_unsharded
+                is_right, runs_over_shards = self._compare_flat(self.specs, reference, self.tolerance)
+                run = reference
+                view = as_unsharded
             else:
                 is_right, gathers, run = self._compare_dtensors(reference)
-                problem, view = why_not_saved(run, is_sharded=True), as_dtensor
+                runs_over_shards = [run]
+                view = as_dtensor
+            problem = _first_problem(runs_over_shards)
         except Exception as raised:
             error = raised
         is_right = self.on_all_ranks(is_right)
-        gathers = not self.on_all_ranks(not gathers)
-        if is_right and self.on_all_ranks(problem is None):
+        gathers = self._on_any_rank(gathers)
+        if not is_right:
+            problem = None  # of steps that are wrong, nothing else is said
+        elif self.on_all_ranks(problem is None):
             problem = why_not_resumed(self.optimizer, self.specs, reference, run, view)
         is_usable = self.on_all_ranks(is_right and problem is None)
         if is_usable and not gathers:
             return False
-        problem = problem if is_right else None
         if may_have_owners:
             self.question = "whether each parameter can be updated apart from the others, on one rank"
             needs_whole, owner_problem = self._compare_owners(reference)
             if self.on_all_ranks(needs_whole and owner_problem is None):
                 return True
-            problem = owner_problem if needs_whole and not is_usable else problem
+            if needs_whole and not is_usable:
+                problem = owner_problem
         if is_usable:
             return False
         self._refuse(problem, error)
 
     def _run(self, view: View, specs: Specs | None = None, **settings: Any) -> TrialRun:
-        settings = {"by_closure": self.by_closure, "before_step": self._log_if_slow, **settings}
-        return run_steps(self.optimizer, self.specs if specs is None else specs, view, **settings)
+        settings.setdefault("by_closure", self.by_closure)
+        if specs is None:
+            specs = self.specs
+        return run_steps(self.optimizer, specs, view, before_step=self._log_if_slow, **settings)
 
     def _agree_on_unsharded(self) -> tuple[TrialRun | None, Exception | None]:
         """What :meth:`_run_unsharded` returns. Where it raises on one rank, this raises on all."""
         refusal: OptimizerMismatchError | None = None
-        reference, error = None, None
+        reference = None
+        error = None
         try:
             reference, error = self._run_unsharded()
         except OptimizerMismatchError as raised:
             refusal = raised
         if self.on_all_ranks(refusal is None):
             return reference, error
-        raise refusal or OptimizerMismatchError(
+        if refusal is not None:
+            raise refusal
+        raise OptimizerMismatchError(
             f"{self.name} can be used on this rank, and another rank has refused it: its error says why. Each rank has "
             "tried the same small steps, so the optimizer behaves differently on ranks.\n"
             "Build it the same on every rank; or use another, such as AdamW."
@@ -260,21 +281,27 @@ class _Trial:
                 "Use an optimizer that does not look at the loss, such as AdamW."
             )
 
-    def _compare_flat(
-        self, specs: Specs, reference: TrialRun | None, tolerance: float
-    ) -> tuple[bool, tuple[TrialRun, TrialRun]]:
+    def _compare_flat(self, specs: Specs, reference: TrialRun | None, tolerance: float) -> tuple[bool, list[TrialRun]]:
         """Whether steps over flat shards are those over whole parameters; and the steps that show it.
 
         Few elements come first: an optimizer of matrices may make one with a row for each element of a shard.
         """
+
+        def compare(specs: Specs, expected: TrialRun | None = None, scale: float = 1.0) -> tuple[bool, list[TrialRun]]:
+            if expected is None:
+                expected = self._run(as_unsharded, specs, scale=scale)
+            first = self._run(as_first_shard, specs, scale=scale)
+            last = self._run(as_last_shard, specs, scale=scale)
+            is_right = keeps_same_numbers(expected, first) and keeps_same_numbers(expected, last)
+            is_right = is_right and allclose(expected.values, join_shards(first.values, last.values), tolerance)
+            return is_right, [first, last]
+
         few = smaller(specs)
-        for some, unsharded, scale in ((few, None, 1.0), (few, None, SLIGHT), (specs, reference, 1.0)):
-            expected = unsharded or self._run(as_unsharded, some, scale=scale)
-            shards = self._run(as_first_shard, some, scale=scale), self._run(as_last_shard, some, scale=scale)
-            keeps = all(keeps_same_numbers(expected, shard) for shard in shards)
-            if not keeps or not allclose(expected.values, join_shards(*(run.values for run in shards)), tolerance):
-                return False, shards
-        return True, shards
+        for scale in (1.0, SLIGHT):
+            is_right, runs = compare(few, scale=scale)
+            if not is_right:
+                return False, runs
+        return compare(specs, reference)
 
     def _compare_dtensors(self, reference: TrialRun) -> tuple[bool, bool, TrialRun]:
         """Whether steps over DTensors are those over whole parameters; whether they gather matrices; and they."""
@@ -312,12 +339,15 @@ class _Trial:
 
         try:
             self._run(as_unsharded, only=[])
-            (apart, keeps), (beside, keeps_beside) = run_each(), run_each(has_neighbour=True)
-            if not (
-                keeps and keeps_beside and allclose(reference.values, apart, FINE) and allclose(apart, beside, FINE)
-            ):
+            apart, keeps_apart = run_each()
+            beside, keeps_beside = run_each(has_neighbour=True)
+            if not (keeps_apart and keeps_beside):
                 return False, None
-            if not allclose(run_each(scale=SLIGHT)[0], run_each(scale=SLIGHT, has_neighbour=True)[0], FINE):
+            if not (allclose(reference.values, apart, FINE) and allclose(apart, beside, FINE)):
+                return False, None
+            slightly_apart, _ = run_each(scale=SLIGHT)
+            slightly_beside, _ = run_each(scale=SLIGHT, has_neighbour=True)
+            if not allclose(slightly_apart, slightly_beside, FINE):
                 return False, None
         except Exception:
             return False, None
@@ -328,10 +358,10 @@ class _Trial:
         """Whether steps over flat shards instead of DTensors would be right; and whether their state can be saved."""
         specs = {p: spec.flattened() for p, spec in self.specs.items()}
         try:
-            is_right, shards = self._compare_flat(specs, None, FINE)
+            is_right, runs = self._compare_flat(specs, None, FINE)
         except Exception:  # then nothing is said of them
             return False, False
-        return is_right, all(why_not_saved(run, is_sharded=True) is None for run in shards)
+        return is_right, _first_problem(runs) is None
 
     def _refuse(self, problem: str | None, error: Exception | None) -> NoReturn:
         if problem is not None:
@@ -346,10 +376,12 @@ class _Trial:
         options = [name for name in ("fused", "foreach") if any(g.get(name) for g in self.optimizer.param_groups)]
         advice = f"Leave {options[0]}=True out, or use" if options else "Use"
         verb = "fails over" if error is not None else "silently trains something else over"
-        other = "; or strategy='fsdp_native', which shows plain pieces: over those its steps are right"
+        other_strategy = ""
+        if all(self._is_right_over_flat_shards()):
+            other_strategy = "; or strategy='fsdp_native', which shows plain pieces: over those its steps are right"
         raise OptimizerMismatchError(
             f"a step of {self.name} {verb} DTensors, which this strategy shows as parameters{_describe_error(error)}.\n"
-            f"{advice} another optimizer, such as AdamW{other if all(self._is_right_over_flat_shards()) else ''}."
+            f"{advice} another optimizer, such as AdamW{other_strategy}."
         )
 
     def _log_if_slow(self) -> None:
@@ -363,6 +395,15 @@ class _Trial:
                 self.name,
                 self.question,
             )
+
+
+def _first_problem(runs: Iterable[TrialRun]) -> str | None:
+    """Why the state of one of several runs over shards can't be saved; ``None`` if all can."""
+    for run in runs:
+        problem = why_not_saved(run, is_sharded=True)
+        if problem is not None:
+            return problem
+    return None
 
 
 def _describe_error(error: BaseException | None) -> str:

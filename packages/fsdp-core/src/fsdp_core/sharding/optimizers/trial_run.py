@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fsdp_core.gradients.clipping import local_tensor
 from fsdp_core.runtime import ProcessGroupRuntime
-from fsdp_core.sharding.observed_communication import ObservedCommunication
 from fsdp_core.sharding.optimizers.copying import copy_optimizer
+from fsdp_core.sharding.optimizers.observed_communication import ObservedCommunication
 from fsdp_core.sharding.optimizers.small_params import (
     Key,
     SmallParam,
@@ -29,7 +29,7 @@ from fsdp_core.sharding.optimizers.small_params import (
     new_small_params,
 )
 from fsdp_core.state.random_state import random_state, set_random_state
-from fsdp_core.torch_private.optimizers import plain_tensors_replicated
+from fsdp_core.torch_private.optimizer_steps import plain_tensors_replicated
 
 __all__ = [
     "COARSE",
@@ -180,7 +180,8 @@ def run_steps(
 @contextmanager
 def _seeded(device: torch.device, seed: int) -> Iterator[Callable[[], bool]]:
     """A context in which all generators begin with a seed. Yields a function that says whether any was drawn from."""
-    runtime, numpy = ProcessGroupRuntime(), sys.modules.get("numpy")
+    runtime = ProcessGroupRuntime()
+    numpy = sys.modules.get("numpy")
     runtime.device = device
 
     def begin() -> None:

@@ -242,7 +242,8 @@ def _fork_ranks(number: int) -> None:
         if not waiting or not runs_script or as_usual or options.keys() - {"env", "cwd", "start_new_session"}:
             return object.__new__(cls)
         rank = waiting.pop(0)
-        session, environment = options.get("start_new_session", False), dict(options.get("env") or os.environ)
+        session = options.get("start_new_session", False)
+        environment = dict(options.get("env") or os.environ)
         rank.pipe.send((list(map(str, words)), environment, options.get("cwd") or os.getcwd(), session))
         with contextlib.suppress(EOFError, ConnectionError):
             rank.pipe.recv()  # its session can be ended as soon as this returns
@@ -404,8 +405,9 @@ def _exit_with(parent: BaseProcess) -> None:
 
 
 def _can_fork() -> bool:
-    # on macOS, system libraries have threads; a device that a hardware session tests may not survive a fork
-    return sys.platform == "linux" and os.environ.get("FSDP_TESTS_ACCELERATOR", "cpu") == "cpu"
+    # on macOS, system libraries have threads; a device may not survive a fork, though it was not used before
+    is_on_cpu = os.environ.get("FSDP_TESTS_ACCELERATOR", "cpu") == "cpu"
+    return sys.platform == "linux" and (is_on_cpu or os.environ.get("FSDP_TESTS_FORK") == "1")
 
 
 _threads: list[str] | None = None

@@ -106,7 +106,8 @@ def start(
         meanwhile: Called with the process and its output file while it runs.
         **environ: Environment variables.
     """
-    token, began = uuid.uuid4().hex, time.monotonic()
+    token = uuid.uuid4().hex
+    began = time.monotonic()
     file = tmp / f"{token}.txt"
     with file.open("wb") as out, interruptible():
         process = subprocess.Popen(

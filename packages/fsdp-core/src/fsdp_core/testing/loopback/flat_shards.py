@@ -38,8 +38,11 @@ class FlatShard:
     """
 
     def __init__(self, names: list[str], parameter: nn.Parameter, owners: list[Owner], runtime: Runtime) -> None:
-        self.names, self.owners, self.shape = names, owners, tuple(parameter.shape)
-        self.numel, self.length = parameter.numel(), ceil(parameter.numel() / runtime.world_size)
+        self.names = names
+        self.owners = owners
+        self.shape = tuple(parameter.shape)
+        self.numel = parameter.numel()
+        self.length = ceil(parameter.numel() / runtime.world_size)
         self.start = min(runtime.rank * self.length, self.numel)
         self.runtime = runtime
         self.local = nn.Parameter(self.local_range(parameter.detach()).clone(), requires_grad=parameter.requires_grad)

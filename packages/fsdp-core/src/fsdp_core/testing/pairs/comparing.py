@@ -10,23 +10,19 @@ import numpy as np
 from fsdp_core.testing.oracle import FP32_TOLERANCE, HALF_TOLERANCE
 from fsdp_core.testing.pairs.dimensions import Configuration
 from fsdp_core.testing.pairs.net import MICRO_BATCHES, is_last
-from fsdp_core.testing.pairs.oracle import Run
 from fsdp_core.testing.pairs.running import Outcome, Piece, Pieces
+from fsdp_core.testing.pairs.unsharded_run import Run
 
-__all__ = ["DOUBLE_TOLERANCE", "TOLERANCES", "differences", "differing_bits"]
+__all__ = ["DOUBLE_TOLERANCE", "differences", "differing_bits"]
 
 #: fp64: the order of additions differs between one process and several; measured differences stay below 1e-15, and
 #: a fault that is one part in a thousand million of a gradient shows.
 DOUBLE_TOLERANCE = 1e-12
 
-#: By label of the precision: how far a tensor may be from the oracle's, as a part of its norm, and of the largest norm
-#: among tensors of its kind: gradients that cancel out are as inexact as what they are the sums of.
-TOLERANCES: Mapping[str, float] = {
-    "double": DOUBLE_TOLERANCE,
-    "32-true": FP32_TOLERANCE,
-    "bf16-mixed": HALF_TOLERANCE,
-    "16-mixed": HALF_TOLERANCE,
-}
+#: By label of the precision, where it is not half precision: how far a tensor may be from the oracle's, as a part of
+#: its norm, and of the largest norm among tensors of its kind: gradients that cancel out are as inexact as what they
+#: are the sums of.
+_TOLERANCES: Mapping[str, float] = {"double": DOUBLE_TOLERANCE, "32-true": FP32_TOLERANCE}
 
 #: In half precision, an element below what gradients are clipped to by value is as inexact as those above were.
 _CLIPPED_BY_VALUE = 10.0
@@ -95,7 +91,8 @@ def differences(outcomes: Sequence[Outcome], want: Run, configuration: Configura
         configuration: What was trained, and how.
         begun: The number of micro-batches that the run did not see, because it was resumed.
     """
-    tolerance, accumulate = TOLERANCES[configuration["precision"]], int(configuration["accumulate"])
+    tolerance = _TOLERANCES.get(configuration["precision"], HALF_TOLERANCE)
+    accumulate = int(configuration["accumulate"])
     if tolerance == HALF_TOLERANCE and configuration["clip"] == "value":
         tolerance *= _CLIPPED_BY_VALUE
     messages: list[str] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.plugins.strategy_info import StrategyInfo
-from fsdp_core.sharding.wrap_policy import describe_policy
+from fsdp_core.sharding.units.wrap_policy import describe_policy
 from fsdp_core.testing import oracle
 from fsdp_core.testing.meshes import DeclaredMesh
 from fsdp_core.testing.suite.base_class import needs_of

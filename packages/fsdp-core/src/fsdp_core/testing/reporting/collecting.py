@@ -11,7 +11,7 @@ import pytest
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.plugins.strategy_info import StrategyInfo
-from fsdp_core.testing.launching.ranks import RankKind
+from fsdp_core.testing.launching.process_ranks import RankKind
 
 if TYPE_CHECKING:
     from fsdp_core.testing.suite.base_class import Clauses
@@ -55,7 +55,8 @@ def chosen(cls: type[Clauses], items: list[Any]) -> list[Any]:
             f"{name} would not run the suite as it is written: {', '.join(changed)} was replaced or marked.\n"
             "A clause that is known to fail is named in expected_failures, with the reason."
         )
-    info, names = registry.describe(cls.strategy), set(cls.clauses())
+    info = registry.describe(cls.strategy)
+    names = set(cls.clauses())
     applying = [item for item in items if item.originalname not in names or _applies(item, info)]
     order = {base: index for index, base in enumerate(cls.__mro__)}  # pytest begins with the last base
     applying.sort(key=lambda item: next(order[base] for base in cls.__mro__ if item.originalname in vars(base)))

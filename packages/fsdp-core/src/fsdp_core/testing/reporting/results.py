@@ -87,7 +87,8 @@ class Results:
 
 
 def _suite(name: str, rows: list[dict[str, Any]], interrupted: bool) -> dict[str, Any]:
-    strategy, other = rows[0]["strategy"], rows[0]["preset_of"]
+    strategy = rows[0]["strategy"]
+    other = rows[0]["preset_of"]
     info = registry.describe(strategy)
     totals = Counter(row["outcome"] for row in rows)
     clauses = [

@@ -153,7 +153,8 @@ class _Composer:
         if self.has_norms and self.front != "fabric" and self.rng.random() < 0.05:
             # a layer inside of a unit, which is refused; under Fabric the error is torch's, and one rank may compute on
             part = "net.blocks[1].norm"
-        source, name = self.row(), self.name("h")
+        source = self.row()
+        name = self.name("h")
         if self.rng.random() < 0.15:
             self.lines.append(f"with torch.no_grad(): {name} = {part}({source})")
             self.rows[name] = _Value()
@@ -173,14 +174,18 @@ class _Composer:
         return self._computed(name, value | _Value(sources=frozenset({name, *trained})), part)
 
     def add_mix(self) -> None:
-        a, b, name = self.row(), self.row(), self.name("h")
+        a = self.row()
+        b = self.row()
+        name = self.name("h")
         line = self.rng.choice(["{a} + 0.1 * torch.tanh({b})", "{a} * {b}", "0.3 * {a} + 0.7 * {b}.flip(1)"])
         self.lines.append(f"{name} = {line.format(a=a, b=b)}")
         value = self.rows[a] | self.rows[b]
         self.rows[name] = self._computed(name, value)
 
     def add_loss(self) -> None:
-        a, b, name = self.trained_row(), self.row(), self.name("l")
+        a = self.trained_row()
+        b = self.row()
+        name = self.name("l")
         form = self.rng.choice(["mse_loss({a}, y)", "mse_loss({a}, y)", "({a} * {b}).mean()", "{a}.square().mean()"])
         self.lines.append(f"{name} = {form.format(a=a, b=b)}")
         self.losses[name] = self._computed(name, self.rows[a] | self.rows[b] if "{b}" in form else self.rows[a])
@@ -195,7 +200,8 @@ class _Composer:
             return self.add_loss()
         value = self.losses[loss]
         targets = sorted(value.sources - self.losses.keys() if not self.is_careless else {*self.rows, *PARAMETERS})
-        target, name = self.rng.choice(targets), self.name("g")
+        target = self.rng.choice(targets)
+        name = self.name("g")
         creates = value.order < (0 if self.has_norms else 1) + 1 and self.rng.random() < 0.3
         retains = not creates and self.rng.random() < 0.5
         options = ", create_graph=True" if creates else ", retain_graph=True" if retains else ""
@@ -215,7 +221,8 @@ class _Composer:
         loss = self.loss()
         if loss is None:
             return self.add_loss()
-        value, retains = self.losses[loss], self.rng.random() < 0.4
+        value = self.losses[loss]
+        retains = self.rng.random() < 0.4
         options = "retain_graph=True" if retains else "create_graph=True" if self.rng.random() < 0.05 else ""
         is_raw = self.front == "automatic" or self.rng.random() < (0.4 if self.front == "by hand" else 0.05)
         if is_raw:
@@ -226,7 +233,8 @@ class _Composer:
             self.freed |= value.calls
         leaves = sorted(name for name in value.sources if name.startswith("x"))
         if leaves and self.rng.random() < 0.7:
-            leaf, name = self.rng.choice(leaves), self.name("h")
+            leaf = self.rng.choice(leaves)
+            name = self.name("h")
             self.lines.append(f"{name} = ({leaf} + 0.1 * torch.tanh({leaf}.grad)).detach()")
             self.rows[name] = _Value()
         if self.rng.random() < 0.4:
@@ -271,15 +279,19 @@ class _Composer:
         kind = self.rng.random()
         parameter = self.rng.choice(sorted(PARAMETERS))
         if kind < 0.2:
-            line, part = "net.scale.mul_(1.1)", "net.inp"
+            line = "net.scale.mul_(1.1)"
+            part = "net.inp"
         elif kind < 0.4:
             of = self.rng.randrange(2)
             parameters = f"zip(net.teachers[{of}].parameters(), net.blocks[{of}].parameters())"
-            line, part = f"with torch.no_grad(): [t.lerp_(p, 0.1) for t, p in {parameters}]", f"net.teachers[{of}]"
+            line = f"with torch.no_grad(): [t.lerp_(p, 0.1) for t, p in {parameters}]"
+            part = f"net.teachers[{of}]"
         elif kind < 0.7:
-            line, part = f"{parameter}.data.mul_(0.9)", PARAMETERS[parameter]
+            line = f"{parameter}.data.mul_(0.9)"
+            part = PARAMETERS[parameter]
         else:
-            line, part = f"with torch.no_grad(): {parameter}.mul_(0.9)", PARAMETERS[parameter]
+            line = f"with torch.no_grad(): {parameter}.mul_(0.9)"
+            part = PARAMETERS[parameter]
         # What a graph holds is written to: torch refuses to differentiate it, or computes with values of two times.
         touched = {part, "net.out"} if part == "net.inp" else {part}
         touched |= set() if part.startswith("net.teachers") else {"net"}

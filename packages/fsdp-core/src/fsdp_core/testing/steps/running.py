@@ -13,7 +13,7 @@ from fsdp_core.testing import oracle
 from fsdp_core.testing.oracle import Trained
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.steps.grammar import Front, Program
-from fsdp_core.testing.steps.oracle import BATCHES, new_net, sgd
+from fsdp_core.testing.steps.unsharded_copies import BATCHES, new_net, sgd
 from fsdp_core.testing.training import Lit, loader, means, new_fabric, new_trainer, own_share
 
 __all__ = ["Raised", "run_all", "train"]
@@ -63,7 +63,8 @@ def _fabric(strategy: str, program: Program) -> Trained:
     fabric = new_fabric(strategy)
     net = new_net(program)
     model, optimizer = fabric.setup(net, sgd(net))
-    step, losses = program.step(), []
+    step = program.step()
+    losses = []
     for batch in oracle.global_batches(BATCHES):
         x, y = own_share(fabric, batch)
         optimizer.zero_grad()

@@ -13,8 +13,8 @@ import fsdp_core
 from fsdp_core.lightning.capability_checks import capability_of
 from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.plugins.strategy_info import FrontEnd
-from fsdp_core.sharding.precisions import ShardPrecision
-from fsdp_core.testing.launching.ranks import RankKind, RankPool, Ranks
+from fsdp_core.sharding.precision_strings import ShardPrecision
+from fsdp_core.testing.launching.process_ranks import RankKind, RankPool, Ranks
 
 __all__ = [
     "KINDS",

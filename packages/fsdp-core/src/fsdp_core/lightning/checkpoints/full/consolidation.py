@@ -134,7 +134,7 @@ def _choose(
                 f"no {section} under {chosen!r} in {files.folder}. It holds {_list_keys(keys)}; pass one as {option}"
             )
     for optimizer in optimizer_keys:
-        foreign = _trained(nest, optimizer) - nest[model].keys()
+        foreign = _trained_names(nest, optimizer) - nest[model].keys()
         if foreign:
             raise CheckpointMismatchError(
                 f"the optimizer {optimizer!r} in {files.folder} trains {min(foreign)!r}, which is not in the model "
@@ -143,13 +143,13 @@ def _choose(
             )
     if optimizer_keys:
         return model, tuple(optimizer_keys)
-    fitting = [optimizer for optimizer in optimizers if _trained(nest, optimizer) <= nest[model].keys()]
+    fitting = [optimizer for optimizer in optimizers if _trained_names(nest, optimizer) <= nest[model].keys()]
     other_models = [
         other_model
         for other_model in models
         if other_model != model
         for optimizer in fitting
-        if _trained(nest, optimizer) <= nest[other_model].keys()
+        if _trained_names(nest, optimizer) <= nest[other_model].keys()
     ]
     if len(fitting) > 1 or other_models:
         named = " and ".join(["", *map(repr, dict.fromkeys(other_models))])
@@ -161,7 +161,7 @@ def _choose(
     return model, tuple(fitting)
 
 
-def _trained(nest: Mapping[str, Any], optimizer: str) -> set[str]:
+def _trained_names(nest: Mapping[str, Any], optimizer: str) -> set[str]:
     """The names of the parameters that an optimizer holds."""
     return {name for group in nest[optimizer]["param_groups"] for name in group["params"]}
 
@@ -195,7 +195,8 @@ def _lightning_version() -> str:
 
 def _with_places(files: StoredFiles, dtype: str | None) -> dict[str, Any]:
     """The state, with each tensor replaced by its location in a file."""
-    reader, manifest = TensorBytes(files), files.manifest
+    reader = TensorBytes(files)
+    manifest = files.manifest
     models = tuple(f"{path}/" for path, section in manifest.kinds.items() if section == "model")
 
     small = set() if manifest.state_tensors is None else set(files.header(manifest.state_tensors))

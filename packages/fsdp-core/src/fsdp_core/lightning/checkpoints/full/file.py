@@ -24,24 +24,24 @@ from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.state.block_quantised import is_saved_in_blocks, whole_again
 
-__all__ = ["gathered", "read_full_file", "replace_by", "write_full", "write_on_rank_zero"]
+__all__ = ["gather_full", "read_full_file", "replace_by", "write_full", "write_on_rank_zero"]
 
 
-def gathered(value: Any, backend: Backend) -> Any:
+def gather_full(value: Any, backend: Backend) -> Any:
     """Replace every sharded tensor in a nest of dicts, lists and tuples by its full tensor, on rank 0's CPU.
 
     All ranks must call it, with the same sharded tensors under the same keys; rank 0 may have further ones. Tensors
     that share memory stay shared.
     """
     if isinstance(value, dict):
-        children = {k: gathered(value[k], backend) for k in sorted(value, key=str)}  # in one order on all ranks
+        children = {k: gather_full(value[k], backend) for k in sorted(value, key=str)}  # in one order on all ranks
         if is_saved_in_blocks(value) and backend.runtime.rank == 0:
             return whole_again(children)
         return {k: children[k] for k in value}
     if isinstance(value, list):
-        return [gathered(v, backend) for v in value]
+        return [gather_full(v, backend) for v in value]
     if type(value) is tuple:
-        return tuple(gathered(v, backend) for v in value)
+        return tuple(gather_full(v, backend) for v in value)
     return backend.full_tensor(value) if isinstance(value, torch.Tensor | ChunkedTensor) else value
 
 
@@ -76,7 +76,7 @@ def write_full(
 
     def stage() -> None:
         if runtime.rank == 0:
-            copy.update(_copied(full_state, _host_memory(live), {}))
+            copy.update(_copy_nest(full_state, _host_memory(live), {}))
 
     run_on_all(runtime, f"preparing to save {path}", stage)
     async_saves.run(f"saving {path}", lambda ranks: write_on_rank_zero(path, lambda: write(copy), ranks, replaces_any))
@@ -94,12 +94,12 @@ def _host_memory(value: Any) -> set[int]:
     return set()
 
 
-def _copied(value: Any, live: set[int], memo: dict[int, Any]) -> Any:
+def _copy_nest(value: Any, live: set[int], memo: dict[int, Any]) -> Any:
     """Copy a nest so that it shares no objects or memory with training; gathered tensors are not copied."""
     if isinstance(value, dict):
-        return {k: _copied(v, live, memo) for k, v in value.items()}
+        return {k: _copy_nest(v, live, memo) for k, v in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_copied(v, live, memo) for v in value)
+        return type(value)(_copy_nest(v, live, memo) for v in value)
     if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in live:
         return value
     return deepcopy(value, memo)

@@ -7,16 +7,16 @@ from typing import Any
 
 from fsdp_core.errors import CheckpointMismatchError
 
-__all__ = ["as_trainers_file", "from_fabric", "numbered"]
+__all__ = ["as_trainers_file", "from_fabric", "number_parameters"]
 
 
-def numbered(state: dict[str, Any]) -> dict[str, Any]:
+def number_parameters(state: dict[str, Any]) -> dict[str, Any]:
     """Convert an optimizer state by FQN to the form of a plain torch optimizer's ``state_dict()``.
 
     FQNs are kept in each group as ``param_names``, as torch does for optimizers built from named parameters.
 
     Example:
-        >>> numbered({"state": {"w": {"step": 1}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]})
+        >>> number_parameters({"state": {"w": {"step": 1}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]})
         {'state': {0: {'step': 1}}, 'param_groups': [{'lr': 0.1, 'params': [0], 'param_names': ['w']}]}
     """
     names = [name for group in state["param_groups"] for name in group["params"]]
@@ -39,8 +39,10 @@ def as_trainers_file(nest: Mapping[str, Any]) -> dict[str, Any] | None:
     plain = nest.get("trainer")
     if "model" not in nest or not isinstance(plain, Mapping) or "pytorch-lightning_version" not in plain:
         return None
-    optimizers = {"optimizer_states": [numbered(state) for state in nest["optimizer"]]} if "optimizer" in nest else {}
-    return {**plain, "state_dict": _state_dict(nest, "model"), **optimizers}
+    checkpoint = {**plain, "state_dict": _state_dict(nest, "model")}
+    if "optimizer" in nest:
+        checkpoint["optimizer_states"] = [number_parameters(state) for state in nest["optimizer"]]
+    return checkpoint
 
 
 def _state_dict(nest: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -71,7 +73,7 @@ def from_fabric(
     ours = {
         "pytorch-lightning_version": version,
         "state_dict": _state_dict(nest, model),
-        "optimizer_states": [numbered(nest[key]) for key in optimizers],
+        "optimizer_states": [number_parameters(nest[key]) for key in optimizers],
         "lr_schedulers": [],
     }
     plain = {key: value for key, value in nest.items() if key not in (model, *optimizers, *left_out)}

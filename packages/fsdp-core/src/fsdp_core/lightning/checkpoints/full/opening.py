@@ -12,7 +12,7 @@ from fsdp_core.checkpoint import SavedTensor, load, read_manifest
 from fsdp_core.checkpoint.format.state_paths import join_path
 from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath
 from fsdp_core.checkpoint.storage.rereading import begins_anew
-from fsdp_core.lightning.checkpoints.full.layout import as_trainers_file, numbered
+from fsdp_core.lightning.checkpoints.full.layout import as_trainers_file, number_parameters
 
 __all__ = ["MapLocation", "read_whole"]
 
@@ -42,7 +42,7 @@ def read_whole(path: StrPath, map_location: MapLocation = None) -> dict[str, Any
     contents = as_trainers_file(nest)
     if contents is None:
         kinds = read_manifest(path).kinds
-        contents = {k: numbered(v) if kinds.get(join_path(k)) == "optimizer" else v for k, v in nest.items()}
+        contents = {k: number_parameters(v) if kinds.get(join_path(k)) == "optimizer" else v for k, v in nest.items()}
     return _Reader(map_location).read(contents)  # type: ignore[no-any-return]
 
 
@@ -67,11 +67,11 @@ class _Reader:
             return tuple(self.read(v) for v in value)
         if isinstance(value, SavedTensor):
             if value.key not in self._read:
-                self._read[value.key] = self._placed(value.full())
+                self._read[value.key] = self._place_tensor(value.full())
             return self._read[value.key]
-        return self._placed(value) if isinstance(value, Tensor) else value
+        return self._place_tensor(value) if isinstance(value, Tensor) else value
 
-    def _placed(self, tensor: Tensor) -> Tensor:
+    def _place_tensor(self, tensor: Tensor) -> Tensor:
         map_location = self._map_location
         if callable(map_location):
             storage = map_location(tensor.untyped_storage(), "cpu")

@@ -57,7 +57,9 @@ class AtStep(pl.Callback):
 
 def _changed_at_once(strategy: str, tmp: str, kind: str) -> tuple[bool, bool]:
     """Save while fitting, and change all weights and plain data as soon as the call returns."""
-    path, want, module = f"{tmp}/it", {}, Lit("momentum")
+    path = f"{tmp}/it"
+    want = {}
+    module = Lit("momentum")
     note = module.hparams.setdefault("note", {"kept": True})
     complete: list[bool] = []
 

@@ -60,7 +60,8 @@ def _round_trip(strategy: str, save_kind: str | None, path: str) -> dict[str, An
             optimizer.step()
             other_optimizer.step()
             tally.n += 1
-        state["step"], state["note"] = 2, {"lr": (0.1, None)}
+        state["step"] = 2
+        state["note"] = {"lr": (0.1, None)}
         fabric.save(path, state)
     else:
         rest = fabric.load(path, state)
@@ -96,7 +97,8 @@ def _state_dicts(strategy: str, tmp: str, kind: str) -> tuple[list[str], list[bo
     loop = Loop(strategy, oracle.adamw_groups, options={"state_dict_type": kind})
     fabric = loop.fabric
     loop.step_on(*loop.whole_batches(1)[0])
-    weights, moments = loop.state(), full_optimizer_state(fabric.strategy, loop.optimizer)
+    weights = loop.state()
+    moments = full_optimizer_state(fabric.strategy, loop.optimizer)
     by_name: Any = loop.optimizer.state_dict()  # Lightning gets it from the strategy
     fabric.save(f"{tmp}/by name", {"optimizer": by_name})
     saved = _read_whole(fabric.load(f"{tmp}/by name"))["optimizer"]["state"]
@@ -165,7 +167,8 @@ def _adamw(net: Any, settings: tuple[float, float, float]) -> torch.optim.Optimi
 
 
 #: The settings of a run, and those of another run before it loads the first one's checkpoint.
-_FIRST, _OTHER = (0.01, 0.3, 0.8), (0.5, 0.0, 0.0)
+_FIRST = (0.01, 0.3, 0.8)
+_OTHER = (0.5, 0.0, 0.0)
 
 
 def _goes_on_elsewhere(strategy: str, path: str) -> dict[str, Any]:
@@ -200,7 +203,8 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.norm = nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES)
+        self.layer = nn.Linear(FEATURES, FEATURES)
+        self.norm = nn.BatchNorm1d(FEATURES)
         self.register_buffer("seen", torch.zeros(FEATURES))
 
     def forward(self, x: Tensor) -> Any:
@@ -222,7 +226,8 @@ def _own_buffers(strategy: str, kind: str, path: str) -> tuple[dict[str, Tensor]
         return {name: tensor.detach().cpu().clone() for name, tensor in module.named_buffers() if name in _RANK_BUFFERS}
 
     model = fabric.setup(net)
-    other, before = fabric.setup(again), buffers(again)
+    other = fabric.setup(again)
+    before = buffers(again)
     x, y = own_share(fabric, oracle.global_batches(1)[0])
     fabric.backward(mse_loss(model(x), y))
     fabric.save(path, {"model": model})

@@ -47,7 +47,9 @@ class Growing(Lit):
 
     def __init__(self, adds: bool = True, lr: float | None = None, saves: str | None = None) -> None:
         super().__init__(blocks=3)
-        self.adds, self.lr, self.saves = adds, lr, saves
+        self.adds = adds
+        self.lr = lr
+        self.saves = saves
         self.rates: list[list[float]] = []
 
     def configure_optimizers(self) -> Any:
@@ -116,15 +118,18 @@ def _continued(strategy: str, tmp: str, how: str, kind: str) -> tuple[str, dict[
         callbacks = [Thawing()] if how == "finetuning" else []
         return new_trainer(tmp, strategy, 2, {"state_dict_type": kind}, max_epochs=epochs, callbacks=callbacks)
 
-    uninterrupted_module, run = module(), trainer(EPOCHS)
+    uninterrupted_module = module()
+    run = trainer(EPOCHS)
     message = refusal(UnsupportedCapabilityError, lambda: run.fit(uninterrupted_module, loader(2, 2)))
     if was_refused(message):
         return message, {}, {}
     uninterrupted = _outcome(uninterrupted_module, run)
-    first, stopped = module(), trainer(STOPPED)
+    first = module()
+    stopped = trainer(STOPPED)
     stopped.fit(first, loader(2, 2))
     stopped.save_checkpoint(f"{tmp}/checkpoint")
-    second, resumed = module(), trainer(EPOCHS)
+    second = module()
+    resumed = trainer(EPOCHS)
     resumed.fit(second, loader(2, 2), ckpt_path=f"{tmp}/checkpoint")
     steps = len(first.losses)
     after = {key: uninterrupted[key][steps:] for key in ("losses", "rates")}
@@ -132,7 +137,8 @@ def _continued(strategy: str, tmp: str, how: str, kind: str) -> tuple[str, dict[
 
 
 def _refused(strategy: str, tmp: str) -> tuple[list[str], list[bool]]:
-    module, run = Growing(), new_trainer(tmp, strategy, 2)
+    module = Growing()
+    run = new_trainer(tmp, strategy, 2)
     run.fit(module, loader(2, 2))
     run.save_checkpoint(f"{tmp}/checkpoint")
     never, early = Growing(adds=False), Growing(saves=f"{tmp}/early")

@@ -147,7 +147,9 @@ class Saving(pl.Callback):
     """Saves once, in a hook of the second epoch, and records the number of losses so far."""
 
     def __init__(self, path: str, hook: str, batch: int) -> None:
-        self.path, self.hook, self.batch = path, hook, batch
+        self.path = path
+        self.hook = hook
+        self.batch = batch
         self.losses_before: int | None = None
 
     def _save(self, hook: str, trainer: pl.Trainer) -> None:
@@ -210,7 +212,8 @@ def continued(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The outcomes of a run that saves and continues, and of one that resumes from there, both after the save."""
     hook, batch, arguments = MOMENTS[moment]
-    path, module = f"{tmp}/checkpoint", ByHand if by_hand else Scheduled
+    path = f"{tmp}/checkpoint"
+    module = ByHand if by_hand else Scheduled
     arguments = {**arguments, **how, **({"use_distributed_sampler": False} if seeded else {})}
     saving = Saving(path, hook, batch)
     whole, _ = fit_seeded(module(), strategy, tmp, 2, 10, noisy_batches(2, seeded), callbacks=[saving], **arguments)
@@ -339,7 +342,9 @@ class ExactResumeSuite(Clauses):
         self, ranks: Ranks, tmp_path: Path, saved_on: int, resumed_on: int, options: dict[str, Any]
     ) -> None:
         """On another world size, a run without randomness must resume with accumulated gradients, up to rounding."""
-        tmp, path, moment = str(tmp_path), str(tmp_path / "checkpoint"), "between the micro-batches of a step"
+        tmp = str(tmp_path)
+        path = str(tmp_path / "checkpoint")
+        moment = "between the micro-batches of a step"
         whole = ranks.run(saved_on, _elsewhere, self.strategy, tmp, saved_on, path, moment, False, options)[0]
         resumed = ranks.run(resumed_on, _elsewhere, self.strategy, tmp, resumed_on, path, moment, True, options)[0]
         expected = STEPS * EPOCHS - STEPS - 3

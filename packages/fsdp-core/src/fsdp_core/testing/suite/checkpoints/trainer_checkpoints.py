@@ -112,7 +112,9 @@ def assert_continues(
         optimizer: The name of the oracle's function that builds the optimizer.
         kind: ``"sharded"`` or ``"full"``.
     """
-    path, tmp, options = str(tmp_path / "checkpoint"), str(tmp_path), {"state_dict_type": kind}
+    path = str(tmp_path / "checkpoint")
+    tmp = str(tmp_path)
+    options = {"state_dict_type": kind}
     first = ranks.run(saved_on, two_epochs, saver, tmp, saved_on, optimizer, path, None, options, 1)[0]
     assert Path(path).is_dir() == (kind == "sharded")
     for world_size in loaded_on:

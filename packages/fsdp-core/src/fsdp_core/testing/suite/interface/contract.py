@@ -12,6 +12,7 @@ import torch
 from lightning.fabric import Fabric
 
 import fsdp_core
+from fsdp_core.devices import kind_of
 from fsdp_core.errors import StrategyUnavailableError
 from fsdp_core.lightning.fabric_strategy import ShardedFabricStrategy
 from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
@@ -20,15 +21,12 @@ from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.testing import oracle
-from fsdp_core.testing.launching.ranks import Ranks
+from fsdp_core.testing.launching.process_ranks import Ranks
 from fsdp_core.testing.state import sharded_by
 from fsdp_core.testing.suite.base_class import Clauses
 from fsdp_core.testing.training import new_fabric
 
 __all__ = ["ContractSuite", "accelerators_disagree", "misfits"]
-
-#: torch's device type of each of Lightning's own accelerators, by all of Lightning's names for them.
-_DEVICE_TYPES = {"cpu": "cpu", "cuda": "cuda", "gpu": "cuda", "mps": "mps", "tpu": "xla"}
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -83,17 +81,17 @@ def accelerators_disagree(
     Example:
         >>> accelerators_disagree(("tpu", "cpu"), ("cpu", "xla")), accelerators_disagree(("theirs",), ("npu",))
         ('', '')
-        >>> accelerators_disagree(("cuda", "cpu"), ("cpu",))
-        "the plugin names 'cuda', and the backend runs on no such device"
-        >>> accelerators_disagree(("cpu",), ("cuda", "cpu"))
-        "the backend runs on 'cuda', and the plugin names no such accelerator"
+        >>> accelerators_disagree(("any", "cpu"), ("cpu",))
+        "the plugin names 'any', and the backend runs on no such device"
+        >>> accelerators_disagree(("cpu",), ("mps", "cpu"))
+        "the backend runs on 'mps', and the plugin names no such accelerator"
         >>> accelerators_disagree(("tpu", "cpu"), ("xla",), {"cpu": "xla"})
         ''
     """
-    stands_for = {name: (chosen or {}).get(name) or _DEVICE_TYPES.get(name, name) for name in named}
+    stands_for = {name: (chosen or {}).get(name) or kind_of(name) or name for name in named}
     claimed = [name for name, device in stands_for.items() if device not in devices]
     unclaimed = [device for device in devices if device not in stands_for.values()]
-    theirs = [name for name in claimed if name not in _DEVICE_TYPES][: len(unclaimed)]
+    theirs = [name for name in claimed if kind_of(name) is None][: len(unclaimed)]
     claimed = [name for name in claimed if name not in theirs]
     unclaimed = unclaimed[len(theirs) :]
     messages = [f"the plugin names {', '.join(map(repr, claimed))}, and the backend runs on no such device"] * bool(
@@ -109,9 +107,11 @@ def accelerators_disagree(
 def _reasons(called: inspect.Signature, taken: inspect.Signature) -> list[str]:
     """Why calls with one signature don't match the other."""
     kinds = {parameter.kind for parameter in taken.parameters.values()}
-    any_position, any_name = inspect.Parameter.VAR_POSITIONAL in kinds, inspect.Parameter.VAR_KEYWORD in kinds
+    any_position = inspect.Parameter.VAR_POSITIONAL in kinds
+    any_name = inspect.Parameter.VAR_KEYWORD in kinds
     positional = [parameter for parameter in taken.parameters.values() if parameter.kind in _POSITIONAL]
-    reasons, met = [], set()
+    reasons = []
+    met = set()
     position = -1
     for name, parameter in called.parameters.items():
         position += parameter.kind in _POSITIONAL

@@ -36,7 +36,8 @@ class PresetClauses(Clauses):
         assert not theirs.presets
         front_ends: list[FrontEnd] = ["trainer", "fabric"]
         for front_end in front_ends:
-            strategy_class, base = self.strategy_class(front_end), self.class_of(self.preset_of, front_end)
+            strategy_class = self.strategy_class(front_end)
+            base = self.class_of(self.preset_of, front_end)
             assert ours.presets or strategy_class is not base
             for cls in strategy_class.__mro__[: strategy_class.__mro__.index(base)]:
                 defined = {name for name, value in vars(cls).items() if callable(value)}

@@ -175,7 +175,9 @@ def _write(net: Any) -> None:
 def _gather(strategy: str) -> dict[str, Any]:
     """What a rank sees of whole parameters, and the state after a write to them and a step."""
     loop = Loop(strategy)
-    fabric, net, model = loop.fabric, loop.net, loop.model
+    fabric = loop.fabric
+    net = loop.net
+    model = loop.model
     first, second = loop.batches(2)
     loop.step_on(*first)
     x = torch.ones(BATCH, FEATURES, device=fabric.device)
@@ -245,7 +247,8 @@ def _within_inference_mode(strategy: str, tmp: str) -> tuple[float, list[float],
     run = new_trainer(tmp, strategy, 2)
     run.fit(Lit("momentum"), loader(1, 2))
     run.save_checkpoint(path)
-    module, run = Lit("momentum"), new_trainer(tmp, strategy, 2)
+    module = Lit("momentum")
+    run = new_trainer(tmp, strategy, 2)
     with torch.inference_mode():
         run.test(module, loader(1, 2), ckpt_path=path, verbose=False)
     test_loss = float(run.callback_metrics["test_loss"])
@@ -328,7 +331,8 @@ class OutsideStepsSuite(Clauses):
     def test_gathered(self, ranks: Ranks) -> None:
         """In ``gathered()``, one rank must read, call and write whole parameters; all ranks train with its values."""
         loop = Loop(None)
-        net, x = loop.net, torch.ones(BATCH, FEATURES)
+        net = loop.net
+        x = torch.ones(BATCH, FEATURES)
         first, second = loop.batches(2)
         loop.step_on(*first)
         with torch.no_grad():

@@ -191,7 +191,8 @@ def _initialising(strategy: str, tmp: str) -> tuple[dict[str, Any], dict[str, An
         net = Initialising()
     assert net.head.weight.is_meta
     fabric.setup(net)
-    module, run = LitInitialising(), new_trainer(tmp, strategy, 2)
+    module = LitInitialising()
+    run = new_trainer(tmp, strategy, 2)
     run.validate(module, loader(1, 2), verbose=False)
     return full_state(fabric.strategy), full_state(run.strategy), means(module.validation_losses)
 
@@ -292,7 +293,8 @@ class Announced(NamedTuple):
 
 
 def _announced(strategy: str, tmp: str, front_end: FrontEnd) -> Announced:
-    net, logger = Wide(), _logger(front_end)
+    net = Wide()
+    logger = _logger(front_end)
     fabric = new_fabric(strategy, 2) if front_end == "fabric" else None
     run = new_trainer(tmp, strategy, 2, max_epochs=0)
 

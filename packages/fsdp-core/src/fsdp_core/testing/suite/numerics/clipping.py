@@ -110,7 +110,9 @@ class ClippingSuite(Clauses):
     @pytest.mark.parametrize("world_size", [2, 3])
     def test_clipping_by_norm_equals_plain(self, ranks: Ranks, tmp_path: Path, world_size: int) -> None:
         """With clipping by norm, losses and weights must equal those of one unsharded process."""
-        run, tmp, trainer = partial(ranks.run, world_size), str(tmp_path), {"gradient_clip_val": 0.2}
+        run = partial(ranks.run, world_size)
+        tmp = str(tmp_path)
+        trainer = {"gradient_clip_val": 0.2}
         got = run(fit, self.strategy, tmp, world_size, 4, "momentum", {}, trainer)
         got += run(fabric_fit, self.strategy, world_size, 4, "momentum", {}, 1, 0.2)
         assert_same(got, train_plain(4, oracle.momentum, clip_norm=0.2))
@@ -119,7 +121,8 @@ class ClippingSuite(Clauses):
     @pytest.mark.parametrize("world_size", [2, 3])
     def test_clipping_by_value_equals_plain(self, ranks: Ranks, tmp_path: Path, world_size: int) -> None:
         """With clipping by value, losses and weights must equal those of one unsharded process."""
-        run, tmp = partial(ranks.run, world_size), str(tmp_path)
+        run = partial(ranks.run, world_size)
+        tmp = str(tmp_path)
         trainer = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
         got = run(fit, self.strategy, tmp, world_size, 4, "momentum", {}, trainer)
         got += run(fabric_fit, self.strategy, world_size, 4, "momentum", {}, 1, None, 0.01)

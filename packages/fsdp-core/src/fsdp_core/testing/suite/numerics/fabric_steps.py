@@ -103,7 +103,8 @@ def assert_whole_steps(ranks: Ranks, strategy: str) -> None:
     got = ranks.run(2, _whole_steps, strategy)
     for name in METHODS:
         module = _Stepping()
-        optimizers, step = _optimizers(module), getattr(module, name)
+        optimizers = _optimizers(module)
+        step = getattr(module, name)
         losses = [step(x, y, Tensor.backward, optimizers) for x, y in oracle.global_batches(3)]
         for outcomes in got:
             torch.testing.assert_close(outcomes[name], (losses, module.state_dict()), atol=FP32_TOLERANCE, rtol=0)

@@ -46,7 +46,9 @@ class LeavingOut(Net):
 
     def __init__(self, call: int, of: int) -> None:
         super().__init__()
-        self.call, self.of, self.calls = call, of, 0
+        self.call = call
+        self.of = of
+        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         left_out = self.blocks[1] if self.calls % self.of == self.call else None
@@ -66,7 +68,8 @@ class Step:
     """
 
     def __init__(self, loop: Loop) -> None:
-        self.loop, self.batches = loop, loop.batches(3)
+        self.loop = loop
+        self.batches = loop.batches(3)
         self.backward, self.unreduced = loop.backward, loop.unreduced
 
     def loss(self, index: int) -> Tensor:
@@ -180,7 +183,8 @@ def _assert_same_updates(ranks: list[Trained], want: Mapping[str, Tensor], befor
     """Assert that parameters have changed as in plain torch, as far as half precision allows."""
     for _, got in ranks:
         for name, start in before.items():
-            expected, update = want[name] - start, got[name] - start
+            expected = want[name] - start
+            update = got[name] - start
             assert (update - expected).norm() <= _HALF * expected.norm(), f"{name}: the update is wrong"
 
 
@@ -214,7 +218,8 @@ class PassesSuite(Clauses):
     @precisions("bf16-mixed")
     def test_a_unit_that_the_first_micro_batch_leaves_out(self, ranks: Ranks, precision: str) -> None:
         """A unit that was never called before an accumulation must be trained by its later micro-batches."""
-        order, new_net = "a forward pass within no_backward_sync", partial(_leaving_out, 0, of=2 * STEPS)
+        order = "a forward pass within no_backward_sync"
+        new_net = partial(_leaving_out, 0, of=2 * STEPS)
         _, want = _train(None, order, None, new_net)
         got = ranks.run(2, _train, self.strategy, order, precision, new_net)
         _assert_same_updates(got, want, new_net().state_dict())

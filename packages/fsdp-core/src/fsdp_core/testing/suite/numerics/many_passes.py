@@ -136,7 +136,8 @@ def _penalty(step: Step) -> Tensor:
 
 
 def _penalty_between(step: Step) -> Tensor:
-    first, mixed = step.net(step.x), _differentiable(0.3 * step.x + 0.7 * step.x.flip(1))
+    first = step.net(step.x)
+    mixed = _differentiable(0.3 * step.x + 0.7 * step.x.flip(1))
     (gradient,) = torch.autograd.grad(step.net(mixed).sum(), mixed, create_graph=True)
     return mse_loss(first, step.y) + step.loss(step.x.flip(1)) + _distance_to_1(gradient)
 
@@ -517,7 +518,8 @@ class Setting:
         return {"precision": self.precision}
 
 
-_ACCUMULATES, _MIXED = Capability.GRADIENT_ACCUMULATION, Capability.MIXED_PRECISION
+_ACCUMULATES = Capability.GRADIENT_ACCUMULATION
+_MIXED = Capability.MIXED_PRECISION
 
 #: Settings that differ from the default, by a name.
 SETTINGS: Mapping[str, Setting] = {
@@ -902,7 +904,9 @@ class ManyPassesSuite(Clauses):
         fronts = ["fabric", "automatic"]
         if Capability.MANUAL_OPTIMIZATION in registry.strategies()[self.strategy].capabilities:
             fronts.append("by hand")
-        front, setting, parameters = draw.choice(fronts), SETTINGS[name], name
+        front = draw.choice(fronts)
+        setting = SETTINGS[name]
+        parameters = name
         if name == "its own":
             if not self.own_step_options:
                 pytest.skip("the strategy's tests name no options of its own")
@@ -924,7 +928,8 @@ class ManyPassesSuite(Clauses):
         batches: int,
         name: str = "",
     ) -> None:
-        how, plain = "by hand" if front == "fabric" else front, setting.unsharded()
+        how = "by hand" if front == "fabric" else front
+        plain = setting.unsharded()
         wanted = {what: _fit("auto", str(tmp_path), how, what, plain, batches) for what in kinds}
         refused = {*self.refused_steps.get(name, ()), *self.refused_steps.get(front, ())}
         trained = ranks.run(setting.ranks, _train_each, self.strategy, str(tmp_path), front, kinds, setting, batches)

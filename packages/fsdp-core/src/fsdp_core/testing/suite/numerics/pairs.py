@@ -18,14 +18,16 @@ from fsdp_core.testing.meshes import LINES, DeclaredMesh
 from fsdp_core.testing.pairs.comparing import differences, differing_bits
 from fsdp_core.testing.pairs.dimensions import FORBIDDEN, Configuration, Dimension, declared, options_of
 from fsdp_core.testing.pairs.drawing import Rule, first
-from fsdp_core.testing.pairs.oracle import train_in_one_process
 from fsdp_core.testing.pairs.running import Outcome, RunRequest, run_all
+from fsdp_core.testing.pairs.unsharded_run import train_in_one_process
 from fsdp_core.testing.suite.base_class import Clauses, each_ranks
 
 __all__ = ["COUNT", "ONLY", "SEED", "PairsSuite", "assert_equals_plain"]
 
 #: Environment variables: how many configurations are drawn, with which seed; and one configuration instead of a draw.
-COUNT, SEED, ONLY = "FSDP_PAIRS", "FSDP_PAIRS_SEED", "FSDP_PAIRS_ONLY"
+COUNT = "FSDP_PAIRS"
+SEED = "FSDP_PAIRS_SEED"
+ONLY = "FSDP_PAIRS_ONLY"
 
 #: Configurations of one test, which share a start of the ranks.
 _TOGETHER = 10
@@ -170,7 +172,8 @@ def _run(ranks: Ranks, tmp_path: Path, suite: type[PairsSuite], every: Sequence[
     resumed: list[tuple[RunRequest, list[Outcome], int]] = []  # with the number of ranks that save what it loads
     for number, drawn in enumerate(every):
         chosen = drawn.configuration
-        mesh, after = suite.meshes[chosen["mesh"]], chosen.get("resumed_on", "the same")
+        mesh = suite.meshes[chosen["mesh"]]
+        after = chosen.get("resumed_on", "the same")
         options = options_of(chosen, dimensions)
         path = str(tmp_path / f"checkpoint {number}") if chosen.get("resume", "no") != "no" else None
 

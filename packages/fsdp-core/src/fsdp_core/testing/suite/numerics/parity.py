@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.capabilities import Capability
-from fsdp_core.sharding.wrap_policy import describe_policy
+from fsdp_core.sharding.units.wrap_policy import describe_policy
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, Trained, train_plain
@@ -149,7 +149,9 @@ class NumbersSuite(Clauses):
         self, ranks: Ranks, tmp_path: Path, world_size: int, options: dict[str, Any]
     ) -> None:
         """With gradient accumulation, losses and weights must equal those of one unsharded process."""
-        run, tmp, trainer = partial(ranks.run, world_size), str(tmp_path), {"accumulate_grad_batches": 3}
+        run = partial(ranks.run, world_size)
+        tmp = str(tmp_path)
+        trainer = {"accumulate_grad_batches": 3}
         got = run(fit, self.strategy, tmp, world_size, 6, "momentum", options, trainer)
         got += run(fabric_fit, self.strategy, world_size, 6, "momentum", options, 3)
         assert_same(got, train_plain(6, oracle.momentum, accumulate=3))

@@ -18,15 +18,15 @@ from fsdp_core.testing.state import full_state, local, poison_gradient, trained_
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks, precisions, requires
 from fsdp_core.testing.training import Lit, fit_module, loader, means, new_trainer
 
-__all__ = ["PrecisionSuite", "seen_by_a_block"]
+__all__ = ["DTYPES", "PrecisionSuite", "seen_by_a_block"]
 
-PRECISIONS = ["32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"]
-STORAGE = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
-COMPUTE = {
-    "bf16-true": torch.bfloat16,
-    "16-true": torch.float16,
-    "bf16-mixed": torch.bfloat16,
-    "16-mixed": torch.float16,
+#: By precision string, the dtypes in which shards are stored and blocks compute.
+DTYPES = {
+    "32-true": (torch.float32, torch.float32),
+    "bf16-true": (torch.bfloat16, torch.bfloat16),
+    "16-true": (torch.float16, torch.float16),
+    "bf16-mixed": (torch.float32, torch.bfloat16),
+    "16-mixed": (torch.float32, torch.float16),
 }
 
 
@@ -107,7 +107,7 @@ def _train_under_fabric(strategy: str, precision: Any) -> dict[str, Any]:
     for x, y in loop.whole_batches(3):
         with loop.fabric.autocast():
             ones = loop.fabric.to_device(torch.ones(2, 2))
-            assert (ones @ ones).dtype is COMPUTE.get(precision, torch.float32)
+            assert (ones @ ones).dtype is DTYPES[precision][1]
         output = loop.model(x)
         assert output.dtype is torch.float32
         loss = mse_loss(output, y)
@@ -194,11 +194,11 @@ class PrecisionSuite(Clauses):
     """Dtypes are those that the precision string selects, and training in half precision works."""
 
     @requires(Capability.CLIP_BY_NORM)
-    @precisions(*PRECISIONS)
+    @precisions(*DTYPES)
     def test_dtypes_under_trainer(self, ranks: Ranks, tmp_path: Path, precision: str) -> None:
         """Shards and gradients must have the storage dtype, and blocks must compute in the compute dtype."""
         want, _ = oracle.train_plain(3, oracle.sgd)
-        storage, compute = STORAGE.get(precision, torch.float32), COMPUTE.get(precision, torch.float32)
+        storage, compute = DTYPES[precision]
         for got in ranks.run(2, seen_by_a_block, self.strategy, str(tmp_path), precision, {}):
             assert got["losses"] == pytest.approx(want, rel=HALF_TOLERANCE)
             assert (got["shards"], got["grads"]) == ({storage}, {storage})
@@ -210,17 +210,19 @@ class PrecisionSuite(Clauses):
         self, ranks: Ranks, tmp_path: Path, precision: str
     ) -> None:
         """In mixed precision, a block's weights and inputs must be cast before its forward pass."""
+        _, compute = DTYPES[precision]
         for got in ranks.run(2, seen_by_a_block, self.strategy, str(tmp_path), precision, {}):
-            assert (got["weight"], got["input"]) == (COMPUTE[precision], COMPUTE[precision])
+            assert (got["weight"], got["input"]) == (compute, compute)
 
     @requires(Capability.CLIP_BY_NORM)
-    @precisions(*PRECISIONS)
+    @precisions(*DTYPES)
     def test_dtypes_under_fabric(self, ranks: Ranks, precision: str) -> None:
         """Under Fabric, shards must have the storage dtype, and outputs must be float32."""
         want, _ = oracle.train_plain(3, oracle.sgd)
+        storage, _ = DTYPES[precision]
         for got in ranks.run(2, _train_under_fabric, self.strategy, precision):
             assert got["losses"] == pytest.approx(want, rel=HALF_TOLERANCE)
-            assert got["shards"] == {STORAGE.get(precision, torch.float32)}
+            assert got["shards"] == {storage}
 
     @requires(Capability.MIXED_PRECISION)
     @pytest.mark.parametrize(

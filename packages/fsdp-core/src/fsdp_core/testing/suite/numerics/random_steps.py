@@ -14,8 +14,8 @@ from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.testing import RankError, Ranks
 from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained
 from fsdp_core.testing.steps.grammar import Front, Program, compose
-from fsdp_core.testing.steps.oracle import Outcome, train_in_one_process
 from fsdp_core.testing.steps.running import Raised, run_all
+from fsdp_core.testing.steps.unsharded_copies import Outcome, train_in_one_process
 from fsdp_core.testing.suite.base_class import Clauses, each_ranks, requires, shares_of
 
 __all__ = ["COUNT", "SEED", "RandomStepsSuite"]

@@ -124,7 +124,8 @@ def _train(strategy: str | None, case: str, accumulate: int) -> Trained:
             if loop.fabric is None:
                 rank_losses = []
                 for rank, experts in enumerate(experts_by_rank):
-                    rank_x, rank_y = x[rank::2], y[rank::2]
+                    rank_x = x[rank::2]
+                    rank_y = y[rank::2]
                     rank_losses.append(mse_loss(loop.net(rank_x, experts), rank_y))
                 loss = torch.stack(rank_losses).mean()
             else:

@@ -56,7 +56,8 @@ class Keeper(Callback):
     """Has state, and records whether it was restored."""
 
     def __init__(self) -> None:
-        self.seen, self.restored = 7, False
+        self.seen = 7
+        self.restored = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": self.seen, "best": torch.tensor(0.5)}
@@ -85,7 +86,8 @@ def refused_by_trainer(
     strategy: str, tmp: str, path: str, module: Lit, error: type[Exception], stage: str = "fit"
 ) -> str:
     """The error of a stage from a checkpoint, which must leave everything as it was."""
-    state_before, keeper = copied_state(module), Keeper()
+    state_before = copied_state(module)
+    keeper = Keeper()
     run = new_trainer(tmp, strategy, 2, callbacks=[keeper])
     message = refusal(error, lambda: getattr(run, stage)(module, loader(1, 2), ckpt_path=path))
     assert was_refused(message), message

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.errors import ShardingError
-from fsdp_core.sharding.wrap_policy import describe_policy
+from fsdp_core.sharding.units.wrap_policy import describe_policy
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.oracle import Block
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
@@ -33,7 +33,8 @@ def _on_other_terms(strategy: str, tmp: str, options: dict[str, Any]) -> str:
 
 def _two_dtypes(strategy: str) -> tuple[str, bool]:
     """The error for a unit with parameters of two dtypes, or whether each parameter has kept its dtype."""
-    fabric, net = new_fabric(strategy), oracle.new_net()
+    fabric = new_fabric(strategy)
+    net = oracle.new_net()
     blocks: Any = net.blocks
     blocks[0].up.to(torch.bfloat16)
     dtypes = {name: parameter.dtype for name, parameter in net.named_parameters()}

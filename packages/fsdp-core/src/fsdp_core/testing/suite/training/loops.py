@@ -216,7 +216,8 @@ def _train_with_use(strategy: str | None, use: str, is_stepped: bool) -> tuple[l
     parameters = list(loop.model.parameters())
 
     def train() -> tuple[list[float], Trained]:
-        losses, norms = [], []
+        losses = []
+        norms = []
         for x, y in loop.whole_batches(3):
             loss = loop.loss(x, y)
             loop.backward(loss)

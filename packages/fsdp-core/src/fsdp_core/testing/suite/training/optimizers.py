@@ -202,7 +202,9 @@ def _refusals(strategy: str, tmp: str) -> dict[str, list[str]]:
         return message
 
     fabric = new_fabric(strategy, 1)
-    net, other, stepped = oracle.new_net(), oracle.new_net(), oracle.new_net()
+    net = oracle.new_net()
+    other = oracle.new_net()
+    stepped = oracle.new_net()
     has_stepped = oracle.momentum(stepped)
     stepped(oracle.global_batches(1)[0][0]).sum().backward()
     has_stepped.step()

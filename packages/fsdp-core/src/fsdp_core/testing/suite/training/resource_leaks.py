@@ -60,7 +60,8 @@ def left_behind(
     The first run creates the default process group, which Lightning keeps until the process ends, and the threads that
     watch its ranks for as long.
     """
-    rank, folder = here().rank, Path(tmp)
+    rank = here().rank
+    folder = Path(tmp)
     directories = [folder / f"cwd{rank}", folder / f"tmp{rank}"]
     for directory in directories:
         directory.mkdir()
@@ -68,10 +69,13 @@ def left_behind(
         patch.chdir(directories[0])
         patch.setattr(tempfile, "tempdir", str(directories[1]))
         patch.setenv("TMPDIR", str(directories[1]))
-        variables, threads, groups = dict(os.environ), set[threading.Thread](), 0
+        variables = dict(os.environ)
+        threads = set[threading.Thread]()
+        groups = 0
         run = {"trainer": _under_trainer, "fabric": _under_fabric}[front_end]
         for path in (folder / "first", folder / "second"):
-            groups, threads = process_groups(), set(threading.enumerate())
+            groups = process_groups()
+            threads = set(threading.enumerate())
             run(strategy, folder, path if saves else None, options)
         return {
             "environment variables": sorted(

@@ -86,7 +86,8 @@ def plain_steps(steps: int, *, width: int = 7) -> Steps:
     """Train in this process."""
     net = oracle.new_net(width=width)
     optimizer = make_muon(net)
-    schedule, losses = StepLR(optimizer, 2, 0.5), []
+    schedule = StepLR(optimizer, 2, 0.5)
+    losses = []
     for x, y in oracle.global_batches(steps):
         loss = mse_loss(net(x), y)
         losses.append(loss.item())
@@ -135,12 +136,14 @@ def steps_on(
         return str(refused)
     OwnMuon.matrices = 0  # without those of the trial
     plain: Any = optimizer.optimizer
-    schedule, losses = StepLR(plain, 2, 0.5), []
+    schedule = StepLR(plain, 2, 0.5)
+    losses = []
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
     if load is not None:
         fabric.load(load, state)
     runtime = used.runtime
-    shares, share = runtime.data_parallel_world_size, runtime.data_parallel_rank
+    shares = runtime.data_parallel_world_size
+    share = runtime.data_parallel_rank
     size = BATCH // shares
     for x, y in oracle.global_batches(last)[first:]:
         x, y = (fabric.to_device(rows[share * size : (share + 1) * size]) for rows in (x, y))

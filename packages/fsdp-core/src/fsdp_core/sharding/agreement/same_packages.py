@@ -73,7 +73,8 @@ def check_same_packages(runtime: Runtime, versions: Mapping[str, str]) -> None:
 
 def _describe_differences(by_rank: Sequence[tuple[str, Mapping[str, str]]]) -> str:
     names = dict.fromkeys(name for _, versions in by_rank for name in versions)
-    lines, example = [], ""
+    lines = []
+    example = ""
     for name in names:
         ranks_by_version: dict[str | None, dict[str, list[int]]] = {}
         for rank, (host, versions) in enumerate(by_rank):

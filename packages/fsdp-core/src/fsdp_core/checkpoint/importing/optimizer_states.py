@@ -11,7 +11,7 @@ from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
 from fsdp_core.state.chunks import TensorSource
 from fsdp_core.state.fqn import clean_name
 
-__all__ = ["ParameterOrder", "by_name", "is_flattened", "is_optimizer", "unflattened"]
+__all__ = ["ParameterOrder", "by_name", "is_flattened", "is_optimizer", "unflatten"]
 
 _STATE, _GROUPS = "state", "param_groups"
 
@@ -48,11 +48,11 @@ def is_flattened(value: Any) -> bool:
     )
 
 
-def unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Restore an optimizer's state from a flattened one. Parameters with the same settings form one group.
 
     Example:
-        >>> unflattened({"state.a.b.step": 1, "param_groups.a.b.lr": 0.1})
+        >>> unflatten({"state.a.b.step": 1, "param_groups.a.b.lr": 0.1})
         {'state': {'a.b': {'step': 1}}, 'param_groups': [{'lr': 0.1, 'params': ['a.b']}]}
     """
     state: dict[str, dict[str, Any]] = {}
@@ -253,7 +253,8 @@ def _is_factor_of(state_shape: Shape, shape: Shape) -> bool:
 
 def _find_earliest_positions(state_shapes: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] | None:
     """The first positions, in order, whose shapes fit; ``None`` if there are none."""
-    positions, position = list[int](), 0
+    positions = list[int]()
+    position = 0
     for shapes_of_state in state_shapes:
         while position < len(shapes) and not _can_have_state(shapes[position], shapes_of_state):
             position += 1

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from fsdp_core.devices import has_addresses
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.sharded_init import is_part
 from fsdp_core.torch_private.tensors import hooks_on
@@ -119,7 +120,7 @@ def _refuse_shared_memory(module: nn.Module) -> None:
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), is_trained, fqn)
         for fqn, tensor, is_trained in pieces
         if type(tensor) in (nn.Parameter, nn.Buffer, Tensor)
-        and tensor.device.type in ("cpu", "cuda")
+        and has_addresses(tensor)
         and tensor.layout == torch.strided
         and tensor.data_ptr()
     )

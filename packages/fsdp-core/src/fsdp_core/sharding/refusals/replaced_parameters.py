@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from fsdp_core.devices import IS_OF_KIND
 from fsdp_core.errors import ShardingError
 from fsdp_core.torch_private.tensors import without_torch_function
 
@@ -46,10 +47,7 @@ _ALLOWED: frozenset[Any] = frozenset(
         getattr(Tensor, name).__get__
         for name in ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim")
     ]
-    + [
-        getattr(Tensor, name).__get__
-        for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_xla")
-    ]
+    + [getattr(Tensor, name).__get__ for name in IS_OF_KIND]
     + [getattr(Tensor, name) for name in ("size", "dim", "numel", "nelement", "ndimension", "__len__", "__hash__")]
     + [
         getattr(Tensor, name)

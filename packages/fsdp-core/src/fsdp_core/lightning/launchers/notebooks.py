@@ -7,8 +7,8 @@ forked process has all of it. What Lightning's ``ddp_notebook`` does is done for
 - The weights that come back are gathered from shards.
 - Ranks compute with one thread on a CPU. The threads of OpenMP in the notebook's process do not exist in a forked one,
   which would wait for them forever; torch's data loaders do the same for their workers.
-- What would initialise CUDA before the fork is left to the ranks, and it is an error if something else has, or if a run
-  on one device has created a process group: gloo keeps its sockets as long as the process lives.
+- What would initialise the accelerator before the fork is left to the ranks, and it is an error if something else has,
+  or if a run on one device has created a process group: gloo keeps its sockets as long as the process lives.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.multiprocessing.spawn import start_processes
 
+from fsdp_core import devices
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.lightning.outside_steps.exporting import full_state_dict
 from fsdp_core.lightning.private import FabricForkLauncher, TrainerForkLauncher, take_progress
@@ -146,11 +147,12 @@ def _stage(trainer: Any, results: Any, extra: Callable[[Any], Any]) -> tuple[Any
 
 def _on_forked_ranks(strategy: Any, run: Callable[[], Any]) -> Any:
     """Run a function on every rank of this host, and return what it returns on the first."""
-    if strategy.root_device.type == "cuda" and torch.cuda.is_initialized():
+    kind = strategy.root_device.type
+    if devices.is_accelerator(strategy.root_device) and devices.is_initialized(kind):
         raise UnsupportedCapabilityError(
-            f"{strategy.strategy_name!r} can't start ranks from this notebook: CUDA is initialised in its process, and "
-            "a forked one can't use it then.\n"
-            "Restart the kernel, and run nothing on a GPU before: no .cuda(), no .to('cuda'), no torch.cuda call but "
+            f"{strategy.strategy_name!r} can't start ranks from this notebook: {kind!r} is initialised in its process, "
+            "and a forked one can't use it then.\n"
+            f"Restart the kernel, and run nothing on the device before: no .to({kind!r}), no torch.{kind} call but "
             "device_count() and is_available(). The ranks move the model by themselves."
         )
     if torch.distributed.is_initialized():

@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_core.state.full_tensor import gathered_modules
 from fsdp_core.torch_private.autograd import in_backward
-from fsdp_core.torch_private.compilation import outside_of_compilation
+from fsdp_core.torch_private.dynamo import outside_of_compilation
 from fsdp_core.torch_private.modules import cast_inputs
 
 __all__ = ["StepInputs"]

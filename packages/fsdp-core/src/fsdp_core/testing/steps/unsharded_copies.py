@@ -42,7 +42,8 @@ def train_in_one_process(program: Program, front: Front, shares: int) -> Outcome
     """
     nets = [new_net(program) for _ in range(shares)]
     optimizers = [sgd(net) for net in nets]
-    step, losses = program.step(), []
+    step = program.step()
+    losses = []
     try:
         for batch in oracle.global_batches(BATCHES):
             of_shares = []

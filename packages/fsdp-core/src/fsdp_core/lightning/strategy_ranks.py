@@ -14,16 +14,16 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.lightning.constructing import ConstructedStrategy
-from fsdp_core.lightning.launch_checks import check_launched
-from fsdp_core.lightning.notebooks import check_interactive, is_interactive
+from fsdp_core.lightning.launchers.launch_checks import check_launched
+from fsdp_core.lightning.launchers.notebooks import check_interactive, is_interactive
+from fsdp_core.lightning.launchers.ray_train import RayWorker, ray_worker
 from fsdp_core.lightning.private import reset_seed
-from fsdp_core.lightning.ray_train import RayWorker, ray_worker
 from fsdp_core.lightning.setup_checks import check_devices, hang_duration, reduce_op_name, set_rank_zero
 from fsdp_core.mesh import DATA_AXES, GRADIENT_AXES, Mesh
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
+from fsdp_core.sharding.agreement.same_packages import check_same_packages, versions_of
 from fsdp_core.sharding.backend import Backend
-from fsdp_core.sharding.host_agreement import check_same_packages, versions_of
-from fsdp_core.sharding.precisions import ShardPrecision
+from fsdp_core.sharding.precision_strings import ShardPrecision
 from fsdp_core.watch import watch
 
 __all__ = ["StrategyRanks"]
@@ -187,7 +187,7 @@ class StrategyRanks(ConstructedStrategy):
         """How far this rank is, in words, for messages about ranks that are lost or hang."""
         raise NotImplementedError
 
-    def _reduced(self, tensor: Any, group: Any | None, reduce_op: Any) -> Any:
+    def _reduce_values(self, tensor: Any, group: Any | None, reduce_op: Any) -> Any:
         """Reduce a tensor over the ranks with different batches or parts; other values are returned unchanged."""
         if not isinstance(tensor, Tensor):
             return tensor

@@ -92,7 +92,8 @@ class _Buffers:
             for name, copied in then.items():
                 if copied is None or copied.nbytes <= _SMALL or copied.device.type == "xla":
                     continue
-                buffer, key = now.get(name), (i, name)
+                buffer = now.get(name)
+                key = (i, name)
                 if id(buffer) in self._shared:
                     self._unwritten.pop(key, None)
                 elif key in self._unwritten:

@@ -3,61 +3,41 @@
 from __future__ import annotations
 
 import gc
-import importlib
-import io
 import os
-import pickle
 import socket
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from types import TracebackType
-from typing import Any, ClassVar, Literal, NoReturn, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol
 
-from fsdp_core.testing.launching.forking import (
-    StartMethod,
-    end_process,
-    kill_process,
-    lead_session,
-    read_stacks,
-    start_process,
-    within,
+from fsdp_core.testing.launching.calls import (
+    WAITED_FOR_FAILED,
+    Failure,
+    StartedRanks,
+    answer_calls,
+    answered,
+    describe_silence,
+    import_function,
+    leave_out_of_collections,
+    raise_failures,
+    restored_environment,
+    send_call,
 )
+from fsdp_core.testing.launching.forking import StartMethod, end_process, kill_process, start_process, within
 
-__all__ = [
-    "Failure",
-    "RankError",
-    "RankKind",
-    "RankPool",
-    "Ranks",
-    "describe_silence",
-    "import_function",
-    "leave_out_of_collections",
-    "raise_failures",
-    "ranks_are_nodes",
-]
+__all__ = ["RankKind", "RankPool", "Ranks", "ranks_are_nodes"]
 
 #: What ranks are: connected processes, threads of one process, or one process that drives all devices.
 RankKind = Literal["processes", "threads", "one controller"]
 
 
 _MEETINGS = 3
-_NOT_MET = "RuntimeError: Gloo connectFullMesh failed"
-_WAITED = "ended, because it waited for a rank that failed"
-
-
-class RankError(AssertionError):
-    """A rank failed or ran out of time.
-
-    The message starts with the error of the first rank that failed, for pytest's short summary, and includes each
-    rank's traceback.
-    """
 
 
 class Ranks(Protocol):
@@ -81,46 +61,7 @@ class Ranks(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank has no result: in one line, and with its traceback if it has one."""
-
-    summary: str
-    traceback: str = ""
-
-    @property
-    def is_of_meeting(self) -> bool:
-        """Whether gloo failed to connect this rank with the others, which is unrelated to what ranks run."""
-        return self.summary.startswith(_NOT_MET) or self.summary == _WAITED
-
-    @classmethod
-    def of(cls, error: BaseException) -> Self:
-        """Summarize an exception by its first line; further lines of ours and pytest's contain advice and details.
-
-        For an assertion without a message: its source line. pytest shows values only in modules that it has rewritten.
-        """
-        lines = "".join(traceback.format_exception_only(error)).splitlines()
-        if isinstance(error, AssertionError) and not error.args and error.__traceback__ is not None:
-            source_line = traceback.extract_tb(error.__traceback__)[-1].line or ""
-            if source_line.startswith("assert "):
-                lines[0] += f": {source_line}"
-        # the location of a syntax error precedes it, indented
-        return cls(next(line for line in lines if not line.startswith(" ")), traceback.format_exc())
-
-    @property
-    def report(self) -> str:
-        """The traceback, or else the line."""
-        return self.traceback or self.summary
-
-
-def describe_silence(process: BaseProcess, connection: Connection, timeout: float) -> Failure:
-    """The failure of a process that has not answered within so many seconds, with what its threads are doing."""
-    summary = f"no answer within {timeout:g} s"
-    stacks = read_stacks(process, connection)
-    return Failure(summary, f"{summary}, in these calls:\n{stacks}" if stacks else "")
-
-
-class RankPool:
+class RankPool(StartedRanks):
     """Runs functions on several ranks at once.
 
     Each rank is a process with one torch thread and the environment variables that ``torchrun`` sets, so Lightning
@@ -169,7 +110,7 @@ class RankPool:
                 break
             if meeting == _MEETINGS or not all(failure.is_of_meeting for failure in failures.values()):
                 raise_failures(function, failures, world_size)
-            summary = next(failure.summary for failure in failures.values() if failure.summary != _WAITED)
+            summary = next(failure.summary for failure in failures.values() if failure.summary != WAITED_FOR_FAILED)
             warnings.warn(
                 f"gloo failed to connect the ranks ({summary}); new ones are started for the same call.", stacklevel=2
             )
@@ -200,9 +141,7 @@ class RankPool:
         failures: dict[int, Failure] = {}
         for rank in range(world_size):
             try:
-                worker = self._workers[rank][1]
-                worker.send((function.__module__, function.__qualname__, sys.path, rank, world_size, port))
-                worker.send(args)  # which a rank can take only when it knows where to import from
+                send_call(self._workers[rank][1], function, args, rank, world_size, port)
             except OSError:
                 failures[rank] = Failure(f"the process died with exit code {self._exit_code(rank)}")
         deadline = time.monotonic() + timeout
@@ -215,18 +154,22 @@ class RankPool:
             if not ready:
                 is_late = end == deadline
                 for rank in open_ranks:
-                    failures[rank] = describe_silence(*self._workers[rank], timeout) if is_late else Failure(_WAITED)
+                    failures[rank] = (
+                        describe_silence(*self._workers[rank], timeout) if is_late else Failure(WAITED_FOR_FAILED)
+                    )
             for connection in ready:
                 rank = waiting[connection]
                 ok: bool
                 value: Any
                 try:
-                    ok, value = self._workers[rank][1].recv()
+                    ((ok, value),) = self._workers[rank][1].recv()
                 except (EOFError, ConnectionResetError):
-                    ok, value = False, Failure(f"the process died with exit code {self._exit_code(rank)}")
+                    ok = False
+                    value = Failure(f"the process died with exit code {self._exit_code(rank)}")
                 except Exception as error:
                     reason = f"what it returned can't be unpickled here: {type(error).__name__}: {error}"
-                    ok, value = False, Failure(reason, traceback.format_exc())
+                    ok = False
+                    value = Failure(reason, traceback.format_exc())
                 (results if ok else failures)[rank] = value
         return results, failures
 
@@ -241,14 +184,6 @@ class RankPool:
         for process, connection in self._workers:
             end_process(process, connection)
         self._workers.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, error_class: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _replace_lost(self) -> None:
         """Terminate all processes if one of them has died since the last call."""
@@ -267,32 +202,6 @@ class RankPool:
         return process.exitcode
 
 
-def raise_failures(function: Callable[..., Any], failures: Mapping[int, Failure], world_size: int) -> NoReturn:
-    """Raise the failures of ranks as one error.
-
-    Args:
-        function: The function that they ran.
-        failures: By rank, in the order in which they were reported.
-        world_size: The number of ranks.
-
-    Raises:
-        RankError: Always.
-    """
-    __tracebackhide__ = True
-    first, failure = next(iter(failures.items()))
-    message = [failure.summary, f"on rank {first} of {world_size}, in {function.__qualname__}:"]
-    message += [f"--- rank {rank} of {world_size}\n{failures[rank].report}" for rank in sorted(failures)]
-    raise RankError("\n".join(message))
-
-
-def import_function(module: str, name: str) -> Any:
-    """Import a function by its module and its name in it."""
-    function: Any = importlib.import_module(module)
-    for part in name.split("."):
-        function = getattr(function, part)
-    return function
-
-
 @contextmanager
 def _reserved_port() -> Iterator[int]:
     """A context with a free port for rank 0's store, which is reserved meanwhile.
@@ -307,48 +216,11 @@ def _reserved_port() -> Iterator[int]:
 
 
 def _work(connection: Connection) -> None:
-    """The main loop of a rank's process: receive a call and answer it, until ``None`` arrives."""
+    """Answer calls in a rank's process."""
     import torch
 
-    lead_session(connection)
     torch.set_num_threads(1)
-    while True:
-        try:
-            job = connection.recv()
-        except EOFError:
-            return
-        if job is None:
-            return
-        answer: tuple[bool, Any]
-        try:
-            answer = (True, _call(connection.recv, *job))
-        except BaseException as error:
-            answer = (False, Failure.of(error))
-        try:
-            send_by_value(connection, answer)
-        except Exception as error:  # what it returned can't be pickled
-            connection.send((False, Failure.of(error)))
-
-
-class _ByValue(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        from torch import Tensor, float32, float64, from_numpy, int64, strided
-
-        is_plain = type(value) is Tensor and value.is_cpu and value.layout is strided and not value.requires_grad
-        if is_plain and value.dtype in (float32, float64, int64):
-            return from_numpy, (value.numpy(),)
-        return NotImplemented
-
-
-def send_by_value(connection: Connection, value: Any) -> None:
-    """Send what :meth:`Connection.recv` unpickles, with the numbers of tensors.
-
-    ``send`` would share the memory of each tensor, through a file and a connection of its own: of small ones, that
-    takes fifty times as long.
-    """
-    buffer = io.BytesIO()
-    _ByValue(buffer).dump(value)
-    connection.send_bytes(buffer.getbuffer())
+    answer_calls(connection, lambda *call: [answered(partial(_call, *call))])
 
 
 def _call(
@@ -357,24 +229,23 @@ def _call(
     import torch
     import torch.distributed as dist
 
-    environment = dict(os.environ)
     sys.path[:] = path
-    os.environ.update(_rank_environment(rank, world_size, port))
     try:
-        args = receive()
-        function = import_function(module, name)
-        leave_out_of_collections()
-        torch.manual_seed(0)
-        return _in_host_memory(function(*args))
-    finally:
-        if dist.is_initialized():
-            from fsdp_core.torch_private.dtensors import note_meshes
+        with restored_environment():
+            os.environ.update(_rank_environment(rank, world_size, port))
+            try:
+                args = receive()
+                function = import_function(module, name)
+                leave_out_of_collections()
+                torch.manual_seed(0)
+                return _in_host_memory(function(*args))
+            finally:
+                if dist.is_initialized():
+                    from fsdp_core.torch_private.dtensors import note_meshes
 
-            note_meshes()
-            dist.destroy_process_group()
-        for variable in set(os.environ) - set(environment):
-            del os.environ[variable]
-        os.environ.update(environment)
+                    note_meshes()
+                    dist.destroy_process_group()
+    finally:
         gc.collect()
 
 
@@ -382,9 +253,13 @@ def _in_host_memory(result: Any) -> Any:
     """A result with copies of the tensors of a device: no process can read that memory when its owner has ended."""
     from torch import Tensor
 
+    from fsdp_core.devices import is_accelerator
     from fsdp_core.torch_private.tensors import tree_map
 
-    return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) and leaf.is_cuda else leaf, result)
+    def on_host(leaf: Any) -> Any:
+        return leaf.cpu() if isinstance(leaf, Tensor) and is_accelerator(leaf.device) else leaf
+
+    return tree_map(on_host, result)
 
 
 def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -409,15 +284,3 @@ def ranks_are_nodes() -> bool:
     The environment variable ``FSDP_TESTS_RANKS_ARE_NODES=1`` asks for it, where there are fewer devices than ranks.
     """
     return os.environ.get("FSDP_TESTS_RANKS_ARE_NODES", "0") == "1"
-
-
-_modules_left_out = 0
-
-
-def leave_out_of_collections() -> None:
-    """Exclude what modules hold from garbage collection: with torch and Lightning, it takes 0.2 s per collection."""
-    global _modules_left_out
-    if len(sys.modules) != _modules_left_out:
-        _modules_left_out = len(sys.modules)
-        gc.collect()
-        gc.freeze()

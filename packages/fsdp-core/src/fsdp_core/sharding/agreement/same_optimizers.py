@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import Runtime
-from fsdp_core.sharding.rank_agreement import described
+from fsdp_core.sharding.agreement.same_model import describe_value
 
 __all__ = ["are_equal", "check_same_optimizers", "check_same_rates", "digest_of_rates", "settings_of"]
 
@@ -153,5 +153,5 @@ def settings_of(optimizers: Sequence[Optimizer]) -> list[tuple[str, str]]:
             location = f"param group {number} of {name}"
             settings.append((f"the number of parameters in {location}", str(len(group["params"]))))
             options = sorted(group.items(), key=lambda item: str(item[0]))
-            settings += [(f"{key!r} in {location}", described(value)) for key, value in options if key != "params"]
+            settings += [(f"{key!r} in {location}", describe_value(value)) for key, value in options if key != "params"]
     return settings

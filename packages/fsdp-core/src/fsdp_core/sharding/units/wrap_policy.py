@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.wrap import marked
 from fsdp_core.sharding.plan import ShardingPlan
-from fsdp_core.sharding.recomputed_buffers import recomputing
+from fsdp_core.sharding.units.recomputed_buffers import recomputing
 from fsdp_core.state.fqn import unwrap_compiled
 
 __all__ = [
@@ -119,7 +119,8 @@ def select_units(module: nn.Module, policy: WrapPolicy | None) -> list[nn.Module
     _refuse_containers(chosen, policy, "auto_wrap_policy")
     chosen_set = set(chosen)
     depth_first = [m for m in _post_order(module) if m in chosen_set]
-    names, places = _names(module), _places(module)
+    names = _names(module)
+    places = _places(module)
     with_parameters = (unit for unit in depth_first if any(True for _ in unit.parameters()))
     return [unit for unit in with_parameters if not _shares_outside(unit, names[unit], places)]
 

@@ -68,9 +68,10 @@ def _check_reached(parameter: Tensor, outputs: Any) -> None:
         UnsupportedCapabilityError: It is a shard, or was gathered, and the outputs may depend on what was gathered
             for another call. What they don't depend on at all has no gradient, as in plain torch.
     """
-    name, gathered = _name_of(parameter), getattr(parameter, "_fsdp_value", None)
+    name = _name_of(parameter)
+    gathered = getattr(parameter, "_fsdp_value", None)
     if name is not None and (gathered is None or depends_on_other(outputs, parameter, _is_same(gathered))):
-        raise _unreached(
+        raise _unreached_refusal(
             "torch.autograd.grad() with respect to",
             name,
             "Run backward(), under Fabric fabric.backward(loss), and read the reduced gradient in parameter.grad; or "
@@ -93,7 +94,7 @@ def _check_inputs(outputs: Sequence[Tensor | GradientEdge], inputs: Sequence[Ten
     reached = reaches(outputs, leaves)
     for key, (name, _) in named.items():
         if key not in reached:
-            raise _unreached(
+            raise _unreached_refusal(
                 "backward(inputs=...) with respect to",
                 name,
                 "Leave inputs out, and freeze before the backward pass what is to get no gradient: "
@@ -108,7 +109,7 @@ def _name_of(parameter: Tensor) -> str | None:
     return name
 
 
-def _unreached(function: str, name: str, instead: str) -> UnsupportedCapabilityError:
+def _unreached_refusal(function: str, name: str, instead: str) -> UnsupportedCapabilityError:
     return UnsupportedCapabilityError(
         f"{function} {name!r}, which is sharded: outputs depend on what was gathered for the call that "
         f"has computed them, and autograd knows no way to what the module holds now.\n{instead}"

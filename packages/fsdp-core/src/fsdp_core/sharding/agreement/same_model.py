@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import Runtime
 
-__all__ = ["check_same", "described", "described_error", "facts_of_options", "facts_of_packages"]
+__all__ = ["check_same", "describe_error", "describe_value", "facts_of_options", "facts_of_packages"]
 
 
 def check_same(runtime: Runtime, what: str, facts: Mapping[str, str]) -> None:
@@ -67,7 +67,7 @@ def facts_of_options(options: Mapping[str, Any]) -> dict[str, str]:
         >>> facts_of_options({"cpu_offload": True, "auto_wrap_policy": {nn.Linear}})
         {"option 'cpu_offload'": 'True', "option 'auto_wrap_policy'": '{Linear}'}
     """
-    return {f"option {name!r}": described(value) for name, value in options.items()}
+    return {f"option {name!r}": describe_value(value) for name, value in options.items()}
 
 
 def facts_of_packages(module: nn.Module, *further_classes: type) -> dict[str, str]:
@@ -114,14 +114,14 @@ def _number(tensor: Tensor) -> str:
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-def described(value: object) -> str:
+def describe_value(value: object) -> str:
     """Describe a value such that equal values have equal descriptions on all ranks: no addresses, no set order.
 
     Of functions and objects it is the name of the function or of the class; of tensors that hold one number, the
     number; of other tensors, shape and dtype.
 
     Example:
-        >>> described((0.9, torch.tensor(0.5), float("nan"), torch.zeros(2), len, nn.Identity()))
+        >>> describe_value((0.9, torch.tensor(0.5), float("nan"), torch.zeros(2), len, nn.Identity()))
         '[0.9, 0.5 in torch.float32, nan, (2,) in torch.float32, len, a Identity]'
     """
     if isinstance(value, Tensor):
@@ -133,21 +133,21 @@ def described(value: object) -> str:
     if value is None or isinstance(value, bool | int | Enum | torch.dtype | timedelta):
         return repr(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{described(key)}: {described(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{describe_value(key)}: {describe_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, Set):
-        return "{" + ", ".join(sorted(map(described, value))) + "}"
+        return "{" + ", ".join(sorted(map(describe_value, value))) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(described, value)) + "]"
+        return "[" + ", ".join(map(describe_value, value)) + "]"
     if isinstance(value, functools.partial):
-        return f"partial({described(value.func)}, {described(value.args)}, {described(value.keywords)})"
+        return f"partial({describe_value(value.func)}, {describe_value(value.args)}, {describe_value(value.keywords)})"
     if is_dataclass(value) and not isinstance(value, type):
-        arguments = ", ".join(f"{field.name}={described(getattr(value, field.name))}" for field in fields(value))
+        arguments = ", ".join(f"{field.name}={describe_value(getattr(value, field.name))}" for field in fields(value))
         return f"{type(value).__name__}({arguments})"
     named = getattr(value, "__qualname__", None)
     return named if isinstance(named, str) else f"a {type(value).__name__}"
 
 
-def described_error(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """An error's class and message, without addresses of objects in it, which differ from rank to rank."""
     return f"{type(error).__name__}: {_ADDRESS.sub('', str(error))}"
 

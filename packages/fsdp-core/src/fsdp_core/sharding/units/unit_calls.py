@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
+from fsdp_core.devices import has_addresses
 from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.gradients.gathered_values import is_gathered
-from fsdp_core.sharding.outside_attributes import users_module
+from fsdp_core.sharding.units.outside_attributes import users_module
 from fsdp_core.state.full_tensor import gathered_modules
 from fsdp_core.torch_private.autograd import in_dual_level, is_view, running_transforms
-from fsdp_core.torch_private.compilation import outside_of_compilation
+from fsdp_core.torch_private.dynamo import outside_of_compilation
 from fsdp_core.torch_private.tensors import tree_flatten
 
 __all__ = ["RefusedTransforms", "UnitCalls"]
@@ -107,7 +108,9 @@ class UnitCalls:
         refused: RefusedTransforms | None = None,
         end_without_output: Callable[[], None] | None = None,
     ) -> None:
-        self._show, self._refused, self._end_without_output = show, refused, end_without_output
+        self._show = show
+        self._refused = refused
+        self._end_without_output = end_without_output
         attributes = list(map(vars, modules))
         self._attributes = [module_attributes.values() for module_attributes in attributes]
         self._firsts = list(map(_first_of_user, attributes))
@@ -211,7 +214,7 @@ def _is_freed(tensor: Tensor) -> bool:
     if tensor.grad_fn is not None and not is_view(tensor):
         return False  # it was computed
     is_plain = type(tensor) is Tensor or (is_gathered(tensor) and not isinstance(tensor, DTensor))
-    if not is_plain or tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided:
+    if not is_plain or not has_addresses(tensor) or tensor.layout != torch.strided:
         return False
     try:
         return bool(tensor.numel()) and not tensor.untyped_storage().size()
@@ -251,7 +254,8 @@ class _Call:
     """
 
     def __init__(self, arguments: list[Any]) -> None:
-        self._arguments, self._containers = arguments, list[_PassedContainer]()
+        self._arguments = arguments
+        self._containers = list[_PassedContainer]()
         self._original_by_id: dict[int, Any] = {}
 
     def begin(self, passed: list[Any]) -> None:
@@ -346,11 +350,11 @@ def _hidden_tensors(value: Any, depth: int, *, is_hidden: bool = False) -> Itera
         return
     slots = (name for cls in type(value).__mro__ for name in _names(getattr(cls, "__slots__", ())))
     attribute_values = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
-    for item in [*attribute_values, *_enclosed(value)]:
+    for item in [*attribute_values, *_enclosed_values(value)]:
         yield from _hidden_tensors(item, depth - 1, is_hidden=True)
 
 
-def _enclosed(function: Any) -> list[Any]:
+def _enclosed_values(function: Any) -> list[Any]:
     """The values that a function encloses: its cells, defaults, bound arguments and receiver."""
     if isinstance(function, functools.partial):
         return [function.func, *function.args, *function.keywords.values()]
@@ -369,7 +373,7 @@ def _describe_deferred(output: Any) -> str | None:
     if callable(output) and not isinstance(output, nn.Module | type):
         pending = [output]
         for function in pending:
-            enclosed = _enclosed(function)
+            enclosed = _enclosed_values(function)
             if any(isinstance(value, nn.Module) for value in enclosed):  # a library may keep its parameters elsewhere
                 return f"a function, {getattr(output, '__name__', output)}, that uses a module of its own"
             pending += [value for value in enclosed if callable(value) and not any(value is other for other in pending)]

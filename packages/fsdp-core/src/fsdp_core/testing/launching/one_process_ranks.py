@@ -3,48 +3,33 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-from fsdp_core.testing.launching.forking import (
-    StartMethod,
-    end_process,
-    kill_process,
-    lead_session,
-    start_process,
-    within,
-)
-from fsdp_core.testing.launching.ranks import (
+from fsdp_core.testing.launching.calls import (
+    Answer,
     Failure,
-    RankKind,
+    StartedRanks,
+    answer_calls,
     describe_silence,
     import_function,
     leave_out_of_collections,
     raise_failures,
-    send_by_value,
+    restored_environment,
+    send_call,
 )
+from fsdp_core.testing.launching.forking import StartMethod, end_process, kill_process, start_process, within
+from fsdp_core.testing.launching.process_ranks import RankKind
 
-__all__ = ["Answer", "OneProcessRanks", "answered"]
-
-#: The outcome of a call on one rank: whether it returned, and its result or its failure.
-Answer = tuple[bool, Any]
-
-
-def answered(call: Callable[[], Any]) -> Answer:
-    """Call a function, and return its result or failure."""
-    try:
-        return True, call()
-    except BaseException as error:
-        return False, Failure.of(error)
+__all__ = ["OneProcessRanks"]
 
 
-class OneProcessRanks(ABC):
+class OneProcessRanks(StartedRanks):
     """Runs functions on ranks in one process; there is one process per world size, which is kept between calls.
 
     Such libraries read environment variables on import, and can be initialised only once per process, with a fixed
@@ -99,8 +84,7 @@ class OneProcessRanks(ABC):
         answers: list[Answer]
         limit = within(self.patience * timeout)
         try:
-            connection.send((function.__module__, function.__qualname__, sys.path, world_size))
-            connection.send(args)  # which the process can take only when it knows where to import from
+            send_call(connection, function, args, world_size)
             if connection.poll(limit):
                 answers = connection.recv()
             else:
@@ -129,14 +113,6 @@ class OneProcessRanks(ABC):
         for world_size in list(self._workers):
             self._end(world_size)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, error_class: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _start(self, world_size: int) -> None:
         variables = {"OMP_NUM_THREADS": "1", **self.environment(world_size)}
         self._workers[world_size] = start_process(
@@ -147,40 +123,31 @@ class OneProcessRanks(ABC):
         end_process(*self._workers.pop(world_size))
 
 
-def _work(connection: Connection, caller: str, keeps: tuple[str, ...]) -> None:
-    """The main loop of the process: receive a call and answer it, until ``None`` arrives."""
-    lead_session(connection)
-    while True:
-        try:
-            job = connection.recv()
-        except EOFError:
-            return
-        if job is None:
-            return
-        environment = dict(os.environ)
-        answers = _call(caller, connection.recv, *job)
-        library_variables = {name: os.environ[name] for name in keeps if name in os.environ}
-        for variable in set(os.environ) - set(environment) - set(library_variables):
-            del os.environ[variable]
-        os.environ.update(environment | library_variables)
-        try:
-            send_by_value(connection, answers)
-        except Exception as error:  # what a rank returned can't be pickled
-            connection.send([(False, Failure.of(error))])
+def _work(connection: Connection, caller: str, keeps: Collection[str]) -> None:
+    """Answer calls in the process of the ranks."""
+    answer_calls(connection, partial(_call, caller, keeps))
 
 
 def _call(
-    caller: str, receive: Callable[[], Any], module: str, name: str, path: list[str], world_size: int
+    caller: str,
+    keeps: Collection[str],
+    receive: Callable[[], Any],
+    module: str,
+    name: str,
+    path: list[str],
+    world_size: int,
 ) -> list[Answer]:
     sys.path[:] = path
     try:
-        import torch
+        with restored_environment(keeps):
+            import torch
 
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
-        call, function = import_function(*caller.split(":")), import_function(module, name)
-        leave_out_of_collections()
-        answers: list[Answer] = call(world_size, function, receive())
+            torch.set_num_threads(1)
+            torch.manual_seed(0)
+            call = import_function(*caller.split(":"))
+            function = import_function(module, name)
+            leave_out_of_collections()
+            answers: list[Answer] = call(world_size, function, receive())
         return answers
     except BaseException as error:
         return [(False, Failure.of(error))]

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_core.gradients.zero_grad import on_zero_grad
-from fsdp_core.sharding.late_parameters import refuse_late
-from fsdp_core.sharding.local_pieces import refuse_files_of_optimizer
-from fsdp_core.sharding.optimizers.agreement import check_same_optimizers
+from fsdp_core.sharding.agreement.same_optimizers import check_same_optimizers
+from fsdp_core.sharding.refusals.files_of_shards import refuse_files_of_optimizer
+from fsdp_core.sharding.refusals.late_parameters import refuse_late
 from fsdp_core.sharding.sharded import Sharded
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ class ShardedOptimizers:
 
     def follow_added_parameters(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
         """Re-point or refuse parameters that an optimizer was given since the last check, before it is stepped."""
-        current, previous = _parameters_of(optimizer), _last_params.get(optimizer, [])
+        current = _parameters_of(optimizer)
+        previous = _last_params.get(optimizer, [])
         if len(current) != len(previous) or not all(map(operator.is_, current, map(operator.call, previous))):
             name = type(optimizer).__name__
             self._strategy.runtime.rendezvous(f"a change of the parameters of {name}, of which all ranks hold parts,")

@@ -1,0 +1,241 @@
+"""What this project asks of devices, by the names that torch has for all kinds of them.
+
+With :mod:`fsdp_core.device_names` the only module of core that knows kinds of devices by name. A kind is the ``type``
+of a ``torch.device``: ``"cpu"``, the one that :mod:`torch.accelerator` finds (CUDA, XPU, MPS, MTIA, or what a package
+has registered as PrivateUse1, such as ``"npu"``), or ``"xla"``, which is torch_xla's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cache
+from types import GetSetDescriptorType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_core.device_names import ANY_ACCELERATOR, KINDS_OF_LIGHTNING
+from fsdp_core.errors import StrategyUnavailableError
+
+__all__ = [
+    "CONVERSIONS",
+    "IS_OF_KIND",
+    "accelerator_kind",
+    "build_facts",
+    "can_pin_memory",
+    "covers",
+    "current_device",
+    "device_facts",
+    "group_facts",
+    "group_for",
+    "has_addresses",
+    "is_accelerator",
+    "is_initialized",
+    "kind_of",
+    "process_group_backend",
+    "record_event",
+    "seed",
+    "select",
+    "supports_bf16",
+]
+
+#: Kinds of tensors whose memory has no addresses, and which :mod:`torch.accelerator` does not know.
+_WITHOUT_ADDRESSES = frozenset({"meta", "xla", "lazy"})
+
+#: Methods of a tensor that copy it to a kind of device; a package that registers a kind adds one for it.
+CONVERSIONS = frozenset({"cpu", "cuda", "xpu", "hpu", "ipu", str(torch.accelerator.current_accelerator() or "cpu")})
+
+#: What torch and optimizers ask of a tensor to learn of which kind it is.
+IS_OF_KIND = tuple(
+    name
+    for name in dir(Tensor)
+    if name.startswith("is_")
+    and isinstance(getattr(Tensor, name), GetSetDescriptorType | property)
+    and name not in ("is_leaf", "is_nested")
+)
+
+
+def accelerator_kind() -> str | None:
+    """The kind of device that torch was built for or that a package has registered; ``None`` for the CPU alone.
+
+    It is not initialised by that, and there may be none on this machine.
+    """
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else device.type
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether a device is one of :mod:`torch.accelerator`'s: its work is queued on streams, beside the host's.
+
+    Example:
+        >>> is_accelerator(torch.device("cpu"))
+        False
+    """
+    return device.type != "cpu" and device.type == accelerator_kind()
+
+
+def covers(accelerators: Collection[str], kind: str) -> bool:
+    """Whether a list of kinds of devices, in which ``"any"`` may stand, has a kind.
+
+    Example:
+        >>> covers(("any", "cpu"), "npu"), covers(("any", "cpu"), "xla"), covers(("cpu",), "npu")
+        (True, False, False)
+    """
+    return kind in accelerators or (
+        ANY_ACCELERATOR in accelerators and kind != "cpu" and kind not in _WITHOUT_ADDRESSES
+    )
+
+
+def kind_of(accelerator: str) -> str | None:
+    """The kind of device of one of Lightning's accelerators; ``None`` for a name that is not Lightning's own.
+
+    Example:
+        >>> kind_of("gpu"), kind_of("tpu"), kind_of("npu")
+        ('cuda', 'xla', None)
+    """
+    return KINDS_OF_LIGHTNING.get(accelerator, ANY_ACCELERATOR if accelerator == ANY_ACCELERATOR else None)
+
+
+def has_addresses(tensor: Tensor) -> bool:
+    """Whether a tensor's memory has an address: it is neither on the meta device nor computed lazily, as XLA's."""
+    return tensor.device.type not in _WITHOUT_ADDRESSES
+
+
+def select(device: torch.device) -> None:
+    """Make an accelerator's device the current one of this thread."""
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device.index or 0)
+
+
+def is_initialized(kind: str) -> bool:
+    """Whether this process uses a kind of accelerator already. A device module that can't tell has been imported."""
+    module = torch.get_device_module(kind)
+    return bool(getattr(module, "is_initialized", lambda: True)())
+
+
+def current_device(*, initialize: bool = False) -> torch.device:
+    """The accelerator's current device if this process uses the accelerator already, else the CPU.
+
+    Args:
+        initialize: Whether to use it from now on, if there is one.
+    """
+    kind = accelerator_kind()
+    if kind is None or not torch.accelerator.is_available() or not (initialize or is_initialized(kind)):
+        return torch.device("cpu")
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def process_group_backend(kind: str) -> str:
+    """The backends of a process group for a kind of device, which communicates tensors of the host too.
+
+    Args:
+        kind: The kind, such as ``"cpu"``.
+
+    Returns:
+        What :func:`torch.distributed.init_process_group` takes: ``"gloo"`` for the CPU, and such as
+        ``"cpu:gloo,npu:hccl"`` for an accelerator, because ranks agree on small things in host memory.
+
+    Raises:
+        StrategyUnavailableError: No backend is registered for this kind of device.
+
+    Example:
+        >>> process_group_backend("cpu")
+        'gloo'
+    """
+    if kind == "cpu":
+        return "gloo"
+    if kind not in dist.Backend.default_device_backend_map:
+        raise StrategyUnavailableError(
+            f"ranks on {kind!r} can't communicate: no process-group backend is registered with torch for this kind of "
+            f"device.\nImport the package that registers one with torch.distributed.Backend.register_backend(..., "
+            f"devices=[{kind!r}]), or write accelerator='cpu'. `fsdp doctor --device {kind}` lists what a device needs."
+        )
+    return group_for(kind)
+
+
+def group_for(kind: str) -> str:
+    """A process group for a kind of device, as users write it; with dots where no backend is registered for it."""
+    if kind == "cpu":
+        return "cpu:gloo"
+    return f"cpu:gloo,{kind}:{dist.Backend.default_device_backend_map.get(kind, '...')}"
+
+
+def supports_bf16(device: torch.device) -> bool:
+    """Whether a device computes in bf16 by itself. Initialises it. A device module that can't be asked is trusted."""
+    if not is_accelerator(device):
+        return True
+    is_supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    if is_supported is None:
+        return True
+    return bool(is_supported(including_emulation=False) if device.type == "cuda" else is_supported())
+
+
+@cache
+def can_pin_memory(kind: str) -> bool:
+    """Whether torch can allocate host memory that a kind of accelerator copies from and to beside the host's work."""
+    if kind != accelerator_kind() or not torch.accelerator.is_available():
+        return False
+    try:
+        return torch.empty(1, pin_memory=True).is_pinned()
+    except (RuntimeError, NotImplementedError):  # it has no allocator for pinned memory
+        return False
+
+
+def record_event(device: torch.device) -> torch.Event:
+    """An event that is complete when a device has done all that was queued on its current stream until now."""
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def seed(device: torch.device, value: int) -> None:
+    """Seed the random-number generator of an accelerator's current device."""
+    torch.get_device_module(device).manual_seed(value)
+
+
+def build_facts() -> dict[str, Any]:
+    """Of which kinds torch was built, with the releases of what it was built with."""
+    nccl = torch.cuda.nccl.version() if dist.is_available() and dist.is_nccl_available() else ()
+    libraries = {"nccl": ".".join(map(str, nccl))} if nccl else {}
+    return {"cuda_build": torch.version.cuda, "hip_build": torch.version.hip, "libraries": libraries}
+
+
+def group_facts() -> dict[str, bool]:
+    """The process-group backends that torch knows, and those of other packages: whether each is here."""
+    if not dist.is_available():
+        return {}
+    known = {}
+    for name in ("gloo", "nccl", "mpi", "ucc", "xccl"):
+        ask = getattr(dist, f"is_{name}_available", None)
+        known[name] = ask is not None and bool(ask())
+    registered = map(str, getattr(dist.Backend, "backend_list", ()))
+    return known | {name: True for name in registered if name not in known and name != "undefined"}
+
+
+def device_facts() -> list[dict[str, Any]]:
+    """What the accelerator's devices on this machine say of themselves; empty where there are none. Initialises them.
+
+    Returns:
+        Of each its ``name`` (such as ``"npu:0"``), ``model``, ``memory`` in bytes and ``capability``; ``None`` for what
+        its module can't be asked.
+    """
+    kind = accelerator_kind()
+    if kind is None or not torch.accelerator.is_available():
+        return []
+    module = torch.get_device_module(kind)
+    facts = []
+    for index in range(torch.accelerator.device_count()):
+        ask = getattr(module, "get_device_properties", None)
+        properties = None if ask is None else ask(index)
+        major, minor = (getattr(properties, part, None) for part in ("major", "minor"))
+        facts.append(
+            {
+                "name": f"{kind}:{index}",
+                "model": getattr(properties, "name", None) or getattr(module, "get_device_name", lambda _: None)(index),
+                "memory": getattr(properties, "total_memory", None),
+                "capability": None if major is None else f"{major}.{minor}",
+            }
+        )
+    return facts

@@ -1,0 +1,99 @@
+"""Enters torch's accelerator in Lightning's registries of accelerators, and lets ``accelerator="auto"`` find it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from fsdp_core import devices
+from fsdp_core.device_names import ANY_ACCELERATOR, LIGHTNINGS_OWN, PACKAGES
+from fsdp_core.errors import StrategyUnavailableError
+from fsdp_core.lightning.patching import mark_wrapper, replace_function
+from fsdp_core.plugins import registry
+from fsdp_core.plugins.strategy_info import FrontEnd
+
+__all__ = ["enter_accelerator"]
+
+#: Lightning's modules: that with the registry of accelerators, and the one whose connector reads what users ask for.
+_REGISTRIES: dict[FrontEnd, tuple[str, str]] = {
+    "trainer": ("lightning.pytorch.accelerators", "AcceleratorRegistry"),
+    "fabric": ("lightning.fabric.accelerators", "ACCELERATOR_REGISTRY"),
+}
+_CONNECTORS: dict[FrontEnd, tuple[str, str]] = {
+    "trainer": ("lightning.pytorch.trainer.connectors.accelerator_connector", "_AcceleratorConnector"),
+    "fabric": ("lightning.fabric.connector", "_Connector"),
+}
+
+
+def enter_accelerator(front_end: FrontEnd) -> None:
+    """Make the kind of torch's accelerator a name of Lightning's, where Lightning has none for it.
+
+    Args:
+        front_end: ``"trainer"`` or ``"fabric"``.
+    """
+    module, name = _CONNECTORS[front_end]
+    replace_function(getattr(import_module(module), name), "_check_config_and_set_final_flags", _finding_accelerator)
+    kind = _kind_without_accelerator()
+    if kind is None:
+        return
+    module, name = _REGISTRIES[front_end]
+    accelerators = getattr(import_module(module), name)
+    # "tpu" is Lightning's name for torch_xla's devices; without torch_xla, it is free
+    if kind not in accelerators or (kind == "tpu" and not accelerators[kind]["accelerator"].is_available()):
+        from fsdp_core.lightning.accelerators import TorchAccelerator
+
+        description = f"the {kind} devices that torch.accelerator finds"
+        accelerators.register(kind, TorchAccelerator, description=description, override=True)
+
+
+def _finding_accelerator(check: Callable[..., None]) -> Callable[..., None]:
+    """A connector's method that reads what users ask for, and resolves ``"auto"`` for strategies on any accelerator."""
+
+    @wraps(check)
+    def check_and_find(self: Any, *args: Any, strategy: Any, accelerator: Any, **kwargs: Any) -> None:
+        runs_on_any = _runs_on_any_accelerator(strategy)
+        if runs_on_any and isinstance(accelerator, str):
+            _refuse_missing(accelerator)
+        check(self, *args, strategy=strategy, accelerator=accelerator, **kwargs)
+        kind = _kind_without_accelerator()
+        if runs_on_any and self._accelerator_flag == "auto" and kind is not None and torch.accelerator.is_available():
+            self._accelerator_flag = kind
+
+    return mark_wrapper(check_and_find, check, _finding_accelerator)
+
+
+def _kind_without_accelerator() -> str | None:
+    """The kind of torch's accelerator, if Lightning has no accelerator of its own for it."""
+    kind = devices.accelerator_kind()
+    return None if kind in LIGHTNINGS_OWN else kind
+
+
+def _runs_on_any_accelerator(strategy: Any) -> bool:
+    """Whether a strategy, or the one of a name, is ours, and runs on whatever accelerator torch finds."""
+    sharded = sys.modules.get("fsdp_core.lightning.strategy")
+    if sharded is not None and isinstance(strategy, sharded.ShardedStrategy):
+        strategy = strategy.strategy_name
+    if not isinstance(strategy, str):
+        return False
+    info = registry.strategies().get(strategy.lower())
+    return info is not None and ANY_ACCELERATOR in info.accelerators
+
+
+def _refuse_missing(accelerator: str) -> None:
+    """Refuse a kind of device that this process's torch does not know, naming what is needed for it.
+
+    Raises:
+        StrategyUnavailableError: It is such a kind.
+    """
+    if accelerator in PACKAGES and accelerator != devices.accelerator_kind():
+        known = devices.accelerator_kind() or "no accelerator"
+        raise StrategyUnavailableError(
+            f"accelerator={accelerator!r}: torch {torch.__version__} knows {known} in this process, and not it.\n"
+            f"Install {PACKAGES[accelerator]}, which registers this kind of device with torch when it is imported; or "
+            "write accelerator='cpu'."
+        )

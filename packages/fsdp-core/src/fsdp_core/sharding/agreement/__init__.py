@@ -1,0 +1,1 @@
+"""What ranks must have alike before they train together: models, packages and optimizers."""
