@@ -6,7 +6,6 @@ import gc
 import importlib
 import io
 import os
-import pickle
 import sys
 import traceback
 from abc import ABC, abstractmethod
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pickle import Pickler
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -154,7 +154,7 @@ def answer_calls(connection: Connection, answer: Callable[..., list[Answer]]) ->
             connection.send([(False, Failure.of(error))])
 
 
-class _ByValue(pickle.Pickler):
+class _ByValue(Pickler):
     def reducer_override(self, value: Any) -> Any:
         from torch import Tensor, float32, float64, from_numpy, int64, strided
 
