@@ -87,12 +87,7 @@ def test_a_rank_that_ends_is_named_by_the_others(how: str, who: int, front: str,
     ("how", "who", "front", "says"),
     [
         ("waits", 2, "trainer", r"is behind at step 5: it stands at .*a_rank_is_gone\.py:\d+ in wait_for_ever"),
-        (
-            "calls-alone",
-            0,
-            "fabric",
-            r"is behind at step 5: .*a_rank_is_gone\.py:\d+ in call_alone .*barrier",
-        ),
+        ("calls-alone", 0, "fabric", r"is behind at step 5: .*a_rank_is_gone\.py:\d+ in call_alone .*barrier"),
         ("skips", 2, "fabric", r"is behind at step \d: it stands at .*a_rank_is_gone\.py:\d+ in main"),
         ("stopped", 1, "trainer", r"is behind: it does not answer"),
         ("stopped", 0, "trainer", r"does not answer"),

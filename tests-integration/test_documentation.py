@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,7 +14,7 @@ import pytest
 
 from forked_scripts import run_forked
 from fsdp_core import errors, strategies
-from fsdp_core.testing.launching.processes import fresh_environment
+from fsdp_core.testing.launching.processes import start
 
 ROOT = Path(__file__).parent.parent
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/quickstart.md")}
@@ -29,28 +26,6 @@ SCRIPTS = {
 }
 TROUBLESHOOTING = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
 MESSAGES = [message for message in re.findall(r"^### `(.+)`$", TROUBLESHOOTING, flags=re.MULTILINE) if " " in message]
-
-
-def run_script(script: str, folder: Path, *arguments: str) -> str:
-    """Run a script to its end, as a user does, with arguments before its name; what it wrote."""
-    (folder / "script.py").write_text(script, encoding="utf-8")
-    process = subprocess.Popen(
-        [sys.executable, *arguments, "script.py"],
-        cwd=folder,
-        env={**fresh_environment(), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=150)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)  # the script and the ranks that it started
-        output, _ = process.communicate()
-        pytest.fail(f"still running after 150 s:\n{output}")
-    assert process.returncode == 0, output
-    return output
 
 
 def test_the_scripts_are_found() -> None:
@@ -103,8 +78,10 @@ def test_the_quickstart_goes_on_with_another_number_of_processes(ran: Ran, tmp_p
     ids=["as it is", "torchrun"],
 )
 def test_the_quickstart_as_users_start_it(launcher: tuple[str, ...], tmp_path: Path) -> None:
-    told = run_script(SCRIPTS["docs/quickstart.md #1"], tmp_path, *launcher)
-    assert told.count(" is sharded over 2 ranks (gloo), in ") == 1
+    (tmp_path / "script.py").write_text(SCRIPTS["docs/quickstart.md #1"], encoding="utf-8")
+    ended = start(tmp_path, *launcher, "script.py")
+    assert ended.status == 0, ended.output
+    assert ended.output.count(" is sharded over 2 ranks (gloo), in ") == 1
     assert json.loads((tmp_path / "run1.ckpt/manifest.json").read_text(encoding="utf-8"))["world_size"] == 2
 
 

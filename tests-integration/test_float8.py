@@ -92,10 +92,6 @@ def plain(shares: int, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
 
 
-def plainly(layers: tuple[tuple[str, ...], ...]) -> list[dict[str, torch.Tensor]]:
-    return [plain(2, names) for names in layers]
-
-
 def trained(options: dict[str, Any], folder: str) -> Any:
     """The weights, which layers are torchao's, the weights after the checkpoint was loaded without float8, and a call.
 
@@ -179,7 +175,7 @@ def test_numbers_and_refusals(ranks: RankPool, tmp_path: Path) -> None:
     if "FSDP_TESTS_APART" not in os.environ:
         pytest.fail("FSDP_TESTS_APART names no folder with torchao; type: python -m nox -s integration")
     layers = ((*LAYERS, "first"), LAYERS, ())
-    *wanted, (_, without) = zip(layers, ranks.run(1, plainly, layers)[0], strict=True)
+    *wanted, (_, without) = ((names, *ranks.run(1, plain, 2, names)) for names in layers)
     for *runs, too_small, hooks, own, twice, gathers, recipe, divided in ranks.run(
         2, on_rank, str(tmp_path / "c"), timeout=240.0
     ):

@@ -19,6 +19,8 @@ from types import ModuleType
 import psutil
 import pytest
 
+from forked_scripts import run_forked
+
 GPU = Path(__file__).parent / "gpu"
 
 PARTS = {
@@ -244,14 +246,12 @@ def test_no_process_asks_mpi_for_ranks(run: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "installed/mpi4py/MPI.py").write_text("import os\nos._exit(3)\n")
     (tmp_path / "installed/mpi4py-4.0.0.dist-info/METADATA").write_text("Name: mpi4py\nVersion: 4.0.0\n")
     (tmp_path / "first/mpi4py.py").write_text(run.NO_MPI)
-    code = "from lightning.fabric.plugins.environments import MPIEnvironment as E; print(E.detect())"
-    found = {}
-    for folders in (["installed"], ["first", "installed"]):
-        path = os.pathsep.join(str(tmp_path / folder) for folder in folders)
-        environment = {**os.environ, "PYTHONPATH": path}
-        process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-        found[len(folders)] = process.returncode, process.stdout.strip()
-    assert found == {1: (3, ""), 2: (0, "False")}
+    script = tmp_path / "detect.py"
+    script.write_text("from lightning.fabric.plugins.environments import MPIEnvironment as E\nprint(E.detect())\n")
+    installed, first = (str(tmp_path / folder) for folder in ("installed", "first"))
+    assert run_forked(script, folder=tmp_path, ranks=1, finds=installed, status=3) == ""
+    found = run_forked(script, folder=tmp_path, ranks=1, finds=os.pathsep.join([first, installed]))
+    assert found == "False\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -17,10 +17,7 @@ ROOT = Path(__file__).parent.parent
     ("words", "told"),
     [
         (["xla"], ["no TPU is attached", "On a TPU VM, type", "python -m nox -s tests -- fsdp-xla"]),
-        (
-            ["cuda"],
-            ["no CUDA device here", "On a machine with a GPU or more, type", "tests -- fsdp-fsdp2", "-s card"],
-        ),
+        (["cuda"], ["no CUDA device here", "On a machine with a GPU or more, type", "tests -- fsdp-fsdp2", "-s card"]),
         ([], ["python -m nox -s hardware -- xla", "-- cuda"]),
     ],
 )

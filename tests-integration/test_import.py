@@ -21,7 +21,7 @@ from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.oracle import FP32_TOLERANCE, adamw_groups, global_batches, new_net, train_plain
 from fsdp_core.testing.short_runs import run_steps
-from fsdp_core.testing.training import loader, means, new_fabric, new_trainer
+from fsdp_core.testing.training import QUIET, loader, means, new_fabric, new_trainer
 from test_interchange import STEPS, TwoEpochs
 
 
@@ -108,16 +108,7 @@ def test_a_fabric_loop_goes_on(ranks: RankPool, tmp_path: Path, old: str) -> Non
 def train_plainly(tmp: str, path: str) -> list[str]:
     """Save half-way with a plain Trainer; gives the parameters' names in the optimizer's order."""
     module = TwoEpochs(1)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        default_root_dir=tmp,
-    )
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_epochs=1, default_root_dir=tmp, **QUIET)
     trainer.fit(module)
     trainer.save_checkpoint(path)
     names = {parameter: name for name, parameter in module.named_parameters()}

@@ -7,7 +7,6 @@ import importlib
 import re
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -34,29 +33,22 @@ def shown(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def is_for_types_only(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-
-
 @cache
 def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def statements(path: Path, *, types: bool, nested: bool) -> Iterator[ast.AST]:
+@cache
+def statements(path: Path, *, types: bool, nested: bool) -> list[ast.AST]:
     """The nodes of a file, with or without what only type checkers read and what runs only in a function."""
-    waiting: list[ast.AST] = [parsed(path)]
-    while waiting:
-        node = waiting.pop()
-        yield node
+    nodes: list[ast.AST] = [parsed(path)]
+    for node in nodes:
         if not nested and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.stmt) and is_for_types_only(child) and not types:
-                assert isinstance(child, ast.If)
-                waiting.extend(child.orelse)
-            else:
-                waiting.append(child)
+            is_for_types_only = isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")
+            nodes.extend(child.orelse if is_for_types_only and not types else [child])
+    return nodes
 
 
 @cache
@@ -322,10 +314,7 @@ def test_private_names_of_a_library_are_taken_in_one_place(name: str) -> None:
 #: Private attributes of others' objects that are used where they are, with the reason.
 KNOWN_ATTRIBUTES = {
     "": {
-        *(
-            "_parameters",
-            "_modules",
-        ),  # of nn.Module: what is under which name
+        *("_parameters", "_modules"),  # of nn.Module: what is under which name
         *("_exit", "_getframe", "_current_frames"),  # of Python's os and sys, documented
     },
     "initialization/deferred_init.py": {"_opname", "_schema"},  # of operators, which tell what a call writes
@@ -366,6 +355,7 @@ KNOWN_ATTRIBUTES = {
 }
 
 
+@cache
 def own_names(package: Path) -> set[str]:
     """What a package defines itself, or sets on its own objects."""
     found: set[str] = set()
@@ -376,7 +366,8 @@ def own_names(package: Path) -> set[str]:
             elif (
                 isinstance(node, ast.Attribute)
                 and isinstance(node.ctx, ast.Store)
-                and ast.unparse(node.value) == "self"
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "self"
             ):
                 found.add(node.attr)
             elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -400,7 +391,11 @@ def test_private_attributes_of_others_are_used_where_private_names_are(name: str
             asked = None
             if isinstance(node, ast.Attribute):
                 asked = node.attr
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+            elif (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in ("getattr", "hasattr", "setattr", "delattr")
+            ):
                 asked = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
             if isinstance(asked, str) and re.match(r"_(?!_|fsdp_core)", asked) and asked not in own | known:
                 used[shown(path)].add(asked)

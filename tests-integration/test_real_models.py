@@ -12,10 +12,7 @@ from real_models import MESHES, see_transformers, train_plain, train_sharded
 LIMIT = 300.0  # seconds, for a machine that does much else
 
 #: The rest is in slow_real_models.py.
-CASES = [
-    ("shard 2", ["qwen3", "t5"]),
-    ("shard 2 x tensor 2", ["llama", "qwen3", "mixtral", "t5", "llama lora"]),
-]
+CASES = [("shard 2", ["qwen3", "t5"]), ("shard 2 x tensor 2", ["llama", "qwen3", "mixtral", "t5", "llama lora"])]
 
 
 def on_ranks(names: list[str], mesh: str) -> dict[str, Trained]:

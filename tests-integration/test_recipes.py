@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fsdp_core import full_state_dict
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.refusals import assert_says
-from fsdp_core.testing.training import new_fabric, new_trainer
+from fsdp_core.testing.training import QUIET, new_fabric, new_trainer
 
 STRATEGIES = ("fsdp2", "fsdp_native")
 TOLERANCE = 1e-5
@@ -129,10 +129,9 @@ def fitted(tmp: str, strategy: str | None, recipe: Any) -> tuple[list[float], di
     if strategy is not None:
         new_trainer(tmp, strategy, 2, recipe.options, **settings).fit(recipe, *loaders)
         return recipe.kept, full_state_dict(recipe)
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     alone: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "plugins": [LightningEnvironment()]}
     with averaged_gradients(recipe):
-        Trainer(**alone, **quiet, **settings).fit(recipe, *loaders)
+        Trainer(**alone, **QUIET, **settings).fit(recipe, *loaders)
     return recipe.kept, recipe.state_dict()
 
 

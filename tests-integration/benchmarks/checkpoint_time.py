@@ -153,11 +153,7 @@ def save_and_load(
     """
     mine, behind = Trained(strategy, size), Trained(strategy, size, async_save=True)
     theirs = mine.for_dcp()
-    places = {
-        "save": folder / "ours",
-        "save by torch DCP": folder / "dcp",
-        "stall of an async save": folder / "behind",
-    }
+    places = {"save": folder / "ours", "save by torch DCP": folder / "dcp", "stall of an async save": folder / "behind"}
     ours_at, dcp_at, behind_at = map(str, places.values())
     saves: dict[str, Step] = {
         "save": lambda: mine.fabric.save(ours_at, mine.state),

@@ -177,13 +177,7 @@ STRATEGIES = ("fsdp2", "fsdp_native")
 def contenders(strategy: str) -> dict[str, Train]:
     """By name: a strategy of this project, Lightning's own way to the same shards, and the loop by hand."""
     beside: dict[str, dict[str, Train]] = {
-        "fsdp2": {
-            "ModelParallelStrategy": lightnings_fsdp2,
-            "fully_shard by hand": partial(by_hand, shard_in_place),
-        },
-        "fsdp_native": {
-            "FSDPStrategy": lightnings_fsdp1,
-            "FSDP1 by hand": partial(by_hand, wrap_flat),
-        },
+        "fsdp2": {"ModelParallelStrategy": lightnings_fsdp2, "fully_shard by hand": partial(by_hand, shard_in_place)},
+        "fsdp_native": {"FSDPStrategy": lightnings_fsdp1, "FSDP1 by hand": partial(by_hand, wrap_flat)},
     }
     return {strategy: partial(by_name, strategy), **beside[strategy]}

@@ -138,11 +138,6 @@ def all_units() -> list[dict[str, tuple[int, ...]]]:
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def section_of(key: str) -> str:
-    """The folder of a tensor."""
-    return key.partition("/")[0]
-
-
 def manifest_of(specs: Sequence[TensorSpec], messages: Sequence[Message], last: Remembered | None, save_id: str) -> Any:
     """What rank 0 does with the messages: the merged indexes, and the manifest's bytes."""
     merged = merge_messages(specs, messages, last)
@@ -157,7 +152,7 @@ def manifest_of(specs: Sequence[TensorSpec], messages: Sequence[Message], last: 
         kinds={"model": "model", "optimizer/0": "optimizer"},
         state_file=state,
         state_tensors=None,
-        tensors=merged.stored(lambda key: files_of(section_of(key), save_id)),  # type: ignore[arg-type]
+        tensors=merged.stored(lambda key: files_of(key.partition("/")[0], save_id)),  # type: ignore[arg-type]
         aliases={},
         files={**files, state: FileEntry(size=2, checksum="xxh3:" + "0" * 16)},
     )

@@ -84,12 +84,7 @@ def _by_name(way: Way, size: Size, after_step: Step) -> None:
         return (number + 1) % way.accumulate != 0 or after_step(number // way.accumulate, loss, model, steps)
 
     by_trainer(
-        strategy,
-        Module(size),
-        size,
-        each_step,
-        data=_batches(size, way),
-        accumulate_grad_batches=way.accumulate,
+        strategy, Module(size), size, each_step, data=_batches(size, way), accumulate_grad_batches=way.accumulate
     )
 
 

@@ -29,7 +29,7 @@ import fsdp_core
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE, HALF_TOLERANCE
 from fsdp_core.testing.state import full_optimizer_state, full_state
-from fsdp_core.testing.training import Lit
+from fsdp_core.testing.training import QUIET, Lit
 from fsdp_core.torch_private.dtensors import note_meshes
 
 STRATEGIES = ("fsdp2", "fsdp_native")
@@ -273,10 +273,7 @@ def fit_with_dropout(
         devices=1,
         max_epochs=1,
         callbacks=saving,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
+        **QUIET,
         default_root_dir=str(folder),
     )
     data: Any = oracle.dataset(2 * STEPS * oracle.BATCH)

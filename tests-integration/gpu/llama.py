@@ -27,6 +27,7 @@ from device import ACCELERATOR, own_device
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 import fsdp_core
+from fsdp_core.testing.training import QUIET
 
 __all__ = [
     "EIGHT_B",
@@ -254,10 +255,7 @@ def train_by_trainer(strategy: Any, module: LlamaModule, size: LlamaSize, after_
         precision=precision,  # type: ignore[arg-type]
         max_epochs=1,
         callbacks=[_AfterStep(after_step)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
+        **QUIET,
         use_distributed_sampler=False,
     ).fit(module, batches(size))
 

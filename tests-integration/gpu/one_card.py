@@ -39,6 +39,7 @@ from torch.nn.functional import mse_loss
 
 import fsdp_core
 from fsdp_core.testing.state import full_state
+from fsdp_core.testing.training import QUIET
 from fsdp_core.torch_private.dtensors import note_meshes
 
 STRATEGIES = ("fsdp2", "fsdp_native")
@@ -187,10 +188,7 @@ def train_with_trainer(strategy: str, mode: Mode, seen: Seen) -> Trained:
         gradient_clip_val=way.clip_norm or way.clip_value,
         gradient_clip_algorithm="value" if way.clip_value else "norm",
         max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
+        **QUIET,
     )
     torch.manual_seed(SEED)
     trainer.fit(module, Batches(way))
@@ -238,11 +236,6 @@ FRONT_ENDS: dict[FrontEnd, Callable[[str, Mode, Seen], Trained]] = {
 }
 
 
-def device_backend() -> str:
-    """The backend of the default process group for tensors on the device."""
-    return dict(part.split(":") for part in dist.get_backend_config().split(","))[DEVICE.type]
-
-
 def check_mode(strategy: str, front_end: FrontEnd, mode: Mode, details: dict[str, Any]) -> None:
     """Train in one mode, and compare losses, weights and scales with the loop of plain torch.
 
@@ -259,7 +252,7 @@ def check_mode(strategy: str, front_end: FrontEnd, mode: Mode, details: dict[str
     details["differences"] = apart = differences(way, run, reference)
     details["tolerances"] = tolerances(way)
     details["losses"] = run.losses
-    details["backend"] = device_backend()
+    details["backend"] = dict(part.split(":") for part in dist.get_backend_config().split(","))[DEVICE.type]
     assert details["backend"] == BACKEND, f"the process group uses {details['backend']} for {DEVICE.type}"
     details["weights are on"], expected = seen.devices, {"cpu"} if mode.on_host else {DEVICE.type}
     assert seen.devices == expected, f"weights are on {seen.devices}, not on {expected}"

@@ -22,14 +22,7 @@ def fit(folder: str, ranks: int, size: Any, stop: int, resume: str | None, accum
     """Fit until a step, on some ranks; the warnings about the batch, and each micro-batch's loss over the ranks."""
     callbacks = [] if size is None else [GlobalBatch(size, per_rank=None if size == "scaled" else PER_RANK)]
     module = Lit("momentum")
-    run = new_trainer(
-        folder,
-        "fsdp2",
-        ranks,
-        callbacks=callbacks,
-        max_steps=stop,
-        accumulate_grad_batches=accumulate,
-    )
+    run = new_trainer(folder, "fsdp2", ranks, callbacks=callbacks, max_steps=stop, accumulate_grad_batches=accumulate)
     # Lightning shuffles for training, as torch's DistributedSampler does: into the oracle's order
     order = torch.randperm(BATCH * STEPS, generator=torch.Generator().manual_seed(0)).tolist()
     data: Any = [row for _, row in sorted(zip(order, dataset(BATCH * STEPS), strict=True), key=lambda one: one[0])]

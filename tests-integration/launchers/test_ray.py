@@ -75,9 +75,7 @@ def ended(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         train_loop_config={"strategies": STRATEGIES, "folder": str(folder)},
         scaling_config=ray.train.ScalingConfig(num_workers=2),
         run_config=ray.train.RunConfig(
-            name="run",
-            storage_path=str(folder / "storage"),
-            failure_config=ray.train.FailureConfig(max_failures=1),
+            name="run", storage_path=str(folder / "storage"), failure_config=ray.train.FailureConfig(max_failures=1)
         ),
     )
     return folder, trainer.fit()

@@ -260,5 +260,5 @@ AFTERWARDS: dict[str, Fault] = {
         changes=in_both("sharded", "            whole.requires_grad_(shard.requires_grad)\n", "            pass\n"),
         clause="test_manual_optimization[2]",
         says=LOSSES,
-    ),
+    )
 }

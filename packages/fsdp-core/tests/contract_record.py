@@ -22,10 +22,7 @@ COMMAND = "python packages/fsdp-core/tests/contract_record.py"
 # What plugins import, and nothing below: all that __all__ names, each recorded where it stands first.
 PUBLIC = ("plugins", "state", "sharding", "checkpoint", "lightning", "testing", "testing.suite", "")
 # Of these, only the constructors: the rest is Lightning's, or core's own.
-CONSTRUCTORS = (
-    "fsdp_core.lightning.ShardedTrainerStrategy",
-    "fsdp_core.lightning.ShardedFabricStrategy",
-)
+CONSTRUCTORS = ("fsdp_core.lightning.ShardedTrainerStrategy", "fsdp_core.lightning.ShardedFabricStrategy")
 # Of this, what a package's class sets or overrides: the rest is core's own.
 SET_BY_PACKAGES = {
     "fsdp_core.lightning.ShardedStrategy": (

@@ -47,10 +47,6 @@ def save_place(folder: Path, version: float, runtime: Runtime) -> None:
     save_version(folder / f"host{runtime.rank}" / "last.ckpt", version, runtime, scattered=True)
 
 
-def places_of(folder: Path) -> list[Path]:
-    return [folder / f"host{rank}" / "last.ckpt" for rank in range(RANKS)]
-
-
 def version_in(paths: list[Path]) -> float | None:
     """The version that places hold together, every element of which says it; ``None`` if they hold none."""
     try:
@@ -83,7 +79,7 @@ def kill_at(step: str, folder: Path, meeting: Path, rank: int) -> None:
 
 def look(step: str, folder: Path, *, replacing: bool) -> dict[str, Any]:
     """Kill a save at one step; what a reader finds, and what is left after the next save."""
-    places = places_of(folder)
+    places = [folder / f"host{rank}" / "last.ckpt" for rank in range(RANKS)]
     for place in places:
         place.parent.mkdir(parents=True)
     if replacing:

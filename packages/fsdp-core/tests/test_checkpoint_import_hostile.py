@@ -338,11 +338,6 @@ def test_the_same_bytes_under_many_names(tmp_path: Path) -> None:
     import_refused(folder, "the metadata finds more in it, the same ones for several names")
 
 
-def in_place_of_1234(code: bytes) -> Callable[[bytes], bytes]:
-    """Put what is made by operations of a pickle in the place of the number 1234."""
-    return lambda data: data.replace(b"M\xd2\x04", code, 1)
-
-
 def times(code: bytes, count: int) -> bytes:
     """A list of what is made again and again."""
     return b"(" + code * count + b"l"
@@ -401,7 +396,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], contextli
 def test_pickles_that_would_fill_the_memory(tmp_path: Path, what: str, little_memory: Any) -> None:
     source = tmp_path / "old"
     plain_ckpt(source, callbacks=1234)
-    rewritten(source, in_place_of_1234(GROWING[what]))
+    rewritten(source, lambda data: data.replace(b"M\xd2\x04", GROWING[what], 1))  # in the place of 1234
     with little_memory(source):
         told = ""
         try:

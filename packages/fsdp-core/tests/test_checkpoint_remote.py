@@ -22,14 +22,7 @@ from werkzeug.serving import make_server
 
 from checkpoint_ranks import started
 from damaged_folders import refused, save_alone
-from fsdp_core.checkpoint import (
-    is_checkpoint,
-    load,
-    load_state_dict,
-    read_manifest,
-    remove,
-    verify,
-)
+from fsdp_core.checkpoint import is_checkpoint, load, load_state_dict, read_manifest, remove, verify
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.errors import CheckpointError, CheckpointExistsError
 from fsdp_core.testing.launching.process_ranks import RankPool

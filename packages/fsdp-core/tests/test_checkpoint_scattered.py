@@ -76,10 +76,6 @@ def in_one_parent(tmp_path: Path) -> Paths:
     return lambda rank: tmp_path / f"run-{rank}.ckpt"
 
 
-def one_place(tmp_path: Path) -> Paths:
-    return lambda rank: tmp_path / "host0" / "run.ckpt"
-
-
 @pytest.fixture
 def places(tmp_path: Path) -> list[Path]:
     """The folders of two hosts after a save of four ranks."""
@@ -135,13 +131,14 @@ def test_gathered_equals_a_plain_save_bit_for_bit(places: list[Path], tmp_path: 
 
 
 def test_ranks_that_share_a_folder_save_as_ever(tmp_path: Path) -> None:
+    path = tmp_path / "host0" / "run.ckpt"
     for version in (1.0, 2.0):
-        assert scatter(one_place(tmp_path), version=version) == [None] * 4
-        check(tmp_path / "host0" / "run.ckpt", version=version)
-        manifest = read_manifest(tmp_path / "host0" / "run.ckpt")
+        assert scatter(lambda rank: path, version=version) == [None] * 4
+        check(path, version=version)
+        manifest = read_manifest(path)
         assert manifest.places == ()
-        assert files_in(tmp_path / "host0" / "run.ckpt") == {"manifest.json", *manifest.files}
-        assert [found.name for found in (tmp_path / "host0").iterdir()] == ["run.ckpt"]
+        assert files_in(path) == {"manifest.json", *manifest.files}
+        assert [found.name for found in path.parent.iterdir()] == ["run.ckpt"]
 
 
 def test_folders_that_are_uploaded_into_one_are_whole_by_themselves(tmp_path: Path) -> None:

@@ -17,14 +17,7 @@ from torch import Tensor
 from checkpoint_ranks import ThreadRuntime, bits, on_threads
 from chunked_tensors import in_boxes
 from damaged_folders import save_alone
-from fsdp_core.checkpoint import (
-    fill,
-    fill_all,
-    load,
-    load_state_dict,
-    read_manifest,
-    verify,
-)
+from fsdp_core.checkpoint import fill, fill_all, load, load_state_dict, read_manifest, verify
 from fsdp_core.errors import CheckpointError, CheckpointValueError
 from fsdp_core.lightning.checkpoints.full.file import write_full
 from fsdp_core.state.layout import FlatRange, Part

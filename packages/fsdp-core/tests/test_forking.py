@@ -16,7 +16,7 @@ import pytest
 from conftest import Site
 from fsdp_core.testing import RankError, RankPool
 from fsdp_core.testing.launching.calls import Answer, answered
-from fsdp_core.testing.launching.forking import StartMethod, end_process, start_process, start_script
+from fsdp_core.testing.launching.forking import StartMethod, end_process, prepare, start_process, start_script
 from fsdp_core.testing.launching.one_process_ranks import OneProcessRanks
 from fsdp_core.testing.launching.process_ranks import RankKind
 from fsdp_core.testing.refusals import refusal
@@ -58,9 +58,7 @@ def test_a_process_has_todays_variables_and_folder(
     method: StartMethod, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Also a forked one, whose parent was started before."""
-    process, connection = start_process(look, method=method, environment={})
-    connection.recv()
-    end_process(process, connection)
+    prepare()
     monkeypatch.setenv("LATER", "2")
     monkeypatch.chdir(tmp_path)
     process, connection = start_process(look, method=method, environment={"TOLD": "1"})

@@ -139,17 +139,9 @@ class OwnBuffers(torch.optim.SGD):
         self.buffers = [torch.zeros_like(parameter) for parameter in params]
 
 
-def by_its_norm(parameter: Tensor, grad: Tensor) -> Tensor:
-    return grad.div(grad.norm())
-
-
 def by_the_parameters_norm(parameter: Tensor, grad: Tensor) -> Tensor:
     """As LARS does, a small part of the gradient."""
     return grad.mul(1e-3).mul(parameter.norm()).div(grad.norm())
-
-
-def by_its_signs(parameter: Tensor, grad: Tensor) -> Tensor:
-    return grad.sign()
 
 
 class OneByOne(torch.optim.SGD):
@@ -213,7 +205,7 @@ NOT_ELEMENTWISE = "looks at more of a parameter than single elements"
     [
         (OwnBuffers, {}, "keeps tensors of its parameters' shapes outside of its state"),
         (Keeps, {"lr": 0.1}, r"'history' of shape .* a checkpoint would hold that of one rank"),
-        (Strangers, {"update": by_its_norm}, f"{NOT_ELEMENTWISE}, such as its shape"),
+        (Strangers, {"update": lambda parameter, grad: grad.div(grad.norm())}, f"{NOT_ELEMENTWISE}, such as its shape"),
         (Strangers, {"update": by_the_parameters_norm}, f"{NOT_ELEMENTWISE}, such as its shape"),
         # Also where the learning rate begins at 0, as a warm-up's does.
         *((Later, {"lr": lr, "spikes": spikes}, NOT_ELEMENTWISE) for lr in (0.1, 0.0) for spikes in (False, True)),
@@ -230,7 +222,7 @@ def test_optimizers_that_are_not_elementwise_are_refused_over_pieces(
 def test_unknown_elementwise_optimizer_is_accepted() -> None:
     model = Model((6, 4))
     torch.manual_seed(3)
-    model.rebind(Strangers(model.params, by_its_signs))
+    model.rebind(Strangers(model.params, lambda parameter, grad: grad.sign()))
     drawn = torch.rand(1)
     torch.manual_seed(3)
     assert torch.equal(drawn, torch.rand(1))  # nothing else was drawn

@@ -54,6 +54,27 @@ def test_nobody_takes_the_port_at_which_ranks_meet() -> None:
         assert ranks.run(2, meet_at_the_port) == [(False, 2), (False, 2)]
 
 
+def tensors() -> list[torch.Tensor]:
+    whole = torch.arange(6.0).view(2, 3)
+    others = [
+        whole.bfloat16(),
+        whole > 2,
+        whole.to_sparse(),
+        whole.clone().requires_grad_(True),
+        torch.ones(1, device="meta"),
+    ]
+    return [whole, whole.T, whole[0, 1], whole[:0], whole.double(), whole.long(), *others]
+
+
+def test_tensors_of_any_kind_are_returned() -> None:
+    with RankPool() as ranks:
+        (returned,) = ranks.run(1, tensors)
+    for got, want in zip(returned, tensors(), strict=True):
+        assert (got.dtype, got.device, got.requires_grad) == (want.dtype, want.device, want.requires_grad)
+        assert want.is_meta or torch.equal(got.detach().to_dense(), want.detach().to_dense())
+    returned[0].add_(1)  # its memory can be written to
+
+
 class Refusal(Exception):
     """One that goes on."""
 

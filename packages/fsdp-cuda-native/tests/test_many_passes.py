@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 
 from fsdp_core import ShardingError, UnsupportedCapabilityError
 from fsdp_core.testing import RankPool, oracle
-from fsdp_core.testing.measuring.collectives import Layer, count_in_steps, new_layers
+from fsdp_core.testing.measuring.collectives import Layer, count_in_steps
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.short_runs import assert_fits_as_plain
@@ -28,24 +28,14 @@ from fsdp_core.testing.suite.numerics.many_passes import (
     WRITTEN_BEFORE_BACKWARD,
     NeededPart,
     assert_needed,
+    assert_recovers_without_fabric,
     assert_right_on_one_rank,
-    backward_without_fabric,
-    backward_without_fabric_plainly,
-    write_before_backward,
-    write_before_backward_plainly,
+    assert_writes_are_seen,
 )
-from fsdp_core.testing.training import Lit, new_fabric
+from fsdp_core.testing.training import Lit
 from fsdp_cuda_native.sharded import NativeSharded
 from fsdp_cuda_native.torch_private import flat_parameters, nested_passes, unit_gradients
 from native_runs import set_up
-
-
-def counted() -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
-    fabric = new_fabric("fsdp_native", 2, {"auto_wrap_policy": {Layer}})
-    nets = [new_layers(), new_layers()]
-    of_fabric = [fabric.setup(net, oracle.sgd(net))[0] for net in nets]
-    by_hand = [sharded_by_hand(new_layers()) for _ in nets]
-    return count_in_steps(of_fabric, fabric.backward), count_in_steps(by_hand, torch.Tensor.backward)
 
 
 def sharded_by_hand(net: nn.Module) -> nn.Module:
@@ -57,7 +47,7 @@ def sharded_by_hand(net: nn.Module) -> nn.Module:
 
 
 def test_steps_of_many_passes_communicate_as_by_hand(ranks: RankPool) -> None:
-    for counts, by_hand in ranks.run(2, counted):
+    for counts, by_hand in ranks.run(2, count_in_steps, "fsdp_native", sharded_by_hand):
         assert counts["gradient of an input"][1] == 0
         for name in ("plain", "two networks"):
             assert counts[name] == by_hand[name], name
@@ -293,20 +283,11 @@ def test_flat_parameters_in_steps(ranks: RankPool, tmp_path: Path, how: str) -> 
 
 @pytest.mark.parametrize("how", WRITTEN_BEFORE_BACKWARD)
 def test_parameters_that_are_written_before_the_backward_pass(ranks: RankPool, tmp_path: Path, how: str) -> None:
-    for got in ranks.run(2, write_before_backward, "fsdp_native", str(tmp_path / "saved"), how):
-        if how == "a bias":
-            torch.testing.assert_close(got, write_before_backward_plainly(how), atol=FP32_TOLERANCE, rtol=0)
-        else:
-            assert isinstance(got, str), "computed with other values than those of the forward pass"
-            assert "'blocks.1." in got
-            assert "written to between the forward pass and this backward pass" in got
+    assert_writes_are_seen(ranks, tmp_path, "fsdp_native", how)
 
 
 def test_a_backward_pass_without_fabric_after_an_exception(ranks: RankPool) -> None:
-    want = backward_without_fabric_plainly()
-    for weights, message in ranks.run(2, backward_without_fabric, "fsdp_native"):
-        torch.testing.assert_close(weights, want, atol=FP32_TOLERANCE, rtol=0)
-        assert_says(message, "an exception has interrupted a backward pass", "optimizer.zero_grad()")
+    assert_recovers_without_fabric(ranks, "fsdp_native")
 
 
 def frozen_in_part() -> list[str]:

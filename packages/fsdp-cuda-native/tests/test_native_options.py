@@ -213,10 +213,7 @@ REFUSED_OF_FAIRSCALE: list[tuple[dict[str, Any], list[str]]] = [
 @BOTH
 @pytest.mark.parametrize(
     ("name", "options", "words"),
-    [
-        *(("fsdp_native", *case) for case in REFUSED),
-        *(("ddp_fully_sharded", *case) for case in REFUSED_OF_FAIRSCALE),
-    ],
+    [*(("fsdp_native", *case) for case in REFUSED), *(("ddp_fully_sharded", *case) for case in REFUSED_OF_FAIRSCALE)],
     ids=show_parameter,
 )
 def test_option_that_is_refused(front_end: FrontEnd, name: str, options: dict[str, Any], words: list[str]) -> None:
@@ -430,12 +427,10 @@ def test_hosts_of_different_sizes(ranks: RankPool) -> None:
         assert_says(message, "hosts have different numbers of ranks", "device_mesh=", "sharding_strategy='FULL_SHARD'")
 
 
-def unfit_under_trainer(tmp: str) -> tuple[str, bool]:
-    return unfit_options("fsdp_native", tmp, "trainer", HYBRID, UnsupportedCapabilityError)
-
-
 def test_module_is_as_it_was_after_a_refusal(ranks: RankPool, tmp_path: Path) -> None:
-    ((message, as_it_was),) = ranks.run(1, unfit_under_trainer, str(tmp_path))
+    ((message, as_it_was),) = ranks.run(
+        1, unfit_options, "fsdp_native", str(tmp_path), "trainer", HYBRID, UnsupportedCapabilityError
+    )
     assert_says(message, "which ranks to shard over")
     assert as_it_was
 

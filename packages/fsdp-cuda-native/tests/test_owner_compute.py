@@ -15,13 +15,7 @@ from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.short_runs import run_steps
-from fsdp_core.testing.suite.training.whole_matrices import (
-    OwnMuon,
-    assert_same_steps,
-    make_muon,
-    plain_steps,
-    steps_on,
-)
+from fsdp_core.testing.suite.training.whole_matrices import OwnMuon, assert_same_steps, make_muon, plain_steps, steps_on
 from fsdp_core.testing.training import new_fabric, whole_batches
 from native_runs import set_up
 

@@ -107,12 +107,7 @@ def load_on(train: TrainOn, mesh: str, folder: str) -> Any:
 
 
 def assert_moves(
-    ranks: RankPool,
-    folder: Path,
-    train: TrainOn,
-    saved: str,
-    loaded: str,
-    meshes: Mapping[str, DeclaredMesh] = MESHES,
+    ranks: RankPool, folder: Path, train: TrainOn, saved: str, loaded: str, meshes: Mapping[str, DeclaredMesh] = MESHES
 ) -> dict[str, Any]:
     """Check that a checkpoint of one mesh is loaded bit for bit on another, and holds each byte once.
 

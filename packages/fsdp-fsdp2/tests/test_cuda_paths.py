@@ -19,6 +19,7 @@ from torch.distributed.utils import _to_kwargs
 
 import fsdp_core
 from fsdp_core.huggingface import held_model
+from fsdp_core.testing.training import QUIET
 from fsdp_core.torch_private import process_groups
 from fsdp_core.torch_private.process_groups import last_collective
 
@@ -61,16 +62,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def trainer(tmp: Path, **kwargs: Any) -> L.Trainer:
     return L.Trainer(
-        strategy="fsdp2",
-        accelerator="cpu",
-        devices=1,
-        max_steps=2,
-        default_root_dir=tmp,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        **kwargs,
+        strategy="fsdp2", accelerator="cpu", devices=1, max_steps=2, default_root_dir=tmp, **QUIET, **kwargs
     )
 
 

@@ -18,9 +18,8 @@ from torch.nn.functional import mse_loss
 from fsdp2_runs import set_up
 from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.testing import RankPool, oracle
-from fsdp_core.testing.measuring.collectives import Layer, count_in_steps, new_layers
+from fsdp_core.testing.measuring.collectives import Layer, count_in_steps
 from fsdp_core.testing.oracle import FP32_TOLERANCE
-from fsdp_core.testing.refusals import assert_says
 from fsdp_core.testing.short_runs import assert_close_by_name, assert_fits_as_plain, fit_module
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.numerics.fabric_steps import assert_gradients_wait, assert_whole_steps
@@ -28,23 +27,13 @@ from fsdp_core.testing.suite.numerics.many_passes import (
     WRITTEN_BEFORE_BACKWARD,
     NeededPart,
     assert_needed,
-    backward_without_fabric,
-    backward_without_fabric_plainly,
-    write_before_backward,
-    write_before_backward_plainly,
+    assert_recovers_without_fabric,
+    assert_writes_are_seen,
 )
 from fsdp_core.testing.training import Lit, new_fabric, own_share
 from fsdp_core.watch import watcher
 from fsdp_fsdp2.sharded import FSDP2Sharded
 from fsdp_fsdp2.torch_private import forward_passes, frozen_shards, unused_parameters
-
-
-def counted() -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
-    fabric = new_fabric("fsdp2", 2, {"auto_wrap_policy": {Layer}})
-    nets = [new_layers(), new_layers()]
-    of_fabric = [fabric.setup(net, oracle.sgd(net))[0] for net in nets]
-    by_hand = [sharded_by_hand(new_layers()) for _ in nets]
-    return count_in_steps(of_fabric, fabric.backward), count_in_steps(by_hand, torch.Tensor.backward)
 
 
 def sharded_by_hand(net: nn.Module) -> nn.Module:
@@ -56,7 +45,7 @@ def sharded_by_hand(net: nn.Module) -> nn.Module:
 
 
 def test_steps_of_many_passes_communicate_as_by_hand(ranks: RankPool) -> None:
-    for counts, by_hand in ranks.run(2, counted):
+    for counts, by_hand in ranks.run(2, count_in_steps, "fsdp2", sharded_by_hand):
         assert counts["gradient of an input"][1] == 0
         for name in ("plain", "two networks"):
             (gathers, reductions), (gathers_by_hand, reductions_by_hand) = counts[name], by_hand[name]
@@ -167,13 +156,7 @@ def test_backward_passes_for_named_parameters(ranks: RankPool, options: Any, nam
 
 @pytest.mark.parametrize("how", WRITTEN_BEFORE_BACKWARD)
 def test_parameters_that_are_written_before_the_backward_pass(ranks: RankPool, tmp_path: Path, how: str) -> None:
-    for got in ranks.run(2, write_before_backward, "fsdp2", str(tmp_path / "saved"), how):
-        if how == "a bias":
-            torch.testing.assert_close(got, write_before_backward_plainly(how), atol=FP32_TOLERANCE, rtol=0)
-        else:
-            assert isinstance(got, str), "computed with other values than those of the forward pass"
-            assert "'blocks.1." in got
-            assert "written to between the forward pass and this backward pass" in got
+    assert_writes_are_seen(ranks, tmp_path, "fsdp2", how)
 
 
 def step_with_hooks_of_activations(net: oracle.Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -221,10 +204,7 @@ def test_hooks_of_activations_that_run_the_whole_net(ranks: RankPool, tmp_path: 
     not hasattr(FSDPModule, "reset_iter_state"), reason="torch can't recover before 2.13: it is refused"
 )
 def test_a_backward_pass_without_fabric_after_an_exception(ranks: RankPool) -> None:
-    want = backward_without_fabric_plainly()
-    for weights, message in ranks.run(2, backward_without_fabric, "fsdp2"):
-        torch.testing.assert_close(weights, want, atol=FP32_TOLERANCE, rtol=0)
-        assert_says(message, "an exception has interrupted a backward pass", "optimizer.zero_grad()")
+    assert_recovers_without_fabric(ranks, "fsdp2")
 
 
 def frozen_in_one_of_two_calls(

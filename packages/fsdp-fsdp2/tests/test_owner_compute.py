@@ -23,13 +23,7 @@ from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.checkpoints.late_param_groups import Growing
-from fsdp_core.testing.suite.training.whole_matrices import (
-    OwnMuon,
-    assert_same_steps,
-    make_muon,
-    plain_steps,
-    steps_on,
-)
+from fsdp_core.testing.suite.training.whole_matrices import OwnMuon, assert_same_steps, make_muon, plain_steps, steps_on
 from fsdp_core.testing.training import loader, means, new_fabric, new_trainer
 
 MATRICES = 7  # of the net: its tied pair, and two in each block

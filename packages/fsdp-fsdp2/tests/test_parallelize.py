@@ -12,12 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader
 
@@ -536,14 +531,6 @@ def first_block_on(axis: Any) -> Any:
     return shard
 
 
-def all_ranks_of_own(mesh: Any) -> Any:
-    return init_device_mesh("cpu", (4,), mesh_dim_names=("everyone",))
-
-
-def divided_over_data(net: Any, mesh: Any) -> Any:
-    return parallelize_module(net, mesh["data_parallel"], {"blocks.0.up": ColwiseParallel()})
-
-
 def divided(net: Any, mesh: Any) -> Any:
     return parallelize_module(net, mesh["tensor_parallel"], {"blocks.0.up": ColwiseParallel()})
 
@@ -623,7 +610,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     ),
     "sharded beside wrap": (marked_too, {}, ["marked by wrap()", "fully_shard to 'blocks.0'"]),
     "sharded over all ranks": (
-        first_block_on(all_ranks_of_own),
+        first_block_on(lambda mesh: init_device_mesh("cpu", (4,), mesh_dim_names=("everyone",))),
         {},
         ["'blocks.0.up.weight'", "[0, 1, 2, 3]", "data-parallel ranks", "device_mesh['data_parallel']"],
     ),
@@ -633,7 +620,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         ["was sharded over the ranks", "fully_shard(module, mesh=device_mesh['data_parallel'])"],
     ),
     "divided over the wrong axis": (
-        divided_over_data,
+        lambda net, mesh: parallelize_module(net, mesh["data_parallel"], {"blocks.0.up": ColwiseParallel()}),
         {},
         ["was divided over the ranks", "device_mesh['tensor_parallel']"],
     ),

@@ -141,12 +141,8 @@ def test_a_plan_of_units_that_names_nothing_is_none() -> None:
     assert own_units(WithoutLayers()) is None
 
 
-def keyword_needed(module: Any, mesh: Any, *, mp_policy: Any, **options: Any) -> Any:
-    return module
-
-
 def test_a_parallelize_fn_may_need_an_option() -> None:
-    check_parallelize_fn(keyword_needed, ["compile"], ["mp_policy", "compile"])
+    check_parallelize_fn(lambda module, mesh, *, mp_policy, **options: module, ["compile"], ["mp_policy", "compile"])
 
 
 @pytest.mark.parametrize("front_end", ["trainer", "fabric"])

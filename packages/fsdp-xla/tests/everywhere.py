@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from fsdp_core import load_state_dict
 from fsdp_core.testing import oracle
+from fsdp_core.testing.training import QUIET
 from xla_process import save_cases
 
 FOLDER = Path(sys.argv[2]) if __name__ == "__main__" else Path()
@@ -102,10 +103,7 @@ def in_trainer(name: str) -> Any:
         devices=devices(),
         max_epochs=1,
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(Module(path))
     weights = {key.removeprefix("net."): value for key, value in load_state_dict(path).items()}
@@ -126,10 +124,7 @@ CASES: dict[str, dict[str, Any]] = {
         "fabric in turn": lambda: in_fabric("xla_fsdp in turn", {"sequential_save": True}),
         "trainer": lambda: in_trainer("xla_fsdp"),
     },
-    "spmd": {
-        "fabric": lambda: in_fabric("xla_fsdp_spmd", {}),
-        "trainer": lambda: in_trainer("xla_fsdp_spmd"),
-    },
+    "spmd": {"fabric": lambda: in_fabric("xla_fsdp_spmd", {}), "trainer": lambda: in_trainer("xla_fsdp_spmd")},
 }
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from fsdp_core import load_state_dict
 from fsdp_core.testing import Answer, answered, oracle
-from fsdp_core.testing.training import Lit
+from fsdp_core.testing.training import QUIET, Lit
 from fsdp_xla.testing import ThreadRanks
 from xla_process import cpu_variables
 
@@ -114,10 +114,7 @@ def trainer(folder: Path, options: dict[str, Any] | None = None, **kwargs: Any) 
     from fsdp_xla import XLAFSDPStrategy
 
     quiet: dict[str, Any] = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
+        **QUIET,
         "limit_val_batches": 0,
         "max_epochs": 1,
         "use_distributed_sampler": False,

@@ -19,10 +19,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CACHED = ("cached loss", "cached loss beside another", "hook that runs the net, of a loss of a block alone")
-FROZEN = (
-    "parameters frozen before the backward pass",
-    "parameters frozen before a backward pass that is forgotten",
-)
+FROZEN = ("parameters frozen before the backward pass", "parameters frozen before a backward pass that is forgotten")
 WRITTEN = ("optimizer's parameters written between two calls",)
 BACKWARD = (
     "backward pass that is forgotten",

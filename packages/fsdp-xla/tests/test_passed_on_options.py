@@ -119,10 +119,7 @@ def test_numbers_stay_what_they_are(launching: Launching, tmp_path: Path, case: 
     ("options", "dtypes"),
     [
         ({"compute_dtype": torch.bfloat16}, ["torch.bfloat16", "torch.float32"]),
-        (
-            {"compute_dtype": torch.bfloat16, "fp32_reduce_scatter": True},
-            ["torch.bfloat16", "torch.float32"],
-        ),
+        ({"compute_dtype": torch.bfloat16, "fp32_reduce_scatter": True}, ["torch.bfloat16", "torch.float32"]),
         ({"buffer_dtype": torch.bfloat16}, ["torch.float32", "torch.bfloat16"]),
     ],
     ids=["compute_dtype", "fp32_reduce_scatter", "buffer_dtype"],
@@ -140,14 +137,8 @@ def test_dtypes_are_those_asked_for(
     ("options", "words"),
     [
         ({"coalesce_all_gather_ops": True}, ["coalesce_all_gather_ops=True", "shard_param_on_dim_0=True"]),
-        (
-            {"compute_dtype": "bf16"},
-            ["compute_dtype='bf16' is no floating-point dtype", "=torch.bfloat16"],
-        ),
-        (
-            {"pin_layout_in_collective_ops": True},
-            ["pin_layout_in_collective_ops=True", "on the CPU", "Leave it out"],
-        ),
+        ({"compute_dtype": "bf16"}, ["compute_dtype='bf16' is no floating-point dtype", "=torch.bfloat16"]),
+        ({"pin_layout_in_collective_ops": True}, ["pin_layout_in_collective_ops=True", "on the CPU", "Leave it out"]),
     ],
     ids=["coalesced without rows", "a dtype's name", "pin_layout_in_collective_ops"],
 )

@@ -246,10 +246,7 @@ def item_of_one(folder: Path) -> None:
             ],
         ),
         (uneven, ["rank 1 has ended, while rank 0 ends a step", "DistributedSampler"]),
-        (
-            ended_rank,
-            ["rank 1 has ended, while rank 0 exchanges values (barrier", "test_rank_failures.py line"],
-        ),
+        (ended_rank, ["rank 1 has ended, while rank 0 exchanges values (barrier", "test_rank_failures.py line"]),
         (item_of_one, ["ranks do different things", "rank 0 waits for a value", "rank 1 ends a step"]),
         (barrier_amid_building, ["while it builds its model", "before or after init_module()"]),
     ],
@@ -289,10 +286,6 @@ def own_disks(folder: Path, kind: Any) -> None:
     launch(train, state_dict_type=kind)
 
 
-def several_hosts(folder: Path) -> None:
-    trainer(folder, num_nodes=2)
-
-
 def tuner(folder: Path) -> None:
     from lightning.pytorch.tuner import Tuner
 
@@ -305,7 +298,7 @@ def tuner(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        (several_hosts, ["num_nodes=2", "threads of one process", "devices="]),
+        (partial(trainer, num_nodes=2), ["num_nodes=2", "threads of one process", "devices="]),
         (tuner, ["LearningRateFinder", "xla_fsdp_spmd"]),
         (
             partial(own_disks, kind="full"),

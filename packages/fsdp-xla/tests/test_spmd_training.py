@@ -193,12 +193,8 @@ def seeded(seed: int) -> float:
     return mse_loss(model(x), y).item()
 
 
-def after_seeds(seeds: tuple[int, ...]) -> list[float]:
-    return [seeded(seed) for seed in seeds]
-
-
 def test_a_seed_counts_on_the_devices_too(spmd: LaunchingSPMD) -> None:
-    first, other, again = spmd.call(DEVICES, after_seeds, (21, 22, 21))
+    first, other, again = [spmd.call(DEVICES, seeded, seed) for seed in (21, 22, 21)]
     assert first == again
     assert first != other
 

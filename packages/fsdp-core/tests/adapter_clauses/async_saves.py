@@ -266,11 +266,7 @@ class AsyncSavesSuite(Clauses):
 
     @on_ranks("processes")  # each with its own disk
     @pytest.mark.parametrize(
-        ("kind", "when"),
-        [
-            *(pytest.param("sharded", when) for when in _WHEN),
-            pytest.param("full", "step"),
-        ],
+        ("kind", "when"), [*(pytest.param("sharded", when) for when in _WHEN), pytest.param("full", "step")]
     )
     def test_a_save_that_fails_ends_the_fit_on_every_rank(
         self, ranks: Ranks, tmp_path: Path, kind: str, when: str

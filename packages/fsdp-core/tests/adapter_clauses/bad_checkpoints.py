@@ -14,12 +14,7 @@ from lightning.pytorch import LightningDataModule
 from torch import nn
 
 import fsdp_core
-from fsdp_core.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    CheckpointFormatError,
-    CheckpointValueError,
-)
+from fsdp_core.errors import CheckpointError, CheckpointExistsError, CheckpointFormatError, CheckpointValueError
 from fsdp_core.testing import RankPool, Ranks, oracle
 from fsdp_core.testing.refusals import assert_says, assert_unchanged, refusal
 from fsdp_core.testing.state import copied_state, full_state
@@ -63,10 +58,7 @@ def _move_a_part_out(path: Path) -> None:
 #: Damage to a valid checkpoint, and parts of the error. test_checkpoint_faults.py has all that readers refuse.
 DAMAGE: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "missing": (shutil.rmtree, ["there is no checkpoint", "Check the path"]),
-    "flipped weight": (
-        _flip_a_weight_of_rank_one,
-        ["rank-00001.safetensors has the checksum", "Restore these files"],
-    ),
+    "flipped weight": (_flip_a_weight_of_rank_one, ["rank-00001.safetensors has the checksum", "Restore these files"]),
     "part outside": (_move_a_part_out, ["is a link to", "outside of the checkpoint", "Nothing was read"]),
     "pickle": (_replace_by_pickle, ["can't be read", "RankPool", "add_safe_globals"]),
 }

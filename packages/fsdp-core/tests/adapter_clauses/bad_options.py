@@ -16,12 +16,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import DoublePrecision, Precision
 from torch import nn
 
-from fsdp_core.errors import (
-    ShardingError,
-    StrategyUnavailableError,
-    UnknownStrategyError,
-    UnsupportedCapabilityError,
-)
+from fsdp_core.errors import ShardingError, StrategyUnavailableError, UnknownStrategyError, UnsupportedCapabilityError
 from fsdp_core.lightning.setup_checks import check_devices
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import FrontEnd
@@ -60,10 +55,7 @@ MISUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "checkpointing path": (
         {"activation_checkpointing_policy": "nowhere.is_large"},
-        [
-            "activation_checkpointing_policy='nowhere.is_large' can't be imported: No module named",
-            "{MyBlock}",
-        ],
+        ["activation_checkpointing_policy='nowhere.is_large' can't be imported: No module named", "{MyBlock}"],
     ),
     "checkpointing class": (
         {"activation_checkpointing_policy": Block},
@@ -98,10 +90,7 @@ class BadOptionsSuite(Clauses):
             ({"state_dict_type": "sharded_state"}, ["state_dict_type='sharded_state'", "'sharded'", "'full'"]),
             ({"checkpoint_io": TorchCheckpointIO()}, ["TorchCheckpointIO", "(state_dict_type='full')"]),
             ({"async_save": "no"}, ["async_save='no'", "True", "False"]),
-            (
-                {"accelerator": {Block}},
-                ["accelerator={", "Accelerator of Lightning's", "auto_wrap_policy={MyBlock}"],
-            ),
+            ({"accelerator": {Block}}, ["accelerator={", "Accelerator of Lightning's", "auto_wrap_policy={MyBlock}"]),
             pytest.param(
                 {"scattered_save": "no"},
                 ["scattered_save='no'", "True", "False"],
@@ -143,10 +132,7 @@ class BadOptionsSuite(Clauses):
     def front_ends(self, **options: Any) -> list[Callable[[], Any]]:
         """A Trainer and a Fabric, not built yet."""
         usual: dict[str, Any] = {"strategy": self.strategy, "accelerator": "cpu", "devices": 1}
-        return [
-            lambda: pl.Trainer(**{**usual, "logger": False, **options}),
-            lambda: Fabric(**{**usual, **options}),
-        ]
+        return [lambda: pl.Trainer(**{**usual, "logger": False, **options}), lambda: Fabric(**{**usual, **options})]
 
     def test_misspelt_name(self) -> None:
         """A misspelt name must raise UnknownStrategyError, which suggests the strategy and the package's others."""

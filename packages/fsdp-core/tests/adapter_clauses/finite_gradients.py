@@ -115,10 +115,7 @@ class FiniteGradientsSuite(Clauses):
 
     @pytest.mark.parametrize(
         ("module_class", "trainer", "steps"),
-        [
-            pytest.param(Breaks, {"accumulate_grad_batches": 2}, 0),
-            pytest.param(BreaksByHand, {}, 1),
-        ],
+        [pytest.param(Breaks, {"accumulate_grad_batches": 2}, 0), pytest.param(BreaksByHand, {}, 1)],
         ids=["accumulated", "by hand"],
     )
     def test_fit_stops_before_a_step_that_is_not_finite(

@@ -96,12 +96,7 @@ class LoaderPositionsSuite(Clauses):
         ids=lambda value: None if isinstance(value, str) else " ".join(map(str, value)),
     )
     def test_every_moment(
-        self,
-        ranks: Ranks,
-        tmp_path: Path,
-        data: str,
-        save: tuple[str, int, int],
-        trainer: Mapping[str, Any],
+        self, ranks: Ranks, tmp_path: Path, data: str, save: tuple[str, int, int], trainer: Mapping[str, Any]
     ) -> None:
         """On the same world size, a resumed run must see what the first one saw, whenever the checkpoint was saved."""
         path = str(tmp_path / "saved")

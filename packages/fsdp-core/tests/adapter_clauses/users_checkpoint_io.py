@@ -164,12 +164,7 @@ class UsersCheckpointIOSuite(Clauses):
         ],
     )
     def test_users_io_is_asked_as_under_ddp(
-        self,
-        ranks: Ranks,
-        tmp_path: Path,
-        options: dict[str, Any],
-        wraps: bool,
-        made: type[Compressed | InFolders],
+        self, ranks: Ranks, tmp_path: Path, options: dict[str, Any], wraps: bool, made: type[Compressed | InFolders]
     ) -> None:
         """In a fit, its resume and a validation, on the same ranks as under DDP; the weights must be the same, too."""
         options = {"state_dict_type": "full", **options}

@@ -103,10 +103,7 @@ CAUGHT: dict[str, tuple[str, str]] = {
         "write within fsdp_core.gathered(module, modifier_rank=0)",
     ),
     "moments_by_position": ("test_fabric_knows_an_optimizers_state_by_name", "'momentum_buffer')"),
-    "saved_group_divided": (
-        "test_another_models_checkpoint_under_trainer[MoreGroups-sharded]",
-        "nothing was raised",
-    ),
+    "saved_group_divided": ("test_another_models_checkpoint_under_trainer[MoreGroups-sharded]", "nothing was raised"),
     "random_numbers_not_restored": ("test_resume_is_exact[between two steps]", 'got["losses"] == want["losses"]'),
     "async_save_not_copied": (
         "test_what_is_changed_after_the_call_is_not_saved[sharded]",

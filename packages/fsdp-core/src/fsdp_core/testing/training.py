@@ -25,6 +25,7 @@ from fsdp_core.testing.oracle import BATCH, Trained, dataset, new_net
 from fsdp_core.testing.state import copied_state, full_state
 
 __all__ = [
+    "QUIET",
     "Lit",
     "fabric_fit",
     "fit",
@@ -39,6 +40,11 @@ __all__ = [
     "strategy_argument",
     "whole_batches",
 ]
+
+#: Arguments of a Trainer that writes nothing by itself.
+QUIET: Mapping[str, Any] = dict.fromkeys(
+    ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
+)
 
 
 class Lit(pl.LightningModule):
@@ -140,10 +146,7 @@ def new_trainer(
     quiet: dict[str, Any] = {
         "accelerator": _accelerator(),
         **_devices(world_size),
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
+        **QUIET,
         "max_epochs": 1,
         "default_root_dir": str(tmp),
     }

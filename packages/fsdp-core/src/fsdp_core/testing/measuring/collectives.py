@@ -9,16 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-__all__ = ["Layer", "count_collectives", "count_in_steps", "new_layers"]
+from fsdp_core.testing import oracle
+from fsdp_core.testing.training import new_fabric
+
+__all__ = ["Layer", "count_collectives", "count_in_steps"]
 
 WIDTH = 6
 
 
 class Layer(nn.Linear):
-    """A unit of :func:`new_layers`."""
+    """A unit of the modules of :func:`count_in_steps`."""
 
 
-def new_layers() -> nn.Module:
+def _new_layers() -> nn.Module:
     """A root with parameters of its own around three units, of which it returns what the last has returned."""
     layers = (nn.Linear(WIDTH, WIDTH), Layer(WIDTH, WIDTH), nn.Tanh(), Layer(WIDTH, WIDTH), nn.Tanh())
     return nn.Sequential(*layers, Layer(WIDTH, WIDTH))
@@ -38,16 +41,25 @@ def count_collectives(work: Callable[[], object], name: str) -> int:
     return sum("c10d::" in event_name and name in event_name for event_name in names)
 
 
-def count_in_steps(nets: Sequence[Callable[[Tensor], Tensor]], backward: Callable[[Tensor], Any]) -> dict[str, Any]:
-    """Count the gathers and the reductions of some steps, each after one of its kind.
+def count_in_steps(strategy: str, shard_by_hand: Callable[[nn.Module], nn.Module]) -> tuple[dict[str, Any], ...]:
+    """Count the gathers and the reductions of some steps, each after one of its kind, on each of two ranks.
 
     Args:
-        nets: Two sharded modules of :func:`new_layers`, the second of which generates what the first judges.
-        backward: Runs a backward pass.
+        strategy: The name of the strategy, which shards each :class:`Layer` under Fabric.
+        shard_by_hand: Shards such a module as the strategy's library is used by hand.
 
     Returns:
-        By what the step does, the two numbers.
+        By what the step does, the two numbers: of the strategy, and by hand.
     """
+    fabric = new_fabric(strategy, 2, {"auto_wrap_policy": {Layer}})
+    nets = [_new_layers(), _new_layers()]
+    of_fabric = [fabric.setup(net, oracle.sgd(net))[0] for net in nets]
+    by_hand = [shard_by_hand(_new_layers()) for _ in nets]
+    return _count(of_fabric, fabric.backward), _count(by_hand, Tensor.backward)
+
+
+def _count(nets: Sequence[Callable[[Tensor], Tensor]], backward: Callable[[Tensor], Any]) -> dict[str, Any]:
+    """Of two modules, the second of which generates what the first judges."""
     judge, generate = nets
     x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
 

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from fsdp_core import wrap
-from fsdp_core.testing import oracle
+from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
 
 __all__ = [
     "BLOCK_BYTES",
     "Deep",
+    "assert_built_in_a_shard_and_a_layer",
     "built_under_fabric",
     "configured_under_trainer",
     "first_rows",
@@ -136,6 +137,27 @@ def configured_under_trainer(strategy: str, tmp: str, world_size: int, blocks: i
     start = _start()
     fit(module)
     return module.status - start, {name.removeprefix("net."): rows for name, rows in module.state.items()}
+
+
+def assert_built_in_a_shard_and_a_layer(ranks: RankPool, tmp: str, strategy: str) -> None:
+    """Check the memory that building a model takes whose layers are marked, on 2 and 4 ranks, and its weights.
+
+    Args:
+        ranks: Ranks that have built nothing else.
+        tmp: A folder.
+        strategy: The name of the strategy.
+    """
+    blocks = 16  # 128 MiB
+    with oracle.seeded(1):
+        unsharded = first_rows(Deep(blocks).state_dict())
+    for world_size, built in (
+        (2, ranks.run(2, built_under_fabric, strategy, 2, blocks, timeout=200)),
+        (4, ranks.run(4, configured_under_trainer, strategy, tmp, 4, blocks, timeout=200)),
+    ):
+        for peak, rows in built:
+            assert peak <= 1.25 * (blocks / world_size + 1) * BLOCK_BYTES, f"{peak / 2**20:.0f} MiB"
+            for name, tensor in unsharded.items():
+                assert torch.equal(rows[name], tensor), name
 
 
 def first_rows(state: dict[str, Tensor]) -> dict[str, Tensor]:

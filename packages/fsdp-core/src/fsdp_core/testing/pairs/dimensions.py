@@ -127,8 +127,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
         values={"nothing": Value(), "evaluated": Value(), "gathered": Value()},
     ),
     Dimension(
-        name="resume",
-        values={"no": Value(), "between steps": Value(), "amid a step": Value(needs=_ACCUMULATES)},
+        name="resume", values={"no": Value(), "between steps": Value(), "amid a step": Value(needs=_ACCUMULATES)}
     ),
     Dimension(
         name="saved",

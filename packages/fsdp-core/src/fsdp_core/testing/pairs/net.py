@@ -99,7 +99,4 @@ def optimizers(label: str, net: Any) -> list[torch.optim.Optimizer]:
     inner_ids = {id(parameter) for parameter in inner}
     around = [parameter for parameter in net.parameters() if id(parameter) not in inner_ids]
     # the large eps damps gradients that are zero except for rounding
-    return [
-        torch.optim.SGD(inner, lr=0.05, momentum=0.9),
-        torch.optim.Adam(around, lr=0.01, eps=1e-3, amsgrad=True),
-    ]
+    return [torch.optim.SGD(inner, lr=0.05, momentum=0.9), torch.optim.Adam(around, lr=0.01, eps=1e-3, amsgrad=True)]

@@ -208,12 +208,7 @@ def fit_seeded(
 
 
 def continued(
-    strategy: str,
-    tmp: str,
-    moment: str,
-    how: Mapping[str, Any],
-    seeded: bool = False,
-    by_hand: bool = False,
+    strategy: str, tmp: str, moment: str, how: Mapping[str, Any], seeded: bool = False, by_hand: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The outcomes of a run that saves and continues, and of one that resumes from there, both after the save."""
     hook, batch, arguments = MOMENTS[moment]

@@ -58,10 +58,7 @@ def loaded(
     assert not module.losses
     model = full_state(run.strategy)
     assert set(model) == names, "of what a module holds, a part is not in its state"
-    return {
-        "model": model,
-        "optimizer": full_optimizer_state(run.strategy, run.optimizers[0]),
-    }
+    return {"model": model, "optimizer": full_optimizer_state(run.strategy, run.optimizers[0])}
 
 
 def _spoil_buffers(module: torch.nn.Module) -> set[str]:

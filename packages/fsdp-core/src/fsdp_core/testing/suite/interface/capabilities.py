@@ -165,10 +165,7 @@ ASKED: dict[Capability, dict[FrontEnd, list[Ask]]] = {
     Capability.MANUAL_OPTIMIZATION: {"trainer": [lambda strategy, tmp: _fit(strategy, tmp, ByHand())]},
     Capability.META_INIT: {
         "trainer": [_init_module, _on_meta],
-        "fabric": [
-            lambda strategy, tmp: _fabric(strategy).init_module(empty_init=True).__enter__(),
-            _fabric_on_meta,
-        ],
+        "fabric": [lambda strategy, tmp: _fabric(strategy).init_module(empty_init=True).__enter__(), _fabric_on_meta],
     },
     Capability.MIXED_PRECISION: _precision("bf16-mixed"),
     Capability.RESHARD_AFTER_FORWARD: _option("reshard_after_forward", False),

@@ -387,11 +387,7 @@ class ParametersSuite(Clauses):
     """Losses and state equal the oracle's with special parameters, too."""
 
     @pytest.mark.parametrize(
-        "scenario",
-        [
-            UNFROZEN,
-            pytest.param(UNUSED, marks=requires(Capability.GRADIENT_ACCUMULATION)),
-        ],
+        "scenario", [UNFROZEN, pytest.param(UNUSED, marks=requires(Capability.GRADIENT_ACCUMULATION))]
     )
     def test_whole_parameters_stay_equal(self, ranks: Ranks, scenario: str) -> None:
         """0-dim parameters must be the same on every rank, and equal to the unsharded model's."""

@@ -290,10 +290,7 @@ def _wrong_copies(strategy: str) -> list[str]:
     """What is wrong of copies of a sharded module: they don't hold whole parameters, or were refused without help."""
     loop = Loop(strategy, oracle.sgd)
     shapes = {name: tuple(p.shape) for name, p in oracle.new_net().named_parameters()}
-    originals = {
-        "deepcopy of the user's module": loop.net,
-        "deepcopy of what Fabric has returned": loop.model,
-    }
+    originals = {"deepcopy of the user's module": loop.net, "deepcopy of what Fabric has returned": loop.model}
     wrong = []
     for call, original in originals.items():
         copied = result_or_refusal(ShardingError, partial(copy.deepcopy, original))

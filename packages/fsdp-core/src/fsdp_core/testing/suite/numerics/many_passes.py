@@ -28,7 +28,7 @@ from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.meshes import DeclaredMesh
 from fsdp_core.testing.oracle import FP32_TOLERANCE, Trained
-from fsdp_core.testing.refusals import refusal, result_or_refusal
+from fsdp_core.testing.refusals import assert_says, refusal, result_or_refusal
 from fsdp_core.testing.state import full_state, trained_by
 from fsdp_core.testing.suite.base_class import Clauses, needs_of, requires
 from fsdp_core.testing.suite.numerics.pairs import SEED
@@ -42,7 +42,9 @@ __all__ = [
     "NeededPart",
     "Setting",
     "assert_needed",
+    "assert_recovers_without_fabric",
     "assert_right_on_one_rank",
+    "assert_writes_are_seen",
 ]
 
 
@@ -719,21 +721,32 @@ def assert_right_on_one_rank(ranks: Ranks, tmp_path: Path, strategy: str, what: 
     assert _differences(got, _fit("auto", str(tmp_path), "by hand", what, _ALONE)) is None
 
 
-#: What writes to parameters between a forward pass and its backward pass, in :func:`write_before_backward`.
+#: What writes to parameters between a forward pass and its backward pass, in :func:`assert_writes_are_seen`.
 WRITTEN_BEFORE_BACKWARD = ("by hand", "by hand between two calls", "an optimizer's step", "a checkpoint", "a bias")
 
 
-def write_before_backward(strategy: str, folder: str, how: str) -> str | dict[str, Tensor]:
-    """Write to parameters under Fabric between a forward pass and its backward pass, as plain torch refuses it.
+def assert_writes_are_seen(ranks: Ranks, tmp_path: Path, strategy: str, how: str) -> None:
+    """Check that writes to parameters between a forward pass and its backward pass are refused, as by plain torch.
 
     Args:
+        ranks: The ranks.
+        tmp_path: A folder.
         strategy: The name of the strategy.
-        folder: A folder for a checkpoint.
         how: One of :data:`WRITTEN_BEFORE_BACKWARD`. No graph needs the values of a bias.
-
-    Returns:
-        The error with its notes, or the gradients' step where there is none.
     """
+    for got in ranks.run(2, _write_before_backward, strategy, str(tmp_path / "saved"), how):
+        if how == "a bias":
+            loop = Loop(None, oracle.sgd, _net_without_gains())
+            loop.backward(_write_after_forward(loop, how))
+            loop.optimizer.step()
+            torch.testing.assert_close(got, loop.state(), atol=FP32_TOLERANCE, rtol=0)
+        else:
+            assert isinstance(got, str), "computed with other values than those of the forward pass"
+            assert_says(got, "'blocks.1.", "written to between the forward pass and this backward pass")
+
+
+def _write_before_backward(strategy: str, folder: str, how: str) -> str | dict[str, Tensor]:
+    """The error with its notes, or the weights after a step where there is none."""
     loop = Loop(strategy, oracle.sgd, _net_without_gains())
     loop.fabric.save(folder, {"model": loop.model})
     losses = _write_after_forward(loop, how)
@@ -746,14 +759,6 @@ def write_before_backward(strategy: str, folder: str, how: str) -> str | dict[st
         return loop.state()
 
     return result_or_refusal((FSDPError, RuntimeError), step)
-
-
-def write_before_backward_plainly(how: str) -> dict[str, Tensor]:
-    """The same in one process of plain torch, for a kind that it takes."""
-    loop = Loop(None, oracle.sgd, _net_without_gains())
-    loop.backward(_write_after_forward(loop, how))
-    loop.optimizer.step()
-    return loop.state()
 
 
 def _net_without_gains() -> oracle.Net:
@@ -780,27 +785,27 @@ def _write_after_forward(loop: Loop, how: str) -> Tensor:
     return first + (mse_loss(blocks[1](x), y) if how.endswith("calls") else 0.0)
 
 
-def backward_without_fabric(strategy: str) -> tuple[dict[str, Tensor], str]:
-    """Run ``loss.backward()`` under Fabric after an exception in a backward pass that was caught.
+def assert_recovers_without_fabric(ranks: Ranks, strategy: str) -> None:
+    """Check ``loss.backward()`` under Fabric after an exception in a backward pass that was caught.
 
     Args:
+        ranks: The ranks.
         strategy: The name of the strategy.
-
-    Returns:
-        The weights after a step by hand with the gradients of that pass, before which others were forgotten; and the
-        refusal of a pass before which they were not.
     """
+    want = _step_by_raw_gradients(Loop(None, oracle.sgd))
+    for weights, message in ranks.run(2, _backward_without_fabric, strategy):
+        torch.testing.assert_close(weights, want, atol=FP32_TOLERANCE, rtol=0)
+        assert_says(message, "an exception has interrupted a backward pass", "optimizer.zero_grad()")
+
+
+def _backward_without_fabric(strategy: str) -> tuple[dict[str, Tensor], str]:
+    """The weights after a step where gradients were forgotten after the exception, and the refusal where not."""
     loop = Loop(strategy, oracle.sgd)
     weights = _step_by_raw_gradients(loop)
     loss = _interrupted_before(loop, clears=False)
     message = refusal(ShardingError, loss.backward)
     nn.Linear(2, 1)(torch.ones(1, 2)).sum().backward()  # of another model
     return weights, message
-
-
-def backward_without_fabric_plainly() -> dict[str, Tensor]:
-    """The weights, in one process of plain torch."""
-    return _step_by_raw_gradients(Loop(None, oracle.sgd))
 
 
 def _step_by_raw_gradients(loop: Loop) -> dict[str, Tensor]:

@@ -132,8 +132,7 @@ class NumbersSuite(Clauses):
         assert_same(got, train_plain(4, getattr(oracle, optimizer)))
 
     @pytest.mark.parametrize(
-        ("world_size", "optimizer"),
-        [(1, "adamw_groups"), (2, "sgd"), (2, "adamw_groups"), (3, "sgd"), (4, "momentum")],
+        ("world_size", "optimizer"), [(1, "adamw_groups"), (2, "sgd"), (2, "adamw_groups"), (3, "sgd"), (4, "momentum")]
     )
     def test_trainer_equals_plain(self, ranks: Ranks, tmp_path: Path, world_size: int, optimizer: str) -> None:
         """Losses and weights under Trainer must equal those of one unsharded process."""
