@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import nullcontext
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
+from torch.optim import Optimizer
 
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.gradients.elementwise import is_elementwise, writes_to_first
@@ -21,7 +23,7 @@ from fsdp_core.gradients.gathered_values import (
     GatheredParameter,
     GatheredTensor,
 )
-from fsdp_core.gradients.piece_places import OF_FIRST, PieceMixture, common_places, place_of, set_place
+from fsdp_core.gradients.piece_places import OF_FIRST, PieceMixture, common_places, dimensions, place_of, set_place
 from fsdp_core.torch_private.tensors import times_written, without_torch_function
 
 __all__ = [
@@ -30,10 +32,13 @@ __all__ = [
     "forget_shown",
     "guard",
     "guard_parameters",
+    "guard_states",
     "plain",
     "show_gradient_elsewhere",
+    "states_of_pieces",
     "unguard",
     "unguard_parameters",
+    "unguard_states",
 ]
 
 _INSTEAD = (
@@ -56,6 +61,15 @@ _OF_PARAMETER = (
     "in the unit's own forward(), and one on what belongs to no unit in training_step(), under Fabric in a method that "
     "model.mark_forward_method() names. For values, write with fsdp_core.gathered(module): on all ranks, between "
     "steps; or let fsdp_core.full_state_dict(module) give them to rank 0."
+)
+
+
+_OF_STATE = (
+    "of an optimizer's state would see this rank's piece of it alone.\n"
+    "Under a strategy whose sharded parameters are DTensors, torch's own functions are right on it. Here, sum over the "
+    "ranks what value.as_subclass(torch.Tensor) gives of the piece: "
+    "self.all_gather(value.as_subclass(torch.Tensor).square().sum()).sum() is the square of the norm, under Fabric by "
+    "fabric.all_gather. Where ranks hold replicas, count each once."
 )
 
 
@@ -207,6 +221,10 @@ _DATA: Any = Tensor.data
 _ATTRIBUTES: frozenset[Any] = frozenset([_GRAD.__get__, _GRAD.__set__, _DATA.__set__])
 
 
+#: What asks for the number of dimensions. Users ask it of a parameter, which is a matrix, of which a piece is flat.
+_DIMENSIONS: frozenset[Any] = frozenset([getattr(Tensor, "ndim").__get__, Tensor.dim, Tensor.ndimension])  # noqa: B009
+
+
 #: On a piece without elements: whether its parameter has a gradient, of which other ranks hold the pieces.
 _HAS_GRADIENT_ELSEWHERE = "_fsdp_has_gradient_elsewhere"
 
@@ -327,10 +345,13 @@ def _mixture_refusal(name: str, names: tuple[str, ...]) -> UnsupportedCapability
 class Piece(Tensor):
     """A rank's piece of a gradient: for each element by itself it is as good as any, and for a norm it is not."""
 
+    #: Why something can't be computed of it, and what to write instead.
+    _fsdp_reason = _OF_GRADIENT
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = _TURNED.get(func) or str(getattr(func, "__name__", func))
-        reason = _OF_PARAMETER if issubclass(cls, ParameterPiece) else _OF_GRADIENT
+        reason = cls._fsdp_reason
         if not _is_of_each(name, args) or (name == "numel" and sys._getframe(1).f_code is _VECTOR_TO_PARAMETERS):
             raise UnsupportedCapabilityError(f"{_IN_WORDS.get(name, name)} {reason}")
         if _is_registered_by_pruning(func):
@@ -341,6 +362,8 @@ class Piece(Tensor):
                 "fabric.setup(). Or set elements to zero within fsdp_core.gathered(module, modifier_rank=0)."
             )
         with without_torch_function():
+            if func in _DIMENSIONS:
+                return dimensions(args[0])
             if name in OF_FIRST and not isinstance(args[0], Piece):
                 return func(*args, **(kwargs or {}))
             try:
@@ -350,7 +373,8 @@ class Piece(Tensor):
             shapes = {piece.shape for piece in _tensors((args, kwargs)) if isinstance(piece, Piece)}
             is_assignment = func == _DATA.__set__
             targets = _tensors((kwargs or {}).get("out"))
-            targets += _tensors(args[:1]) if is_assignment or writes_to_first(name) else ()
+            if is_assignment or writes_to_first(name):
+                targets += _beside_pieces(name, args, _tensors(args[:1]))
             if any(tensor.shape not in shapes for tensor in [*targets, *(args[1:] if is_assignment else ())]):
                 raise UnsupportedCapabilityError(f"{_IN_WORDS.get(name, name)} {reason}")
             moves = is_assignment and not args[0].is_set_to(args[1])  # and module.to() of its own device does not
@@ -364,7 +388,7 @@ class Piece(Tensor):
                 increment_version(args[0])  # a unit that is still gathered is gathered anew, as after other writes
             if issubclass(cls, ParameterPiece) and func in _ATTRIBUTES:
                 return result
-            computed = _tensors(result)
+            computed = _beside_pieces(name, args, _tensors(result))
             if any(tensor.shape not in shapes for tensor in computed):
                 raise UnsupportedCapabilityError(f"{name} {reason}")
             piece_class = ParameterPiece if issubclass(cls, ParameterPiece) else Piece
@@ -394,6 +418,14 @@ class Piece(Tensor):
 
 class ParameterPiece(Piece):
     """What was computed of a rank's piece of a parameter, element by element."""
+
+    _fsdp_reason = _OF_PARAMETER
+
+
+class StatePiece(Piece):
+    """What an optimizer keeps for a rank's piece of a parameter."""
+
+    _fsdp_reason = _OF_STATE
 
 
 class _ParameterPiece(ParameterPiece, nn.Parameter):
@@ -440,12 +472,53 @@ def unguard(gradients: Iterable[Tensor | None]) -> None:
             instance.__class__ = Tensor
 
 
+#: The values of a dictionary, in C.
+_VALUES = dict.values
+
+
+def states_of_pieces(optimizer: Optimizer, ids: Collection[int]) -> list[Tensor]:
+    """What an optimizer keeps for pieces, each with dimensions: a count of steps is the same on all ranks.
+
+    Args:
+        optimizer: The optimizer.
+        ids: The identities of the pieces.
+    """
+    # without a call of Python for each: this is asked several times in each step
+    of_pieces = compress(optimizer.state.values(), map(ids.__contains__, map(id, optimizer.state)))
+    values = chain.from_iterable(map(_VALUES, of_pieces))
+    return [value for value in values if value.__class__ is StatePiece or (value.__class__ is Tensor and value.ndim)]
+
+
+def guard_states(states: Iterable[Tensor]) -> None:
+    """Refuse, from now on, what is computed of these and is not elementwise."""
+    instance: Any
+    for instance in states:
+        instance.__class__ = StatePiece
+
+
+def unguard_states(states: Iterable[Tensor]) -> None:
+    """Let these be plain tensors again."""
+    instance: Any
+    for instance in states:
+        instance.__class__ = Tensor
+
+
 def plain(tensor: Tensor) -> Tensor:
     """A tensor that computes as any does, sharing memory with this one, which may be guarded."""
     if not isinstance(tensor, Piece):
         return tensor
     with without_torch_function():
         return tensor.as_subclass(Tensor)
+
+
+def _beside_pieces(name: str, args: Any, tensors: list[Tensor]) -> list[Tensor]:
+    """Those of the tensors of a function of lists that it computes of pieces. Of another function all."""
+    if not name.startswith("_foreach_"):
+        return tensors
+    lists = [value for value in args if isinstance(value, list | tuple)]
+    if any(len(each) != len(tensors) for each in lists):
+        return tensors
+    return [t for t, *of in zip(tensors, *lists, strict=True) if any(isinstance(each, Piece) for each in of)]
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -35,6 +35,19 @@ _VIEWS = (
 )
 
 
+#: What torch averages over each rank's part by itself, and then over the ranks, as if parts were of one size.
+_MEANS = (
+    _ATEN.mse_loss.default,
+    _ATEN.smooth_l1_loss.default,
+    _ATEN.huber_loss.default,
+    _ATEN.soft_margin_loss.default,
+    _ATEN.binary_cross_entropy_with_logits.default,
+)
+
+#: The number of ``reduction="mean"``, the default of all of them.
+_MEAN = 1
+
+
 class CopiedView(DTensor):
     """A copy of a part of a DTensor that behaves as the view that was asked for.
 
@@ -165,10 +178,15 @@ def _everywhere(tensor: DTensor) -> list[Replicate]:
 
 
 def write_through_copied_views() -> None:
-    """Let torch's copies of parts of DTensors take what is written to them to these, from now on. Idempotent."""
+    """Let torch's copies of parts of DTensors take what is written to them to these, from now on. Idempotent.
+
+    What torch computes wrongly of DTensors whose parts differ in size raises from then on too.
+    """
     handlers = DTensor._op_dispatcher._custom_op_handlers
     for func in _VIEWS:
         handlers.setdefault(func, _view)
+    for func in _MEANS:
+        handlers.setdefault(func, _refuse_uneven_mean)
     handlers.setdefault(_ATEN.fill_.Tensor, _fill)
 
 
@@ -203,3 +221,27 @@ def _fill(func: Any, args: Any, kwargs: Any) -> Any:
     number = value.full_tensor() if isinstance(value, DTensor) else value
     _ATEN.fill_.Scalar(target, number.item())
     return target
+
+
+def _refuse_uneven_mean(func: Any, args: Any, kwargs: Any) -> Any:
+    """Replaces a loss that is a mean over elements."""
+    values: DTensor = next(argument for argument in args if isinstance(argument, DTensor))
+    given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+    if given.get("reduction", _MEAN) == _MEAN and _is_uneven(values):
+        name = func.overloadpacket.__name__
+        raise UnsupportedCapabilityError(
+            f"{name} of a sharded parameter or gradient would be the mean of means of the ranks' parts, which differ in "
+            "size.\n"
+            f"Write {name}(a, b, reduction='none').mean(), which is right."
+        )
+    return _without_handler(func, _refuse_uneven_mean, args, kwargs)
+
+
+def _is_uneven(tensor: DTensor) -> bool:
+    """Whether parts of a DTensor may differ in size."""
+    parts_by_dim: dict[int, int] = {}
+    for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+        dim = getattr(placement, "dim", None)  # only of those that shard
+        if dim is not None:
+            parts_by_dim[dim] = parts_by_dim.get(dim, 1) * size
+    return any(tensor.shape[dim] % parts for dim, parts in parts_by_dim.items())

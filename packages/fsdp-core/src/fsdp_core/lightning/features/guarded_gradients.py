@@ -14,7 +14,15 @@ from torch import Tensor
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 
-from fsdp_core.gradients.step_gradients import guard, guard_parameters, unguard, unguard_parameters
+from fsdp_core.gradients.step_gradients import (
+    guard,
+    guard_parameters,
+    guard_states,
+    states_of_pieces,
+    unguard,
+    unguard_parameters,
+    unguard_states,
+)
 from fsdp_core.lightning.outside_steps.exporting import refuse_values_of_parts
 from fsdp_core.sharding.sharded import Sharded
 
@@ -40,6 +48,7 @@ class GuardedGradients:
         self._strategy = strategy
         self._optimizer_params: list[ref[Tensor]] = []  # those of which the next was computed; they rarely change
         self._in_pieces: list[ref[Tensor]] = []
+        self._piece_ids: frozenset[int] = frozenset()
         self._module_pieces: list[ref[Tensor]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GuardedGradients:
@@ -49,6 +58,7 @@ class GuardedGradients:
         """Refuse them from now on: a backward pass or a step has ended."""
         self._find_pieces()
         guard(self._gradients())
+        guard_states(self._states())
         guard_parameters(self._pieces())
         if not self._strategy.is_stepping_by_hand:  # else a library may gather from flat parameters
             guard_parameters(self._held_flat())
@@ -59,6 +69,7 @@ class GuardedGradients:
         self._find_pieces()
         unguard_parameters([*self._pieces(), *self._held_flat()])
         unguard(self._gradients())
+        unguard_states(self._states())
         refuse_values_of_parts(False)
 
     def guard_parameters(self, *, between_steps: bool = False) -> None:
@@ -68,6 +79,7 @@ class GuardedGradients:
             between_steps: Whether hooks come next. Otherwise a library is about to gather from flat parameters.
         """
         self._find_pieces()
+        guard_states(self._states())
         guard_parameters(self._pieces())
         (guard_parameters if between_steps else unguard_parameters)(self._held_flat())
         refuse_values_of_parts(True)
@@ -99,14 +111,21 @@ class GuardedGradients:
     def paused(self) -> Iterator[None]:
         """Context of the library's code that reads or writes pieces between two steps, such as a save."""
         guarded = unguard_parameters(self._pieces())
+        unguard_states(self._states())
         try:
             yield
         finally:
             guard_parameters(guarded)
+            guard_states(self._states())
 
     def _gradients(self) -> Iterator[Tensor | None]:
         """This rank's pieces of gradients that are plain tensors."""
         return (p.grad for p in self._held_pieces())
+
+    def _states(self) -> list[Tensor]:
+        """What optimizers keep for this rank's pieces of parameters."""
+        ids = self._piece_ids
+        return list(chain.from_iterable([states_of_pieces(optimizer, ids) for optimizer in self._strategy.optimizers]))
 
     def _held_pieces(self) -> Iterator[Tensor]:
         """This rank's pieces of parameters that optimizers hold."""
@@ -133,6 +152,7 @@ class GuardedGradients:
                 p for p in optimizer_params if not isinstance(p, DTensor) and any(root.holds_part(p) for root in roots)
             )
             self._in_pieces = [ref(p) for p in pieces]
+            self._piece_ids = frozenset(map(id, self._held_pieces()))
             for root in roots:
                 self._find_module_pieces(root)
 
