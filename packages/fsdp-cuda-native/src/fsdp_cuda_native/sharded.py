@@ -261,13 +261,11 @@ class NativeSharded(Sharded):
 
     def keep_writes(self) -> None:
         for writes in self._writes:
-            is_gathered = False
-            if writes.is_of(self.root):
+            is_of_root = writes.is_of(self.root)
+            if is_of_root:
                 writes.check_own()  # other units do when they are called
-                is_gathered = (
-                    not self.backend.options.use_orig_params
-                )  # steps are over shards, after which it is followed anew
-            writes.keep(is_counted=is_gathered or self._pending is None)
+            # a step by hand is over shards, after which the root is gathered, and followed, anew
+            writes.keep(is_counted=is_of_root or self._pending is None)
 
     def follow_requires_grad(self) -> None:
         if torch_private.follow_requires_grad(self.root):
