@@ -90,7 +90,7 @@ class NativeSharded(Sharded):
             else:
                 refuse_use_outside(unit, names)
             keep_gradients_of_frozen(unit)
-        torch_private.unguard_before_calls(self._units)
+        torch_private.unguard_during_calls(self._units)
         torch_private.refuse_parts_of(root, names)
         torch_private.reduce_left_out(root)
         if root in self._units:
@@ -264,6 +264,8 @@ class NativeSharded(Sharded):
             is_of_root = writes.is_of(self.root)
             if is_of_root:
                 writes.check_own()  # other units do when they are called
+                if self.root in running_forwards:
+                    writes.note_writes_to_flat()
             # a step by hand is over shards, after which the root is gathered, and followed, anew
             writes.keep(is_counted=is_of_root or self._pending is None)
 

@@ -25,6 +25,7 @@ from fsdp_core.gradients.step_gradients import (
 )
 from fsdp_core.lightning.outside_steps.exporting import refuse_values_of_parts
 from fsdp_core.sharding.sharded import Sharded
+from fsdp_core.torch_private.modules import is_piece_now
 
 if TYPE_CHECKING:
     from fsdp_core.lightning.fabric_strategy import ShardedFabricStrategy
@@ -60,9 +61,12 @@ class GuardedGradients:
         guard(self._gradients())
         guard_states(self._states())
         guard_parameters(self._pieces())
-        if not self._strategy.is_stepping_by_hand:  # else a library may gather from flat parameters
-            guard_parameters(self._held_flat())
+        self.guard_flat_pieces()
         refuse_values_of_parts(True)
+
+    def guard_flat_pieces(self) -> None:
+        """Refuse them on flat parameters, but for those that are gathered inside a step."""
+        guard_parameters(filter(is_piece_now, self._held_flat()))
 
     def off(self) -> None:
         """Allow them: the library is about to compute with gradients."""
