@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["OF_FIRST", "PieceMixture", "PiecePlace", "common_places", "dimensions", "place_of", "place_piece", "set_place"]
+__all__ = [
+    "OF_FIRST",
+    "PieceMixture",
+    "PiecePlace",
+    "common_places",
+    "dimensions",
+    "place_of",
+    "place_piece",
+    "set_place",
+]
 
 
 class PiecePlace(NamedTuple):

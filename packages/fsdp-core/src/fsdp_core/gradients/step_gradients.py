@@ -46,7 +46,8 @@ _INSTEAD = (
     "Fabric fabric.clip_gradients(model, optimizer, max_norm=...), and optimizer.zero_grad() to forget. For the norm "
     "of the whole gradient, self.trainer.strategy.sharded.clip_norm(parameters, float('inf')) takes the optimizer's "
     "parameters; under Fabric it is a method of fabric.strategy.sharded_of(model). Under a strategy whose sharded "
-    "parameters are DTensors, torch's own functions are right on the model's parameters()."
+    "parameters are DTensors, torch's own functions are right on the model's parameters(). Rows of a weight are frozen "
+    "by torch.nn.Embedding(padding_idx=...), or where it is used, by torch.cat([weight[:n].detach(), weight[n:]])."
 )
 
 

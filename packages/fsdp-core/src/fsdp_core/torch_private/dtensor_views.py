@@ -63,7 +63,8 @@ class CopiedView(DTensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         views: list[CopiedView] = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, CopiedView)]
-        written = [leaf for leaf in tree_flatten(_written_arguments(func, args, kwargs))[0] if leaf in _Identities(views)]
+        written_leaves = tree_flatten(_written_arguments(func, args, kwargs))[0]
+        written: list[CopiedView] = [leaf for leaf in written_leaves if isinstance(leaf, CopiedView)]
         if written and torch.Tag.nondeterministic_seeded in func.tags:
             raise UnsupportedCapabilityError(
                 f"{func.overloadpacket.__name__} was called on a part of a sharded parameter or gradient, such as "
@@ -92,16 +93,6 @@ class CopiedView(DTensor):
         full = _full(self._fsdp_source).clone()
         self._fsdp_view(full).copy_(_full(self))
         self._fsdp_source._local_tensor.copy_(_part(full, self._fsdp_source))
-
-
-class _Identities:
-    """Tells by identity whether it contains a tensor, which ``==`` would compare by elements."""
-
-    def __init__(self, tensors: list[CopiedView]) -> None:
-        self._ids = set(map(id, tensors))
-
-    def __contains__(self, value: object) -> bool:
-        return id(value) in self._ids
 
 
 def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
@@ -182,7 +173,7 @@ def write_through_copied_views() -> None:
 
     What torch computes wrongly of DTensors whose parts differ in size raises from then on too.
     """
-    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     for func in _VIEWS:
         handlers.setdefault(func, _view)
     for func in _MEANS:
@@ -205,7 +196,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     result = _without_handler(func, _view, args, kwargs)
     source: DTensor = args[0]
     memory = source._local_tensor.untyped_storage()._cdata
-    tensors: list[DTensor] = [result] if isinstance(result, Tensor) else result
+    tensors: list[Any] = [result] if isinstance(result, Tensor) else result
     if all(tensor._local_tensor.untyped_storage()._cdata == memory for tensor in tensors):
         return result
     return _as_views(result, source, _itself, partial(func, **kwargs), args[1:])
@@ -230,8 +221,8 @@ def _refuse_uneven_mean(func: Any, args: Any, kwargs: Any) -> Any:
     if given.get("reduction", _MEAN) == _MEAN and _is_uneven(values):
         name = func.overloadpacket.__name__
         raise UnsupportedCapabilityError(
-            f"{name} of a sharded parameter or gradient would be the mean of means of the ranks' parts, which differ in "
-            "size.\n"
+            f"{name} of a sharded parameter or gradient would be the mean of means of the ranks' parts, which differ "
+            "in size.\n"
             f"Write {name}(a, b, reduction='none').mean(), which is right."
         )
     return _without_handler(func, _refuse_uneven_mean, args, kwargs)

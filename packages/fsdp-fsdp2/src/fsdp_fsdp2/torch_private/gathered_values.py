@@ -231,10 +231,11 @@ def count_writes(group: Any) -> list[tuple[int, int]]:
 def is_written_since_gathered(group: Any) -> bool:
     """Whether shards of a unit were written to since it was gathered."""
     attributes = vars(group)
-    before = attributes.get(WRITTEN)
+    before: list[tuple[int, int]] | None = attributes.get(WRITTEN)
     if before is None:
         return False
-    return count_writes(group) != before or count_data_writes(group) != attributes.get(_DATA_WRITES, 0)
+    data_writes_before: int = attributes.get(_DATA_WRITES, 0)
+    return count_writes(group) != before or count_data_writes(group) != data_writes_before
 
 
 def _follow_written(group: Any) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from fsdp_core.sharding import forget_writes
-from fsdp_fsdp2.torch_private.gathered_values import is_written_since_gathered, end_anyway, register_with_gathered
+from fsdp_fsdp2.torch_private.gathered_values import end_anyway, is_written_since_gathered, register_with_gathered
 from fsdp_fsdp2.torch_private.parameter_groups import param_groups_of, trainable_params
 
 __all__ = ["RecordedGraphs", "free_written"]

@@ -428,8 +428,8 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
         return
     if is_silent:
         exception.add_note(
-            "fsdp-core: a tensor was written to with a DTensor: a parameter without dimensions is no DTensor, and a norm "
-            "or a sum over parameters or gradients is one.\n"
+            "fsdp-core: a tensor was written to with a DTensor: a parameter without dimensions is no DTensor, and a "
+            "norm or a sum over parameters or gradients is one.\n"
             "Write norm = norm.full_tensor(), on all ranks, and compute with that."
         )
         return
