@@ -379,12 +379,7 @@ KINDS = {
     "rows of gradients": Kind(
         before_step=_zero_rows_of_gradients,
         words={"fsdp_native": ("__getitem__ of a gradient", "padding_idx")},
-        fronts=("fabric", "automatic"),
-    ),
-    "rows of gradients in a step": Kind(
-        before_step=_zero_rows_of_gradients,
-        words={"fsdp_native": ("the gradients of parameters that are gathered inside training_step",)},
-        fronts=("by hand",),
+        fronts=("fabric", "automatic", "by hand"),
     ),
     "rows of weights": Kind(after_step=_write_to_rows, words={"fsdp_native": _OF_PIECE}, fronts=("fabric", "by hand")),
     "parts of a weight of no unit": Kind(after_step=_write_to_parts_of_no_unit, fronts=("by hand",)),
@@ -408,7 +403,6 @@ class _Module(Lit):
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(loss)
-        self.on_before_optimizer_step(optimizer)
         optimizer.step()
         self._after_step(batch)
         return None

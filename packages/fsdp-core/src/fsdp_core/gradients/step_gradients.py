@@ -373,10 +373,12 @@ class Piece(Tensor):
                 raise _mixture_refusal(name, mixture.names) from None
             shapes = {piece.shape for piece in _tensors((args, kwargs)) if isinstance(piece, Piece)}
             is_assignment = func == _DATA.__set__
-            targets = _tensors((kwargs or {}).get("out"))
+            is_of_lists = name[: len(_OF_LISTS)] == _OF_LISTS
+            targets: list[Tensor | None] = [*_tensors((kwargs or {}).get("out"))]
             if is_assignment or writes_to_first(name):
-                targets += _beside_pieces(name, args, _tensors(args[:1]))
-            if any(tensor.shape not in shapes for tensor in [*targets, *(args[1:] if is_assignment else ())]):
+                targets += _beside_pieces(args, _tensors(args[:1])) if is_of_lists else _tensors(args[:1])
+            assigned = args[1:] if is_assignment else ()
+            if any(tensor is not None and tensor.shape not in shapes for tensor in (*targets, *assigned)):
                 raise UnsupportedCapabilityError(f"{_IN_WORDS.get(name, name)} {reason}")
             moves = is_assignment and not args[0].is_set_to(args[1])  # and module.to() of its own device does not
             if func == _GRAD.__get__:
@@ -389,13 +391,15 @@ class Piece(Tensor):
                 increment_version(args[0])  # a unit that is still gathered is gathered anew, as after other writes
             if issubclass(cls, ParameterPiece) and func in _ATTRIBUTES:
                 return result
-            computed = _beside_pieces(name, args, _tensors(result))
-            if any(tensor.shape not in shapes for tensor in computed):
+            computed: list[Tensor | None] = [*_tensors(result)]
+            if is_of_lists:
+                computed = _beside_pieces(args, _tensors(result))
+            if any(tensor is not None and tensor.shape not in shapes for tensor in computed):
                 raise UnsupportedCapabilityError(f"{name} {reason}")
             piece_class = ParameterPiece if issubclass(cls, ParameterPiece) else Piece
             for new in (computed, targets):  # a plain tensor that a piece is written to is one from now on
                 for index, tensor in enumerate(new):
-                    if type(tensor) is Tensor:
+                    if tensor is not None and type(tensor) is Tensor:
                         guard([tensor], piece_class)
                         set_place(tensor, places[index if len(places) == len(new) else 0] if places else None)
         return result
@@ -512,14 +516,17 @@ def plain(tensor: Tensor) -> Tensor:
         return tensor.as_subclass(Tensor)
 
 
-def _beside_pieces(name: str, args: Any, tensors: list[Tensor]) -> list[Tensor]:
-    """Those of the tensors of a function of lists that it computes of pieces. Of another function all."""
-    if not name.startswith("_foreach_"):
-        return tensors
+#: How the names of functions of lists begin.
+_OF_LISTS = "_foreach_"
+
+
+def _beside_pieces(args: Any, tensors: list[Tensor]) -> list[Tensor | None]:
+    """Those of the tensors that a function of lists computes of pieces, or writes to beside pieces; else ``None``."""
     lists = [value for value in args if isinstance(value, list | tuple)]
     if any(len(each) != len(tensors) for each in lists):
-        return tensors
-    return [t for t, *of in zip(tensors, *lists, strict=True) if any(isinstance(each, Piece) for each in of)]
+        return [*tensors]
+    columns = zip(tensors, *lists, strict=True)
+    return [t if any(isinstance(each, Piece) for each in column) else None for t, *column in columns]
 
 
 def _tensors(value: Any) -> list[Tensor]:

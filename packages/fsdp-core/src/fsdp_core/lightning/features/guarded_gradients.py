@@ -50,6 +50,7 @@ class GuardedGradients:
         self._optimizer_params: list[ref[Tensor]] = []  # those of which the next was computed; they rarely change
         self._in_pieces: list[ref[Tensor]] = []
         self._piece_ids: frozenset[int] = frozenset()
+        self._flat_pieces: list[ref[Tensor]] = []
         self._module_pieces: list[ref[Tensor]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GuardedGradients:
@@ -128,8 +129,10 @@ class GuardedGradients:
 
     def _states(self) -> list[Tensor]:
         """What optimizers keep for this rank's pieces of parameters."""
-        ids = self._piece_ids
-        return list(chain.from_iterable([states_of_pieces(optimizer, ids) for optimizer in self._strategy.optimizers]))
+        states: list[Tensor] = []
+        for optimizer in self._strategy.optimizers if self._piece_ids else ():
+            states += states_of_pieces(optimizer, self._piece_ids)
+        return states
 
     def _held_pieces(self) -> Iterator[Tensor]:
         """This rank's pieces of parameters that optimizers hold."""
@@ -137,7 +140,7 @@ class GuardedGradients:
 
     def _held_flat(self) -> Iterator[Tensor]:
         """Those that a library has flattened, which hooks see."""
-        return (piece for piece in self._held_pieces() if isinstance(piece, FlatParameter))
+        return (p for piece in self._flat_pieces if (p := piece()) is not None)
 
     def _pieces(self) -> Iterator[Tensor]:
         """This rank's pieces of parameters that only users look at."""
@@ -157,6 +160,7 @@ class GuardedGradients:
             )
             self._in_pieces = [ref(p) for p in pieces]
             self._piece_ids = frozenset(map(id, self._held_pieces()))
+            self._flat_pieces = [ref(p) for p in self._held_pieces() if isinstance(p, FlatParameter)]
             for root in roots:
                 self._find_module_pieces(root)
 
