@@ -396,7 +396,7 @@ class Piece(Tensor):
                 computed = _beside_pieces(args, _tensors(result))
             if any(tensor is not None and tensor.shape not in shapes for tensor in computed):
                 raise UnsupportedCapabilityError(f"{name} {reason}")
-            piece_class = ParameterPiece if issubclass(cls, ParameterPiece) else Piece
+            piece_class = ParameterPiece if issubclass(cls, ParameterPiece) else cls
             for new in (computed, targets):  # a plain tensor that a piece is written to is one from now on
                 for index, tensor in enumerate(new):
                     if tensor is not None and type(tensor) is Tensor:
@@ -480,6 +480,9 @@ def unguard(gradients: Iterable[Tensor | None]) -> None:
 #: The values of a dictionary, in C.
 _VALUES = dict.values
 
+#: What users may have put into an optimizer's state, besides plain tensors.
+_PIECES = frozenset({Piece, ParameterPiece, StatePiece})
+
 
 def states_of_pieces(optimizer: Optimizer, ids: Collection[int]) -> list[Tensor]:
     """What an optimizer keeps for pieces, each with dimensions: a count of steps is the same on all ranks.
@@ -491,7 +494,7 @@ def states_of_pieces(optimizer: Optimizer, ids: Collection[int]) -> list[Tensor]
     # without a call of Python for each: this is asked several times in each step
     of_pieces = compress(optimizer.state.values(), map(ids.__contains__, map(id, optimizer.state)))
     values = chain.from_iterable(map(_VALUES, of_pieces))
-    return [value for value in values if value.__class__ is StatePiece or (value.__class__ is Tensor and value.ndim)]
+    return [value for value in values if value.__class__ in _PIECES or (value.__class__ is Tensor and value.ndim)]
 
 
 def guard_states(states: Iterable[Tensor]) -> None:
