@@ -365,7 +365,7 @@ def test_flat_parameters_after_a_step(ranks: RankPool, tmp_path: Path) -> None:
 
 def read_states() -> tuple[dict[str, str], float, list[float]]:
     """What is refused of an optimizer's state, the norm that the refusal says how to compute, and where it began."""
-    fabric, net, model, optimizer = set_up(optimizer=oracle.adamw_groups)
+    fabric, _, model, optimizer = set_up(optimizer=oracle.adamw_groups)
     fabric.backward(model(torch.ones(2, FEATURES)).square().mean())
     optimizer.step()
     averages = [state["exp_avg"] for state in optimizer.state.values() if state["exp_avg"].ndim]
