@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.lightning.outside_steps.redirection import explain_shards
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.torch_private.dtensor_views import write_through_copied_views
 
-#: What torch's DTensor does with several views of views, and with values that have become old, is wrong before this.
-IS_WRONG_IN_CHAINS = torch.__version__ < "2.13"
+#: What DTensor does with views of views is wrong before this.
+IS_OLD = torch.__version__ < "2.13"
 
 
 def set_values(tensor: Tensor) -> None:
@@ -58,7 +60,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "divided by its norm": lambda tensor: tensor[2].div_(tensor[2].norm()),
     "assignments": set_values,
 }
-if not IS_WRONG_IN_CHAINS:
+if not IS_OLD:
     WRITES |= {"a chain": write_in_a_chain, "after other writes": read_after_other_writes}
 
 
@@ -86,6 +88,23 @@ def write_all() -> dict[str, bool]:
 def test_writes_to_parts_reach_the_dtensor(ranks: RankPool) -> None:
     for is_right in ranks.run(4, write_all):
         assert [name for name, right in is_right.items() if not right] == []
+
+
+def write_with_a_norm() -> list[str]:
+    """A parameter without dimensions is no DTensor, and torch raises an error without a word."""
+    mesh = init_device_mesh("cpu", (2,))
+    norm = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]).norm()
+    with pytest.raises((AssertionError, RuntimeError)) as raised:
+        torch.ones(()).mul_(norm)
+    explain_shards(raised.value)
+    torch.ones(()).mul_(norm.full_tensor())  # type: ignore[attr-defined]
+    return raised.value.__notes__
+
+
+def test_a_write_with_a_dtensor_says_what_to_write(ranks: RankPool) -> None:
+    for (note,) in ranks.run(2, write_with_a_norm):
+        assert "DTensor" in note
+        assert IS_OLD or "norm = norm.full_tensor(), on all ranks" in note
 
 
 def write_what_is_refused() -> tuple[str, str, float]:
