@@ -6,9 +6,11 @@ import sys
 from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from itertools import chain, compress
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
@@ -296,6 +298,9 @@ def _is_of_all(indexed: Tensor, index: Any) -> bool:
 #: What gives one value, or is refused by what it is given: of two tensors it takes each element by itself.
 _OF_TWO = frozenset({"max", "min"})
 
+#: Where torch gathers an optimizer's state from pieces, as ``FullyShardedDataParallel.optim_state_dict`` does.
+_FSDP = str(Path(torch.distributed.fsdp.__file__).parent)
+
 #: It cuts pieces from a vector of the whole.
 _VECTOR_TO_PARAMETERS = nn.utils.vector_to_parameters.__code__
 
@@ -354,6 +359,9 @@ class Piece(Tensor):
         name = _TURNED.get(func) or str(getattr(func, "__name__", func))
         reason = cls._fsdp_reason
         if not _is_of_each(name, args) or (name == "numel" and sys._getframe(1).f_code is _VECTOR_TO_PARAMETERS):
+            if issubclass(cls, StatePiece) and sys._getframe(1).f_code.co_filename.startswith(_FSDP):
+                with without_torch_function():
+                    return func(*args, **(kwargs or {}))
             raise UnsupportedCapabilityError(f"{_IN_WORDS.get(name, name)} {reason}")
         if _is_registered_by_pruning(func):
             raise UnsupportedCapabilityError(

@@ -25,6 +25,7 @@ from fsdp_core.gradients.step_gradients import (
 )
 from fsdp_core.lightning.outside_steps.exporting import refuse_values_of_parts
 from fsdp_core.sharding.sharded import Sharded
+from fsdp_core.state.owned import owners_of
 from fsdp_core.torch_private.modules import is_piece_now
 
 if TYPE_CHECKING:
@@ -131,7 +132,8 @@ class GuardedGradients:
         """What optimizers keep for this rank's pieces of parameters."""
         states: list[Tensor] = []
         for optimizer in self._strategy.optimizers if self._piece_ids else ():
-            states += states_of_pieces(optimizer, self._piece_ids)
+            if owners_of(optimizer) is None:  # on an owner they are of whole parameters
+                states += states_of_pieces(optimizer, self._piece_ids)
         return states
 
     def _held_pieces(self) -> Iterator[Tensor]:
