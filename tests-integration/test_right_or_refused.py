@@ -32,6 +32,8 @@ class Kind:
         loss: Computes the loss with the net, from inputs and targets.
         words: What the refusal says, by strategy; a strategy that is not named is right.
         edit: Edits the net before it is sharded.
+        before_step: Changes gradients, between the backward pass and the optimizer's step.
+        after_step: Changes parameters after it. If it returns a loss, that is one of the run's too.
         options: The strategy's options.
         fronts: The front ends.
         strategies: The strategies that have these options.
@@ -40,6 +42,8 @@ class Kind:
     loss: Callable[[Net, Tensor, Tensor], Tensor] = lambda net, x, y: mse_loss(net(x), y)
     words: dict[str, tuple[str, ...]] = field(default_factory=dict)
     edit: Callable[[Any], None] = lambda net: None
+    before_step: Callable[[Any], None] = lambda net: None
+    after_step: Callable[[Any, Any, Tensor, Tensor], Tensor | None] = lambda net, optimizer, x, y: None
     options: dict[str, Any] = field(default_factory=dict)
     fronts: tuple[str, ...] = ("fabric", "automatic")
     strategies: tuple[str, ...] = ("fsdp2", "fsdp_native")
@@ -270,6 +274,46 @@ def _make_spectral(net: Any) -> None:
     net.blocks = nn.Sequential(*net.blocks, _Spectral())
 
 
+def _zero_rows_of_gradients(net: Any) -> None:
+    net.inp.weight.grad[0].zero_()
+    net.inp.weight.grad[2:4] = 0
+    net.blocks[0].up.weight.grad[1].mul_(2.0)
+
+
+def _write_to_rows(net: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    net.blocks[0].up.weight[1:3].mul_(0.5)
+    net.blocks[1].up.weight.data[0] = 0.1
+    return _write_to_parts_of_no_unit(net, optimizer, x, y)
+
+
+def _write_to_parts_of_no_unit(net: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    weight = net.inp.weight
+    weight[0].zero_()
+    weight.narrow(0, 1, 2).mul_(0.5)
+    weight.chunk(3)[2].add_(0.1)
+    weight.diagonal().mul_(0.9)
+    weight.data[3] = weight.data[4]
+    return mse_loss(net(x), y)
+
+
+def _write_to_data(net: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    """As attacks on embeddings do, between two calls."""
+    parameters = optimizer.param_groups[0]["params"]
+    for parameter in parameters:
+        parameter.data.mul_(1.1)
+    loss = mse_loss(net(x), y)
+    for parameter in parameters:
+        parameter.data.mul_(0.9)
+    return loss + mse_loss(net(x), y)
+
+
+def _decay_matrices(net: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        if parameter.dim() > 1 and parameter.ndim == 2:
+            parameter.mul_(0.9)
+    torch._foreach_mul_(optimizer.param_groups[0]["params"], 0.99)
+
+
 _INSTEAD = ("torch.autograd.functional.vjp()", "create_graph=True")
 _REVERSE = ("torch.func's grad, vjp, jacrev or hessian", *_INSTEAD)
 
@@ -332,6 +376,15 @@ KINDS = {
         options={"auto_wrap_policy": {oracle.Block}},
         words={"fsdp2": _OF_FUNCTION, "fsdp_native": _OF_FUNCTION},
     ),
+    "rows of gradients": Kind(
+        before_step=_zero_rows_of_gradients,
+        words={"fsdp_native": ("__getitem__ of a gradient", "padding_idx")},
+        fronts=("fabric", "automatic", "by hand"),
+    ),
+    "rows of weights": Kind(after_step=_write_to_rows, words={"fsdp_native": _OF_PIECE}, fronts=("fabric", "by hand")),
+    "parts of a weight of no unit": Kind(after_step=_write_to_parts_of_no_unit, fronts=("by hand",)),
+    "data of weights": Kind(after_step=_write_to_data, fronts=("fabric", "by hand")),
+    "decay of matrices alone": Kind(after_step=_decay_matrices, fronts=("fabric", "automatic", "by hand")),
     "reversible blocks in no unit": Kind(edit=_make_reversible, options={"auto_wrap_policy": None}),
 }
 
@@ -351,7 +404,22 @@ class _Module(Lit):
         optimizer.zero_grad()
         self.manual_backward(loss)
         optimizer.step()
+        self._after_step(batch)
         return None
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            self.kind.before_step(self.net)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.automatic_optimization:
+            self._after_step(batch)
+
+    def _after_step(self, batch: tuple[Tensor, Tensor]) -> None:
+        with torch.no_grad():
+            loss = self.kind.after_step(self.net, self.optimizers(), *batch)
+        if loss is not None:
+            self.losses.append(loss)
 
 
 def _train(strategy: str, tmp: str, world_size: int, kind: Kind, front: str) -> Trained:
@@ -371,7 +439,11 @@ def _train(strategy: str, tmp: str, world_size: int, kind: Kind, front: str) -> 
         optimizer.zero_grad()
         losses.append(kind.loss(model, x, y))
         fabric.backward(losses[-1])
-        optimizer.step()
+        with torch.no_grad():
+            kind.before_step(net)
+            optimizer.step()
+            loss = kind.after_step(model, optimizer, x, y)
+        losses += [] if loss is None else [loss]
     return means(losses), full_state(fabric.strategy)
 
 

@@ -361,3 +361,40 @@ def test_flat_parameters_after_a_step(ranks: RankPool, tmp_path: Path) -> None:
     for messages in ranks.run(2, summed, str(tmp_path)):
         assert len(messages) == 2
         assert_says(messages[-1], "sum of a parameter would see this rank's piece")
+
+
+def read_states() -> tuple[dict[str, str], float, list[float]]:
+    """What is refused of an optimizer's state, the norm that the refusal says how to compute, and where it began."""
+    fabric, _, model, optimizer = set_up(optimizer=oracle.adamw_groups)
+    fabric.backward(model(torch.ones(2, FEATURES)).square().mean())
+    optimizer.step()
+    averages = [state["exp_avg"] for state in optimizer.state.values() if state["exp_avg"].ndim]
+    refused: dict[str, Callable[[], Any]] = {
+        "norm": averages[0].norm,
+        "sum": lambda: (averages[0] * 2.0).sum(),
+        "__getitem__": lambda: averages[0][0],
+    }
+    messages = {name: refusal(UnsupportedCapabilityError, read) for name, read in refused.items()}
+    squares = torch.stack([average.as_subclass(Tensor).square().sum() for average in averages]).sum()
+    gathered: Any = fabric.all_gather(squares)
+    for average in averages:
+        average.mul_(0.0).add_(1.0)
+    optimizer.step()
+    state = fabric.strategy.sharded_of(model).optimizer_state(optimizer.optimizer)["state"]  # type: ignore[attr-defined]
+    means = [float(average.as_subclass(Tensor).mean()) for average in averages]
+    assert all("exp_avg" in values for values in state.values())
+    return messages, float(gathered.sum()), means
+
+
+def test_states_of_pieces_are_refused(ranks: RankPool) -> None:
+    net = oracle.new_net()
+    optimizer = oracle.adamw_groups(net)
+    net(torch.ones(2, FEATURES)).square().mean().backward()
+    optimizer.step()
+    averages = [state["exp_avg"] for state in optimizer.state.values() if state["exp_avg"].ndim]
+    expected = sum(float(average.square().sum()) for average in averages)
+    for messages, squares, means in ranks.run(2, read_states):
+        for name, message in messages.items():
+            assert_says(message, name, "an optimizer's state", "this rank's piece", "as_subclass(torch.Tensor)")
+        assert squares == pytest.approx(expected, rel=1e-5)
+        assert all(0.8 < mean < 1.2 for mean in means)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
 from contextlib import redirect_stderr
@@ -260,6 +261,30 @@ def test_an_error_between_calls_that_nothing_catches_says_what_to_write(ranks: R
     for printed in ranks.run(2, penalised_outside):
         assert "mixed torch.Tensor and DTensor" in printed
         assert printed.count("weight_decay") == 1
+
+
+def train_after_an_abandoned_model() -> list[float]:
+    """One rank holds a model of which no optimizer has stepped, and the other has let it go."""
+    fabric, abandoned, model, _ = set_up({"auto_wrap_policy": None})
+    model(torch.ones(2, oracle.FEATURES))
+    kept = (abandoned, model) if fabric.global_rank else None
+    del abandoned, model, _
+    gc.collect()
+    net = oracle.new_net()
+    model, optimizer = fabric.setup(net, oracle.sgd(net))
+    losses = []
+    for x, y in oracle.global_batches(2):
+        loss = mse_loss(model(x), y)
+        losses.append(float(loss))
+        fabric.backward(loss)
+        optimizer.step()
+    assert kept is None or fabric.global_rank
+    return losses
+
+
+def test_a_model_that_one_rank_has_let_go_stops_no_other(ranks: RankPool) -> None:
+    first, second = ranks.run(2, train_after_an_abandoned_model)
+    assert first == pytest.approx(second)
 
 
 def converted() -> list[str]:

@@ -90,7 +90,7 @@ class NativeSharded(Sharded):
             else:
                 refuse_use_outside(unit, names)
             keep_gradients_of_frozen(unit)
-        torch_private.unguard_before_calls(self._units)
+        torch_private.unguard_during_calls(self._units)
         torch_private.refuse_parts_of(root, names)
         torch_private.reduce_left_out(root)
         if root in self._units:
@@ -261,13 +261,13 @@ class NativeSharded(Sharded):
 
     def keep_writes(self) -> None:
         for writes in self._writes:
-            is_gathered = False
-            if writes.is_of(self.root):
+            is_of_root = writes.is_of(self.root)
+            if is_of_root:
                 writes.check_own()  # other units do when they are called
-                is_gathered = (
-                    not self.backend.options.use_orig_params
-                )  # steps are over shards, after which it is followed anew
-            writes.keep(is_counted=is_gathered or self._pending is None)
+                if self.root in running_forwards:
+                    writes.note_writes_to_flat()
+            # a step by hand is over shards, after which the root is gathered, and followed, anew
+            writes.keep(is_counted=is_of_root or self._pending is None)
 
     def follow_requires_grad(self) -> None:
         if torch_private.follow_requires_grad(self.root):

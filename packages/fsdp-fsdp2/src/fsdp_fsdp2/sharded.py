@@ -24,6 +24,7 @@ from fsdp_core.sharding import (
 from fsdp_core.state import HeldGradients, SavedTensor, clean_name, gathered_modules, refuse_half_gradients
 from fsdp_fsdp2.tensor_parallel.unplanned_gradients import check_unplanned
 from fsdp_fsdp2.torch_private.conversions import allow_conversions
+from fsdp_fsdp2.torch_private.data_writes import follow_data_of_shards
 from fsdp_fsdp2.torch_private.forward_passes import abandon_forward, is_idle, resume_forward
 from fsdp_fsdp2.torch_private.frozen_shards import take_unfrozen
 from fsdp_fsdp2.torch_private.gathered_values import written_since
@@ -102,6 +103,7 @@ class FSDP2Sharded(Sharded):
         self.step = StepGradients(module)
         self.unused = UnusedParameters(self.units, runtime, self.step, WeakMethod(self.inner_pass_ended))
         self.assigned = AssignedData(self.units)
+        follow_data_of_shards()
         self.shards = dict(module.named_parameters())
         names = {parameter: clean_name(name) for name, parameter in self.shards.items()}
         self._writes = [GatheredWrites(unit, self._fsdp, names, self.written_values) for unit in self.units]

@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["OF_FIRST", "PieceMixture", "PiecePlace", "common_places", "place_of", "place_piece", "set_place"]
+__all__ = [
+    "OF_FIRST",
+    "PieceMixture",
+    "PiecePlace",
+    "common_places",
+    "dimensions",
+    "place_of",
+    "place_piece",
+    "set_place",
+]
 
 
 class PiecePlace(NamedTuple):
@@ -16,11 +25,20 @@ class PiecePlace(NamedTuple):
 
     Attributes:
         name: What the user calls the parameter.
-        layout: Equal for parameters of one shape of which each rank holds the same elements.
+        layout: Equal for parameters of one shape of which each rank holds the same elements. If it is a tuple that
+            begins with a tuple, that is the parameter's shape.
     """
 
     name: str
     layout: Hashable
+
+
+def dimensions(piece: Tensor) -> int:
+    """The number of dimensions of the parameter that a piece is of: ``if p.ndim > 1`` asks for a matrix."""
+    layout = place_of(piece).layout
+    if isinstance(layout, tuple) and isinstance(layout[0], tuple):
+        return len(layout[0])
+    return piece.ndim
 
 
 class PieceMixture(Exception):

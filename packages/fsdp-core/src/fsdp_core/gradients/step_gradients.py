@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import nullcontext
+from itertools import chain, compress
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
+from torch.optim import Optimizer
 
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.gradients.elementwise import is_elementwise, writes_to_first
@@ -21,7 +25,7 @@ from fsdp_core.gradients.gathered_values import (
     GatheredParameter,
     GatheredTensor,
 )
-from fsdp_core.gradients.piece_places import OF_FIRST, PieceMixture, common_places, place_of, set_place
+from fsdp_core.gradients.piece_places import OF_FIRST, PieceMixture, common_places, dimensions, place_of, set_place
 from fsdp_core.torch_private.tensors import times_written, without_torch_function
 
 __all__ = [
@@ -30,10 +34,13 @@ __all__ = [
     "forget_shown",
     "guard",
     "guard_parameters",
+    "guard_states",
     "plain",
     "show_gradient_elsewhere",
+    "states_of_pieces",
     "unguard",
     "unguard_parameters",
+    "unguard_states",
 ]
 
 _INSTEAD = (
@@ -41,7 +48,8 @@ _INSTEAD = (
     "Fabric fabric.clip_gradients(model, optimizer, max_norm=...), and optimizer.zero_grad() to forget. For the norm "
     "of the whole gradient, self.trainer.strategy.sharded.clip_norm(parameters, float('inf')) takes the optimizer's "
     "parameters; under Fabric it is a method of fabric.strategy.sharded_of(model). Under a strategy whose sharded "
-    "parameters are DTensors, torch's own functions are right on the model's parameters()."
+    "parameters are DTensors, torch's own functions are right on the model's parameters(). Rows of a weight are frozen "
+    "by torch.nn.Embedding(padding_idx=...), or where it is used, by torch.cat([weight[:n].detach(), weight[n:]])."
 )
 
 
@@ -56,6 +64,15 @@ _OF_PARAMETER = (
     "in the unit's own forward(), and one on what belongs to no unit in training_step(), under Fabric in a method that "
     "model.mark_forward_method() names. For values, write with fsdp_core.gathered(module): on all ranks, between "
     "steps; or let fsdp_core.full_state_dict(module) give them to rank 0."
+)
+
+
+_OF_STATE = (
+    "of an optimizer's state would see this rank's piece of it alone.\n"
+    "Under a strategy whose sharded parameters are DTensors, torch's own functions are right on it. Here, sum over the "
+    "ranks what value.as_subclass(torch.Tensor) gives of the piece: "
+    "self.all_gather(value.as_subclass(torch.Tensor).square().sum()).sum() is the square of the norm, under Fabric by "
+    "fabric.all_gather. Where ranks hold replicas, count each once."
 )
 
 
@@ -207,6 +224,10 @@ _DATA: Any = Tensor.data
 _ATTRIBUTES: frozenset[Any] = frozenset([_GRAD.__get__, _GRAD.__set__, _DATA.__set__])
 
 
+#: What asks for the number of dimensions. Users ask it of a parameter, which is a matrix, of which a piece is flat.
+_DIMENSIONS: frozenset[Any] = frozenset([getattr(Tensor, "ndim").__get__, Tensor.dim, Tensor.ndimension])  # noqa: B009
+
+
 #: On a piece without elements: whether its parameter has a gradient, of which other ranks hold the pieces.
 _HAS_GRADIENT_ELSEWHERE = "_fsdp_has_gradient_elsewhere"
 
@@ -277,6 +298,9 @@ def _is_of_all(indexed: Tensor, index: Any) -> bool:
 #: What gives one value, or is refused by what it is given: of two tensors it takes each element by itself.
 _OF_TWO = frozenset({"max", "min"})
 
+#: Where torch gathers an optimizer's state from pieces, as ``FullyShardedDataParallel.optim_state_dict`` does.
+_FSDP = str(Path(torch.distributed.fsdp.__file__).parent)
+
 #: It cuts pieces from a vector of the whole.
 _VECTOR_TO_PARAMETERS = nn.utils.vector_to_parameters.__code__
 
@@ -327,11 +351,17 @@ def _mixture_refusal(name: str, names: tuple[str, ...]) -> UnsupportedCapability
 class Piece(Tensor):
     """A rank's piece of a gradient: for each element by itself it is as good as any, and for a norm it is not."""
 
+    #: Why something can't be computed of it, and what to write instead.
+    _fsdp_reason = _OF_GRADIENT
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = _TURNED.get(func) or str(getattr(func, "__name__", func))
-        reason = _OF_PARAMETER if issubclass(cls, ParameterPiece) else _OF_GRADIENT
+        reason = cls._fsdp_reason
         if not _is_of_each(name, args) or (name == "numel" and sys._getframe(1).f_code is _VECTOR_TO_PARAMETERS):
+            if issubclass(cls, StatePiece) and sys._getframe(1).f_code.co_filename.startswith(_FSDP):
+                with without_torch_function():
+                    return func(*args, **(kwargs or {}))
             raise UnsupportedCapabilityError(f"{_IN_WORDS.get(name, name)} {reason}")
         if _is_registered_by_pruning(func):
             raise UnsupportedCapabilityError(
@@ -341,6 +371,8 @@ class Piece(Tensor):
                 "fabric.setup(). Or set elements to zero within fsdp_core.gathered(module, modifier_rank=0)."
             )
         with without_torch_function():
+            if func in _DIMENSIONS:
+                return dimensions(args[0])
             if name in OF_FIRST and not isinstance(args[0], Piece):
                 return func(*args, **(kwargs or {}))
             try:
@@ -349,9 +381,12 @@ class Piece(Tensor):
                 raise _mixture_refusal(name, mixture.names) from None
             shapes = {piece.shape for piece in _tensors((args, kwargs)) if isinstance(piece, Piece)}
             is_assignment = func == _DATA.__set__
-            targets = _tensors((kwargs or {}).get("out"))
-            targets += _tensors(args[:1]) if is_assignment or writes_to_first(name) else ()
-            if any(tensor.shape not in shapes for tensor in [*targets, *(args[1:] if is_assignment else ())]):
+            is_of_lists = name[: len(_OF_LISTS)] == _OF_LISTS
+            targets: list[Tensor | None] = [*_tensors((kwargs or {}).get("out"))]
+            if is_assignment or writes_to_first(name):
+                targets += _beside_pieces(args, _tensors(args[:1])) if is_of_lists else _tensors(args[:1])
+            assigned = args[1:] if is_assignment else ()
+            if any(tensor is not None and tensor.shape not in shapes for tensor in (*targets, *assigned)):
                 raise UnsupportedCapabilityError(f"{_IN_WORDS.get(name, name)} {reason}")
             moves = is_assignment and not args[0].is_set_to(args[1])  # and module.to() of its own device does not
             if func == _GRAD.__get__:
@@ -364,13 +399,15 @@ class Piece(Tensor):
                 increment_version(args[0])  # a unit that is still gathered is gathered anew, as after other writes
             if issubclass(cls, ParameterPiece) and func in _ATTRIBUTES:
                 return result
-            computed = _tensors(result)
-            if any(tensor.shape not in shapes for tensor in computed):
+            computed: list[Tensor | None] = [*_tensors(result)]
+            if is_of_lists:
+                computed = _beside_pieces(args, _tensors(result))
+            if any(tensor is not None and tensor.shape not in shapes for tensor in computed):
                 raise UnsupportedCapabilityError(f"{name} {reason}")
-            piece_class = ParameterPiece if issubclass(cls, ParameterPiece) else Piece
+            piece_class = ParameterPiece if issubclass(cls, ParameterPiece) else cls
             for new in (computed, targets):  # a plain tensor that a piece is written to is one from now on
                 for index, tensor in enumerate(new):
-                    if type(tensor) is Tensor:
+                    if tensor is not None and type(tensor) is Tensor:
                         guard([tensor], piece_class)
                         set_place(tensor, places[index if len(places) == len(new) else 0] if places else None)
         return result
@@ -394,6 +431,14 @@ class Piece(Tensor):
 
 class ParameterPiece(Piece):
     """What was computed of a rank's piece of a parameter, element by element."""
+
+    _fsdp_reason = _OF_PARAMETER
+
+
+class StatePiece(Piece):
+    """What an optimizer keeps for a rank's piece of a parameter."""
+
+    _fsdp_reason = _OF_STATE
 
 
 class _ParameterPiece(ParameterPiece, nn.Parameter):
@@ -440,12 +485,59 @@ def unguard(gradients: Iterable[Tensor | None]) -> None:
             instance.__class__ = Tensor
 
 
+#: The values of a dictionary, in C.
+_VALUES = dict.values
+
+#: What users may have put into an optimizer's state, besides plain tensors.
+_PIECES = frozenset({Piece, ParameterPiece, StatePiece})
+
+
+def states_of_pieces(optimizer: Optimizer, ids: Collection[int]) -> list[Tensor]:
+    """What an optimizer keeps for pieces, each with dimensions: a count of steps is the same on all ranks.
+
+    Args:
+        optimizer: The optimizer.
+        ids: The identities of the pieces.
+    """
+    # without a call of Python for each: this is asked several times in each step
+    of_pieces = compress(optimizer.state.values(), map(ids.__contains__, map(id, optimizer.state)))
+    values = chain.from_iterable(map(_VALUES, of_pieces))
+    return [value for value in values if value.__class__ in _PIECES or (value.__class__ is Tensor and value.ndim)]
+
+
+def guard_states(states: Iterable[Tensor]) -> None:
+    """Refuse, from now on, what is computed of these and is not elementwise."""
+    instance: Any
+    for instance in states:
+        instance.__class__ = StatePiece
+
+
+def unguard_states(states: Iterable[Tensor]) -> None:
+    """Let these be plain tensors again."""
+    instance: Any
+    for instance in states:
+        instance.__class__ = Tensor
+
+
 def plain(tensor: Tensor) -> Tensor:
     """A tensor that computes as any does, sharing memory with this one, which may be guarded."""
     if not isinstance(tensor, Piece):
         return tensor
     with without_torch_function():
         return tensor.as_subclass(Tensor)
+
+
+#: How the names of functions of lists begin.
+_OF_LISTS = "_foreach_"
+
+
+def _beside_pieces(args: Any, tensors: list[Tensor]) -> list[Tensor | None]:
+    """Those of the tensors that a function of lists computes of pieces, or writes to beside pieces; else ``None``."""
+    lists = [value for value in args if isinstance(value, list | tuple)]
+    if any(len(each) != len(tensors) for each in lists):
+        return [*tensors]
+    columns = zip(tensors, *lists, strict=True)
+    return [t if any(isinstance(each, Piece) for each in column) else None for t, *column in columns]
 
 
 def _tensors(value: Any) -> list[Tensor]:

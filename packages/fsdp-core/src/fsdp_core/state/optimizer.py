@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_core.errors import CheckpointMismatchError, OptimizerMismatchError
 from fsdp_core.gradients.clipping import local_tensor
+from fsdp_core.gradients.step_gradients import plain
 from fsdp_core.runtime import Runtime
 from fsdp_core.state.block_quantised import (
     check_blocks,
@@ -238,6 +239,7 @@ def _describe_value(part: Part, parameter: Tensor, value: Any) -> Any:
         return _map_members(value, lambda member: _describe_value(part, parameter, member))
     if not isinstance(value, Tensor) or is_of_blocks(value):
         return value
+    value = plain(value)
     if value.shape == parameter.shape:
         return part.of(value)
     # one value per parameter, such as a step count; the rank with the first element saves it

@@ -21,6 +21,7 @@ __all__ = [
     "buffers_of",
     "cast_inputs",
     "is_flattened",
+    "is_piece_now",
     "loads_in_its_own_way",
     "not_managed",
 ]
@@ -29,6 +30,12 @@ __all__ = [
 def is_flattened(parameter: Tensor) -> bool:
     """Whether FSDP1 manages a parameter, by itself or as part of a flat one. There is no public way to check."""
     return isinstance(parameter, FlatParameter) or bool(getattr(parameter, "_fsdp_flattened", False))
+
+
+def is_piece_now(flat: Tensor) -> bool:
+    """Whether a flat parameter is this rank's piece at this moment, and not what FSDP1 has gathered into it."""
+    piece: Tensor | None = getattr(flat, "_local_shard", None)
+    return piece is None or flat.data_ptr() == piece.data_ptr()
 
 
 def cast_inputs(dtype: torch.dtype, args: Any, kwargs: Any) -> tuple[Any, Any]:

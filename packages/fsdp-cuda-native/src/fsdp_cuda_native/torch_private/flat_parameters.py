@@ -42,6 +42,7 @@ from fsdp_core.sharding import (
     WrittenValues,
     cast_inputs,
     count_data_writes,
+    guard_parameters,
     outside_of_compilation,
     place_piece,
     times_written,
@@ -98,7 +99,7 @@ __all__ = [
     "tied_members",
     "times_each_written",
     "times_shards_written",
-    "unguard_before_calls",
+    "unguard_during_calls",
     "units_in_passes",
     "units_of",
     "was_kept",
@@ -279,16 +280,30 @@ def place_pieces(unit: FullyShardedDataParallel, names: Mapping[nn.Module, str])
         place_piece(parameter, PiecePlace(name, (tuple(shape), first, ends)))
 
 
-def unguard_before_calls(units: Sequence[FullyShardedDataParallel]) -> None:
-    """Let flat parameters that optimizers hold be as any, once a unit is called: FSDP1 is about to gather from them."""
+def unguard_during_calls(units: Sequence[FullyShardedDataParallel]) -> None:
+    """Let flat parameters that optimizers hold be as any while a unit is called: FSDP1 gathers from them.
+
+    Those that were guarded before, and are pieces again after it, are guarded again.
+    """
     flat_params = [weakref.ref(flat) for unit in units if (flat := handle_of(unit).flat_param)._params is None]
+    calls: list[bool] = []
     for unit in units if flat_params else ():
-        unit.register_forward_pre_hook(partial(_unguard, flat_params), prepend=True)
+        unit.register_forward_pre_hook(partial(_unguard, flat_params, calls), prepend=True)
+        unit.register_forward_hook(partial(_guard_again, flat_params, calls), always_call=True)
 
 
 @outside_of_compilation
-def _unguard(refs: Iterable[weakref.ref[nn.Parameter]], *_: Any) -> None:
-    unguard_parameters(flat for flat_ref in refs if (flat := flat_ref()) is not None)
+def _unguard(refs: Iterable[weakref.ref[Any]], calls: list[bool], *_: Any) -> None:
+    """Begin a call. Each of the running calls tells whether a parameter was guarded before it."""
+    guarded = unguard_parameters(flat for flat_ref in refs if (flat := flat_ref()) is not None)
+    calls.append(bool(guarded))
+
+
+@outside_of_compilation
+def _guard_again(refs: Iterable[weakref.ref[Any]], calls: list[bool], *_: Any) -> None:
+    if calls and calls.pop():
+        flat_params = [flat for flat_ref in refs if (flat := flat_ref()) is not None]
+        guard_parameters(flat for flat in flat_params if flat.data_ptr() == flat._local_shard.data_ptr())
 
 
 def refuse_parts_of(root: FullyShardedDataParallel, names: Mapping[nn.Module, str]) -> None:
@@ -471,6 +486,14 @@ class GatheredWrites:
             some_frozen = params is not None and not all(map(_is_trained, params))
         if some_frozen:
             self.freeze()
+
+    def note_writes_to_flat(self) -> None:
+        """Notice what was written to the flat parameter that optimizers hold, by way of its ``data``."""
+        flat = self._handle.flat_param
+        part = _gathered_part(self._handle) if flat._params is None and self._handle.uses_sharded_strategy else None
+        if part is not None and not torch.equal(part, flat._local_shard.to(part.dtype)):
+            for value, _, _ in self._gathered:
+                value.note(has_changed=True)
 
     def keep(self, *, is_counted: bool) -> None:
         """Keep what was written until now.

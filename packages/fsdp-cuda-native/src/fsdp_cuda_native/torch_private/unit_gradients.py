@@ -52,10 +52,14 @@ class _ShownGradients:
 
     def __init__(self, handle: Any) -> None:
         self._handle = weakref.ref(handle)
-        self._shown: list[weakref.ref[Tensor] | None] = [None] * len(handle.flat_param._params)
+        #: By parameter the gradient that it has shown last, if it was trained then.
+        self._last_shown: list[weakref.ref[Tensor] | None] = [None] * len(handle.flat_param._params)
+        #: The indices of frozen parameters whose gradients are copies already.
         self._copied: set[int] = set()
-        self._waiting: set[int] = set()  # those whose gradients are not reduced yet
-        self._elsewhere: list[int] | None = None  # those of which this rank holds no element, once they are sharded
+        #: The indices of parameters whose gradients are not reduced yet.
+        self._unreduced: set[int] = set()
+        #: The indices of those of which this rank holds no element, once they are sharded.
+        self._without_elements: list[int] | None = None
 
     @outside_of_compilation
     def show_guarded(self) -> None:
@@ -63,12 +67,13 @@ class _ShownGradients:
         handle: Any = self._handle()
         flat = handle.flat_param
         with without_torch_function():
-            if (
+            waits_for_reduction = (
                 handle.uses_sharded_strategy
                 and flat.grad is not None
                 and flat.grad.shape == flat._unpadded_unsharded_size
-            ):
-                handle._use_unsharded_grad_views()  # after module.to(), while they wait for a reduction
+            )
+            if waits_for_reduction:
+                handle._use_unsharded_grad_views()  # after module.to()
             else:
                 self.show()
         self._show_elsewhere()
@@ -77,50 +82,70 @@ class _ShownGradients:
         """Let users see, where this rank holds no element of a parameter, whether other ranks have a gradient of it."""
         handle: Any = self._handle()
         flat = handle.flat_param
-        if self._elsewhere is None:
-            self._elsewhere = [i for i, info in enumerate(flat._shard_param_infos) if not info.in_shard]
-        if not self._elsewhere:
+        if self._without_elements is None:
+            infos = flat._shard_param_infos
+            self._without_elements = [index for index, info in enumerate(infos) if not info.in_shard]
+        if not self._without_elements:
             return
         has_gradient = handle.sharded_grad is not None
-        if not has_gradient and len(self._elsewhere) == len(flat._params):
+        if not has_gradient and len(self._without_elements) == len(flat._params):
             return  # FSDP1 takes it for forgotten wherever no piece shows one
-        for i in self._elsewhere:
-            is_shown = has_gradient and flat._params[i].requires_grad and not flat._is_grad_none_mask[i]
-            show_gradient_elsewhere(flat._params[i], is_shown)
+        for index in self._without_elements:
+            parameter = flat._params[index]
+            is_shown = has_gradient and parameter.requires_grad and not flat._is_grad_none_mask[index]
+            show_gradient_elsewhere(parameter, is_shown)
 
     def show(self) -> None:
         """Show gradients, as FSDP1 does when nothing waits for a reduction."""
         handle: Any = self._handle()
         params = handle.flat_param._params
-        retained: dict[int, Tensor] = {}
-        waiting, self._waiting = self._waiting, set()
-        waited = [i for i in waiting if params[i].grad is not None and not params[i].requires_grad]
-        if not all(map(_is_trained, params)):
-            for index, (parameter, shown_ref) in enumerate(zip(params, self._shown, strict=True)):
-                gradient_there: Tensor | None = parameter.grad
-                if gradient_there is None or parameter.requires_grad or shown_ref is None:
-                    continue
-                if shown_ref() is gradient_there:
-                    retained[index] = gradient_there
+        kept_gradients = {} if all(map(_is_trained, params)) else self._gradients_of_frozen(params)
+        reduced_now = self._take_frozen_since(params)
         type(handle)._use_sharded_grad_views(handle)
-        self._note(params)
-        for index in waited:  # they were frozen since: what is reduced now is theirs
-            info, reduced = handle.flat_param._shard_param_infos[index], handle.sharded_grad
-            retained.pop(index, None)
+        self._note_shown(params)
+        for index in reduced_now:
+            kept_gradients.pop(index, None)
             if handle.uses_sharded_strategy:
                 self._copied.discard(index)
             else:  # it may still be to be reduced, where it is
                 self._copied.add(index)
-                self._waiting.add(index)
-            if info.in_shard and reduced is not None:
-                part = reduced[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
-                retained[index] = part.view(params[index].shape).to(params[index].dtype)
-        for index, gradient in retained.items():
+                self._unreduced.add(index)
+            gradient = self._part_of_reduced(index)
+            if gradient is not None:
+                kept_gradients[index] = gradient
+        for index, gradient in kept_gradients.items():
             if index not in self._copied:
                 gradient = gradient.clone()
             params[index].grad = gradient
-            self._shown[index] = weakref.ref(gradient)
-        self._copied = set(retained)
+            self._last_shown[index] = weakref.ref(gradient)
+        self._copied = set(kept_gradients)
+
+    def _gradients_of_frozen(self, params: Sequence[nn.Parameter]) -> dict[int, Tensor]:
+        """The gradients of frozen parameters by index, without those that users have assigned since."""
+        gradients: dict[int, Tensor] = {}
+        for index, (parameter, shown_ref) in enumerate(zip(params, self._last_shown, strict=True)):
+            gradient = None if parameter.requires_grad else parameter.grad
+            if gradient is not None and shown_ref is not None and shown_ref() is gradient:
+                gradients[index] = gradient
+        return gradients
+
+    def _take_frozen_since(self, params: Sequence[nn.Parameter]) -> list[int]:
+        """The indices of parameters that were frozen after a backward pass whose gradients are reduced only now."""
+        indices = [i for i in self._unreduced if params[i].grad is not None and not params[i].requires_grad]
+        self._unreduced = set()
+        return indices
+
+    def _part_of_reduced(self, index: int) -> Tensor | None:
+        """This rank's part of a parameter's reduced gradient; ``None`` if there is none, or it has no element."""
+        handle: Any = self._handle()
+        flat = handle.flat_param
+        info = flat._shard_param_infos[index]
+        reduced: Tensor | None = handle.sharded_grad
+        if reduced is None or not info.in_shard:
+            return None
+        part = reduced[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
+        parameter = flat._params[index]
+        return part.view(parameter.shape).to(parameter.dtype)
 
     def show_unreduced(self) -> None:
         """Show gradients before they are reduced, which is where reduced ones are, without sharding."""
@@ -129,16 +154,17 @@ class _ShownGradients:
             type(handle)._use_unsharded_grad_views(handle)
         params = handle.flat_param._params
         if not handle.uses_sharded_strategy:
-            self._note(params)
+            self._note_shown(params)
         if handle.flat_param.grad is None:
-            self._waiting.clear()
+            self._unreduced.clear()
         else:
-            self._waiting.update(i for i, p in enumerate(params) if p.requires_grad)
+            self._unreduced.update(index for index, parameter in enumerate(params) if parameter.requires_grad)
 
-    def _note(self, params: Sequence[nn.Parameter]) -> None:
-        self._shown = [
-            weakref.ref(gradient) if (gradient := p.grad) is not None and p.requires_grad else None for p in params
-        ]
+    def _note_shown(self, params: Sequence[nn.Parameter]) -> None:
+        """Note what trained parameters show."""
+        for index, parameter in enumerate(params):
+            gradient = parameter.grad if parameter.requires_grad else None
+            self._last_shown[index] = None if gradient is None else weakref.ref(gradient)
 
 
 _is_trained = attrgetter("requires_grad")

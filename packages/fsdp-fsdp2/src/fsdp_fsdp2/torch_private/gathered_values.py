@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedSt
 
 from fsdp_core.sharding import outside_transforms, times_written, without_torch_function
 from fsdp_fsdp2.torch_private import frozen_shards
+from fsdp_fsdp2.torch_private.data_writes import count_data_writes
 from fsdp_fsdp2.torch_private.frozen_shards import HELD, REQUIRED, SEEN
 from fsdp_fsdp2.torch_private.parameter_groups import param_groups_of
 
@@ -29,12 +30,15 @@ __all__ = [
     "count_writes",
     "end_anyway",
     "follow_gathered",
+    "is_written_since_gathered",
     "register_with_gathered",
     "written_since",
 ]
 
 
 WRITTEN = "_fsdp_fsdp2_times_written"
+
+_DATA_WRITES = "_fsdp_fsdp2_times_written_by_data"
 
 _OUTDATED = "_fsdp_fsdp2_outdated"
 
@@ -224,12 +228,25 @@ def count_writes(group: Any) -> list[tuple[int, int]]:
         return []
 
 
+def is_written_since_gathered(group: Any) -> bool:
+    """Whether shards of a unit were written to since it was gathered."""
+    attributes = vars(group)
+    before: list[tuple[int, int]] | None = attributes.get(WRITTEN)
+    if before is None:
+        return False
+    data_writes_before: int = attributes.get(_DATA_WRITES, 0)
+    return count_writes(group) != before or count_data_writes(group) != data_writes_before
+
+
 def _follow_written(group: Any) -> None:
     """Count writes to shards as writes to what is gathered of them now, after it was gathered from others before.
 
-    A graph that has saved that raises in torch, as in one process, instead of computing with other values.
+    A graph that has saved that raises in torch, as in one process, instead of computing with other values. Writes by
+    way of ``.data`` don't count, as in one process.
     """
     attributes = vars(group)
+    if data_writes := count_data_writes(group):
+        attributes[_DATA_WRITES] = data_writes
     before, current = attributes.get(WRITTEN), count_writes(group)
     if current == before:
         return

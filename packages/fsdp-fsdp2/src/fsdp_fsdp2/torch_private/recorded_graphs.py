@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from fsdp_core.sharding import forget_writes
-from fsdp_fsdp2.torch_private.gathered_values import WRITTEN, count_writes, end_anyway, register_with_gathered
+from fsdp_fsdp2.torch_private.gathered_values import end_anyway, is_written_since_gathered, register_with_gathered
 from fsdp_fsdp2.torch_private.parameter_groups import param_groups_of, trainable_params
 
 __all__ = ["RecordedGraphs", "free_written"]
@@ -109,8 +109,7 @@ def free_written(unit: FSDPModule, recorded: RecordedGraphs) -> bool:
     """
     freed = False
     for group in param_groups_of(unit):
-        before, current = vars(group).get(WRITTEN), count_writes(group)
-        if group.is_sharded or before is None or current == before:
+        if group.is_sharded or not is_written_since_gathered(group):
             continue
         recorded.release()
         group._to_sharded()  # reshard() does nothing in a forward pass of a unit that stays gathered after it

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 import torch.utils
@@ -102,8 +102,8 @@ class UnusedParameters:
         for group in self._groups:
             for parameter in group.fsdp_params:
                 self._index[parameter] = len(self._index)
-        self._zero_filled: dict[int, tuple[nn.Parameter, bool]] = {}  # by index, the shard, and whether it had no grad
-        self._running_exchange: tuple[Any, Tensor] | None = None  # its tensor must live until it has ended
+        self._zero_filled: dict[int, _ZeroFilled] = {}  # by the parameter's index
+        self._last_exchange: _Exchange | None = None
 
         weak_self = weakref.ref(self)  # units hold no strong reference: a cycle would delay the release of memory
         for group in self._groups:
@@ -290,7 +290,8 @@ class UnusedParameters:
             is_unused_in_step = parameter not in self.partly.used
             if group.all_reduce_grads and is_unused_in_step:
                 shard = parameter.sharded_param
-                self._zero_filled.setdefault(self._index[parameter], (shard, shard.grad is None))
+                zero_filled = _ZeroFilled(shard, had_gradient=shard.grad is not None)
+                self._zero_filled.setdefault(self._index[parameter], zero_filled)
                 if not self._exchanges:
                     self._lacking.count_rank()
         if not group.all_reduce_grads:
@@ -332,14 +333,13 @@ class UnusedParameters:
             if not has_host_backend:
                 is_used = is_used.to(self._peers.device)
             work = dist.all_reduce(is_used, dist.ReduceOp.MAX, group=self._peers.process_group, async_op=True)
-            self._running_exchange = (work, is_used)
+            self._last_exchange = _Exchange(work, is_used)
         if not zero_filled:
             return  # a rank that has used everything informs the others, and needs no result
-        if self._running_exchange is not None:
-            work, _ = self._running_exchange
-            work.wait()
-        for index, (shard, had_no_gradient) in zero_filled.items():
-            if had_no_gradient and not is_used[index]:
+        if self._last_exchange is not None:
+            self._last_exchange.work.wait()
+        for index, (shard, had_gradient) in zero_filled.items():
+            if not had_gradient and not is_used[index]:
                 shard.grad = None
 
     def forget(self) -> None:
@@ -388,6 +388,30 @@ class UnusedParameters:
             for shard, grad in before:
                 shard.grad = grad
             self.partly.put_back(waiting, used)
+
+
+class _ZeroFilled(NamedTuple):
+    """A parameter that takes part in a reduction with zeros.
+
+    Attributes:
+        shard: Its shard.
+        had_gradient: Whether the shard had a gradient before, to which the zeros are added.
+    """
+
+    shard: nn.Parameter
+    had_gradient: bool
+
+
+class _Exchange(NamedTuple):
+    """An exchange of what ranks have used.
+
+    Attributes:
+        work: What waits for it.
+        is_used: The tensor that is exchanged, which must live until it has ended.
+    """
+
+    work: Any
+    is_used: Tensor
 
 
 class _Lacking:

@@ -14,9 +14,19 @@ from torch import Tensor
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 
-from fsdp_core.gradients.step_gradients import guard, guard_parameters, unguard, unguard_parameters
+from fsdp_core.gradients.step_gradients import (
+    guard,
+    guard_parameters,
+    guard_states,
+    states_of_pieces,
+    unguard,
+    unguard_parameters,
+    unguard_states,
+)
 from fsdp_core.lightning.outside_steps.exporting import refuse_values_of_parts
 from fsdp_core.sharding.sharded import Sharded
+from fsdp_core.state.owned import owners_of
+from fsdp_core.torch_private.modules import is_piece_now
 
 if TYPE_CHECKING:
     from fsdp_core.lightning.fabric_strategy import ShardedFabricStrategy
@@ -40,6 +50,8 @@ class GuardedGradients:
         self._strategy = strategy
         self._optimizer_params: list[ref[Tensor]] = []  # those of which the next was computed; they rarely change
         self._in_pieces: list[ref[Tensor]] = []
+        self._piece_ids: frozenset[int] = frozenset()
+        self._flat_pieces: list[ref[Tensor]] = []
         self._module_pieces: list[ref[Tensor]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GuardedGradients:
@@ -49,16 +61,21 @@ class GuardedGradients:
         """Refuse them from now on: a backward pass or a step has ended."""
         self._find_pieces()
         guard(self._gradients())
+        guard_states(self._states())
         guard_parameters(self._pieces())
-        if not self._strategy.is_stepping_by_hand:  # else a library may gather from flat parameters
-            guard_parameters(self._held_flat())
+        self.guard_flat_pieces()
         refuse_values_of_parts(True)
+
+    def guard_flat_pieces(self) -> None:
+        """Refuse them on flat parameters, but for those that are gathered inside a step."""
+        guard_parameters(filter(is_piece_now, self._held_flat()))
 
     def off(self) -> None:
         """Allow them: the library is about to compute with gradients."""
         self._find_pieces()
         unguard_parameters([*self._pieces(), *self._held_flat()])
         unguard(self._gradients())
+        unguard_states(self._states())
         refuse_values_of_parts(False)
 
     def guard_parameters(self, *, between_steps: bool = False) -> None:
@@ -68,6 +85,7 @@ class GuardedGradients:
             between_steps: Whether hooks come next. Otherwise a library is about to gather from flat parameters.
         """
         self._find_pieces()
+        guard_states(self._states())
         guard_parameters(self._pieces())
         (guard_parameters if between_steps else unguard_parameters)(self._held_flat())
         refuse_values_of_parts(True)
@@ -99,14 +117,24 @@ class GuardedGradients:
     def paused(self) -> Iterator[None]:
         """Context of the library's code that reads or writes pieces between two steps, such as a save."""
         guarded = unguard_parameters(self._pieces())
+        unguard_states(self._states())
         try:
             yield
         finally:
             guard_parameters(guarded)
+            guard_states(self._states())
 
     def _gradients(self) -> Iterator[Tensor | None]:
         """This rank's pieces of gradients that are plain tensors."""
         return (p.grad for p in self._held_pieces())
+
+    def _states(self) -> list[Tensor]:
+        """What optimizers keep for this rank's pieces of parameters."""
+        states: list[Tensor] = []
+        for optimizer in self._strategy.optimizers if self._piece_ids else ():
+            if owners_of(optimizer) is None:  # on an owner they are of whole parameters
+                states += states_of_pieces(optimizer, self._piece_ids)
+        return states
 
     def _held_pieces(self) -> Iterator[Tensor]:
         """This rank's pieces of parameters that optimizers hold."""
@@ -114,7 +142,7 @@ class GuardedGradients:
 
     def _held_flat(self) -> Iterator[Tensor]:
         """Those that a library has flattened, which hooks see."""
-        return (piece for piece in self._held_pieces() if isinstance(piece, FlatParameter))
+        return _referents(self._flat_pieces)
 
     def _pieces(self) -> Iterator[Tensor]:
         """This rank's pieces of parameters that only users look at."""
@@ -131,6 +159,9 @@ class GuardedGradients:
         roots = self._strategy.trained_roots
         plain_params = [p for p in optimizer_params if not isinstance(p, DTensor)]
         self._in_pieces = [ref(p) for p in plain_params if any(root.holds_part(p) for root in roots)]
+        held = list(self._held_pieces())
+        self._piece_ids = frozenset(map(id, held))
+        self._flat_pieces = [ref(p) for p in held if isinstance(p, FlatParameter)]
         for root in roots:
             self._find_module_pieces(root)
 

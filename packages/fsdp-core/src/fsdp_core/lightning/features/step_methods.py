@@ -110,6 +110,8 @@ class StepMethods:
         def step() -> Any:
             if self.is_by_hand and not self._in_evaluation:
                 strategy.sharded.show_gradients()
+            if self._in_training:
+                self.gradients.guard_flat_pieces()
             output = getattr(strategy.lightning_module, name)(*args, **kwargs)
             self._check_writes(strategy.runtime)
             return output

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_core.gradients.gathered_values import WrittenValues
 from fsdp_core.gradients.step_writes import StepWrites, check_writes
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.full_tensor import gathered_modules
@@ -60,10 +61,12 @@ class FirstForwards:
         by = f"a forward pass of {self._name}"
         if self._writes is not None:
             check_writes(self._writes, self._ranks, by=by, instead="after optimizer.step()")
-        elif self._has_begun and sharded is not None and sharded.root not in gathered_modules:
-            sharded.keep_writes()
-            values = sharded.written_values
+        elif self._has_begun and (sharded is None or sharded.root not in gathered_modules):
+            # all ranks compare also where one has no such model any more: the garbage collector takes it when it likes
+            values = WrittenValues() if sharded is None else sharded.written_values
             values.are_compared = self._ranks is not None
+            if sharded is not None:
+                sharded.keep_writes()
             if self._ranks is not None and self._ranks.total([bool(values)])[0]:
                 values.check_same(values.take(), self._ranks, by)
 

@@ -241,6 +241,7 @@ def _sharded_root(root: nn.Module) -> Sharded:
 _OF_SHARDS = re.compile(
     "mixed torch.Tensor and DTensor|Contracting dimension sizes|must be a matrix|must be 2-D|size mismatch"
     "|same shape as normalized_shape|must match the size of tensor|inconsistent tensor size"
+    "|doesn't match the broadcast shape"
     "|out of bounds for dimension with size 0|setStorage"
     "|does not have a sharding strategy registered|Cannot flatten unevenly sharded"
 )
@@ -425,6 +426,13 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
             "and its gradient is a shard, as of self.parameters() in p.add_(p.grad).\n"
             "Write to what the optimizer holds, for p in optimizer.param_groups[0]['params'], which are shards too; or "
             "to self.parameters() in on_train_batch_end()."
+        )
+        return
+    if is_silent:
+        exception.add_note(
+            "fsdp-core: a tensor was written to with a DTensor: a parameter without dimensions is no DTensor, and a "
+            "norm or a sum over parameters or gradients is one.\n"
+            "Write norm = norm.full_tensor(), on all ranks, and compute with that."
         )
         return
     if not _OF_SHARDS.search(str(exception)) or any(code.co_name == "_engine_run_backward" for code in codes[-1:]):

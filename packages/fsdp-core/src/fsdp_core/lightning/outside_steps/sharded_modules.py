@@ -11,6 +11,7 @@ from fsdp_core.sharding.refusals.files_of_shards import refuse_files_of_shards, 
 from fsdp_core.sharding.refusals.gradient_hooks import refuse_gradient_hooks
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.fqn import clean_name
+from fsdp_core.torch_private.dtensor_views import write_through_copied_views
 
 __all__ = ["announce_shards", "guard_module", "size_in_words"]
 
@@ -31,6 +32,8 @@ def guard_module(sharded: Sharded, strategy_name: str) -> None:
     has_parts = any(isinstance(p, DTensor) or sharded.holds_part(p) for p in layout)
     if has_parts or sharded.module is not sharded.root:
         follow_calls(sharded, meet=has_parts)
+    if any(isinstance(p, DTensor) for p in layout):
+        write_through_copied_views()
     refuse_state_dicts(sharded.root, sharded.plan.names, layout, strategy_name)
     refuse_files_of_shards(sharded.root, strategy_name)
     module_params = [(clean_name(name), parameter) for name, parameter in sharded.root.named_parameters()]

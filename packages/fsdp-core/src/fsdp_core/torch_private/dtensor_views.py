@@ -1,0 +1,238 @@
+"""Views of DTensors that are no views: torch copies the rows that are asked for, and loses what is written to them.
+
+``p.grad[0]`` of a gradient that is sharded by rows lies on one rank. torch gathers it as a copy on all of them, so that
+``p.grad[padding_idx].zero_()`` zeroes a copy, without a word. Here such a copy takes what is written to it to the
+DTensor that it is a copy of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_flatten
+
+from fsdp_core.errors import UnsupportedCapabilityError
+
+__all__ = ["CopiedView", "write_through_copied_views"]
+
+#: Gives the view of a full tensor.
+View = Callable[[Tensor], Tensor]
+
+_ATEN: Any = torch.ops.aten
+
+#: What torch computes by a copy if it cuts a dimension that is sharded. All other views keep the shards' memory.
+_VIEWS = (
+    _ATEN.select.int,
+    _ATEN.slice.Tensor,
+    _ATEN.split.Tensor,
+    _ATEN.split_with_sizes.default,
+    _ATEN.diagonal.default,
+)
+
+
+#: What torch averages over each rank's part by itself, and then over the ranks, as if parts were of one size.
+_MEANS = (
+    _ATEN.mse_loss.default,
+    _ATEN.smooth_l1_loss.default,
+    _ATEN.huber_loss.default,
+    _ATEN.soft_margin_loss.default,
+    _ATEN.binary_cross_entropy_with_logits.default,
+)
+
+#: The number of ``reduction="mean"``, the default of all of them.
+_MEAN = 1
+
+
+class CopiedView(DTensor):
+    """A copy of a part of a DTensor that behaves as the view that was asked for.
+
+    Its attributes have names that no attribute of a tensor has: the DTensor; what gives the view of a full tensor of
+    its shape; and how often it had been written to when its values were copied.
+    """
+
+    _fsdp_source: DTensor
+    _fsdp_view: View
+    _fsdp_source_version: int
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        views: list[CopiedView] = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, CopiedView)]
+        written_leaves = tree_flatten(_written_arguments(func, args, kwargs))[0]
+        written: list[CopiedView] = [leaf for leaf in written_leaves if isinstance(leaf, CopiedView)]
+        if written and torch.Tag.nondeterministic_seeded in func.tags:
+            raise UnsupportedCapabilityError(
+                f"{func.overloadpacket.__name__} was called on a part of a sharded parameter or gradient, such as "
+                "p[0].normal_(), for which each rank would draw numbers of its own.\n"
+                "Draw them for all of it, with p.normal_() or torch.randn_like(p); or write to it within "
+                "fsdp_core.gathered(module, modifier_rank=0), between steps."
+            )
+        for view in views:
+            view._follow_source()
+        result = _call_with_dtensors(func, args, kwargs, views)
+        for view in written:
+            view._write_to_source()
+        if func.is_view:
+            return _as_views(result, views[0]._fsdp_source, views[0]._fsdp_view, partial(func, **kwargs), args[1:])
+        return result
+
+    def _follow_source(self) -> None:
+        """Copy the source's values again if it was written to since."""
+        version = _version(self._fsdp_source)
+        if version != self._fsdp_source_version:
+            self._fsdp_source_version = version
+            full_view = self._fsdp_view(_full(self._fsdp_source))
+            self._local_tensor.copy_(_part(full_view, self))
+
+    def _write_to_source(self) -> None:
+        full = _full(self._fsdp_source).clone()
+        self._fsdp_view(full).copy_(_full(self))
+        self._fsdp_source._local_tensor.copy_(_part(full, self._fsdp_source))
+
+
+def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments of an operation that it writes to."""
+    written = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(args[index] if index < len(args) else kwargs.get(argument.name))
+    return written
+
+
+def _call_with_dtensors(func: Any, args: Any, kwargs: Any, views: list[CopiedView]) -> Any:
+    """Call an operation with copied views as the DTensors that they are."""
+    instances: list[Any] = [*views]
+    for instance in instances:
+        instance.__class__ = DTensor
+    try:
+        return func(*args, **kwargs)
+    finally:
+        for instance in instances:
+            instance.__class__ = CopiedView
+
+
+def _as_views(result: Any, source: DTensor, outer: View, func: Callable[..., Any], args: Any) -> Any:
+    """Let what an operation has returned of a DTensor, one tensor or several, write to a source.
+
+    Args:
+        result: What it has returned.
+        source: The source.
+        outer: Gives what the operation was called with, of the full source.
+        func: The operation.
+        args: Its arguments but for the first.
+    """
+    is_tensor = isinstance(result, Tensor)
+    for index, tensor in enumerate([result] if is_tensor else result):
+        instance: Any = tensor
+        instance.__class__ = CopiedView
+        instance._fsdp_source = source
+        instance._fsdp_view = partial(_view_of_full, outer, func, args, None if is_tensor else index)
+        instance._fsdp_source_version = _version(source)
+    return result
+
+
+def _view_of_full(outer: View, func: Callable[..., Any], args: Any, index: int | None, full: Tensor) -> Tensor:
+    result: Any = func(outer(full), *args)
+    view: Tensor = result if index is None else result[index]
+    return view
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _full(tensor: DTensor) -> Tensor:
+    """All of a DTensor, on every rank."""
+    return _redistributed(tensor._local_tensor, tensor, tensor.placements, _everywhere(tensor))
+
+
+def _part(full: Tensor, like: DTensor) -> Tensor:
+    """The part of a full tensor that this rank has of a DTensor of its shape."""
+    return _redistributed(full, like, _everywhere(like), like.placements)
+
+
+def _redistributed(local: Tensor, like: DTensor, placements: Any, target: Any) -> Tensor:
+    with torch.no_grad():
+        whole = DTensor.from_local(
+            local.detach(), like.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+        return whole.redistribute(placements=target).to_local()
+
+
+def _everywhere(tensor: DTensor) -> list[Replicate]:
+    return [Replicate()] * tensor.device_mesh.ndim
+
+
+def write_through_copied_views() -> None:
+    """Let torch's copies of parts of DTensors take what is written to them to these, from now on. Idempotent.
+
+    What torch computes wrongly of DTensors whose parts differ in size raises from then on too.
+    """
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    for func in _VIEWS:
+        handlers.setdefault(func, _view)
+    for func in _MEANS:
+        handlers.setdefault(func, _refuse_uneven_mean)
+    handlers.setdefault(_ATEN.fill_.Tensor, _fill)
+
+
+def _without_handler(func: Any, handler: Any, args: Any, kwargs: Any) -> Any:
+    """What torch does. It has no name for that where there is a handler."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers.pop(func, None)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        handlers[func] = handler
+
+
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    """Replaces torch's computation of a view that may be a copy."""
+    result = _without_handler(func, _view, args, kwargs)
+    source: DTensor = args[0]
+    memory = source._local_tensor.untyped_storage()._cdata
+    tensors: list[Any] = [result] if isinstance(result, Tensor) else result
+    if all(tensor._local_tensor.untyped_storage()._cdata == memory for tensor in tensors):
+        return result
+    return _as_views(result, source, _itself, partial(func, **kwargs), args[1:])
+
+
+def _itself(full: Tensor) -> Tensor:
+    return full
+
+
+def _fill(func: Any, args: Any, kwargs: Any) -> Any:
+    """Replaces ``fill_`` with a tensor of one value, as ``p.grad[:, 0] = 0`` calls it, which DTensor has not."""
+    target, value = args
+    number = value.full_tensor() if isinstance(value, DTensor) else value
+    _ATEN.fill_.Scalar(target, number.item())
+    return target
+
+
+def _refuse_uneven_mean(func: Any, args: Any, kwargs: Any) -> Any:
+    """Replaces a loss that is a mean over elements."""
+    values: DTensor = next(argument for argument in args if isinstance(argument, DTensor))
+    given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+    if given.get("reduction", _MEAN) == _MEAN and _is_uneven(values):
+        name = func.overloadpacket.__name__
+        raise UnsupportedCapabilityError(
+            f"{name} of a sharded parameter or gradient would be the mean of means of the ranks' parts, which differ "
+            "in size.\n"
+            f"Write {name}(a, b, reduction='none').mean(), which is right."
+        )
+    return _without_handler(func, _refuse_uneven_mean, args, kwargs)
+
+
+def _is_uneven(tensor: DTensor) -> bool:
+    """Whether parts of a DTensor may differ in size."""
+    parts_by_dim: dict[int, int] = {}
+    for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+        dim = getattr(placement, "dim", None)  # only of those that shard
+        if dim is not None:
+            parts_by_dim[dim] = parts_by_dim.get(dim, 1) * size
+    return any(tensor.shape[dim] % parts for dim, parts in parts_by_dim.items())

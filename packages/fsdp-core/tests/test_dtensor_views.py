@@ -1,0 +1,124 @@
+"""What is written to a part of a DTensor reaches it, though torch gives out a copy of the part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+
+from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.lightning.outside_steps.redirection import explain_shards
+from fsdp_core.testing import RankPool
+from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.torch_private.dtensor_views import write_through_copied_views
+
+#: What DTensor does with views of views is wrong before this.
+IS_OLD = torch.__version__ < "2.13"
+
+
+def set_values(tensor: Tensor) -> None:
+    tensor[0] = 0
+    tensor[:, 1] = 2.0
+    tensor[2:4] = tensor[5]
+    tensor[...] = 1
+    tensor[6, 2] = 4
+
+
+def write_in_a_chain(tensor: Tensor) -> None:
+    rows = tensor[1:4]
+    rows[0].mul_(3.0)
+    rows.data[2].add_(1.0)
+    rows.detach().t()[0].sub_(5.0)
+    _, second = rows.split(2)
+    second.mul_(7.0)
+    rows.view(-1)[2:4].fill_(9.0)
+
+
+def read_after_other_writes(tensor: Tensor) -> None:
+    rows = tensor[1:4]
+    tensor.mul_(2.0)
+    tensor[0:3].add_(rows * 1.0)
+    rows.add_(1.0)
+    tensor[1].copy_(rows[0] + rows[1])
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "a row": lambda tensor: tensor[0].zero_(),
+    "rows": lambda tensor: tensor[:5].mul_(0.5),
+    "narrow": lambda tensor: tensor.narrow(0, 1, 3).add_(1.0),
+    "chunk": lambda tensor: tensor.chunk(3)[1].zero_(),
+    "split": lambda tensor: tensor.split([3, 4])[0].neg_(),
+    "diagonal": lambda tensor: tensor.diagonal().fill_(3.0),
+    "data": lambda tensor: tensor.data[5].clamp_(max=4.0),
+    "another row": lambda tensor: tensor[1:3].copy_(tensor[3:5]),
+    "several at once": lambda tensor: torch._foreach_mul_([tensor[0], tensor[6]], 2.0),
+    "out": lambda tensor: torch.mul(tensor[2], 2.0, out=tensor[2]),
+    "divided by its norm": lambda tensor: tensor[2].div_(tensor[2].norm()),
+    "assignments": set_values,
+}
+if not IS_OLD:
+    WRITES |= {"a chain": write_in_a_chain, "after other writes": read_after_other_writes}
+
+
+def write_all() -> dict[str, bool]:
+    write_through_copied_views()
+    line = init_device_mesh("cpu", (4,))
+    grid = init_device_mesh("cpu", (2, 2))
+    meshes: list[tuple[DeviceMesh, list[Any]]] = [
+        (line, [Shard(0)]),
+        (grid, [Replicate(), Shard(0)]),
+        (grid, [Shard(0), Shard(1)]),
+    ]
+    is_right: dict[str, bool] = {}
+    for name, write in WRITES.items():
+        for mesh, placements in meshes:
+            expected = torch.arange(21.0).view(7, 3)
+            tensor = distribute_tensor(expected.clone(), mesh, placements)
+            with torch.no_grad():
+                write(tensor)
+                write(expected)
+            is_right[f"{name} on {placements}"] = torch.allclose(tensor.full_tensor(), expected)
+    return is_right
+
+
+def test_writes_to_parts_reach_the_dtensor(ranks: RankPool) -> None:
+    for is_right in ranks.run(4, write_all):
+        assert [name for name, right in is_right.items() if not right] == []
+
+
+def write_with_a_norm() -> list[str]:
+    """A parameter without dimensions is no DTensor, and torch raises an error without a word."""
+    mesh = init_device_mesh("cpu", (2,))
+    norm = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]).norm()
+    with pytest.raises((AssertionError, RuntimeError)) as raised:
+        torch.ones(()).mul_(norm)
+    explain_shards(raised.value)
+    torch.ones(()).mul_(norm.full_tensor())  # type: ignore[attr-defined]
+    return raised.value.__notes__
+
+
+def test_a_write_with_a_dtensor_says_what_to_write(ranks: RankPool) -> None:
+    for (note,) in ranks.run(2, write_with_a_norm):
+        assert "DTensor" in note
+        assert IS_OLD or "norm = norm.full_tensor(), on all ranks" in note
+
+
+def write_what_is_refused() -> tuple[str, str, float]:
+    write_through_copied_views()
+    mesh = init_device_mesh("cpu", (2,))
+    tensor: DTensor = distribute_tensor(torch.arange(21.0).view(7, 3), mesh, [Shard(0)])
+    drawn = refusal(UnsupportedCapabilityError, lambda: tensor[0].normal_())
+    averaged = refusal(UnsupportedCapabilityError, lambda: torch.nn.functional.mse_loss(tensor, tensor * 2))
+    mean: Any = torch.nn.functional.mse_loss(tensor, tensor * 2, reduction="none").mean()
+    return drawn, averaged, float(mean.full_tensor())
+
+
+def test_what_would_be_each_ranks_own_is_refused(ranks: RankPool) -> None:
+    for drawn, averaged, mean in ranks.run(2, write_what_is_refused):
+        assert_says(drawn, "normal_ was called on a part of a sharded parameter", "torch.randn_like(p)")
+        assert_says(averaged, "mse_loss of a sharded parameter", "differ in size", "reduction='none').mean()")
+        assert mean == torch.arange(21.0).square().mean()
