@@ -1,0 +1,75 @@
+"""Compiles the C++ of the device, once for each torch and Python."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+SOURCES = Path(__file__).parent / "csrc"
+NAME = "fsdp_fake_device_C"
+FLAGS = ("-O1", "-std=c++20", "-fvisibility=hidden", "-w")
+
+
+def load_extension() -> ModuleType:
+    """The compiled module, which is made if it is not there."""
+    directory = choose_directory()
+    library = directory / f"{NAME}.so"
+    if not library.exists():
+        _compile(directory)
+    spec = importlib.util.spec_from_file_location(NAME, library)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{library} is no module of Python. Remove {directory}, and import fsdp_fake_device again")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def choose_directory() -> Path:
+    """The folder of the build for this torch, this Python and these sources."""
+    parts = [torch.__version__, sys.version, *FLAGS]
+    digest = hashlib.sha256("\0".join(parts).encode())
+    for file in sorted(SOURCES.iterdir()):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    python = f"{sys.implementation.cache_tag}-torch-{torch.__version__}"
+    return _choose_root() / f"{python}-{digest.hexdigest()[:16]}"
+
+
+def _choose_root() -> Path:
+    if named := os.environ.get("FSDP_FAKE_DEVICE_BUILD"):
+        return Path(named).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdp-fake-device"
+
+
+def _compile(directory: Path) -> None:
+    missing = [tool for tool in (os.environ.get("CXX", "c++"), "ninja") if shutil.which(tool) is None]
+    if missing:
+        raise ImportError(
+            f"fsdp_fake_device compiles its device when it is first imported, and {' and '.join(missing)} is not on the "
+            "path. Install a C++ compiler (`apt-get install g++`, or set CXX) and ninja (`pip install ninja`)"
+        )
+    from torch.utils import cpp_extension
+
+    # In a folder of this process's own, which is then renamed: of several that compile at once, the last wins.
+    scratch = directory.with_name(f"{directory.name}.{os.getpid()}")
+    scratch.mkdir(parents=True, exist_ok=True)
+    try:
+        cpp_extension.load(
+            NAME,
+            [str(file) for file in sorted(SOURCES.glob("*.cpp"))],
+            build_directory=str(scratch),
+            extra_cflags=list(FLAGS),
+            is_python_module=False,
+        )
+    finally:
+        pass
+    directory.mkdir(parents=True, exist_ok=True)
+    os.replace(scratch / f"{NAME}.so", directory / f"{NAME}.so")
+    shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,41 @@
+"""Makes the device known to torch."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import sys
+import types
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_fake_device import device_module
+from fsdp_fake_device._extension import extension
+
+DEVICE, BACKEND = "fake", "fakeccl"
+
+
+def register() -> None:
+    """Name the device, and register its module, its methods of tensors and its process groups."""
+    torch.utils.rename_privateuse1_backend(DEVICE)
+    torch._register_device_module(DEVICE, _make_module())
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    if dist.is_available():
+        dist.Backend.register_backend(BACKEND, _make_group, devices=[DEVICE])
+    atexit.register(extension.shut_down)
+
+
+def _make_module() -> types.ModuleType:
+    names = [name for name in vars(device_module) if not name.startswith("__")]
+    module = types.ModuleType(f"torch.{DEVICE}", device_module.__doc__)
+    module.__dict__.update({name: getattr(device_module, name) for name in names})
+    module.__dict__["default_generators"] = device_module.default_generators()
+    sys.modules[module.__name__] = module
+    return module
+
+
+def _make_group(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore(BACKEND, store), rank, size, timeout)
+    return extension.make_process_group(gloo, rank, size, timeout)
