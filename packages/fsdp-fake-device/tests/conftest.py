@@ -17,7 +17,9 @@ def _device_as_it_was():
     for device in range(torch.fake.device_count()):
         torch.fake.set_per_process_memory_fraction(1.0, device)
     torch.fake.set_device(0)
-    torch.accelerator.synchronize()
+    for device in range(torch.fake.device_count()):
+        torch.accelerator.synchronize(device)
+    torch.fake.empty_cache()  # a stray write of a faulty program is not left to the next
 
 
 @pytest.fixture

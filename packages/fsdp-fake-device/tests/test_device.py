@@ -63,7 +63,7 @@ def test_views_share_memory():
 def test_training_equals_that_on_the_cpu(optimizer_class, options, delay):
     with fsdp_fake_device.with_delay(delay):
         on_fake = train("fake:1", optimizer_class, **options)
-    assert on_fake.equal(train("cpu", optimizer_class, **options))
+    torch.testing.assert_close(on_fake, train("cpu", optimizer_class, **options))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_wrong_shapes_are_refused_at_once(held_back):
 def test_failure_in_a_kernel_is_raised_by_the_next_wait():
     table, words = torch.ones(4, 2, device=FAKE), torch.tensor([9], device=FAKE)
     nn.functional.embedding(words, table)
-    with pytest.raises(torch.AcceleratorError, match=r"aten::embedding(.|\n)*FSDP_FAKE_DEVICE_BLOCKING"):
+    with pytest.raises(torch.AcceleratorError, match=r"aten::index_select(.|\n)*FSDP_FAKE_DEVICE_BLOCKING"):
         torch.fake.synchronize()
     torch.fake.synchronize()
 
@@ -142,7 +142,7 @@ def test_failure_in_a_kernel_is_raised_by_the_next_wait():
 def test_blocking_raises_it_where_it_is():
     table, words = torch.ones(4, 2, device=FAKE), torch.tensor([9], device=FAKE)
     fsdp_fake_device.set_blocking(True)
-    with pytest.raises(torch.AcceleratorError, match="aten::embedding"):
+    with pytest.raises(torch.AcceleratorError, match="aten::index_select"):
         nn.functional.embedding(words, table)
 
 

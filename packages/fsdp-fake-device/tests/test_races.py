@@ -29,6 +29,7 @@ def result_of_other_stream(is_right: bool) -> torch.Tensor:
         y = x * 2
     if is_right:
         torch.fake.current_stream().wait_stream(side)
+    y.record_stream(torch.fake.current_stream())
     return y + 1
 
 
@@ -38,7 +39,9 @@ def input_of_other_stream(is_right: bool) -> torch.Tensor:
     if is_right:
         side.wait_stream(torch.fake.current_stream())
     with torch.fake.stream(side):
-        return x + 1
+        y = x + 1
+    side.synchronize()
+    return y
 
 
 def event_recorded_before_the_kernel(is_right: bool) -> torch.Tensor:
@@ -99,7 +102,7 @@ def freed_while_it_is_gathered(is_right: bool) -> torch.Tensor:
     if is_right:
         torch.fake.current_stream().wait_stream(side)
     x.untyped_storage().resize_(0)
-    torch.fake.current_stream().synchronize()
+    torch.zeros(ELEMENTS, device="fake").sum().item()
     side.synchronize()
     return y
 
@@ -145,6 +148,7 @@ def batch_copied_on_a_side_stream(is_right: bool) -> torch.Tensor:
 def stream_of_another_thread(is_right: bool) -> torch.Tensor:
     """The current stream is a thread's own."""
     side, y = torch.fake.Stream(), fresh()
+    torch.fake.synchronize()
 
     def fill() -> None:
         if is_right:
@@ -157,7 +161,9 @@ def stream_of_another_thread(is_right: bool) -> torch.Tensor:
         thread = threading.Thread(target=fill)
         thread.start()
         thread.join()
-        return y.clone()
+        copy = y.clone()
+    side.synchronize()
+    return copy
 
 
 def step_while_parameters_are_gathered(is_right: bool) -> torch.Tensor:
@@ -298,7 +304,7 @@ def run_collectives(rank: int, size: int) -> dict[str, bool]:
         if is_right:
             x.record_stream(gathering)
         del x
-        torch.fake.current_stream().synchronize()
+        torch.zeros(ELEMENTS, device=device).sum().item()
         gathering.synchronize()
         return full
 

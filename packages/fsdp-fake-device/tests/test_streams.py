@@ -16,19 +16,24 @@ def count_syncs() -> dict[str, int]:
 
 
 def test_kernels_run_while_the_host_goes_on():
-    began = time.monotonic()
-    fsdp_fake_device.sleep(300)
+    fsdp_fake_device.sleep(1000)
     x = torch.ones(4, device="fake").mul_(3)
-    assert time.monotonic() - began < 0.25
     assert not torch.fake.current_stream().query()
     assert x.sum().item() == 12
-    assert time.monotonic() - began >= 0.3
+    assert torch.fake.current_stream().query()
 
 
-def test_streams_run_beside_each_other():
+def test_what_is_held_back_runs_when_it_is_demanded(held_back):
+    x = torch.ones(4, device="fake").mul_(3)
+    time.sleep(0.1)
+    assert not torch.fake.current_stream().query()
+    assert x.sum().item() == 12
+
+
+def test_streams_run_beside_each_other(held_back):
     busy, idle = torch.fake.Stream(), torch.fake.Stream()
     with torch.fake.stream(busy):
-        fsdp_fake_device.sleep(500)
+        torch.ones(4, device="fake")
     with torch.fake.stream(idle):
         x = torch.ones(4, device="fake")
     idle.synchronize()
@@ -47,7 +52,7 @@ def test_current_stream():
     assert torch.fake.current_stream(1) != before
 
 
-def test_events():
+def test_events(held_back):
     stream = torch.fake.Stream()
     start, end = torch.fake.Event(enable_timing=True), torch.fake.Event(enable_timing=True)
     with torch.fake.stream(stream):
@@ -59,7 +64,7 @@ def test_events():
         start.elapsed_time(end)
     end.synchronize()
     assert end.query()
-    assert 50 <= start.elapsed_time(end) < 5000
+    assert 50 <= start.elapsed_time(end) < 60_000
     untimed = torch.fake.Event()
     untimed.record()
     untimed.synchronize()
@@ -67,15 +72,14 @@ def test_events():
         untimed.elapsed_time(end)
 
 
-def test_waits_of_a_stream_do_not_stop_the_host():
+def test_waits_of_a_stream_do_not_stop_the_host(held_back):
     side = torch.fake.Stream()
     with torch.fake.stream(side):
-        fsdp_fake_device.sleep(200)
+        torch.ones(4, device="fake")
     fsdp_fake_device.reset_counters()
-    began = time.monotonic()
     torch.fake.current_stream().wait_stream(side)
     torch.accelerator.current_stream().wait_event(side.record_event())
-    assert time.monotonic() - began < 0.15
+    assert not side.query()
     assert count_syncs() == {}
     torch.fake.current_stream().synchronize()
     assert side.query()

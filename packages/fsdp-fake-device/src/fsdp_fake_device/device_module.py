@@ -26,22 +26,24 @@ def index_of(device: DeviceLike) -> int:
     return int(extension.current_device())
 
 
-class Stream(torch.Stream):
+class Stream:
     """A stream of a device; as a context manager, it is the current one.
+
+    What it makes is a ``torch.Stream``: methods of torch refuse subclasses.
 
     Args:
         device: Its device.
         priority: Below 0, one of the streams of high priority.
     """
 
-    def __new__(cls, device: DeviceLike = None, priority: int = 0, **identity: int) -> Stream:
+    def __new__(cls, device: DeviceLike = None, priority: int = 0, **identity: int) -> torch.Stream:  # type: ignore[misc]
         if identity:  # an existing one: stream_id, device_index, device_type
-            return super().__new__(cls, **identity)  # type: ignore[call-overload, no-any-return]
-        return super().__new__(cls, device=torch.device("fake", index_of(device)), priority=priority)
+            return torch.Stream(**identity)  # type: ignore[call-overload, no-any-return]
+        return torch.Stream(device=torch.device("fake", index_of(device)), priority=priority)
 
 
-class Event(torch.Event):
-    """An event of the device.
+class Event:
+    """An event of the device; what it makes is a ``torch.Event``.
 
     Args:
         enable_timing: Whether ``elapsed_time`` can be asked.
@@ -49,8 +51,10 @@ class Event(torch.Event):
         interprocess: Likewise; only False can be had.
     """
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
-        return super().__new__(cls, device="fake", enable_timing=enable_timing, blocking=blocking)  # type: ignore[call-arg]
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:  # type: ignore[misc]
+        if interprocess:
+            raise ValueError("torch.fake.Event(interprocess=True): events of the fake device stay in their process")
+        return torch.Event(device="fake", enable_timing=enable_timing, blocking=blocking)
 
 
 class device:  # noqa: N801 - as torch.cuda.device
@@ -118,6 +122,12 @@ def set_stream(stream: torch.Stream) -> None:
 def synchronize(device: DeviceLike = None) -> None:
     """Wait for all streams of a device."""
     torch.accelerator.synchronize(index_of(device))
+
+
+def __getattr__(name: str) -> Any:
+    if name == "_initialized":  # activation checkpointing keeps the state of random numbers where this is true
+        return is_initialized()
+    raise AttributeError(f"module 'torch.fake' has no attribute {name!r}")
 
 
 def init() -> None:

@@ -28,7 +28,7 @@ def register() -> None:
 
 
 def _make_module() -> types.ModuleType:
-    names = [name for name in vars(device_module) if not name.startswith("__")]
+    names = [name for name in vars(device_module) if not name.startswith("__") or name == "__getattr__"]
     module = types.ModuleType(f"torch.{DEVICE}", device_module.__doc__)
     module.__dict__.update({name: getattr(device_module, name) for name in names})
     module.__dict__["default_generators"] = device_module.default_generators()

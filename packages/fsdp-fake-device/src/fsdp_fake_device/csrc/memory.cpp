@@ -68,14 +68,24 @@ struct Device {
     bytes < 0 ? stat[0].decrease(-bytes) : stat[0].increase(bytes);
   }
 
-  // Has it poisoned in the order of its stream. What another stream still reads of it is seen to be wrong.
   void cache(Block block) {
     count(stats.active, -1);
     count(stats.active_bytes, -static_cast<int64_t>(block.bytes));
-    block.queue->push([address = block.address, bytes = block.bytes] { std::memset(address, kPoison, bytes); },
-                      Queue::When::with_predecessor);
     const std::pair key(block.queue.get(), block.bytes);
     cached.emplace(key, std::move(block));
+  }
+
+  // Has it poisoned in the order of its stream, as what is queued next may write it: what another stream still reads of
+  // the tensor that was there is seen to be wrong. Not when it is freed: until it is used again, nothing writes it, and
+  // that may be after the stream has waited for the other.
+  std::optional<Block> take_cached(Queue* queue, size_t bytes) {
+    const auto [begin, end] = cached.equal_range({queue, bytes});
+    if (begin == end) return std::nullopt;
+    const auto last = std::prev(end);
+    auto block = std::move(last->second);
+    cached.erase(last);
+    queue->push([address = block.address, bytes] { std::memset(address, kPoison, bytes); }, Queue::When::with_predecessor);
+    return block;
   }
 
   void cache_what_is_unused() {
@@ -87,7 +97,7 @@ struct Device {
     freed.erase(std::stable_partition(freed.begin(), freed.end(), is_in_use), freed.end());
   }
 
-  std::vector<void*> take_cached() {
+  std::vector<void*> take_all_cached() {
     std::vector<void*> addresses;
     for (const auto& [key, block] : cached) {
       count(stats.reserved_bytes, -static_cast<int64_t>(block.bytes));
@@ -214,12 +224,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     std::lock_guard lock(mutex_);
     auto& self = devices_.at(device);
     self.cache_what_is_unused();
-    auto entry = self.cached.find({queue.get(), bytes});
-    if (entry != self.cached.end()) {
-      auto block = std::move(entry->second);
-      self.cached.erase(entry);
-      return block;
-    }
+    if (auto block = self.take_cached(queue.get(), bytes)) return block;
     if (self.stats.reserved_bytes[0].current + static_cast<int64_t>(bytes) > self.limit) return std::nullopt;
     Device::count(self.stats.reserved_bytes, bytes);
     Device::count(self.stats.segment, 1);
@@ -233,7 +238,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     {
       std::lock_guard lock(mutex_);
       devices_.at(device).cache_what_is_unused();
-      addresses = devices_.at(device).take_cached();
+      addresses = devices_.at(device).take_all_cached();
     }
     drain(device);  // a stream that reads what it has no right to reads poison, and never unmapped memory
     for (auto* address : addresses) std::free(address);
