@@ -149,7 +149,7 @@ struct Call {
 // Their kernels for the CPU give statistics in the parameters' dtype.
 void correct_meta_results(const Call& call, std::vector<IValue>& results) {
   static const std::set<std::string> with_statistics{"aten::native_layer_norm", "aten::native_group_norm",
-                                                     "aten::_fused_rms_norm"};
+                                                     "aten::native_batch_norm", "aten::_fused_rms_norm"};
   if (!with_statistics.count(call.schema.name())) return;
   const auto& input = call.arguments[0].toTensor();
   auto dtype = input.scalar_type();
@@ -415,6 +415,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&run_convolution>());
   library.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&run_convolution_backward>());
   library.impl("native_dropout", &native_dropout);
+  // Of these torch has compositions for devices without kernels. The CPU's kernels round otherwise.
+  library.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&run>());
+  library.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&run>());
 }
 
 }  // namespace
