@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
-import importlib.machinery
 import importlib.util
 import os
 import shutil
@@ -15,18 +15,18 @@ import torch
 
 SOURCES = Path(__file__).parent / "csrc"
 NAME = "fsdp_fake_device_C"
+COMPLETE = "complete"  # the file that says that the folder's module is whole
 FLAGS = ("-O1", "-std=c++20", "-fvisibility=hidden", "-w")
 
 
 def load_extension() -> ModuleType:
     """The compiled module, which is made if it is not there."""
     directory = choose_directory()
-    library = directory / f"{NAME}.so"
-    if not library.exists():
-        _compile(directory)
-    spec = importlib.util.spec_from_file_location(NAME, library)
+    if not (directory / COMPLETE).exists():
+        return _compile(directory)
+    spec = importlib.util.spec_from_file_location(NAME, directory / f"{NAME}.so")
     if spec is None or spec.loader is None:
-        raise ImportError(f"{library} is no module of Python. Remove {directory}, and import fsdp_fake_device again")
+        raise ImportError(f"{directory} has no module of Python. Remove it, and import fsdp_fake_device again")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -48,28 +48,33 @@ def _choose_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdp-fake-device"
 
 
-def _compile(directory: Path) -> None:
+def _compile(directory: Path) -> ModuleType:
+    # Where pip has installed ninja, though the environment may not be an activated one.
+    os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", ""), str(Path(sys.executable).parent)))
     missing = [tool for tool in (os.environ.get("CXX", "c++"), "ninja") if shutil.which(tool) is None]
     if missing:
         raise ImportError(
             f"fsdp_fake_device compiles its device when it is first imported, and {' and '.join(missing)} is not on the "
             "path. Install a C++ compiler (`apt-get install g++`, or set CXX) and ninja (`pip install ninja`)"
         )
-    from torch.utils import cpp_extension
+    from torch.utils import cpp_extension  # which is imported slowly
 
-    # In a folder of this process's own, which is then renamed: of several that compile at once, the last wins.
-    scratch = directory.with_name(f"{directory.name}.{os.getpid()}")
-    scratch.mkdir(parents=True, exist_ok=True)
-    try:
-        cpp_extension.load(
-            NAME,
-            [str(file) for file in sorted(SOURCES.glob("*.cpp"))],
-            build_directory=str(scratch),
-            extra_cflags=list(FLAGS),
-            is_python_module=False,
-        )
-    finally:
-        pass
     directory.mkdir(parents=True, exist_ok=True)
-    os.replace(scratch / f"{NAME}.so", directory / f"{NAME}.so")
-    shutil.rmtree(scratch, ignore_errors=True)
+    with (directory / "of-processes").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes, the others wait for the first
+        (directory / "lock").unlink(missing_ok=True)  # of torch; it waits for ever for a process that was killed
+        try:
+            module: ModuleType = cpp_extension.load(
+                NAME,
+                [str(file) for file in sorted(SOURCES.glob("*.cpp"))],
+                build_directory=str(directory),
+                extra_cflags=list(FLAGS),
+            )
+        except RuntimeError as error:
+            raise ImportError(
+                f"fsdp_fake_device could not compile its device for torch {torch.__version__}: {error}"
+            ) from error
+        (directory / COMPLETE).touch()
+        for file in directory.glob("*.o"):
+            file.unlink()
+    return module

@@ -145,11 +145,12 @@ struct Call {
 
 // ---------------------------------------------------------------- shapes
 
-// Kernels for meta tensors that Python has are slower than a small computation, and right for other devices than the CPU.
-// Their kernels for the CPU give statistics in the parameters' dtype.
+// The kernels for meta tensors speak of other devices than the CPU, whose norms give statistics in the dtype of their
+// parameters.
 void correct_meta_results(const Call& call, std::vector<IValue>& results) {
   static const std::set<std::string> with_statistics{"aten::native_layer_norm", "aten::native_group_norm",
-                                                     "aten::native_batch_norm", "aten::_fused_rms_norm"};
+                                                     "aten::native_batch_norm", "aten::_native_batch_norm_legit",
+                                                     "aten::_batch_norm_with_update", "aten::_fused_rms_norm"};
   if (!with_statistics.count(call.schema.name())) return;
   const auto& input = call.arguments[0].toTensor();
   auto dtype = input.scalar_type();
@@ -208,7 +209,7 @@ std::optional<std::vector<IValue>> infer_results(const Call& call) {
   const Stack metas = stack;
   try {
     call.op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &stack);
-  } catch (const std::exception& e) { if (getenv("FDBG")) fprintf(stderr, "META %s: %.600s\n", call.name().c_str(), e.what());
+  } catch (const std::exception&) {
     return std::nullopt;  // if the call is wrong, the CPU says why
   }
   for (size_t index = 0; index < call.arguments.size(); ++index) {
@@ -297,7 +298,12 @@ void queue_kernel(const Call& call, const std::vector<IValue>& metas, Stack& res
                                             outs = std::move(outs), out_arguments = std::move(out_arguments)] {
     auto stack = arguments;
     run_on_cpu(op, stack);
-    for (size_t index = 0; index < targets.size(); ++index) store_results(stack[index], targets[index]);
+    for (size_t index = 0; index < targets.size(); ++index) {
+      // What only a backward pass of a GPU would read: the CPU's kernels give nothing.
+      const bool is_left_out = index > 0 && stack[index].isTensor() && stack[index].toTensor().defined() &&
+                               !stack[index].toTensor().numel();
+      if (!is_left_out) store_results(stack[index], targets[index]);
+    }
     for (size_t index = 0; index < outs.size(); ++index) store_results(arguments[out_arguments[index]], outs[index]);
   });
 }
