@@ -68,7 +68,16 @@ def test_training_equals_that_on_the_cpu(optimizer_class, options, delay):
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.bool, torch.int8, torch.int64, torch.float8_e4m3fn],
+    [
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.complex64,
+        torch.bool,
+        torch.int8,
+        torch.int64,
+        torch.float8_e4m3fn,
+    ],
 )
 def test_dtypes(dtype):
     x = torch.tensor([0.0, 1.0, 1.0, 0.0]).to(dtype)
@@ -107,7 +116,10 @@ def index(device: torch.device) -> list[torch.Tensor]:
     x = torch.tensor([0.0, 2.0, 1.0, 3.0]).to(device)
     y = x.clone().index_put_((torch.tensor([0, 1]).to(device),), torch.tensor([5.0, 6.0]).to(device))
     y[y > 5] = 1
-    return [t.cpu() for t in (x.nonzero(), x[x > 0], x.sort()[0], x.cumsum(0), x.unique(), y, x[torch.tensor([1])], x.topk(2)[0])]
+    return [
+        t.cpu()
+        for t in (x.nonzero(), x[x > 0], x.sort()[0], x.cumsum(0), x.unique(), y, x[torch.tensor([1])], x.topk(2)[0])
+    ]
 
 
 @pytest.mark.parametrize("delay", [0, 60_000])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fsdp_fake_device
-from fsdp_fake_device import _build
+from fsdp_fake_device import build
 
 
 def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -44,13 +44,13 @@ def test_missing_tools_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("FSDP_FAKE_DEVICE_BUILD", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ImportError, match=r"c\+\+ and ninja is not on the path. Install a C\+\+ compiler"):
-        _build.load_extension()
+        build.load_extension()
 
 
 def test_another_torch_has_another_build(monkeypatch):
-    before = _build.choose_directory()
+    before = build.choose_directory()
     monkeypatch.setattr(torch, "__version__", "2.9.0")
-    assert _build.choose_directory() != before
+    assert build.choose_directory() != before
 
 
 def test_forked_child_of_a_process_that_used_the_device_is_refused():

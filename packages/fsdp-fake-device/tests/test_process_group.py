@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 
 import fsdp_fake_device
+from ranks import run_ranks
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 

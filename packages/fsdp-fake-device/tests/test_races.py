@@ -6,9 +6,9 @@ import threading
 
 import pytest
 import torch
-from ranks import run_ranks
 
 import fsdp_fake_device
+from ranks import run_ranks
 
 ELEMENTS = 1024
 
@@ -308,9 +308,17 @@ def run_collectives(rank: int, size: int) -> dict[str, bool]:
         gathering.synchronize()
         return full
 
-    programs = (read_without_wait, overwritten_before_wait, gradient_reduced_on_the_wrong_stream,
-                gathered_memory_freed_on_the_wrong_stream)
-    return {f"{program.__name__}, {is_right}": is_three(program(is_right)) for program in programs for is_right in (True, False)}
+    programs = (
+        read_without_wait,
+        overwritten_before_wait,
+        gradient_reduced_on_the_wrong_stream,
+        gathered_memory_freed_on_the_wrong_stream,
+    )
+    return {
+        f"{program.__name__}, {is_right}": is_three(program(is_right))
+        for program in programs
+        for is_right in (True, False)
+    }
 
 
 def test_faults_of_collectives_are_seen():

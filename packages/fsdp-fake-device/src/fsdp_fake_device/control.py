@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_fake_device._extension import extension
+from fsdp_fake_device.extension import extension
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from fsdp_fake_device._extension import extension
+from fsdp_fake_device import torch_private
+from fsdp_fake_device.extension import extension
 
 DeviceLike = torch.device | int | str | None
 
@@ -38,7 +39,7 @@ class Stream:
 
     def __new__(cls, device: DeviceLike = None, priority: int = 0, **identity: int) -> torch.Stream:  # type: ignore[misc]
         if identity:  # an existing one: stream_id, device_index, device_type
-            return torch.Stream(**identity)  # type: ignore[call-overload, no-any-return]
+            return torch.Stream(**identity)
         return torch.Stream(device=torch.device("fake", index_of(device)), priority=priority)
 
 
@@ -57,7 +58,7 @@ class Event:
         return torch.Event(device="fake", enable_timing=enable_timing, blocking=blocking)
 
 
-class device:  # noqa: N801 - as torch.cuda.device
+class device:
     """Makes a device the current one within a block.
 
     Args:
@@ -110,8 +111,7 @@ def current_stream(device: DeviceLike = None) -> torch.Stream:
 
 def default_stream(device: DeviceLike = None) -> torch.Stream:
     """The stream that threads queue on at first."""
-    device_type = int(torch._C._autograd.DeviceType.PrivateUse1)
-    return Stream(stream_id=0, device_index=index_of(device), device_type=device_type)
+    return torch_private.make_stream(index_of(device), stream_id=0)
 
 
 def set_stream(stream: torch.Stream) -> None:

@@ -8,20 +8,21 @@ import sys
 import types
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
-from fsdp_fake_device import device_module
-from fsdp_fake_device._extension import extension
+from fsdp_fake_device import device_module, torch_private
+from fsdp_fake_device.extension import extension
 
 DEVICE, BACKEND = "fake", "fakeccl"
 
 
 def register() -> None:
     """Name the device, and register its module, its methods of tensors and its process groups."""
-    torch.utils.rename_privateuse1_backend(DEVICE)
-    torch._register_device_module(DEVICE, _make_module())
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    rename_privateuse1_backend(DEVICE)
+    torch_private.register_device_module(DEVICE, _make_module())
+    generate_methods_for_privateuse1_backend(for_storage=True)
     if dist.is_available():
         dist.Backend.register_backend(BACKEND, _make_group, devices=[DEVICE])
     atexit.register(extension.shut_down)
@@ -36,6 +37,6 @@ def _make_module() -> types.ModuleType:
     return module
 
 
-def _make_group(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore(BACKEND, store), rank, size, timeout)
+def _make_group(store: Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+    gloo = dist.ProcessGroupGloo(PrefixStore(BACKEND, store), rank, size, timeout)
     return extension.make_process_group(gloo, rank, size, timeout)

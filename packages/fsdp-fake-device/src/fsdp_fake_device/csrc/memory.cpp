@@ -280,8 +280,8 @@ class PinnedMemory final : public at::HostAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     std::lock_guard lock(mutex_);
     auto block = take_block(round_up(bytes));
-    stats_.active_requests.increase(1);
-    stats_.active_bytes.increase(block.bytes);
+    active_requests_.increase(1);
+    active_bytes_.increase(block.bytes);
     auto* address = block.address;
     blocks_.emplace(address, std::move(block));
     return {address, address, &free_block, c10::Device(c10::kCPU)};
@@ -301,25 +301,30 @@ class PinnedMemory final : public at::HostAllocator {
   void empty_cache() override {
     std::lock_guard lock(mutex_);
     for (const auto& [bytes, block] : cached_) {
-      stats_.allocated_bytes.decrease(bytes);
-      stats_.allocations.decrease(1);
+      allocated_bytes_.decrease(bytes);
+      allocations_.decrease(1);
       std::free(block.address);
     }
     cached_.clear();
   }
   at::HostStats get_stats() override {
     std::lock_guard lock(mutex_);
-    return stats_;
+    at::HostStats stats;
+    stats.allocated_bytes = allocated_bytes_;
+    fill_newer(stats);
+    return stats;
   }
   void reset_accumulated_stats() override {
     std::lock_guard lock(mutex_);
-    for (auto* stat : {&stats_.active_requests, &stats_.active_bytes, &stats_.allocations, &stats_.allocated_bytes})
-      stat->reset_accumulated();
+    for (auto* stat : all()) stat->reset_accumulated();
   }
   void reset_peak_stats() override {
     std::lock_guard lock(mutex_);
-    for (auto* stat : {&stats_.active_requests, &stats_.active_bytes, &stats_.allocations, &stats_.allocated_bytes})
-      stat->reset_peak();
+    for (auto* stat : all()) stat->reset_peak();
+  }
+  std::pair<int64_t, int64_t> bytes() {
+    std::lock_guard lock(mutex_);
+    return {active_bytes_.current, active_bytes_.peak};
   }
   bool has(const void* address) {
     std::lock_guard lock(mutex_);
@@ -338,6 +343,19 @@ class PinnedMemory final : public at::HostAllocator {
 
   static void free_block(void* address);
 
+  using Stat = c10::CachingAllocator::Stat;
+
+  std::array<Stat*, 4> all() { return {&active_requests_, &active_bytes_, &allocations_, &allocated_bytes_}; }
+
+  template <typename Stats>
+  void fill_newer(Stats& stats) {  // which torch 2.9 names otherwise
+    if constexpr (requires { stats.active_requests; }) {
+      stats.active_requests = active_requests_;
+      stats.active_bytes = active_bytes_;
+      stats.allocations = allocations_;
+    }
+  }
+
   PinnedBlock take_block(size_t bytes) {
     for (auto [entry, end] = cached_.equal_range(bytes); entry != end; ++entry) {
       if (!are_reached(entry->second.marks)) continue;
@@ -347,15 +365,15 @@ class PinnedMemory final : public at::HostAllocator {
       std::memset(block.address, kPoison, bytes);
       return block;
     }
-    stats_.allocations.increase(1);
-    stats_.allocated_bytes.increase(bytes);
+    allocations_.increase(1);
+    allocated_bytes_.increase(bytes);
     return {allocate_poisoned(bytes), bytes, {}};
   }
 
   std::mutex mutex_;
   std::map<void*, PinnedBlock> blocks_;
   std::multimap<size_t, PinnedBlock> cached_;
-  at::HostStats stats_;
+  Stat active_requests_, active_bytes_, allocations_, allocated_bytes_;
 };
 
 PinnedMemory& pinned() {
@@ -370,8 +388,8 @@ void PinnedMemory::free_block(void* address) {
   auto entry = self.blocks_.find(address);
   auto block = std::move(entry->second);
   self.blocks_.erase(entry);
-  self.stats_.active_requests.decrease(1);
-  self.stats_.active_bytes.decrease(block.bytes);
+  self.active_requests_.decrease(1);
+  self.active_bytes_.decrease(block.bytes);
   self.cached_.emplace(block.bytes, std::move(block));
 }
 
@@ -387,6 +405,7 @@ void record_pinned_use(const at::Tensor& tensor, const std::shared_ptr<Queue>& q
   pinned().record_event(data.get(), data.get_context(), queue->stream());
 }
 
+std::pair<int64_t, int64_t> pinned_bytes() { return pinned().bytes(); }
 bool is_pinned(const void* address) { return address && pinned().has(address); }
 c10::DeviceIndex find_device(const void* address) { return memory().find_device(address); }
 void set_memory_limit(c10::DeviceIndex device, int64_t bytes) { memory().set_limit(device, bytes); }

@@ -16,6 +16,7 @@ void record_use(const c10::DataPtr& data, const c10::Stream& stream);
 // A copy on a stream reads or writes pinned memory.
 void record_pinned_use(const at::Tensor& tensor, const std::shared_ptr<Queue>& queue);
 bool is_pinned(const void* address);
+std::pair<int64_t, int64_t> pinned_bytes();  // now, and the most
 // The device that an address belongs to; -1 if to none.
 c10::DeviceIndex find_device(const void* address);
 

@@ -79,10 +79,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const auto limit = std::min(memory_limit(device), settings().memory);
     return std::pair(std::max<int64_t>(0, limit - reserved), settings().memory);
   });
-  m.def("pinned_bytes", [] {
-    const auto stats = pinned_memory().get_stats();
-    return std::pair(stats.active_bytes.current, stats.active_bytes.peak);
-  });
+  m.def("pinned_bytes", &pinned_bytes);
   m.def("counters", &read_counters);
   m.def("reset_counters", [] { counters().reset(); });
   m.def("delay", [] { return settings().delay_ms.load(); });

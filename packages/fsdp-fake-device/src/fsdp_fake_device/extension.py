@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fsdp_fake_device._build import load_extension
+from fsdp_fake_device.build import load_extension
 
 #: The module that ``csrc/module.cpp`` defines.
 extension: Any = load_extension()
