@@ -1,4 +1,4 @@
-"""Runs a function on ranks, which are processes forked from one that has imported torch and the device, and used neither."""
+"""Runs a function on ranks: processes forked from one that has imported torch and the device, and used neither."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECONDS = 120
 
 
 def run_ranks(function: Callable[..., Any], *arguments: Any, size: int = 2, seconds: float = SECONDS) -> list[Any]:
-    """What ``function(rank, size, *arguments)`` returns on each rank, whose process group is up, and whose device is set."""
+    """What ``function(rank, size, *arguments)`` returns on each rank, with a process group and its device set."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from pytest import MonkeyPatch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -129,11 +129,11 @@ def run_case(rank: int, size: int, device_type: str, name: str) -> dict[str, Any
     return {"losses": losses, "weights": gather(module)}
 
 
-def compare_cases(rank: int, size: int, names: list[str], delay: int) -> dict[str, float]:
+def compare_cases(rank: int, size: int, names: list[str], delay: tuple[int, str]) -> dict[str, float]:
     """How far the weights of each case are from those of the CPU."""
     differences = {}
     for name in names:
-        with fsdp_fake_device.with_delay(delay):
+        with fsdp_fake_device.with_delay(*delay):
             fake = run_case(rank, size, "fake", name)
         cpu = run_case(rank, size, "cpu", name)
         differences[name] = (fake["weights"] - cpu["weights"]).abs().max().item()
@@ -141,7 +141,7 @@ def compare_cases(rank: int, size: int, names: list[str], delay: int) -> dict[st
     return differences
 
 
-def read_gathered_parameters_early(patch: MonkeyPatch) -> None:
+def read_gathered_parameters_early(patch: pytest.MonkeyPatch) -> None:
     """What was gathered is copied out by the current stream, which does not wait for it."""
     original = _fsdp_param_group.foreach_all_gather_copy_out
 
@@ -151,7 +151,7 @@ def read_gathered_parameters_early(patch: MonkeyPatch) -> None:
     patch.setattr(_fsdp_param_group, "foreach_all_gather_copy_out", copy_out)
 
 
-def gather_before_the_step(patch: MonkeyPatch) -> None:
+def gather_before_the_step(patch: pytest.MonkeyPatch) -> None:
     """Gathering does not wait for the optimizer, which writes the shards on the current stream."""
 
     def get_streams(self: Any, *_: Any) -> tuple[torch.Stream, torch.Stream]:
@@ -160,7 +160,7 @@ def gather_before_the_step(patch: MonkeyPatch) -> None:
     patch.setattr(_fsdp_param_group.FSDPCommContext, "get_all_gather_streams", get_streams)
 
 
-def step_before_gradients_are_reduced(patch: MonkeyPatch) -> None:
+def step_before_gradients_are_reduced(patch: pytest.MonkeyPatch) -> None:
     """The backward pass ends without a wait for the reductions."""
     original = _fsdp_param_group.FSDPParamGroup.finalize_backward
 
@@ -171,16 +171,20 @@ def step_before_gradients_are_reduced(patch: MonkeyPatch) -> None:
     patch.setattr(_fsdp_param_group.FSDPParamGroup, "finalize_backward", finalize)
 
 
-#: Faults in fully_shard: waits of its streams that are left out.
-FAULTS = (read_gathered_parameters_early, gather_before_the_step, step_before_gradients_are_reduced)
+#: Faults in fully_shard, waits of its streams that are left out, and which streams are held back to see them.
+FAULTS = {
+    read_gathered_parameters_early: "all",
+    gather_before_the_step: "default",
+    step_before_gradients_are_reduced: "all",
+}
 
 
 def find_faults(rank: int, size: int) -> dict[str, bool]:
     """Whether the weights after three steps are right, with each fault and without."""
     right = run_case(rank, size, "cpu", "plain")["weights"]
     is_right = {}
-    for fault in (None, *FAULTS):
-        with MonkeyPatch.context() as patch, fsdp_fake_device.with_delay(500):
+    for fault, streams in {None: "all", **FAULTS}.items():
+        with pytest.MonkeyPatch.context() as patch, fsdp_fake_device.with_delay(20_000, streams):
             if fault:
                 fault(patch)
             weights = run_case(rank, size, "fake", "plain")["weights"]
@@ -212,7 +216,7 @@ def count_step(rank: int, size: int, name: str) -> dict[str, Any]:
     }
 
 
-def compare_wrappers(rank: int, size: int, delay: int) -> dict[str, float]:
+def compare_wrappers(rank: int, size: int, delay: tuple[int, str]) -> dict[str, float]:
     """FSDP1 and DDP on the device, beside the CPU."""
     differences = {}
     for name in ("ddp", "fsdp1"):
@@ -221,7 +225,7 @@ def compare_wrappers(rank: int, size: int, delay: int) -> dict[str, float]:
             device = choose_device(device_type, rank)
             torch.manual_seed(0)
             module: nn.Module = Net().to(device)
-            with fsdp_fake_device.with_delay(delay):
+            with fsdp_fake_device.with_delay(*delay):
                 if name == "ddp":
                     module = nn.parallel.DistributedDataParallel(
                         module, device_ids=[rank] if device_type == "fake" else None

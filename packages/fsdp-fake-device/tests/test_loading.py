@@ -34,10 +34,11 @@ def test_settings_that_are_no_numbers_are_named():
 def test_settings_are_read():
     script = """
 import fsdp_fake_device as device, torch
-print(device.get_delay(), torch.fake.mem_get_info()[1], torch.fake.device_count())
+print(*device.get_delay(), torch.fake.mem_get_info()[1], torch.fake.device_count())
 """
     settings = {"FSDP_FAKE_DEVICE_DELAY": "7", "FSDP_FAKE_DEVICE_MEMORY": "1000000", "FSDP_FAKE_DEVICES": "2"}
-    assert run(script, **settings).stdout.split() == ["7", "1000000", "2"]
+    settings["FSDP_FAKE_DEVICE_HELD"] = "side"
+    assert run(script, **settings).stdout.split() == ["7", "side", "1000000", "2"]
 
 
 def test_missing_tools_are_named(tmp_path, monkeypatch):

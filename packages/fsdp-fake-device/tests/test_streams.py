@@ -172,3 +172,17 @@ def test_data_loader_pins():
 def test_negative_delay_is_refused():
     with pytest.raises(ValueError, match="Type 0 or more"):
         fsdp_fake_device.set_delay(-1)
+    with pytest.raises(ValueError, match="there are 'all', 'default', 'side'"):
+        fsdp_fake_device.set_delay(1, "other")
+
+
+def test_streams_that_are_held_back_can_be_chosen():
+    side = torch.fake.Stream()
+    with fsdp_fake_device.with_delay(60_000, "default"):
+        x = torch.ones(4, device="fake")
+        with torch.fake.stream(side):
+            torch.ones(4, device="fake")
+        while not side.query():
+            pass
+        assert not torch.fake.current_stream().query()
+    assert x.sum().item() == 4

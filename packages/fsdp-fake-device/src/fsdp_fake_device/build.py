@@ -54,8 +54,8 @@ def _compile(directory: Path) -> ModuleType:
     missing = [tool for tool in (os.environ.get("CXX", "c++"), "ninja") if shutil.which(tool) is None]
     if missing:
         raise ImportError(
-            f"fsdp_fake_device compiles its device when it is first imported, and {' and '.join(missing)} is not on the "
-            "path. Install a C++ compiler (`apt-get install g++`, or set CXX) and ninja (`pip install ninja`)"
+            f"fsdp_fake_device compiles its device when it is first imported, and {' and '.join(missing)} is not on "
+            "the path. Install a C++ compiler (`apt-get install g++`, or set CXX) and ninja (`pip install ninja`)"
         )
     from torch.utils import cpp_extension  # which is imported slowly
 

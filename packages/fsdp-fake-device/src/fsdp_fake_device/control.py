@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 
@@ -58,39 +59,50 @@ def reset_counters() -> None:
     extension.reset_counters()
 
 
-def get_delay() -> int:
-    """How many milliseconds an operation waits if nobody demands it."""
-    return int(extension.delay())
+#: Whose operations are held back: those of all streams, of each device's default stream, or of the others.
+HeldStreams = Literal["all", "default", "side"]
 
 
-def set_delay(milliseconds: int) -> None:
+def get_delay() -> tuple[int, HeldStreams]:
+    """How many milliseconds an operation waits if nobody demands it, and on which streams."""
+    milliseconds, streams = extension.delay()
+    return milliseconds, streams
+
+
+def set_delay(milliseconds: int, streams: HeldStreams = "all") -> None:
     """Hold back operations that are queued from now on.
 
     Args:
         milliseconds: How long one waits if nobody demands it, by a wait on the host or on another stream. 0 has each
             run as soon as it can.
+        streams: Which streams are held back. ``"all"`` shows what is read too early. ``"default"`` also shows what is
+            not to be done before the default stream, and is demanded by that alone, such as a gather of parameters
+            that does not wait for the optimizer.
 
     Raises:
-        ValueError: If it is negative.
+        ValueError: If it is negative, or if there are no such streams.
     """
     if milliseconds < 0:
         raise ValueError(f"set_delay({milliseconds}): operations can't run earlier than now. Type 0 or more")
-    extension.set_delay(milliseconds)
+    if streams not in get_args(HeldStreams):
+        raise ValueError(f"set_delay(streams={streams!r}): there are {', '.join(map(repr, get_args(HeldStreams)))}")
+    extension.set_delay(milliseconds, streams)
 
 
 @contextmanager
-def with_delay(milliseconds: int) -> Iterator[None]:
+def with_delay(milliseconds: int, streams: HeldStreams = "all") -> Iterator[None]:
     """Hold back what is queued in a block.
 
     Args:
         milliseconds: As of ``set_delay``.
+        streams: Likewise.
     """
     previous = get_delay()
-    set_delay(milliseconds)
+    set_delay(milliseconds, streams)
     try:
         yield
     finally:
-        set_delay(previous)
+        set_delay(*previous)
 
 
 def set_blocking(is_blocking: bool) -> None:

@@ -1,4 +1,4 @@
-"""``torch.fake``: what torch, FSDP, DTensor and Lightning ask of the module of a device, as ``torch.cuda`` answers it."""
+"""``torch.fake``: what torch, FSDP, DTensor and Lightning ask of a device's module, as ``torch.cuda`` answers it."""
 
 from __future__ import annotations
 

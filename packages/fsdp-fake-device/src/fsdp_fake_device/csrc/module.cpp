@@ -82,8 +82,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("pinned_bytes", &pinned_bytes);
   m.def("counters", &read_counters);
   m.def("reset_counters", [] { counters().reset(); });
-  m.def("delay", [] { return settings().delay_ms.load(); });
-  m.def("set_delay", [](int64_t milliseconds) { settings().delay_ms = milliseconds; });
+  m.def("delay", [] {
+    const auto held = settings().held.load();
+    const char* streams = held == Held::all ? "all" : held == Held::default_streams ? "default" : "side";
+    return std::pair(settings().delay_ms.load(), std::string(streams));
+  });
+  m.def("set_delay", [](int64_t milliseconds, const std::string& streams) {
+    settings().held = parse_held(streams);
+    settings().delay_ms = milliseconds;
+  });
   m.def("set_blocking", [](bool is_blocking) { settings().is_blocking = is_blocking; });
   m.def("sleep", [](int64_t milliseconds) {
     launch("sleep", current_device(), [=] { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); });

@@ -63,13 +63,26 @@ Settings& settings() {
   static auto* all = new Settings{
       static_cast<int>(std::clamp<int64_t>(read_number("FSDP_FAKE_DEVICES", 4), 1, kMaxDevices)),
       read_number("FSDP_FAKE_DEVICE_DELAY", 0),
+      parse_held(std::getenv("FSDP_FAKE_DEVICE_HELD") ? std::getenv("FSDP_FAKE_DEVICE_HELD") : "all"),
       read_number("FSDP_FAKE_DEVICE_BLOCKING", 0) != 0,
       read_number("FSDP_FAKE_DEVICE_MEMORY", int64_t(16) << 30),
   };
   return *all;
 }
 
+Held parse_held(const std::string& text) {
+  if (text == "all") return Held::all;
+  if (text == "default") return Held::default_streams;
+  TORCH_CHECK(text == "side", "the streams that can be held back are \"all\", \"default\" and \"side\", and not \"", text, "\"");
+  return Held::side_streams;
+}
+
 // ---------------------------------------------------------------- a queue
+
+bool Queue::is_held() const {
+  const auto held = settings().held.load();
+  return held == Held::all || (held == Held::default_streams) == (id_ == 0);
+}
 
 bool Mark::is_reached() const { return !queue || queue->has_reached(position); }
 
@@ -83,7 +96,8 @@ uint64_t Queue::push(std::function<void()> operation, When when) {
     completed_ = queued_;
     return queued_;
   }
-  const auto due = std::chrono::steady_clock::now() + std::chrono::milliseconds(settings().delay_ms);
+  const auto delay = std::chrono::milliseconds(is_held() ? settings().delay_ms.load() : 0);
+  const auto due = std::chrono::steady_clock::now() + delay;
   operations_.push_back({std::move(operation), when, due});
   if (!has_thread_) {
     has_thread_ = true;

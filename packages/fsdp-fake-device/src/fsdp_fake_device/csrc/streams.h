@@ -19,14 +19,20 @@ namespace fake_device {
 constexpr auto kFake = c10::DeviceType::PrivateUse1;
 constexpr int kMaxDevices = 16;
 
-// What the environment variables say, read once; `delay_ms` and `is_blocking` may be changed later.
+// Whose operations wait until they are demanded. Where all do, an operation that comes too early is seen; where only
+// those of the default streams do, also one that is to come after them, and is demanded by them alone.
+enum class Held { all, default_streams, side_streams };
+
+// What the environment variables say, read once; those that are atomic may be changed later.
 struct Settings {
   int devices;                         // FSDP_FAKE_DEVICES
   std::atomic<int64_t> delay_ms;       // FSDP_FAKE_DEVICE_DELAY
+  std::atomic<Held> held;              // FSDP_FAKE_DEVICE_HELD
   std::atomic<bool> is_blocking;       // FSDP_FAKE_DEVICE_BLOCKING, as CUDA_LAUNCH_BLOCKING
   int64_t memory;                      // FSDP_FAKE_DEVICE_MEMORY, of each device
 };
 Settings& settings();
+Held parse_held(const std::string& text);
 
 class Queue;
 
@@ -71,6 +77,7 @@ class Queue : public std::enable_shared_from_this<Queue> {
     std::chrono::steady_clock::time_point due;
   };
 
+  bool is_held() const;
   void work();
   void run_next(std::unique_lock<std::mutex>& lock);
   void wait(uint64_t position);
