@@ -61,11 +61,13 @@ def train(
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     generator = torch.Generator().manual_seed(data_rank)
     losses = []
+    # Before the steps: each copy waits for the current stream.
+    batches = iter([torch.randint(WORDS, (4, 6), generator=generator).to(device) for _ in range(3 * passes)])
     for _ in range(3):
         for number in range(passes):
             if passes > 1:
                 module.set_requires_gradient_sync(number == passes - 1)
-            words = torch.randint(WORDS, (4, 6), generator=generator).to(device)
+            words = next(batches)
             loss = nn.functional.cross_entropy(module(words).float().flatten(0, 1), words.flatten()) / passes
             loss.backward()
             losses.append(loss.detach())
@@ -166,6 +168,7 @@ def step_before_gradients_are_reduced(patch: pytest.MonkeyPatch) -> None:
 
     def finalize(self: Any) -> None:
         self.comm_ctx._last_post_reduce_events = {}
+        self.comm_ctx.reduce_scatter_states.clear()  # whose events the root waits for too
         original(self)
 
     patch.setattr(_fsdp_param_group.FSDPParamGroup, "finalize_backward", finalize)

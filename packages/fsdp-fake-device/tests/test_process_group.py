@@ -209,3 +209,23 @@ def choose_backends(rank: int, size: int) -> tuple[str, str, str]:
 
 def test_backend_of_the_device():
     assert run_ranks(choose_backends)[0] == ("fakeccl", "cpu:gloo,fake:fakeccl", "fakeccl")
+
+
+def draw_dtensors(rank: int, size: int) -> list[list[float]]:
+    from torch.distributed.tensor import Replicate, Shard, randn
+
+    mesh = dist.init_device_mesh("fake", (size,))
+    drawn = []
+    for placement in (Shard(0), Shard(0), Replicate()):
+        torch.manual_seed(7)
+        drawn.append(randn(2 * size, device_mesh=mesh, placements=[placement]).full_tensor().tolist())
+    return drawn
+
+
+def test_dtensors_draw_by_seed_and_offset():
+    first, second = run_ranks(draw_dtensors)
+    assert first == second
+    sharded, again, replicated = first
+    assert sharded == again
+    assert sharded[:2] != sharded[2:]
+    assert len(set(replicated)) == 4

@@ -36,7 +36,7 @@ def choose_directory() -> Path:
     """The folder of the build for this torch, this Python and these sources."""
     parts = [torch.__version__, sys.version, *FLAGS]
     digest = hashlib.sha256("\0".join(parts).encode())
-    for file in sorted(SOURCES.iterdir()):
+    for file in sorted(SOURCES.glob("*.[ch]*")):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     python = f"{sys.implementation.cache_tag}-torch-{torch.__version__}"
     return _choose_root() / f"{python}-{digest.hexdigest()[:16]}"

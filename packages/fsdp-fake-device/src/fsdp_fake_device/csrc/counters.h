@@ -16,7 +16,7 @@ struct Counters {
   std::map<std::string, int64_t> host_syncs;      // what waited on the host, by kind
   std::map<std::string, int64_t> inline_kernels;  // waited only since this device can't queue them, by operator
   std::map<std::string, std::pair<int64_t, int64_t>> copies;  // how many, and bytes
-  std::mutex mutex;                               // of the maps
+  std::mutex mutex;                                           // of the maps
 
   void add_host_sync(const std::string& kind) {
     std::lock_guard lock(mutex);

@@ -27,7 +27,8 @@ IValue map_tensors(const IValue& value, const TensorMap& map) {
   if (value.isTensor()) return value.toTensor().defined() ? IValue(map(value.toTensor())) : value;
   if (value.isTensorList()) {
     c10::List<at::Tensor> mapped;
-    for (const at::Tensor& tensor : value.toTensorList().vec()) mapped.push_back(tensor.defined() ? map(tensor) : tensor);
+    for (const at::Tensor& tensor : value.toTensorList().vec())
+      mapped.push_back(tensor.defined() ? map(tensor) : tensor);
     return mapped;
   }
   if (value.isOptionalTensorList()) {
@@ -45,7 +46,9 @@ std::vector<at::Tensor> as_vector(const IValue& value) {
 
 // For `out=`, where kernels may resize what they are given.
 TensorMap as_empty(c10::DeviceType device) {
-  return [device](const at::Tensor& tensor) { return at::empty({0}, at::TensorOptions(device).dtype(tensor.scalar_type())); };
+  return [device](const at::Tensor& tensor) {
+    return at::empty({0}, at::TensorOptions(device).dtype(tensor.scalar_type()));
+  };
 }
 
 void visit_tensors(const IValue& value, const std::function<void(const at::Tensor&)>& visit) {
@@ -57,7 +60,8 @@ void visit_tensors(const IValue& value, const std::function<void(const at::Tenso
 
 at::Tensor as_meta(const at::Tensor& tensor) {
   if (!is_fake(tensor) && !tensor.dim()) return tensor;  // a number
-  auto meta = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).requires_grad(false));
+  auto meta =
+      at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).requires_grad(false));
   if (tensor.is_conj()) meta = meta.conj();
   if (tensor.is_neg()) meta = meta._neg_view();
   return meta;
@@ -109,8 +113,9 @@ struct Call {
   bool returns_tensors_alone() const {
     for (const auto& result : schema.returns()) {
       const auto kind = result.type()->kind();
-      const bool is_list = kind == c10::TypeKind::ListType &&
-                           result.type()->castRaw<c10::ListType>()->getElementType()->kind() == c10::TypeKind::TensorType;
+      const bool is_list =
+          kind == c10::TypeKind::ListType &&
+          result.type()->castRaw<c10::ListType>()->getElementType()->kind() == c10::TypeKind::TensorType;
       if (kind != c10::TypeKind::TensorType && !is_list) return false;
     }
     return true;
@@ -122,7 +127,8 @@ struct Call {
     std::vector<at::Tensor> of_cpu;
     for (size_t index = 0; index < arguments.size(); ++index) {
       if (arguments[index].isDevice()) asked = arguments[index].toDevice();
-      const bool is_index = schema.arguments()[index].name() == "indices";  // which CUDA's kernels take from the CPU too
+      const bool is_index =
+          schema.arguments()[index].name() == "indices";  // which CUDA's kernels take from the CPU too
       visit_tensors(arguments[index], [&](const at::Tensor& tensor) {
         if (!is_fake(tensor)) {
           if (tensor.dim() && !is_index) of_cpu.push_back(tensor);
@@ -148,8 +154,8 @@ struct Call {
 // The kernels for meta tensors speak of other devices than the CPU, whose norms give statistics in the dtype of their
 // parameters.
 void correct_meta_results(const Call& call, std::vector<IValue>& results) {
-  static const std::set<std::string> with_statistics{"aten::native_layer_norm", "aten::native_group_norm",
-                                                     "aten::native_batch_norm", "aten::_native_batch_norm_legit",
+  static const std::set<std::string> with_statistics{"aten::native_layer_norm",       "aten::native_group_norm",
+                                                     "aten::native_batch_norm",       "aten::_native_batch_norm_legit",
                                                      "aten::_batch_norm_with_update", "aten::_fused_rms_norm"};
   if (!with_statistics.count(call.schema.name())) return;
   const auto& input = call.arguments[0].toTensor();
@@ -163,8 +169,12 @@ void correct_meta_results(const Call& call, std::vector<IValue>& results) {
 }
 
 bool has_meta_kernel(const c10::OperatorHandle& op) {
-  for (auto key : {c10::DispatchKey::Meta, c10::DispatchKey::CompositeExplicitAutograd,
-                   c10::DispatchKey::CompositeExplicitAutogradNonFunctional, c10::DispatchKey::CompositeImplicitAutograd})
+  // These give results of the sizes of CUDA's kernels.
+  static const std::set<std::string> of_other_sizes{"aten::_embedding_bag", "aten::_embedding_bag_forward_only"};
+  if (of_other_sizes.count(op.schema().name())) return false;
+  for (auto key :
+       {c10::DispatchKey::Meta, c10::DispatchKey::CompositeExplicitAutograd,
+        c10::DispatchKey::CompositeExplicitAutogradNonFunctional, c10::DispatchKey::CompositeImplicitAutograd})
     if (op.hasKernelForDispatchKey(key)) return true;
   return false;
 }
@@ -252,8 +262,10 @@ void run_on_cpu(const c10::OperatorHandle& op, Stack& stack) {
 }
 
 void store_result(const at::Tensor& computed, const at::Tensor& target) {
-  TORCH_CHECK(computed.defined() && computed.sizes() == target.sizes() && computed.scalar_type() == target.scalar_type(),
-              "its kernel for meta tensors promised ", target.scalar_type(), target.sizes(), ", and its kernel for the CPU gave ",
+  const bool is_as_promised =
+      computed.defined() && computed.sizes() == target.sizes() && computed.scalar_type() == target.scalar_type();
+  TORCH_CHECK(is_as_promised, "its kernel for meta tensors promised ", target.scalar_type(), target.sizes(),
+              ", and its kernel for the CPU gave ",
               computed.defined() ? c10::str(computed.scalar_type(), computed.sizes()) : std::string("nothing"),
               ". This is a fault of the fake device: please report it");
   target.copy_(computed);
@@ -294,18 +306,20 @@ void queue_kernel(const Call& call, const std::vector<IValue>& metas, Stack& res
     out_arguments.push_back(index);
     outs.push_back(map_tensors(call.arguments[index], as_cpu));
   }
-  launch(call.name(), call.device.index(), [op = call.op, arguments = std::move(arguments), targets = std::move(targets),
-                                            outs = std::move(outs), out_arguments = std::move(out_arguments)] {
-    auto stack = arguments;
-    run_on_cpu(op, stack);
-    for (size_t index = 0; index < targets.size(); ++index) {
-      // What only a backward pass of a GPU would read: the CPU's kernels give nothing.
-      const bool is_left_out = index > 0 && stack[index].isTensor() && stack[index].toTensor().defined() &&
-                               !stack[index].toTensor().numel();
-      if (!is_left_out) store_results(stack[index], targets[index]);
-    }
-    for (size_t index = 0; index < outs.size(); ++index) store_results(arguments[out_arguments[index]], outs[index]);
-  });
+  launch(call.name(), call.device.index(),
+         [op = call.op, arguments = std::move(arguments), targets = std::move(targets), outs = std::move(outs),
+          out_arguments = std::move(out_arguments)] {
+           auto stack = arguments;
+           run_on_cpu(op, stack);
+           for (size_t index = 0; index < targets.size(); ++index) {
+             // What only a backward pass of a GPU would read: the CPU's kernels give nothing.
+             const bool is_left_out = index > 0 && stack[index].isTensor() && stack[index].toTensor().defined() &&
+                                      !stack[index].toTensor().numel();
+             if (!is_left_out) store_results(stack[index], targets[index]);
+           }
+           for (size_t index = 0; index < outs.size(); ++index)
+             store_results(arguments[out_arguments[index]], outs[index]);
+         });
 }
 
 // Numbers that a kernel draws from the CPU's default generator, since it takes no other.
@@ -410,8 +424,8 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
   return {input.mul(mask).mul_(scale), mask};
 }
 
-int64_t choose_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double,
-                         bool, std::optional<double>, bool) {
+int64_t choose_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+                         double, bool, std::optional<double>, bool) {
   return static_cast<int64_t>(sdp::SDPBackend::math);
 }
 
@@ -419,7 +433,8 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, library) { library.fallback(torch::CppFunctio
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&run_convolution>());
-  library.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&run_convolution_backward>());
+  library.impl("convolution_backward_overrideable",
+               torch::CppFunction::makeFromBoxedFunction<&run_convolution_backward>());
   library.impl("native_dropout", &native_dropout);
   // Of these torch has compositions for devices without kernels. The CPU's kernels round otherwise.
   library.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&run>());

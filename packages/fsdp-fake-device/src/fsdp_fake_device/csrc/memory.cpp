@@ -14,8 +14,8 @@
 namespace fake_device {
 namespace {
 
-constexpr size_t kGranule = 512;      // sizes are rounded up to it, as CUDA's are
-constexpr int kPoison = 0xFF;         // NaNs, and integers that no index can be
+constexpr size_t kGranule = 512;  // sizes are rounded up to it, as CUDA's are
+constexpr int kPoison = 0xFF;     // NaNs, and integers that no index can be
 
 using Stats = c10::CachingDeviceAllocator::DeviceStats;
 
@@ -42,10 +42,10 @@ std::string describe_bytes(int64_t bytes) {
 
 struct Block {
   void* address;
-  size_t bytes;                              // of the host
-  size_t requested;                          // by who has it now
-  std::shared_ptr<Queue> queue;              // of the stream that it was allocated on
-  std::vector<std::shared_ptr<Queue>> users; // further streams
+  size_t bytes;                               // of the host
+  size_t requested;                           // by who has it now
+  std::shared_ptr<Queue> queue;               // of the stream that it was allocated on
+  std::vector<std::shared_ptr<Queue>> users;  // further streams
 };
 
 bool are_reached(const std::vector<Mark>& marks) {
@@ -84,7 +84,8 @@ struct Device {
     const auto last = std::prev(end);
     auto block = std::move(last->second);
     cached.erase(last);
-    queue->push([address = block.address, bytes] { std::memset(address, kPoison, bytes); }, Queue::When::with_predecessor);
+    queue->push([address = block.address, bytes] { std::memset(address, kPoison, bytes); },
+                Queue::When::with_predecessor);
     return block;
   }
 

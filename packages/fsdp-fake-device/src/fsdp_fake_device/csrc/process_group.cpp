@@ -42,7 +42,10 @@ struct Outcome {
 class Work final : public c10d::Work {
  public:
   Work(int rank, OpType type, c10::Device device, Mark end, std::shared_ptr<Outcome> outcome, Tensors results)
-      : c10d::Work(rank, type), device_(device), end_(std::move(end)), outcome_(std::move(outcome)),
+      : c10d::Work(rank, type),
+        device_(device),
+        end_(std::move(end)),
+        outcome_(std::move(outcome)),
         results_(std::move(results)) {
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
                                                        std::vector<c10::Device>{device});
@@ -117,7 +120,8 @@ class Reduction {
     }
     if (copy.is_complex()) return at::view_as_real(copy);
     if (copy.scalar_type() != at::kBool) return copy;
-    const bool is_any = op_.op_ == c10d::ReduceOp::SUM || op_.op_ == c10d::ReduceOp::MAX || op_.op_ == c10d::ReduceOp::BOR;
+    const bool is_any =
+        op_.op_ == c10d::ReduceOp::SUM || op_.op_ == c10d::ReduceOp::MAX || op_.op_ == c10d::ReduceOp::BOR;
     gloo_op_ = is_any ? c10d::ReduceOp::MAX : c10d::ReduceOp::MIN;
     return copy.view(at::kByte);
   }
@@ -140,8 +144,10 @@ class Reduction {
 class Group final : public c10d::Backend {
  public:
   Group(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, Timeout timeout)
-      : Backend(rank, size), gloo_(std::move(gloo)),
-        options_(c10::make_intrusive<Options>("fakeccl", timeout)), is_aborted_(std::make_shared<std::atomic<bool>>(false)) {}
+      : Backend(rank, size),
+        gloo_(std::move(gloo)),
+        options_(c10::make_intrusive<Options>("fakeccl", timeout)),
+        is_aborted_(std::make_shared<std::atomic<bool>>(false)) {}
   ~Group() override { close_channels(); }
 
   const std::string getBackendName() const override { return "fakeccl"; }
@@ -167,21 +173,25 @@ class Group final : public c10d::Backend {
     auto all = std::move(*coalesced_);
     coalesced_.reset();
     if (!all.device) all.device = c10::Device(kFake, current_device());
-    return queue(OpType::COALESCED, *all.device, all.channel, all.is_async, std::move(all.jobs), all.tensors, all.results);
+    return queue(OpType::COALESCED, *all.device, all.channel, all.is_async, std::move(all.jobs), all.tensors,
+                 all.results);
   }
 
   c10::intrusive_ptr<c10d::Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     const auto bytes = as_bytes(check(tensors));
     return add(OpType::BROADCAST, tensors, tensors, options.asyncOp, {[=, gloo = gloo_] {
-      Tensors buffers{bytes};
-      return gloo->broadcast(buffers, options);
-    }});
+                 Tensors buffers{bytes};
+                 return gloo->broadcast(buffers, options);
+               }});
   }
 
   c10::intrusive_ptr<c10d::Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     const auto target = as_cpu(check(tensors));
-    return add(OpType::ALLREDUCE, tensors, tensors, options.asyncOp, reduce_on_all(target, options.reduceOp, options.timeout,
-        [target](const Reduction& reduction, const at::Tensor& reduced) { reduction.store(reduced, target); }));
+    return add(OpType::ALLREDUCE, tensors, tensors, options.asyncOp,
+               reduce_on_all(target, options.reduceOp, options.timeout,
+                             [target](const Reduction& reduction, const at::Tensor& reduced) {
+                               reduction.store(reduced, target);
+                             }));
   }
   c10::intrusive_ptr<c10d::Work> allreduce_coalesced(Tensors& tensors,
                                                      const c10d::AllreduceCoalescedOptions& options) override {
@@ -196,16 +206,16 @@ class Group final : public c10d::Backend {
     const bool is_root = getRank() == options.rootRank;
     auto reduction = std::make_shared<Reduction>(options.reduceOp, getSize());
     auto buffer = std::make_shared<at::Tensor>();
-    return add(OpType::REDUCE, tensors, tensors, options.asyncOp, {
-        [=, gloo = gloo_] {
-          Tensors buffers{*buffer = reduction->prepare(target)};
-          auto with_op = options;
-          with_op.reduceOp = reduction->gloo_op();
-          return gloo->reduce(buffers, with_op);
-        },
-        [=] {
-          if (is_root) reduction->store(*buffer, target);
-        }});
+    return add(OpType::REDUCE, tensors, tensors, options.asyncOp,
+               {[=, gloo = gloo_] {
+                  Tensors buffers{* buffer = reduction->prepare(target)};
+                  auto with_op = options;
+                  with_op.reduceOp = reduction->gloo_op();
+                  return gloo->reduce(buffers, with_op);
+                },
+                [=] {
+                  if (is_root) reduction->store(*buffer, target);
+                }});
   }
 
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
@@ -216,9 +226,9 @@ class Group final : public c10d::Backend {
                 "output tensor size must be equal to world_size times input tensor size");
     const auto target = as_bytes(output), source = as_bytes(input);
     return add(OpType::_ALLGATHER_BASE, {output, input}, {output}, options.asyncOp, {[=, gloo = gloo_] {
-      auto to = target, from = source.clone();  // which may be a part of the output
-      return gloo->_allgather_base(to, from, options);
-    }});
+                 auto to = target, from = source.clone();  // which may be a part of the output
+                 return gloo->_allgather_base(to, from, options);
+               }});
   }
   c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                  const c10d::AllgatherOptions& options) override {
@@ -236,10 +246,10 @@ class Group final : public c10d::Backend {
     used.push_back(inputs[0]);
     if (is_even) {
       return add(OpType::ALLGATHER, used, outputs[0], options.asyncOp, {[=, gloo = gloo_] {
-        TensorLists to{targets};
-        Tensors from{source.clone()};
-        return gloo->allgather(to, from, options);
-      }});
+                   TensorLists to{targets};
+                   Tensors from{source.clone()};
+                   return gloo->allgather(to, from, options);
+                 }});
     }
     return together(options.asyncOp, targets.size(), [&](size_t root) {  // of which each may have another size
       c10d::BroadcastOptions of_root;
@@ -248,10 +258,10 @@ class Group final : public c10d::Backend {
       const auto target = targets[root];
       const bool is_mine = static_cast<int>(root) == getRank();
       add(OpType::ALLGATHER, used, outputs[0], options.asyncOp, {[=, gloo = gloo_] {
-        if (is_mine) target.copy_(source);
-        Tensors buffers{target};
-        return gloo->broadcast(buffers, of_root);
-      }});
+            if (is_mine) target.copy_(source);
+            Tensors buffers{target};
+            return gloo->broadcast(buffers, of_root);
+          }});
     });
   }
 
@@ -265,10 +275,10 @@ class Group final : public c10d::Backend {
       used.insert(used.end(), list.begin(), list.end());
     }
     return add(OpType::GATHER, used, outputs.empty() ? Tensors{} : outputs[0], options.asyncOp, {[=, gloo = gloo_] {
-      auto to = targets;
-      Tensors from{source.clone()};
-      return gloo->gather(to, from, options);
-    }});
+                 auto to = targets;
+                 Tensors from{source.clone()};
+                 return gloo->gather(to, from, options);
+               }});
   }
 
   c10::intrusive_ptr<c10d::Work> scatter(Tensors& outputs, TensorLists& inputs,
@@ -281,17 +291,19 @@ class Group final : public c10d::Backend {
       used.insert(used.end(), list.begin(), list.end());
     }
     return add(OpType::SCATTER, used, outputs, options.asyncOp, {[=, gloo = gloo_] {
-      Tensors to{target};
-      auto from = sources;
-      return gloo->scatter(to, from, options);
-    }});
+                 Tensors to{target};
+                 auto from = sources;
+                 return gloo->scatter(to, from, options);
+               }});
   }
 
   c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                       const c10d::ReduceScatterOptions& options) override {
     check({output, input});
-    TORCH_CHECK(input.scalar_type() == output.scalar_type(), "input tensor must be the same type as the output tensor.");
-    TORCH_CHECK(input.numel() == output.numel() * getSize(), "input tensor must be the same size as output size times world size");
+    TORCH_CHECK(input.scalar_type() == output.scalar_type(),
+                "input tensor must be the same type as the output tensor.");
+    TORCH_CHECK(input.numel() == output.numel() * getSize(),
+                "input tensor must be the same size as output size times world size");
     const auto source = as_cpu(input).view({-1}), target = as_cpu(output);
     const auto begin = target.numel() * getRank();
     return add(OpType::_REDUCE_SCATTER_BASE, {output, input}, {output}, options.asyncOp,
@@ -318,22 +330,23 @@ class Group final : public c10d::Backend {
     used.push_back(outputs[0]);
     auto reduction = std::make_shared<Reduction>(options.reduceOp, getSize());
     auto buffer = std::make_shared<at::Tensor>();
-    return add(OpType::REDUCE_SCATTER, used, outputs, options.asyncOp, {
-        [=, gloo = gloo_] { return begin_allreduce(gloo, at::cat(sources), *reduction, *buffer, options.timeout); },
-        [=] { reduction->store(buffer->narrow(0, begin, target.numel()), target); }});
+    return add(
+        OpType::REDUCE_SCATTER, used, outputs, options.asyncOp,
+        {[=, gloo = gloo_] { return begin_allreduce(gloo, at::cat(sources), *reduction, *buffer, options.timeout); },
+         [=] { reduction->store(buffer->narrow(0, begin, target.numel()), target); }});
   }
 
-  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
-                                               std::vector<int64_t>& input_splits,
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
+                                               std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
                                                const c10d::AllToAllOptions& options) override {
     check({output, input});
     const auto target = as_bytes(output), source = as_bytes(input);
     const auto to_splits = splits_in_bytes(output, output_splits), from_splits = splits_in_bytes(input, input_splits);
     return add(OpType::ALLTOALL_BASE, {output, input}, {output}, options.asyncOp, {[=, gloo = gloo_] {
-      auto to = target, from = source;
-      auto to_counts = to_splits, from_counts = from_splits;  // gloo takes them
-      return gloo->alltoall_base(to, from, to_counts, from_counts, options);
-    }});
+                 auto to = target, from = source;
+                 auto to_counts = to_splits, from_counts = from_splits;  // gloo takes them
+                 return gloo->alltoall_base(to, from, to_counts, from_counts, options);
+               }});
   }
   c10::intrusive_ptr<c10d::Work> alltoall(Tensors& outputs, Tensors& inputs,
                                           const c10d::AllToAllOptions& options) override {
@@ -344,32 +357,34 @@ class Group final : public c10d::Backend {
     auto buffer = std::make_shared<at::Tensor>();
     auto used = outputs;
     used.insert(used.end(), inputs.begin(), inputs.end());
-    return add(OpType::ALLTOALL, used, outputs, options.asyncOp, {
-        [=, gloo = gloo_] {
-          auto from = at::cat(sources);
-          *buffer = at::cat(targets);
-          auto to_counts = to_splits, from_counts = from_splits;
-          return gloo->alltoall_base(*buffer, from, to_counts, from_counts, options);
-        },
-        [=] {
-          const auto parts = buffer->split_with_sizes(to_splits);
-          for (size_t rank = 0; rank < targets.size(); ++rank) targets[rank].copy_(parts[rank]);
-        }});
+    return add(OpType::ALLTOALL, used, outputs, options.asyncOp,
+               {[=, gloo = gloo_] {
+                  auto from = at::cat(sources);
+                  *buffer = at::cat(targets);
+                  auto to_counts = to_splits, from_counts = from_splits;
+                  return gloo->alltoall_base(*buffer, from, to_counts, from_counts, options);
+                },
+                [=] {
+                  const auto parts = buffer->split_with_sizes(to_splits);
+                  for (size_t rank = 0; rank < targets.size(); ++rank) targets[rank].copy_(parts[rank]);
+                }});
   }
 
   c10::intrusive_ptr<c10d::Work> send(Tensors& tensors, int target, int tag) override {
     const auto bytes = as_bytes(check(tensors));
     return add(OpType::SEND, tensors, tensors, true, {[=, gloo = gloo_] {
-      Tensors buffers{bytes};
-      return gloo->send(buffers, target, tag);
-    }}, target);
+                 Tensors buffers{bytes};
+                 return gloo->send(buffers, target, tag);
+               }},
+               target);
   }
   c10::intrusive_ptr<c10d::Work> recv(Tensors& tensors, int source, int tag) override {
     const auto bytes = as_bytes(check(tensors));
     return add(OpType::RECV, tensors, tensors, true, {[=, gloo = gloo_] {
-      Tensors buffers{bytes};
-      return gloo->recv(buffers, source, tag);
-    }}, source);
+                 Tensors buffers{bytes};
+                 return gloo->recv(buffers, source, tag);
+               }},
+               source);
   }
 
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override {
@@ -406,8 +421,8 @@ class Group final : public c10d::Backend {
   const at::Tensor& check(const Tensors& tensors) const {
     TORCH_CHECK(!tensors.empty(), "Tensor list mustn't be empty");
     for (const auto& tensor : tensors) {
-      TORCH_CHECK(is_fake(tensor) && tensor.layout() == at::kStrided, "Tensors must be on the fake device and dense, and one is on ",
-                  tensor.device());
+      TORCH_CHECK(is_fake(tensor) && tensor.layout() == at::kStrided,
+                  "Tensors must be on the fake device and dense, and one is on ", tensor.device());
       TORCH_CHECK(tensor.is_contiguous(), "Tensors must be contiguous");
       TORCH_CHECK(tensor.device() == tensors[0].device(), "Tensors must be on the same device");
     }
@@ -428,8 +443,8 @@ class Group final : public c10d::Backend {
   }
 
   static c10::intrusive_ptr<c10d::Work> begin_allreduce(const c10::intrusive_ptr<c10d::Backend>& gloo,
-                                                        const at::Tensor& source, Reduction& reduction, at::Tensor& buffer,
-                                                        Timeout timeout) {
+                                                        const at::Tensor& source, Reduction& reduction,
+                                                        at::Tensor& buffer, Timeout timeout) {
     buffer = reduction.prepare(source);
     Tensors buffers{buffer};
     c10d::AllreduceOptions options;
@@ -453,8 +468,8 @@ class Group final : public c10d::Backend {
     return is_outermost ? endCoalescing() : nullptr;
   }
 
-  c10::intrusive_ptr<c10d::Work> add(OpType type, const Tensors& tensors, const Tensors& results, bool is_async, Job job,
-                                     int channel = kCollectives) {
+  c10::intrusive_ptr<c10d::Work> add(OpType type, const Tensors& tensors, const Tensors& results, bool is_async,
+                                     Job job, int channel = kCollectives) {
     const auto device = tensors[0].device();
     if (!coalesced_) return queue(type, device, channel, is_async, {std::move(job)}, tensors, results);
     auto& all = *coalesced_;
@@ -493,9 +508,9 @@ class Group final : public c10d::Backend {
         for (const auto& job : jobs) job.store();
       } catch (const std::exception& error) {
         const auto* known = dynamic_cast<const c10::Error*>(&error);
-        outcome->set(std::make_exception_ptr(
-            c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-                                  c10::str("fakeccl: ", name, " failed: ", known ? known->what_without_backtrace() : error.what()))));
+        outcome->set(std::make_exception_ptr(c10::DistBackendError(
+            {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+            c10::str("fakeccl: ", name, " failed: ", known ? known->what_without_backtrace() : error.what()))));
       }
       outcome->release();
       if (const auto failure = outcome->get()) std::rethrow_exception(failure);
@@ -522,10 +537,11 @@ class Group final : public c10d::Backend {
 }  // namespace
 
 void add_process_group(pybind11::module_& module) {
-  module.def("make_process_group", [](c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size,
-                                      Timeout timeout) -> c10::intrusive_ptr<c10d::Backend> {
-    return c10::make_intrusive<Group>(std::move(gloo), rank, size, timeout);
-  });
+  module.def("make_process_group",
+             [](c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size,
+                Timeout timeout) -> c10::intrusive_ptr<c10d::Backend> {
+               return c10::make_intrusive<Group>(std::move(gloo), rank, size, timeout);
+             });
 }
 
 }  // namespace fake_device

@@ -16,7 +16,8 @@
 namespace fake_device {
 namespace {
 
-constexpr c10::StreamId kPoolSize = 32;  // streams 1 to 32 have the usual priority, 33 to 64 a high one, as CUDA's pools
+constexpr c10::StreamId kPoolSize =
+    32;  // streams 1 to 32 have the usual priority, 33 to 64 a high one, as CUDA's pools
 constexpr c10::StreamId kFirstOfGroups = 1000;
 
 std::atomic<bool> used{false}, bad_fork{false}, ended{false};
@@ -53,7 +54,8 @@ int64_t read_number(const char* name, int64_t fallback) {
   if (!text || !*text) return fallback;
   char* end = nullptr;
   const auto number = std::strtoll(text, &end, 10);
-  TORCH_CHECK(!*end && number >= 0, name, "=", text, " is no whole number. Type one such as ", name, "=", std::max<int64_t>(fallback, 1));
+  TORCH_CHECK(!*end && number >= 0, name, "=", text, " is no whole number. Type one such as ", name, "=",
+              std::max<int64_t>(fallback, 1));
   return number;
 }
 
@@ -73,7 +75,8 @@ Settings& settings() {
 Held parse_held(const std::string& text) {
   if (text == "all") return Held::all;
   if (text == "default") return Held::default_streams;
-  TORCH_CHECK(text == "side", "the streams that can be held back are \"all\", \"default\" and \"side\", and not \"", text, "\"");
+  TORCH_CHECK(text == "side", "the streams that can be held back are \"all\", \"default\" and \"side\", and not \"",
+              text, "\"");
   return Held::side_streams;
 }
 
@@ -199,9 +202,9 @@ bool Queue::discard(std::chrono::steady_clock::time_point deadline) {
 c10::DeviceIndex current_device() { return device_of_thread; }
 
 void set_current_device(c10::DeviceIndex device) {
-  TORCH_CHECK(device >= 0 && device < settings().devices, "invalid device ordinal: there is no device fake:",
-              static_cast<int>(device), ", for this process has ", settings().devices,
-              ". Set FSDP_FAKE_DEVICES to how many it is to have");
+  TORCH_CHECK(device >= 0 && device < settings().devices,
+              "invalid device ordinal: there is no device fake:", static_cast<int>(device), ", for this process has ",
+              settings().devices, ". Set FSDP_FAKE_DEVICES to how many it is to have");
   device_of_thread = device;
 }
 
@@ -309,7 +312,8 @@ void raise_failure(c10::DeviceIndex device) {
 // ---------------------------------------------------------------- processes
 
 void check_process() {
-  TORCH_CHECK(!bad_fork, "Cannot re-initialize the fake device in forked subprocess: the process that forked it had used "
+  TORCH_CHECK(!bad_fork,
+              "Cannot re-initialize the fake device in forked subprocess: the process that forked it had used "
               "the device. To use it with multiprocessing, you must use the 'spawn' start method");
 }
 
@@ -416,7 +420,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
     const auto &first = *static_cast<Event*>(start), &second = *static_cast<Event*>(end);
-    TORCH_CHECK(first.reached_at && second.reached_at, "Both events must be created with argument 'enable_timing=True'.");
+    TORCH_CHECK(first.reached_at && second.reached_at,
+                "Both events must be created with argument 'enable_timing=True'.");
     TORCH_CHECK(first.mark.is_reached() && second.mark.is_reached(),
                 "Both events must be completed before calculating elapsed time.");
     return static_cast<double>(*second.reached_at - *first.reached_at) / 1e6;
@@ -433,7 +438,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 void record_use(const c10::DataPtr& data, const c10::Stream& stream);  // memory.cpp
 
-void Guard::recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const { record_use(data, stream); }
+void Guard::recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const {
+  record_use(data, stream);
+}
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 

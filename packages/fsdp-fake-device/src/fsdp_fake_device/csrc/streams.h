@@ -25,11 +25,11 @@ enum class Held { all, default_streams, side_streams };
 
 // What the environment variables say, read once; those that are atomic may be changed later.
 struct Settings {
-  int devices;                         // FSDP_FAKE_DEVICES
-  std::atomic<int64_t> delay_ms;       // FSDP_FAKE_DEVICE_DELAY
-  std::atomic<Held> held;              // FSDP_FAKE_DEVICE_HELD
-  std::atomic<bool> is_blocking;       // FSDP_FAKE_DEVICE_BLOCKING, as CUDA_LAUNCH_BLOCKING
-  int64_t memory;                      // FSDP_FAKE_DEVICE_MEMORY, of each device
+  int devices;                    // FSDP_FAKE_DEVICES
+  std::atomic<int64_t> delay_ms;  // FSDP_FAKE_DEVICE_DELAY
+  std::atomic<Held> held;         // FSDP_FAKE_DEVICE_HELD
+  std::atomic<bool> is_blocking;  // FSDP_FAKE_DEVICE_BLOCKING, as CUDA_LAUNCH_BLOCKING
+  int64_t memory;                 // FSDP_FAKE_DEVICE_MEMORY, of each device
 };
 Settings& settings();
 Held parse_held(const std::string& text);

@@ -14,8 +14,8 @@ namespace fake_device {
 
 at::Tensor as_cpu(const at::Tensor& tensor) {
   if (!is_fake(tensor)) return tensor;
-  TORCH_CHECK_NOT_IMPLEMENTED(tensor.layout() == at::kStrided, "the fake device has strided tensors alone, and this one is ",
-                              tensor.layout());
+  TORCH_CHECK_NOT_IMPLEMENTED(tensor.layout() == at::kStrided,
+                              "the fake device has strided tensors alone, and this one is ", tensor.layout());
   auto alias = at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
                              at::TensorOptions(at::kCPU).dtype(tensor.scalar_type()));
   if (tensor.is_conj()) alias = alias.conj();
