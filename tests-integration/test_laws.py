@@ -14,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {path.parent.name: path.parent for path in sorted(ROOT.glob("packages/*/pyproject.toml"))}
-PLUGINS = {name: path for name, path in PACKAGES.items() if name != "fsdp-core"}
+# fsdp-fake-device is for tests, and registers no strategy.
+PLUGINS = {name: path for name, path in PACKAGES.items() if name not in ("fsdp-core", "fsdp-fake-device")}
 SOURCES = sorted(ROOT.glob("packages/*/src/**/*.py"))
 
 CORE = ROOT / "packages/fsdp-core/src/fsdp_core"
