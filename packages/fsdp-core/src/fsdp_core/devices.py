@@ -104,9 +104,16 @@ def has_addresses(tensor: Tensor) -> bool:
 
 
 def select(device: torch.device) -> None:
-    """Make an accelerator's device the current one of this thread."""
+    """Make an accelerator's device the current one of this thread, and initialise it.
+
+    torch's device meshes select the device of the local rank's number where a process has not initialised any, also if
+    the user has named another: ``devices=[1]``.
+    """
     if is_accelerator(device):
         torch.accelerator.set_device_index(device.index or 0)
+        initialize = getattr(torch.get_device_module(device), "init", None)
+        if initialize is not None:
+            initialize()
 
 
 def is_initialized(kind: str) -> bool:

@@ -27,6 +27,7 @@ from fsdp_core.testing.state import copied_state, full_state
 __all__ = [
     "QUIET",
     "Lit",
+    "accelerator",
     "fabric_fit",
     "fit",
     "fit_module",
@@ -121,8 +122,8 @@ def strategy_argument(name: str, front_end: FrontEnd, options: Mapping[str, Any]
     return name if options is None else fsdp_core.resolve(name, front_end)(**options)
 
 
-def _accelerator() -> str:
-    """The CPU, except under ``nox -s hardware``."""
+def accelerator() -> str:
+    """Lightning's name of the accelerator that tests run on: the CPU, except under ``nox -s hardware``."""
     return os.environ.get("FSDP_TESTS_ACCELERATOR", "cpu")
 
 
@@ -144,15 +145,15 @@ def new_trainer(
         **kwargs: Arguments of the Trainer, which override these defaults.
     """
     quiet: dict[str, Any] = {
-        "accelerator": _accelerator(),
+        "accelerator": accelerator(),
         **_devices(world_size),
         **QUIET,
         "max_epochs": 1,
         "default_root_dir": str(tmp),
     }
     chosen = strategy_argument(strategy, "trainer", options)
-    if chosen == "auto" and _accelerator() not in (*KINDS_OF_LIGHTNING, "auto"):
-        chosen = SingleDeviceStrategy(torch.device(_accelerator(), 0))  # for others, Lightning itself takes the CPU
+    if chosen == "auto" and accelerator() not in (*KINDS_OF_LIGHTNING, "auto"):
+        chosen = SingleDeviceStrategy(torch.device(accelerator(), 0))  # for others, Lightning itself takes the CPU
     return pl.Trainer(strategy=chosen, **{**quiet, **kwargs})
 
 
@@ -161,7 +162,7 @@ def new_fabric(
 ) -> Fabric:
     """A Fabric, launched. Its device and its arguments are those of :func:`new_trainer`."""
     chosen = strategy_argument(strategy, "fabric", options)
-    fabric = Fabric(accelerator=_accelerator(), strategy=chosen, precision=precision, **_devices(world_size))
+    fabric = Fabric(accelerator=accelerator(), strategy=chosen, precision=precision, **_devices(world_size))
     fabric.launch()
     return fabric
 

@@ -1,0 +1,117 @@
+"""``strategy="fsdp2"`` on whatever device torch knows, shown on the fake one: found by its name, by "auto", or refused.
+
+Each test is a process of its own: a process has one accelerator, and the others of this package have none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fsdp_fake_device_autoload", reason="the fake device is a package of this repository alone")
+
+PRELUDE = """
+import json
+import lightning as L, torch
+from torch.utils.data import DataLoader
+
+torch.set_num_threads(1)
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 4)
+
+    def training_step(self, batch):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer(**options):
+    return L.Trainer(max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                     enable_model_summary=False, **options)
+
+
+def fit(**options):
+    run = trainer(**options)
+    run.fit(Module(), DataLoader(torch.ones(4, 4), batch_size=2))
+    return str(run.strategy.root_device)
+
+
+def refusal(**options):
+    try:
+        fit(**options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+"""
+
+
+def answer(expression: str, tmp_path: Path, **variables: str) -> Any:
+    """What an expression is in a process with two fake devices."""
+    environment = {**os.environ, "FSDP_FAKE_DEVICES": "2", **variables}
+    script = f"{PRELUDE}\nif __name__ == '__main__':\n    print('ANSWER', json.dumps({expression}))\n"
+    file = tmp_path / "script.py"
+    file.write_text(script)
+    run = subprocess.run(
+        [sys.executable, str(file)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    lines = [line for line in run.stdout.splitlines() if line.startswith("ANSWER ")]
+    assert lines, run.stderr[-3000:]
+    return json.loads(lines[0].removeprefix("ANSWER "))
+
+
+def test_it_is_found_by_its_name_and_by_auto(tmp_path: Path) -> None:
+    names = answer(
+        "[fit(strategy='fsdp2', accelerator='fake', devices=[1]), fit(strategy='fsdp2', devices=1),"
+        " fit(strategy='fsdp2', accelerator='cpu', devices=1), fit(devices=1),"
+        " str(L.Fabric(strategy='fsdp2', devices=1).device), len(trainer(strategy='fsdp2').strategy.parallel_devices),"
+        " sorted(trainer(strategy='fsdp2', devices=1).accelerator.get_device_stats('fake:0'))[:1]]",
+        tmp_path,
+    )
+    # Lightning's own strategy, and what was put on the CPU, stay there
+    assert names == ["fake:1", "fake:0", "cpu", "cpu", "fake:0", 2, ["active.all.allocated"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("strategy='fsdp2', accelerator='npu'", ("knows fake", "Install torch_npu (pip install torch-npu)")),
+        ("strategy='fsdp2', accelerator='fake', devices=3", ("torch sees 2 here", "Write devices=2 or fewer")),
+        ("strategy='fsdp2', accelerator='fake', devices=[0, 0]", ("[0, 0]", "each once")),
+        ("accelerator='fake', devices=1", ("Lightning's own strategies", "SingleDeviceStrategy(device='fake:0')")),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, options: str, words: tuple[str, ...]) -> None:
+    message = answer(f"refusal({options})", tmp_path)
+    assert message.startswith("StrategyUnavailableError")
+    for each in words:
+        assert each in message
+
+
+def test_the_doctor_tries_a_device(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fsdp_core", "doctor", "--json", "--device"]
+    environment = {**os.environ, "FSDP_FAKE_DEVICES": "1"}
+    run = subprocess.run([*command, "fake"], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    rows = json.loads(run.stdout)["requirements"]
+    assert {row["name"]: row["result"] for row in rows if row["result"] != "there"} == {}
+    assert run.returncode == 0
+    run = subprocess.run([*command, "npu"], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    first = json.loads(run.stdout)["requirements"][0]
+    assert "torch's accelerator in this process is fake" in first["result"]
+    assert run.returncode == 1
