@@ -111,9 +111,8 @@ def select(device: torch.device) -> None:
     """
     if is_accelerator(device):
         torch.accelerator.set_device_index(device.index or 0)
-        initialize = getattr(torch.get_device_module(device), "init", None)
-        if initialize is not None:
-            initialize()
+        if not is_initialized(device.type):
+            torch.empty(1, device=device)
 
 
 def is_initialized(kind: str) -> bool:
