@@ -187,6 +187,7 @@ def find_faults(rank: int, size: int) -> dict[str, bool]:
     right = run_case(rank, size, "cpu", "plain")["weights"]
     is_right = {}
     for fault, streams in {None: "all", **FAULTS}.items():
+        torch.accelerator.synchronize()  # what a faulty run has left is not before this one's operations
         with pytest.MonkeyPatch.context() as patch, fsdp_fake_device.with_delay(20_000, streams):
             if fault:
                 fault(patch)
