@@ -168,7 +168,10 @@ def step_before_gradients_are_reduced(patch: pytest.MonkeyPatch) -> None:
 
     def finalize(self: Any) -> None:
         self.comm_ctx._last_post_reduce_events = {}
-        self.comm_ctx.reduce_scatter_states.clear()  # whose events the root waits for too
+        if hasattr(self.comm_ctx, "reduce_scatter_states"):  # whose events the root waits for too
+            self.comm_ctx.reduce_scatter_states.clear()
+        else:  # torch 2.9
+            self._post_reduce_event = self.comm_ctx.reduce_scatter_state = None
         original(self)
 
     patch.setattr(_fsdp_param_group.FSDPParamGroup, "finalize_backward", finalize)
