@@ -168,7 +168,10 @@ def step_before_gradients_are_reduced(patch: pytest.MonkeyPatch) -> None:
 
     def finalize(self: Any) -> None:
         self.comm_ctx._last_post_reduce_events = {}
-        self.comm_ctx.reduce_scatter_states.clear()  # whose events the root waits for too
+        if hasattr(self.comm_ctx, "reduce_scatter_states"):  # whose events the root waits for too
+            self.comm_ctx.reduce_scatter_states.clear()
+        else:  # torch 2.9
+            self._post_reduce_event = self.comm_ctx.reduce_scatter_state = None
         original(self)
 
     patch.setattr(_fsdp_param_group.FSDPParamGroup, "finalize_backward", finalize)
@@ -187,6 +190,7 @@ def find_faults(rank: int, size: int) -> dict[str, bool]:
     right = run_case(rank, size, "cpu", "plain")["weights"]
     is_right = {}
     for fault, streams in {None: "all", **FAULTS}.items():
+        torch.accelerator.synchronize()  # what a faulty run has left is not before this one's operations
         with pytest.MonkeyPatch.context() as patch, fsdp_fake_device.with_delay(20_000, streams):
             if fault:
                 fault(patch)

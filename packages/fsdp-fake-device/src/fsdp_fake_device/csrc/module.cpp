@@ -8,6 +8,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
 
 #include <thread>
 
@@ -53,6 +54,14 @@ pybind11::dict read_counters() {
   return report;
 }
 
+// Operators of libraries without derivatives, such as c10d's, are left to the device. torch 2.9 does not say so itself.
+void register_autograd() {
+  constexpr auto key = c10::DispatchKey::AutogradPrivateUse1;
+  if (c10::Dispatcher::singleton().hasBackendFallbackForDispatchKey(key)) return;
+  static torch::Library library(torch::Library::IMPL, "_", key, __FILE__, __LINE__);
+  library.fallback(torch::CppFunction::makeFallthrough());
+}
+
 }  // namespace
 }  // namespace fake_device
 
@@ -62,6 +71,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   static Hooks hooks;
   at::RegisterPrivateUse1HooksInterface(&hooks);
+  register_autograd();
   watch_forks();
   settings();  // an environment variable that is wrong is named at once
 

@@ -1,6 +1,7 @@
 #include "random_numbers.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
 
 #include <cstring>
 #include <vector>
@@ -38,7 +39,8 @@ class Generator final : public c10::GeneratorImpl {
     std::memcpy(&offset_, static_cast<const char*>(state.data()) + sizeof seed_, sizeof offset_);
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    auto state = at::empty({kStateBytes}, at::TensorOptions(at::kCPU).dtype(at::kByte));
+    // not at::empty(): a mode of the caller may make meta tensors of those
+    auto state = at::detail::empty_cpu({kStateBytes}, at::kByte);
     std::memcpy(state.data_ptr(), &seed_, sizeof seed_);
     std::memcpy(static_cast<char*>(state.data_ptr()) + sizeof seed_, &offset_, sizeof offset_);
     return state.getIntrusivePtr();
