@@ -20,6 +20,7 @@ from tools import environments as envs
 from tools import steps
 from tools.environments import PACKAGES, PINNED_APART, ROOT, SHARING
 from tools.suites import (
+    CLAUSES_ON_DEVICE,
     CLAUSES_SIDE_BY_SIDE,
     CORE,
     SEED,
@@ -28,6 +29,7 @@ from tools.suites import (
     rehearse_run_on_card,
     run_clauses,
     run_folder,
+    run_on_device,
     run_package,
     run_random_steps,
 )
@@ -87,6 +89,7 @@ def everything(session: nox.Session) -> None:
     }
     run |= {part.name: partial(part, session) for part in (integration, launchers, versions, typecheck, docs, build)}
     run["card"] = partial(rehearse_run_on_card, session, "--turn", SEED)
+    run["device"] = partial(run_on_device, session, "fake", "-k", CLAUSES_ON_DEVICE)
     steps.fail_if_one_has(session, steps.run_steps(session, run))
 
 
@@ -157,8 +160,7 @@ def launchers(session: nox.Session) -> None:
 def example(session: nox.Session) -> None:
     """Run the whole suite over strangers' packages, `tests-integration/example-backend/` and `example-zero2/`."""
     python = envs.make_layer(session, "example", [PACKAGES["fsdp-core"]])
-    folders = ("tests-integration/example-backend", "tests-integration/example-zero2")
-    for folder in folders:
+    for folder in (folders := ("tests-integration/example-backend", "tests-integration/example-zero2")):
         envs.install_with_pip(session, python, "--no-deps", "--no-build-isolation", f"--editable=./{folder}")
     for folder in folders:  # one after the other, for the files have one name
         session.run(python, "-m", "pytest", *CLAUSES_SIDE_BY_SIDE, f"{folder}/tests", *session.posargs)
@@ -167,9 +169,8 @@ def example(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def hardware(session: nox.Session) -> None:
-    """Test on real devices, which CI has not: `-- xla` on a TPU VM, `-- cuda` on a machine with a GPU or more."""
-    devices = [word for word in session.posargs if word in ("xla", "cuda")]
-    words = [word for word in session.posargs if word not in devices]
+    """Test on devices: `-- xla` on a TPU VM, `-- cuda` on a machine with GPUs, `-- fake`, or another kind."""
+    devices, words = session.posargs[:1], session.posargs[1:]
     if devices == ["xla"]:
         envs.check_tpus(session)
         package = PACKAGES["fsdp-xla"]
@@ -187,8 +188,10 @@ def hardware(session: nox.Session) -> None:
                 session.run(python, "-m", "pytest", suite, env={"FSDP_TESTS_ACCELERATOR": "cuda"})
         else:
             session.log(f"The whole suites need 4 GPUs, and {gpus} are here: ranks have shared them")
+    elif devices:
+        run_on_device(session, devices[0], *words)
     else:
-        session.error("type `python -m nox -s hardware -- xla` on a TPU VM, or `-- cuda` on a machine with a GPU")
+        session.error("type python -m nox -s hardware -- xla, -- cuda, -- fake, or a vendor's kind, such as -- npu")
 
 
 @nox.session(python=False)

@@ -15,6 +15,7 @@ from tools import steps
 from tools.environments import PACKAGES, PINNED_APART, ROOT, SHARING, Package
 
 __all__ = [
+    "CLAUSES_ON_DEVICE",
     "CLAUSES_SIDE_BY_SIDE",
     "CORE",
     "SEED",
@@ -23,6 +24,7 @@ __all__ = [
     "rehearse_run_on_card",
     "run_clauses",
     "run_folder",
+    "run_on_device",
     "run_package",
     "run_random_steps",
 ]
@@ -43,6 +45,12 @@ CORE = (
     "it_is_listed or equals_plain or saved_on_n_loaded_on_m or resume_is_exact or accumulated_gradients"
     " or stages_in_any_order or manual_optimization or optimizers_hold_a_share or full_state_dict or gathered"
     " or calls_outside_of_steps or tied_parameters or dtypes_under or meta_init or options_leave_numbers_alone"
+)
+#: What CI runs of it on the fake device: numbers, what a step may do, and what is copied beside computation.
+CLAUSES_ON_DEVICE = (
+    "(trainer_equals_plain and 2-sgd) or (steps_of_many_passes and fabric) or clamped or averages_and_codebooks"
+    " or every_optimizer_of_torch or model_built_empty or (saved_on_n_loaded_on_m and 2-sharded-momentum) or async_save"
+    " or offload or dtypes_under"
 )
 #: And what they do in CI. pytest's `-k` knows no brackets.
 SMOKE = "it_is_listed or (trainer_equals_plain and 2-sgd) or (saved_on_n_loaded_on_m and 2-sharded-momentum)"
@@ -106,6 +114,27 @@ def run_clauses(session: nox.Session, python: str, clauses: str, *words: str) ->
     for package in SHARING:
         if package.strategies:
             session.run(python, "-m", "pytest", "-k", clauses, *words, f"{package.path}/tests/test_conformance.py")
+
+
+def run_on_device(session: nox.Session, kind: str, *words: str) -> None:
+    """Run the conformance suite of `fsdp2` on a kind of device that torch knows, and try what the device provides.
+
+    Args:
+        session: The session.
+        kind: The kind of the devices. ``"fake"`` is that of `packages/fsdp-fake-device`, whose streams are held back in
+            turns; for another, its vendor's package is installed beforehand: `pip --python .nox/device install ...`.
+        *words: More arguments of pytest.
+    """
+    python = envs.make_layer(session, "device", SHARING)
+    environment = {"FSDP_TESTS_ACCELERATOR": kind}
+    if kind == "fake":
+        held = ("all", "default", "side")[int(SEED) % 3]
+        environment |= {"FSDP_TESTS_FORK": "1", "FSDP_FAKE_DEVICES": "4"}
+        environment |= {"FSDP_FAKE_DEVICE_DELAY": "300", "FSDP_FAKE_DEVICE_HELD": held}
+    session.run(python, "-m", "fsdp_core", "doctor", "--device", kind, env=environment)
+    suite = f"{PACKAGES['fsdp-fsdp2'].path}/tests/test_conformance.py"
+    arguments = (*CLAUSES_SIDE_BY_SIDE, "--part=tests", *words, suite)
+    steps.run_pytest(session, python, f"device-{kind}", *arguments, env=environment)
 
 
 def run_package(session: nox.Session, package: Package, part: str, *words: str, pairs: int) -> None:

@@ -12,6 +12,8 @@ import torch
 import fsdp_fake_device
 from fsdp_fake_device import build
 
+pytestmark = pytest.mark.everything
+
 
 def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     settings = {**os.environ, **environment}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_fake_device
-from ranks import run_ranks
+from fake_ranks import run_ranks
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fsdp_fake_device
-from ranks import run_ranks
+from fake_ranks import run_ranks
 
 ELEMENTS = 1024
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ranks import run_ranks
+from fake_ranks import run_ranks
 from sharding_runs import CASES, FAULTS, compare_cases, compare_wrappers, count_step, find_faults, move_checkpoint
+
+pytestmark = pytest.mark.everything
 
 DELAYS = [(0, "all"), (20_000, "all"), (20_000, "default")]
 OF_FOUR = ["hsdp", "tp"]

@@ -92,6 +92,8 @@ def _before_unit(
             unused.call_in_backward(state)
         elif unused.is_interrupted() and (root := of_root()) is not None and unit is not root:
             _mend_before_call(root)
+        if state._state_ctx.iter_forward_root is None:
+            unused.begin_step()
     if not needs_argument:
         return None
     _gather_in_backward(of_state)

@@ -20,6 +20,7 @@ from fsdp_fsdp2.torch_private import frozen_shards
 from fsdp_fsdp2.torch_private.forward_passes import end_backward, resume_states, running_states
 from fsdp_fsdp2.torch_private.frozen_shards import update_requires_grad
 from fsdp_fsdp2.torch_private.gathered_values import ENTER, follow_gathered
+from fsdp_fsdp2.torch_private.ordered_gathers import begin_step, order_gathers
 from fsdp_fsdp2.torch_private.parameter_groups import (
     has_gradient,
     param_groups_in,
@@ -124,6 +125,7 @@ class UnusedParameters:
         self.recorded = RecordedGraphs(self._groups, weakref.ref(root_state))
         for group in self._groups:
             follow_gathered(group, root_state if group in self._root_groups else None)
+        order_gathers(self._groups)
 
     def count(self, group: Any) -> None:
         """Record a call of a unit: a backward pass visits it once per call.
@@ -138,6 +140,10 @@ class UnusedParameters:
                 self._calls.clear()  # not earlier: another backward pass may visit the same calls
                 self._are_calls_over = False
             self._calls[group] = self._calls.get(group, 0) + 1
+
+    def begin_step(self) -> None:
+        """Record that a unit is called while no other runs: torch lets its streams wait then."""
+        begin_step(self._groups)
 
     def is_interrupted(self) -> bool:
         """Whether a backward pass has begun and not ended. Asked outside of such passes."""

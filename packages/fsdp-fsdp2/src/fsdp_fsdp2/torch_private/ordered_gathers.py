@@ -1,0 +1,49 @@
+"""Gathers on an accelerator that wait for what a step has written to shards.
+
+``fully_shard`` gathers on streams of its own, which wait for the current stream when a forward pass of the root begins,
+and not again: they would read what a step writes to shards after that, such as weights that are clamped, too early.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from fsdp_fsdp2.torch_private.data_writes import count_data_writes
+from fsdp_fsdp2.torch_private.gathered_values import count_writes
+
+__all__ = ["begin_step", "order_gathers"]
+
+_KNOWN_WRITES = "_fsdp_fsdp2_ordered_writes"
+
+
+def order_gathers(groups: Iterable[Any]) -> None:
+    """Let the gathers of units wait for writes to their shards from now on. The CPU has no streams."""
+    for group in groups:
+        if group.device.type != "cpu":
+            group.unshard = partial(_unshard_after_writes, weakref.ref(group))
+
+
+def begin_step(groups: Iterable[Any]) -> None:
+    """Record that the root's forward pass begins: the streams wait for all that was written before."""
+    for group in groups:
+        if group.device.type != "cpu":
+            vars(group)[_KNOWN_WRITES] = _writes_to(group)
+
+
+def _writes_to(group: Any) -> tuple[Any, int]:
+    return count_writes(group), count_data_writes(group)
+
+
+def _unshard_after_writes(of: weakref.ref[Any], *args: Any, **kwargs: Any) -> Any:
+    group: Any = of()
+    if not group.is_unsharded and group._all_gather_result is None:
+        writes, known_writes = _writes_to(group), vars(group).get(_KNOWN_WRITES)
+        vars(group)[_KNOWN_WRITES] = writes
+        if known_writes is not None and writes != known_writes:
+            current_stream = group.device_handle.current_stream()
+            for stream in (group.comm_ctx.all_gather_copy_in_stream, group.comm_ctx.all_gather_stream):
+                stream.wait_stream(current_stream)
+    return type(group).unshard(group, *args, **kwargs)
