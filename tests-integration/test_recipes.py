@@ -49,7 +49,7 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "recipes l1_reg": {"DTensor": ("fsdp2",), "weight_decay": ("fsdp_native",)},
     "recipes maml_auto": {_WHOLE: STRATEGIES},
     "recipes moco": {"parameter.data.copy_(values)": STRATEGIES},
-    "recipes pcgrad_backward": {"unevenly sharded": ("fsdp2",), "'NoneType'": ("fsdp_native",)},
+    "recipes pcgrad_backward": {"unevenly sharded": ("fsdp2",), "this rank's piece": ("fsdp_native",)},
     "recipes pcgrad_grad": {_WHOLE: STRATEGIES},
     "recipes pinn_lbfgs": {"strategy='fsdp2'": ("fsdp_native",)},
     "recipes pinn_lbfgs_auto": {"strategy='fsdp2'": ("fsdp_native",)},
@@ -57,7 +57,7 @@ REFUSED: dict[str, dict[str, tuple[str, ...]]] = {
     "recipes tent_manual": {"under Fabric": ("fsdp_native",)},
     "recipes vqvae_parameters": {"parameter.data.copy_(values)": STRATEGIES},
     "recipes_of_transformers merged_adapters": {"fsdp_core.gathered(module)": ("fsdp_native",)},
-    "recipe_loops pcgrad": {"'NoneType'": ("fsdp_native",)},
+    "recipe_loops pcgrad": {"this rank's piece": ("fsdp_native",)},
 }
 
 

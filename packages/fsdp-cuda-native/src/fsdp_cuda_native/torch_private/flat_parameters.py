@@ -491,7 +491,7 @@ class GatheredWrites:
         """Notice what was written to the flat parameter that optimizers hold, by way of its ``data``."""
         flat = self._handle.flat_param
         part = _gathered_part(self._handle) if flat._params is None and self._handle.uses_sharded_strategy else None
-        if part is not None and not torch.equal(part, flat._local_shard.to(part.dtype)):
+        if part is not None and not torch.equal(part, flat._local_shard.to(part)):  # offloaded, it is on the host
             for value, _, _ in self._gathered:
                 value.note(has_changed=True)
 
