@@ -87,11 +87,10 @@ def _check_streams(device: torch.device) -> None:
 
 
 def _check_random_state(device: torch.device) -> None:
-    module = torch.get_device_module(device)
-    module.manual_seed(3)
-    state = module.get_rng_state(device)
+    devices.seed(device, 3)
+    state = devices.random_state(device)
     first = torch.rand(4, device=device)
-    module.set_rng_state(state, device)
+    devices.set_random_state(device, state)
     if not torch.equal(torch.rand(4, device=device), first):
         raise ValueError("numbers drawn from a restored state are others")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import ExitStack
 from typing import Any
@@ -17,6 +18,7 @@ def main(file: str, kind: str) -> None:
     import torch
 
     from fsdp_core.device_requirements import REQUIREMENTS, one_rank
+    from fsdp_core.device_names import PACKAGES
     from fsdp_core.devices import accelerator_kind
 
     rows: list[dict[str, Any]] = [
@@ -31,9 +33,13 @@ def main(file: str, kind: str) -> None:
     ]
     if accelerator_kind() != kind:
         there = accelerator_kind() or "none"
+        autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD")
+        hint = "" if autoload is None else f" (TORCH_DEVICE_BACKEND_AUTOLOAD={autoload})"
+        needed = f"; install {PACKAGES[kind]}" if kind in PACKAGES else ""
         rows[0]["result"] = (
-            f"torch's accelerator in this process is {there}: the package that registers {kind!r} is not installed, or "
-            "does not load by the entry point torch.backends"
+            f"torch's accelerator in this process is {there}: the package that registers {kind!r} is not installed, "
+            f"does not load by the entry point torch.backends{hint}, or registers nothing where it finds no "
+            f"device{needed}"
         )
         answer_with(file, {"requirements": rows, "done": True})
         return
