@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from conftest import Site
+from fsdp_core import devices
 from fsdp_core.testing.refusals import assert_says
 
 DOCTOR = "from fsdp_core.cli import main; main()"
@@ -120,3 +124,13 @@ def test_the_random_state_is_asked_of_torch_where_torch_has_a_function(site: Sit
         """
     )
     assert done.stdout.strip() == ("torch's of npu:0" if has_function else "the module's of npu:0")
+
+
+def test_a_device_that_only_emulates_bf16_does_not_support_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def supports_bf16(is_bf16_supported: Callable[..., bool]) -> bool:
+        monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(is_bf16_supported=is_bf16_supported))
+        return devices.supports_bf16(torch.device("xpu"))
+
+    monkeypatch.setattr(devices, "accelerator_kind", lambda: "xpu")
+    assert not supports_bf16(lambda including_emulation=True: including_emulation)
+    assert supports_bf16(lambda: True)

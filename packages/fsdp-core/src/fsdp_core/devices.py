@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import cache
+from inspect import signature
 from types import GetSetDescriptorType
 from typing import Any
 
@@ -171,7 +172,8 @@ def supports_bf16(device: torch.device) -> bool:
     is_supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
     if is_supported is None:
         return True
-    return bool(is_supported(including_emulation=False) if device.type == "cuda" else is_supported())
+    has_choice = "including_emulation" in signature(is_supported).parameters  # torch.cuda's, torch.xpu's, torch.npu's
+    return bool(is_supported(including_emulation=False) if has_choice else is_supported())
 
 
 @cache
