@@ -21,12 +21,13 @@ GROUP_EXAMPLE = "cpu:gloo,cuda:nccl"
 
 #: What to install for kinds of devices that no torch has by itself, or not each build of it.
 PACKAGES = {
-    "npu": "torch_npu (pip install torch-npu)",
+    "npu": "torch_npu (pip install torch-npu) and Ascend's CANN, whose libraries it loads",
+    "tpu": "torch_tpu (pip install torch-tpu)",
     "xpu": "a build of torch for XPUs (pip install torch --index-url https://download.pytorch.org/whl/xpu)",
     "hpu": "habana_frameworks.torch, which the software of Intel Gaudi has",
     "musa": "torch_musa",
     "mlu": "torch_mlu",
-    "rbln": "torch_rbln (pip install torch-rbln)",
+    "rbln": "torch_rbln (pip install torch-rbln) and Rebellions' rebel-compiler, whose library it loads",
 }
 
 #: The variable that says which devices of a kind a process sees; others are hidden from torch. Read by the vendor's

@@ -87,11 +87,10 @@ def _check_streams(device: torch.device) -> None:
 
 
 def _check_random_state(device: torch.device) -> None:
-    module = torch.get_device_module(device)
-    module.manual_seed(3)
-    state = module.get_rng_state(device)
+    devices.seed(device, 3)
+    state = devices.random_state(device)
     first = torch.rand(4, device=device)
-    module.set_rng_state(state, device)
+    devices.set_random_state(device, state)
     if not torch.equal(torch.rand(4, device=device), first):
         raise ValueError("numbers drawn from a restored state are others")
 
@@ -105,10 +104,17 @@ def _check_collectives(device: torch.device) -> None:
     dist.broadcast(values, 0)
     dist.all_gather_into_tensor(gathered, values, group=group)
     dist.reduce_scatter_tensor(scattered, gathered, op=dist.ReduceOp.AVG, group=group)
-    dist.all_to_all_single(gathered, scattered, group=group)
     dist.barrier()
     if not torch.equal(gathered.cpu(), torch.arange(4.0)):
         raise ValueError("collectives of a single rank change what they communicate")
+
+
+def _check_all_to_all(device: torch.device) -> None:
+    values = torch.arange(4.0, device=device)
+    received = torch.empty_like(values)
+    dist.all_to_all_single(received, values)
+    if not torch.equal(received.cpu(), torch.arange(4.0)):
+        raise ValueError("all_to_all_single of a single rank changes what it communicates")
 
 
 def _check_fully_shard(device: torch.device) -> None:
@@ -210,6 +216,13 @@ REQUIREMENTS = (
         purpose="a step equals the CPU's",
         is_needed=True,
         check=_check_fully_shard,
+    ),
+    Requirement(
+        name="all-to-all",
+        api="torch.distributed.all_to_all_single of the process group",
+        purpose="optimizers that need whole matrices, and context parallelism",
+        is_needed=False,
+        check=_check_all_to_all,
     ),
     Requirement(
         name="pinned memory",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import cache
+from inspect import signature
 from types import GetSetDescriptorType
 from typing import Any
 
@@ -35,9 +36,11 @@ __all__ = [
     "is_initialized",
     "kind_of",
     "process_group_backend",
+    "random_state",
     "record_event",
     "seed",
     "select",
+    "set_random_state",
     "supports_bf16",
 ]
 
@@ -175,7 +178,8 @@ def supports_bf16(device: torch.device) -> bool:
     is_supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
     if is_supported is None:
         return True
-    return bool(is_supported(including_emulation=False) if device.type == "cuda" else is_supported())
+    has_choice = "including_emulation" in signature(is_supported).parameters  # torch.cuda's, torch.xpu's, torch.npu's
+    return bool(is_supported(including_emulation=False) if has_choice else is_supported())
 
 
 @cache
@@ -199,6 +203,27 @@ def record_event(device: torch.device) -> torch.Event:
 def seed(device: torch.device, value: int) -> None:
     """Seed the random-number generator of an accelerator's current device."""
     torch.get_device_module(device).manual_seed(value)
+
+
+def random_state(device: torch.device) -> Tensor:
+    """The state of a device's random-number generator."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    # torch_tpu refuses its own module's function where torch has this one, from torch 2.14 on
+    accelerator_random = getattr(torch.accelerator, "random", None)
+    if accelerator_random is not None and is_accelerator(device):
+        state: Tensor = accelerator_random.get_rng_state(device)
+    else:
+        state = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Set the state of a device's random-number generator to one of :func:`random_state`."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 def build_facts() -> dict[str, Any]:

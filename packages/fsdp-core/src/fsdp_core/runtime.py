@@ -331,11 +331,11 @@ class Runtime(ABC):
         """
         if self.device.type == "cpu":
             return None
-        return torch.get_device_module(self.device).get_rng_state(self.device)
+        return devices.random_state(self.device)
 
     def set_device_random_state(self, state: Any) -> None:
         """Restore the generator of :attr:`device` to a state from :meth:`device_random_state`."""
-        torch.get_device_module(self.device).set_rng_state(state, self.device)
+        devices.set_random_state(self.device, state)
 
     def side_channel(self) -> Runtime:
         """A runtime of the same ranks over a separate channel, whose collectives another thread may call.

@@ -41,7 +41,7 @@ def doctor(ctx: click.Context, as_json: bool, device: str | None, timeout: float
     else:
         _print_versions(facts)
         _print_plugins(facts["plugins"] or [])
-        _print_machine(facts["machine"] or {}, facts["torch"] or {}, facts["versions"] or {})
+        _print_machine(facts)
         _print_lightning(facts["lightning"] or {}, facts["torch"] or {})
         variables = list((facts["environment"] or {}).items())
         _print_table("Environment variables", (), variables, "none that matters is set")
@@ -122,7 +122,8 @@ def _runs_here(row: dict[str, Any]) -> str:
     return {"available": "yes", "broken": "broken, see below"}.get(row["status"], f"no: {row['reason']}")
 
 
-def _print_machine(machine: dict[str, Any], torch: dict[str, Any], versions: dict[str, Any]) -> None:
+def _print_machine(facts: dict[str, Any]) -> None:
+    machine, torch, versions = (facts[subject] or {} for subject in ("machine", "torch", "versions"))
     rows = []
     if machine:
         memory = f", {format_size(machine['memory'])} memory" if machine["memory"] else ""
@@ -141,6 +142,8 @@ def _print_machine(machine: dict[str, Any], torch: dict[str, Any], versions: dic
     if torch.get("devices") == []:
         kind = torch.get("accelerator")
         rows.append(("Accelerators", f"none of kind {kind!r} that torch sees" if kind else "none that torch knows"))
+    if facts["device_packages"]:
+        rows.append(("Loaded by torch", ", ".join(facts["device_packages"])))
     if machine.get("tpu_files") or versions.get("torch-xla"):
         files = ", ".join(machine.get("tpu_files") or ()) or "no device files"
         rows.append(("XLA", f"torch-xla {versions.get('torch-xla') or 'is not installed'}; {files}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import ExitStack
 from typing import Any
@@ -16,6 +17,7 @@ def main(file: str, kind: str) -> None:
     """Try one requirement after the other, and answer after each; what has crashed has no result."""
     import torch
 
+    from fsdp_core.device_names import PACKAGES
     from fsdp_core.device_requirements import REQUIREMENTS, one_rank
     from fsdp_core.devices import accelerator_kind
 
@@ -31,9 +33,13 @@ def main(file: str, kind: str) -> None:
     ]
     if accelerator_kind() != kind:
         there = accelerator_kind() or "none"
+        autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD")
+        hint = "" if autoload is None else f" (TORCH_DEVICE_BACKEND_AUTOLOAD={autoload})"
+        needed = f"; install {PACKAGES[kind]}" if kind in PACKAGES else ""
         rows[0]["result"] = (
-            f"torch's accelerator in this process is {there}: the package that registers {kind!r} is not installed, or "
-            "does not load by the entry point torch.backends"
+            f"torch's accelerator in this process is {there}: the package that registers {kind!r} is not installed, "
+            f"does not load by the entry point torch.backends{hint}, or registers nothing where it finds no "
+            f"device{needed}"
         )
         answer_with(file, {"requirements": rows, "done": True})
         return
@@ -47,6 +53,8 @@ def main(file: str, kind: str) -> None:
                 row["result"] = "there"
             except Exception as error:
                 row["result"] = error_text(error)
+                if requirement is REQUIREMENTS[0]:  # without a device, the others would try the vendor's library
+                    break
     answer_with(file, {"requirements": rows, "done": True})
 
 

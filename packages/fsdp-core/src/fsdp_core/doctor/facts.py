@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -38,6 +38,7 @@ def gather(seconds: float) -> dict[str, Any]:
     parts: dict[str, Callable[[], Any]] = {
         "torch": lambda: _ask_child("torch", "torch_child", seconds),
         "lightning": lambda: _ask_child("lightning", "lightning_child", seconds),
+        "device_packages": _device_packages,
         "machine": _machine,
         "versions": _versions,
         "environment": environment_variables,
@@ -146,6 +147,12 @@ def _versions() -> dict[str, str | None]:
         except Exception as error:  # damaged metadata
             versions[package] = f"unknown ({error_text(error)})"
     return versions
+
+
+def _device_packages() -> list[str]:
+    """The packages but ours that torch loads when it is imported: they register a kind of device, as a rule."""
+    providers = {provider_of(entry_point) for entry_point in entry_points(group="torch.backends")}
+    return sorted(f"{provider.name} {provider.version}" for provider in providers if provider.name != "fsdp-core")
 
 
 def _machine() -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fsdp_core.device_names import LIGHTNINGS_OWN
 from fsdp_core.plugins.discovery import Provider
 from fsdp_core.plugins.lightning_names import kept_by_lightning
 from fsdp_core.plugins.registry import FIRST_PARTY, ambiguity, describe_passed_over
@@ -63,10 +64,22 @@ def _of_doctor(facts: dict[str, Any]) -> Iterator[Finding]:
 def _of_torch(facts: dict[str, Any]) -> Iterator[Finding]:
     torch = facts["torch"] or {}
     machine = facts["machine"] or {}
+    packages = facts["device_packages"] or []
+    without_packages = (
+        f"without {' and '.join(packages)}, which torch loads when it is imported, set TORCH_DEVICE_BACKEND_AUTOLOAD=0 "
+        "and write `import fsdp_core.lightning` in the script"
+    )
     if torch.get("installed") is False:
         yield _broken("torch is not installed, and no strategy runs without", "pip install torch")
     elif torch.get("error"):
-        yield _broken(f"torch: {torch['error']}", f"mend that first, nothing runs without torch; {_SLOW_MACHINE}")
+        remedy = f"mend that first, nothing runs without torch; {_SLOW_MACHINE}"
+        yield _broken(f"torch: {torch['error']}", f"{remedy}; to run {without_packages}" if packages else remedy)
+    elif packages and torch.get("devices") == [] and torch.get("accelerator") not in {None, *LIGHTNINGS_OWN}:
+        yield _note(
+            f"torch's accelerator is {torch['accelerator']!r}, and torch sees no such device; what its package has "
+            "changed in torch holds for runs on the CPU too, and may need a device",
+            f"if a run on the CPU fails here, to run {without_packages}",
+        )
     driver = machine.get("nvidia_driver")
     if driver and torch.get("version") and not torch.get("devices"):
         built = f"built for CUDA {torch['cuda_build']}" if torch.get("cuda_build") else "a build without CUDA"

@@ -20,7 +20,7 @@ def main(file: str) -> None:
     try:
         import torch
     except BaseException as error:  # whatever it is, it is the finding
-        answer_with(file, {"error": error_text(error), "done": True})
+        answer_with(file, {"error": _with_causes(error), "done": True})
         return
     facts |= {
         "version": torch.__version__,
@@ -42,6 +42,15 @@ def main(file: str) -> None:
         except Exception as error:
             facts["error"] = error_text(error)
     answer_with(file, {**facts, "done": True})
+
+
+def _with_causes(error: BaseException) -> str:
+    """An error and what it was raised from: torch says which entry point failed, and the cause why."""
+    text = error_text(error)
+    while error.__cause__ is not None:
+        error = error.__cause__
+        text += f" Because of {error_text(error)}"
+    return text
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fsdp_core.devices import random_state, set_random_state
 from fsdp_core.errors import ShardingError
-from fsdp_core.initialization.deferred_random import Draw, Draws, random_state, set_random_state
+from fsdp_core.initialization.deferred_random import Draw, Draws
 from fsdp_core.state.host_memory import give_back
 from fsdp_core.torch_private.tensors import TorchDispatchMode, skipped_initialiser, tree_flatten, tree_map
 

@@ -9,23 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["Draw", "Draws", "random_state", "set_random_state"]
+from fsdp_core.devices import random_state, set_random_state
 
-
-def random_state(device: torch.device) -> Tensor:
-    """The state of a device's random-number generator."""
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    state: Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
-
-
-def set_random_state(device: torch.device, state: Tensor) -> None:
-    """Set the state of a device's random-number generator."""
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
+__all__ = ["Draw", "Draws"]
 
 
 @dataclass(slots=True, eq=False)

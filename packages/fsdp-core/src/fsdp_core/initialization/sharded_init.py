@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from fsdp_core import devices
 from fsdp_core.errors import ShardingError
-from fsdp_core.initialization.deferred_random import random_state, set_random_state
 from fsdp_core.initialization.wrap import when_marked
 from fsdp_core.runtime import Runtime
 from fsdp_core.state.fqn import clean_name
@@ -197,7 +196,7 @@ def _random_numbers_of_rank_0(runtime: Runtime) -> Iterator[None]:
         yield
         return
     model_number = store.add(f"fsdp_core/models that rank {runtime.rank} has built", 1)
-    own_states = {device: random_state(device) for device in {torch.device("cpu"), runtime.device}}
+    own_states = {device: devices.random_state(device) for device in {torch.device("cpu"), runtime.device}}
     changed_devices: list[torch.device] = []
     for device, state in own_states.items():
         key = f"fsdp_core/random numbers of model {model_number}/{device.type}"
@@ -213,13 +212,13 @@ def _random_numbers_of_rank_0(runtime: Runtime) -> Iterator[None]:
             ) from error
         state_of_rank_0 = torch.frombuffer(bytearray(store.get(key)), dtype=torch.uint8)
         if not torch.equal(state_of_rank_0, state):
-            set_random_state(device, state_of_rank_0)
+            devices.set_random_state(device, state_of_rank_0)
             changed_devices.append(device)
     try:
         yield
     finally:
         for device in changed_devices:
-            set_random_state(device, own_states[device])
+            devices.set_random_state(device, own_states[device])
 
 
 #: How long to wait for rank 0, which may read or download something first.

@@ -468,7 +468,7 @@ class _Lacking:
         self._is_counted = False
         self._pass_number += 1
         if self._peers.device.type != "cpu":
-            torch.get_device_module(self._peers.device).current_stream().synchronize()  # it waits for reductions
+            torch.accelerator.current_stream(self._peers.device).synchronize()  # it waits for reductions
         if self._last_key is not None:  # all ranks have read it: they have joined a later reduction
             self._store.delete_key(self._last_key)
         self._last_key = key

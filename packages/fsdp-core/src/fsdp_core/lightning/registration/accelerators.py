@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from fsdp_core import devices
-from fsdp_core.device_names import ANY_ACCELERATOR, LIGHTNINGS_OWN, PACKAGES
+from fsdp_core.device_names import ANY_ACCELERATOR, LIGHTNINGS_OWN, PACKAGES, VISIBILITY
 from fsdp_core.errors import StrategyUnavailableError
 from fsdp_core.lightning.patching import mark_wrapper, replace_function
 from fsdp_core.plugins import registry
@@ -28,6 +29,9 @@ _CONNECTORS: dict[FrontEnd, tuple[str, str]] = {
     "trainer": ("lightning.pytorch.trainer.connectors.accelerator_connector", "_AcceleratorConnector"),
     "fabric": ("lightning.fabric.connector", "_Connector"),
 }
+
+#: What else runs on a kind of device: Lightning's accelerator "tpu" is torch_xla's.
+_ALTERNATIVE = {"tpu": "with torch_xla, write a strategy that `fsdp list` shows on 'xla'; or "}
 
 
 def enter_accelerator(front_end: FrontEnd) -> None:
@@ -85,15 +89,23 @@ def _runs_on_any_accelerator(strategy: Any) -> bool:
 
 
 def _refuse_missing(accelerator: str) -> None:
-    """Refuse a kind of device that this process's torch does not know, naming what is needed for it.
+    """Refuse a kind of device that this process's torch does not know or see, naming what is needed for it.
 
     Raises:
         StrategyUnavailableError: It is such a kind.
     """
+    if accelerator == _kind_without_accelerator() and not torch.accelerator.is_available():
+        variable = VISIBILITY.get(accelerator)
+        hidden = f", and look at {variable}, which can hide devices" if variable in os.environ else ""
+        raise StrategyUnavailableError(
+            f"accelerator={accelerator!r}: torch {torch.__version__} knows this kind of device, and sees none here.\n"
+            f"Type `fsdp doctor --device {accelerator}`, which says what is missing{hidden}; or write "
+            "accelerator='cpu'."
+        )
     if accelerator in PACKAGES and accelerator != devices.accelerator_kind():
         known = devices.accelerator_kind() or "no accelerator"
         raise StrategyUnavailableError(
             f"accelerator={accelerator!r}: torch {torch.__version__} knows {known} in this process, and not it.\n"
-            f"Install {PACKAGES[accelerator]}, which registers this kind of device with torch when it is imported; or "
-            "write accelerator='cpu'."
+            f"Install {PACKAGES[accelerator]}, which registers this kind of device with torch when it is imported and "
+            f"finds a device; or {_ALTERNATIVE.get(accelerator, '')}write accelerator='cpu'."
         )
