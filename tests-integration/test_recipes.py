@@ -192,8 +192,8 @@ def compare(outcome: Outcome, want: Outcome) -> str | None:
     if state and state.keys() != wanted_state.keys():
         return f"keys {sorted(state.keys() ^ wanted_state.keys())}"
     differ = {name: float((value - wanted_state[name]).abs().max()) for name, value in state.items()}
-    worst = max(differ, key=lambda name: differ[name], default=None)
-    return None if worst is None or differ[worst] <= TOLERANCE else f"{worst} by {differ[worst]}"
+    wrong = [name for name, difference in differ.items() if not difference <= TOLERANCE]  # NaN is wrong too
+    return f"{wrong[0]} by {differ[wrong[0]]}" if wrong else None
 
 
 def check(ranks: RankPool, tmp: str, names: list[str]) -> None:

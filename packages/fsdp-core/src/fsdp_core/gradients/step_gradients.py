@@ -31,6 +31,7 @@ from fsdp_core.torch_private.tensors import times_written, without_torch_functio
 __all__ = [
     "StepGradients",
     "count_data_writes",
+    "count_piece_writes",
     "forget_shown",
     "guard",
     "guard_parameters",
@@ -348,6 +349,14 @@ def _mixture_refusal(name: str, names: tuple[str, ...]) -> UnsupportedCapability
     )
 
 
+_writes = [0]
+
+
+def count_piece_writes() -> int:
+    """How often users have written to pieces of parameters, gradients and optimizers' states in this process."""
+    return _writes[0]
+
+
 class Piece(Tensor):
     """A rank's piece of a gradient: for each element by itself it is as good as any, and for a norm it is not."""
 
@@ -386,6 +395,8 @@ class Piece(Tensor):
             if is_assignment or writes_to_first(name):
                 targets += _beside_pieces(args, _tensors(args[:1])) if is_of_lists else _tensors(args[:1])
             assigned = args[1:] if is_assignment else ()
+            if targets:
+                _writes[0] += 1
             if any(tensor is not None and tensor.shape not in shapes for tensor in (*targets, *assigned)):
                 raise UnsupportedCapabilityError(f"{_IN_WORDS.get(name, name)} {reason}")
             moves = is_assignment and not args[0].is_set_to(args[1])  # and module.to() of its own device does not

@@ -10,6 +10,7 @@ from fsdp_core.gradients.replicated import ReplicatedParameters, stays_whole
 from fsdp_core.gradients.step_gradients import (
     StepGradients,
     count_data_writes,
+    count_piece_writes,
     guard_parameters,
     show_gradient_elsewhere,
     unguard_parameters,
@@ -98,6 +99,7 @@ __all__ = [
     "clip_grads_by_value",
     "copy_refusal",
     "count_data_writes",
+    "count_piece_writes",
     "current_split",
     "describe_policy",
     "forget_writes",

@@ -51,7 +51,7 @@ from fsdp_core.sharding import (
 )
 from fsdp_core.state import gathered_modules
 from fsdp_cuda_native.flattened_parts import RunningParts, let_go_of_view, refuse_parts
-from fsdp_cuda_native.torch_private.handles import speed_up
+from fsdp_cuda_native.torch_private.handles import order_gathers, speed_up
 
 __all__ = [
     "STAY_GATHERED",
@@ -374,6 +374,7 @@ class GatheredWrites:
         self._handle._use_unsharded_views = partial(_follow_after, self_ref, handle_ref)
         self._handle._use_sharded_flat_param = partial(_keep_before, self_ref, handle_ref)
         speed_up(self._handle)
+        order_gathers(self._handle, unit)
 
     def is_of(self, unit: FullyShardedDataParallel) -> bool:
         """Whether these are of a unit."""

@@ -14,6 +14,7 @@ With many small parameters that takes as long as everything else that a unit's c
 
 from __future__ import annotations
 
+import weakref
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any
@@ -23,9 +24,15 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.distributed.fsdp._flat_param import FlatParamHandle, _safe_setattr_tensor_or_param
 from torch.nn.modules.module import _global_parameter_registration_hooks
 
-from fsdp_core.sharding import guard_parameters, outside_of_compilation, unguard_parameters, without_torch_function
+from fsdp_core.sharding import (
+    count_piece_writes,
+    guard_parameters,
+    outside_of_compilation,
+    unguard_parameters,
+    without_torch_function,
+)
 
-__all__ = ["speed_up"]
+__all__ = ["order_gathers", "speed_up"]
 
 _SETATTR, _DELATTR, _REGISTER = nn.Module.__setattr__, nn.Module.__delattr__, nn.Module.register_parameter
 
@@ -43,10 +50,46 @@ def speed_up(handle: Any) -> None:
         handle._setattr_param = _set_parameter
 
 
+_UNIT = "_fsdp_cuda_native_unit"
+
+#: How many writes to pieces the streams have waited for on which units are gathered.
+_ordered_writes = [0]
+
+
+def order_gathers(handle: Any, unit: nn.Module) -> None:
+    """Let gathers on an accelerator wait for what a step has written to pieces.
+
+    FSDP1's streams wait for the current one when the root's forward pass begins, and not again: they would read what a
+    step writes after that too early. The CPU has no streams.
+
+    Args:
+        handle: The handle of the unit's flat parameter.
+        unit: The unit.
+    """
+    if handle.device.type != "cpu":
+        vars(handle)[_UNIT] = weakref.ref(unit)
+
+
+def _wait_for_writes(handle: Any) -> None:
+    reference = vars(handle).get(_UNIT)
+    unit: Any = None if reference is None else reference()
+    writes = count_piece_writes()
+    if unit is None or writes == _ordered_writes[0] or not hasattr(unit, "_default_stream"):
+        return
+    _ordered_writes[0] = writes
+    for stream in (unit._pre_unshard_stream, unit._unshard_stream):
+        stream.wait_stream(unit._default_stream)
+
+
 class _Handle(FlatParamHandle):
     # torch.compile leaves out the file of torch's handles, and not this one
 
     # parameters may be guarded, see fsdp_core's step_gradients: their attributes would go through Python
+
+    @outside_of_compilation
+    def pre_unshard(self) -> bool:
+        _wait_for_writes(self)
+        return bool(super().pre_unshard())
 
     @outside_of_compilation
     def _writeback_orig_params(self) -> bool:

@@ -38,7 +38,7 @@ def keep_gradients_of_frozen(unit: FullyShardedDataParallel) -> None:
     """
     handle = handle_of(unit)
     if handle._use_orig_params:
-        shown_gradients = _ShownGradients(handle)
+        shown_gradients = _ShownGradients(handle, weakref.ref(unit))
         handle._use_sharded_grad_views = shown_gradients.show_guarded
         handle._use_unsharded_grad_views = shown_gradients.show_unreduced
 
@@ -48,10 +48,12 @@ class _ShownGradients:
 
     Args:
         handle: The handle of the unit's flat parameter.
+        unit_ref: The unit.
     """
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, unit_ref: weakref.ref[Any]) -> None:
         self._handle = weakref.ref(handle)
+        self._unit_ref = unit_ref
         #: By parameter the gradient that it has shown last, if it was trained then.
         self._last_shown: list[weakref.ref[Tensor] | None] = [None] * len(handle.flat_param._params)
         #: The indices of frozen parameters whose gradients are copies already.
@@ -103,6 +105,8 @@ class _ShownGradients:
         reduced_now = self._take_frozen_since(params)
         type(handle)._use_sharded_grad_views(handle)
         self._note_shown(params)
+        if reduced_now or kept_gradients:
+            self._wait_for_reduction()
         for index in reduced_now:
             kept_gradients.pop(index, None)
             if handle.uses_sharded_strategy:
@@ -134,6 +138,13 @@ class _ShownGradients:
         indices = [i for i in self._unreduced if params[i].grad is not None and not params[i].requires_grad]
         self._unreduced = set()
         return indices
+
+    def _wait_for_reduction(self) -> None:
+        """Let what is computed from now on wait for reductions, which an accelerator runs on a stream of their own."""
+        unit, handle = self._unit_ref(), self._handle()
+        assert handle is not None  # it is the caller
+        if handle.device.type != "cpu" and unit is not None and hasattr(unit, "_post_backward_stream"):
+            unit._device_handle.current_stream().wait_stream(unit._post_backward_stream)
 
     def _part_of_reduced(self, index: int) -> Tensor | None:
         """This rank's part of a parameter's reduced gradient; ``None`` if there is none, or it has no element."""

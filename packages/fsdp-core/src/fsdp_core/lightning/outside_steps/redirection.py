@@ -418,7 +418,7 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
         return
     is_in_step = is_inside or any(code is call_inside_forward.__code__ for code in codes)
     # of what has one element torch raises an AssertionError without a word
-    is_of_dtensors = Path(codes[-1].co_filename).is_relative_to(_DTENSORS)
+    is_of_dtensors = bool(codes) and Path(codes[-1].co_filename).is_relative_to(_DTENSORS)
     is_silent = isinstance(exception, AssertionError) and not str(exception) and is_of_dtensors
     if is_in_step and (is_silent or _OF_MIXED_WRITES.search(str(exception))):
         exception.add_note(

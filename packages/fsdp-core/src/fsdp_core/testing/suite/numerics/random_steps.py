@@ -99,6 +99,6 @@ def _differences(got: Trained | Raised, want: Trained) -> str | None:
         for name, tensor in want[1].items()
     }
     wrong = [name for name, difference in of_weights.items() if not difference <= FP32_TOLERANCE]
-    if max(off) <= FP32_TOLERANCE and not wrong:
+    if all(difference <= FP32_TOLERANCE for difference in off) and not wrong:  # NaN is not
         return None
     return f"losses are {losses}, and {want[0]} in one process; weights that differ: {', '.join(wrong) or 'none'}"
