@@ -6,12 +6,14 @@ import json
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from conftest import Site
 from fsdp_core import devices
+from fsdp_core.gradients.gathered_values import WrittenValues
 from fsdp_core.testing.refusals import assert_says
 
 DOCTOR = "from fsdp_core.cli import main; main()"
@@ -134,3 +136,20 @@ def test_a_device_that_only_emulates_bf16_does_not_support_it(monkeypatch: pytes
     monkeypatch.setattr(devices, "accelerator_kind", lambda: "xpu")
     assert not supports_bf16(lambda including_emulation=True: including_emulation)
     assert supports_bf16(lambda: True)
+
+
+def test_a_device_without_float64_is_asked_once_and_summed_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("Required aspect fp64 is not supported on the device")
+
+    devices.has_float64.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(devices, "accelerator_kind", lambda: "xpu")
+        patched.setattr(torch, "ones", refuse)
+        assert devices.has_float64("cpu")
+        assert not devices.has_float64("xpu")
+    devices.has_float64.cache_clear()
+    monkeypatch.setattr(devices, "has_float64", lambda kind: False)
+    values = WrittenValues()
+    values.add("weight", torch.full((2,), 0.5))
+    assert values.take() == {"weight": (1.0, 0.5**0.5)}

@@ -32,6 +32,7 @@ __all__ = [
     "group_facts",
     "group_for",
     "has_addresses",
+    "has_float64",
     "is_accelerator",
     "is_initialized",
     "kind_of",
@@ -180,6 +181,17 @@ def supports_bf16(device: torch.device) -> bool:
         return True
     has_choice = "including_emulation" in signature(is_supported).parameters  # torch.cuda's, torch.xpu's, torch.npu's
     return bool(is_supported(including_emulation=False) if has_choice else is_supported())
+
+
+@cache
+def has_float64(kind: str) -> bool:
+    """Whether a kind of accelerator computes in float64; some XPUs and MPS, for example, do not. Initialises it."""
+    if kind != accelerator_kind():
+        return True
+    try:
+        return float(torch.ones(1, dtype=torch.float64, device=kind).sum()) == 1.0
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
 
 
 @cache

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_core import devices
 from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import Runtime
 from fsdp_core.torch_private.dtensors import checks_class_of_views
@@ -80,6 +81,7 @@ class WrittenValues:
         """Add the value of a parameter that was written to."""
         flat = value.detach().reshape(-1)
         flat = torch.view_as_real(flat) if flat.is_complex() else flat
+        flat = flat if devices.has_float64(flat.device.type) else flat.cpu()
         self._values[name] = torch.stack([flat.sum(dtype=torch.float64), flat.to(torch.float64).norm()])
 
     def take(self) -> Written:
