@@ -23,7 +23,7 @@ GROUP_EXAMPLE = "cpu:gloo,cuda:nccl"
 PACKAGES = {
     "npu": "torch_npu (pip install torch-npu) and Ascend's CANN, whose libraries it loads",
     "tpu": "torch_tpu (pip install torch-tpu)",
-    "xpu": "a build of torch for XPUs (pip install torch --index-url https://download.pytorch.org/whl/xpu)",
+    "xpu": "torch's build for XPUs (https://pytorch.org says how)",
     "hpu": "habana_frameworks.torch, which the software of Intel Gaudi has",
     "musa": "torch_musa",
     "mlu": "torch_mlu",

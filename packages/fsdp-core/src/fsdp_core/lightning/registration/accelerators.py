@@ -103,9 +103,10 @@ def _refuse_missing(accelerator: str) -> None:
             "accelerator='cpu'."
         )
     if accelerator in PACKAGES and accelerator != devices.accelerator_kind():
-        known = devices.accelerator_kind() or "no accelerator"
+        kind = devices.accelerator_kind()
+        known = "no accelerator" if kind is None else f"{kind} alone"
         raise StrategyUnavailableError(
-            f"accelerator={accelerator!r}: torch {torch.__version__} knows {known} in this process, and not it.\n"
+            f"accelerator={accelerator!r}: torch {torch.__version__} knows {known} in this process.\n"
             f"Install {PACKAGES[accelerator]}, which registers this kind of device with torch when it is imported and "
             f"finds a device; or {_ALTERNATIVE.get(accelerator, '')}write accelerator='cpu'."
         )
