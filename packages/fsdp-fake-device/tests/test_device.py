@@ -285,3 +285,10 @@ def test_fork_rng():
     with torch.random.fork_rng([0, 1], device_type="fake"):
         a = torch.rand(2, device=FAKE)
     assert a.cpu().equal(torch.rand(2, device=FAKE).cpu())
+
+
+def test_views_of_one_memory_are_set_to_each_other():
+    values = torch.ones(4, device="fake")
+    assert values.is_set_to(values.view(4))
+    assert not values.is_set_to(values.clone())
+    assert not values.is_set_to(values[1:])

@@ -71,8 +71,7 @@ def order_gathers(handle: Any, unit: nn.Module) -> None:
 
 
 def _wait_for_writes(handle: Any) -> None:
-    reference = vars(handle).get(_UNIT)
-    unit: Any = None if reference is None else reference()
+    unit: Any = vars(handle)[_UNIT]()
     writes = count_piece_writes()
     if unit is None or writes == _ordered_writes[0] or not hasattr(unit, "_default_stream"):
         return
@@ -88,7 +87,8 @@ class _Handle(FlatParamHandle):
 
     @outside_of_compilation
     def pre_unshard(self) -> bool:
-        _wait_for_writes(self)
+        if _UNIT in self.__dict__:
+            _wait_for_writes(self)
         return bool(super().pre_unshard())
 
     @outside_of_compilation

@@ -113,6 +113,13 @@ at::Tensor& set_empty(at::Tensor& self) {
   return set_tensor(self, nothing);
 }
 
+// A fallback would compare copies of the two.
+bool is_set_to(const at::Tensor& self, const at::Tensor& other) {
+  return self.storage().unsafeGetStorageImpl() == other.storage().unsafeGetStorageImpl() &&
+         self.storage_offset() == other.storage_offset() && self.sizes() == other.sizes() &&
+         self.strides() == other.strides();
+}
+
 void record_stream(at::Tensor& self, at::Stream stream) { record_use(self.storage().data_ptr(), stream); }
 
 // Whether `tensor.data = other` may turn a tensor of another device into one of this.
@@ -133,6 +140,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Tensor", &set_tensor);
   library.impl("set_", &set_empty);
   library.impl("record_stream", &record_stream);
+  library.impl("is_set_to", &is_set_to);
   library.impl("_has_compatible_shallow_copy_type", &may_become);
 }
 
