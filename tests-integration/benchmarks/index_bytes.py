@@ -152,7 +152,7 @@ def manifest_of(specs: Sequence[TensorSpec], messages: Sequence[Message], last: 
         kinds={"model": "model", "optimizer/0": "optimizer"},
         state_file=state,
         state_tensors=None,
-        tensors=merged.stored(lambda key: files_of(key.partition("/")[0], save_id)),  # type: ignore[arg-type]
+        tensors=merged.stored_tensors(lambda key: files_of(key.partition("/")[0], save_id)),  # type: ignore[arg-type]
         aliases={},
         files={**files, state: FileEntry(size=2, checksum="xxh3:" + "0" * 16)},
     )

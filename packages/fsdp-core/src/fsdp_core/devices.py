@@ -84,12 +84,12 @@ def covers(accelerators: Collection[str], kind: str) -> bool:
     """Whether a list of kinds of devices, in which ``"any"`` may stand, has a kind.
 
     Example:
-        >>> covers(("any", "cpu"), "npu"), covers(("any", "cpu"), "xla"), covers(("cpu",), "npu")
+        >>> covers(("any", "cpu"), "npu"), covers(("any", "cpu"), "mps"), covers(("cpu",), "npu")
         (True, False, False)
     """
-    return kind in accelerators or (
-        ANY_ACCELERATOR in accelerators and kind != "cpu" and kind not in _WITHOUT_ADDRESSES
-    )
+    # no process group communicates MPS's tensors
+    is_any = kind not in ("cpu", "mps") and kind not in _WITHOUT_ADDRESSES
+    return kind in accelerators or (ANY_ACCELERATOR in accelerators and is_any)
 
 
 def kind_of(accelerator: str) -> str | None:
