@@ -409,6 +409,7 @@ class ProcessGroupRuntime(Runtime):
         self.device = device
         self._timeout = timeout
         devices.select(device)
+        devices.check_parts(device)
         if dist.is_initialized():
             _check_group(device.type)
             return

@@ -58,7 +58,7 @@ class NativeBackend(Backend):
 
     owner_compute = True
     #: On the others, some steps are wrong without a word: docs/bring-your-device.md.
-    accelerators = ("cuda", "cpu")
+    accelerators = ("any", "cpu")
 
     options: NativeOptions
 
