@@ -57,7 +57,6 @@ class NativeBackend(Backend):
     """
 
     owner_compute = True
-    #: On the others, some steps are wrong without a word: docs/bring-your-device.md.
     accelerators = ("any", "cpu")
 
     options: NativeOptions

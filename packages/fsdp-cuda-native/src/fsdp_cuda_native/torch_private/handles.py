@@ -119,9 +119,23 @@ class _Handle(FlatParamHandle):
             has_written = bool(super()._writeback_orig_params())
             for stream in others:
                 stream.wait_stream(current)
-                if self.flat_param.grad is not None:
+                if self.flat_param.grad is not None and self.flat_param.grad.device == self.device:
                     self.flat_param.grad.record_stream(stream)
             return has_written
+
+    @outside_of_compilation
+    def prepare_gradient_for_backward(self) -> None:
+        grad = self.flat_param.grad
+        is_offloaded = grad is not None and grad.device != self.device
+        is_reduced = is_offloaded and grad.shape == self.flat_param._local_shard.shape
+        super().prepare_gradient_for_backward()  # type: ignore[no-untyped-call]
+        if is_reduced and not hasattr(self.flat_param, "_saved_grad_shard"):
+            # FSDP1 would forget it: a second backward pass would replace the gradient of the first
+            on_device = grad.to(self.device, non_blocking=True)
+            if self.uses_sharded_strategy:
+                self.flat_param._saved_grad_shard = on_device
+            else:
+                self.flat_param.grad = on_device
 
     @outside_of_compilation
     def _reset_flat_param_grad_info_if_needed(self) -> None:
@@ -162,9 +176,13 @@ class _Handle(FlatParamHandle):
         gradients = [gradient for p in params if (gradient := p.grad) is not None]
         if not _are_parts(params, flat, offsets):
             return False
-        # within a backward pass, the gradients that it has reduced are not FSDP1's ``grad`` yet
-        grad = flat.grad if flat.grad is not None else getattr(flat, "_saved_grad_shard", None)
-        return not gradients if grad is None else _are_parts(gradients, grad, offsets)
+        if flat.grad is not None:
+            return _are_parts(gradients, flat.grad, offsets)
+        # within a backward pass, what it has reduced is not FSDP1's ``grad`` yet
+        reduced = getattr(flat, "_cpu_grad", getattr(flat, "_saved_grad_shard", None))
+        if not gradients or reduced is None:
+            return not gradients
+        return _are_parts(gradients, reduced, [at for p, at in zip(params, offsets, strict=True) if p.grad is not None])
 
     @outside_of_compilation
     def _use_sharded_views(self) -> None:
