@@ -77,7 +77,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
     )
     left_out: ClassVar[Collection[str]] = ("precision",)
-    make_before: ClassVar[str] = "Make them in __init__, setup() or configure_model(), which come before sharding."
+    creation_hint: ClassVar[str] = "Make them in __init__, setup() or configure_model(), which come before sharding."
 
     def __init__(self, *positional: Any, **options: Any) -> None:
         self._take_options(positional, options)
@@ -146,7 +146,7 @@ class ShardedTrainerStrategy(TrainerHooks):
 
     def guarding_gradients(self) -> AbstractContextManager[None]:
         """The context in which the user's hooks that see gradients run."""
-        return self.step_methods.gradients.while_on()
+        return self.step_methods.gradient_guard.while_on()
 
     @property
     def shard_precision(self) -> ShardPrecision:
@@ -186,7 +186,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         module = self.lightning_module
         self.step_methods.begin_stage(module, fitting=fitting)
         sharded = self._shard_converted(module)
-        sharded.follow_inner_passes(WeakMethod(self._note_inner_pass))
+        sharded.follow_inner_passes(WeakMethod(self._after_inner_backward))
         for feature in self.features.in_order:
             feature.module_sharded(trainer, sharded, fitting=fitting)
         if fitting:
@@ -195,7 +195,7 @@ class ShardedTrainerStrategy(TrainerHooks):
             with sharded.unsharded_view():
                 self.setup_optimizers(trainer)
                 # check here: what was added to the module in this context may be gone after it
-                refuse_late(sharded.module, sharded.plan.names, self.optimizers, self.make_before)
+                refuse_late(sharded.module, sharded.plan.names, self.optimizers, self.creation_hint)
             self.sharded_optimizers.take(self.optimizers, [sharded])
             self.checkpoints.after_optimizers()
             check_finetuning(trainer, sharded, self.strategy_name)
@@ -308,7 +308,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         sharded = self.sharded_or_none
         if sharded is not None:
             sharded.reshard()
-            self.step_methods.gradients.guard_parameters()
+            self.step_methods.gradient_guard.guard_parameters()
         self.accelerator.teardown()
         try:
             self.features.saves.close()
