@@ -60,14 +60,14 @@ def _check_module(device: torch.device) -> None:
 
 def _check_tensors(device: torch.device) -> None:
     values = torch.arange(6.0).view(2, 3)
-    there = values.to(device)
-    if not torch.equal((there @ there.T).cpu(), values @ values.T):
+    on_device = values.to(device)
+    if not torch.equal((on_device @ on_device.T).cpu(), values @ values.T):
         raise ValueError("a product of matrices is not the CPU's")
-    storage = there.untyped_storage()
+    storage = on_device.untyped_storage()
     storage.resize_(0)
     storage.resize_(values.nbytes)
-    there.copy_(values)
-    if not torch.equal(there.cpu(), values):
+    on_device.copy_(values)
+    if not torch.equal(on_device.cpu(), values):
         raise ValueError("a tensor does not survive that its storage is freed, allocated again and written")
 
 
@@ -139,9 +139,9 @@ def _check_pinned_memory(device: torch.device) -> None:
     pinned = torch.ones(1024, pin_memory=True)
     if not pinned.is_pinned():
         raise ValueError("torch.empty(..., pin_memory=True).is_pinned() is False")
-    there = pinned.to(device, non_blocking=True)
+    on_device = pinned.to(device, non_blocking=True)
     devices.record_event(device).synchronize()
-    if not torch.equal(there.cpu(), pinned):
+    if not torch.equal(on_device.cpu(), pinned):
         raise ValueError("a copy that does not block is not whole after the event behind it")
 
 

@@ -245,12 +245,12 @@ class Runtime(ABC):
             A 1-D tensor: the run of rank 0, then that of rank 1, and so on.
         """
         counts = torch.tensor([tensor.numel(), *send], device=self.device)
-        table = self.all_gather(counts).tolist()
+        table = self.all_gather(counts).tolist()  # by sender: its number of elements, and those for each rank
         padded = tensor.new_zeros(max(row[0] for row in table))
         padded[: tensor.numel()] = tensor
         rows = self.all_gather(padded)
         starts = [sum(row[1 : 1 + self.rank]) for row in table]
-        return torch.cat([r[at : at + n] for r, at, n in zip(rows, starts, receive, strict=True)])
+        return torch.cat([row[start : start + n] for row, start, n in zip(rows, starts, receive, strict=True)])
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Copy the values of rank ``src`` to every rank, in place. This default sends them as an object via the host.

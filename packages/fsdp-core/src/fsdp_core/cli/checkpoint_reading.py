@@ -173,7 +173,7 @@ def group_blocks(tensors: Mapping[str, tuple[str, ...]]) -> list[tuple[tuple[str
     for name, facts in tensors.items():
         node = tree
         begin = 0
-        for end in islice((at for at, sign in enumerate(name, 1) if sign in "./"), _DEEPEST):
+        for end in islice((position for position, sign in enumerate(name, 1) if sign in "./"), _DEEPEST):
             node = node.setdefault((name[begin:end], False), {})
             begin = end
         node[name[begin:], True] = facts
@@ -391,9 +391,9 @@ def _format_tensor(difference: TensorDifference) -> str:
         descriptions.append(f"{difference.dtypes[0]} → {difference.dtypes[1]}")
     if difference.count:
         total = math.prod(difference.shapes[0])
-        at = _format_shape(difference.first or ())
+        index = _format_shape(difference.first or ())
         a, b = difference.values or (None, None)
-        values = f"first at {at}: {_format_number(a)} → {_format_number(b)}, by {difference.max_abs:.3g} at most"
+        values = f"first at {index}: {_format_number(a)} → {_format_number(b)}, by {difference.max_abs:.3g} at most"
         descriptions.append(f"{difference.count} of {total} values, {values}")
     elif difference.count == 0:
         descriptions.append("the values are the same")

@@ -39,11 +39,11 @@ def findings(facts: dict[str, Any]) -> list[Finding]:
         facts: The result of :func:`fsdp_core.doctor.facts.gather`.
     """
     all_findings = [
-        *_of_doctor(facts),
-        *_of_torch(facts),
-        *_of_lightning(facts),
-        *(finding for plugin in facts["plugins"] or () for finding in _of_plugin(plugin)),
-        *_of_names(facts),
+        *_doctor_findings(facts),
+        *_torch_findings(facts),
+        *_lightning_findings(facts),
+        *(finding for plugin in facts["plugins"] or () for finding in _plugin_findings(plugin)),
+        *_name_findings(facts),
     ]
     return sorted(all_findings, key=lambda finding: finding.level)
 
@@ -56,12 +56,12 @@ def _note(what: str, remedy: str) -> Finding:
     return Finding(level="note", what=what, remedy=remedy)
 
 
-def _of_doctor(facts: dict[str, Any]) -> Iterator[Finding]:
+def _doctor_findings(facts: dict[str, Any]) -> Iterator[Finding]:
     for subject, error in facts["failed"].items():
         yield _broken(f"fsdp doctor could not look at {subject}: {error}", "report this to the authors of fsdp-core")
 
 
-def _of_torch(facts: dict[str, Any]) -> Iterator[Finding]:
+def _torch_findings(facts: dict[str, Any]) -> Iterator[Finding]:
     torch = facts["torch"] or {}
     machine = facts["machine"] or {}
     packages = facts["device_packages"] or []
@@ -89,7 +89,7 @@ def _of_torch(facts: dict[str, Any]) -> Iterator[Finding]:
         )
 
 
-def _of_lightning(facts: dict[str, Any]) -> Iterator[Finding]:
+def _lightning_findings(facts: dict[str, Any]) -> Iterator[Finding]:
     lightning = facts["lightning"] or {}
     torch = facts["torch"] or {}
     versions = facts["versions"] or {}
@@ -125,7 +125,7 @@ def _of_lightning(facts: dict[str, Any]) -> Iterator[Finding]:
             )
 
 
-def _of_plugin(plugin: dict[str, Any]) -> Iterator[Finding]:
+def _plugin_findings(plugin: dict[str, Any]) -> Iterator[Finding]:
     package = plugin["package"]
     who = f"{package} {plugin['version']} ({plugin['name']})"
     if plugin["error"]:
@@ -152,7 +152,7 @@ def _of_plugin(plugin: dict[str, Any]) -> Iterator[Finding]:
             yield _broken(what, remedy)
 
 
-def _of_names(facts: dict[str, Any]) -> Iterator[Finding]:
+def _name_findings(facts: dict[str, Any]) -> Iterator[Finding]:
     claims: dict[str, list[Provider]] = {}
     for plugin in facts["plugins"] or ():
         for row in plugin["strategies"]:

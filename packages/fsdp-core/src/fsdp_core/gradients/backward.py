@@ -28,10 +28,10 @@ class EndOfBackward:
         call: What to call. The gradients are at the parameters then.
         accumulates: Whether the backward pass that runs adds to gradients of ``root``. One that does not, as
             ``torch.autograd.grad``, does not count.
-        otherwise: What to call instead while it is not enabled.
+        call_disabled: What to call instead while it is not enabled.
 
     Attributes:
-        enabled: Whether it is called.
+        enabled: Whether ``call`` is called.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -48,15 +48,15 @@ class EndOfBackward:
         root: nn.Module,
         call: Callable[[], None],
         accumulates: Callable[[], bool] = lambda: True,
-        otherwise: Callable[[], None] | None = None,
+        call_disabled: Callable[[], None] | None = None,
     ) -> None:
         self.enabled = True
-        self._otherwise = otherwise
+        self._call_disabled = call_disabled
         self._accumulates = accumulates
         self._call = call
         self._queued = False
-        # Held by the root. A parameter's hook is out of the garbage collector's sight, and what it calls knows the
-        # parameter: held by that, all of it, process groups included, would stay forever.
+        # Parameters' hooks refer to this object weakly, and the root's hooks keep it alive. The garbage collector does
+        # not look into a parameter's hooks: a cycle through one, process groups included, would never be freed.
         self._queue_while_alive = _weakly(self._queue)
         for parameter in parameters:
             self.follow(parameter)
@@ -105,7 +105,7 @@ class EndOfBackward:
             self._queue(gradient)
 
     def _queue(self, _: Tensor) -> None:
-        if not self._queued and (self.enabled or self._otherwise is not None):
+        if not self._queued and (self.enabled or self._call_disabled is not None):
             self._queued = True
             queue_backward_callback(self._end)
 
@@ -113,8 +113,8 @@ class EndOfBackward:
         self._queued = False
         if self.enabled:
             self._call()
-        elif self._otherwise is not None:
-            self._otherwise()
+        elif self._call_disabled is not None:
+            self._call_disabled()
 
 
 def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

@@ -20,10 +20,10 @@ class StepWrites(Protocol):
     """Notices what the user's ``training_step``, or a forward pass under Fabric, writes to gathered parameters.
 
     Attributes:
-        told_to_all: Whether ranks tell each other at the end of the step what they have found.
+        is_agreed_on: Whether ranks agree at the end of the step on what was written to: what one has found, all raise.
     """
 
-    told_to_all: bool
+    is_agreed_on: bool
 
     def renew(self) -> None:
         """Start over, after an optimizer's step inside the training step."""
@@ -49,8 +49,8 @@ def check_writes(
 
     Args:
         writes: What has watched the step.
-        ranks: The ranks, which must then all call this, at the end of a step: what one of them has found, which sees
-            what was written to its own part, is raised on all. ``None`` where some may not come.
+        ranks: The ranks, all of which must then call this at the end of a step. A rank only sees what was written to
+            its own part, and what one of them has found is raised on all. ``None`` where some ranks may not call it.
         by: What may have written, for the error.
         instead: Where to write, for the error.
 
@@ -58,9 +58,9 @@ def check_writes(
         ShardingError: Something was written.
     """
     own_name = writes.written()
-    if ranks is not None and writes.told_to_all and not ranks.total([own_name is not None])[0]:
+    if ranks is not None and writes.is_agreed_on and not ranks.total([own_name is not None])[0]:
         return
-    names = ranks.gather_objects(own_name) if ranks is not None and writes.told_to_all else [own_name]
+    names = ranks.gather_objects(own_name) if ranks is not None and writes.is_agreed_on else [own_name]
     written = [(rank, name) for rank, name in enumerate(names) if name is not None]
     if written:
         rank, name = written[0]
@@ -109,8 +109,8 @@ class ComparedShards:
         >>> module = nn.Module()
         >>> shard = torch.ones(2)
         >>> gathered = shard.clone()
-        >>> one = GatheredShard(name="weight", shard=lambda: shard, gathered=lambda: gathered)
-        >>> writes = ComparedShards({module: [one]})
+        >>> weight = GatheredShard(name="weight", shard=lambda: shard, gathered=lambda: gathered)
+        >>> writes = ComparedShards({module: [weight]})
         >>> check_writes(writes)
         >>> _ = gathered.clamp_(-0.01, 0.01)
         >>> check_writes(writes)
@@ -120,7 +120,7 @@ class ComparedShards:
         >>> writes.stop()
     """
 
-    told_to_all = True
+    is_agreed_on = True
 
     def __init__(self, shards: Mapping[nn.Module, Iterable[GatheredShard]]) -> None:
         self._shards = {module: tuple(shards_of_module) for module, shards_of_module in shards.items()}

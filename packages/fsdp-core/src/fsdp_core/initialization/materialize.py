@@ -59,7 +59,7 @@ def place(
                 moved = _with_data(parameter, parameter.data.to(runtime.device).contiguous())
                 full_tensors.append(moved)
             if moved is not parameter:
-                replaced[id(parameter)] = parameter, moved  # both are kept, or an id could be reused
+                replaced[id(parameter)] = parameter, moved  # the former is kept alive: its id must not be reused
                 setattr(module, name, moved)
         for name, buffer in list(module.named_buffers(recurse=False)):
             module._buffers[name] = buffer.to(runtime.device)
@@ -122,7 +122,7 @@ def materialize(modules: Iterable[nn.Module], device: torch.device) -> None:
                 if id(parameter) not in new_parameters:
                     empty = _unfilled_like(parameter, device)
                     new_parameters[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                setattr(module, name, new_parameters[id(parameter)])  # LSTMs note it in a list
+                setattr(module, name, new_parameters[id(parameter)])  # and not in _parameters: LSTMs keep a list, too
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
                 module._buffers[name] = _unfilled_like(buffer, device)
@@ -186,7 +186,7 @@ def _fill_deferred(modules: Sequence[nn.Module], device: torch.device) -> None:
                 )
             parameter = new_parameters.setdefault(id(tensor), nn.Parameter(value, requires_grad=tensor.requires_grad))
             parameter.__dict__.update(tensor.__dict__)
-            setattr(module, name, parameter)  # LSTMs note it in a list
+            setattr(module, name, parameter)  # and not in the registry: LSTMs keep a list, too
         else:
             registry[name] = value
 

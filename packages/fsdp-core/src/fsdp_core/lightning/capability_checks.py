@@ -203,7 +203,6 @@ def check_materialization(strategy: str, module: nn.Module) -> None:
         )
 
 
-
 def _find_listed(cls: type) -> tuple[type, StrategyInfo] | None:
     """The class or first base that a plugin lists, and its description; of several names, one without presets."""
     infos = sorted(registry.strategies().values(), key=lambda info: len(info.presets))

@@ -116,7 +116,7 @@ class ConstructedStrategy(StrategyCapabilities):
             hints.setdefault("backend", "Did you mean 'process_group_backend'?")
         refused: list[str] = []
         try:
-            refuse_unknown_options(self.strategy_name, type(self), unknown, hints, always=self.accepted_noops)
+            refuse_unknown_options(self.strategy_name, type(self), unknown, hints, accepted=self.accepted_noops)
         except UnsupportedCapabilityError as error:
             refused.append(str(error))
         try:

@@ -179,7 +179,7 @@ def lengths_of_predictions(trainer: Any) -> list[float]:
 
 
 def is_accumulating(trainer: Any) -> bool:
-    """Whether the next batch goes on with an accumulation that earlier ones have begun. To be called between batches."""
+    """Whether the next batch goes on with an accumulation that earlier ones have begun. Called between batches."""
     loop = trainer.fit_loop.epoch_loop
     return (
         bool(loop.batch_progress.current.processed)

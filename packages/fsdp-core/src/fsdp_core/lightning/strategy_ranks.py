@@ -28,7 +28,7 @@ from fsdp_core.watch import watch
 
 __all__ = ["StrategyRanks"]
 
-#: How long torch's collectives wait by default: Lightning's strategies give those of NCCL this, too, and not ten minutes.
+#: How long collectives wait by default. That is torch's default but for NCCL, to which Lightning gives as long, too.
 _TORCHS_TIMEOUT = timedelta(minutes=30)
 
 

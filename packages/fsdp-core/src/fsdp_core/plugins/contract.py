@@ -67,12 +67,15 @@ def check_contract(distribution: Distribution | None) -> None:
     except PackageNotFoundError:
         return
     # By base version, so that builds between two releases count as the release that they lead up to.
-    have = Version(Version(installed).base_version)
+    installed_version = Version(Version(installed).base_version)
     for requirement in requirements:
-        unmet = [part for part in requirement.specifier if not part.contains(have, prereleases=True)]
+        unmet = [part for part in requirement.specifier if not part.contains(installed_version, prereleases=True)]
         if unmet:
             raise _error(
-                distribution, f"{_CORE}{requirement.specifier}", installed, core_is_older=_is_older(have, unmet)
+                distribution,
+                f"{_CORE}{requirement.specifier}",
+                installed,
+                core_is_older=_is_older(installed_version, unmet),
             )
 
 
@@ -87,12 +90,12 @@ def has_upper_bound(requirements: Iterable[Requirement]) -> bool:
     return any(not requirement.specifier.contains("99999", prereleases=True) for requirement in requirements)
 
 
-def _is_older(have: Version, unmet: Iterable[Specifier]) -> bool:
+def _is_older(installed_version: Version, unmet: Iterable[Specifier]) -> bool:
     from packaging.version import Version
 
     return any(
         specifier.operator in (">", "!=")
-        or (specifier.operator not in ("<", "<=") and have < Version(specifier.version.rstrip(".*")))
+        or (specifier.operator not in ("<", "<=") and installed_version < Version(specifier.version.rstrip(".*")))
         for specifier in unmet
     )
 

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.sharded_init import is_part
 from fsdp_core.sharding.agreement.same_model import describe_error, describe_tensor, describe_value
+from fsdp_core.sharding.refusals.unshardable_modules import refuse_cycles
 from fsdp_core.state.fqn import clean_name
 
 __all__ = ["ParameterPlan", "ShardingPlan", "UnitModules", "check_unchanged", "modules_by_unit", "plan_module"]
@@ -227,6 +228,7 @@ def plan_module(
     """
     plan = ShardingPlan(class_name=type(module).__name__, config=config)
     try:  # what follows calls code of the user's, on which ranks may differ
+        refuse_cycles(module)
         plan = replace(_plan_undecided(module), config=config)
         check(module)
         chosen = list(units(module))
@@ -316,7 +318,7 @@ def _plan_parameters(module: nn.Module) -> dict[str, ParameterPlan]:
 def _plan_sizes(
     parameters: Mapping[str, ParameterPlan], local_numels: Callable[[Sequence[ParameterPlan]], Sequence[int] | None]
 ) -> dict[str, ParameterPlan]:
-    """The parameters of which is known what this rank keeps, with that."""
+    """The parameters for which it is known how many elements this rank keeps, with that number."""
     sized = {name: replace(p, local_numel=p.numel) for name, p in parameters.items() if p.is_replicated}
     by_unit: dict[str, list[str]] = {}
     for name, parameter in parameters.items():
@@ -340,9 +342,10 @@ def modules_by_unit(units: Iterable[nn.Module], root: nn.Module) -> Iterator[tup
 
 def _describe_layer(module: nn.Module) -> str:
     """A layer's class, and what torch's own layers show of their settings."""
-    # what fully_shard has made of a class has another name, until a module of it was set up in this process
+    # fully_shard gives a module a subclass with another name: describe the user's class in either case
     layer_class = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
-    shows_devices = isinstance(module, nn.ParameterList | nn.ParameterDict)  # of parameters, described by themselves
+    # their settings show parameters, which are described by themselves, and devices, which may differ between ranks
+    shows_devices = isinstance(module, nn.ParameterList | nn.ParameterDict)
     is_torch_layer = layer_class.__module__.startswith("torch.nn.modules.") and not shows_devices
     settings = module.extra_repr() if is_torch_layer else ""
     return f"{layer_class.__qualname__}({settings})" if settings else layer_class.__qualname__

@@ -157,7 +157,7 @@ _UNUSED_INPUT = ("not have been used in the graph", "currently running autograd.
 
 
 def check_missing_gradients(check: Callable[[Tensor, Any], None]) -> None:
-    """Let ``torch.autograd.grad`` call a function with each parameter that it has no gradient of. Called once or again.
+    """Let ``torch.autograd.grad`` call a function with each parameter that it has no gradient of. Idempotent.
 
     torch has no hook there: autograd, which calls those on its nodes, does nothing for a leaf that no graph holds.
 
@@ -165,19 +165,19 @@ def check_missing_gradients(check: Callable[[Tensor, Any], None]) -> None:
         check: Called with the parameter and the outputs before torch returns, or raises that the parameter was not
             used.
     """
-    own: Any = getattr(torch.autograd.grad, "_fsdp_core_wraps", torch.autograd.grad)
+    original: Any = getattr(torch.autograd.grad, "_fsdp_core_wraps", torch.autograd.grad)
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def grad(outputs: Any, inputs: Any, *args: Any, materialize_grads: bool = False, **options: Any) -> Any:
         _call_before_passes(outputs)
         inputs = as_tuple(inputs)
         # Plain tensors are neither parameters nor gathered.
         if torch.compiler.is_compiling() or all(type(tensor) is Tensor for tensor in inputs):
-            return own(outputs, inputs, *args, materialize_grads=materialize_grads, **options)
+            return original(outputs, inputs, *args, materialize_grads=materialize_grads, **options)
         if materialize_grads:
             options["allow_unused"] = True
         try:
-            gradients = own(outputs, inputs, *args, **options)
+            gradients = original(outputs, inputs, *args, **options)
         except RuntimeError as error:
             if any(message in str(error) for message in _UNUSED_INPUT):
                 for tensor in inputs:
@@ -192,12 +192,12 @@ def check_missing_gradients(check: Callable[[Tensor, Any], None]) -> None:
         return tuple(torch.zeros_like(tensor) if gradient is None else gradient for tensor, gradient in pairs)
 
     patched: Any = grad
-    patched._fsdp_core_wraps = own
+    patched._fsdp_core_wraps = original
     torch.autograd.grad = patched
 
 
 def check_inputs_of_backward(check: Callable[[Sequence[Tensor | GradientEdge], Sequence[Tensor]], None]) -> None:
-    """Let ``torch.autograd.backward`` call a function with the inputs that it is given. Called once or again.
+    """Let ``torch.autograd.backward`` call a function with the inputs that it is given. Idempotent.
 
     ``Tensor.backward(inputs=...)`` calls it too. torch has no hook there, and says nothing of inputs that it does not
     reach.
@@ -205,9 +205,9 @@ def check_inputs_of_backward(check: Callable[[Sequence[Tensor | GradientEdge], S
     Args:
         check: Called before anything is computed, with the outputs and the inputs, if there are inputs.
     """
-    own: Any = getattr(torch.autograd.backward, "_fsdp_core_wraps", torch.autograd.backward)
+    original: Any = getattr(torch.autograd.backward, "_fsdp_core_wraps", torch.autograd.backward)
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def backward(
         tensors: Any,
         grad_tensors: Any = None,
@@ -222,10 +222,10 @@ def check_inputs_of_backward(check: Callable[[Sequence[Tensor | GradientEdge], S
             leaves = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
             if leaves and not torch.compiler.is_compiling():
                 check(as_tuple(tensors), leaves)
-        own(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+        original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
 
     patched: Any = backward
-    patched._fsdp_core_wraps = own
+    patched._fsdp_core_wraps = original
     torch.autograd.backward = patched
 
 
@@ -233,9 +233,10 @@ _before_passes = threading.local()
 
 
 def call_before_passes(call: weakref.WeakMethod[Callable[[Sequence[Tensor | GradientEdge]], None]]) -> None:
-    """Call a method in this thread before each backward pass that begins outside of others, while its object lives.
+    """Call a method in this thread, with the outputs, before each backward pass that is not inside another one.
 
-    It is given the outputs. Done by what :func:`check_missing_gradients` and :func:`check_inputs_of_backward` have set.
+    It is called while its object lives, by the functions that :func:`check_missing_gradients` and
+    :func:`check_inputs_of_backward` put in place of torch's.
     """
     earlier = getattr(_before_passes, "calls", ())
     _before_passes.calls = [*(other for other in earlier if other() is not None and other != call), call]

@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _CachedMeshes:
-    """What is known of the meshes in DTensor's caches, all of which are of all ranks.
+    """A record that all meshes in DTensor's caches are of all ranks.
 
     Attributes:
         rank: This rank.
@@ -148,7 +148,7 @@ _to_local = DTensor.to_local
 
 
 def call_before_parts(call: Callable[[], Any]) -> None:
-    """Call this once, before ``DTensor.to_local()`` is next called, unless it is forgotten.
+    """Call a function once, before the next call of ``DTensor.to_local()``, unless it is forgotten by then.
 
     ``weight.detach().to_local()`` shares memory with the weight, and writes to it are counted nowhere else. There is no
     hook for it; the method is replaced only as long as something waits for it.
@@ -158,7 +158,7 @@ def call_before_parts(call: Callable[[], Any]) -> None:
 
 
 def forget_call_before_parts(call: Callable[[], Any]) -> None:
-    """Don't call this any more. Nothing is done if it waits no longer."""
+    """Forget a function of :func:`call_before_parts`, if it was not called yet."""
     _before_parts[:] = [waiting for waiting in _before_parts if waiting != call]
     if not _before_parts:
         DTensor.to_local = _to_local  # type: ignore[method-assign]

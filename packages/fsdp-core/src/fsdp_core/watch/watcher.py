@@ -40,14 +40,14 @@ _GRACE = 15.0
 #: The same after a hang, for what is being written.
 _GRACE_AFTER_HANG = 2.0
 
-#: Seconds between two looks at where the training thread stands, at most and at least.
-_MOST_OFTEN, _LEAST_OFTEN = 0.1, 10.0
+#: Seconds between two looks at where the training thread stands, at least and at most.
+_MIN_INTERVAL, _MAX_INTERVAL = 0.1, 10.0
 
 #: Seconds in which rank 0 answers a rank that has waited for too long: longer than it gives the others.
 _UNANSWERED = 9.0
 
 #: Seconds that an exception waits to learn which rank is gone, and which is late.
-_TO_LEARN, _TO_LEARN_WHO_IS_LATE = 3.0, 10.0
+_SECONDS_TO_LEARN, _SECONDS_TO_LEARN_WHO_IS_LATE = 3.0, 10.0
 
 #: What libraries write into exceptions when another rank is gone, or too late.
 _LOSS_MESSAGES = re.compile(
@@ -115,7 +115,7 @@ class Watcher:
     def _watch(self) -> None:
         standing = StandStill(self._training)
         while not self._has_left:
-            interval = min(max(self.hang_timeout / 10, _MOST_OFTEN), _LEAST_OFTEN)
+            interval = min(max(self.hang_timeout / 10, _MIN_INTERVAL), _MAX_INTERVAL)
             if self._end_at is not None:
                 interval = min(interval, _GRACE_AFTER_HANG)
             self._read(interval)
@@ -145,7 +145,7 @@ class Watcher:
         if self._has_reported_slow and seconds < PATIENCE * self.hang_timeout:
             return
         report = self._report(self.hang_timeout)
-        if not report.location.waits or not _is_of_now():
+        if not report.location.waits or not _is_group_current():
             return
         may_go_on = bool(report.location.awaited) and seconds < PATIENCE * self.hang_timeout
         if may_go_on:
@@ -216,18 +216,20 @@ class Watcher:
         if writes and verdict.kind != "hang":
             _write(f"fsdp-core: {verdict.message}\n")
         self.verdict_arrived.set()
-        grace = _GRACE if verdict.kind != "hang" or self._explaining else _GRACE_AFTER_HANG
-        if grace == _GRACE_AFTER_HANG:
-            if writes:  # before the others are gone, which would end this rank too
-                grace /= 2
-            elif self._first in verdict.kill:  # by rank 1, which writes why, and may notice it later
-                grace *= 3
+        if verdict.kind != "hang" or self._explaining:
+            grace = _GRACE
+        elif writes:  # sooner than the others, whose end would end this rank before it has written
+            grace = _GRACE_AFTER_HANG / 2
+        elif self._first in verdict.kill:  # rank 1 kills rank 0 and writes why, and may notice it later than this rank
+            grace = _GRACE_AFTER_HANG * 3
+        else:
+            grace = _GRACE_AFTER_HANG
         self._end_at = time.monotonic() + grace
 
     def _end(self) -> None:
-        """End this process, unless the process group of the lost ranks is history."""
+        """End this process, unless the watched process group exists no more."""
         self._end_at = None
-        if not _is_of_now():
+        if not _is_group_current():
             self._has_left = True
             return
         assert self.verdict is not None
@@ -266,7 +268,7 @@ class Watcher:
         is_late = re.search(r"timed? ?out", text, re.IGNORECASE) is not None
         if self.verdict is None and is_late:
             self._connection.send(kind="waits", seconds=0.0, report=asdict(self._report(0.0)))
-        if not self.verdict_arrived.wait(_TO_LEARN_WHO_IS_LATE if is_late else _TO_LEARN):
+        if not self.verdict_arrived.wait(_SECONDS_TO_LEARN_WHO_IS_LATE if is_late else _SECONDS_TO_LEARN):
             self._connection.send(kind="who?")
             self._answered.wait(1.0)
         if self.verdict is not None:
@@ -312,7 +314,7 @@ def watch(runtime: Runtime, hang_timeout: timedelta, address: str, progress: Cal
     """
     global _watching, _group
     seconds = hang_timeout.total_seconds()
-    if _is_of_now():  # on all ranks: also on one that could not connect
+    if _is_group_current():  # on all ranks: also on one that could not connect
         if _watching is not None:
             _watching.hang_timeout = seconds
             _watching.progress = progress
@@ -338,8 +340,8 @@ def watch(runtime: Runtime, hang_timeout: timedelta, address: str, progress: Cal
     util.Finalize(None, _leave, exitpriority=0)
 
 
-def _is_of_now() -> bool:
-    """Whether the watched process group is the one that exists."""
+def _is_group_current() -> bool:
+    """Whether the watched process group is the one that exists now."""
     group = None if _group is None else _group()
     return group is not None and is_default_group(group)
 

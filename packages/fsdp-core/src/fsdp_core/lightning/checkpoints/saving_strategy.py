@@ -146,7 +146,7 @@ class SavingStrategy(StrategyRanks):
         return SaveTarget(self.agree_on_path(own_path, "save to"))
 
     def agree_on_path(self, paths: _Path, action: str) -> _Path:
-        """Return the path, or the paths, that rank 0 was given, and warn if this rank's differ. All ranks must call it."""
+        """Return the path, or paths, that rank 0 was given, and warn if this rank's differ. All ranks must call it."""
         first: _Path = self.runtime.broadcast_object(paths, 0)
         if _absolute(first) != _absolute(paths):
             scattered = " scattered_save=True lets each rank save at its own." if action == "save to" else ""

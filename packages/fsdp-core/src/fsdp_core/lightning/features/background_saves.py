@@ -48,7 +48,7 @@ class BackgroundSaves(Feature):
             self.writer.step()
 
     def before_optimizer_step(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-        """The closure for an optimizer to call, at the end of which the last save is copied: the optimizer writes then."""
+        """The closure for an optimizer to call. At its end the last save is copied, since the optimizer then writes."""
         return closure if self.writer is None else finish_copies_after(closure, self.writer, optimizer)
 
     def before_save(self, path: str) -> None:
@@ -86,7 +86,7 @@ class BackgroundSaves(Feature):
         """Wait for what is pending as a stage ends, once everything else has ended.
 
         Raises:
-            CheckpointError: A checkpoint could not be will_exist.
+            CheckpointError: A checkpoint could not be saved.
         """
         saves = self.writer
         self.writer = None

@@ -63,8 +63,9 @@ class EvenBatches:
         if counts_by_rank is None:
             return
         verb = "validates" if stage == "val" else "tests"
+        difference = _describe_counts(counts_by_rank, verb)
         raise ShardingError(
-            f"{self._strategy.strategy_name}: {_describe_counts(counts_by_rank, verb)}. All ranks must take as many steps: "
+            f"{self._strategy.strategy_name}: {difference}. All ranks must take as many steps: "
             "each needs the shards of all, and what is logged is averaged over them.\n"
             "Give each rank as many batches: datasets of the same length, whose sampler is left to Lightning, or "
             f"Trainer(limit_{stage}_batches=N) with what the shortest has."

@@ -67,7 +67,9 @@ class ExactResume(Feature):
             "ranks": [{"random": rank_state} for rank_state in states],
             "attempts": self._attempts.state(),
         }
-        gradients = described(sharded.accumulated_gradients(), self._runtime) if self._optimizers_with_gradients else None
+        gradients = (
+            described(sharded.accumulated_gradients(), self._runtime) if self._optimizers_with_gradients else None
+        )
         return state if gradients is None else {**state, "gradients": gradients}
 
     def add_positions(self, checkpoint: Mapping[str, Any], trainer: pl.Trainer) -> dict[str, Any]:

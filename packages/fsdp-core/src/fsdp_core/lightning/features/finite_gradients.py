@@ -68,7 +68,9 @@ def refuse_nonfinite(optimizer: Optimizer, roots: Sequence[Sharded], runtime: Ru
             nonfinite_here.update(part.name for part in layout.get(p, ()) if not _are_finite(part.of(gradient)))
     nonfinite_names = set().union(*runtime.gather_objects(nonfinite_here))
     names = [name for name in dict.fromkeys(names_in_order) if name in nonfinite_names]
-    listing = ", ".join(map(repr, names[:_MAX_LISTED])) + (f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else "")
+    listing = ", ".join(map(repr, names[:_MAX_LISTED])) + (
+        f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    )
     count = f"{len(names)} parameter{'s' if len(names) != 1 else ''} of {type(optimizer).__name__}"
     raise NonFiniteGradientError(
         f"before {step}, the gradients of {count} hold NaN or infinity: {listing}.\n"
@@ -79,7 +81,7 @@ def refuse_nonfinite(optimizer: Optimizer, roots: Sequence[Sharded], runtime: Ru
 
 
 def _is_nonfinite(parameter: Tensor, device: torch.device) -> Tensor:
-    """1 if this rank's gradient of a parameter holds NaN or infinity, else 0: a tensor, so as not to wait for a device."""
+    """1 if this rank's gradient of a parameter holds NaN or infinity, else 0; in a tensor, which waits for no device."""
     if parameter.grad is None or not local_tensor(parameter.grad).numel():
         return torch.zeros((), device=device)
     return (~local_tensor(parameter.grad).detach().isfinite().all()).to(device, torch.float32)

@@ -26,7 +26,7 @@ class LateParamGroups(Feature):
 
     A hook such as ``on_train_start`` may add param groups after the checkpoint was loaded, as it did in the run that
     saved it. Each group gets its saved moments and settings when it is added, and must be there at the optimizer's
-    first step: until callback nothing is trained and nothing can be saved, so no state is lost.
+    first step: until then nothing is trained and nothing can be saved, so no state is lost.
     """
 
     def __init__(self) -> None:
@@ -116,8 +116,8 @@ class LateParamGroups(Feature):
             index = group_index[next(name for name in names if name in group_index)]
             if len(saved_groups) > 1 or set(names) != set(late["param_groups"][index]["params"]):
                 raise CheckpointMismatchError(
-                    f"a param group of {_list_some(names)} was added to {type(optimizer).__name__}, and the checkpoint's "
-                    f"has {_list_some(late['param_groups'][index]['params'])}.\n"
+                    f"a param group of {_listing(names)} was added to {type(optimizer).__name__}, and the checkpoint's "
+                    f"has {_listing(late['param_groups'][index]['params'])}.\n"
                     "Add the param groups that it was saved with, each by one call of optimizer.add_param_group()."
                 )
             added_groups.append(group)
@@ -165,7 +165,7 @@ class LateParamGroups(Feature):
         if late is not None:
             names = [name for group in late["param_groups"] for name in group["params"]]
             raise CheckpointMismatchError(
-                f"the checkpoint's optimizer also holds {_list_some(names)}, and this {type(optimizer).__name__} doesn't at "
+                f"the checkpoint's optimizer also holds {_listing(names)}, and this {type(optimizer).__name__} doesn't at "
                 "its first step.\n"
                 "Build the optimizer over the parameters that it was saved with; or add their param groups by "
                 "optimizer.add_param_group() in on_train_start, or on_train_epoch_start; or load only the weights."
@@ -180,7 +180,7 @@ class LateParamGroups(Feature):
         for late in self._pending.values():
             names = [name for group in late["param_groups"] for name in group["params"]]
             raise CheckpointError(
-                f"a checkpoint was requested before the optimizer got its parameters {_list_some(names)}, whose state the "
+                f"a checkpoint was requested before the optimizer got its parameters {_listing(names)}, whose state the "
                 "loaded checkpoint holds: the new one would lack it.\n"
                 "Save it after the first step, or add the param groups first."
             )
@@ -218,7 +218,7 @@ def _holds_any(module: nn.Module, parameters: Sequence[nn.Parameter]) -> bool:
     return any(parameter is p for parameter in module.parameters(recurse=False) for p in parameters)
 
 
-def _list_some(names: Sequence[str]) -> str:
+def _listing(names: Sequence[str]) -> str:
     listing = ", ".join(repr(name) for name in names[:5])
     return listing if len(names) <= 5 else f"{listing} and {len(names) - 5} more"
 

@@ -102,7 +102,7 @@ class Signals:
         return bool(self.agreed)
 
     def requeue_agreed(self) -> None:
-        """Let SLURM queue this job again, if its signal has announced that. To be called once a checkpoint is complete."""
+        """Let SLURM queue this job again, if its signal has announced that. Called once a checkpoint is complete."""
         if self.agreed and self.agreed == self.requeue_signal() and self._strategy.is_global_zero:
             requeue()
 

@@ -166,7 +166,7 @@ class StepMethods:
             if not self._is_automatic:  # a hook steps; in automatic optimization the closure's training step does this
                 self.gradient_guard.off()
             output = step(closure=closure)
-            resume.on_step(optimizer)
+            resume.after_step(optimizer)
             unreduced.clear()
             sharded.reshard()
             self.gradient_guard.guard_parameters(between_steps=True)
@@ -188,7 +188,7 @@ class StepMethods:
         finally:
             self._steps_optimizer = False
             unreduced.clear()
-            resume.on_step(optimizer)
+            resume.after_step(optimizer)
             self._begin_part()
 
     def _end_part(self) -> None:

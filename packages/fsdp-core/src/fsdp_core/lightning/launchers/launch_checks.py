@@ -48,7 +48,11 @@ def check_launched(environment: ClusterEnvironment | None, devices: int, num_nod
         hosts = hosts or max(world // (ranks_per_host or world), 1)
         correction = f"devices={ranks_per_host or world // hosts}, num_nodes={hosts}"
     started = f"{world} rank{'s' if world > 1 else ''}"
-    per_host = "" if ranks_per_host is None or hosts is None else f", {ranks_per_host} on each of {hosts} host{'s' * (hosts > 1)}"
+    per_host = (
+        ""
+        if ranks_per_host is None or hosts is None
+        else f", {ranks_per_host} on each of {hosts} host{'s' * (hosts > 1)}"
+    )
     raise ShardingError(
         f"devices={devices} and num_nodes={num_nodes} ask for {devices * num_nodes} rank"
         f"{'s' * (devices * num_nodes > 1)}, {devices} on each host, and {launcher} has started {started}{per_host}.\n"

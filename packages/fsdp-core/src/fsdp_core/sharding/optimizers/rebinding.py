@@ -23,7 +23,7 @@ __all__ = ["rebind_optimizer"]
 
 def rebind_optimizer(
     optimizer: torch.optim.Optimizer,
-    sharded: Callable[[nn.Parameter], nn.Parameter | None],
+    find_sharded: Callable[[nn.Parameter], nn.Parameter | None],
     layout: Layout,
     owners: Runtime | None = None,
 ) -> torch.optim.Optimizer:
@@ -34,7 +34,7 @@ def rebind_optimizer(
 
     Args:
         optimizer: The optimizer; it must not have stepped yet if it has to be changed.
-        sharded: Returns the sharded parameter of a parameter, which may be itself; ``None`` for a foreign one.
+        find_sharded: Returns the sharded parameter of a parameter, which may be itself; ``None`` for a foreign one.
         layout: The parts of the user's parameters that each sharded parameter holds.
         owners: The ranks that may each step over some of the parameters, whole; ``None`` if none may.
 
@@ -50,7 +50,7 @@ def rebind_optimizer(
     for index, group in enumerate(optimizer.param_groups):
         group_targets: dict[nn.Parameter, None] = {}  # in order, each once
         for parameter in group["params"]:
-            target = sharded(parameter)
+            target = find_sharded(parameter)
             if target is None:
                 raise OptimizerMismatchError(
                     f"param group {index} of {type(optimizer).__name__} holds a parameter of shape "
@@ -61,14 +61,14 @@ def rebind_optimizer(
                 )
             if target is not parameter:
                 if target in counts and target not in group_targets:
-                    raise _error_of_divided(optimizer, layout[target])
+                    raise _divided_group_error(optimizer, layout[target])
                 counts[target] = counts.get(target, 0) + 1
             replacements[parameter] = target
             group_targets[target] = None
         groups.append(list(group_targets))
     for target, count in counts.items():
         if len(layout.get(target, ())) > 1 and count < len(layout[target]):
-            raise _error_of_divided(optimizer, layout[target])
+            raise _divided_group_error(optimizer, layout[target])
     if counts:
         state = _recreate_state(optimizer, replacements)
         inner_optimizers = {
@@ -77,7 +77,7 @@ def rebind_optimizer(
             if isinstance(value, torch.optim.Optimizer) and value is not optimizer
         }
         for inner in inner_optimizers.values():
-            rebind_optimizer(inner, sharded, layout)
+            rebind_optimizer(inner, find_sharded, layout)
         for name, value in list(vars(optimizer).items()):
             if name != "state":
                 vars(optimizer)[name] = _replace_params(value, replacements, optimizer)
@@ -105,7 +105,7 @@ def _recreate_state(
     optimizer: torch.optim.Optimizer, replacements: Mapping[Tensor, nn.Parameter]
 ) -> dict[Any, dict[str, Any]]:
     """The state that an optimizer created before its first step, recreated for the shards."""
-    params_with_device_step: set[nn.Parameter] = set()  # whose count of steps is on their device
+    params_with_device_step: set[nn.Parameter] = set()  # those whose count of steps is kept on their device
     for group in optimizer.param_groups:
         if group.get("fused") or group.get("capturable"):
             params_with_device_step.update(group["params"])
@@ -199,7 +199,7 @@ def _replace_members(
     return members
 
 
-def _error_of_divided(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> OptimizerMismatchError:
+def _divided_group_error(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> OptimizerMismatchError:
     names = ", ".join(repr(part.name) for part in parts[:5])
     if len(parts) > 5:
         names += f" and {len(parts) - 5} more"

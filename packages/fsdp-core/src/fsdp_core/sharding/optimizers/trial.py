@@ -72,8 +72,9 @@ def check_steps(
         runtime: The ranks, which then take one decision; ``None`` if each decides by itself, over flat shards.
 
     Returns:
-        Whether the optimizer has to be run like that: its update looks at more of a parameter than single elements,
-        and over shards it would be wrong, or every rank would compute over every matrix; and it looks at no other one.
+        Whether the optimizer has to step over whole parameters, each on one rank: its update of a parameter depends on
+        all of that parameter's elements and on no other parameter, so that over shards it would be wrong, or every rank
+        would compute over every matrix.
 
     Raises:
         OptimizerMismatchError: Its step fails over shards, or has a different result; or its state can't be saved and
@@ -128,7 +129,7 @@ class _Trial:
     Args:
         optimizer: The optimizer.
         specs: Of its parameters.
-        on_all_ranks: Whether something is so on every rank; all ranks call it.
+        on_all_ranks: Returns whether a condition holds on every rank; all ranks call it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, specs: Specs, on_all_ranks: Callable[[bool], bool]) -> None:
@@ -185,7 +186,7 @@ class _Trial:
         is_right = self.on_all_ranks(is_right)
         gathers = self._on_any_rank(gathers)
         if not is_right:
-            problem = None  # of steps that are wrong, nothing else is said
+            problem = None  # that the steps are wrong is the error, whatever else is wrong
         elif self.on_all_ranks(problem is None):
             problem = why_not_resumed(self.optimizer, self.specs, reference, run, view)
         is_usable = self.on_all_ranks(is_right and problem is None)
@@ -247,7 +248,7 @@ class _Trial:
                 raise OptimizerMismatchError(f"{self.name} {COMPUTES_HESSIAN}") from None
             if self.by_closure or not takes_closure(self.optimizer):
                 return None, error
-            self.by_closure = True  # it says that it can do without, and can't
+            self.by_closure = True  # its signature says that it needs none, but it does
             try:
                 reference = self._run(as_unsharded)
             except Exception:
@@ -271,10 +272,10 @@ class _Trial:
             varied = self._run(as_unsharded, by_closure=True, losses=_VARIED_LOSSES)
             if ends_close(reference, varied):
                 return
-            level = reference if self.by_closure else self._run(as_unsharded, by_closure=True)
+            equal_losses = reference if self.by_closure else self._run(as_unsharded, by_closure=True)
         except Exception:  # it fails with a closure
             return
-        if not ends_close(level, varied):
+        if not ends_close(equal_losses, varied):
             raise OptimizerMismatchError(
                 f"{self.name} scales its steps by the loss that its closure returns, and each rank has the loss of its "
                 "own part of the batch: ranks would make different steps of one.\n"
@@ -304,7 +305,7 @@ class _Trial:
         return compare(specs, reference)
 
     def _compare_dtensors(self, reference: TrialRun) -> tuple[bool, bool, TrialRun]:
-        """Whether steps over DTensors are those over whole parameters; whether they gather matrices; and they."""
+        """Whether steps over DTensors are those over whole parameters; whether they gather matrices; and the steps."""
         with ObservedCommunication() as communication:
             run = self._run(as_dtensor)
         # norms and the like are scalars, or have an element for each row or column
@@ -320,7 +321,7 @@ class _Trial:
         that steps with a closure may compute losses at several points, for which all shards would have to follow.
 
         Returns:
-            The answer; and, if it can, why it must not nevertheless.
+            The answer; and, if it is yes, why the optimizer must not be used nevertheless, or ``None``.
         """
         if keeps_parameters(self.optimizer) or callable(getattr(self.optimizer, "eval", None)) or self.by_closure:
             return False, None
@@ -359,7 +360,7 @@ class _Trial:
         specs = {p: spec.flattened() for p, spec in self.specs.items()}
         try:
             is_right, runs = self._compare_flat(specs, None, FINE)
-        except Exception:  # then nothing is said of them
+        except Exception:  # then the error does not recommend them
             return False, False
         return is_right, _first_problem(runs) is None
 
@@ -378,7 +379,10 @@ class _Trial:
         verb = "fails over" if error is not None else "silently trains something else over"
         other_strategy = ""
         if all(self._is_right_over_flat_shards()):
-            other_strategy = "; or strategy='fsdp_native', which shows plain pieces: over those its steps are right"
+            other_strategy = (
+                "; or a strategy that shows plain pieces, over which its steps are right, such as "
+                "strategy='fsdp_native'"
+            )
         raise OptimizerMismatchError(
             f"a step of {self.name} {verb} DTensors, which this strategy shows as parameters{_describe_error(error)}.\n"
             f"{advice} another optimizer, such as AdamW{other_strategy}."

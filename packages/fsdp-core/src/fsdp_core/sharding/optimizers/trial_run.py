@@ -46,12 +46,13 @@ __all__ = [
     "shard_values",
 ]
 
-#: The number of steps, and of values of a parameter that are compared; some optimizers evaluate often in a step.
+#: The number of steps of a run; and from how many gradient computations, at most, values of a parameter are compared:
+#: some optimizers compute gradients several times in a step.
 STEPS = 6
-_COMPARED = 7
+_MAX_COMPARED = 7
 
-#: Relative to a step's largest change, where collectives add in another order, or codes of a few bits have other
-#: blocks: covers the rounding of optimizers that compute in bf16 internally.
+#: How much values may differ, relative to a step's largest change, where collectives add in another order, or codes of
+#: a few bits have other blocks: covers the rounding of optimizers that compute in bf16 internally.
 COARSE = 0.05
 
 #: The same where each element is computed in the same way: covers what a last bit grows to in six steps. Some
@@ -61,14 +62,14 @@ FINE = 1e-3
 #: Relative to a value, for each of the two values that a step is the difference of: fp32 rounds by half of it.
 _ROUNDING = 2.0**-22
 
-#: Below that, numbers that an optimizer keeps are taken for zero.
+#: A number that an optimizer keeps is taken for zero if it is smaller.
 _LEAST = 1e-20
 
 #: A factor that makes gradients as small as those of real models. Weight decay that is divided by them then matters.
 SLIGHT = 1e-4
 
-#: Held by a thread while it keeps torch from compiling a step that runs only once.
-_ALONE = threading.Lock()
+#: Locked while a thread keeps torch from compiling steps, each of which runs only once: that is set for all threads.
+_one_trial_at_a_time = threading.Lock()
 
 #: The flattened values of each small parameter at each gradient computation, of shape ``(times, elements)``.
 Values = dict[Key, Tensor]
@@ -146,7 +147,7 @@ def run_steps(
     history: list[list[Tensor]] = []
 
     def evaluate(number: int) -> Tensor:
-        if len(history) <= _COMPARED:
+        if len(history) <= _MAX_COMPARED:
             history.append([local_tensor(small.param.detach()).reshape(-1).clone() for small in small_params.values()])
         for small in small_params.values():
             small.set_gradient(number, scale)
@@ -161,7 +162,7 @@ def run_steps(
     # Ranks of DTensors are processes, and wait for each other in their steps. Others may be threads, which share
     # torch's stance and generators; and a collective of theirs would wait for ranks that have failed.
     with (
-        nullcontext() if is_dtensor else _ALONE,
+        nullcontext() if is_dtensor else _one_trial_at_a_time,
         torch.compiler.set_stance("force_eager"),
         _seeded(device, seed) as has_drawn,
         ObservedCommunication(allowed=is_dtensor),
@@ -184,7 +185,7 @@ def _seeded(device: torch.device, seed: int) -> Iterator[Callable[[], bool]]:
     numpy = sys.modules.get("numpy")
     runtime.device = device
 
-    def begin() -> None:
+    def seed_all() -> None:
         torch.default_generator.manual_seed(seed)
         if device.type != "cpu":
             torch.get_device_module(device).manual_seed(seed)
@@ -192,16 +193,16 @@ def _seeded(device: torch.device, seed: int) -> Iterator[Callable[[], bool]]:
         if numpy is not None:
             numpy.random.seed(seed)
 
-    def draw() -> list[float]:
-        drawn = [float(torch.rand(())), float(torch.rand((), device=device)), random.random()]
-        return drawn if numpy is None else [*drawn, float(numpy.random.random())]
+    def draw_from_each() -> list[float]:
+        numbers = [float(torch.rand(())), float(torch.rand((), device=device)), random.random()]
+        return numbers if numpy is None else [*numbers, float(numpy.random.random())]
 
     state = random_state(runtime)
     try:
-        begin()
-        first = draw()
-        begin()
-        yield lambda: draw() != first
+        seed_all()
+        first_numbers = draw_from_each()
+        seed_all()
+        yield lambda: draw_from_each() != first_numbers
     finally:
         set_random_state(state, runtime)
 
@@ -229,10 +230,11 @@ def ends_close(expected: TrialRun, run: TrialRun) -> bool:
     """Whether all steps of two runs together have changed the same elements by the same amounts."""
     for key, values in expected.values.items():
         if values.numel():
-            ends = [local_tensor(of.small_params[key].param.detach()).reshape(-1) for of in (expected, run)]
-            allowed = COARSE * (ends[0] - values[0]).abs().amax() + _ROUNDING * ends[0].abs().amax()
-            is_close = (ends[0] - ends[1]).abs() <= allowed
-            if not bool((is_close | (ends[0].isnan() & ends[1].isnan())).all()):
+            expected_end = local_tensor(expected.small_params[key].param.detach()).reshape(-1)
+            end = local_tensor(run.small_params[key].param.detach()).reshape(-1)
+            allowed = COARSE * (expected_end - values[0]).abs().amax() + _ROUNDING * expected_end.abs().amax()
+            is_close = (expected_end - end).abs() <= allowed
+            if not bool((is_close | (expected_end.isnan() & end.isnan())).all()):
                 return False
     return True
 
@@ -244,9 +246,9 @@ def keeps_same_numbers(expected: TrialRun, run: TrialRun) -> bool:
     """
     pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
     for key, small in run.small_params.items():
-        params = expected.small_params[key].param, small.param
-        if params[0] in expected.optimizer.state and params[1] in run.optimizer.state:
-            pairs.append((expected.optimizer.state[params[0]], run.optimizer.state[params[1]]))
+        expected_param = expected.small_params[key].param
+        if expected_param in expected.optimizer.state and small.param in run.optimizer.state:
+            pairs.append((expected.optimizer.state[expected_param], run.optimizer.state[small.param]))
         pairs.append((expected.optimizer.param_groups[key[0]], run.optimizer.param_groups[key[0]]))
     for first, second in pairs:
         for name in first.keys() & second.keys():

@@ -1,7 +1,7 @@
-"""Gradients of parameters that are shards: what autograd does not know of is refused.
+"""Refuses gradients of shards where autograd could not compute them, and hooks that it would not call.
 
-Hooks are called with the reduced gradient, or refused when they are registered. ``torch.autograd.grad`` with respect to
-a shard, and ``backward(inputs=...)``, are refused where the graph does not hold it.
+A hook is called with the reduced gradient, or refused when it is registered. ``torch.autograd.grad`` with respect to a
+shard, and ``backward(inputs=...)``, are refused where the graph does not contain the shard.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from fsdp_core.gradients.gathered_values import other_tensor_refusal
 __all__ = ["OutsideAttributes", "users_module"]
 
 
+#: Attributes that both the wrapper and the user's module have.
 _OF_BOTH = ("training", "forward")
 
 
@@ -25,8 +26,9 @@ class OutsideAttributes(nn.Module):
     module: Any
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # first, what a library sets several times a step: its own state
         if name in self.__dict__ and name not in _OF_BOTH and not isinstance(value, nn.Module | Tensor):
-            self.__dict__[name] = value  # a library's state, which it sets several times a step
+            self.__dict__[name] = value
             return
         if self._is_of_module(name):
             is_other = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)

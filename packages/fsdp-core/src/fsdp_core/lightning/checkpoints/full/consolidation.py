@@ -76,7 +76,9 @@ def consolidate_lightning(
         contents = as_trainers_file(nest)
         fabric_keys = None if contents is not None else _choose(files, nest, key, optimizer_keys)
         if fabric_keys is not None:
-            contents = from_fabric(nest, *fabric_keys, left_out=_left_out_keys(files, *fabric_keys), version=_lightning_version())
+            contents = from_fabric(
+                nest, *fabric_keys, left_out=_left_out_keys(files, *fabric_keys), version=_lightning_version()
+            )
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -101,7 +103,9 @@ def consolidate_lightning(
         tensors=archive.tensors,
         nbytes=archive.nbytes,
         aliases={},
-        left_out={} if fabric_keys is None else dict.fromkeys(_left_out_keys(files, *fabric_keys), "is not of this model"),
+        left_out={}
+        if fabric_keys is None
+        else dict.fromkeys(_left_out_keys(files, *fabric_keys), "is not of this model"),
     )
 
 
