@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from fsdp_core.errors import NonFiniteGradientError
-from fsdp_core.lightning.checkpoints.saving_strategy import SaveTarget
+from fsdp_core.lightning.checkpoints.sharded_or_full import SaveTarget
 from fsdp_core.sharding.plan import ShardingPlan
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.testing.loopback.backend import LoopbackBackend

@@ -19,8 +19,7 @@ from fsdp_core.lightning.checkpoints.begun_accumulation import AccumulatedGradie
 from fsdp_core.lightning.checkpoints.full.file import gather_full
 from fsdp_core.lightning.checkpoints.full.layout import as_trainers_file, number_parameters
 from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
-from fsdp_core.lightning.checkpoints.saving_strategy import SaveTarget
-from fsdp_core.lightning.checkpoints.sharded_or_full import read_checkpoint, write_file, write_folder
+from fsdp_core.lightning.checkpoints.sharded_or_full import SaveTarget, read_checkpoint, write_file, write_folder
 from fsdp_core.lightning.loaders.fabric_loaders import is_left_out, is_loader, load_loader, loader_state
 from fsdp_core.lightning.outside_steps.forwarding import sharded_in
 from fsdp_core.lightning.outside_steps.redirection import normal_tensors

@@ -11,11 +11,11 @@ from torch import nn
 
 from fsdp_core.initialization.sharded_init import check_same_parts
 from fsdp_core.lightning.capability_checks import check_materialization
-from fsdp_core.lightning.checkpoints.saving_strategy import SavingStrategy
 from fsdp_core.lightning.constructing import define_constructor
 from fsdp_core.lightning.features.sharded_optimizers import ShardedOptimizers
 from fsdp_core.lightning.outside_steps.redirection import normal_tensors
 from fsdp_core.lightning.outside_steps.sharded_modules import announce_shards, guard_module
+from fsdp_core.lightning.strategy_saving import SavingStrategy
 from fsdp_core.sharding.agreement.same_model import check_same, facts_of_options, facts_of_packages
 from fsdp_core.sharding.backend import Backend, sharding_config_of
 from fsdp_core.sharding.plan import ShardingPlan

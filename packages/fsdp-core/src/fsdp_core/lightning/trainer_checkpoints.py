@@ -23,8 +23,8 @@ from fsdp_core.lightning.checkpoints.full.file import gather_full
 from fsdp_core.lightning.checkpoints.full.layout import number_parameters
 from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
 from fsdp_core.lightning.checkpoints.patched_io import checkpoint_at
-from fsdp_core.lightning.checkpoints.saving_strategy import SaveTarget
 from fsdp_core.lightning.checkpoints.sharded_or_full import (
+    SaveTarget,
     io_for,
     own_exceptions,
     read_checkpoint,

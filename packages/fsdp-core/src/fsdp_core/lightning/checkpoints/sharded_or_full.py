@@ -6,8 +6,9 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from torch import Tensor
@@ -20,10 +21,13 @@ from fsdp_core.checkpoint.storage.recognition import is_sharded
 from fsdp_core.errors import CheckpointError, FSDPError
 from fsdp_core.lightning.capability_checks import check_checkpoint
 from fsdp_core.lightning.checkpoints.full.file import read_full_file, write_full
-from fsdp_core.lightning.checkpoints.saving_strategy import SaveTarget, SavingStrategy
 from fsdp_core.lightning.checkpoints.shared_disk import check_folder_around
 
+if TYPE_CHECKING:
+    from fsdp_core.lightning.strategy_saving import SavingStrategy
+
 __all__ = [
+    "SaveTarget",
     "io_for",
     "own_exceptions",
     "read_checkpoint",
@@ -31,6 +35,22 @@ __all__ = [
     "write_file",
     "write_folder",
 ]
+
+
+@dataclass(frozen=True)
+class SaveTarget:
+    """Where a rank saves.
+
+    Attributes:
+        path: A folder for sharded checkpoints, a file for full ones.
+        scattered: Whether each rank saves at a path of its own.
+        is_reported: Whether the caller passes the folder on to Ray Train as soon as the call returns, so that a save in
+            the background would come too late.
+    """
+
+    path: str
+    scattered: bool = False
+    is_reported: bool = False
 
 
 def write_file(

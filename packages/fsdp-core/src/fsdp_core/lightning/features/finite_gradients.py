@@ -81,7 +81,7 @@ def refuse_nonfinite(optimizer: Optimizer, roots: Sequence[Sharded], runtime: Ru
 
 
 def _is_nonfinite(parameter: Tensor, device: torch.device) -> Tensor:
-    """1 if this rank's gradient of a parameter holds NaN or infinity, else 0; in a tensor, which waits for no device."""
+    """1 if this rank's gradient of a parameter holds NaN or infinity, else 0: as a tensor, which is not waited for."""
     if parameter.grad is None or not local_tensor(parameter.grad).numel():
         return torch.zeros((), device=device)
     return (~local_tensor(parameter.grad).detach().isfinite().all()).to(device, torch.float32)

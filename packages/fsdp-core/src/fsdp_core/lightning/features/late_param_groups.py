@@ -165,8 +165,8 @@ class LateParamGroups(Feature):
         if late is not None:
             names = [name for group in late["param_groups"] for name in group["params"]]
             raise CheckpointMismatchError(
-                f"the checkpoint's optimizer also holds {_listing(names)}, and this {type(optimizer).__name__} doesn't at "
-                "its first step.\n"
+                f"the checkpoint's optimizer also holds {_listing(names)}, and this {type(optimizer).__name__} doesn't "
+                "at its first step.\n"
                 "Build the optimizer over the parameters that it was saved with; or add their param groups by "
                 "optimizer.add_param_group() in on_train_start, or on_train_epoch_start; or load only the weights."
             )
@@ -180,8 +180,8 @@ class LateParamGroups(Feature):
         for late in self._pending.values():
             names = [name for group in late["param_groups"] for name in group["params"]]
             raise CheckpointError(
-                f"a checkpoint was requested before the optimizer got its parameters {_listing(names)}, whose state the "
-                "loaded checkpoint holds: the new one would lack it.\n"
+                f"a checkpoint was requested before the optimizer got its parameters {_listing(names)}, whose state "
+                "the loaded checkpoint holds: the new one would lack it.\n"
                 "Save it after the first step, or add the param groups first."
             )
 

@@ -1,4 +1,4 @@
-"""What saves and loads need of a strategy under both front ends: where ranks save, in which form, and when they may."""
+"""How a strategy saves under both front ends: where ranks save, in which form, and when they may."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import os
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from lightning.fabric.plugins import CheckpointIO
@@ -15,32 +14,17 @@ from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.storage.joined import shown_paths
 from fsdp_core.errors import CheckpointError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.lightning.capability_checks import check_checkpoint
+from fsdp_core.lightning.checkpoints.sharded_or_full import SaveTarget
 from fsdp_core.lightning.outside_steps.redirection import is_inside_forward
 from fsdp_core.lightning.strategy_ranks import StrategyRanks
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.full_tensor import check_not_gathered
 
-__all__ = ["SaveTarget", "SavingStrategy"]
+__all__ = ["SavingStrategy"]
 
 _Path = TypeVar("_Path", str, str | list[str])
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SaveTarget:
-    """Where a rank saves.
-
-    Attributes:
-        path: A folder for sharded checkpoints, a file for full ones.
-        scattered: Whether each rank saves at a path of its own.
-        is_reported: Whether the caller passes the folder on to Ray Train as soon as the call returns, so that a save in
-            the background would come too late.
-    """
-
-    path: str
-    scattered: bool = False
-    is_reported: bool = False
 
 
 class SavingStrategy(StrategyRanks):
