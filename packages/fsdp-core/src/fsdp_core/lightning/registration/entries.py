@@ -21,6 +21,7 @@ from fsdp_core.lightning.registration.accelerators import enter_accelerator
 from fsdp_core.lightning.registration.deferred_names import fill_when_read
 from fsdp_core.lightning.registration.sharded_elsewhere import install_refusal
 from fsdp_core.plugins import registry
+from fsdp_core.plugins.discovery import forget_if_outdated
 from fsdp_core.plugins.lightning_names import TAKEN_OVER
 from fsdp_core.plugins.strategy_info import FrontEnd
 
@@ -228,6 +229,7 @@ class StrategyNames(list[str]):
 
     def _enter_late(self, name: str) -> bool:
         """Enter a name of a package that was installed after the registry was filled; whether it is one."""
+        forget_if_outdated()
         module = sys.modules.get(self._module)
         if module is None or name not in registry.known_names():
             return False
