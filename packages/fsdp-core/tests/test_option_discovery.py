@@ -126,7 +126,7 @@ def test_a_strategys_options_follow_from_the_fields() -> None:
     made = Strategy(None, units=[1], state_dict_type="full")
     assert (made.options.units, made.options.state_dict_type, made.backend.options) == ([1], "full", made.options)
     assert made.options.sharding_config() == {"units": "[1]", "kept": False}
-    assert (made.options.given(), made.options.arguments()) == (["units"], {"units": [1], "keep": False})
+    assert (made.options.changed_options(), made.options.arguments()) == (["units"], {"units": [1], "keep": False})
     parameters = inspect.signature(Strategy).parameters
     assert list(parameters)[:6] == [*ShardedTrainerStrategy.positional, "units"]
     assert "precision" not in parameters

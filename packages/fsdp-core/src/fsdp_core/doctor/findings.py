@@ -127,22 +127,25 @@ def _lightning_findings(facts: dict[str, Any]) -> Iterator[Finding]:
 
 def _plugin_findings(plugin: dict[str, Any]) -> Iterator[Finding]:
     package = plugin["package"]
-    who = f"{package} {plugin['version']} ({plugin['name']})"
+    plugin_text = f"{package} {plugin['version']} ({plugin['name']})"
     if plugin["error"]:
-        yield _broken(f"{who} failed to load: {plugin['error']}", plugin["remedy"])
+        yield _broken(f"{plugin_text} failed to load: {plugin['error']}", plugin["remedy"])
     if plugin["at_exit"]:
         yield _broken(
-            f"{who}: {plugin['at_exit']}", f"{_REPORT_TO_AUTHORS.format(package)}, or type: pip uninstall {package}"
+            f"{plugin_text}: {plugin['at_exit']}",
+            f"{_REPORT_TO_AUTHORS.format(package)}, or type: pip uninstall {package}",
         )
     for complaint in plugin["complaints"]:
-        yield _note(f"{who} {complaint['what']}", f"{_REPORT_TO_AUTHORS.format(package)}: {complaint['remedy']}")
+        yield _note(
+            f"{plugin_text} {complaint['what']}", f"{_REPORT_TO_AUTHORS.format(package)}: {complaint['remedy']}"
+        )
     if not plugin["bounded"] and not plugin["error"]:
         required = plugin["requires_core"]
         requirement = f"requires fsdp-core{required or ' of any version'}, without an upper bound"
         if required is None:
             requirement = "does not say which fsdp-core it requires"
         yield _note(
-            f"{who} {requirement}, so that one with another contract would load it too",
+            f"{plugin_text} {requirement}, so that one with another contract would load it too",
             f"{_REPORT_TO_AUTHORS.format(package)}: it should require what it was built for, such as "
             "fsdp-core>=0.1,<0.2",
         )

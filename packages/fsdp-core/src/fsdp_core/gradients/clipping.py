@@ -61,9 +61,9 @@ def clip_grads_by_norm(
         raise ValueError(f"norm_type={norm_type} is no norm. Write a positive number, or float('inf').")
     shards: dict[tuple[Any, ...], list[Tensor]] = {(group,): []}  # by the groups over which they are parts of a whole
     replicated: list[Tensor] = []
-    wide = torch.float32  # of what ranks send each other, also those that have no gradient
+    wide_dtype = torch.float32  # of what ranks send each other, also those that have no gradient
     for parameter in parameters:
-        wide = torch.promote_types(wide, parameter.dtype.to_real())
+        wide_dtype = torch.promote_types(wide_dtype, parameter.dtype.to_real())
         if parameter.grad is not None:
             gradient = local_tensor(parameter.grad)
             groups = _groups(parameter, runtime, group) if is_sharded(parameter) else ()
@@ -74,7 +74,7 @@ def clip_grads_by_norm(
     is_inf = math.isinf(norm_type)
     total = _power_sum(replicated, norm_type, runtime.device)
     for groups, grads in shards.items():
-        part = _power_sum(grads, norm_type, runtime.device).to(wide)
+        part = _power_sum(grads, norm_type, runtime.device).to(wide_dtype)
         for process_group in groups:
             if is_inf:
                 part = _largest(runtime, part, process_group)

@@ -93,12 +93,14 @@ class ReplicatedParameters:
         if not trainable:
             return
         # fp32 holds the sum of half-precision gradients without overflow; wider dtypes keep their own
-        wide = torch.float32
+        wide_dtype = torch.float32
         for parameter in trainable:
-            wide = torch.promote_types(wide, parameter.dtype)
+            wide_dtype = torch.promote_types(wide_dtype, parameter.dtype)
         device = trainable[0].device
-        has_gradient = torch.tensor([p.grad is not None for p in trainable], dtype=wide, device=device)
-        grads = [(torch.zeros_like(p) if p.grad is None else p.grad).detach().reshape(-1).to(wide) for p in trainable]
+        has_gradient = torch.tensor([p.grad is not None for p in trainable], dtype=wide_dtype, device=device)
+        grads = [
+            (torch.zeros_like(p) if p.grad is None else p.grad).detach().reshape(-1).to(wide_dtype) for p in trainable
+        ]
         flat = self._runtime.all_reduce(torch.cat([has_gradient, *grads]), "sum")
         ranks_with_gradient, *sums = flat.split([len(trainable), *(p.numel() for p in trainable)])
         for parameter, count, total in zip(trainable, ranks_with_gradient.tolist(), sums, strict=True):

@@ -273,7 +273,7 @@ class _Build:
         memory = _Memory(self.sizes, device)
         with torch.no_grad():
             for step in reversed(chosen):
-                with nullcontext() if step.draw is None else step.draw.again(device):
+                with nullcontext() if step.draw is None else step.draw.repeated(device):
                     memory.run(step)
         return memory
 
@@ -287,7 +287,7 @@ class _Build:
                 step = self.steps[index]
                 if step.draw is not None:
                     needed = self._replay_until(step.reads, device, index)
-                    with step.draw.first(device):
+                    with step.draw.first_time(device):
                         needed.run(step)
                     del needed
                     freed += sum(self.sizes[storage_id][0] for storage_id in step.writes)

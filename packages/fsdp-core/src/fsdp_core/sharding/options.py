@@ -87,7 +87,7 @@ class ShardingOptions:
             for name, traits in self._sharding_options()
         }
 
-    def given(self) -> list[str]:
+    def changed_options(self) -> list[str]:
         """The names of the options about how a module is sharded that have another value than their default."""
         defaults = {option_field.name: option_field.default for option_field in fields(self)}
         return [name for name, _ in self._sharding_options() if not is_same_value(getattr(self, name), defaults[name])]

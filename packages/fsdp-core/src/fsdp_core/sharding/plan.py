@@ -118,9 +118,9 @@ class ShardingPlan:
     @property
     def local_nbytes(self) -> int | None:
         """The bytes of parameters that this rank will keep, without padding; ``None`` if the backend does not say."""
-        kept = [(p.local_numel, p.dtype.itemsize) for p in self.parameters.values() if p.tied_to is None]
-        sizes = [numel * itemsize for numel, itemsize in kept if numel is not None]
-        return sum(sizes) if len(sizes) == len(kept) else None
+        untied = [p for p in self.parameters.values() if p.tied_to is None]
+        sizes = [p.local_numel * p.dtype.itemsize for p in untied if p.local_numel is not None]
+        return sum(sizes) if len(sizes) == len(untied) else None
 
     def has_parameters(self, name: str) -> bool:
         """Whether a module has parameters, its own or those of modules in it.

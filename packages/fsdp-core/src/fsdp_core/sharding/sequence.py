@@ -177,8 +177,8 @@ class SequenceSplit:
             total: The sum over this rank's tokens.
             count: The number, or the weight, of these tokens.
         """
-        wide = torch.promote_types(total.dtype, torch.float32)
-        own_count = torch.as_tensor(count, device=total.device).detach().to(wide).clone()
+        wide_dtype = torch.promote_types(total.dtype, torch.float32)
+        own_count = torch.as_tensor(count, device=total.device).detach().to(wide_dtype).clone()
         count_of_all = self.ranks.all_reduce(own_count, "sum")
         if torch.is_grad_enabled():
             self._is_weighted = True
@@ -222,8 +222,8 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         ranks = ctx.ranks
         # in fp32 or wider, as the gradient of the unsplit keys would be accumulated
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        rows = torch.stack(gradient.chunk(ranks.world_size, ctx.dim)).to(wide)
+        wide_dtype = torch.promote_types(gradient.dtype, torch.float32)
+        rows = torch.stack(gradient.chunk(ranks.world_size, ctx.dim)).to(wide_dtype)
         return ranks.reduce_scatter(rows, "sum").to(gradient.dtype), None, None
 
 

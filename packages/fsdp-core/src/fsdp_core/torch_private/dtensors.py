@@ -67,10 +67,10 @@ def forget_meshes() -> None:
     meshes = device_mesh._mesh_resources
     for joined in ("root_to_flatten_mapping", "flatten_name_to_root_dims"):  # only in torch 2.9: of joined axes
         getattr(meshes, joined, {}).clear()
-    noted = _cached_meshes
+    cached_before = _cached_meshes
     _cached_meshes = None
     _group_with_clean_caches = weakref.ref(dist.group.WORLD)
-    if noted == _CachedMeshes(dist.get_rank(), dist.get_world_size(), _count_uncached()):
+    if cached_before == _CachedMeshes(dist.get_rank(), dist.get_world_size(), _count_uncached()):
         return
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # not in torch 2.9

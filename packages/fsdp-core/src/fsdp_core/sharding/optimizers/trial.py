@@ -297,9 +297,9 @@ class _Trial:
             is_right = is_right and allclose(expected.values, join_shards(first.values, last.values), tolerance)
             return is_right, [first, last]
 
-        few = smaller(specs)
+        small_specs = smaller(specs)
         for scale in (1.0, SLIGHT):
-            is_right, runs = compare(few, scale=scale)
+            is_right, runs = compare(small_specs, scale=scale)
             if not is_right:
                 return False, runs
         return compare(specs, reference)
@@ -340,15 +340,15 @@ class _Trial:
 
         try:
             self._run(as_unsharded, only=[])
-            apart, keeps_apart = run_each()
-            beside, keeps_beside = run_each(has_neighbour=True)
-            if not (keeps_apart and keeps_beside):
+            alone, keeps_alone = run_each()
+            with_neighbour, keeps_with_neighbour = run_each(has_neighbour=True)
+            if not (keeps_alone and keeps_with_neighbour):
                 return False, None
-            if not (allclose(reference.values, apart, FINE) and allclose(apart, beside, FINE)):
+            if not (allclose(reference.values, alone, FINE) and allclose(alone, with_neighbour, FINE)):
                 return False, None
-            slightly_apart, _ = run_each(scale=SLIGHT)
-            slightly_beside, _ = run_each(scale=SLIGHT, has_neighbour=True)
-            if not allclose(slightly_apart, slightly_beside, FINE):
+            slight_alone, _ = run_each(scale=SLIGHT)
+            slight_with_neighbour, _ = run_each(scale=SLIGHT, has_neighbour=True)
+            if not allclose(slight_alone, slight_with_neighbour, FINE):
                 return False, None
         except Exception:
             return False, None
