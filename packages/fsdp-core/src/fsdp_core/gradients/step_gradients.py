@@ -331,16 +331,26 @@ def _is_elementwise_call(name: str, args: Any) -> bool:
 _GRAD_FN: Any = getattr(Tensor, "grad_fn").__get__  # noqa: B009  # which stubs take for a node
 
 
-def _is_registered_by_pruning(func: Any) -> bool:
-    """Whether torch's pruning is registering a piece, and would choose among the elements of this rank's alone.
+def _refuse_pruning(func: Any) -> None:
+    """Refuse that torch's pruning registers a piece: it would choose among the elements of this rank's alone.
 
-    Asked at this moment, since pruning has changed nothing yet; what it changes afterwards it would not undo.
+    Called by :meth:`Piece.__torch_function__` at this moment of the registration, when pruning has changed nothing yet:
+    it would not undo what it changes afterwards.
+
+    Raises:
+        UnsupportedCapabilityError: It does.
     """
     if func != _GRAD_FN:
-        return False
+        return
     registering = sys._getframe(2)
     caller = registering.f_back if registering.f_code is nn.Module.register_parameter.__code__ else None
-    return caller is not None and caller.f_code.co_filename == prune.__file__
+    if caller is not None and caller.f_code.co_filename == prune.__file__:
+        raise UnsupportedCapabilityError(
+            "torch.nn.utils.prune chooses elements by all of a parameter, and registers another for it, and this "
+            "rank has a piece of it.\n"
+            "Prune the model before it is sharded: in __init__ or configure_model, under Fabric before "
+            "fabric.setup(). Or set elements to zero within fsdp_core.gathered(module, modifier_rank=0)."
+        )
 
 
 #: What an attribute's functions are called, in words.
@@ -374,65 +384,72 @@ class Piece(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         name = _TRANSPOSES.get(func) or str(getattr(func, "__name__", func))
-        reason = cls._fsdp_reason
-        if not _is_elementwise_call(name, args) or (
-            name == "numel" and sys._getframe(1).f_code is _VECTOR_TO_PARAMETERS
-        ):
-            if issubclass(cls, StatePiece) and sys._getframe(1).f_code.co_filename.startswith(_FSDP):
+        caller = sys._getframe(1).f_code
+        if not _is_elementwise_call(name, args) or (name == "numel" and caller is _VECTOR_TO_PARAMETERS):
+            if issubclass(cls, StatePiece) and caller.co_filename.startswith(_FSDP):
                 with without_torch_function():
-                    return func(*args, **(kwargs or {}))
-            raise UnsupportedCapabilityError(f"{_IN_WORDS.get(name, name)} {reason}")
-        if _is_registered_by_pruning(func):
-            raise UnsupportedCapabilityError(
-                "torch.nn.utils.prune chooses elements by all of a parameter, and registers another for it, and this "
-                "rank has a piece of it.\n"
-                "Prune the model before it is sharded: in __init__ or configure_model, under Fabric before "
-                "fabric.setup(). Or set elements to zero within fsdp_core.gathered(module, modifier_rank=0)."
-            )
+                    return func(*args, **kwargs)
+            raise cls._refusal(name)
+        _refuse_pruning(func)
         with without_torch_function():
             if func in _DIMENSIONS:
                 return dimensions(args[0])
-            if name in READS_FIRST_ALONE and not isinstance(args[0], Piece):
-                return func(*args, **(kwargs or {}))
-            try:
-                places = common_places(name, Piece, args, kwargs)
-            except PieceMixture as mixture:
-                raise _mixture_refusal(name, mixture.names) from None
-            shapes = {piece.shape for piece in _tensors((args, kwargs)) if isinstance(piece, Piece)}
-            is_assignment = func == _DATA.__set__
-            is_foreach = name[: len(_FOREACH)] == _FOREACH
-            targets: list[Tensor | None] = [*_tensors((kwargs or {}).get("out"))]  # what is written to
-            if is_assignment or writes_to_first(name):
-                targets += _beside_pieces(args, _tensors(args[:1])) if is_foreach else _tensors(args[:1])
-            assigned = args[1:] if is_assignment else ()
-            if targets:
-                _piece_writes[0] += 1
-            if any(tensor is not None and tensor.shape not in shapes for tensor in (*targets, *assigned)):
-                raise UnsupportedCapabilityError(f"{_IN_WORDS.get(name, name)} {reason}")
-            # module.to() of the same device assigns the memory that is there already
-            is_moved = is_assignment and not args[0].is_set_to(args[1])
             if func == _GRAD.__get__:
                 return _shown_gradient(args[0])
-            if func == _GRAD.__set__:
-                vars(args[0]).pop(_HAS_GRADIENT_ELSEWHERE, None)
-            is_data = func == _DATA.__get__ and issubclass(cls, ParameterPiece)
-            result = _shown_data(args[0]) if is_data else func(*args, **(kwargs or {}))
-            if is_moved:
-                increment_version(args[0])  # a unit that is still gathered is gathered anew, as after other writes
-            if issubclass(cls, ParameterPiece) and func in _ATTRIBUTES:
-                return result
-            computed: list[Tensor | None] = [*_tensors(result)]
-            if is_foreach:
-                computed = _beside_pieces(args, _tensors(result))
-            if any(tensor is not None and tensor.shape not in shapes for tensor in computed):
-                raise UnsupportedCapabilityError(f"{name} {reason}")
-            piece_class = ParameterPiece if issubclass(cls, ParameterPiece) else cls
-            for tensors in (computed, targets):  # a plain tensor that a piece is written to is a piece from now on
-                for index, tensor in enumerate(tensors):
-                    if tensor is not None and type(tensor) is Tensor:
-                        guard([tensor], piece_class)
-                        set_place(tensor, places[index if len(places) == len(tensors) else 0] if places else None)
+            if name in READS_FIRST_ALONE and not isinstance(args[0], Piece):
+                return func(*args, **kwargs)
+            return cls._compute(func, name, args, kwargs)
+
+    @classmethod
+    def _refusal(cls, name: str) -> UnsupportedCapabilityError:
+        return UnsupportedCapabilityError(f"{_IN_WORDS.get(name, name)} {cls._fsdp_reason}")
+
+    @classmethod
+    def _compute(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Call an elementwise function, and make pieces of what it returns and writes to.
+
+        Raises:
+            UnsupportedCapabilityError: Pieces of several parameters would be mixed; or the result, or what is written
+                to, has another shape than the pieces, so that the function was not elementwise for these arguments.
+        """
+        try:
+            places = common_places(name, Piece, args, kwargs)
+        except PieceMixture as mixture:
+            raise _mixture_refusal(name, mixture.names) from None
+        shapes = {piece.shape for piece in _tensors((args, kwargs)) if isinstance(piece, Piece)}
+        is_foreach = name.startswith(_FOREACH)
+        is_assignment = func == _DATA.__set__
+        written: list[Tensor | None] = [*_tensors(kwargs.get("out"))]
+        if is_assignment or writes_to_first(name):
+            written += _beside_pieces(args, _tensors(args[:1])) if is_foreach else _tensors(args[:1])
+        if written:
+            _piece_writes[0] += 1
+        assigned = args[1:] if is_assignment else ()
+        if any(tensor is not None and tensor.shape not in shapes for tensor in (*written, *assigned)):
+            raise cls._refusal(name)
+        # module.to() of the same device assigns the memory that is there already
+        is_moved = is_assignment and not args[0].is_set_to(args[1])
+        if func == _GRAD.__set__:
+            vars(args[0]).pop(_HAS_GRADIENT_ELSEWHERE, None)
+        is_data = func == _DATA.__get__ and issubclass(cls, ParameterPiece)
+        result = _shown_data(args[0]) if is_data else func(*args, **kwargs)
+        if is_moved:
+            increment_version(args[0])  # a unit that is still gathered is gathered anew, as after other writes
+        if issubclass(cls, ParameterPiece) and func in _ATTRIBUTES:
+            return result
+        computed: list[Tensor | None] = [*_tensors(result)]
+        if is_foreach:
+            computed = _beside_pieces(args, _tensors(result))
+        if any(tensor is not None and tensor.shape not in shapes for tensor in computed):
+            raise cls._refusal(name)
+        piece_class = ParameterPiece if issubclass(cls, ParameterPiece) else cls
+        for tensors in (computed, written):  # a plain tensor that a piece is written to is a piece from now on
+            for index, tensor in enumerate(tensors):
+                if tensor is not None and type(tensor) is Tensor:
+                    guard([tensor], piece_class)
+                    set_place(tensor, places[index if len(places) == len(tensors) else 0] if places else None)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
