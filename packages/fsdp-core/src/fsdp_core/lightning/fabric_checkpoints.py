@@ -217,7 +217,7 @@ def _load(
             state[key] = _materialize(saved[key])
     # the full state of an optimizer that was not requested may not fit on one rank
     remaining = {key: value for key, value in saved.items() if key not in state}
-    return _materialize(remaining) if is_everything_returned else remaining  # type: ignore[no-any-return]
+    return _materialize(remaining) if is_everything_returned else remaining
 
 
 def _restore(strategy: ShardedFabricStrategy, obj: Any, value: Any, strict: bool, *, check_only: bool = False) -> bool:
