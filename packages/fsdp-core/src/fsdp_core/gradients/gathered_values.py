@@ -338,7 +338,7 @@ def other_tensor_refusal(name: str) -> ShardingError:
     )
 
 
-#: What a tensor's ``data`` and ``requires_grad`` are without any of this.
+#: torch's own descriptors of ``data`` and ``requires_grad``, which this module's classes override.
 _DATA: Any = Tensor.data
 _REQUIRES_GRAD: Any = Tensor.requires_grad
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from itertools import chain, compress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.fsdp
@@ -94,17 +94,17 @@ _ASSIGNED = (
 
 
 class StepGradients:
-    """What parameters that are gathered inside a root's forward pass show for their gradients, which are at the shards.
+    """Lets parameters that are gathered inside a root's forward pass show the gradients of their shards.
 
-    A parameter that is gathered has no gradient of its own once a backward pass inside the forward pass has given it to
-    the shard: ``torch.nn.utils.clip_grad_norm_(self.parameters())`` would clip nothing, without a word.
+    A backward pass inside the forward pass moves the gradient of a gathered parameter to its shard. Without this,
+    ``torch.nn.utils.clip_grad_norm_(self.parameters())`` would silently clip nothing after it.
 
     Args:
         root: The root. When its forward pass is over, nothing is shown any more.
 
     Attributes:
-        on: Whether the shards' gradients are shown. Off during backward passes, in which a library looks at what the
-            gathered parameters have themselves.
+        on: Whether the shards' gradients are shown. Off during backward passes, in which a library looks for gradients
+            of the gathered parameters themselves.
 
     Example:
         >>> import torch
@@ -135,11 +135,11 @@ class StepGradients:
         """Let a gathered parameter show the gradient of its shard.
 
         Args:
-            gathered: What modules hold; a parameter, or a tensor that a library has put in its place. Follows until it
-                is gone.
+            gathered: What modules hold: a parameter, or a tensor that a library has put in its place. It shows the
+                gradient as long as it exists.
             shard: What the optimizer holds.
-            is_part: Whether the shard is this rank's piece, and no DTensor, so that torch's functions can't be right on
-                its gradient: reading that is refused then.
+            is_part: Whether the shard is this rank's piece as a plain tensor: torch's functions can't be right on its
+                gradient then, and reading the gradient is refused.
         """
         if isinstance(gathered, _ShowsShardGradient):
             return
@@ -148,27 +148,41 @@ class StepGradients:
             instance.__class__ = _ShowingDTensor
         else:
             instance.__class__ = _ShowingParameter if isinstance(gathered, nn.Parameter) else _ShowingTensor
-        instance._fsdp_shows = (self, shard, is_part)
+        instance._fsdp_shows = _ShownGradient(self, shard, is_part)
 
 
-#: What a tensor's ``grad`` is without any of this.
+class _ShownGradient(NamedTuple):
+    """The gradient that a gathered parameter shows.
+
+    Attributes:
+        step: Says whether gradients are shown now.
+        shard: Whose gradient it is.
+        is_part: Whether the shard is this rank's piece as a plain tensor.
+    """
+
+    step: StepGradients
+    shard: Tensor
+    is_part: bool
+
+
+#: torch's own descriptor of ``grad``, which this module's classes override.
 _GRAD: Any = Tensor.grad
 
 
 class _ShowsShardGradient:
     """A gathered parameter that shows the gradient of its shard."""
 
-    _fsdp_shows: tuple[StepGradients, Tensor, bool] | None = None
+    _fsdp_shows: _ShownGradient | None = None
     is_leaf: bool
     requires_grad: bool
 
     @property
     def grad(self) -> Tensor | None:
         own: Tensor | None = _GRAD.__get__(self) if self.is_leaf else None
-        if own is not None or self._fsdp_shows is None or not self._fsdp_shows[0].on or not self.requires_grad:
+        shown = self._fsdp_shows
+        if own is not None or shown is None or not shown.step.on or not self.requires_grad:
             return own
-        _, shard, is_part = self._fsdp_shows
-        if is_part:
+        if shown.is_part:
             # module.to() converts gradients of parameters that it converts, which is refused for gathered ones
             if sys._getframe(1).f_code is nn.Module._apply.__code__:
                 return None
@@ -176,18 +190,20 @@ class _ShowsShardGradient:
                 "the gradients of parameters that are gathered inside training_step are with their shards, of which "
                 f"each rank has a piece: torch's functions would see none of them, or a piece alone.\n{_INSTEAD}"
             )
-        return shard.grad
+        return shown.shard.grad
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
-        if grad is None or self._fsdp_shows is None or not self._fsdp_shows[0].on:
+        shown = self._fsdp_shows
+        if shown is None or not shown.step.on:
             _GRAD.__set__(self, grad)
-        if self._fsdp_shows is not None and self._fsdp_shows[0].on:
-            _, shard, is_part = self._fsdp_shows
-            is_sharded = is_part or isinstance(shard, DTensor)
-            if grad is not None and is_sharded and type(grad) is not type(shard.grad):
-                raise UnsupportedCapabilityError(_ASSIGNED)
-            shard.grad = grad  # torch refuses what does not fit the shard
+            return
+        if grad is None:
+            _GRAD.__set__(self, None)
+        is_sharded = shown.is_part or isinstance(shown.shard, DTensor)
+        if grad is not None and is_sharded and type(grad) is not type(shown.shard.grad):
+            raise UnsupportedCapabilityError(_ASSIGNED)
+        shown.shard.grad = grad  # torch refuses what does not fit the shard
 
 
 def forget_shown(parameter: Tensor, set_to_none: bool) -> bool:
@@ -200,14 +216,14 @@ def forget_shown(parameter: Tensor, set_to_none: bool) -> bool:
     Returns:
         Whether it shows that of its shard. Otherwise nothing is done.
     """
-    shows = parameter._fsdp_shows if isinstance(parameter, _ShowsShardGradient) else None
-    if shows is None or not shows[0].on:
+    shown = parameter._fsdp_shows if isinstance(parameter, _ShowsShardGradient) else None
+    if shown is None or not shown.step.on:
         return False
     if parameter.is_leaf:
         _GRAD.__set__(parameter, None)
-    gradient = shows[1].grad
+    gradient = shown.shard.grad
     if set_to_none or gradient is None:
-        shows[1].grad = None
+        shown.shard.grad = None
     else:
         with without_torch_function() if isinstance(gradient, Piece) else nullcontext():
             gradient.detach_().zero_()
@@ -226,7 +242,7 @@ class _ShowingDTensor(_ShowsShardGradient, GatheredDTensor):
     pass
 
 
-#: What a parameter's ``data`` is.
+#: torch's own descriptor of ``data``.
 _DATA: Any = Tensor.data
 
 #: What is done to a parameter's attributes, and computes nothing of it.

@@ -80,7 +80,7 @@ def check_contract(distribution: Distribution | None) -> None:
 
 
 def has_upper_bound(requirements: Iterable[Requirement]) -> bool:
-    """Whether a release of fsdp-core far in the future would be refused.
+    """Whether requirements refuse some release of fsdp-core in the far future.
 
     Example:
         >>> from packaging.requirements import Requirement
