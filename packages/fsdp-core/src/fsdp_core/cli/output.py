@@ -60,11 +60,11 @@ def _fold(text: str, width: int) -> list[str]:
     lines = []
     line = ""
     for number, word in enumerate(text.split(" ")):
-        joined = f"{line} {word}" if number and len(word) <= width else ""
-        if number and joined and len(joined) <= width:
-            line = joined
+        room = width - len(line) - 1  # for a part of the word, after a space
+        if number and len(word) <= room:
+            line = f"{line} {word}"
             continue
-        if len(word) > width and 0 < (room := width - len(line) - 1) < width - 1:
+        if line and len(word) > width and room > 0:  # it does not fit any line: begin it in this one
             line = f"{line} {word[:room]}"
             word = word[room:]
         lines.append(line)

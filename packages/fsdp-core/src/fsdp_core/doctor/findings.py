@@ -74,6 +74,7 @@ def _torch_findings(facts: dict[str, Any]) -> Iterator[Finding]:
     elif torch.get("error"):
         remedy = f"mend that first, nothing runs without torch; {_SLOW_MACHINE}"
         yield _broken(f"torch: {torch['error']}", f"{remedy}; to run {without_packages}" if packages else remedy)
+    # a vendor's package is loaded where there is no such device
     elif packages and torch.get("devices") == [] and torch.get("accelerator") not in {None, *LIGHTNINGS_OWN}:
         yield _note(
             f"torch's accelerator is {torch['accelerator']!r}, and torch sees no such device; what its package has "

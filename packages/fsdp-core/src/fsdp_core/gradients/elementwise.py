@@ -34,11 +34,12 @@ def is_elementwise(name: str) -> bool:
         return True
     if name in _KNOWN:
         return True
-    if name.startswith("__"):
+    if name.startswith("__"):  # an operator, or its in-place or reflected form: __add__, __iadd__, __radd__
         base = name.strip("_")
         return base in _OPERATORS or (base[:1] in ("i", "r") and base[1:] in _OPERATORS)
-    base = name.removesuffix("_")
-    return any(variant in _KNOWN or _is_pointwise(variant) for variant in (base, base.removeprefix("special_")))
+    base = name.removesuffix("_")  # the function of which this is the in-place form
+    without_namespace = base.removeprefix("special_")  # torch.special.erf has another name than torch.erf
+    return any(variant in _KNOWN or _is_pointwise(variant) for variant in (base, without_namespace))
 
 
 def writes_to_first(name: str) -> bool:

@@ -96,7 +96,7 @@ def check_options(cls: type, arguments: tuple[Any, ...], options: Mapping[str, A
     if listed_and_info is None:
         return
     listed, info = listed_and_info
-    parameters, takes_no_others = _parameters(cls, listed)
+    parameters, takes_any_option = _parameters(cls, listed)
     arguments_by_name = {**dict(zip(parameters, arguments, strict=False)), **options}
     defaults = {option.name: option.default for option in info.options}
     refused: dict[str, str] = {}
@@ -104,7 +104,8 @@ def check_options(cls: type, arguments: tuple[Any, ...], options: Mapping[str, A
         capability = capability_of(name, value)
         if capability is None or capability in info.capabilities:
             continue
-        if name not in defaults or not is_same_value(value, defaults[name]):
+        is_default = name in defaults and is_same_value(value, defaults[name])
+        if not is_default:  # which requests nothing
             refused[name] = str(_refusal(info, capability, f"{name}={_describe_value(value)}", "Leave it out"))
     if refused:
         messages = list(refused.values())
@@ -114,8 +115,8 @@ def check_options(cls: type, arguments: tuple[Any, ...], options: Mapping[str, A
             except UnsupportedCapabilityError as error:  # about other options: all are reported at once
                 messages.append(str(error))
         raise UnsupportedCapabilityError("\n".join(messages))
-    unknown = [name for name in options if name not in parameters and takes_no_others]
-    if unknown:
+    unknown = [name for name in options if name not in parameters]
+    if unknown and not takes_any_option:
         refuse_unknown_options(info.name, cls, dict.fromkeys(unknown), {})
 
 
@@ -214,7 +215,10 @@ def _find_listed(cls: type) -> tuple[type, StrategyInfo] | None:
 
 
 def _parameters(cls: type, listed: type) -> tuple[list[str], bool]:
-    """The names that a constructor takes, or passes on to the listed class; and whether it takes no others."""
+    """The names that a class takes, and whether its constructor takes others too, which the listed class then refuses.
+
+    A subclass's constructor may name some options, and pass on the others as ``**options``.
+    """
     names: list[str] = []
     for base in cls.__mro__[: cls.__mro__.index(listed) + 1]:
         constructor = vars(base).get("__init__")
@@ -222,9 +226,10 @@ def _parameters(cls: type, listed: type) -> tuple[list[str], bool]:
             parameters = list(inspect.signature(constructor).parameters.values())[1:]
             named = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
             names += [name for name in named if name not in names]
-            if len(named) == len(parameters):  # no **options that are passed on
-                return names, True
-    return [*names, *(name for name in inspect.signature(listed).parameters if name not in names)], False
+            if len(named) == len(parameters):  # there are no **options
+                return names, False
+    names_of_listed = inspect.signature(listed).parameters
+    return list(dict.fromkeys([*names, *names_of_listed])), True
 
 
 def _is(cls: type, reference: str | None) -> bool:

@@ -85,7 +85,7 @@ class SavePretrained(pl.Callback):
         self._step_saved = -1
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._step_saved = -1  # forgets that of an earlier run; that of a checkpoint is restored after this
+        self._step_saved = -1  # an earlier run's does not count; load_state_dict(), called later, sets a checkpoint's
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -113,14 +113,16 @@ class SavePretrained(pl.Callback):
     def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> SavedFolder | None:
         if trainer.global_step == self._step_saved or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return None
+        strategy = trainer.strategy
+        path = os.path.join(self.dirpath, f"step-{trainer.global_step:08d}")
         saved = None
         while saved is None:
-            path = os.path.join(self.dirpath, f"step-{trainer.global_step:08d}")
-            folder = trainer.strategy.broadcast(_free_path(path) if trainer.is_global_zero else path)
+            folder = strategy.broadcast(_free_path(path) if trainer.is_global_zero else None)
             try:
                 saved = self._save_to(folder, _choose_model(pl_module, self.model))
-            except CheckpointExistsError:  # on all ranks: another job may have taken the name meanwhile
-                if not trainer.strategy.broadcast(os.path.lexists(folder)):
+            except CheckpointExistsError:  # on all ranks
+                has_taken_name = strategy.broadcast(os.path.lexists(folder))  # another job, meanwhile: choose again
+                if not has_taken_name:
                     raise
         self._step_saved = trainer.global_step
         self.written.append(saved.path)
@@ -186,8 +188,9 @@ class LoadPretrained(pl.Callback):
 
     @normal_tensors()  # validation runs in inference mode, and what is read here is trained later
     def _load(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        last_module = _loaded_into.get(self, lambda: None)()
-        if last_module is not pl_module and trainer.ckpt_path is None and trainer.global_step == 0:
+        last_module = _loaded_into.get(self)
+        is_read = last_module is not None and last_module() is pl_module
+        if not is_read and trainer.ckpt_path is None and trainer.global_step == 0:
             self.loaded = load_pretrained(_choose_model(pl_module, self.model), self.folder, **self.options)
             _loaded_into[self] = ref(pl_module)
 
@@ -197,7 +200,7 @@ _loaded_into: WeakKeyDictionary[LoadPretrained, ref[pl.LightningModule]] = WeakK
 
 
 def _is_step_in(dirpath: str, path: str) -> bool:
-    """Whether a path is one of a step in a folder of steps."""
+    """Whether a path is that of a folder which :class:`SavePretrained` has written into ``dirpath``."""
     folder, name = os.path.split(os.path.abspath(path))
     return folder == os.path.abspath(dirpath) and _STEP.fullmatch(name) is not None
 

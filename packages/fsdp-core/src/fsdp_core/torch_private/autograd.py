@@ -46,7 +46,7 @@ def in_backward() -> bool:
 def outside_transforms() -> Iterator[None]:
     """A context that the transforms of ``torch.func`` don't see, such as ``grad`` and ``vmap``. No public API has it.
 
-    What a library does for itself in a call that is transformed, as placing a hook, is no part of the function.
+    For what a library does in a call besides computing, such as registering a hook: it must not be transformed.
     """
     if torch._C._functorch.maybe_current_level() is None:
         yield
@@ -78,7 +78,7 @@ def in_dual_level() -> bool:
 def is_recomputing() -> bool:
     """Whether activation checkpointing has called this to compute again. There is no public way to check.
 
-    Libraries for a device have their own, in a module of the same name as torch's.
+    Libraries for a device have their own checkpointing, in a module with the same name as torch's but for the prefix.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_engine_run_backward":
@@ -103,14 +103,15 @@ def is_accumulated(parameter: Tensor) -> bool:
 
 
 def depends_on_other(outputs: Any, tensor: Tensor, is_same: Callable[[Tensor], bool]) -> bool:
-    """Whether outputs depend on something else that stands for a tensor: on another leaf, or another view of its leaf.
+    """Whether outputs depend on the same parameter as a tensor, but not by way of the tensor.
 
-    There is no public way to learn which leaf a node of a graph adds to.
+    They do so by way of another leaf for the parameter, or another view of the leaf that the tensor is a view of. There
+    is no public way to learn which leaf a node of a graph adds to.
 
     Args:
         outputs: Tensors, or edges of a graph.
-        tensor: A leaf, or a view of one.
-        is_same: Whether a leaf stands for the tensor.
+        tensor: A leaf that stands for a parameter, or a view of one.
+        is_same: Whether another leaf stands for the same parameter.
 
     Example:
         >>> flat = torch.ones(4, requires_grad=True)
@@ -120,13 +121,15 @@ def depends_on_other(outputs: Any, tensor: Tensor, is_same: Callable[[Tensor], b
         [False, True]
     """
     nodes_of_tensor = set(_nodes_before([tensor])) if tensor.grad_fn is not None else set[Any]()
-    own_leaves = {id(node.variable) for node in nodes_of_tensor if hasattr(node, "variable")}
+    leaves_of_tensor = {id(node.variable) for node in nodes_of_tensor if hasattr(node, "variable")}
     for node in _nodes_before(as_tuple(outputs)):
         if node in nodes_of_tensor:
             continue
         for next_node, _ in node.next_functions:
-            leaf: Any = getattr(next_node, "variable", None)
-            if leaf is not None and leaf is not tensor and (is_same(leaf) or id(leaf) in own_leaves):
+            leaf: Any = getattr(next_node, "variable", None)  # which nodes that add to a leaf have
+            if leaf is None or leaf is tensor:
+                continue
+            if is_same(leaf) or id(leaf) in leaves_of_tensor:
                 return True
     return False
 
@@ -151,8 +154,8 @@ def as_tuple(outputs: Any) -> tuple[Tensor | GradientEdge, ...]:
     return (outputs,) if isinstance(outputs, Tensor | GradientEdge) else tuple(outputs)
 
 
-#: What torch says of an input that is not in the graph. The second is of code that asks autograd about a leaf that
-#: ``torch.autograd.grad`` returns the gradient of, as an adapter of FSDP1 does.
+#: Parts of errors about an input that is not in the graph. The second is raised where code asks whether a leaf is
+#: accumulated, of which ``torch.autograd.grad`` returns the gradient, as an adapter of FSDP1 does.
 _UNUSED_INPUT = ("not have been used in the graph", "currently running autograd.grad()")
 
 
@@ -171,10 +174,10 @@ def check_missing_gradients(check: Callable[[Tensor, Any], None]) -> None:
     def grad(outputs: Any, inputs: Any, *args: Any, materialize_grads: bool = False, **options: Any) -> Any:
         _call_before_passes(outputs)
         inputs = as_tuple(inputs)
-        # Plain tensors are neither parameters nor gathered.
+        # plain tensors are neither parameters nor gathered: there is nothing to check
         if torch.compiler.is_compiling() or all(type(tensor) is Tensor for tensor in inputs):
             return original(outputs, inputs, *args, materialize_grads=materialize_grads, **options)
-        if materialize_grads:
+        if materialize_grads:  # done below, after a look at which gradients are missing
             options["allow_unused"] = True
         try:
             gradients = original(outputs, inputs, *args, **options)
@@ -238,8 +241,8 @@ def call_before_passes(call: weakref.WeakMethod[Callable[[Sequence[Tensor | Grad
     It is called while its object lives, by the functions that :func:`check_missing_gradients` and
     :func:`check_inputs_of_backward` put in place of torch's.
     """
-    earlier = getattr(_before_passes, "calls", ())
-    _before_passes.calls = [*(other for other in earlier if other() is not None and other != call), call]
+    alive = [reference for reference in getattr(_before_passes, "calls", ()) if reference() is not None]
+    _before_passes.calls = [*(reference for reference in alive if reference != call), call]
 
 
 def _call_before_passes(outputs: Any) -> None:

@@ -47,8 +47,8 @@ def install_opening(strategies: ModuleType) -> None:
     """Wrap the functions in the modules of Lightning that are imported by now. Idempotent; never undone.
 
     Args:
-        strategies: A module with Lightning's strategy classes, such as ``lightning.pytorch.strategies``. Once it is
-            imported, so are the modules to wrap, or they will import from wrapped ones.
+        strategies: A module with Lightning's strategy classes, such as ``lightning.pytorch.strategies``. It imports
+            most of the modules with these functions. One that is imported later imports wrapped functions.
     """
     for package in _PACKAGES:
         for functions, wrap in ((_MAKERS, _makes_modules), (_READERS, _reads_folders), (_WRITERS, _replaces_folders)):
@@ -86,7 +86,7 @@ def checkpoint_at(path: Any) -> Any:
     return path if folder == str(path) else folder
 
 
-@cache  # one wrapper per function, whatever its names
+@cache  # a function that several modules import has one wrapper
 def _reads_folders(load: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(load)
     def load_file_or_folder(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,9 +133,10 @@ def _replaces_folders(save: Callable[..., Any]) -> Callable[..., Any]:
         folder = open_folder(filepath)
         if folder.local:
             return replace_by(Path(folder.root), lambda: save(checkpoint, filepath, *args, **kwargs))
+        # an object store can hold a file and a folder of one name: the file is written, and then the folder removed
         names = [MANIFEST, *filter(is_ours, folder.files())]
         try:
-            save(checkpoint, filepath, *args, **kwargs)  # an object store can hold a file and a folder of one name
+            save(checkpoint, filepath, *args, **kwargs)
         except IsADirectoryError as error:
             raise CheckpointExistsError(
                 f"{filepath} is a sharded checkpoint, a folder, where a file is to be saved.\n"
@@ -269,6 +270,6 @@ def _is_sharded_folder(path: Any) -> bool:
     from fsdp_core.checkpoint.storage.recognition import is_place
 
     try:
-        return is_checkpoint(path) or is_place(path)  # of which a part is refused where it is read
+        return is_checkpoint(path) or is_place(path)  # a part of a scattered save: reading it says what is missing
     except Exception:  # an inaccessible path: the error is left to Lightning
         return False

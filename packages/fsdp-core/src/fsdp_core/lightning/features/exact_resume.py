@@ -91,7 +91,8 @@ class ExactResume(Feature):
         self._attempts.continue_from(state)
         self._saved_random_state = self._gradients = None
         if state is not None:
-            self._saved_random_state = state_of_rank([of_rank["random"] for of_rank in state["ranks"]], self._runtime)
+            random_states = [rank_state["random"] for rank_state in state["ranks"]]
+            self._saved_random_state = state_of_rank(random_states, self._runtime)
             self._gradients = state.get("gradients")
 
     # -- accumulated gradients -------------------------------------------------------------------------------------
@@ -102,9 +103,8 @@ class ExactResume(Feature):
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Record that an optimizer has used its gradients."""
-        self._optimizers_with_gradients = [
-            with_gradients for with_gradients in self._optimizers_with_gradients if with_gradients is not optimizer
-        ]
+        remaining = [other for other in self._optimizers_with_gradients if other is not optimizer]
+        self._optimizers_with_gradients = remaining
 
     # -- when random numbers are set -------------------------------------------------------------------------------
 
@@ -117,6 +117,7 @@ class ExactResume(Feature):
             validation = loop.epoch_loop.val_loop
             self._wrap_method(loop, "setup_data", self._set_up_data)  # which creates iterators
             self._wrap_method(validation, "run", self._validate)
+            # called in place of a validation that is skipped on resuming, and sets up its loaders
             self._wrap_method(validation, "increment_progress_to_evaluation_end", self._validate)
 
     def prepare_loader(self, loader: object, trainer: pl.Trainer) -> object:
@@ -179,6 +180,7 @@ class ExactResume(Feature):
         self._saved_random_state = self._state_after_iterators = None
 
     def _wrap_method(self, loop: Any, name: str, call: Callable[[Callable[..., Any]], Any]) -> None:
+        """Replace a loop's method by a call of ``call`` with the method, which it is to call."""
         method = getattr(loop, name)
         setattr(loop, name, wraps(method)(lambda: call(method)))
         self._wrapped_methods.append((loop, name))
@@ -188,7 +190,7 @@ class ExactResume(Feature):
         self._record_state_after_iterators()
 
     def _record_state_after_iterators(self) -> None:
-        """Record the random state after iterators were created, if some were, which shows by what they have drawn."""
+        """Record the random state after iterators were created. None were if nothing was drawn since it was set."""
         if self._saved_random_state is not None and self._is_set_for_iterators:
             current = random_state(self._runtime)
             if not torch.equal(current["torch"], self._saved_random_state["torch"]):

@@ -70,9 +70,10 @@ class FabricSteps:
 
     def set_up(self, module: nn.Module, shard: Callable[[nn.Module], Sharded]) -> ShardedForward:
         """Shard a module, and follow its passes."""
-        unguard_parameters(module.parameters())  # of one that is sharded already, maybe by another Fabric
+        unguard_parameters(module.parameters())  # the module may be sharded already, and guarded by another Fabric
         sharded = shard(module)
-        explain_uncaught(explain_uncaught_error)  # between calls, no code of a strategy is around the user's
+        # an exception in the user's loop passes through no code of ours that could explain it
+        explain_uncaught(explain_uncaught_error)
         if not any(root is sharded for root in self.roots):
             self._roots.append(ref(sharded))
             self._first_forwards.append(FirstForwards(sharded))
@@ -113,16 +114,17 @@ class FabricSteps:
     def _before_pass(self, outputs: Sequence[Tensor | GradientEdge]) -> None:
         """Mend roots before a backward pass that Fabric does not run, such as ``torch.autograd.grad``."""
         if not self._in_backward:
-            self.gradient_guard.guard_parameters()  # but flat ones, from which a library is about to gather
+            self.gradient_guard.guard_parameters()  # which lets a library gather from flat parameters
             self._mend_roots(outputs)
 
     def _mend_roots(self, outputs: Sequence[Tensor | GradientEdge]) -> None:
+        """Mend roots before a backward pass from some outputs; raise only if the pass reaches a root that can't be."""
         for root in self.roots:
             try:
                 mend_caught(root)
             except ShardingError:
                 if reaches(outputs, [leaf for leaf in root.leaves() if leaf.requires_grad]):
-                    raise  # another pass may belong to another model
+                    raise
 
     def step_optimizer(self, optimizer: Any, closure: Callable[[], Any] | None, step: Callable[..., Any]) -> Any:
         """Step over shards.
@@ -139,9 +141,10 @@ class FabricSteps:
             try:
                 mend_caught(root)
             except ShardingError:
+                # the optimizer of another model may step
                 optimizer_params = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
                 if not optimizer_params.isdisjoint(map(id, root.leaves())):
-                    raise  # another model's optimizer may step
+                    raise
         roots_inside = [root for root in roots if is_inside_forward(root.root)]  # a method that does a whole step
         for root in roots_inside:
             root.keep_writes()
@@ -151,7 +154,10 @@ class FabricSteps:
         else:
             output = step(closure=partial(self._evaluate, closure, optimizer, roots_inside))
         self.counts[optimizer] = self.counts.get(optimizer, 0) + 1
-        self._first_forwards = [forwards for forwards in self._first_forwards if not forwards.stop()]
+        for forwards in self._first_forwards[:]:
+            has_ended = forwards.stop()
+            if has_ended:
+                self._first_forwards.remove(forwards)
         self.no_sync.after_step()
         strategy.sharded_optimizers.unreduced.clear()
         for root in roots:

@@ -51,8 +51,8 @@ class LateParamGroups(Feature):
             names_of_others: The names of parameters that other optimizers hold, which can't appear in this one.
 
         Returns:
-            Two states. The second has those saved groups of which the optimizer holds no parameter yet, if they consist
-            of the module's parameters; the first everything else.
+            Two states. The second has the saved groups that may appear later: they consist of parameters of the module,
+            none of which an optimizer holds yet. The first has everything else.
         """
         layout = sharded.layout()
         saved = state_by_name(optimizer, layout, saved)
@@ -107,17 +107,18 @@ class LateParamGroups(Feature):
             return
         group_index = {name: index for index, group in enumerate(late["param_groups"]) for name in group["params"]}
         added_groups: list[dict[str, Any]] = []
-        indexes: set[int] = set()
+        indexes: set[int] = set()  # of the saved groups that are among them
         for group in optimizer.param_groups:
             names = _names_of(group, sharded)
-            if group_index.keys().isdisjoint(names):
+            first_late_name = next((name for name in names if name in group_index), None)
+            if first_late_name is None:
                 continue
-            saved_groups = {group_index.get(name) for name in names}
-            index = group_index[next(name for name in names if name in group_index)]
-            if len(saved_groups) > 1 or set(names) != set(late["param_groups"][index]["params"]):
+            index = group_index[first_late_name]
+            saved_names = late["param_groups"][index]["params"]
+            if set(names) != set(saved_names):
                 raise CheckpointMismatchError(
                     f"a param group of {_listing(names)} was added to {type(optimizer).__name__}, and the checkpoint's "
-                    f"has {_listing(late['param_groups'][index]['params'])}.\n"
+                    f"has {_listing(saved_names)}.\n"
                     "Add the param groups that it was saved with, each by one call of optimizer.add_param_group()."
                 )
             added_groups.append(group)
@@ -140,8 +141,8 @@ class LateParamGroups(Feature):
     def unfreeze(self, optimizers: Sequence[Optimizer], sharded: Sharded, trainer: pl.Trainer) -> None:
         """Add the param groups that a ``BaseFinetuning`` callback had added, and unfreeze their parameters.
 
-        The callback restores them in ``on_fit_start``, which Lightning calls before it loads a checkpoint into a
-        sharded module; and it leaves them frozen.
+        The callback itself would do so in ``on_fit_start``, which is too early: Lightning calls that before it loads a
+        checkpoint into a sharded module. And it would leave the parameters frozen.
         """
         callbacks = [callback for callback in trainer.callbacks if isinstance(callback, BaseFinetuning)]  # type: ignore[attr-defined]
         if not callbacks:
@@ -190,8 +191,7 @@ class LateParamGroups(Feature):
 def _only_groups(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
     """A context in which an optimizer has only these param groups, for functions that restore all that it has.
 
-    No optimizer of their own is made for them: whether state is kept whole on owners, or quantised, is recorded by
-    optimizer.
+    It remains the same optimizer object, since how state is kept (whole on owners, or quantised) is looked up by it.
     """
     all_groups = list(optimizer.param_groups)
     state = dict(optimizer.state)

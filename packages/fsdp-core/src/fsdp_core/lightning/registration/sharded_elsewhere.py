@@ -39,7 +39,7 @@ def _refuses_shards(take: Callable[..., Any]) -> Callable[..., Any]:
             if sharded:
                 from fsdp_core.lightning.private import forget_module
 
-                forget_module(self)  # otherwise its teardown would move shards, and end in torch's error anyway
+                forget_module(self)  # or the strategy's teardown would move shards, and raise an error of torch's
                 raise _refusal(type(self).__name__, sharded[0].strategy_name, sharded[0].plan.class_name)
         return take(self, *args, **kwargs)
 

@@ -72,12 +72,17 @@ def consolidate_lightning(
     check_apart(out, files.folder)
     check_file(out, overwrite=overwrite)
     nest = _with_tensor_sources(files, dtype)
+    left_out: list[str] = []
     try:
         contents = as_trainers_file(nest)
-        fabric_keys = None if contents is not None else _choose(files, nest, key, optimizer_keys)
-        if fabric_keys is not None:
-            contents = from_fabric(
-                nest, *fabric_keys, left_out=_left_out_keys(files, *fabric_keys), version=_lightning_version()
+        if contents is None:
+            model, optimizers = _choose(files, nest, key, optimizer_keys)
+            left_out = _left_out_keys(files, model, optimizers)
+            contents = from_fabric(nest, model, optimizers, left_out=left_out, version=_lightning_version())
+        elif key not in (None, "model") or optimizer_keys:
+            raise CheckpointMismatchError(
+                f"{files.folder} was saved by a Trainer: its model is 'model', and it holds all optimizers in order.\n"
+                "Leave out key= and optimizer_keys= (--key, --optimizer-key), which are for checkpoints of Fabric."
             )
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         if isinstance(error, CheckpointError):
@@ -85,12 +90,6 @@ def consolidate_lightning(
         raise CheckpointFormatError(
             f"{files.folder} has optimizers in a layout that no strategy saves: {error!r}. Save it again."
         ) from error
-    assert contents is not None
-    if fabric_keys is None and (key not in (None, "model") or optimizer_keys):
-        raise CheckpointMismatchError(
-            f"{files.folder} was saved by a Trainer: its model is 'model', and it holds all optimizers in order.\n"
-            "Leave out key= and optimizer_keys= (--key, --optimizer-key), which are for checkpoints of Fabric."
-        )
     archive = TorchZip(contents)
     manifest = files.manifest
     total = archive.nbytes + (sum(entry.size for entry in manifest.files.values()) if verify else 0)
@@ -103,9 +102,7 @@ def consolidate_lightning(
         tensors=archive.tensors,
         nbytes=archive.nbytes,
         aliases={},
-        left_out={}
-        if fabric_keys is None
-        else dict.fromkeys(_left_out_keys(files, *fabric_keys), "is not of this model"),
+        left_out=dict.fromkeys(left_out, "is not of this model"),
     )
 
 
