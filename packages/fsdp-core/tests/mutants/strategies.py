@@ -25,7 +25,7 @@ class ForgetsRandomNumbers(LoopbackTrainerStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        self.features.exact_resume._to_restore = None
+        self.features.exact_resume._saved_random_state = None
 
 
 class SavesWhatChanges(LoopbackTrainerStrategy):

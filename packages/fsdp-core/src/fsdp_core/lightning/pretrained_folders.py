@@ -117,7 +117,7 @@ class SavePretrained(pl.Callback):
         path = os.path.join(self.dirpath, f"step-{trainer.global_step:08d}")
         saved = None
         while saved is None:
-            folder = strategy.broadcast(_free_path(path) if trainer.is_global_zero else None)
+            folder: str = strategy.broadcast(_free_path(path) if trainer.is_global_zero else path)
             try:
                 saved = self._save_to(folder, _choose_model(pl_module, self.model))
             except CheckpointExistsError:  # on all ranks
