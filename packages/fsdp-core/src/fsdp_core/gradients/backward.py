@@ -64,7 +64,7 @@ class EndOfBackward:
         root.register_forward_hook(self._after_forward)
 
     def follow(self, parameter: nn.Parameter) -> None:
-        """Let backward passes count that compute a gradient of a further parameter."""
+        """Add a parameter: backward passes that compute its gradient count too."""
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return  # integers never get gradients
         required = parameter.requires_grad
@@ -74,11 +74,14 @@ class EndOfBackward:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a backward pass has begun that has not ended: before a forward pass, an exception has ended it."""
+        """Whether a backward pass has begun and not come to its end.
+
+        If so when a forward pass begins, the backward pass has failed with an exception.
+        """
         return self._queued
 
     def forget(self) -> None:
-        """Forget a backward pass that an exception has ended."""
+        """Forget a backward pass that has failed with an exception."""
         self._queued = False
 
     @contextmanager
@@ -91,7 +94,7 @@ class EndOfBackward:
             self.enabled = True
 
     def _before_forward(self, root: nn.Module, args: Any) -> None:
-        self._queued = False  # an exception may have ended the last backward pass before its end
+        self._queued = False  # the last backward pass may have failed with an exception
 
     def _after_forward(self, root: nn.Module, args: Any, output: Any) -> None:
         """Notice a backward pass from ``output``: gradients of the micro-batches before it may be waiting."""
@@ -118,7 +121,7 @@ class EndOfBackward:
 
 
 def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """Call a method without keeping what it belongs to."""
+    """Return a function that calls a method, and does not keep the method's object alive."""
     reference = weakref.WeakMethod(method)
 
     def call(tensor: Tensor) -> None:

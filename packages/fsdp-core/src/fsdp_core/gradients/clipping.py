@@ -59,7 +59,7 @@ def clip_grads_by_norm(
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} is no norm. Write a positive number, or float('inf').")
-    shards: dict[tuple[Any, ...], list[Tensor]] = {(group,): []}  # by the groups over which they are parts of a whole
+    shards: dict[tuple[Any, ...], list[Tensor]] = {(group,): []}  # by the groups whose ranks hold the other parts
     replicated: list[Tensor] = []
     wide_dtype = torch.float32  # of what ranks send each other, also those that have no gradient
     for parameter in parameters:
@@ -129,13 +129,13 @@ def _groups(parameter: Tensor, runtime: Runtime, group: Any | None) -> tuple[Any
 
 
 def _largest(runtime: Runtime, value: Tensor, group: Any | None) -> Tensor:
-    """The largest of all ranks' values, NaN if one is: gloo's maximum ignores a NaN of another rank, and XLA's any."""
+    """The largest of all ranks' values; NaN if any is NaN, which the maximum of gloo or XLA may leave out."""
     maxima = runtime.all_reduce(torch.stack([value, value.isnan().to(value.dtype)]), "max", group)
     return maxima[0].where(maxima[1] == 0, torch.nan)
 
 
 def _larger(first: Tensor, second: Tensor) -> Tensor:
-    """The larger of two numbers, NaN if one is: XLA's maximum on CPUs ignores NaN."""
+    """The larger of two numbers; NaN if one is NaN, which XLA's maximum on CPUs leaves out."""
     return second.where((second > first) | second.isnan(), first)
 
 

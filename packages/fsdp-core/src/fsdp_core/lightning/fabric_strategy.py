@@ -177,7 +177,7 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         self._check_loss()
         self.steps.run_backward(tensor, partial(super().backward, tensor, module, *args, **kwargs))
 
-    # Lightning takes it for its own method so marked; with an override of it, it would refuse torch.autograd.grad
+    # So marked, Lightning takes this method for its own. It refuses torch.autograd.grad where a strategy overrides it.
     backward.__wrapped__ = Strategy.backward  # type: ignore[attr-defined]
 
     def backward_context(self) -> AbstractContextManager[None]:

@@ -74,8 +74,8 @@ def _take_snapshot() -> Callable[[], list[SideEffect]]:
     environment = dict(os.environ)
     path = list(sys.path)
     folder = _folder()
-    streams = {name: getattr(sys, name) for name in ("stdout", "stderr", "excepthook")}
-    exits = {name: getattr(atexit, name) for name in ("register", "unregister")}
+    sys_attributes = {name: getattr(sys, name) for name in ("stdout", "stderr", "excepthook")}
+    atexit_functions = {name: getattr(atexit, name) for name in ("register", "unregister")}
     handlers: list[str] = []
     printed = _Printed()
     recording = _record_handlers(atexit.register, handlers)
@@ -94,7 +94,8 @@ def _take_snapshot() -> Callable[[], list[SideEffect]]:
             side_effects.append(
                 SideEffect(what="changes the working directory", remedy="it should leave that to users")
             )
-        replaced = _put_back(sys, streams, {"stdout": printed}) + _put_back(atexit, exits, {"register": recording})
+        replaced = _put_back(sys, sys_attributes, {"stdout": printed})
+        replaced += _put_back(atexit, atexit_functions, {"register": recording})
         if printed.was_used:
             side_effects.append(SideEffect(what="prints to stdout", remedy="it should log, or print nothing"))
         if replaced:

@@ -23,7 +23,7 @@ __all__ = [
 
 #: The order in which each module registered its parameters.
 ParameterOrders = Mapping[nn.Module, tuple[str, ...]]
-#: A tied parameter: another module and attribute name that hold it, and the first ones.
+#: A tied parameter: a further module and attribute that hold it, then the module and attribute that hold it first.
 Tie = tuple[nn.Module, str, nn.Module, str]
 
 

@@ -37,7 +37,7 @@ __all__ = ["explain", "explain_uncaught", "watch"]
 #: Seconds in which a rank may end by itself, with an exception of its own, once another one is gone.
 _GRACE = 15.0
 
-#: The same after a hang, for what is being written.
+#: Seconds in which ranks may finish writing their stacks, after a hang.
 _GRACE_AFTER_HANG = 2.0
 
 #: Seconds between two looks at where the training thread stands, at least and at most.
@@ -97,14 +97,26 @@ class Watcher:
         self._selector = selectors.DefaultSelector()  # select() takes no file numbers above 1,023
         self._selector.register(connection, selectors.EVENT_READ)
         self._training = threading.get_ident()
+        #: The ranks whose script has ended, as rank 0 knows them once it has answered "who?".
         self._ended: list[Member] = []
         self._answered = threading.Event()
+        #: When this rank reported a hang, or that it waits for what may take long; ``None`` once rank 0 has answered.
         self._reported_at: float | None = None
         self._slow_report_at: float | None = None
+        #: For how many seconds it had waited when it reported.
         self._waited = hang_timeout
+        #: Whether the wait that goes on was reported as one that may take long.
         self._has_reported_slow = False
+        #: When this process ends.
         self._end_at: float | None = None
-        self._explaining = self._has_left = self._is_alone = self._writes = False
+        #: Whether an exception waits for the verdict.
+        self._explaining = False
+        #: Whether this rank has nothing more to do with the others.
+        self._has_left = False
+        #: Whether the connection to rank 0 has ended.
+        self._is_alone = False
+        #: Whether this rank is the one that writes the verdict.
+        self._writes = False
         self._thread = threading.Thread(target=self._run, name="fsdp-watch", daemon=True)
         self._thread.start()
 
@@ -153,7 +165,8 @@ class Watcher:
             self._has_reported_slow = True
         else:
             self._reported_at = now
-        self._waited = self.hang_timeout if may_go_on or not report.location.awaited else PATIENCE * self.hang_timeout
+        has_lost_patience = bool(report.location.awaited) and not may_go_on
+        self._waited = PATIENCE * self.hang_timeout if has_lost_patience else self.hang_timeout
         self._connection.send(kind="waits", seconds=self._waited, may_go_on=may_go_on, report=asdict(report))
 
     def _read(self, wait: float) -> None:
@@ -184,7 +197,7 @@ class Watcher:
         elif message["kind"] == "ended":
             self._ended = [Member(**member_fields) for member_fields in message["members"]]
             self._answered.set()
-        elif message["kind"] == "bye":  # rank 0 has ended, as it was to or because the script of another rank had
+        elif message["kind"] == "bye":  # rank 0 has ended: regularly, or since another rank's script had ended
             self._is_alone = True
             self._ended = [Member(**member_fields) for member_fields in message["members"]] or [self._first]
             self._answered.set()
@@ -204,9 +217,8 @@ class Watcher:
             return
         self.verdict = verdict
         if verdict.kind == "hang":
-            own_threads = {
-                identifier for identifier in (self._thread.ident, self._hub and self._hub.thread) if identifier
-            }
+            watching_threads = (self._thread.ident, None if self._hub is None else self._hub.thread)
+            own_threads = {thread for thread in watching_threads if thread is not None}
             location = location_of(self._training)
             _write(
                 f"rank {self._member.rank} on {self._member.host}, {self.progress()}; the last collective that it has "
@@ -362,9 +374,9 @@ def _comes_from_loss(error: BaseException) -> bool:
 
 
 def start_time_of(pid: int) -> str:
-    """When a process was started, in the kernel's count, so that another one of its number is not taken for it."""
+    """When a process was started, in clock ticks: a later process with the same id has another start time."""
     with suppress(OSError, IndexError):
-        # as bytes: the kernel cuts a process's name after 15 of them, which may be amid a letter
+        # as bytes: the kernel cuts a process's name after 15 bytes, which may be within a character
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
     return ""
 

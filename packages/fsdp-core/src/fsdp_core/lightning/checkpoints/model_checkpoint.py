@@ -41,7 +41,7 @@ def _file_exists(callback: ModelCheckpoint, filepath: str | Path, trainer: pl.Tr
 def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
     features: Any = getattr(trainer.strategy, "features", None)
     is_scattered = getattr(trainer.strategy, "scattered_save", False)
-    # the callback may be used by another Trainer now, whose strategy is another, or saves in the foreground
+    # The callback may belong to another Trainer now, with a strategy that is not ours or that saves at once.
     if features is None or (features.saves.writer is None and not is_scattered):
         ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
     elif os.path.abspath(filepath) != os.path.abspath(linkpath):

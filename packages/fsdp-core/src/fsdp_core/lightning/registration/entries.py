@@ -35,8 +35,8 @@ class _Home:
     Attributes:
         attribute: The registry's name in the strategies module.
         front_end: The front end whose strategies it holds.
-        instead: For a stand-alone package, whose classes our adapters can't subclass too: the line that users write
-            and the one to write instead.
+        instead: For a stand-alone package, in which our strategies don't work: the import that the user has written,
+            and the one to write instead. ``None`` for the package ``lightning``, whose classes our adapters subclass.
     """
 
     attribute: str
@@ -136,7 +136,7 @@ def enter(module: ModuleType) -> None:
     names = getattr(module, home.attribute)
 
     def find() -> None:
-        with suppress(Exception):  # which fill() meets again, and warns of
+        with suppress(Exception):  # fill() meets the same exception, and warns of it
             registry.known_names()
 
     def fill() -> None:
@@ -228,7 +228,7 @@ class StrategyNames(list[str]):
         return False
 
     def _enter_late(self, name: str) -> bool:
-        """Enter a name of a package that was installed after the registry was filled; whether it is one."""
+        """Enter names of packages that were installed after the registry was filled; whether ``name`` is one."""
         forget_if_outdated()
         module = sys.modules.get(self._module)
         if module is None or name not in registry.known_names():

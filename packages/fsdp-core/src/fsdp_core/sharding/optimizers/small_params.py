@@ -192,7 +192,7 @@ def new_small_param(spec: ParamSpec, device: torch.device, view: View, generator
 def new_small_params(
     optimizer: torch.optim.Optimizer, specs: Specs, view: View, generator: torch.Generator
 ) -> tuple[dict[Key, SmallParam], dict[int, nn.Parameter]]:
-    """A small parameter for each spec in each param group, and which one replaces a parameter, by its id."""
+    """A small parameter for each spec in each param group, and by each parameter's id the one that replaces it."""
     small_params: dict[Key, SmallParam] = {}
     replacements: dict[int, nn.Parameter] = {}
     for index, group in enumerate(optimizer.param_groups):

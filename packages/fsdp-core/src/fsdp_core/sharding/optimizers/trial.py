@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 #: After so many seconds, and again, a trial logs what it is doing: some optimizers take long for each step.
 _SILENT_SECONDS = 20.0
 
-#: The losses of a trial that looks whether they matter: rising and falling, no two of them equal.
+#: The losses in the trial of whether steps depend on the loss: rising and falling, no two of them equal.
 _VARIED_LOSSES = (8.0, 3.0, 5.0, 0.1)
 
 
@@ -96,13 +96,14 @@ def check_steps(
         if mesh is None:
             return is_true
         flag = torch.tensor(float(is_true), device=mesh.device_type)
-        dist.all_reduce(flag, dist.ReduceOp.MIN)  # not over one parameter's mesh: others may have larger ones
+        dist.all_reduce(flag, dist.ReduceOp.MIN)  # over all ranks: the mesh of a parameter may have fewer
         return bool(flag)
 
     may_have_owners = owners and all(len(layout[p]) == 1 for p in specs)
-    trial_of_few = _Trial(optimizer, smaller(specs), on_all_ranks)
-    if trial_of_few.draws_on_any_rank():  # its steps may take seconds over more elements: most are refused here
-        trial_of_few.needs_owners(may_have_owners)
+    small_trial = _Trial(optimizer, smaller(specs), on_all_ranks)
+    if small_trial.draws_on_any_rank():
+        # Steps of such optimizers may take seconds over more elements, and most are refused: refuse over few elements.
+        small_trial.needs_owners(may_have_owners)
     return _Trial(optimizer, specs, on_all_ranks).needs_owners(may_have_owners)
 
 
@@ -128,7 +129,7 @@ class _Trial:
 
     Args:
         optimizer: The optimizer.
-        specs: Of its parameters.
+        specs: The specs of the optimizer's parameters.
         on_all_ranks: Returns whether a condition holds on every rank; all ranks call it.
     """
 
@@ -186,7 +187,7 @@ class _Trial:
         is_right = self.on_all_ranks(is_right)
         gathers = self._on_any_rank(gathers)
         if not is_right:
-            problem = None  # that the steps are wrong is the error, whatever else is wrong
+            problem = None  # wrong steps are the first thing to tell the user
         elif self.on_all_ranks(problem is None):
             problem = why_not_resumed(self.optimizer, self.specs, reference, run, view)
         is_usable = self.on_all_ranks(is_right and problem is None)
@@ -197,7 +198,7 @@ class _Trial:
             needs_whole, owner_problem = self._compare_owners(reference)
             if self.on_all_ranks(needs_whole and owner_problem is None):
                 return True
-            if needs_whole and not is_usable:
+            if needs_whole and not is_usable:  # stepping on owners would be the only way, and its problem prevents it
                 problem = owner_problem
         if is_usable:
             return False
