@@ -71,7 +71,7 @@ class WrittenValues:
         """Refuse to keep what was written to a parameter, when ranks compare what they have written.
 
         Raises:
-            ShardingError: They will not.
+            ShardingError: Ranks will not compare.
         """
         if not self.are_compared:
             raise ShardingError(message)
@@ -154,15 +154,16 @@ class GatheredValue:
 
     Args:
         name: What the user calls it.
-        is_trained: Whether the user's parameter requires a gradient; for views of a flat parameter, which may differ.
-        train: Freezes or unfreezes the user's parameter, and what is gathered of it, where a view can't be; otherwise
-            torch does.
+        is_trained: For a view of a flat parameter, whether the user's parameter requires a gradient: torch knows that
+            of the flat parameter alone.
+        train: For such a view, freezes or unfreezes the user's parameter. ``None`` if torch can do it.
 
     Attributes:
         is_noted: Whether its ``data`` was read, or :meth:`note` was called.
         has_changed: Whether it was written to without being counted.
-        times: How often it had been written to, by torch's count, when that was kept last.
-        are_replaced: Whether a library is about to assign to the ``.data`` of any, which is refused otherwise.
+        times: How often it had been written to, by torch's count, when what was written was last kept.
+        is_data_assignable: Whether the ``.data`` of gathered parameters may be assigned to now, by a library; users'
+            assignments are refused.
         shard: Returns the optimizer's parameter, with which hooks are registered.
 
     Example:
@@ -176,7 +177,7 @@ class GatheredValue:
         True
     """
 
-    are_replaced: ClassVar[bool] = False
+    is_data_assignable: ClassVar[bool] = False
 
     def __init__(
         self, name: str, is_trained: Callable[[], bool] = lambda: True, train: Callable[[bool], None] | None = None
@@ -225,18 +226,21 @@ class GatheredValue:
         trained: Tensor = vars(view).get("_fsdp_trained", view)
         return trained
 
-    def taken(self, tensor: Tensor) -> None:
+    def mark_kept(self, tensor: Tensor) -> None:
         """Record that what was written until now is kept."""
         self.times = times_written(tensor)
         self.is_noted = False
         self.has_changed = False
 
     def leave(self, tensor: Tensor, let_go: Callable[[], Tensor]) -> None:
-        """Let a parameter that stays gathered outside of its unit be replaced by its shard where it meets other shards.
+        """Mark a parameter that stays gathered after its unit has been left.
+
+        An operation on it and on shards of other parameters, such as one over ``model.parameters()``, then gets its
+        shard instead.
 
         Args:
             tensor: The parameter.
-            let_go: Frees what is gathered, and returns the shard.
+            let_go: Frees the gathered parameter, and returns its shard.
         """
         instance: Any = tensor
         if not isinstance(tensor, _OutsideUnit):
@@ -250,13 +254,13 @@ class GatheredValue:
             instance.__class__ = type(tensor).__bases__[1]
 
     def note(self, *, has_changed: bool = False) -> None:
-        """Its ``data`` was given to the user, or it was written to without being counted."""
+        """Record that the user has read its ``data``, or has written to it without being counted."""
         self.is_noted = True
         self.has_changed = self.has_changed or has_changed
 
     def is_written(self, tensor: Tensor) -> bool:
         """Whether it was written to, or may have been."""
-        if self.is_noted:  # what has changed is noted too
+        if self.is_noted:  # also if has_changed
             return True
         try:
             return tensor._version != self.times
@@ -267,19 +271,19 @@ class GatheredValue:
         """Whether it was written to, and not by way of its ``data`` alone.
 
         Args:
-            times: How often it was written to, or a tensor that it is a view of.
+            times: torch's count of writes to it, or to the tensor that it is a view of.
         """
         return self.has_changed or times != self.times
 
     def check_own(self, current: Tensor | None, *allowed: Tensor | None) -> None:
-        """Refuse another tensor that a module has in place of its parameter, before a library gathers the parameter.
+        """Refuse to gather a parameter for a module that holds another tensor in its place.
 
         Args:
-            current: What the module has; ``None`` if it has nothing there.
-            *allowed: What a library lets it have.
+            current: What the module holds under the parameter's name; ``None`` if nothing.
+            *allowed: The tensors that the library itself puts there.
 
         Raises:
-            ShardingError: It has something else.
+            ShardingError: The module holds another tensor.
         """
         is_allowed = any(current is tensor for tensor in allowed)
         if current is None or is_allowed or getattr(current, "_fsdp_value", None) is self:
@@ -320,7 +324,7 @@ def forget_writes(tensor: Tensor) -> None:
     """Record that what was written to a gathered parameter until now was a library's, and no write of the user's."""
     value: GatheredValue | None = getattr(tensor, "_fsdp_value", None)
     if value is not None:
-        value.taken(tensor)
+        value.mark_kept(tensor)
 
 
 def other_tensor_refusal(name: str) -> ShardingError:
@@ -356,7 +360,7 @@ class _Gathered:
     @data.setter
     def data(self, data: Tensor) -> None:
         value = self._fsdp_value
-        if value is not None and not GatheredValue.are_replaced:
+        if value is not None and not GatheredValue.is_data_assignable:
             if _is_same(data, _DATA.__get__(self)):
                 return  # as module.to() assigns where nothing changes
             raise ShardingError(

@@ -198,7 +198,7 @@ class _ShowsShardGradient:
         if shown is None or not shown.step.on:
             _GRAD.__set__(self, grad)
             return
-        if grad is None:
+        if grad is None:  # also forget a gradient that the gathered parameter has itself
             _GRAD.__set__(self, None)
         is_sharded = shown.is_part or isinstance(shown.shard, DTensor)
         if grad is not None and is_sharded and type(grad) is not type(shown.shard.grad):
@@ -211,10 +211,10 @@ def forget_shown(parameter: Tensor, set_to_none: bool) -> bool:
 
     Args:
         parameter: A parameter.
-        set_to_none: Whether it has none then, or zeros.
+        set_to_none: Whether the gradient is removed, instead of filled with zeros.
 
     Returns:
-        Whether it shows that of its shard. Otherwise nothing is done.
+        Whether the parameter shows the gradient of its shard. If not, nothing is done.
     """
     shown = parameter._fsdp_shows if isinstance(parameter, _ShowsShardGradient) else None
     if shown is None or not shown.step.on:
@@ -333,7 +333,8 @@ _VECTOR_TO_PARAMETERS = nn.utils.vector_to_parameters.__code__
 
 def _is_elementwise_call(name: str, args: Any) -> bool:
     """Whether a function looks at each element by itself."""
-    if name == "__setitem__" and isinstance(args[1], Tensor):  # a mask, which counts what it lets through
+    if name == "__setitem__" and isinstance(args[1], Tensor):
+        # A mask takes a number. A tensor would have one element for each that the mask selects, on all ranks together.
         return _selects_all(*args[:2]) and not (isinstance(args[2], Tensor) and args[2].dim())
     if name in _ITEMS:
         return not isinstance(args[1], Tensor) and _selects_all(*args[:2])
@@ -354,7 +355,7 @@ def _refuse_pruning(func: Any) -> None:
     it would not undo what it changes afterwards.
 
     Raises:
-        UnsupportedCapabilityError: It does.
+        UnsupportedCapabilityError: Pruning registers a piece.
     """
     if func != _GRAD_FN:
         return
@@ -369,7 +370,7 @@ def _refuse_pruning(func: Any) -> None:
         )
 
 
-#: What an attribute's functions are called, in words.
+#: What messages call functions whose names would tell users nothing.
 _IN_WORDS = {"__set__": "an assignment", "numel": "vector_to_parameters"}
 
 
@@ -465,7 +466,8 @@ class Piece(Tensor):
             for index, tensor in enumerate(tensors):
                 if tensor is not None and type(tensor) is Tensor:
                     guard([tensor], piece_class)
-                    set_place(tensor, places[index if len(places) == len(tensors) else 0] if places else None)
+                    has_place_each = len(places) == len(tensors)  # else all have the same one, or none
+                    set_place(tensor, places[index if has_place_each else 0] if places else None)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -588,11 +590,14 @@ _FOREACH = "_foreach_"
 
 
 def _beside_pieces(args: Any, tensors: list[Tensor]) -> list[Tensor | None]:
-    """The tensors that a function of lists computes of pieces, or writes to beside pieces; ``None`` in place of others.
+    """Of the tensors that a function of lists returns or writes to, those for whose index a list has a piece.
 
     Args:
         args: The function's arguments.
-        tensors: What it returns or writes to; one for each operand in a list, if the lengths are the same.
+        tensors: What it returns or writes to. If the lists have another length, all of these are returned.
+
+    Returns:
+        A list as long as ``tensors``, with ``None`` in place of the others.
     """
     lists = [value for value in args if isinstance(value, list | tuple)]
     if any(len(operands) != len(tensors) for operands in lists):

@@ -30,7 +30,7 @@ class StepWrites(Protocol):
         ...
 
     def written(self) -> str | None:
-        """The name of a parameter, or of one that it is flattened with, that was written to since it was gathered."""
+        """The name of a parameter that was written to since it was gathered; of those flattened together, any name."""
         ...
 
     def stop(self) -> None:
@@ -101,8 +101,8 @@ class ComparedShards:
     free at its end, are compared at that end too, before a hook of theirs frees.
 
     Args:
-        shards: What is gathered, or may be later in the step, by the module in whose forward pass it is; of such
-            modules, the one whose hooks run while it is still gathered.
+        shards: What is gathered in the step, by a module at the end of whose forward pass it is still gathered when
+            hooks run.
 
     Example:
         >>> import torch

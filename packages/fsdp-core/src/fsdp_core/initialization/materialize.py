@@ -157,14 +157,14 @@ def note_initialisers(root: nn.Module) -> None:
 
 def _fill_deferred(modules: Sequence[nn.Module], device: torch.device) -> None:
     """Fill the modules with the values that their constructors would have set, where those were recorded."""
+    # a reset_parameters that was set on an instance is to fill it instead
+    filled_modules = [module for module in modules if "reset_parameters" not in vars(module)]
     owned_tensors: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = [
         (module, registry, name, tensor)
-        for module in modules
+        for module in filled_modules
         for registry in (module._parameters, module._buffers, vars(module))
         for name, tensor in registry.items()
         if isinstance(tensor, Tensor) and (has_values(tensor) or (is_deferred(tensor) and not tensor.numel()))
-        # set on the instance, to fill the module when it is materialised
-        if "reset_parameters" not in vars(module)
     ]
     for module, _, name, tensor in owned_tensors:
         if was_changed(tensor):

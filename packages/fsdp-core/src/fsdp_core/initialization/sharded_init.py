@@ -440,7 +440,7 @@ def _close(parameter: OpenParameter) -> None:
     if not _has_nan(flat):
         digest = _digest(flat)
     elif part.dtype != before.part.dtype or _has_writes(flat, part, before):
-        # changed element by element: the same on all ranks if it was before, and if random numbers are
+        # The change must have been elementwise. Ranks agree on it if they have agreed before, and on random numbers.
         digest = f"{digest}, changed at {_digest(torch.get_rng_state())}"
     spoiled = before.spoiled or (_has_nan(part) and not _has_nan(before.part))
     _attach_part(parameter, replace(before, shape=parameter.shape, part=part, digest=digest, spoiled=spoiled))
@@ -448,8 +448,9 @@ def _close(parameter: OpenParameter) -> None:
 
 def _has_writes(flat: Tensor, part: Tensor, before: KeptPart) -> bool:
     """Whether anything was written, including to other ranks' elements, which are NaN until written."""
-    filled_count = flat.numel() - int(flat.isnan().sum()) + int(part.isnan().sum())
-    return filled_count > part.numel() or not torch.equal(part, before.part.to(part.device))
+    nan_of_others = int(flat.isnan().sum()) - int(part.isnan().sum())
+    has_filled_others = nan_of_others < flat.numel() - part.numel()
+    return has_filled_others or not torch.equal(part, before.part.to(part.device))
 
 
 def _length(count: int, ranks: int) -> int:

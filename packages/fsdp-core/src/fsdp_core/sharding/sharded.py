@@ -157,7 +157,7 @@ class Sharded(ABC):
     def layout(self) -> Layout:
         """By parameter that an optimizer may hold, the parts of the user's parameters that it consists of.
 
-        Which part of a parameter a DTensor is, it says itself.
+        A DTensor tells itself which part of its parameter it is.
         """
         return whole_parts(named_parameters(self.root))
 
@@ -241,15 +241,16 @@ class Sharded(ABC):
     def stepped_inside(self) -> None:
         """Gather the root's parameters anew after an optimizer's step under Fabric inside the root's forward pass.
 
-        A method that ``mark_forward_method`` names runs in that, and may take steps. Called after :meth:`reshard`. The
-        default is for libraries whose :meth:`reshard` frees them there too, and which gather them when they are used.
+        A method that ``mark_forward_method`` names runs inside the root's forward pass, and may take steps. Called
+        after :meth:`reshard`. The default does nothing, for libraries whose :meth:`reshard` frees the parameters also
+        inside a forward pass, and which gather them when they are used.
         """
 
     def is_idle(self) -> bool:
         """Whether neither a forward nor a backward pass of the root runs.
 
-        A call of a part in a backward pass is a forward pass of its own then, and else the recomputation of an earlier
-        one. The default takes all such calls for recomputations.
+        Asked when a part is called in a backward pass: that is a forward pass of its own if the root is idle, and the
+        recomputation of an earlier one if not. The default takes all such calls for recomputations.
         """
         return False
 
@@ -259,7 +260,7 @@ class Sharded(ABC):
 
     @property
     def asks_accumulates(self) -> Callable[[], bool]:
-        """A function that asks :meth:`accumulates`, for hooks: it keeps nothing, and a copy of a module may copy it."""
+        """A function that asks :meth:`accumulates`, for hooks: it keeps nothing alive, and can be copied with them."""
         return partial(_accumulates, ref(self))
 
     def follow_inner_passes(self, call: WeakMethod[Callable[[], None]]) -> None:
@@ -270,13 +271,13 @@ class Sharded(ABC):
         self._after_inner_pass = call
 
     def inner_pass_ended(self) -> None:
-        """Called by libraries where a backward pass inside the root's forward pass has ended, and that goes on."""
+        """Call what :meth:`follow_inner_passes` has set. Libraries call this when such a backward pass has ended."""
         call = None if self._after_inner_pass is None else self._after_inner_pass()
         if call is not None:
             call()
 
     def gather_again(self) -> None:
-        """Gather the root's own parameters for a call inside a backward pass, a part of which may have freed them."""
+        """Gather the root's own parameters for a call inside a backward pass, which may have freed them already."""
 
     def end_call(self) -> None:
         """Free parameters after a call outside of a step, unless the graph of a backward pass still holds them."""
@@ -486,9 +487,10 @@ class Sharded(ABC):
             ) from error
 
     def resized_as_they_load(self, live: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-        """Buffers of another shape in a checkpoint, whose modules have their own way to load, which may resize them.
+        """Saved buffers of another shape than the module's, where their modules load them in a way of their own.
 
-        Observers of quantization-aware training do so, and vocabularies that grow. They load the whole saved value.
+        That may resize them, as observers of quantization-aware training do, and vocabularies that grow. Such modules
+        load the whole saved value.
         """
         resized = {
             name: value

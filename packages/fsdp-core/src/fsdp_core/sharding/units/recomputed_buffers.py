@@ -64,8 +64,8 @@ class _Buffers:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.by_module: _BuffersByModule = [buffers_of(submodule) for submodule in module.modules()]
-        #: By the module's index and the name: large buffers that a forward pass has not written to, and how often they
-        #: had been written to then.
+        #: Large buffers that the last forward pass has not written to, each with torch's count of earlier writes; by
+        #: the module's index and the buffer's name.
         self._unwritten: dict[tuple[int, str], tuple[Tensor, int]] = {}
         #: The ids of buffers that share memory with others.
         self._shared: frozenset[int] = frozenset()
@@ -119,7 +119,7 @@ class _Buffers:
 
 
 def _copies_of_shared(values: _BuffersByModule) -> dict[int, Tensor]:
-    """Copies of the buffers that share memory with each other, as the copies then do, by the id of the buffer."""
+    """Copies of the buffers that share memory with each other, by the id of the buffer; the copies share memory too."""
     by_memory: dict[int, dict[int, Tensor]] = {}
     for buffers_of_module in values:
         for buffer in buffers_of_module.values():
@@ -138,7 +138,7 @@ def _copies_of_shared(values: _BuffersByModule) -> dict[int, Tensor]:
 
 
 class _RecomputedCall:
-    """A call of a module. Later computations of it are with the buffers as they were at the first one.
+    """A call of a module. When it is computed again, the buffers have the values of its first computation.
 
     Args:
         forward: The module's forward pass.
@@ -149,7 +149,7 @@ class _RecomputedCall:
     def __init__(self, forward: Callable[..., Any], module: nn.Module, buffers: _Buffers) -> None:
         self.__self__ = module  # as a method has, which tells whose weights are used
         self._forward, self._buffers = forward, buffers
-        self._copies: _BuffersByModule | None = None  # of what buffers were at the first computation
+        self._copies: _BuffersByModule | None = None  # made at the first computation
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # what is compiled writes to buffers once, however often it computes
@@ -178,7 +178,7 @@ class _RecomputedCall:
 
     def _restore_copies(self, copies_by_module: _BuffersByModule, current_by_module: _BuffersByModule) -> None:
         """Let modules hold copies of what their buffers were at the first computation, and nothing else."""
-        # by the id of the current buffer: a buffer that two modules share stays one
+        # by the id of the current buffer, so that modules which share a buffer share its copy
         restored: dict[int, Tensor | None] = {}
         with without_dispatch_modes():
             shared = _copies_of_shared(copies_by_module)

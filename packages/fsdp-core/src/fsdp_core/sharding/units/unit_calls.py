@@ -39,7 +39,8 @@ class RefusedTransforms:
 
     Args:
         transforms: Their names: ``"grad"``, also of ``vjp`` and ``jacrev``; ``"jvp"``; ``"vmap"``.
-        duals: Whether it can't gather either for dual tensors of ``torch.autograd.forward_ad`` that record gradients.
+        duals: Whether it can't gather for dual tensors of ``torch.autograd.forward_ad`` either, if they require
+            gradients.
         instead: What to write, for the error.
 
     Example:
@@ -97,7 +98,7 @@ class UnitCalls:
         show: Called with the tensors that require gradients and leave the unit elsewhere than in its output, or in
             objects that the library doesn't look into. It lets the library gather before their backward pass.
         modules: Those in whose attributes the unit may leave tensors, such as a part of the loss.
-        refused: The derivatives in which the library can't gather.
+        refused: The transforms in which the library can't gather.
         end_without_output: Called when a call has ended that has returned ``None``, or raised.
     """
 
@@ -182,17 +183,20 @@ class UnitCalls:
                 tensors += [
                     value for value in _hidden_tensors([output, *mutable_args], 3) if id(value) not in ids_before
                 ]
-            attributes = map(islice, self._attributes, self._skipped_counts, repeat(None))
-            # first by their types alone: map loops over all modules in C
-            if not self._tensorless_types.issuperset(map(type, chain.from_iterable(attributes))):
-                for attributes_of_module in map(islice, self._attributes, self._skipped_counts, repeat(None)):
+            # compare types first: map loops over the attributes of all modules in C
+            attributes = chain.from_iterable(self._attributes_by_module())
+            if not self._tensorless_types.issuperset(map(type, attributes)):
+                for attributes_of_module in self._attributes_by_module():
                     tensors += self._tensors_among(attributes_of_module)
             computed_tensors = [value for value in tensors if value.requires_grad and value.grad_fn is not None]
             if computed_tensors:
                 self._show(computed_tensors)
 
+    def _attributes_by_module(self) -> Iterable[Iterable[Any]]:
+        return map(islice, self._attributes, self._skipped_counts, repeat(None))
+
     def _tensors_among(self, attributes: Iterable[Any]) -> list[Tensor]:
-        """The tensors among a module's attributes that are no parameters; others' types need not be looked at again."""
+        """The tensors among a module's attributes that are no parameters. Notes the types of other attributes."""
         tensors = []
         for value in attributes:
             if not isinstance(value, Tensor):
