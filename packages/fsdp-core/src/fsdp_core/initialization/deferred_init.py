@@ -117,7 +117,7 @@ def _allow_change(tensor: Tensor, uncounted: int) -> None:
 
     Args:
         tensor: The tensor.
-        uncounted: How many changes torch is still to count.
+        uncounted: How many changes torch will count after this call.
     """
     build, storage_id = _record_of(tensor)
     build.changes[storage_id] = max(build.changes.get(storage_id, 0), tensor._version) + uncounted
@@ -210,7 +210,7 @@ class _Build:
         self.steps: list[_Step] = []
         self.sizes: list[tuple[int, torch.dtype]] = []
         self.written_ids: set[int] = set()
-        self.changes: dict[int, int] = {}  # in place, by storage
+        self.changes: dict[int, int] = {}  # by storage, how many changes in place are recorded
         self.draws = Draws()
         self._drawn: dict[str, int] = {}
 
@@ -230,11 +230,8 @@ class _Build:
         if not targets or name in _EMPTY_OPERATIONS:
             return
         random = name is None or torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        fills = (
-            len(input_tensors) == len(targets) == 1
-            and input_tensors[0] is targets[0]
-            and (random or name in ("zero_", "fill_"))
-        )
+        is_alone = len(input_tensors) == len(targets) == 1 and input_tensors[0] is targets[0]
+        fills = is_alone and (random or name in ("zero_", "fill_"))
         writes = frozenset(_record_of(t)[1] for t in targets)
         reads = frozenset(_record_of(t)[1] for t in input_tensors if is_deferred(t) and _record_of(t)[0] is self)
         self.written_ids |= writes
@@ -343,7 +340,7 @@ class _Reads(TorchFunctionMode):
                     _record_of(args[0])[0].note(initialiser[0], (), initialiser[1], args[0], [args[0]])
         out = func(*args, **(kwargs or {}))
         if getattr(func, "__self__", None) is Tensor.data and is_deferred(args[0]):
-            _allow_change(args[0], 0)  # an assignment to its data is not a change that is lost
+            _allow_change(args[0], 0)  # torch counts an assignment to its data, which has an effect without a record
         return out
 
 
@@ -377,7 +374,8 @@ class _Operations(TorchDispatchMode):
             return func(*tree_map(_real, args), **tree_map(_real, kwargs))
         if tensors and not random and not any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
-        if "device" in schema_arguments and ("device" in kwargs or not tensors or not any(t.is_meta for t in tensors)):
+        is_device_inherited = "device" not in kwargs and any(tensor.is_meta for tensor in tensors)
+        if "device" in schema_arguments and not is_device_inherited:
             kwargs["device"] = _META
         try:
             out = func(*tree_map(_empty, args), **tree_map(_empty, kwargs))

@@ -273,7 +273,7 @@ class ShardedFabricPrecision(_ShardedPrecision, FabricPrecision):
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         super().backward(self._scale(tensor), model, *args, **kwargs)
 
-    # Lightning takes it for its own method so marked; with an override of it, it would refuse torch.autograd.grad
+    # So marked, Lightning takes this method for its own. It refuses torch.autograd.grad where a plugin overrides it.
     backward.__wrapped__ = FabricPrecision.backward  # type: ignore[attr-defined]
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

@@ -75,7 +75,7 @@ __all__ = [
 
 
 def always_say_what_is_saved(trainer: Any) -> None:
-    """Make ``trainer.save_checkpoint(path)`` save everything explicitly; Lightning logs its default on every rank."""
+    """Let ``trainer.save_checkpoint(path)`` state that it saves everything; else Lightning logs that on every rank."""
     connector = trainer._checkpoint_connector
     if "dump_checkpoint" not in vars(connector):
         connector.dump_checkpoint = partial(_dump, connector.dump_checkpoint)

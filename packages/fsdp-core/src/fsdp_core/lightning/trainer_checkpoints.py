@@ -92,7 +92,7 @@ class TrainerCheckpoints:
                 f"than {strategy.precision_plugin.precision!r}.",
                 stacklevel=2,
             )
-            strict = False  # the names are the same
+            strict = False  # for dtypes; _other_dtypes() has found the names to be the same
         with strategy.step_methods.gradient_guard.paused():
             strategy.sharded.load_model_state(checkpoint["state_dict"], strict)
 
@@ -270,7 +270,7 @@ class TrainerCheckpoints:
         assert strategy.lightning_module is not None
         trainer = strategy.lightning_module.trainer
         saved = strategy.features.exact_resume.own_positions(saved, trainer)
-        if not isinstance(path_or_paths, str | os.PathLike):  # a list, with which Lightning itself does neither
+        if not isinstance(path_or_paths, str | os.PathLike):  # Lightning does the following for a single path alone
             resume_from(trainer, path if isinstance(path, str) else path[0])
             saved, _ = migrate_checkpoint(saved)
         return saved

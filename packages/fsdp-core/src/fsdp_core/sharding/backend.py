@@ -210,7 +210,7 @@ class Backend(ABC):
             units: What :meth:`units` has returned.
 
         Returns:
-            Plain data, or objects whose class says enough for ranks to compare.
+            Plain data, or objects of which ranks compare the class alone.
 
         Raises:
             ShardingError: The module can't be sharded in these units.
@@ -394,5 +394,5 @@ def _describe_setting(value: object) -> str:
 
 
 def sharding_config_of(backend: Backend) -> dict[str, Any]:
-    """A backend's :meth:`Backend.sharding_config`, with what is compared of all, which an override may leave out."""
+    """A backend's :meth:`Backend.sharding_config`, with the default's entries where an override leaves them out."""
     return {**Backend.sharding_config(backend), **backend.sharding_config()}

@@ -75,7 +75,7 @@ class ShardingPlan:
         recomputed: The names of the modules that recompute their activations in the backward pass.
         details: What else the backend has decided, by topic and then by the name of a module.
         config: The settings that the sharded module can't change any more, by name.
-        refusal: Why the module can't be sharded. What else would be decided is not known then.
+        refusal: Why the module can't be sharded. Units, recomputed modules and details are empty then.
 
     Example:
         >>> plan = plan_module(nn.Linear(2, 1, device="meta"), {"cpu_offload": True}, units=lambda module: [])
@@ -144,9 +144,10 @@ class ShardingPlan:
         names = {submodule: clean_name(name) for name, submodule in module.named_modules()}
 
         def replicated(owner: nn.Module) -> list[str]:
-            attributes = (attribute for attribute, _ in owner.named_parameters(recurse=False, remove_duplicate=False))
-            fqns = {attribute: f"{names[owner]}.{attribute}".removeprefix(".") for attribute in attributes}
-            return [attribute for attribute, fqn in fqns.items() if self.parameters[fqn].is_replicated]
+            """The names of a module's own parameters of which every rank keeps all."""
+            prefix = f"{names[owner]}." if names[owner] else ""
+            attributes = [name for name, _ in owner.named_parameters(recurse=False, remove_duplicate=False)]
+            return [name for name in attributes if self.parameters[f"{prefix}{name}"].is_replicated]
 
         units = [module.get_submodule(name) for name in self.units]
         return [

@@ -45,8 +45,8 @@ class SequenceSplit:
     Attributes:
         ranks: The context-parallel peers of this rank.
         lengths: The lengths that parts have had, in elements along the sequence dimension.
-        targets: Of parts of integer entries, such as labels: by their number of elements, the number that is left after
-            a shift by one position within the part.
+        targets: By the number of elements in a part of an integer entry, such as labels, the number of elements without
+            one position of each sequence: as many are left where a loss shifts labels within the part.
     """
 
     def __init__(self, runtime: Runtime, dims: Mapping[str, int] | None = None) -> None:
@@ -77,7 +77,7 @@ class SequenceSplit:
                 before, or peers have different batches. What was split before is known by a mark on the part, and by
                 the values of the last batch's parts, since a copy, such as one on another device, has no mark.
         """
-        use_split(self)  # a Trainer's is no longer current after its stage
+        use_split(self)  # current_split() is None after a Trainer's stage
         entries = dict(_entries(batch))
         dims = self._choose_dims(entries)
         split_names = [name for name in dims if getattr(entries[name], _IS_PART, False)]
@@ -143,7 +143,8 @@ class SequenceSplit:
         self._last_parts[name] = part
         self.lengths.add(length)
         if not tensor.is_floating_point() and tensor.dtype != torch.bool:
-            self.targets[part.numel()] = part.numel() // length * (length - 1)
+            sequences = part.numel() // length
+            self.targets[part.numel()] = sequences * (length - 1)
             is_counted = (tensor.movedim(dim, 0) != IGNORED).reshape(self.size, -1)
             self._counts.append((name, is_counted.sum(1)))
         return part
@@ -233,7 +234,7 @@ def current_split() -> SequenceSplit | None:
 
 
 def use_split(split: SequenceSplit | None) -> None:
-    """Make a split that of the running strategy."""
+    """Set what :func:`current_split` returns."""
     global _current
     _current = split
 

@@ -31,8 +31,9 @@ __all__ = ["StepMethods"]
 class StepMethods:
     """Runs the user's step methods inside the root's forward pass, where the root's shards are gathered.
 
-    Where a step method itself runs backward passes and optimizer steps, each ends a part of it: what it has written is
-    checked and the root's shards take part, and the next part begins with what the optimizer has stepped to.
+    A step method may itself run backward passes and optimizer steps. Each of these ends a part of the method: what the
+    part has written is checked, and the root's forward pass is suspended. The next part begins with the root's
+    parameters gathered anew, with the values that the optimizer has stepped to.
 
     Args:
         strategy: The strategy.
@@ -163,7 +164,7 @@ class StepMethods:
         unreduced = strategy.sharded_optimizers.unreduced
         resume = strategy.features.exact_resume
         if not self.is_by_hand:
-            if not self._is_automatic:  # a hook steps; in automatic optimization the closure's training step does this
+            if not self._is_automatic:  # a hook steps; with automatic optimization, the closure turns the guard off
                 self.gradient_guard.off()
             output = step(closure=closure)
             resume.after_step(optimizer)

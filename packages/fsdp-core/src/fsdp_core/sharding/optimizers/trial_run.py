@@ -46,9 +46,11 @@ __all__ = [
     "shard_values",
 ]
 
-#: The number of steps of a run; and from how many gradient computations, at most, values of a parameter are compared:
-#: some optimizers compute gradients several times in a step.
+#: The number of steps of a run.
 STEPS = 6
+
+#: The values of a parameter are kept at the first so many gradient computations, besides the very first: some
+#: optimizers compute gradients several times in a step.
 _MAX_COMPARED = 7
 
 #: How much values may differ, relative to a step's largest change, where collectives add in another order, or codes of
@@ -59,7 +61,8 @@ COARSE = 0.05
 #: optimizers look at other elements for their weight decay alone, which is little beside a step.
 FINE = 1e-3
 
-#: Relative to a value, for each of the two values that a step is the difference of: fp32 rounds by half of it.
+#: How much a change may differ, relative to the values: it is the difference of two, each of which fp32 rounds by half
+#: of this at most.
 _ROUNDING = 2.0**-22
 
 #: A number that an optimizer keeps is taken for zero if it is smaller.
@@ -114,16 +117,16 @@ def run_steps(
 
     Args:
         optimizer: The optimizer. It is not changed.
-        specs: Of its parameters.
-        view: What it gets of a small parameter. All ranks must call it together if that is a DTensor.
+        specs: The specs of its parameters.
+        view: Returns the part of a small parameter that the copy gets. All ranks must call this if it is a DTensor.
         by_closure: Whether it steps with a closure.
         steps: The steps, by which gradients differ.
-        steps_with_gradients: In later steps than so many, parameters have no gradients.
-        only: The small parameters in its groups, which may be none; by default, all.
-        has_neighbour: With ``only`` one, whether another is in its group, whose gradient is now much larger and now
-            much smaller.
+        steps_with_gradients: The number of steps after which parameters have no gradients.
+        only: The small parameters that the copy's groups hold, perhaps none; by default, all.
+        has_neighbour: Whether each of ``only`` has a second parameter in its group, with a gradient that is much larger
+            in every other step and much smaller in the others.
         losses: The losses that closures return, one after the other.
-        seed: Of the random numbers that its steps draw.
+        seed: The seed of the random numbers that the steps draw.
         scale: A factor for all gradients.
         before_step: Called before each step.
         start: Called with the copy and its small parameters, before the first step.

@@ -37,8 +37,8 @@ __all__ = [
 #: ``"auto"`` for :func:`repeated_blocks`.
 WrapPolicy = Collection[type[nn.Module]] | Callable[..., bool] | Literal["auto"]
 #: Classes, a predicate on modules, or ``"every_2"`` for every second repeated block, and so on; or the import path of
-#: one of the former. Options are annotated as ``str | ActivationCheckpointingPolicy``, with strings first: LightningCLI
-#: would save them as functions, which it can't.
+#: one of the former. Options are annotated as ``str | ActivationCheckpointingPolicy``, with strings first: otherwise
+#: LightningCLI would take strings for functions, and fail to save them.
 ActivationCheckpointingPolicy = Collection[type[nn.Module]] | Callable[[nn.Module], bool] | str
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
