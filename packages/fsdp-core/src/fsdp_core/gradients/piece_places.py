@@ -90,7 +90,7 @@ def common_places(name: str, pieces: type[Tensor], args: Any, kwargs: Any) -> Se
         kwargs: Its arguments by name.
 
     Returns:
-        The place of what it computes; of each tensor, for a function of lists of tensors.
+        The place of its result; for a function of lists of tensors, the place of each tensor in its result.
 
     Raises:
         PieceMixture: It would compute element by element of pieces that hold different elements.

@@ -28,7 +28,7 @@ from fsdp_core.watch import watch
 
 __all__ = ["StrategyRanks"]
 
-#: How long collectives wait by default. That is torch's default but for NCCL, to which Lightning gives as long, too.
+#: How long collectives wait by default: torch's own default, which Lightning also sets for NCCL.
 _TORCHS_TIMEOUT = timedelta(minutes=30)
 
 
@@ -179,7 +179,7 @@ class StrategyRanks(ConstructedStrategy):
         """How long a collective waits: longer than it takes to find out which rank hangs, which says more."""
         if self.timeout is not None or self.hang_timeout is None:
             return self.timeout
-        if not isinstance(self.runtime, ProcessGroupRuntime):  # its own waiting names who did not come
+        if not isinstance(self.runtime, ProcessGroupRuntime):  # it names missing ranks itself, in time
             return self.hang_timeout
         return max(_TORCHS_TIMEOUT, self.hang_timeout) + timedelta(minutes=1)
 

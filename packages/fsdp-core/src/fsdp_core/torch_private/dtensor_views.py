@@ -51,11 +51,9 @@ _MEAN = 1
 class CopiedView(DTensor):
     """A copy of a part of a DTensor that behaves as the view that was asked for."""
 
-    # with names that no attribute of a tensor has: the DTensor; a function from a full tensor of its shape to the view
-    # of that; and how often the DTensor had been written to when its values were copied
-    _fsdp_source: DTensor
-    _fsdp_view: View
-    _fsdp_source_version: int
+    _fsdp_source: DTensor  # which the view is of
+    _fsdp_view: View  # returns the view, if it is given a full tensor of the source's shape
+    _fsdp_source_version: int  # of the values that were copied
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -120,7 +118,8 @@ def _as_views(result: Any, source: DTensor, outer: View, func: Callable[..., Any
     Args:
         result: What it has returned.
         source: The DTensor that writes are to reach.
-        outer: Returns the operation's first argument, if it is given the full source: a view of a view has one.
+        outer: Returns the operation's first argument, as a view of the full source that it is given; the source itself
+            if the operation's first argument is no view.
         func: The operation.
         args: Its further arguments.
     """
@@ -180,7 +179,7 @@ def write_through_copied_views() -> None:
 
 
 def _without_handler(func: Any, handler: Any, args: Any, kwargs: Any) -> Any:
-    """What torch does. It has no name for that where there is a handler."""
+    """Call an operation as torch does without a handler: for that, the handler is removed meanwhile."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
     handlers.pop(func, None)
     try:

@@ -60,13 +60,13 @@ def forget_meshes() -> None:
     Meshes are equal if their ranks are, whatever their process groups. After a process group was destroyed and another
     was created, cached results would name groups of the former one, and torch gives the same names to other groups.
 
-    Nothing is cleared if :func:`note_meshes` has found that there were no other groups than that of all ranks, whose
-    name is always the same, and the new one is of as many: a process that trains often need not compute it all again.
+    Nothing is cleared if :func:`note_meshes` has found that the only group was that of all ranks, and the new group has
+    as many ranks: the name of that group is always the same. A process that trains again then keeps its caches.
     """
     global _cached_meshes, _group_with_clean_caches
     meshes = device_mesh._mesh_resources
-    for joined in ("root_to_flatten_mapping", "flatten_name_to_root_dims"):  # only in torch 2.9: of joined axes
-        getattr(meshes, joined, {}).clear()
+    for mapping in ("root_to_flatten_mapping", "flatten_name_to_root_dims"):  # of joined axes; only in torch 2.9
+        getattr(meshes, mapping, {}).clear()
     cached_before = _cached_meshes
     _cached_meshes = None
     _group_with_clean_caches = weakref.ref(dist.group.WORLD)

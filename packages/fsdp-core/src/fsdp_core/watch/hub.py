@@ -149,17 +149,18 @@ class Hub:
                 self._decide_at = time.monotonic()
         elif message_type == "who?":
             ended_members = self._ranks_ended_first(but=member.rank)
-            if ended_members:  # this rank ends because they have, and is not to be named to ranks that ask later
+            if ended_members:  # this rank ends because those have ended: ranks that ask later are told of those alone
                 self._ended_for_others.add(member.rank)
             connection.send(kind="ended", members=ended_members)
 
     def _needs_reports(self, message: dict[str, Any]) -> bool:
-        """Whether a rank that waits is a reason to ask all where they stand."""
+        """Whether to ask all ranks where they stand, since a rank has waited for too long."""
         if self._verdict is not None:
             return False
-        if message.get("may_go_on"):
-            return self._waited_seconds is None and time.monotonic() - self._slow_report_at >= float(message["seconds"])
-        return self._waited_seconds is None or self._may_go_on
+        is_asking = self._waited_seconds is not None
+        if message.get("may_go_on"):  # one report for all ranks that wait, and another one as much later
+            return not is_asking and time.monotonic() - self._slow_report_at >= float(message["seconds"])
+        return not is_asking or self._may_go_on
 
     def _ranks_ended_first(self, *, but: int | None = None) -> list[dict[str, Any]]:
         """The ranks whose scripts have ended by themselves, and not because another's had ended."""

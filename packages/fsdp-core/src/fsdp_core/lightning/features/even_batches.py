@@ -31,8 +31,8 @@ __all__ = ["EvenBatches"]
 class EvenBatches:
     """Compares the ranks' numbers of batches, and lets a rank with fewer in a prediction repeat its last one.
 
-    It takes these further steps because the others need its shards. How many is known before the first step if all
-    loaders have a length. Otherwise the ranks tell each other before each batch which loader their next one is of.
+    It takes these further steps because the others need its shards. If all loaders have a length, the number of further
+    steps is known before the first step. If not, the ranks compare before each batch which loader it comes from.
 
     Args:
         strategy: The strategy, whose ``predict_step`` runs a batch again.

@@ -48,7 +48,7 @@ class GradientGuard:
 
     def __init__(self, strategy: ShardedTrainerStrategy | ShardedFabricStrategy) -> None:
         self._strategy = strategy
-        #: What the optimizers held when the following were found, which rarely changes.
+        #: The optimizers' parameters when the pieces below were found. Those are found again only if these change.
         self._optimizer_params: list[ref[Tensor]] = []
         self._optimizer_piece_refs: list[ref[Tensor]] = []
         self._piece_ids: frozenset[int] = frozenset()
@@ -83,8 +83,8 @@ class GradientGuard:
         """Refuse computations on parameters, and on what optimizers keep for them, from now on.
 
         Args:
-            between_steps: Whether hooks come next, to which flat parameters are refused, too. Otherwise a library is
-                about to gather from these.
+            between_steps: Whether to refuse computations on flat parameters too, for the hooks between two steps. In a
+                step they are allowed, since the library gathers from flat parameters.
         """
         self._find_pieces()
         guard_states(self._states())

@@ -156,7 +156,7 @@ class Preemption(Feature):
         self._ended = True
 
     def teardown(self, trainer: pl.Trainer | None) -> None:
-        """Warn of a signal that came during the last batch of a fit, which has ended as it would have without it."""
+        """Warn of a signal that came during the last batch of a fit: the fit has ended as planned, in spite of it."""
         signal_received = self._signals.received
         if signal_received is not None and not self._ended:
             warnings.warn(
@@ -210,8 +210,8 @@ class Preemption(Feature):
             self._ended = True
             note_sigterm(trainer)
             self._save(trainer, agreed_signal)
-            # the exit status of rank 0 is enough for a launcher; another process of Lightning's launcher that ended
-            # with one would have the rest killed
+            # Rank 0's exit status is enough. If another process ended with a status, Lightning's launcher would kill
+            # the rest.
             raise SIGTERMException(128 + agreed_signal if self._strategy.is_global_zero else 0)
 
     def _save(self, trainer: pl.Trainer, agreed_signal: int) -> None:

@@ -65,10 +65,10 @@ def check_shardable(module: nn.Module, sharded_of: Callable[[nn.Module], Any]) -
         sharded_of: Returns ``None`` for a module that is not sharded.
 
     Raises:
-        ShardingError: It has no parameters or names only some of them, a submodule is sharded already or compiled by
-            torch.jit, it writes to parameters in its forward
-            pass, has sparse gradients, or a parameter has a gradient hook, shares its memory with another tensor, is
-            not initialised, quantised or packed, or is of an unsupported tensor class.
+        ShardingError: The module has no parameters, or names only some of them; a submodule is sharded already, is
+            compiled by torch.jit, writes to parameters in its forward pass, or has sparse gradients; or a parameter has
+            a gradient hook, shares its memory with another tensor, is not initialised, is quantised or packed, or is of
+            an unsupported tensor class.
 
     Example:
         >>> check_shardable(nn.Linear(2, 1), lambda module: None)
@@ -162,7 +162,8 @@ def _refuse_shared_memory(module: nn.Module) -> None:
         and tensor.layout == torch.strided
         and tensor.data_ptr()
     )
-    # as ranges are ordered by where they begin, one overlaps an earlier one if it begins before the furthest end so far
+    # The ranges are in the order of their beginnings: one overlaps an earlier one if it begins before the furthest end
+    # of those. There is a furthest end for parameters, and one for other tensors, which may overlap each other.
     furthest_end: dict[bool, tuple[str, int, str]] = {}  # by whether it is a parameter's: device, end and name
     for device, begin, end, is_parameter, fqn in memory_ranges:
         for is_of_parameter, (other_device, other_end, other) in furthest_end.items():
@@ -200,9 +201,8 @@ def _attribute_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     for fqn, submodule in module.named_modules():
         for name, value in vars(submodule).items():
-            if (
-                name not in _MODULE_ATTRIBUTES and f"{name}_orig" not in submodule._parameters
-            ):  # spectral_norm computes it
+            is_computed = f"{name}_orig" in submodule._parameters  # by spectral_norm
+            if name not in _MODULE_ATTRIBUTES and not is_computed:
                 yield from find_in(f"{fqn}.{name}".removeprefix("."), value, 2)
 
 
