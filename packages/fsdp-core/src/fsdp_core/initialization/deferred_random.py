@@ -21,7 +21,7 @@ class Draw:
     Attributes:
         generator: The generator; ``None`` for the device's.
         follows: The draw that left the device's generator in the state in which this one was recorded, or ``None``.
-        seeded: Without such a draw, the state of the CPU's generator, and its seed.
+        seeded: If there is no such draw, the state of the CPU's generator when this one was recorded, and its seed.
         state_before: The state before the draw, by device type.
         state_after: The state after the draw, by device type.
     """

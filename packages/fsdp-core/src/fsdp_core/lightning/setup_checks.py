@@ -131,10 +131,10 @@ def hang_duration(value: object) -> timedelta | None:
 
 
 def check_scattered_save(scattered_save: bool, state_dict_type: str) -> None:
-    """Refuse a ``scattered_save`` that is not a ``bool``, or that is asked of one file.
+    """Refuse a ``scattered_save`` that is not a ``bool``, and ``True`` with full checkpoints, which are one file.
 
     Raises:
-        UnsupportedCapabilityError: It is.
+        UnsupportedCapabilityError: It is not a ``bool``, or the two can't be combined.
     """
     if not isinstance(scattered_save, bool):
         raise UnsupportedCapabilityError(

@@ -91,13 +91,16 @@ def has_upper_bound(requirements: Iterable[Requirement]) -> bool:
 
 
 def _is_older(installed_version: Version, unmet: Iterable[Specifier]) -> bool:
+    """Whether a later version than the installed one could meet a specifier that the installed one does not meet."""
     from packaging.version import Version
 
-    return any(
-        specifier.operator in (">", "!=")
-        or (specifier.operator not in ("<", "<=") and installed_version < Version(specifier.version.rstrip(".*")))
-        for specifier in unmet
-    )
+    def asks_for_later(specifier: Specifier) -> bool:
+        if specifier.operator in (">", "!="):
+            return True
+        is_upper_bound = specifier.operator in ("<", "<=")
+        return not is_upper_bound and installed_version < Version(specifier.version.rstrip(".*"))
+
+    return any(map(asks_for_later, unmet))
 
 
 def _error(distribution: Distribution, required: str, installed: str, *, core_is_older: bool) -> ContractVersionError:

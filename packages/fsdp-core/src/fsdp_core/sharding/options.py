@@ -131,7 +131,7 @@ def check_switches(options: ShardingOptions) -> None:
 
 
 def check_process_group_backend(backend: object) -> None:
-    """Refuse a backend of process groups that torch does not know, which it would say when ranks meet.
+    """Refuse a backend of process groups that torch does not know. torch itself would do so when the ranks meet.
 
     Args:
         backend: A backend's name, a list of them by device such as ``"cpu:gloo,npu:hccl"``, or ``None``.

@@ -134,8 +134,8 @@ def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> 
         step: Called with the optimizer and the arguments of ``step()``.
 
     Returns:
-        What ``step`` was, as a function of the optimizer and the arguments; and whether torch called hooks around it,
-        which it does not call.
+        The former ``step`` as a function of the optimizer and the arguments, which calls no hooks; and whether torch
+        has called hooks around it.
     """
     current_step: Any = optimizer.step
     has_scheduler = hasattr(current_step, "_wrapped_by_lr_sched")
@@ -150,6 +150,6 @@ def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> 
     note_and_step.__dict__["_wrapped_by_lr_sched"] = True
     instance: Any = optimizer
     instance.step = MethodType(note_and_step if has_scheduler else step, optimizer)
-    if own is None:  # a function that the user has put current_step, without the optimizer among its arguments
+    if own is None:  # the user has set a function, which does not take the optimizer
         return (lambda _, *args, **options: current_step(*args, **options)), False
     return (own.__wrapped__ if is_hooked else own), is_hooked

@@ -35,7 +35,7 @@ class Attempts:
         """Go on from a checkpoint.
 
         Args:
-            state: What the checkpoint holds of ours; ``None`` if it holds none.
+            state: The checkpoint's entry for exact resume; ``None`` if it has none.
         """
         self._earlier_attempts = list((state or {}).get("attempts", ()))
         self._is_amid_accumulation = "gradients" in (state or {})
@@ -66,7 +66,7 @@ class Attempts:
                     f"and what is left of its global batch can't be divided over {ranks}.\nResume on {last['ranks']}, "
                     "or from a checkpoint that was saved after a step."
                 )
-            if not any(isinstance(callback, GlobalBatch) for callback in callbacks):  # which says what is wanted
+            if not any(isinstance(callback, GlobalBatch) for callback in callbacks):  # else the user has decided it
                 _warn_of_global_batch(last, attempt, size)
         self._is_amid_accumulation = False
         if self._earlier_attempts:

@@ -116,10 +116,10 @@ def choose_deferred(
         optimizers: Its optimizers.
 
     Returns:
-        A function from a tensor of the state to the tensors whose version counters a write to its memory may raise: a
-        write through a DTensor raises the DTensor's, one to the part that this rank holds (``weight.to_local()[rows] =
-        …``) that part's, and one to a parameter over a flat one the parameter's. The function returns ``None`` for a
-        tensor that is copied at once. There is no function (``None``) if all are.
+        A function that is called with a tensor of the state. For a tensor that is copied at once, it returns ``None``.
+        For another, it returns all tensors whose version counter a write to the same memory may raise. That may be a
+        DTensor's counter, the counter of the part that this rank holds (``weight.to_local()[rows] = …``), or that of a
+        parameter over a flat one. If all tensors are copied at once, ``None`` is returned in place of the function.
     """
     if hooks_that_may_write(trainer):
         return None

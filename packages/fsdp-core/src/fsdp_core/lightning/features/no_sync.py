@@ -67,7 +67,7 @@ class NoSync(BackwardSyncControl):
         """Refuse a step whose last backward pass has left gradients unreduced, which the step would not see.
 
         Raises:
-            ShardingError: It has.
+            ShardingError: Gradients of the optimizer's parameters are unreduced.
         """
         if not self._unreduced:
             return

@@ -32,8 +32,8 @@ _ROUNDING = 1e-6
 def check_same_optimizers(runtime: Runtime, optimizers: Sequence[Optimizer]) -> None:
     """Raise on every rank if the optimizers of any two ranks differ. All ranks must call it.
 
-    Compared are the classes of optimizers, their param groups, and the settings of these as far as they are plain data;
-    of functions and objects, the names. If they agree, ranks exchange only a digest.
+    The classes of the optimizers are compared, the number of their param groups, and the settings of these: plain data
+    by its value, functions and objects by their names. If all agree, ranks exchange only a digest.
 
     Args:
         runtime: The ranks.

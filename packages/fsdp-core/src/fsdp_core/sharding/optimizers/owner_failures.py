@@ -33,8 +33,8 @@ class OwnerFailure:
 def failed_in(error: Exception, parameters: Sequence[tuple[str, Tensor, Tensor | None]]) -> OwnerFailure:
     """The failure of an optimizer's step, with the parameter that it was updating.
 
-    Optimizers don't say which. It is taken to be the one that is a local variable of a function in the traceback, of
-    the innermost such function; if there is none, all parameters that the rank owns are named.
+    Optimizers don't say which. It is looked up among the local variables of the functions in the traceback, the
+    innermost function first. If none has a parameter there, all parameters that the rank owns are named.
 
     Args:
         error: What the step has raised.

@@ -51,7 +51,7 @@ class StepInputs:
         if not in_backward():
             self._depth -= 1
 
-    # a call without arguments is how a step method is run, and in any other there is nothing to cast
+    # A call of the user's module without arguments runs a step method, and is not counted as a call.
 
     @outside_of_compilation
     def _enter_users(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
