@@ -96,7 +96,7 @@ def _lightning_findings(facts: dict[str, Any]) -> Iterator[Finding]:
     versions = facts["versions"] or {}
     if lightning.get("installed") is False:
         packages = [name for name in ("pytorch-lightning", "lightning-fabric") if versions.get(name)]
-        explanation = f" (the classes of {' and '.join(packages)} are others)" if packages else ""
+        explanation = f" (our strategies don't work in {' and '.join(packages)})" if packages else ""
         yield _broken(
             f"lightning is not installed{explanation}, so no Trainer takes our names", "pip install lightning"
         )

@@ -215,9 +215,10 @@ def _find_listed(cls: type) -> tuple[type, StrategyInfo] | None:
 
 
 def _parameters(cls: type, listed: type) -> tuple[list[str], bool]:
-    """The names that a class takes, and whether its constructor takes others too, which the listed class then refuses.
+    """The names of the options that a class takes, and whether its constructor accepts any other name.
 
-    A subclass's constructor may name some options, and pass on the others as ``**options``.
+    A subclass's constructor may name some options, and pass on the others as ``**options``. The listed class then
+    refuses names that it does not know.
     """
     names: list[str] = []
     for base in cls.__mro__[: cls.__mro__.index(listed) + 1]:

@@ -85,7 +85,7 @@ class SavePretrained(pl.Callback):
         self._step_saved = -1
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._step_saved = -1  # an earlier run's does not count; load_state_dict(), called later, sets a checkpoint's
+        self._step_saved = -1  # forget an earlier run; on resuming, load_state_dict() is called after this
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -98,7 +98,7 @@ def is_accumulated(parameter: Tensor) -> bool:
         return False
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
-    except RuntimeError:  # autograd.grad returns that of this leaf
+    except RuntimeError:  # torch.autograd.grad runs, and returns this leaf's gradient
         return False
 
 
@@ -154,8 +154,8 @@ def as_tuple(outputs: Any) -> tuple[Tensor | GradientEdge, ...]:
     return (outputs,) if isinstance(outputs, Tensor | GradientEdge) else tuple(outputs)
 
 
-#: Parts of errors about an input that is not in the graph. The second is raised where code asks whether a leaf is
-#: accumulated, of which ``torch.autograd.grad`` returns the gradient, as an adapter of FSDP1 does.
+#: Parts of errors about an input that is not in the graph. The second is raised where a hook asks whether a backward
+#: pass adds to a leaf, as an adapter of FSDP1 does, while ``torch.autograd.grad`` computes this leaf's gradient.
 _UNUSED_INPUT = ("not have been used in the graph", "currently running autograd.grad()")
 
 

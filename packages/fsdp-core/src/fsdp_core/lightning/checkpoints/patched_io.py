@@ -223,10 +223,11 @@ def _choose_newest(connector: Any, selected: Any, ckpt_path: Any) -> Any:
     from fsdp_core.lightning.checkpoints.attempts import newest
 
     newest_folder = None
-    saved_on_signal = connector._hpc_resume_path  # by a signal, if no callback saves then; perhaps by another run
+    # Saved when a signal came, if no callback saves then. It is in a folder that several runs may share.
+    saved_on_signal = connector._hpc_resume_path
     if _is_sharded_folder(saved_on_signal):
         newest_folder = newest([*folders, saved_on_signal])
-    if newest_folder is None:  # not known: another run's goes on from none of these
+    if newest_folder is None:  # it is another run's, which can't be compared with the callbacks' checkpoints
         newest_folder = newest(folders)
     if newest_folder is None:
         return selected

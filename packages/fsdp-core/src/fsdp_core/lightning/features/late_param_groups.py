@@ -200,7 +200,7 @@ def _only_groups(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Iter
         yield
     finally:
         optimizer.param_groups[:] = all_groups
-        for parameter, values in state.items():
+        for parameter, values in state.items():  # loading has replaced the state by that of these groups
             optimizer.state.setdefault(parameter, values)
 
 

@@ -46,7 +46,7 @@ def rebind_optimizer(
     _check_keys(optimizer)
     groups: list[list[nn.Parameter]] = []
     replacements: dict[Tensor, nn.Parameter] = {}
-    counts: dict[nn.Parameter, int] = {}
+    counts: dict[nn.Parameter, int] = {}  # by sharded parameter, how many parameters it has replaced
     for index, group in enumerate(optimizer.param_groups):
         group_targets: dict[nn.Parameter, None] = {}  # in order, each once
         for parameter in group["params"]:
@@ -87,9 +87,9 @@ def rebind_optimizer(
         optimizer.state.clear()
         optimizer.state.update(state)
     needs_owners = check_steps(optimizer, layout, owners=owners is not None, runtime=owners)
-    has_owners = owners_of(optimizer) is not None  # which then get the parameters that were added since
+    has_owners = owners_of(optimizer) is not None
     if owners is not None and (needs_owners or has_owners):
-        step_on_owners(optimizer, layout, owners)
+        step_on_owners(optimizer, layout, owners)  # if it has owners already, added parameters get some
     return optimizer
 
 

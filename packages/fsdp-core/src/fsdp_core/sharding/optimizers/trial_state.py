@@ -90,7 +90,7 @@ def why_not_resumed(
         run: The steps over what ``view`` returns.
         view: What the optimizer gets of a small parameter: all of it, on its owner, or a DTensor.
     """
-    # How ranks divide codes of a few bits depends on the sizes of the real parameters, which the small ones do not have.
+    # How ranks divide codes of a few bits depends on the sizes of parameters, and the small ones have other sizes.
     if is_of_torch(optimizer) or quantises(optimizer):
         return None
     resumed = partial(run_steps, optimizer, specs, by_closure=expected.by_closure, steps=_RESUMED_STEPS)

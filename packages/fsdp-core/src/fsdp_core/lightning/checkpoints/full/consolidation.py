@@ -199,15 +199,16 @@ def _with_tensor_sources(files: StoredFiles, dtype: str | None) -> dict[str, Any
     manifest = files.manifest
     models = tuple(f"{path}/" for path, section in manifest.kinds.items() if section == "model")
 
-    small = set() if manifest.state_tensors is None else set(files.header(manifest.state_tensors))
+    # The names of tensors in plain data that no reference has used yet.
+    unused_names = set() if manifest.state_tensors is None else set(files.header(manifest.state_tensors))
 
     def on_tensor(tag: str, name: Any) -> TensorToWrite:
         key = manifest.aliases.get(name, name) if isinstance(name, str) else None
         if tag == "$saved" and key is not None and key in manifest.tensors:
             converted = key.startswith(models) and manifest.tensors[key].dtype_name in FLOATING
             return TensorToWrite(name=key, source=reader.source(key, dtype_name=dtype if converted else None))
-        if tag == "$tensor" and isinstance(name, str) and name in small:
-            small.discard(name)  # only once, or a small file could request any amount of memory
+        if tag == "$tensor" and isinstance(name, str) and name in unused_names:
+            unused_names.discard(name)  # only once, or a small file could request any amount of memory
             return ArrayToWrite(name=f"${name}", source=reader.small_source(name))
         state_file = files.folder.path(manifest.state_file)
         raise CheckpointFormatError(
