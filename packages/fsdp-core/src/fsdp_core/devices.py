@@ -283,7 +283,7 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
 
 
 def build_facts() -> dict[str, Any]:
-    """Of which kinds torch was built, with the releases of what it was built with."""
+    """The accelerators that torch was built for, with the releases of the libraries that it was built with."""
     nccl = torch.cuda.nccl.version() if dist.is_available() and dist.is_nccl_available() else ()
     libraries = {"nccl": ".".join(map(str, nccl))} if nccl else {}
     return {"cuda_build": torch.version.cuda, "hip_build": torch.version.hip, "libraries": libraries}
@@ -305,8 +305,8 @@ def device_facts() -> list[dict[str, Any]]:
     """What the accelerator's devices on this machine say of themselves; empty where there are none. Initialises them.
 
     Returns:
-        Of each its ``name`` (such as ``"npu:0"``), ``model``, ``memory`` in bytes and ``capability``; ``None`` for what
-        its module can't be asked.
+        For each device its ``name`` (such as ``"npu:0"``), ``model``, ``memory`` in bytes and ``capability``; ``None``
+        for what the device module does not tell.
     """
     kind = accelerator_kind()
     if kind is None or not torch.accelerator.is_available():
