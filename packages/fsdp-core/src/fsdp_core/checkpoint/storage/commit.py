@@ -308,7 +308,7 @@ def files_named(manifest: bytes, names: Collection[str]) -> set[str]:
 
 def clean_beside(final: Folder) -> None:
     """Remove the partial folders that saves of dead writers have left in the checkpoint's parent directory."""
-    parent = final.beside
+    parent = final.parent
     if parent is None:
         return
     if final.local:
