@@ -318,7 +318,7 @@ def test_files_in_a_checkpoint_are_removed_when_their_writer_is_gone(
     save_version(path, 1.0)
     with another_writer(monkeypatch, **writer) as patched:
         if committed:
-            patched.setattr(commit.SaveTarget, "tidy", lambda *args: None)
+            patched.setattr(commit.SaveTarget, "remove_leftovers", lambda *args: None)
             save_version(path, 5.0)
         else:
             save_interrupted(patched, path, 5.0, "fsync", 6)
@@ -495,4 +495,4 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing here is about what outlives a power cut, and a disk that others use takes long to say that it has it."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     yield
-    assert not writers._active  # every save and removal has ended
+    assert not writers._running_saves  # every save and removal has ended

@@ -32,27 +32,29 @@ def pattern_of(shape: tuple[int, ...], boxes_by_rank: Sequence[tuple[int, tuple[
     """
     if 0 in shape or not 0 < sum(len(rank_boxes) for _, rank_boxes in boxes_by_rank) <= MAX_PIECES:
         return None
-    return _grid(shape, boxes_by_rank) or _runs(shape, boxes_by_rank)
+    return _find_grid(shape, boxes_by_rank) or _find_runs(shape, boxes_by_rank)
 
 
-def _grid(shape: tuple[int, ...], boxes_by_rank: Sequence[tuple[int, tuple[Box, ...]]]) -> Pattern | None:
+def _find_grid(shape: tuple[int, ...], boxes_by_rank: Sequence[tuple[int, tuple[Box, ...]]]) -> Pattern | None:
     boxes_with_ranks = sorted((*box, rank) for rank, rank_boxes in boxes_by_rank for box in rank_boxes)
     begins = [sorted({offsets[axis] for offsets, _, _ in boxes_with_ranks}) for axis in range(len(shape))]
     if math.prod(map(len, begins)) != len(boxes_with_ranks):
         return None
     if any(starts[0] != 0 or starts[-1] >= size for starts, size in zip(begins, shape, strict=True)):
         return None
-    lengths = [[b - a for a, b in pairwise([*starts, size])] for starts, size in zip(begins, shape, strict=True)]
-    # the sorted boxes of a grid are the products of the begins and of the lengths along its axes
+    lengths = [
+        [end - begin for begin, end in pairwise([*starts, size])] for starts, size in zip(begins, shape, strict=True)
+    ]
+    # If the boxes form a grid, they are, in order, the products of the begins and of the lengths along the axes.
     grid_boxes = zip(product(*begins), product(*lengths), strict=True)
     for (cell_offsets, cell_lengths), (offsets, sizes, _) in zip(grid_boxes, boxes_with_ranks, strict=True):
         if cell_offsets != offsets or cell_lengths != sizes:
             return None
     ranks = Ranks.of([rank for *_, rank in boxes_with_ranks])
-    return Pattern(shape=shape, ranks=ranks, grid=tuple(map(_in_runs, lengths)))
+    return Pattern(shape=shape, ranks=ranks, grid=tuple(map(_join_equal_lengths, lengths)))
 
 
-def _runs(shape: tuple[int, ...], boxes_by_rank: Sequence[tuple[int, tuple[Box, ...]]]) -> Pattern | None:
+def _find_runs(shape: tuple[int, ...], boxes_by_rank: Sequence[tuple[int, tuple[Box, ...]]]) -> Pattern | None:
     runs = []
     for rank, rank_boxes in boxes_by_rank:
         start = 0
@@ -71,9 +73,9 @@ def _runs(shape: tuple[int, ...], boxes_by_rank: Sequence[tuple[int, tuple[Box, 
     if end != math.prod(shape):
         return None
     return Pattern(
-        shape=shape, ranks=Ranks.of([rank for *_, rank in runs]), runs=_in_runs([length for _, length, _ in runs])
+        shape=shape, ranks=Ranks.of([rank for *_, rank in runs]), runs=_join_equal_lengths([length for _, length, _ in runs])
     )
 
 
-def _in_runs(lengths: Sequence[int]) -> Sizes:
+def _join_equal_lengths(lengths: Sequence[int]) -> Sizes:
     return Sizes(tuple((length, len(list(equal))) for length, equal in groupby(lengths)))

@@ -11,7 +11,7 @@ from fsdp_core.checkpoint.format.state_paths import join_path
 from fsdp_core.checkpoint.importing.memory_budget import current_budget
 from fsdp_core.checkpoint.importing.optimizer_states import (
     ParameterOrder,
-    by_name,
+    name_parameters,
     is_flattened,
     is_optimizer,
     unflatten,
@@ -209,7 +209,7 @@ def _name_optimizer_state(title: str, value: Any, shapes: Mapping[str, tuple[int
             f"{title} does not have the form of optimizer.state_dict(), so its state can't be imported.\n"
             "Import the weights alone with `--weights-only`."
         )
-    named = by_name(title, value, shapes, order)
+    named = name_parameters(title, value, shapes, order)
     state = {
         name: {key: leaf if isinstance(leaf, TensorSource) else _read_into_memory(leaf) for key, leaf in values.items()}
         for name, values in named["state"].items()

@@ -121,9 +121,9 @@ def holds_ours(path: StrPath) -> bool:
 
 
 def is_sharded(path: StrPath) -> bool:
-    """Return whether a path is a folder that saves have written: a checkpoint, a part of one, or what was interrupted.
+    """Return whether a path is a folder that saves have written: a checkpoint, a part of one, or an interrupted save.
 
-    A folder that something else has written, or that is empty, is none.
+    An empty folder, or one with files of something else, is not.
     """
     folder = open_folder(path)
     return is_checkpoint(path) or is_place(path) or (is_interrupted(folder) and bool(folder.files()))
