@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.sharding.sharded import Sharded
-from fsdp_core.state.full_tensor import each_whole
+from fsdp_core.state.full_tensor import gather_each
 from fsdp_core.testing.launching.rank_context import here
 
 __all__ = [
@@ -44,7 +44,7 @@ def full_state(strategy: Any, sharded: Sharded | None = None) -> dict[str, Any]:
         sharded: A sharded root; the only one when ``None``.
     """
     state = (sharded_by(strategy) if sharded is None else sharded).model_state()
-    gathered = each_whole(state, strategy.runtime)
+    gathered = gather_each(state, strategy.runtime)
     return {name: _host_copy(value) for name, value in gathered}
 
 
@@ -60,7 +60,7 @@ def full_optimizer_state(strategy: Any, optimizer: Any, sharded: Sharded | None 
     state = (sharded_by(strategy) if sharded is None else sharded).optimizer_state(plain)["state"]
     flat = {(name, key): state[name][key] for name in sorted(state) for key in sorted(state[name])}
     full: dict[str, dict[str, Any]] = {name: {} for name in sorted(state)}
-    for (name, key), value in each_whole(flat, strategy.runtime):
+    for (name, key), value in gather_each(flat, strategy.runtime):
         full[name][key] = _host_copy(value)
     return full
 

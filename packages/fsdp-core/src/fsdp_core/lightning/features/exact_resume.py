@@ -15,7 +15,7 @@ from fsdp_core.lightning.features.feature import Feature
 from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.sharded import Sharded
-from fsdp_core.state.held_gradients import described, of_this_rank
+from fsdp_core.state.held_gradients import describe_gradients, gradients_of_rank
 from fsdp_core.state.random_state import random_state, set_random_state, state_of_rank
 
 __all__ = ["KEY", "ExactResume"]
@@ -65,7 +65,7 @@ class ExactResume(Feature):
             "ranks": [{"random": rank_state} for rank_state in states],
             "attempts": self._attempts.state(),
         }
-        gradients = described(sharded.accumulated_gradients(), self._runtime) if self._waiting else None
+        gradients = describe_gradients(sharded.accumulated_gradients(), self._runtime) if self._waiting else None
         return state if gradients is None else {**state, "gradients": gradients}
 
     def with_positions(self, checkpoint: Mapping[str, Any], trainer: pl.Trainer) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class ExactResume(Feature):
     def prepare_loader(self, loader: object, trainer: pl.Trainer) -> object:
         """Track a loader that Lightning has prepared, or copy one whose position is that of another stage."""
         if not trainer.training:
-            return self._loaders.apart(loader)
+            return self._loaders.prepare_other(loader)
         loader = self._loaders.prepare(loader, trainer)
         self._before_iterators()
         return loader
@@ -126,7 +126,7 @@ class ExactResume(Feature):
         gradients = self._gradients
         self._gradients = None
         if gradients is not None:
-            sharded.restore_gradients(of_this_rank(gradients, self._runtime), gradients["reduced"])
+            sharded.restore_gradients(gradients_of_rank(gradients, self._runtime), gradients["reduced"])
             self.on_backward(trainer.optimizers)
         self._before_iterators()
         self._loaders.start(trainer)

@@ -19,7 +19,7 @@ from fsdp_core.lightning.outside_steps.redirection import is_inside_forward, nor
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.sharded import Sharded, sharded_around
 from fsdp_core.state.fqn import clean_name
-from fsdp_core.state.full_tensor import each_whole, gathered_modules
+from fsdp_core.state.full_tensor import gather_each, gathered_modules
 from fsdp_core.torch_private.modules import not_managed
 
 __all__ = ["gathered"]
@@ -120,7 +120,7 @@ def _whole_parameters(sharded: Sharded, prefix: str, first: Mapping[str, str]) -
     """The parameters of a part of a root, each once, on this rank's device."""
     state = sharded.model_state()
     names = dict.fromkeys(first.get(name, name) for name in sharded.plan.parameters if name.startswith(prefix))
-    wholes = each_whole({name: state[name] for name in names}, sharded.runtime)
+    wholes = gather_each({name: state[name] for name in names}, sharded.runtime)
     # a copy, for parameters that are not sharded are the module's own
     return {name: full.to(sharded.runtime.device, copy=True) for name, full in wholes}
 

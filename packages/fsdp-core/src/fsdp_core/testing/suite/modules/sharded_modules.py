@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fsdp_core.errors import CheckpointMismatchError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.lightning.outside_steps.exporting import full_state_dict
-from fsdp_core.state.full_tensor import whole
+from fsdp_core.state.full_tensor import gather_full
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, Trained
@@ -78,7 +78,7 @@ def _export(strategy: str, tmp: str) -> list[str]:
         prefix = f"{part}." if part else ""
         expected = {name.removeprefix(prefix): value for name, value in want.items() if name.startswith(prefix)}
         assert got.keys() == expected.keys(), f"{call} holds {list(got)} instead of {list(expected)}"
-        full = {name: whole(got[name], used_strategy.runtime) for name in expected}
+        full = {name: gather_full(got[name], used_strategy.runtime) for name in expected}
         for name, value in expected.items():
             shape = tuple(value.shape)
             shape_read = tuple(full[name].shape)
