@@ -73,10 +73,10 @@ def on_threads(world_size: int, function: Callable[..., Any], arguments: tuple[A
         return [answered(lambda: _on_host(function(*arguments)))]
     answers: dict[int, Answer] = {}
 
-    def rank(own: tuple[Any, ...]) -> None:
+    def rank(own_arguments: tuple[Any, ...]) -> None:
         here = xla.rank_here()
         assert here is not None
-        answer = answers[here.rank] = answered(lambda: _on_host(function(*own)))
+        answer = answers[here.rank] = answered(lambda: _on_host(function(*own_arguments)))
         if not answer[0]:
             raise RuntimeError("this rank has failed")  # so that no other waits for it
 
@@ -85,22 +85,22 @@ def on_threads(world_size: int, function: Callable[..., Any], arguments: tuple[A
 
 
 def on_all_devices(world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Answer]:
-    """Call a function once; its answer is each device's."""
+    """Call a function once, and return its answer for each device."""
     stand_on(OnAllDevices())
     if not xr.is_spmd():
         xr.use_spmd()  # for the rest of the process, which runs only clauses of SPMD
     return [answered(lambda: _on_host(function(*copy.deepcopy(arguments))))] * world_size
 
 
-def _memory(tensor: Tensor, on_device: int) -> int:
+def _memory(tensor: Tensor, numel_on_device: int) -> int:
     """The bytes of a tensor. XLA's tensors have no storage that reports its size."""
     try:
         is_on_xla = tensor.device.type == "xla"
     except RuntimeError as error:
         if "does not have a device" not in str(error):
             raise
-        return 0  # found by the garbage collector while another rank's thread makes it: it holds nothing yet
-    return on_device * tensor.element_size() if is_on_xla else tensor.untyped_storage().nbytes()
+        return 0  # listed by the garbage collector while another rank's thread creates it
+    return numel_on_device * tensor.element_size() if is_on_xla else tensor.untyped_storage().nbytes()
 
 
 def _on_host(value: Any) -> Any:
