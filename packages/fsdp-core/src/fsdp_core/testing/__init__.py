@@ -14,28 +14,28 @@ from typing import TYPE_CHECKING
 from fsdp_core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from fsdp_core.testing.launching.calls import Answer, Failure, RankError, answered
+    from fsdp_core.testing.launching.calls import Answer, Failure, RankError, answer_of
     from fsdp_core.testing.launching.forking import StartMethod
     from fsdp_core.testing.launching.one_process_ranks import OneProcessRanks
     from fsdp_core.testing.launching.process_ranks import RankKind, RankPool, Ranks
-    from fsdp_core.testing.launching.rank_context import Here, stand_on
+    from fsdp_core.testing.launching.rank_context import RankContext, set_rank_context
     from fsdp_core.testing.state import full_state
     from fsdp_core.testing.training import new_fabric
 
 __all__ = [
     "Answer",
     "Failure",
-    "Here",
+    "RankContext",
     "OneProcessRanks",
     "RankError",
     "RankKind",
     "RankPool",
     "Ranks",
     "StartMethod",
-    "answered",
+    "answer_of",
     "full_state",
     "new_fabric",
-    "stand_on",
+    "set_rank_context",
 ]
 
 _HOMES = {

@@ -20,7 +20,7 @@ from fsdp_core.device_names import KINDS_OF_LIGHTNING
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import oracle
 from fsdp_core.testing.launching.process_ranks import ranks_are_nodes
-from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.oracle import BATCH, Trained, dataset, new_net
 from fsdp_core.testing.state import copied_state, full_state
 
@@ -93,8 +93,8 @@ class Lit(pl.LightningModule):
 def loader(steps: int, world_size: int) -> DataLoader[Any]:
     """A dataloader whose batches, concatenated over all ranks, are the oracle's, in the same order."""
     data: Any = dataset(BATCH * steps)
-    shares = here().shares(world_size)
-    sampler: Any = DistributedSampler(data, shares, here().rank, shuffle=False)
+    shares = rank_context().shares(world_size)
+    sampler: Any = DistributedSampler(data, shares, rank_context().rank, shuffle=False)
     return DataLoader(data, batch_size=BATCH // shares, sampler=sampler)
 
 
@@ -171,7 +171,7 @@ def means(losses: list[Tensor]) -> list[float]:
     """Each step's loss over all ranks."""
     if not losses:
         return []
-    values: list[float] = here().mean(torch.stack([loss.detach().cpu() for loss in losses]).float()).tolist()
+    values: list[float] = rank_context().mean(torch.stack([loss.detach().cpu() for loss in losses]).float()).tolist()
     return values
 
 

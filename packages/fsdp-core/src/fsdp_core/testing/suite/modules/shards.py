@@ -24,7 +24,7 @@ from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, WIDE, Block, Trained
 from fsdp_core.testing.refusals import assert_says, refusal
@@ -61,7 +61,7 @@ def _largest_tensor(strategy: str) -> int:
     largest: list[int] = []
     while len(largest) < 10:  # a gloo thread may keep a broadcast tensor for a moment
         gc.collect()
-        largest.append(max(here().memory(t) for t in gc.get_objects() if isinstance(t, Tensor)))
+        largest.append(max(rank_context().memory(t) for t in gc.get_objects() if isinstance(t, Tensor)))
         time.sleep(0.05)
     del model, optimizer
     return min(largest)
@@ -318,7 +318,7 @@ def _announce(strategy: str, tmp: str, front_end: FrontEnd) -> Announced:
         set_up(Wide())
         used_strategy.barrier()
     logger.setLevel(level)
-    return Announced(here().rank, lines, silenced_lines, units, elements)
+    return Announced(rank_context().rank, lines, silenced_lines, units, elements)
 
 
 def _drawn_after_setup(strategy: str) -> tuple[list[float], list[float]]:

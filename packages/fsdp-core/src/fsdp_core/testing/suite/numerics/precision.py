@@ -164,7 +164,7 @@ class Overflowing(Spying):
             block = self.net.blocks[1]
             parameters = [*block.up.parameters(), *block.down.parameters()]
             is_last_rank = self.global_rank == self.trainer.world_size - 1
-            poison_gradient(parameters, float("inf"), here_too=is_last_rank)
+            poison_gradient(parameters, float("inf"), on_this_rank=is_last_rank)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         pass  # without the check of the base class that all gradients are finite

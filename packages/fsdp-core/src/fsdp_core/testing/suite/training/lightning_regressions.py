@@ -17,7 +17,7 @@ from fsdp_core.errors import ShardingError
 from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.measuring.collectives import count_collectives
 from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE, WIDE, Block, Trained
@@ -60,7 +60,7 @@ def _infinite_norm(strategy: str) -> str:
     loop.backward(loop.model(fabric.to_device(torch.ones(2, FEATURES))).sum())
     layout = sharded_by(fabric.strategy).layout()
     linear = [p for p, parts in layout.items() if any(".up." in part.name or ".down." in part.name for part in parts)]
-    poison_gradient(linear, torch.nan, here_too=fabric.global_rank == fabric.world_size - 1)
+    poison_gradient(linear, torch.nan, on_this_rank=fabric.global_rank == fabric.world_size - 1)
     clip = partial(fabric.clip_gradients, loop.model, loop.optimizer, max_norm=1.0, norm_type=float("inf"))
     return refusal(RuntimeError, clip)
 
@@ -85,7 +85,7 @@ def every_stage(strategy: str, tmp: str, options: dict[str, Any]) -> dict[str, A
         "policy": new_policy is policy is options.get("auto_wrap_policy", "auto"),
         "elements": held_by(sharded_by(used_strategy).root.parameters()),
         "predictions": torch.cat(predictions),
-        "rows": 2 * BATCH // here().shares(2),
+        "rows": 2 * BATCH // rank_context().shares(2),
     }
 
 

@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, whole_batches
@@ -60,7 +60,7 @@ def left_behind(
     The first run creates the default process group, which Lightning keeps until the process ends, and the threads that
     watch its ranks for as long.
     """
-    rank = here().rank
+    rank = rank_context().rank
     folder = Path(tmp)
     directories = [folder / f"cwd{rank}", folder / f"tmp{rank}"]
     for directory in directories:
