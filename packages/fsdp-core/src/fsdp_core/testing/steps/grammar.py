@@ -244,13 +244,13 @@ class _Composer:
 
     def add_freeze(self) -> None:
         part = self.rng.choice(["net.blocks[0]", "net.blocks[1]", "net.blocks[2]", "net.inp", "net.frozen"])
-        frozen = part not in self.frozen
-        what = part
+        freezes = part not in self.frozen
+        target = part
         if part.startswith("net.blocks") and self.rng.random() < 0.3:
-            what = f"{part}.down"
+            target = f"{part}.down"  # part of a block, of which the other layers stay as they are
         else:
             self.frozen ^= {part}
-        self.lines.append(f"{what}.requires_grad_({not frozen})")
+        self.lines.append(f"{target}.requires_grad_({not freezes})")
 
     def add_zero_grad(self) -> None:
         self.lines.append("zero_grad()")

@@ -190,9 +190,9 @@ def fit_seeded(
     options: Mapping[str, Any] | None = None,
     **trainer: Any,
 ) -> tuple[dict[str, Any], pl.Trainer]:
-    """Fit with each rank's random generators seeded; the outcome, and the Trainer."""
+    """Fit with each rank's random generators seeded, and return the outcome and the Trainer."""
     rank = rank_context().rank  # every rank draws its own numbers
-    with oracle.seeded(seed + rank):  # locked, as a rank that is a thread shares the generators
+    with oracle.seeded(seed + rank):  # locked, since ranks that are threads share the generators
         random.seed(seed + rank)
         numpy.random.seed(seed + rank)
     accumulating = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3} if module.automatic_optimization else {}

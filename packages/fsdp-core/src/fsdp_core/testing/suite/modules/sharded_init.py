@@ -109,8 +109,8 @@ def _built_otherwise(strategy: str, case: str) -> str | list[float]:
         net = nn.Sequential(layer, nn.Linear(FEATURES, 1))
     try:
         fabric.setup(net)
-    except ShardingError as told:
-        return str(told)
+    except ShardingError as error:
+        return str(error)
     values: list[float] = full_state(fabric.strategy)["0.weight"].unique().tolist()
     return values
 
@@ -157,7 +157,7 @@ class BuiltInPartsSuite(Clauses):
         drawn.append([torch.rand(1)])
         torch.manual_seed(6)
         nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1))
-        drawn[1].append(torch.rand(1))  # where a rank builds all by itself before it gets rank 0's values
+        drawn[1].append(torch.rand(1))  # if rank 1 builds its own model before it gets rank 0's values
         for (state, got), expected in zip(ranks.run(2, _train_seeded_otherwise, self.strategy), drawn, strict=True):
             assert got in expected
             for name, tensor in want.items():
