@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from fsdp_core.testing.reporting.inner_session import Outcome, run_clauses, plugins_in
+from fsdp_core.testing.reporting.inner_session import Outcome, plugins_in, run_clauses
 from seeded.changes import Change, write_packages
 
 __all__ = ["run"]

@@ -12,7 +12,14 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler  # type: ignore[import-untyped]
 
 from adapter_clauses.loader_runs import in_turns
-from fsdp_core.lightning.loaders.position import POSITION, ResumableSampler, copy_without_position, follow, position_of, sampler_of
+from fsdp_core.lightning.loaders.position import (
+    POSITION,
+    ResumableSampler,
+    copy_without_position,
+    follow,
+    position_of,
+    sampler_of,
+)
 
 LOADERS = [DataLoader, StatefulDataLoader]
 

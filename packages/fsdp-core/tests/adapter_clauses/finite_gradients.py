@@ -83,7 +83,9 @@ def _stepped(strategy: str, clip: bool) -> tuple[list[str], list[str], dict[str,
             layout = sharded_by(used).layout()
             wide = [p for p in trained_by(optimizer) if any(".up." in x.name or ".down." in x.name for x in layout[p])]
             poison_gradient(wide, float("inf"), on_this_rank=is_last)
-            broken = [p for p in layout if p.grad is not None and not torch.isfinite(rank_context().local(p.grad)).all()]
+            broken = [
+                p for p in layout if p.grad is not None and not torch.isfinite(rank_context().local(p.grad)).all()
+            ]
             names = [layout[p][0].name for p in broken]
 
         def step() -> None:

@@ -205,7 +205,9 @@ class Run:
             case "counting":
                 return StatefulDataLoader(counting, shuffle=True, **kwargs)
             case "stream":
-                return StatefulDataLoader(Stream(self.size, rank_context().rank, rank_context().shares(world_size)), **kwargs)
+                return StatefulDataLoader(
+                    Stream(self.size, rank_context().rank, rank_context().shares(world_size)), **kwargs
+                )
             case "counted":
                 return StatefulDataLoader(numbered, sampler=Counted(self.size), **kwargs)
             case "counted batches":

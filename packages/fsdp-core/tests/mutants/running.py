@@ -10,7 +10,7 @@ from unittest import mock
 
 from fsdp_core.plugins.discovery import discover
 from fsdp_core.testing.launching import forking
-from fsdp_core.testing.reporting.inner_session import Outcome, run_clauses, plugins_in
+from fsdp_core.testing.reporting.inner_session import Outcome, plugins_in, run_clauses
 
 __all__ = ["SOUND", "run"]
 

@@ -4,8 +4,8 @@ An optimizer creates zeros at its first step. XLA compiles them as constants, so
 second step, where the same values are data. To have one program for all steps, these zeros, like the sums of metrics
 (``lightning/host_metrics.py``), are put on the device as data.
 
-A program's outputs are in the order of XLA's tensor ids, and an optimizer's step gives parameters new ids in its own order.
-So the shards get ids in that order when the optimizer is set up (``put_in_order``).
+A program's outputs are in the order of XLA's tensor ids, and an optimizer's step gives parameters new ids in its own
+order. So the shards get ids in that order when the optimizer is set up (``put_in_order``).
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ class _Call(nn.Module):
 def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function`` and keep only its inputs; the backward pass calls it again, with the same random numbers.
 
-    torch's own checkpointing has no effect on XLA, which finds the same computation twice in a program and does it once.
-    torch_xla's checkpointing puts a barrier between the two. It does not support keyword arguments, nested outputs, and
-    calls in which no input requires gradients, so they are added here.
+    torch's own checkpointing has no effect on XLA, which finds the same computation twice in a program and does it
+    once. torch_xla's checkpointing puts a barrier between the two. It does not support keyword arguments, nested
+    outputs, and calls in which no input requires gradients, so they are added here.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)

@@ -11,8 +11,8 @@ from torch import Tensor
 __all__ = ["differing", "sample", "view_of_sample"]
 
 #: A sample has one of this many elements of a tensor, within the bounds below. Reading an element that is in no cache
-#: takes as long as copying a few hundred. For tensors of 5 MB, taking and comparing samples takes 1.1 to 1.3 % of the time
-#: of the copy, and for larger ones less; most of it goes to the four operations on each tensor.
+#: takes as long as copying a few hundred. For tensors of 5 MB, taking and comparing samples takes 1.1 to 1.3 % of the
+#: time of the copy, and for larger ones less; most of it goes to the four operations on each tensor.
 _ELEMENTS_PER_SAMPLED = 131_072
 _MIN_SAMPLED = 16
 _MAX_SAMPLED = 256
@@ -48,7 +48,7 @@ def view_of_sample(tensor: Tensor) -> Tensor:
 
 
 def differing(samples: Sequence[Tensor], views: Sequence[Tensor]) -> list[int]:
-    """Find tensors that were written to, or that differ from their copies. Bits are compared, so that NaN equals itself.
+    """Find tensors that were written to, or that differ from their copies by bits (so that NaN equals itself).
 
     Args:
         samples: What :func:`sample` returned of each tensor.

@@ -17,7 +17,7 @@ from fsdp_core.checkpoint.storage.joined import Paths, open_places, shown_paths
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.checkpoint.storage.plain_json import read_plain
 from fsdp_core.checkpoint.storage.recognition import read_manifest
-from fsdp_core.checkpoint.storage.rereading import ATTEMPTS, pause, current_fingerprint, replaced_too_often
+from fsdp_core.checkpoint.storage.rereading import ATTEMPTS, current_fingerprint, pause, replaced_too_often
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
 from fsdp_core.checkpoint.verifying import find_damage, refuse_damage, share_of
 from fsdp_core.errors import CheckpointFormatError
@@ -62,7 +62,9 @@ def load(path: Paths, *, runtime: Runtime | None = None, verify: bool = True) ->
         reading = _LoadAttempt(folder, runtime, checksums=verify)
         save_id, faults, is_replaced = run_on_all(runtime, action, reading.examine)
         save_id_of_first = save_id if runtime is None else runtime.broadcast_object(save_id)
-        ranks_that_differ, ranks_replaced, damaged = total(runtime, [save_id != save_id_of_first, is_replaced, bool(faults)])
+        ranks_that_differ, ranks_replaced, damaged = total(
+            runtime, [save_id != save_id_of_first, is_replaced, bool(faults)]
+        )
         all_agree = not ranks_that_differ
         if all_agree and not ranks_replaced:
             if damaged and runtime is not None:  # each rank raises the faults of all

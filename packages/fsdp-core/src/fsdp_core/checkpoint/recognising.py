@@ -73,7 +73,9 @@ def _find_runs(shape: tuple[int, ...], boxes_by_rank: Sequence[tuple[int, tuple[
     if end != math.prod(shape):
         return None
     return Pattern(
-        shape=shape, ranks=Ranks.of([rank for *_, rank in runs]), runs=_join_equal_lengths([length for _, length, _ in runs])
+        shape=shape,
+        ranks=Ranks.of([rank for *_, rank in runs]),
+        runs=_join_equal_lengths([length for _, length, _ in runs]),
     )
 
 

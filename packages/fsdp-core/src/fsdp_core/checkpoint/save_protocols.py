@@ -137,7 +137,7 @@ class PerHostSave(SharedSave):
             world_size=runtime.world_size,
             host=self.local_target.host,
             path=self.local_target.path,
-            manifest_host=self.local_target.first.host,
+            manifest_host=self.local_target.first_writer.host,
             manifest_path=self._first_path,
             files=files,
         )

@@ -163,8 +163,8 @@ class Staging:
             event.synchronize()
         if self._changed_names:
             raise CheckpointError(
-                f"{self._changed_names[0]!r} was written to while it was being copied for a checkpoint, perhaps through "
-                ".data, by code that is in no hook of Lightning's, such as training_step() or a data loader "
+                f"{self._changed_names[0]!r} was written to while it was being copied for a checkpoint, perhaps "
+                "through .data, by code that is in no hook of Lightning's, such as training_step() or a data loader "
                 f"({len(self._changed_names)} tensors in all).\n"
                 "Write to parameters and optimizer state in hooks, such as on_train_batch_end(), or leave async_save "
                 "out."
@@ -181,7 +181,7 @@ class Staging:
         self._views = {}
 
     def _sample_of_copy(self, deferred: _Deferred) -> Tensor:
-        """Return a view of the sampled elements of a copy. It is kept as long as the memory, because making it is slow."""
+        """Return a view of a copy's sampled elements. It is kept as long as the memory: making it is slow."""
         if id(deferred.memory) not in self._views:
             self._views[id(deferred.memory)] = view_of_sample(deferred.memory)
         return self._views[id(deferred.memory)]
@@ -189,7 +189,9 @@ class Staging:
     def _memory_for(self, originals: list[Tensor]) -> list[Tensor]:
         """Return memory for each tensor, of its shape and dtype: that of the last save if the layout is the same."""
         layout = [(tensor.shape, tensor.dtype) for tensor in originals]
-        pinned = any(devices.can_pin_memory(device_type) for device_type in {tensor.device.type for tensor in originals})
+        pinned = any(
+            devices.can_pin_memory(device_type) for device_type in {tensor.device.type for tensor in originals}
+        )
         if layout != self._layout or pinned != self._is_pinned:
             # Emptied first: the old views would keep the old blocks alive while new ones are allocated.
             self._layout = []

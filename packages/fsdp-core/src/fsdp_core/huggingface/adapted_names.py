@@ -41,8 +41,12 @@ def base_names(model: nn.Module, names: Iterable[str]) -> BaseNames:
     prefix_of_base = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
     # A layer with adapters holds the original as base_layer; a module that is trained as a whole, as original_module.
     base_modules = dict(base.named_modules())
-    adapted_layers = {name for name, module in base_modules.items() if isinstance(getattr(module, "base_layer", None), nn.Module)}
-    trained_copies = {name for name, module in base_modules.items() if isinstance(getattr(module, "original_module", None), nn.Module)}
+    adapted_layers = {
+        name for name, module in base_modules.items() if isinstance(getattr(module, "base_layer", None), nn.Module)
+    }
+    trained_copies = {
+        name for name, module in base_modules.items() if isinstance(getattr(module, "original_module", None), nn.Module)
+    }
     full_names_by_name: dict[str, list[str]] = {}
     for full_name in names:
         if not full_name.startswith(prefix_of_base):

@@ -17,10 +17,10 @@ from fsdp_core.huggingface.held_model import HeldModel, find_model
 from fsdp_core.huggingface.replicas import Shared, shared_boxes
 from fsdp_core.huggingface.stored_folder import RangeReader, StoredTensor, list_folder
 from fsdp_core.huggingface.stored_names import hub_renamings, is_expected_surplus, names_to_store, stored_views
-from fsdp_core.huggingface.views import View, group_by_source, full_view
+from fsdp_core.huggingface.views import View, full_view, group_by_source
 from fsdp_core.state.chunks import Chunk, ChunkedTensor
 from fsdp_core.state.coverage import Box, find_fault
-from fsdp_core.state.dtype_mismatches import dtype_name
+from fsdp_core.state.dtypes import dtype_name
 from fsdp_core.state.saved_tensor import SavedTensor
 
 __all__ = ["LoadedFolder", "load_pretrained"]
@@ -109,7 +109,10 @@ def load_pretrained(module: nn.Module, folder: StrPath, *, strict: bool = True, 
         for reader in readers:
             reader.close()
     return LoadedFolder(
-        missing=loading_plan.missing, unexpected=loading_plan.unexpected, tensors=len(loading_plan.parts), bytes_read=bytes_read
+        missing=loading_plan.missing,
+        unexpected=loading_plan.unexpected,
+        tensors=len(loading_plan.parts),
+        bytes_read=bytes_read,
     )
 
 
@@ -137,7 +140,9 @@ class _Plan:
 
     def check(self, folder: str, *, strict: bool, cast: bool) -> None:
         groups = [("have another shape", self.shape_mismatches)]
-        groups += [("are quantised, and the model has no place for their scales; dequantise them first", self.without_scales)]
+        groups += [
+            ("are quantised, and the model has no place for their scales; dequantise them first", self.without_scales)
+        ]
         groups += [] if cast else [("have another dtype; pass cast=True to convert them", self.dtype_mismatches)]
         if strict:
             groups += [("are missing in it", self.missing), ("are only in it", self.unexpected)]
@@ -168,7 +173,7 @@ def _make_plan(
     base_ties = {}
     for name, (full_name, *_) in base.full_names.items():
         first_name = first_names.get(full_name)
-        if first_name in base.name_of:
+        if first_name is not None and first_name in base.name_of:
             base_ties[name] = base.name_of[first_name]
     stored_names = names_to_store(base.model, base_state, base_ties)
     views = stored_views(base.model, base_state, stored_names)

@@ -148,7 +148,7 @@ def _open_to_write(path: str) -> int:
 
 
 def _blocks(chunk: Chunk, tensor: PlannedTensor) -> Iterator[tuple[Box, Tensor]]:
-    """Yield what a rank's chunk holds of a tensor of a file: boxes of that tensor, each with a contiguous CPU tensor."""
+    """Yield a rank's parts of a tensor of a file: boxes of that tensor, each with a contiguous CPU tensor."""
     view = tensor.view
     dtype = DTYPES[tensor.dtype_name]
     common = view.overlap((chunk.offsets, tuple(chunk.data.shape)))

@@ -50,7 +50,9 @@ class Shared:
                 part.copy_(copy)
 
     def _broadcast(self, data: Tensor) -> None:
-        self.peers.broadcast(data.reshape(-1).view(torch.uint8), self.owner)  # bytes, since not every library can send every dtype
+        self.peers.broadcast(
+            data.reshape(-1).view(torch.uint8), self.owner
+        )  # bytes, since not every library can send every dtype
 
 
 def shared_boxes(runtime: Runtime, state: Mapping[str, ChunkedTensor]) -> dict[str, Shared]:
@@ -83,11 +85,15 @@ def shared_boxes(runtime: Runtime, state: Mapping[str, ChunkedTensor]) -> dict[s
                 holders.setdefault(boxes_of_rank[index], []).append(rank)
         for ranks in holders.values():
             group_axes = next(
-                (axes_of_group for axes_of_group in axis_sets if peers_of[axes_of_group][ranks[0]] == tuple(ranks)), None
+                (axes_of_group for axes_of_group in axis_sets if peers_of[axes_of_group][ranks[0]] == tuple(ranks)),
+                None,
             )
             if len(ranks) > 1 and group_axes is not None:
                 axes_of_tensor.setdefault(index, {}).update(dict.fromkeys(ranks, group_axes))
-    used_axes = sorted({group_axes for axes_of_rank in axes_of_tensor.values() for group_axes in axes_of_rank.values()}, key=axis_sets.index)
+    used_axes = sorted(
+        {group_axes for axes_of_rank in axes_of_tensor.values() for group_axes in axes_of_rank.values()},
+        key=axis_sets.index,
+    )
     groups: dict[tuple[MeshAxis, ...], Runtime] = {}
     for group_axes in used_axes:  # every rank, in the same order
         try:

@@ -247,7 +247,9 @@ def _plan_files(
     plans = []
     for name, tensors in content.files.items():
         views = {tensor: content.views[tensor] for tensor in tensors}
-        planned_tensors = {key: plan_tensor(view, _stored_dtype(state[view.source].dtype, dtype)) for key, view in views.items()}
+        planned_tensors = {
+            key: plan_tensor(view, _stored_dtype(state[view.source].dtype, dtype)) for key, view in views.items()
+        }
         plans.append(FilePlan.of(name, planned_tensors))
     return plans
 

@@ -110,7 +110,9 @@ class RangeReader:
             self.fill(stored.file, buffer, start)
 
         with torch.no_grad():
-            read_box(fill, stored.entry, begin, view.as_stored(out.detach()[box_slices]), direct_run_bytes=direct_run_bytes)
+            read_box(
+                fill, stored.entry, begin, view.as_stored(out.detach()[box_slices]), direct_run_bytes=direct_run_bytes
+            )
 
     def fill(self, name: str, buffer: memoryview, start: int) -> None:
         """Fill a buffer with the bytes of a file from ``start`` on.

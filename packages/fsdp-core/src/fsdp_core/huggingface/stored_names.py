@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.huggingface.views import View, views_of, full_view
+from fsdp_core.huggingface.views import View, full_view, views_of
 from fsdp_core.state.chunks import ChunkedTensor
 
 __all__ = ["hub_renamings", "is_expected_surplus", "names_to_store", "stored_views"]

@@ -1,8 +1,8 @@
 """Which part of a module's tensor each tensor of a folder is, for models that are not stored as they run.
 
-Transformers describes the difference as operations on full tensors, such as stacking those of experts. They are run once,
-on tensors without memory that lie one behind the other in one storage. The position of a result in that storage says which
-part of which tensor it is.
+Transformers describes the difference as operations on full tensors, such as stacking those of experts. They are run
+once, on tensors without memory that lie one behind the other in one storage. The position of a result in that storage
+says which part of which tensor it is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.state.boxes import overlap
 from fsdp_core.state.coverage import Box
 
-__all__ = ["View", "group_by_source", "views_of", "full_view"]
+__all__ = ["View", "full_view", "group_by_source", "views_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,9 @@ class _ConsecutiveTensors:
         self._storages: dict[torch.dtype, int] = {}
         tensors_of_name: dict[str, Tensor] = {}
         for dtype, names in self._by_dtype.items():
-            sizes = [max(1, math.prod(self._shapes[name])) for name in names]  # so that no two begin at the same element
+            sizes = [
+                max(1, math.prod(self._shapes[name])) for name in names
+            ]  # so that no two begin at the same element
             begins = [0, *accumulate(sizes)]
             self._begins[dtype] = begins[:-1]
             flat = torch.empty(begins[-1] + 1, dtype=dtype, device="meta")  # a size that no copy of tensors in it has
@@ -150,8 +152,8 @@ class _ConsecutiveTensors:
             if view is not None:
                 return view
         raise UnsupportedCapabilityError(
-            f"{name!r} of {subject} can't be stored from shards: it is computed from whole tensors of the module, and no "
-            "rank holds those.\nSave a checkpoint, and convert it in one process: gather the weights with "
+            f"{name!r} of {subject} can't be stored from shards: it is computed from whole tensors of the module, and "
+            "no rank holds those.\nSave a checkpoint, and convert it in one process: gather the weights with "
             "fsdp_core.load_state_dict(checkpoint), and pass them as state_dict= to the model's own save_pretrained()."
         )
 

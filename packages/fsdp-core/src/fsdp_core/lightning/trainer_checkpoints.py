@@ -33,7 +33,7 @@ from fsdp_core.lightning.checkpoints.sharded_or_full import (
     write_folder,
 )
 from fsdp_core.lightning.features.exact_resume import KEY
-from fsdp_core.lightning.outside_steps.exporting import refuse_values_of_parts, gather_state
+from fsdp_core.lightning.outside_steps.exporting import gather_state, refuse_values_of_parts
 from fsdp_core.lightning.outside_steps.redirection import normal_tensors
 from fsdp_core.lightning.private import resume_from
 

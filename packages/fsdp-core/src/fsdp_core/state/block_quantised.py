@@ -1,8 +1,8 @@
 """Optimizer state that torchao keeps in 8 or 4 bits: blocks of elements with a scale each, saved without conversion.
 
-torchao quantises runs of ``block_size`` elements, in C order, of a rank's shard of a parameter. If every rank's shard begins and
-ends at a multiple of ``block_size`` in the full parameter, the blocks are the same as in one process, so a run with other
-shards of which that is true can load them.
+torchao quantises runs of ``block_size`` elements, in C order, of a rank's shard of a parameter. If every rank's shard
+begins and ends at a multiple of ``block_size`` in the full parameter, the blocks are the same as in one process, so a
+run with other shards of which that is true can load them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = [
     "check_blocks",
     "check_fits_shard",
     "describe_full_state",
+    "describe_shard",
     "is_quantised",
     "is_saved_quantised",
-    "describe_shard",
+    "join_quantised",
     "quantises",
     "restore_shard",
-    "join_quantised",
 ]
 
 #: The key that only saved quantised state has. Its value is the name of the tensors' class.
@@ -154,9 +154,10 @@ def check_blocks(
         descriptions = [values_of_rank.get((name, key)) for values_of_rank in by_rank]
         blocks = next((part for part in descriptions if isinstance(part, dict)), None)
         if "in other blocks" in descriptions or (blocks is not None and "plain" in descriptions):
+            rank = next(r for r, description in enumerate(descriptions) if isinstance(description, str))
             raise CheckpointValueError(
-                f"{key!r} of {name!r} can't be saved: torchao quantises each rank's shard, and that of rank "
-                f"{next(r for r, k in enumerate(descriptions) if isinstance(k, str))} does not begin and end between two "
+                f"{key!r} of {name!r} can't be saved: torchao quantises each rank's shard, and that of rank {rank} "
+                "does not begin and end between two "
                 f"blocks of the full parameter of shape {shapes[name]}.\n"
                 "Use a strategy that keeps whole rows on each rank, with a number of ranks that divides the rows into "
                 "multiples of block_size elements; or an optimizer whose state is plain, such as AdamW."
@@ -203,10 +204,10 @@ def check_fits_shard(
         )
     if run is None or run[0] % block_size or run[1] % block_size:
         raise CheckpointMismatchError(
-            f"{key!r} of {part.name!r} was saved in blocks of {block_size} elements, and this rank's part begins or ends "
-            "within one.\nLoad it under a strategy that keeps whole rows on each rank, on a number of ranks that "
-            f"divides the rows into multiples of {block_size} elements, such as 1 or that which saved it; or load only the "
-            "weights."
+            f"{key!r} of {part.name!r} was saved in blocks of {block_size} elements, and this rank's part begins or "
+            "ends within one.\nLoad it under a strategy that keeps whole rows on each rank, on a number of ranks that "
+            f"divides the rows into multiples of {block_size} elements, such as 1 or that which saved it; or load "
+            "only the weights."
         )
 
 

@@ -290,7 +290,8 @@ def _box_at(
     offsets = [0] * len(shape)
     lengths = list(shape)
     replica = 0
-    # For each sharding mesh axis: the tensor's dimension, the number of this rank's piece, and how many pieces there are.
+    # For each sharding mesh axis: the tensor's dimension, the number of this rank's piece, and how many pieces there
+    # are.
     sharded_axes: list[tuple[int, int, int]] = []
     strided_axes: list[tuple[int, int, int]] = []
     for mesh_dim, (placement, index, peers) in enumerate(zip(placements, coordinate, mesh, strict=True)):
@@ -302,7 +303,9 @@ def _box_at(
         elif type(placement) is StridedShard and placement.split_factor == _count_pieces(
             placement.dim, placements[mesh_dim + 1 :], mesh[mesh_dim + 1 :]
         ):
-            strided_axes.insert(0, (placement.dim, index, peers))  # divides the pieces that the mesh axes after it leave
+            strided_axes.insert(
+                0, (placement.dim, index, peers)
+            )  # divides the pieces that the mesh axes after it leave
         else:
             raise ValueError(
                 f"a DTensor placed as {placements} does not consist of boxes, so it can't be saved or loaded as it "

@@ -49,7 +49,10 @@ def aliases(module: nn.Module) -> dict[str, str]:
         for name, part in module.named_modules(remove_duplicate=False)
         for buffer in part._non_persistent_buffers_set
     }
-    for named_tensors in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+    for named_tensors in (
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
+    ):
         for full_name, tensor in named_tensors:
             if full_name in unsaved_buffers:
                 continue

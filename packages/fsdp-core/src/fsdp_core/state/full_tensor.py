@@ -18,7 +18,7 @@ from fsdp_core.state.coverage import Box, find_fault
 from fsdp_core.state.saved_tensor import SavedTensor
 from fsdp_core.torch_private.dtensors import StridedShard
 
-__all__ = ["check_not_gathered", "gather_each", "gathered_modules", "running_forwards", "gather_full"]
+__all__ = ["check_not_gathered", "gather_each", "gather_full", "gathered_modules", "running_forwards"]
 
 #: Modules whose parameters :func:`fsdp_core.gathered` has temporarily replaced with full ones, and their roots.
 gathered_modules: WeakSet[nn.Module] = WeakSet()

@@ -24,8 +24,8 @@ from fsdp_core.torch_private.tensors import without_torch_function
 __all__ = [
     "HeldGradients",
     "describe_gradients",
-    "held_at_parameters",
     "gradients_of_rank",
+    "held_at_parameters",
     "refuse_half_gradients",
     "restore_at_parameters",
 ]

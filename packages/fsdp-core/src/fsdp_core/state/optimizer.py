@@ -20,9 +20,9 @@ from fsdp_core.state.block_quantised import (
     check_blocks,
     check_fits_shard,
     describe_full_state,
+    describe_shard,
     is_quantised,
     is_saved_quantised,
-    describe_shard,
     quantises,
     restore_shard,
 )
@@ -32,7 +32,7 @@ from fsdp_core.state.layout import Layout, Part, separation_hint
 from fsdp_core.state.owned import owned_groups, owned_state, owners_of
 from fsdp_core.state.saved_tensor import SavedTensor
 
-__all__ = ["stateful_optimizer", "load_optimizer_state", "optimizer_state", "state_by_name"]
+__all__ = ["load_optimizer_state", "optimizer_state", "state_by_name", "stateful_optimizer"]
 
 NamedState = dict[str, Any]
 #: Called with a parameter, its parts, its param group, a key of its state, and the parts' values under that key.
@@ -181,7 +181,9 @@ def load_optimizer_state(
                 like_parameter = nn.Parameter(local_tensor(parameter).detach(), False)
                 full_part = (Part(name=part.name, shape=part.shape),)
                 if values:
-                    optimizer.state[parameter] = {k: _restore_value(like_parameter, full_part, group, k, [values[k]]) for k in values}
+                    optimizer.state[parameter] = {
+                        k: _restore_value(like_parameter, full_part, group, k, [values[k]]) for k in values
+                    }
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -346,7 +348,9 @@ def state_by_name(optimizer: torch.optim.Optimizer, layout: Layout, saved: Mappi
     name_of_number = dict(zip(chain.from_iterable(numbers), chain.from_iterable(names_by_group), strict=True))
     return {
         "state": {name_of_number[number]: values for number, values in saved["state"].items()},
-        "param_groups": [{**group, "params": [name_of_number[n] for n in group["params"]]} for group in saved["param_groups"]],
+        "param_groups": [
+            {**group, "params": [name_of_number[n] for n in group["params"]]} for group in saved["param_groups"]
+        ],
     }
 
 
@@ -372,7 +376,9 @@ def _check_state(
                     )
                     # For full parameters, Shampoo and others keep square matrices with the size of one dimension.
                     holds_full_parameter = is_owned or (part.range is None and not isinstance(parameter, DTensor))
-                    has_fitting_shape = has_fitting_shape or (holds_full_parameter and len(set(shape)) == 1 and shape[0] in part.shape)
+                    has_fitting_shape = has_fitting_shape or (
+                        holds_full_parameter and len(set(shape)) == 1 and shape[0] in part.shape
+                    )
                     if not has_fitting_shape:
                         raise CheckpointMismatchError(
                             f"the checkpoint holds {key} of {part.name!r} at shape {shape}, but the parameter has "

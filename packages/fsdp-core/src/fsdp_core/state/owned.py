@@ -1,4 +1,4 @@
-"""The state of an optimizer whose parameters are each updated on one rank, their owner, which holds their full state."""
+"""The state of an optimizer that updates each parameter on one rank, its owner, which holds its full state."""
 
 from __future__ import annotations
 
@@ -119,9 +119,13 @@ def _describe_value(value: Any, description: Any) -> Any:
         chunks = (Chunk(offsets=(0,) * len(description.shape), data=data),) if has_elements and data is not None else ()
         return ChunkedTensor(shape=description.shape, dtype=description.dtype, chunks=chunks, replica=int(data is None))
     if isinstance(description, dict):
-        return {key: _describe_value(None if value is None else value[key], member) for key, member in description.items()}
+        return {
+            key: _describe_value(None if value is None else value[key], member) for key, member in description.items()
+        }
     if isinstance(description, list | tuple):
         own_members = [None] * len(description) if value is None else value
-        members = [_describe_value(own_member, member) for own_member, member in zip(own_members, description, strict=True)]
+        members = [
+            _describe_value(own_member, member) for own_member, member in zip(own_members, description, strict=True)
+        ]
         return tuple(members) if isinstance(description, tuple) else members
     return description

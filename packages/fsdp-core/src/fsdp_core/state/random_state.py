@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fsdp_core.devices import current_device
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 
-__all__ = ["RandomState", "with_runtime", "random_state", "set_random_state", "state_of_rank"]
+__all__ = ["RandomState", "random_state", "set_random_state", "state_of_rank", "with_runtime"]
 
 
 def random_state(runtime: Runtime) -> dict[str, Any]:
@@ -83,10 +83,13 @@ def state_of_rank(states: list[Mapping[str, Any]], runtime: Runtime) -> Mapping[
     if len(states) == runtime.data_parallel_world_size:
         return states[runtime.data_parallel_rank]
     if runtime.rank == 0:
-        saved_count, current_count = (f"{n} rank" if n == 1 else f"{n} ranks" for n in (len(states), runtime.data_parallel_world_size))
+        saved_count, current_count = (
+            f"{n} rank" if n == 1 else f"{n} ranks" for n in (len(states), runtime.data_parallel_world_size)
+        )
         warnings.warn(
-            f"the checkpoint holds the random-number state of {saved_count}, and this run has {current_count}: dropout and shuffling "
-            f"continue from this run's seed.\nTo reproduce the run that was saved, resume on {saved_count}.",
+            f"the checkpoint holds the random-number state of {saved_count}, and this run has {current_count}: "
+            f"dropout and shuffling continue from this run's seed.\n"
+            f"To reproduce the run that was saved, resume on {saved_count}.",
             stacklevel=2,
         )
     return None

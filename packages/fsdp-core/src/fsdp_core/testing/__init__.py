@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Answer",
     "Failure",
-    "RankContext",
     "OneProcessRanks",
+    "RankContext",
     "RankError",
     "RankKind",
     "RankPool",

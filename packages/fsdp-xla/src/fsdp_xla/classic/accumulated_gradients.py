@@ -14,7 +14,7 @@ from fsdp_xla.classic.unflattened import named_members
 from fsdp_xla.torch_xla_private.devices import on_host
 from fsdp_xla.torch_xla_private.units import set_unreduced_gradients, units_of, unreduced_gradients
 
-__all__ = ["zero_unreduced", "copy_gradients", "restore_gradients"]
+__all__ = ["copy_gradients", "restore_gradients", "zero_unreduced"]
 
 
 def copy_gradients(root: nn.Module, layout: Layout) -> HeldGradients:

@@ -114,7 +114,8 @@ class XLABackend(Backend):
         checkpoint_activations(module, plan, recompute)
         for submodule in module.modules():
             forward = submodule.__dict__.get("forward")
-            # A forward() that activation checkpointing or torch.compile has set lacks the attribute that torch_xla reads.
+            # A forward() that activation checkpointing or torch.compile has set lacks the attribute that torch_xla
+            # reads.
             if forward is not None and not hasattr(forward, "__func__"):
                 forward.__func__ = type(submodule).forward
         orders = parameter_orders(module.modules())

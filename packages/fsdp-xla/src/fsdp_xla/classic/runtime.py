@@ -76,7 +76,9 @@ class XLARuntime(Runtime):
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         if self._communicator is None:
             return obj
-        has_device_tensors = any(isinstance(leaf, Tensor) and leaf.device.type == "xla" for leaf in xla.tree_flatten(obj)[0])
+        has_device_tensors = any(
+            isinstance(leaf, Tensor) and leaf.device.type == "xla" for leaf in xla.tree_flatten(obj)[0]
+        )
         sent_object = None if self.rank != src else _DeviceObject() if has_device_tensors else obj
         received = self._communicator.all_gather_object(self.rank, sent_object)[src]
         if isinstance(received, _DeviceObject):

@@ -23,7 +23,7 @@ from fsdp_core.state import (
     optimizer_state,
     state_by_name,
 )
-from fsdp_xla.classic.accumulated_gradients import zero_unreduced, copy_gradients, restore_gradients
+from fsdp_xla.classic.accumulated_gradients import copy_gradients, restore_gradients, zero_unreduced
 from fsdp_xla.classic.host_state import HostOptimizer, flat_on_host
 from fsdp_xla.classic.lazy_state import DeviceFlat, read_late
 from fsdp_xla.classic.unflattened import as_user_wrote, layout_of, named_members
@@ -111,7 +111,8 @@ class XLASharded(Sharded):
         units.follow_requires_grad(self.root)
 
     def gather_again(self) -> None:
-        # During a recomputation the parameters are gathered, though torch_xla says otherwise once it has freed one of them.
+        # During a recomputation the parameters are gathered, though torch_xla says otherwise once it has freed one of
+        # them.
         if not self.root.has_full_params and not is_recomputing():
             raise call_in_backward_error()
 
@@ -202,7 +203,7 @@ class XLASharded(Sharded):
         self.reshard()
         xla.settle()
         layout, reads_late = self.layout(), self.backend.options.sequential_save
-        host_optimizer: Any = HostOptimizer(optimizer, layout, reads_late=reads_late)
+        host_optimizer: Any = HostOptimizer(optimizer, layout, shapes_only=reads_late)
         named_state = optimizer_state(host_optimizer, host_optimizer.layout, self.runtime)
         return read_late(named_state, optimizer, layout) if reads_late else named_state
 

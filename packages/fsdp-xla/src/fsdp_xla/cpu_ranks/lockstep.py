@@ -73,7 +73,9 @@ class Lockstep:
     def sync(self, wait: bool = False, reset_scope: bool = True, *, operation: str = "ends a step") -> None:
         """Do what ``torch_xla.sync`` does, on all ranks together."""
         device = _XLAC._xla_get_default_device()
-        self.dispatch_together(lambda: _XLAC._xla_step_marker(device, [], wait=wait, reset_scope=reset_scope), operation)
+        self.dispatch_together(
+            lambda: _XLAC._xla_step_marker(device, [], wait=wait, reset_scope=reset_scope), operation
+        )
         if xm.is_master_ordinal():
             xm.ms.save_metrics()
         context = xm._run_step_closures()
@@ -222,10 +224,12 @@ def _stays_on_device(*args: Any, **kwargs: Any) -> bool:
     """Whether ``Tensor.to`` with these arguments, as a cast for instance, leaves a tensor on its XLA device.
 
     Example:
-        >>> _stays_on_device(torch.float32), _stays_on_device("xla:0"), _stays_on_device("cpu"), _stays_on_device(device=torch.device("cpu"))
-        (True, True, False, False)
-        >>> _stays_on_device(torch.zeros(2)), _stays_on_device(other=torch.zeros(2)), _stays_on_device(dtype=torch.int8, copy=True)
-        (False, False, True)
+        >>> _stays_on_device(torch.float32), _stays_on_device("xla:0")
+        (True, True)
+        >>> _stays_on_device("cpu"), _stays_on_device(device=torch.device("cpu")), _stays_on_device(torch.zeros(2))
+        (False, False, False)
+        >>> _stays_on_device(dtype=torch.int8, copy=True)
+        True
     """
     target = kwargs.get("device", kwargs.get("other", args[0] if args else None))
     if isinstance(target, Tensor):

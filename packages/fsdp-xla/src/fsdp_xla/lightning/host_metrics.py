@@ -58,7 +58,9 @@ class _DataMetric(ResultMetric):
     """
 
     def to(self, *args: Any, **kwargs: Any) -> _DataMetric:
-        values_before: dict[str, Any] = {name: (getattr(self, name), default) for name, default in self._defaults.items()}
+        values_before: dict[str, Any] = {
+            name: (getattr(self, name), default) for name, default in self._defaults.items()
+        }
         super().to(*args, **kwargs)
         for name, (value, default) in values_before.items():
             device = getattr(self, name).device

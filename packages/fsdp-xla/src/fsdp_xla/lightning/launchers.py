@@ -87,8 +87,8 @@ def _refuse_lost_weights(trainer: pl.Trainer) -> None:
     raise UnsupportedCapabilityError(
         f"trainer.{method}() was called after a fit of this module, whose ranks have ended, and their trained weights "
         "with them: the module of this process is as it was before.\n"
-        f"Write trainer.{method}(model, ..., ckpt_path='best') (or 'last', or a path) to continue from a checkpoint, or "
-        "load one: model = MyModule.load_from_checkpoint(path). To start over, build the module again."
+        f"Write trainer.{method}(model, ..., ckpt_path='best') (or 'last', or a path) to continue from a checkpoint, "
+        "or load one: model = MyModule.load_from_checkpoint(path). To start over, build the module again."
     )
 
 
@@ -102,7 +102,9 @@ def _refuse_tuners(trainer: pl.Trainer) -> None:
             )
 
 
-def _run_stage(job: tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> tuple[Any, dict[str, Any] | None]:
+def _run_stage(
+    job: tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]],
+) -> tuple[Any, dict[str, Any] | None]:
     trainer, function, args, kwargs = job
     try:
         results = to_host(function(*args, **kwargs))

@@ -1,8 +1,8 @@
 """Placement of XLA strategies: XLA devices instead of Lightning's choice.
 
-A Trainer with Lightning's XLA accelerator accepts only Lightning's XLA strategies, which it checks last. If it took this
-strategy for one of them before, it would choose its own XLA precision. So the strategy's class is registered as one of
-them only when the strategy gets that accelerator.
+A Trainer with Lightning's XLA accelerator accepts only Lightning's XLA strategies, which it checks last. If it took
+this strategy for one of them before, it would choose its own XLA precision. So the strategy's class is registered as
+one of them only when the strategy gets that accelerator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _registered: dict[type[Any], type[Any]] = {}
 def _as_lightnings_strategy(strategy: Any) -> Any:
     """Return a subclass that Lightning takes for one of its own XLA strategies.
 
-    Only when the accelerator is set: Lightning's own XLA precision, which it would choose before, has no mixed precision.
+    Only when the accelerator is set: Lightning's own XLA precision, which it would choose before, has no mixed
+    precision.
     """
     if strategy in _registered:
         return _registered[strategy]

@@ -142,11 +142,13 @@ class ThreadBarrier:
 
     def _describe_missing(self, missing: set[int], reason: str) -> str:
         ranks = " and ".join(f"{rank}{_user_line(self._threads.get(rank, -1))}" for rank in sorted(missing))
-        return f"rank {ranks} {reason}, while {self._describe_waiting()}.\nSee the other rank's error, if it has one. {_SAME_STEPS}"
+        advice = f"See the other rank's error, if it has one. {_SAME_STEPS}"
+        return f"rank {ranks} {reason}, while {self._describe_waiting()}.\n{advice}"
 
     def _describe_waiting(self) -> str:
         return ", ".join(
-            f"rank {rank} {operation}{_user_line(thread)}" for rank, (operation, thread) in sorted(self._waiting.items())
+            f"rank {rank} {operation}{_user_line(thread)}"
+            for rank, (operation, thread) in sorted(self._waiting.items())
         )
 
 

@@ -71,7 +71,9 @@ class Communicator(ABC):
         Raises:
             RankLostError: A rank has failed, or did not arrive in time.
         """
-        return [sum(numbers_of_ranks) for numbers_of_ranks in zip(*self.all_gather_object(rank, list(numbers)), strict=True)]
+        return [
+            sum(numbers_of_ranks) for numbers_of_ranks in zip(*self.all_gather_object(rank, list(numbers)), strict=True)
+        ]
 
     def building(self, rank: int) -> AbstractContextManager[None]:
         """Context in which a rank builds its model."""
@@ -213,7 +215,9 @@ class StoreCommunicator(Communicator):
         self._count += 1
         self._store.set(f"{self._count}/{rank}", to_bytes(value))
         with _explain_lost_rank(rank):
-            gathered = [from_bytes(self._store.get(f"{self._count}/{source_rank}")) for source_rank in range(self.world_size)]
+            gathered = [
+                from_bytes(self._store.get(f"{self._count}/{source_rank}")) for source_rank in range(self.world_size)
+            ]
         self._delete_earlier_keys(f"{self._count}/{rank}")
         return gathered
 

@@ -92,7 +92,9 @@ def _run_on_threads(world_size: int, function: Callable[..., Any], arguments: An
     was_interrupted = False
     end_events = [threading.Event() for _ in range(world_size)]
     seed = torch.initial_seed()
-    copies = [copy.deepcopy(arguments) for _ in range(world_size)]  # before the ranks start, since copying may draw random numbers
+    copies = [
+        copy.deepcopy(arguments) for _ in range(world_size)
+    ]  # before the ranks start, since copying may draw random numbers
     with lockstep(world_size, communicator.barrier) if world_size > 1 else nullcontext() as steps:
 
         def run_rank() -> None:
@@ -142,8 +144,8 @@ _PEER_FAILURE_TIMEOUT = 1.0
 #: The world sizes of runs on CPU devices that have failed.
 _failed_runs: list[int] = []
 
-#: The world sizes of failed runs whose ranks ended at different places. What a rank had recorded stays with its device, so
-#: graphs of a later run would differ between ranks, which would wait for each other until XLA ends the process.
+#: The world sizes of failed runs whose ranks ended at different places. What a rank had recorded stays with its device,
+#: so graphs of a later run would differ between ranks, which would wait for each other until XLA ends the process.
 _unusable_runs: list[int] = []
 
 

@@ -174,8 +174,8 @@ class XLASPMDBackend(Backend):
                 optimizer.register_step_post_hook(self._lay_out_state)
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
-                        # Looked up now, because within a step a parameter may be the output of a recomputation's barrier,
-                        # whose layout XLA doesn't know.
+                        # Looked up now, because within a step a parameter may be the output of a recomputation's
+                        # barrier, whose layout XLA doesn't know.
                         _layouts[parameter] = layout_on_devices(parameter)
 
     def _lay_out_state(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

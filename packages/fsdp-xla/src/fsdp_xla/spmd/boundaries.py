@@ -28,9 +28,9 @@ class Boundaries:
       that weights are gathered. On a mesh with an axis ``"model"`` this applies to units only, because a tensor plan
       shards activations inside them differently.
     - A gradient is sharded like its parameter, so that it is reduce-scattered.
-    - The backward pass of a unit ends before that of the previous unit begins, so that unreduced gradients don't pile up.
-      ``torch_xla.distributed.spmd.xla_sharding.apply_backward_optimization_barrier`` serves the same purpose, but its
-      module hooks turn each output into a view, which torch does not allow to be modified in place.
+    - The backward pass of a unit ends before that of the previous unit begins, so that unreduced gradients don't pile
+      up. ``torch_xla.distributed.spmd.xla_sharding.apply_backward_optimization_barrier`` serves the same purpose, but
+      its module hooks turn each output into a view, which torch does not allow to be modified in place.
 
     Args:
         root: The root, which is also a unit.

@@ -95,7 +95,9 @@ class XLASPMDRuntime(Runtime):
                 "Use strategy='xla_fsdp' on several hosts."
             )
         if self._expected_devices not in (None, count):
-            cpu_hint = f"set CPU_NUM_DEVICES={self._expected_devices} before Python starts, or " if uses_cpu_devices() else ""
+            cpu_hint = (
+                f"set CPU_NUM_DEVICES={self._expected_devices} before Python starts, or " if uses_cpu_devices() else ""
+            )
             raise StrategyUnavailableError(
                 f"devices={self._expected_devices} was requested, and XLA has {count}, all of which SPMD drives.\n"
                 f"To continue, {cpu_hint}write devices={count}."

@@ -109,7 +109,9 @@ class XLASPMDSharded(Sharded):
                 shards[name] = HostShards(module_tensors[name])
                 targets[name] = shards[name].chunks
             else:
-                targets[name] = torch.empty(value.shape, dtype=value.dtype)  # on the host; empty_like() would be on the device
+                targets[name] = torch.empty(
+                    value.shape, dtype=value.dtype
+                )  # on the host; empty_like() would be on the device
         tensors: dict[str, Any] = {name: value for name, value in state.items() if isinstance(value, _TENSOR_TYPES)}
         tensors = {name: value for name, value in tensors.items() if name not in resizing_names}
         fill_all(targets, tensors, strict=strict, cast=not strict, check_only=check_only)

@@ -2,9 +2,10 @@
 
 Tested with torch_xla 2.9.0.
 
-Running a program must not advance random numbers (``random_numbers_kept``). XLA takes every run for a step, and derives the
-next step's seed from the one with which the last step began. So a save, a read of a value or a recomputation within a step
-would change what dropout draws from then on. To prevent it, each run restores the generator to its state before the run.
+Running a program must not advance random numbers (``random_numbers_kept``). XLA takes every run for a step, and derives
+the next step's seed from the one with which the last step began. So a save, a read of a value or a recomputation within
+a step would change what dropout draws from then on. To prevent it, each run restores the generator to its state before
+the run.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ torch_xla has no public API for any of this. Tested with torch_xla 2.9.0.
 The full parameters that torch_xla has sharded are freed here (``free_originals``), because it was observed to keep
 the whole model on every device.
 
-In a manual step, a backward pass runs inside the root's forward pass. It is ended here as torch_xla ends one that follows
-a forward pass, and then its hooks are put back on the same autograd nodes. These have the shapes of full parameters; new
-nodes would have the shapes of the placeholders, to which torch would silently reduce the gradients.
+In a manual step, a backward pass runs inside the root's forward pass. It is ended here as torch_xla ends one that
+follows a forward pass, and then its hooks are put back on the same autograd nodes. These have the shapes of full
+parameters; new nodes would have the shapes of the placeholders, to which torch would silently reduce the gradients.
 """
 
 from __future__ import annotations
@@ -86,13 +86,17 @@ class WrappedUnit(OutsideAttributes, XlaFullyShardedDataParallel):  # type: igno
         """Free gathered parameters, unless they are still needed after torch_xla would free them.
 
         They are if they were frozen in an earlier call of this pass: torch_xla frees them when a later call has its
-        gradient. And they are if a graph of ``create_graph=True`` holds them, which may run before torch_xla gathers again:
-        the order depends on the threads that have recorded the graph.
+        gradient. And they are if a graph of ``create_graph=True`` holds them, which may run before torch_xla gathers
+        again: the order depends on the threads that have recorded the graph.
         """
         if _KEPT_FOR_GRAPH in self.__dict__:
             return
         own_full_params: Any = self.full_params
-        if params is None or _FREEZING_CHANGED not in self.__dict__ or all(params[0] is not full for full in own_full_params):
+        if (
+            params is None
+            or _FREEZING_CHANGED not in self.__dict__
+            or all(params[0] is not full for full in own_full_params)
+        ):
             super()._free_full_params(params, *args, **kwargs)
 
     def _post_backward_hook(self, param: Any, *unused: Any) -> None:
@@ -237,7 +241,9 @@ class Writes:
         for parameters, gathered_ids in unit.__dict__.get(_GATHERED, {}).items():
             if self._written_name or not unit.has_full_params or (parameters == "sharded_params" and self._is_manual()):
                 continue
-            for parameter, gathered_id, info in zip(getattr(unit, parameters), gathered_ids, unit.full_param_infos, strict=True):
+            for parameter, gathered_id, info in zip(
+                getattr(unit, parameters), gathered_ids, unit.full_param_infos, strict=True
+            ):
                 if compiled._xla_get_tensor_id(parameter) != gathered_id:
                     self._written_name = f"{info[0]}.{info[2]}".removeprefix(".")
                     break
@@ -303,7 +309,9 @@ def resume_forward(root: Any) -> None:
     """
     units = list(units_of(root))
     if root._pre_backward_hook_has_run:
-        pending_hooks = [(u, p, p._shard_bwd_hook[0]) for u in units for p in u.full_params if hasattr(p, "_shard_bwd_hook")]
+        pending_hooks = [
+            (u, p, p._shard_bwd_hook[0]) for u in units for p in u.full_params if hasattr(p, "_shard_bwd_hook")
+        ]
         _end_backward(root, units)
         for unit, parameter, node in pending_hooks:  # on the same node: a new one would have the placeholder's shape
             hook = node.register_hook(partial(unit._post_backward_hook, parameter))
@@ -321,7 +329,10 @@ def resume_forward(root: Any) -> None:
 def follow_written_shards(root: Any) -> None:
     """Continue the root's forward pass with what was written to its shards since it gathered them."""
     ids_when_gathered = root.__dict__.get(_GATHERED, {}).get("sharded_params")
-    if root.has_full_params and ids_when_gathered not in (None, list(map(compiled._xla_get_tensor_id, root.sharded_params))):
+    if root.has_full_params and ids_when_gathered not in (
+        None,
+        list(map(compiled._xla_get_tensor_id, root.sharded_params)),
+    ):
         resume_forward(root)
 
 
@@ -330,7 +341,9 @@ def _end_backward(root: Any, units: list[Any]) -> None:
         unit.reduce_scatter_op.flush()  # does not wait for hooks that have run before this backward pass
         if unit._pre_backward_hook_has_run:
             # In this state, torch_xla does not assert that the pass has reached all parameters of the unit.
-            is_trained = any(p.requires_grad for p in unit.full_params) and any(p.requires_grad for p in unit.parameters())
+            is_trained = any(p.requires_grad for p in unit.full_params) and any(
+                p.requires_grad for p in unit.parameters()
+            )
             unit.training_state = TrainingState.BACKWARD_POST if is_trained else TrainingState.BACKWARD_PRE
     root._wait_for_post_backward()
 
@@ -409,7 +422,8 @@ def follow_frozen_shards(root: Any) -> None:
 
 _is_trained = attrgetter("requires_grad")
 
-#: The mark of a root whose parameters were frozen or unfrozen in a step. Inner units need none: they are gathered again.
+#: The mark of a root whose parameters were frozen or unfrozen in a step. Inner units need none: they are gathered
+#: again.
 _FREEZING_CHANGED = "_fsdp_xla_unfrozen"
 
 
@@ -469,7 +483,8 @@ def follow_freezing(root: nn.Module) -> None:
 def show_shards(root: nn.Module, module: nn.Module) -> None:
     """Let modules in units have their shards as parameters, which torch_xla registers at units alone.
 
-    Otherwise ``block.down.requires_grad_(False)`` would silently freeze nothing, and ``block.down.parameters()`` be empty.
+    Otherwise ``block.down.requires_grad_(False)`` would silently freeze nothing, and ``block.down.parameters()`` be
+    empty.
 
     Args:
         root: The root.
@@ -491,7 +506,7 @@ def show_shards(root: nn.Module, module: nn.Module) -> None:
 
 
 def _refuse_freezing_parts(unit: Any, owners: set[nn.Module]) -> None:
-    """Refuse to freeze modules whose parameters are parts of a flattened one, since they hold no parameter themselves."""
+    """Refuse to freeze modules whose parameters are parts of a flattened one: they hold none themselves."""
     user_module = unit.module.module
     for name, part in user_module.named_modules():
         if part is not user_module and not owners.isdisjoint(part.modules()):
@@ -543,7 +558,9 @@ def sharded_members(unit: XlaFullyShardedDataParallel) -> Iterator[ShardedMember
             continue
         shape = tuple(shard._orig_size)
         size = torch.Size(shape).numel()
-        yield ShardedMember(owner, attribute, shape, shard, min(first_index, size), 0, max(0, min(local_numel, size - first_index)))
+        yield ShardedMember(
+            owner, attribute, shape, shard, min(first_index, size), 0, max(0, min(local_numel, size - first_index))
+        )
 
 
 def _flattened(

@@ -11,11 +11,11 @@ __all__ = [
     "MAX_JSON_BYTES",
     "check_text",
     "check_texts",
+    "integer",
     "json_list",
     "parse_text",
     "string",
     "strings",
-    "integer",
 ]
 
 MAX_JSON_BYTES = 2**28

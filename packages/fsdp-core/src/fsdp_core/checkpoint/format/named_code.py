@@ -49,7 +49,9 @@ def find_named_code(state: Any) -> list[tuple[tuple[str, ...], str]]:
                 named_code.append((_keys(key_path), _describe_import(node)))
             if len(node) == 2 and node[0] in _PATHS and _is_url(node[1]):
                 named_code.append((_keys(key_path), _describe_fetch(node[1])))
-            unvisited += [(_KeyPath(key_path, str(i)), item) for i, item in enumerate(node) if type(item) in (dict, list)]
+            unvisited += [
+                (_KeyPath(key_path, str(i)), item) for i, item in enumerate(node) if type(item) in (dict, list)
+            ]
     return named_code
 
 

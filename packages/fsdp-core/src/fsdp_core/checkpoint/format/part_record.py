@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fsdp_core.checkpoint.format.file_names import rank_in
-from fsdp_core.checkpoint.format.json_text import string, integer
+from fsdp_core.checkpoint.format.json_text import integer, string
 from fsdp_core.checkpoint.format.manifest import FileEntry, check_name, content_checksum, parse_object
 
 __all__ = ["MAX_RECORD_BYTES", "PartRecord"]

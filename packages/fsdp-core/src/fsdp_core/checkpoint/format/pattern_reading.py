@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_core.checkpoint.format.file_names import file_of_rank, rank_in
-from fsdp_core.checkpoint.format.json_text import json_list, integer
+from fsdp_core.checkpoint.format.json_text import integer, json_list
 from fsdp_core.checkpoint.format.patterns import Pattern, PatternedChunks, Ranks, Sizes
 
 __all__ = ["PatternedFiles", "read_pattern"]

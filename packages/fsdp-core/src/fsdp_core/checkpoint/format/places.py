@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_core.checkpoint.format.file_names import rank_in
-from fsdp_core.checkpoint.format.json_text import json_list, string, integer
+from fsdp_core.checkpoint.format.json_text import integer, json_list, string
 from fsdp_core.checkpoint.format.patterns import Ranks
 
 __all__ = ["PlaceOfRanks", "describe_ranks", "group_places", "place_of"]

@@ -12,7 +12,8 @@ __all__ = ["MAX_DEPTH", "check_plain"]
 MAX_DEPTH = 500
 """How deep lists and objects may be nested. Saving fails at a lower depth, by Python's limit of recursion."""
 
-#: The tags by what they hold: a list of values, a list of keys with values, a string. ``_DICTS`` are all that make dicts.
+#: The tags by what they hold: a list of values, a list of keys with values, a string. ``_DICTS`` are all that make
+#: dicts.
 _ITEMS = ("$tuple", "$set", "$frozenset")
 _PAIRS = ("$dict", "$ordered", "$counter", "$namespace")
 _DICTS = (*_PAIRS, "$defaultdict")

@@ -77,7 +77,8 @@ def open_file(folder: Folder, name: str) -> SourceFile:
     """Return a file of a folder by a name from the source itself, which is not trusted.
 
     Raises:
-        CheckpointFormatError: The name leads out of the folder, this user may not access the file, or it does not exist.
+        CheckpointFormatError: The name leads out of the folder, this user may not access the file, or it does not
+        exist.
     """
     if any(part in ("", ".", "..") for part in name.split("/")) or re.search(r"[\\:\x00-\x1f]", name):
         raise CheckpointFormatError(

@@ -10,7 +10,13 @@ from typing import Any
 from fsdp_core.checkpoint.format.state_paths import find_part
 from fsdp_core.checkpoint.importing.dcp import read_dcp
 from fsdp_core.checkpoint.importing.files import open_file, source_of
-from fsdp_core.checkpoint.importing.layouts import KEPT_WITH_WEIGHTS, TRAINER_MARK, Imported, convert_trainer_state, convert_user_state
+from fsdp_core.checkpoint.importing.layouts import (
+    KEPT_WITH_WEIGHTS,
+    TRAINER_MARK,
+    Imported,
+    convert_trainer_state,
+    convert_user_state,
+)
 from fsdp_core.checkpoint.importing.memory_budget import limited_memory
 from fsdp_core.checkpoint.importing.optimizer_states import ParameterOrder
 from fsdp_core.checkpoint.importing.recognition import LIGHTNING_META, Source, recognise
@@ -157,7 +163,9 @@ def _read_source(
         return _import_torch_file(recognised.archives[0], order, drop, weights_only)
     if recognised.format == "xla":
         nest = read_xla(recognised.archives, order, drop=drop, weights_only=weights_only)
-        return convert_user_state(nest, order, f"{len(recognised.archives)} shards of torch_xla's FSDP", weights_only=weights_only)
+        return convert_user_state(
+            nest, order, f"{len(recognised.archives)} shards of torch_xla's FSDP", weights_only=weights_only
+        )
     if recognised.file is not None:
         tensors: Mapping[str, Any] = read_safetensors_file(recognised.file)
     else:
@@ -230,7 +238,9 @@ def _import_torch_file(
         keep = KEPT_WITH_WEIGHTS | {"state_dict"} if weights_only else None
         trainer_content = _read_archive(archive, drop, keep)
         model, optimizers = trainer_content.pop("state_dict"), trainer_content.pop("optimizer_states", None)
-        return convert_trainer_state(model, optimizers, trainer_content, order, "a full checkpoint of Lightning's Trainer")
+        return convert_trainer_state(
+            model, optimizers, trainer_content, order, "a full checkpoint of Lightning's Trainer"
+        )
     nest = _read_models(archive, drop) if weights_only else _read_archive(archive, drop, None)
     if not isinstance(nest, dict):
         raise CheckpointFormatError(

@@ -11,9 +11,9 @@ from fsdp_core.checkpoint.format.state_paths import join_path
 from fsdp_core.checkpoint.importing.memory_budget import current_budget
 from fsdp_core.checkpoint.importing.optimizer_states import (
     ParameterOrder,
-    name_parameters,
     is_flattened,
     is_optimizer,
+    name_parameters,
     unflatten,
 )
 from fsdp_core.checkpoint.importing.tensors import StridedTensor, read_whole
@@ -21,7 +21,7 @@ from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
 from fsdp_core.state.chunks import TensorSource
 from fsdp_core.state.fqn import clean_name
 
-__all__ = ["KEPT_WITH_WEIGHTS", "Imported", "convert_user_state", "convert_trainer_state"]
+__all__ = ["KEPT_WITH_WEIGHTS", "Imported", "convert_trainer_state", "convert_user_state"]
 
 TRAINER_MARK = "pytorch-lightning_version"
 
@@ -82,7 +82,9 @@ def convert_trainer_state(
     imported.aliases = {join_path("model", a): join_path("model", b) for a, b in aliases.items()}
     if optimizers is not None:
         shapes = _parameter_shapes(state["model"], aliases)
-        state["optimizer"] = [_name_optimizer_state(f"optimizer {i}", o, shapes, order) for i, o in enumerate(optimizers)]
+        state["optimizer"] = [
+            _name_optimizer_state(f"optimizer {i}", o, shapes, order) for i, o in enumerate(optimizers)
+        ]
         imported.kinds.update({f"optimizer/{i}": "optimizer" for i in range(len(optimizers))})
         order.check_all_used()
         imported.notes += order.notes
@@ -90,7 +92,9 @@ def convert_trainer_state(
     return imported
 
 
-def convert_user_state(nest: Mapping[str, Any], order: ParameterOrder, source: str, *, weights_only: bool = False) -> Imported:
+def convert_user_state(
+    nest: Mapping[str, Any], order: ParameterOrder, source: str, *, weights_only: bool = False
+) -> Imported:
     """Keep the user's own keys, as under Fabric. Values other than models and optimizers are read into memory.
 
     Args:
@@ -123,7 +127,9 @@ def convert_user_state(nest: Mapping[str, Any], order: ParameterOrder, source: s
         elif weights_only:
             continue
         elif is_optimizer(optimizer):
-            imported.state[key] = _name_optimizer_state(f"optimizer {key!r}", optimizer, _shapes_for_optimizer(shapes, key, optimizer), order)
+            imported.state[key] = _name_optimizer_state(
+                f"optimizer {key!r}", optimizer, _shapes_for_optimizer(shapes, key, optimizer), order
+            )
             imported.kinds[join_path(key)] = "optimizer"
         else:
             imported.state[key] = _read_into_memory(value)

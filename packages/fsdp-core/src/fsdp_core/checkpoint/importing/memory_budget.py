@@ -18,8 +18,8 @@ _BASE_BYTES = 4 * 2**20  # for buffers, and for modules that are imported during
 class MemoryBudget:
     """The memory of an import: at most 4 times the size of its source, and 64 MiB.
 
-    An object is charged with what it takes at the worst moment of the import, including the copies that are made until it
-    is written. Tests compare the sum with what is allocated.
+    An object is charged with what it takes at the worst moment of the import, including the copies that are made until
+    it is written. Tests compare the sum with what is allocated.
 
     Args:
         source_bytes: Returns the size of the source. It is called if 64 MiB are not enough.

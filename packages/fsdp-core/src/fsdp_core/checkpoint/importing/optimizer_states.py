@@ -11,7 +11,7 @@ from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
 from fsdp_core.state.chunks import TensorSource
 from fsdp_core.state.fqn import clean_name
 
-__all__ = ["ParameterOrder", "name_parameters", "is_flattened", "is_optimizer", "unflatten"]
+__all__ = ["ParameterOrder", "is_flattened", "is_optimizer", "name_parameters", "unflatten"]
 
 _STATE, _GROUPS = "state", "param_groups"
 
@@ -75,7 +75,9 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     groups: list[dict[str, Any]] = []
     for name, stored_settings in settings.items():
         param_settings = {key: _read_setting(value) for key, value in stored_settings.items()}
-        matching_groups = [group for group in groups if _comparable_settings(group) == _comparable_settings(param_settings)]
+        matching_groups = [
+            group for group in groups if _comparable_settings(group) == _comparable_settings(param_settings)
+        ]
         if matching_groups:
             matching_groups[0]["params"].append(clean_name(name))
         else:
@@ -137,8 +139,8 @@ class ParameterOrder:
                 f"choice of them matches the shapes of the optimizer's state.\n{_HOW_TO_GIVE_ORDER}"
             )
         self.notes.append(
-            f"{title[0].upper()}{title[1:]} numbers its {len(numbers)} parameters: they were assumed to be in the model's"
-            " order, as in model.parameters(), which matches the shapes of all of its state."
+            f"{title[0].upper()}{title[1:]} numbers its {len(numbers)} parameters: they were assumed to be in the "
+            "model's order, as in model.parameters(), which matches the shapes of all of its state."
         )
         return {number: candidates[index] for number, index in zip(numbers, earliest, strict=True)}
 

@@ -110,11 +110,15 @@ def _recognise_file(file: SourceFile) -> Source:
 
 def _recognise_accelerate(folder: Folder, parts: list[str]) -> Source:
     """Recognize a folder of accelerate's save_state, with a checkpoint of torch for each model and optimizer."""
-    accelerate_parts = [part for part in parts if part.startswith(("pytorch_model_fsdp_", "optimizer_")) and part.count("/") == 1]
+    accelerate_parts = [
+        part for part in parts if part.startswith(("pytorch_model_fsdp_", "optimizer_")) and part.count("/") == 1
+    ]
     if not accelerate_parts:
         listed_paths = ", ".join(str(folder.path(part.rstrip("/"))) for part in parts[:8])
         raise CheckpointFormatError(f"{folder} holds several checkpoints: {listed_paths}.\nImport one of them.")
-    return Source(format="dcp-parts", folder=folder, parts=tuple(sorted(accelerate_parts, reverse=True)))  # models, then optimizers
+    return Source(
+        format="dcp-parts", folder=folder, parts=tuple(sorted(accelerate_parts, reverse=True))
+    )  # models, then optimizers
 
 
 def _is_shard(archive: TorchFile) -> bool:

@@ -84,7 +84,9 @@ def read_safetensors_folder(folder: Folder) -> dict[str, StridedTensor | InPiece
             if file_of_tensor is not None and file_of_tensor.get(name) != file.name:
                 continue
             if name in offsets_of_pieces:
-                pieces.setdefault(name, []).append(Piece(offsets=offsets_of_pieces[name], lengths=tensor.shape, source=tensor))
+                pieces.setdefault(name, []).append(
+                    Piece(offsets=offsets_of_pieces[name], lengths=tensor.shape, source=tensor)
+                )
             elif name in tensors:
                 raise CheckpointFormatError(
                     f"{name!r} is in {file} and in another file of {folder}.\n"

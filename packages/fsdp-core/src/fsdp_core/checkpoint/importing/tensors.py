@@ -106,7 +106,8 @@ class InPieces:
         fault = find_fault(self.shape, [(piece.offsets, piece.lengths) for piece in self.pieces])
         if fault is not None:
             raise CheckpointFormatError(
-                f"{self.name!r} of shape {self.shape} is not complete in the source: {fault}. Restore the missing files."
+                f"{self.name!r} of shape {self.shape} is not complete in the source: {fault}. "
+                "Restore the missing files."
             )
 
     def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:

@@ -91,7 +91,9 @@ class TorchFile:
 
     def reader(self, drop: Iterable[str] = ()) -> PlainReader:
         """A reader that converts :attr:`content` to plain data and tensors, without the paths in ``drop``."""
-        return PlainReader({**self._tensor_makers(), "torch._tensor._rebuild_from_type_v2": self._rebuild_from_type}, drop)
+        return PlainReader(
+            {**self._tensor_makers(), "torch._tensor._rebuild_from_type_v2": self._rebuild_from_type}, drop
+        )
 
     def _bytes(self, name: str, default: bytes | None) -> bytes:
         info = self._entries.get(f"{self._root}/{name}")
@@ -152,7 +154,9 @@ class TorchFile:
             raise CheckpointValueError(f"{tensor_class.name}, not a plain tensor; save the plain tensors in it instead")
         return self._tensor_makers()[make.name](inner, None)
 
-    def _make_tensor(self, description: tuple[Any, ...], dtype: Any = None, marks: tuple[Any, ...] = ()) -> StridedTensor:
+    def _make_tensor(
+        self, description: tuple[Any, ...], dtype: Any = None, marks: tuple[Any, ...] = ()
+    ) -> StridedTensor:
         storage, first, shape, stride = description
         if not isinstance(storage, Storage):
             raise CheckpointValueError("a tensor without a storage")

@@ -173,8 +173,8 @@ _REFUSED = ("EXT1", "EXT2", "EXT4", "BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFE
 def _charge_operations(data: bytes, budget: MemoryBudget) -> None:
     """Charge for all that a pickle would make, by a stack that holds a weight in the place of each value.
 
-    The weight is how many objects are hashed to hash the value: of a tuple, also those in it, as often as they are in it.
-    :mod:`pickletools` documents how many values each operation takes from the stack, and how many it puts there.
+    The weight is how many objects are hashed to hash the value: of a tuple, also those in it, as often as they are in
+    it. :mod:`pickletools` documents how many values each operation takes from the stack, and how many it puts there.
     """
     stack: list[int] = []
     marks: list[int] = []
@@ -227,7 +227,7 @@ def _charge_operations(data: bytes, budget: MemoryBudget) -> None:
 
 
 def _operations(data: bytes, budget: MemoryBudget) -> Iterator[tuple[pickletools.OpcodeInfo, Any]]:
-    """Yield each operation with its argument, as :func:`pickletools.genops` does. A long argument must fit the budget."""
+    """Yield operations with their arguments, as :func:`pickletools.genops`. A long argument must fit the budget."""
     stream = io.BytesIO(data)
     while True:
         code = stream.read(1)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fsdp_core.checkpoint.importing.files import SourceFile
-from fsdp_core.checkpoint.importing.optimizer_states import ParameterOrder, name_parameters, is_optimizer
+from fsdp_core.checkpoint.importing.optimizer_states import ParameterOrder, is_optimizer, name_parameters
 from fsdp_core.checkpoint.importing.tensors import Cast, FlatRange, InPieces, Piece
 from fsdp_core.checkpoint.importing.torch_file import TorchFile
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
@@ -120,7 +120,9 @@ def _order_by_rank(ranks: Sequence[_Rank]) -> list[_Rank]:
 
 
 def _is_sharded_model(value: Any) -> bool:
-    return isinstance(value, Mapping) and any(isinstance(key, str) and _split_shard_name(key) is not None for key in value)
+    return isinstance(value, Mapping) and any(
+        isinstance(key, str) and _split_shard_name(key) is not None for key in value
+    )
 
 
 def _split_shard_name(name: str) -> tuple[str, str] | None:

@@ -112,13 +112,15 @@ class SaveTarget:
             present_files = set(final.files())
             if any(name not in present_files and final.size(name) is None for name in files):
                 raise CheckpointExistsError(
-                    f"another job has removed {final} and files of this save while this one saved there.\n{_SEPARATE_PATHS}"
+                    f"another job has removed {final} and files of this save while this one saved there.\n"
+                    f"{_SEPARATE_PATHS}"
                 )
             folder.commit(MANIFEST, manifest, temporary=temporary)
             # Without a lock, another job may have committed in between.
             if manifest_bytes(final) != manifest:
                 names = final.files()
-                # The other job does not know the manifest that this one has just replaced, so its files are removed here.
+                # The other job does not know the manifest that this one has just replaced, so its files are removed
+                # here.
                 for name in _files_of(previous, names, _saves_with_mark(names)):
                     final.remove(name)
                 raise another_was_saved(final)
@@ -180,7 +182,9 @@ class SaveTarget:
                     final.remove(name)
             final.remove_empty()
             if is_current:
-                living_saves = _saves_and_replaced(writer for name, writer in writers.items() if standings[name] == "lives")
+                living_saves = _saves_and_replaced(
+                    writer for name, writer in writers.items() if standings[name] == "lives"
+                )
                 remaining_files = set(names) - files_to_remove
                 _warn_about_other_saves(final, remaining_files, living_saves | {self.save_id}, writers.values())
             remove_dead_partials(final)
@@ -291,8 +295,8 @@ def _warn_about_other_saves(
         writer = writer_of_save.get(save_id)
         writer_text = "its writer is not recorded" if writer is None else f"by {writer}, of which nothing is known here"
         warnings.warn(
-            f"{final} is saved, but it also holds files of another save ({save_id}, {writer_text}), which are kept.\nIf no "
-            f"other job saves there now, remove those with {save_id} in their names. {_SEPARATE_PATHS}",
+            f"{final} is saved, but it also holds files of another save ({save_id}, {writer_text}), which are kept.\n"
+            f"If no other job saves there now, remove those with {save_id} in their names. {_SEPARATE_PATHS}",
             stacklevel=5,
         )
 
@@ -326,7 +330,9 @@ def remove_dead_partials(final: Folder) -> None:
         _searched_folders.add(str(parent))
         entries = [entry for entry in parent.fs.ls(parent.root, detail=True) if entry["type"] == "directory"]
         roots = {str(entry["name"]).rstrip("/") for entry in entries} - {final.root}
-        similar_roots = sorted(root for root in roots if posixpath.splitext(root)[1] == posixpath.splitext(final.root)[1])
+        similar_roots = sorted(
+            root for root in roots if posixpath.splitext(root)[1] == posixpath.splitext(final.root)[1]
+        )
         for root in similar_roots[:_MAX_SEARCHED]:
             folder = replace(parent, root=root)
             if folder.size(MANIFEST) is None and is_interrupted(folder) and _is_leftover(folder):

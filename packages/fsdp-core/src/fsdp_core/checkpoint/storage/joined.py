@@ -38,7 +38,11 @@ class JoinedFolder(Folder):
 
     def holders(self, name: str) -> list[int]:
         """Return the numbers of the places that have a file of this name."""
-        return [place_number for place_number, file_names_of_place in enumerate(self.file_names) if name in file_names_of_place]
+        return [
+            place_number
+            for place_number, file_names_of_place in enumerate(self.file_names)
+            if name in file_names_of_place
+        ]
 
     def holder(self, name: str) -> Folder:
         """Return the place to read a file from; the first if none has it."""

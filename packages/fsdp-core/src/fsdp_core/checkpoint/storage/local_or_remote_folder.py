@@ -138,8 +138,8 @@ class Folder:
         target = self.target_outside(posixpath.dirname(name))
         if target is not None:
             raise CheckpointError(
-                f"can't write {name!r} in {self}: {os.path.dirname(path)} is a link to {target}, outside of the checkpoint, which no "
-                "load would follow.\nSave to another path, or link the whole folder instead."
+                f"can't write {name!r} in {self}: {os.path.dirname(path)} is a link to {target}, outside of "
+                "the checkpoint, which no load would follow.\nSave to another path, or link the whole folder instead."
             )
         with _create_file(path) as file:
             yield file

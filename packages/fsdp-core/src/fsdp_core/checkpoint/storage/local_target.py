@@ -2,8 +2,8 @@
 
 Paths don't say which ranks share a folder, since hosts may share a disk or not. So each rank tries to claim its folder
 by creating a file, or the folder itself, under a name that all ranks derive alike. The file system lets one of them
-succeed, and that rank leads. A killed save leaves its claims behind, beside the mark of the leader, by which the leader's
-host can tell whether the process still runs.
+succeed, and that rank leads. A killed save leaves its claims behind, beside the mark of the leader, by which the
+leader's host can tell whether the process still runs.
 
 A folder other than rank 0's never gets a manifest. What it held before, a part of an earlier save or a checkpoint, is
 removed after rank 0 has committed the manifest.
@@ -20,7 +20,13 @@ import xxhash
 
 from fsdp_core.checkpoint.format.file_names import save_id_of
 from fsdp_core.checkpoint.format.manifest import MANIFEST
-from fsdp_core.checkpoint.storage.commit import SaveTarget, another_was_saved, choose_target, remove_dead_partials, files_named
+from fsdp_core.checkpoint.storage.commit import (
+    SaveTarget,
+    another_was_saved,
+    choose_target,
+    files_named,
+    remove_dead_partials,
+)
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath
 from fsdp_core.checkpoint.storage.recognition import fingerprint, manifest_bytes
 from fsdp_core.checkpoint.storage.writers import Writer, writer_of, writers_by_name
@@ -59,7 +65,7 @@ class LocalTarget:
         self.target.folder.mark(self._mark_of_first)
 
     def claim(self) -> bool:
-        """Claim the folder, and return whether this rank leads there. Not called by ranks that share rank 0's folder."""
+        """Claim the folder, and return whether this rank leads there. Ranks in rank 0's folder do not call it."""
         target, folder = self.target, self.target.folder
         if not folder.local:  # an object store does not say which rank was the first, so each leads
             folder.mark(self.own_writer.mark)
@@ -116,7 +122,7 @@ class LocalTarget:
                     os.rename(self._path_aside, self.target.final.root)
 
     def remove_earlier_save(self) -> None:
-        """Remove what the folder held before, and the marks. For rank 0's folder, SaveTarget.remove_leftovers does it."""
+        """Remove the folder's earlier save and the marks. In rank 0's folder, SaveTarget.remove_leftovers does it."""
         final = self.target.final
         try:
             file_names = final.files()
@@ -156,7 +162,7 @@ class LocalTarget:
         return f"{self.target.final.root}.{self.target.save_id}.replaced"
 
     def _folders_with_files(self) -> list[Folder]:
-        """The folders that may hold files of this save: the one they were written to, and the one they were moved to."""
+        """The folders that may hold files of this save: where they were written, and where they were moved."""
         folders = [self.target.folder, self.target.final] if self.target.aside else [self.target.final]
         return [folder for folder in folders if folder.kind() == "folder"]
 
@@ -189,7 +195,7 @@ def choose_local_target(path: StrPath, first: LocalTarget, *, overwrite: bool) -
 
 
 def _with_claim(target: SaveTarget, first_writer: Writer) -> SaveTarget:
-    """Give a target the writer that names its claim: the same for all ranks in a folder, by the last step of the path."""
+    """Give a target the writer that names its claim, by the path's last step: the same for all ranks in a folder."""
     return replace(target, writer=_writer_for(first_writer, f"claim of {os.path.basename(target.final.root)}"))
 
 

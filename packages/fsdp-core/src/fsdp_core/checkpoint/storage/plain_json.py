@@ -136,8 +136,8 @@ def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         characters += sum(map(len, steps)) + len(steps) * len(path)
         if characters > _MAX_PATH_CHARACTERS:
             raise CheckpointFormatError(
-                f"the paths of its plain data have more than {_MAX_PATH_CHARACTERS} characters together, since the keys of "
-                "many values are long. Save them under shorter keys."
+                f"the paths of its plain data have more than {_MAX_PATH_CHARACTERS} characters together, since the "
+                "keys of many values are long. Save them under shorter keys."
             )
         paths = [f"{path}/{step}" for step in steps] if path else steps
         unvisited += zip(reversed(paths), (item for _, item in reversed(entries)), strict=True)

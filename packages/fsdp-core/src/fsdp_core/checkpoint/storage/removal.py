@@ -22,8 +22,8 @@ def remove(path: StrPath) -> None:
     """Remove a checkpoint: a folder of this format (also of an interrupted save), a single file, or a link to either.
 
     The manifest is removed first, so an interrupted removal does not leave a partial checkpoint that looks complete. Of
-    a link, only the link is removed. Files in the folder that no save has written are kept. Does nothing if the path does
-    not exist. One rank calls this; of a scattered save, one rank of each host, which may do so at once.
+    a link, only the link is removed. Files in the folder that no save has written are kept. Does nothing if the path
+    does not exist. One rank calls this; of a scattered save, one rank of each host, which may do so at once.
 
     Args:
         path: A local path or an fsspec URL.

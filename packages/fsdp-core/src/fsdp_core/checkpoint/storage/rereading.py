@@ -13,7 +13,7 @@ from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.checkpoint.storage.recognition import fingerprint, manifest_bytes
 from fsdp_core.errors import CheckpointFormatError
 
-__all__ = ["ATTEMPTS", "retries_if_replaced", "pause", "read_again", "current_fingerprint", "replaced_too_often"]
+__all__ = ["ATTEMPTS", "current_fingerprint", "pause", "read_again", "replaced_too_often", "retries_if_replaced"]
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -157,7 +157,8 @@ def _contiguous(chunk: StoredChunk, box: Box) -> Iterator[Box]:
     axis = len(lengths)
     while axis > 0 and lengths[axis - 1] == chunk.lengths[axis - 1]:
         axis -= 1
-    # The axes after the last one that is cut are full, so a part may extend along that one: axes before it are looped over.
+    # The axes after the last one that is cut are full, so a part may extend along that one: axes before it are looped
+    # over.
     loop_axes = max(axis - 1, 0)
     outer_ranges = [range(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True)][:loop_axes]
     for outer_indices in itertools.product(*outer_ranges):

@@ -295,7 +295,7 @@ def _compare_blocks(
         return _BlockDifference(count=0)
     first = int(unequal.to(torch.uint8).argmax())
     absolute_differences = (x - y).abs()[unequal].nan_to_num(nan=math.inf, posinf=math.inf)
-    values = tensors[0][first].item_bytes(), tensors[1][first].item_bytes()
+    values = tensors[0][first].item(), tensors[1][first].item()
     return _BlockDifference(count=count, first=first, values=values, max_abs=float(absolute_differences.max()))
 
 

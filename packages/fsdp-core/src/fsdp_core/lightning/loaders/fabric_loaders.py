@@ -14,12 +14,12 @@ from fsdp_core.checkpoint.collective import gather_to_first
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.lightning.loaders.loader_states import (
     describe_loader,
-    saved_entry,
+    explain_unknown_order,
     follow_loader,
     has_state,
     is_finished,
-    explain_unknown_order,
     own_state,
+    saved_entry,
     states_in,
 )
 from fsdp_core.lightning.loaders.position import position_of, sampler_of
@@ -127,7 +127,9 @@ def loader_state(key: str, loader: Any, runtime: Runtime) -> dict[str, Any]:
 
     states = gather_to_first(runtime, f"reading the position of {key!r}", read)
     epochs = _epochs_of(loader)
-    saved = saved_entry(describe_loader(loader), own_states if states is None else runtime.by_data_parallel_rank(states))
+    saved = saved_entry(
+        describe_loader(loader), own_states if states is None else runtime.by_data_parallel_rank(states)
+    )
     if epochs is not None:
         saved["epoch"] = epochs.current
     return {"world_size": runtime.data_parallel_world_size, "loaders": [saved]}

@@ -21,13 +21,13 @@ from fsdp_core.runtime import Runtime
 
 __all__ = [
     "describe_loader",
-    "saved_entry",
+    "explain_unknown_order",
     "follow_loader",
     "has_state",
     "is_at_end",
     "is_finished",
-    "explain_unknown_order",
     "own_state",
+    "saved_entry",
     "states_in",
 ]
 
@@ -68,9 +68,9 @@ def has_state(obj: object) -> bool:
 def explain_unknown_order(loader: object) -> str | None:
     """Explain why a loader with a state may resume with other samples: its sampler has no state.
 
-    To resume, torchdata's loader skips as many samples of the sampler as were used. The samples after them are those that
-    were left only if the sampler yields the same order in a new process. That is so if the order follows from torch's
-    own random numbers, which are restored, or from ``set_epoch``.
+    To resume, torchdata's loader skips as many samples of the sampler as were used. The samples after them are those
+    that were left only if the sampler yields the same order in a new process. That is so if the order follows from
+    torch's own random numbers, which are restored, or from ``set_epoch``.
 
     Args:
         loader: A loader.
@@ -92,9 +92,7 @@ def explain_unknown_order(loader: object) -> str | None:
         suspect_samplers = []
     else:
         suspect_samplers = [
-            suspect
-            for suspect in (loader.batch_sampler, sampler)
-            if suspect is not None and not has_state(suspect)
+            suspect for suspect in (loader.batch_sampler, sampler) if suspect is not None and not has_state(suspect)
         ]
     for suspect in suspect_samplers:
         if not _repeats_with_torch(suspect):
@@ -130,7 +128,11 @@ def saved_entry(name: str, states: Sequence[Any]) -> dict[str, Any]:
         states: Its states on all ranks.
     """
     first_state = states[0]
-    is_shared = isinstance(first_state, Mapping) and first_state.keys() == {POSITION} and all(state == first_state for state in states)
+    is_shared = (
+        isinstance(first_state, Mapping)
+        and first_state.keys() == {POSITION}
+        and all(state == first_state for state in states)
+    )
     return {"loader": name, **({"all": first_state} if is_shared else {"ranks": list(states)})}
 
 

@@ -18,7 +18,15 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.torch_private.dataloaders import batches_yielded, is_exhausted, iterates_as_torch, watch_iterators
 
-__all__ = ["POSITION", "LoaderPosition", "ResumableSampler", "copy_without_position", "follow", "position_of", "sampler_of"]
+__all__ = [
+    "POSITION",
+    "LoaderPosition",
+    "ResumableSampler",
+    "copy_without_position",
+    "follow",
+    "position_of",
+    "sampler_of",
+]
 
 #: The key that distinguishes a position from the states of other loaders.
 POSITION = "position"
@@ -72,7 +80,7 @@ class ResumableSampler(DistributedSampler[Any]):
 
     @property
     def next_start(self) -> tuple[int, int]:
-        """The epoch of the next iteration, and the samples seen before it; or those of an iteration that is still unused."""
+        """The next iteration's epoch, and the samples seen before it; or those of an iteration not used yet."""
         for epoch, start in (self._resume_point or (-1, 0), self._last_start):
             if epoch == self.epoch:
                 return epoch, start
@@ -297,4 +305,6 @@ def follow(loader: DataLoader[Any], order: Any) -> LoaderPosition | None:
 def _is_exactly(obj: object, classes: tuple[type, ...], torchdata_name: str) -> bool:
     """Whether an object is of exactly one of the classes, or of torchdata's class of that name."""
     obj_class = type(obj)
-    return obj_class in classes or (obj_class.__name__ == torchdata_name and obj_class.__module__.startswith("torchdata."))
+    return obj_class in classes or (
+        obj_class.__name__ == torchdata_name and obj_class.__module__.startswith("torchdata.")
+    )

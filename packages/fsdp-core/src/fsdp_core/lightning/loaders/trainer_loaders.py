@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader
 from fsdp_core.checkpoint.collective import gather_to_first
 from fsdp_core.lightning.loaders.loader_states import (
     describe_loader,
-    saved_entry,
+    explain_unknown_order,
     follow_loader,
     has_state,
     is_at_end,
-    explain_unknown_order,
     own_state,
+    saved_entry,
     states_in,
 )
 from fsdp_core.lightning.loaders.position import copy_without_position, position_of
@@ -311,7 +311,9 @@ def _recount_batches(loop: Any, combined: Any) -> None:
     progress = loop.epoch_loop.batch_progress
     batches = loop.max_batches
     batch_was_done = loop.epoch_loop.restarted_on_train_batch_end
-    batches_counted = batches_after_samples = progress.current.completed + batch_was_done  # from here Lightning would continue
+    batches_counted = batches_after_samples = (
+        progress.current.completed + batch_was_done
+    )  # from here Lightning would continue
     position = position_of(deciding_loader(combined))
     if progress.is_last_batch and batches == math.inf:
         if batch_was_done:  # without a known length, Lightning would not start the count again

@@ -13,7 +13,7 @@ from fsdp_core.sharding.sharded import Sharded, sharded_around
 from fsdp_core.state.full_tensor import check_not_gathered
 from fsdp_core.torch_private.dtensors import refuse_unreduced_values
 
-__all__ = ["full_state_dict", "refuse_values_of_parts", "gather_state", "written_of"]
+__all__ = ["full_state_dict", "gather_state", "refuse_values_of_parts", "written_of"]
 
 
 @normal_tensors()
@@ -84,7 +84,9 @@ def gather_state(sharded: Sharded, prefix: str = "") -> dict[str, Any]:
         if name.startswith(prefix):
             first_name = first_names.get(name, name)
             if first_name not in gathered:
-                full_value = sharded.backend.full_tensor(value)  # cloned below, since a replicated tensor is returned as it is
+                full_value = sharded.backend.full_tensor(
+                    value
+                )  # cloned below, since a replicated tensor is returned as it is
                 gathered[first_name] = full_value.clone() if isinstance(full_value, Tensor) else full_value
             gathered[name] = gathered[first_name]
     if sharded.runtime.rank:

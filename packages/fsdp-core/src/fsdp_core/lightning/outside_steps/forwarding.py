@@ -22,9 +22,9 @@ __all__ = ["ShardedForward", "root_around", "set_up_model", "sharded_in"]
 class ShardedForward(nn.Module):
     """Calls a sharded root, as a module of its own.
 
-    Fabric sends a step method through its wrapper's forward, and so through the root's hooks, only if the module that the
-    strategy returned is not the user's own. This module holds no parameters itself, so that FQNs stay the user's, and
-    shows the user's parameters as its own. Functions of torch that traverse a module, such as
+    Fabric sends a step method through its wrapper's forward, and so through the root's hooks, only if the module that
+    the strategy returned is not the user's own. This module holds no parameters itself, so that FQNs stay the user's,
+    and shows the user's parameters as its own. Functions of torch that traverse a module, such as
     ``FullyShardedDataParallel.summon_full_params``, find the root as its child.
 
     Args:
@@ -43,7 +43,9 @@ class ShardedForward(nn.Module):
         root = self.sharded.root
         if root in gathered_modules:
             return self.sharded.module(*args, **kwargs)
-        is_inside = in_backward()  # called by a hook or a recomputation; the rest of the backward pass needs the gathered parameters
+        is_inside = (
+            in_backward()
+        )  # called by a hook or a recomputation; the rest of the backward pass needs the gathered parameters
         if is_inside:
             self.sharded.is_called_in_backward = True
         try:

@@ -77,7 +77,11 @@ def gathered(module: nn.Module, modifier_rank: int | None = None) -> Iterator[No
     own_error: BaseException | None = None
     with sharded.unmanaged(), ExitStack() as cleanup:
         user_module = sharded.module
-        part = next(inner for full_name, inner in user_module.named_modules() if clean_name(full_name) == prefix.removesuffix("."))
+        part = next(
+            inner
+            for full_name, inner in user_module.named_modules()
+            if clean_name(full_name) == prefix.removesuffix(".")
+        )
         cleanup.enter_context(not_managed(part))
         replacements = _replace_parameters(part, prefix, tensors, first_names)
         cleanup.callback(_restore_shards, replacements, {inner: dict(inner._modules) for inner in part.modules()})
@@ -182,7 +186,9 @@ def _replace_parameters(
     return replacements
 
 
-def _restore_shards(replacements: list[_Replacement], children: Mapping[nn.Module, Mapping[str, nn.Module | None]]) -> None:
+def _restore_shards(
+    replacements: list[_Replacement], children: Mapping[nn.Module, Mapping[str, nn.Module | None]]
+) -> None:
     for replacement in replacements:
         replacement.owner._parameters[replacement.attribute] = replacement.sharded
     for module, previous in children.items():

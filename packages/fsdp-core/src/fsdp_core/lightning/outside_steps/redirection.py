@@ -150,9 +150,9 @@ def follow_calls(sharded: Sharded, *, on_all_ranks: bool) -> None:
     """Let a root, and parts of it, be called outside of its forward pass: in hooks, and after training.
 
     The root's own parameters are gathered only for its forward pass. So a call of a part that may need them is made
-    inside a forward pass of the root, and so is a call of a unit that a library has wrapped. Calls of roots and of units
-    that are the user's own modules are left as they are, and watched. After each call, parameters are resharded, because
-    hooks may read them. Idempotent.
+    inside a forward pass of the root, and so is a call of a unit that a library has wrapped. Calls of roots and of
+    units that are the user's own modules are left as they are, and watched. After each call, parameters are resharded,
+    because hooks may read them. Idempotent.
 
     Args:
         sharded: The sharded root.
@@ -260,7 +260,9 @@ _FUNCTION_ERRORS = re.compile("mixed torch.Tensor and DTensor|setStorage|not hav
 
 
 #: Torch's errors when a unit's input, which fully_shard has made a view, is written to in place.
-_VIEW_ERRORS = re.compile("RegisterPostBackwardFunction.* inplace|inplace.* created inside a custom Function", re.DOTALL)
+_VIEW_ERRORS = re.compile(
+    "RegisterPostBackwardFunction.* inplace|inplace.* created inside a custom Function", re.DOTALL
+)
 
 
 #: Torch's errors when a graph needs a tensor that was written to or freed after the graph had recorded it.
@@ -495,7 +497,9 @@ def _redirect_forward(module: nn.Module) -> None:
 
         signature = inspect.signature(own_forward)
         self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        function.__dict__["__signature__"] = signature.replace(parameters=[self_parameter, *signature.parameters.values()])
+        function.__dict__["__signature__"] = signature.replace(
+            parameters=[self_parameter, *signature.parameters.values()]
+        )
         function.__name__ = "forward"  # pickle finds it by this name
     module.__dict__["forward"] = function.__get__(module)
 

@@ -24,7 +24,7 @@ from fsdp_core.sharding.optimizers.trial_run import COARSE, STEPS, TrialRun, all
 from fsdp_core.state.block_quantised import is_quantised, quantises
 from fsdp_core.state.chunks import chunked
 from fsdp_core.state.layout import Layout, Part
-from fsdp_core.state.optimizer import stateful_optimizer, load_optimizer_state, optimizer_state
+from fsdp_core.state.optimizer import load_optimizer_state, optimizer_state, stateful_optimizer
 from fsdp_core.state.owned import Owners, set_owners
 
 __all__ = ["layout_of_small_params", "why_not_resumed", "why_not_saved"]

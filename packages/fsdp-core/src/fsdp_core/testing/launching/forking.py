@@ -32,9 +32,9 @@ __all__ = [
     "lead_session",
     "prepare",
     "read_stacks",
+    "scaled_limit",
     "start_process",
     "start_script",
-    "scaled_limit",
 ]
 
 #: How a rank's process is started; as in :mod:`multiprocessing`.
@@ -239,7 +239,12 @@ def _fork_ranks(number: int) -> None:
         words = words[1:] if words[:1] == ["-u"] else words
         runs_script = interpreter == sys.executable and words and str(words[0]).endswith(".py")
         needs_popen = positional or options.pop("stdout", None) or options.pop("stderr", None)
-        if not unstarted_ranks or not runs_script or needs_popen or options.keys() - {"env", "cwd", "start_new_session"}:
+        if (
+            not unstarted_ranks
+            or not runs_script
+            or needs_popen
+            or options.keys() - {"env", "cwd", "start_new_session"}
+        ):
             return object.__new__(cls)
         rank = unstarted_ranks.pop(0)
         session = options.get("start_new_session", False)
@@ -405,7 +410,8 @@ def _exit_after(parent: BaseProcess) -> None:
 
 
 def _can_fork() -> bool:
-    # Only on Linux, since system libraries of macOS have threads; and on the CPU, since a device may not survive a fork.
+    # Only on Linux, since system libraries of macOS have threads; and on the CPU, since a device may not survive a
+    # fork.
     is_on_cpu = os.environ.get("FSDP_TESTS_ACCELERATOR", "cpu") == "cpu"
     return sys.platform == "linux" and (is_on_cpu or os.environ.get("FSDP_TESTS_FORK") == "1")
 
@@ -427,9 +433,10 @@ def _forks_without_threads() -> bool:
         for name, reason in failures.items():
             warnings.warn(f"fsdp_preload names {name!r}, which can't be imported: {reason}", stacklevel=2)
         if _server_threads:
+            modules = ", ".join(["torch", "Lightning", *preloads])
             warnings.warn(
-                f"Importing {', '.join(['torch', 'Lightning', *preloads])} starts threads ({', '.join(_server_threads)}), "
-                "which a forked process would lack. So each rank of the tests is spawned, which takes seconds.\n"
+                f"Importing {modules} starts threads ({', '.join(_server_threads)}), which a forked process would "
+                "lack. So each rank of the tests is spawned, which takes seconds.\n"
                 "Remove the modules that start them from fsdp_preload. "
                 'To avoid this warning, write start_method = "spawn" in a subclass of RankPool, and name it as '
                 "rank_pool in the suite's class.",

@@ -17,13 +17,13 @@ from fsdp_core.testing.launching.calls import (
     StartedRanks,
     answer_calls,
     describe_silence,
-    import_function,
     freeze_modules,
+    import_function,
     raise_failures,
     restored_environment,
     send_call,
 )
-from fsdp_core.testing.launching.forking import StartMethod, end_process, kill_process, start_process, scaled_limit
+from fsdp_core.testing.launching.forking import StartMethod, end_process, kill_process, scaled_limit, start_process
 from fsdp_core.testing.launching.process_ranks import RankKind
 
 __all__ = ["OneProcessRanks"]

@@ -23,13 +23,13 @@ from fsdp_core.testing.launching.calls import (
     answer_calls,
     answer_of,
     describe_silence,
-    import_function,
     freeze_modules,
+    import_function,
     raise_failures,
     restored_environment,
     send_call,
 )
-from fsdp_core.testing.launching.forking import StartMethod, end_process, kill_process, start_process, scaled_limit
+from fsdp_core.testing.launching.forking import StartMethod, end_process, kill_process, scaled_limit, start_process
 
 __all__ = ["RankKind", "RankPool", "Ranks", "ranks_are_nodes"]
 
@@ -122,7 +122,9 @@ class RankPool(StartedRanks):
         """Make one call; the processes are terminated if a rank fails."""
         self._replace_lost()
         while len(self._workers) < world_size:
-            self._workers.append(start_process(_answer_calls, method=self.start_method, environment={"OMP_NUM_THREADS": "1"}))
+            self._workers.append(
+                start_process(_answer_calls, method=self.start_method, environment={"OMP_NUM_THREADS": "1"})
+            )
         try:
             with _reserved_port() as port:
                 results, failures = self._call(port, world_size, function, args, timeout)

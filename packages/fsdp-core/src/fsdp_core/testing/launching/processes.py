@@ -113,7 +113,13 @@ def start(
         process = subprocess.Popen(
             [sys.executable, *command],
             cwd=folder or tmp,
-            env={**fresh_environment(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", _TOKEN_VARIABLE: token, **environ},
+            env={
+                **fresh_environment(),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONUNBUFFERED": "1",
+                _TOKEN_VARIABLE: token,
+                **environ,
+            },
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,

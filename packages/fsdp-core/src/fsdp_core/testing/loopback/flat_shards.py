@@ -80,9 +80,11 @@ class FlatShard:
         return self.runtime.reduce_scatter(self.padded(gradient).view(self.runtime.world_size, self.length))
 
     def take_gradient(self, gathered: Tensor) -> None:
-        """Add the gathered parameter's gradient to ``gradient``, since the parameter may be freed before the reduction."""
+        """Add the gathered parameter's gradient to ``gradient``: the parameter may be freed before the reduction."""
         grad = _GRAD.__get__(gathered)
-        _GRAD.__set__(gathered, None)  # by the descriptor, since in a manual step the attribute may show a shard's gradient
+        _GRAD.__set__(
+            gathered, None
+        )  # by the descriptor, since in a manual step the attribute may show a shard's gradient
         if grad is not None:  # None if the parameter was frozen after the forward pass
             self.gradient = grad if self.gradient is None else self.gradient + grad
 

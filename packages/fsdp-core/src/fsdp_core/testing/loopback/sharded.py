@@ -135,7 +135,9 @@ class LoopbackSharded(Sharded):
     def reshard(self) -> None:
         for shard in self.shards:
             if shard.gathered is not None:
-                if shard.gathered.requires_grad != shard.was_trained:  # users have frozen or unfrozen the gathered parameter
+                if (
+                    shard.gathered.requires_grad != shard.was_trained
+                ):  # users have frozen or unfrozen the gathered parameter
                     shard.local.requires_grad_(shard.gathered.requires_grad)
                 shard.gathered = None
                 shard.give_to_owners(shard.local)

@@ -59,7 +59,7 @@ def count_in_steps(strategy: str, shard_by_hand: Callable[[nn.Module], nn.Module
 
 
 def _count(nets: Sequence[Callable[[Tensor], Tensor]], backward: Callable[[Tensor], Any]) -> dict[str, Any]:
-    """Count the gathers and reductions of steps with two modules, of which the second generates what the first judges."""
+    """Count the gathers and reductions of steps with two modules; the second generates what the first judges."""
     judge, generate = nets
     x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
 
@@ -76,7 +76,11 @@ def _count(nets: Sequence[Callable[[Tensor], Tensor]], backward: Callable[[Tenso
         backward(-judge(generate(x)).mean())
 
     counts = {}
-    for name, step in {"plain": plain_step, "gradient of an input": input_gradient, "two networks": adversarial_steps}.items():
+    for name, step in {
+        "plain": plain_step,
+        "gradient of an input": input_gradient,
+        "two networks": adversarial_steps,
+    }.items():
         step()
         counts[name] = tuple(count_collectives(step, collective) for collective in ("allgather", "reduce_scatter"))
     return counts

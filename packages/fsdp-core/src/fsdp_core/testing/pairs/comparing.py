@@ -20,7 +20,8 @@ __all__ = ["DOUBLE_TOLERANCE", "differences", "differing_bits"]
 DOUBLE_TOLERANCE = 1e-12
 
 #: By label of a precision that is not half: how far a tensor may be from the oracle's, relative to its own norm plus a
-#: tenth of the largest norm of its quantity. The latter is for sums that cancel out, which are as inexact as their terms.
+#: tenth of the largest norm of its quantity. The latter is for sums that cancel out, which are as inexact as their
+#: terms.
 _TOLERANCES: Mapping[str, float] = {"double": DOUBLE_TOLERANCE, "32-true": FP32_TOLERANCE}
 
 #: The factor for half precision with clipping by value: clipping makes large elements small, but not their errors.
@@ -103,7 +104,9 @@ def differences(outcomes: Sequence[Outcome], want: Run, configuration: Configura
         if not abs(loss - wanted) <= tolerance * (1 + abs(wanted)):
             messages.append(f"loss of micro-batch {begun + index}: {loss} instead of {wanted}")
     skipped_steps = sum(is_last(index, accumulate) for index in range(begun))
-    if configuration["front_end"] != "by hand":  # manual steps are inside a forward pass, where gradients are not recorded
+    if (
+        configuration["front_end"] != "by hand"
+    ):  # manual steps are inside a forward pass, where gradients are not recorded
         for step, (wanted_gradients, *pieces_of_ranks) in enumerate(
             zip(want.gradients[skipped_steps:], *[outcome.gradients for outcome in outcomes], strict=True)
         ):

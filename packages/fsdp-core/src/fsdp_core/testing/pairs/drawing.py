@@ -41,8 +41,8 @@ def pairs_of(configuration: Configuration) -> set[Pair]:
 def draw(dimensions: Sequence[Dimension], rules: Sequence[Rule], seed: int) -> Iterator[dict[str, str]]:
     """Draw configurations without end: first such that they cover all possible pairs, then any.
 
-    Each begins with a pair that no configuration has covered yet. The other values are chosen one by one, each such that
-    it covers the most of the remaining pairs.
+    Each begins with a pair that no configuration has covered yet. The other values are chosen one by one, each such
+    that it covers the most of the remaining pairs.
 
     Args:
         dimensions: What is combined.
@@ -118,7 +118,9 @@ def _complete(
             if not allowed_labels:
                 break
             drawn[name] = (
-                allowed_labels[0] if covered is None else max(allowed_labels, key=lambda label: _count_new_pairs(drawn, name, label, covered))
+                allowed_labels[0]
+                if covered is None
+                else max(allowed_labels, key=lambda label: _count_new_pairs(drawn, name, label, covered))
             )
         else:
             return {name: drawn[name] for name in labels}

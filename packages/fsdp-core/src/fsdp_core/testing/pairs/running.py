@@ -130,7 +130,9 @@ def run_all(requests: Sequence[RunRequest], tmp: str) -> list[Outcome]:
 
 
 def _to_piece(value: Any) -> Piece:
-    chunks = value if isinstance(value, ChunkedTensor) else chunked(plain(torch.as_tensor(value)), rank=rank_context().rank)
+    chunks = (
+        value if isinstance(value, ChunkedTensor) else chunked(plain(torch.as_tensor(value)), rank=rank_context().rank)
+    )
     boxes = tuple((chunk.offsets, np.array(plain(chunk.data).detach().cpu().double())) for chunk in chunks.chunks)  # type: ignore[arg-type]
     return Piece(shape=tuple(chunks.shape), dtype=str(chunks.dtype), replica=chunks.replica, boxes=boxes)
 
@@ -142,7 +144,9 @@ def _gradients(layout: Layout, optimizer: Any) -> Pieces:
     rank_context().settle()
     for parameter, parts in layout.items():
         if parameter.grad is not None and id(parameter) in trained:
-            gradients.update({part.name.removeprefix("net."): _to_piece(part.of(plain(parameter.grad))) for part in parts})
+            gradients.update(
+                {part.name.removeprefix("net."): _to_piece(part.of(plain(parameter.grad))) for part in parts}
+            )
     return gradients
 
 

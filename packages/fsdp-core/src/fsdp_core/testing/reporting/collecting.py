@@ -58,8 +58,12 @@ def choose_clauses(cls: type[Clauses], items: list[Any]) -> list[Any]:
     info = registry.describe(cls.strategy)
     names = set(cls.clauses())
     applicable = [item for item in items if item.originalname not in names or _applies(item, info)]
-    position_of_base = {base: index for index, base in enumerate(cls.__mro__)}  # pytest itself begins with the last base
-    applicable.sort(key=lambda item: next(position_of_base[base] for base in cls.__mro__ if item.originalname in vars(base)))
+    position_of_base = {
+        base: index for index, base in enumerate(cls.__mro__)
+    }  # pytest itself begins with the last base
+    applicable.sort(
+        key=lambda item: next(position_of_base[base] for base in cls.__mro__ if item.originalname in vars(base))
+    )
     clauses = [item for item in applicable if item.originalname in names]
     skip_reasons = {item: _skip_reason(item, info, cls.rank_pool.kind) for item in clauses}
     _check_expected(cls, [item for item in clauses if not skip_reasons[item]])

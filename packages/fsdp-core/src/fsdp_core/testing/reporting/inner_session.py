@@ -16,7 +16,7 @@ import pytest
 from fsdp_core.plugins.discovery import discover
 from fsdp_core.testing.suite.numerics.pairs import COUNT, SEED
 
-__all__ = ["Outcome", "run_clauses", "plugins_in"]
+__all__ = ["Outcome", "plugins_in", "run_clauses"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -151,7 +151,8 @@ class _Composer:
     def add_call(self) -> None:
         part = self.rng.choice(["net"] * 6 + list(PARTS))
         if self.has_norms and self.front != "fabric" and self.rng.random() < 0.05:
-            # A layer inside of a unit, which is refused. Not under Fabric, where torch raises, perhaps on some ranks only.
+            # A layer inside of a unit, which is refused. Not under Fabric, where torch raises, perhaps on some ranks
+            # only.
             part = "net.blocks[1].norm"
         source = self.row()
         name = self.name("h")
@@ -293,7 +294,8 @@ class _Composer:
         else:
             line = f"with torch.no_grad(): {parameter}.mul_(0.9)"
             part = PARAMETERS[parameter]
-        # After a write to a tensor that a graph holds, torch refuses a backward pass, or computes with old and new values.
+        # After a write to a tensor that a graph holds, torch refuses a backward pass, or computes with old and new
+        # values.
         written_parts = {part, "net.out"} if part == "net.inp" else {part}
         written_parts |= set() if part.startswith("net.teachers") else {"net"}
         is_in_graph = any(called_part in written_parts for called_part in self.parts)

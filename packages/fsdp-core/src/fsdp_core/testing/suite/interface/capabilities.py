@@ -214,8 +214,13 @@ class CapabilitiesSuite(Clauses):
         """The default of an option must not request a capability that the plugin does not declare."""
         info = fsdp_core.describe(self.strategy)
         asks = {option.name: capability_of(option.name, option.default) for option in info.options}
-        options_without_capability = [f"{name} ({need})" for name, need in asks.items() if need and need not in info.capabilities]
-        assert not options_without_capability, f"options without their capability: {', '.join(options_without_capability)}; declare it, or remove the option"
+        options_without_capability = [
+            f"{name} ({need})" for name, need in asks.items() if need and need not in info.capabilities
+        ]
+        assert not options_without_capability, (
+            f"options without their capability: {', '.join(options_without_capability)}; "
+            "declare it, or remove the option"
+        )
 
     @requires(Capability.RESHARD_AFTER_FORWARD)
     def test_units_that_stay_gathered_leave_numbers_alone(self, ranks: Ranks, tmp_path: Path) -> None:
@@ -224,7 +229,7 @@ class CapabilitiesSuite(Clauses):
         assert_numbers_alone(ranks, tmp_path, self.strategy, options)
         if ranks.kind != "processes":
             return
-        gathers_if_kept = ranks.run(2, _count_gathers, self.strategy, str(tmp_path), options)
-        usual_gathers = ranks.run(2, _count_gathers, self.strategy, str(tmp_path), {})
-        message = f"{gathers_if_kept[0]} all-gathers per step with {options}, and {usual_gathers[0]} without, which should be more"
-        assert 0 < gathers_if_kept[0] < usual_gathers[0], message
+        gathers_if_kept = ranks.run(2, _count_gathers, self.strategy, str(tmp_path), options)[0]
+        usual_gathers = ranks.run(2, _count_gathers, self.strategy, str(tmp_path), {})[0]
+        message = f"{gathers_if_kept} all-gathers per step with {options}, and {usual_gathers} without"
+        assert 0 < gathers_if_kept < usual_gathers, f"{message}, which should be more"

@@ -58,10 +58,13 @@ def misfits(implementation: type, contract: type) -> list[str]:
         if not _is_method(theirs) or isinstance(ours, property) != isinstance(theirs, property):
             messages.append(f"{implementation.__name__}.{name} is {type(theirs).__name__}, not {type(ours).__name__}")
         elif not isinstance(ours, property):
-            contract_signature, signature = (inspect.signature(getattr(cls, name)) for cls in (contract, implementation))
+            contract_signature, signature = (
+                inspect.signature(getattr(cls, name)) for cls in (contract, implementation)
+            )
             reasons = _reasons(contract_signature, signature)
             if reasons:
-                head = f"{implementation.__name__}.{name}{_plain(signature)} is called as {name}{_plain(contract_signature)}:"
+                own = f"{implementation.__name__}.{name}{_plain(signature)}"
+                head = f"{own} is called as {name}{_plain(contract_signature)}:"
                 messages.append("\n  ".join([head, *reasons]))
     return messages
 

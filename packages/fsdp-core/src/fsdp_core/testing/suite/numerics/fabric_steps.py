@@ -15,7 +15,7 @@ from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.training import new_fabric, own_share
 
-__all__ = ["METHODS", "ACCUMULATIONS", "assert_gradients_wait", "assert_whole_steps"]
+__all__ = ["ACCUMULATIONS", "METHODS", "assert_gradients_wait", "assert_whole_steps"]
 
 
 class _Stepping(nn.Module):
@@ -58,7 +58,7 @@ class _Stepping(nn.Module):
         return self.once(x, y, backward, optimizers)
 
     def adversaries(self, x: Tensor, y: Tensor, backward: Any, optimizers: Any) -> Tensor:
-        """Take steps of two optimizers. Some rank may hold no part of the critic, so that its step writes to no shard."""
+        """Take steps of two optimizers. A rank may hold no part of the critic, so that its step writes to no shard."""
         generator, critic = optimizers
         fake = self.net(x)
         critic.zero_grad()
@@ -110,8 +110,8 @@ def assert_whole_steps(ranks: Ranks, strategy: str) -> None:
             torch.testing.assert_close(outcomes[name], (losses, module.state_dict()), atol=FP32_TOLERANCE, rtol=0)
 
 
-#: What a step does within ``no_backward_sync``, and after it, where gradients are reduced: backward passes of the net or
-#: of a block alone, and others.
+#: What a step does within ``no_backward_sync``, and after it, where gradients are reduced: backward passes of the net
+#: or of a block alone, and others.
 ACCUMULATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cleared, before a block's": (("net", "clear"), ("block",)),
     "cleared after the context, before a block's": (("net",), ("clear", "block")),
