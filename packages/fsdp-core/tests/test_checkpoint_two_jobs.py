@@ -447,7 +447,7 @@ def test_reader_gives_up_after_max_retries(tmp_path: Path, monkeypatch: pytest.M
     save_version(path, 1.0)
     read = Folder.size
     inside: list[bool] = []
-    monkeypatch.setattr(rereading, "_SECONDS", 0)
+    monkeypatch.setattr(rereading, "_PAUSE_SECONDS", 0)
 
     def replaced(self: Folder, name: str) -> int | None:
         if name.startswith("model/") and not inside:

@@ -41,17 +41,17 @@ __all__ = [
 _HOMES = {
     "Answer": "fsdp_core.testing.launching.calls",
     "Failure": "fsdp_core.testing.launching.calls",
-    "Here": "fsdp_core.testing.launching.rank_context",
+    "RankContext": "fsdp_core.testing.launching.rank_context",
     "OneProcessRanks": "fsdp_core.testing.launching.one_process_ranks",
     "RankError": "fsdp_core.testing.launching.calls",
     "RankKind": "fsdp_core.testing.launching.process_ranks",
     "RankPool": "fsdp_core.testing.launching.process_ranks",
     "Ranks": "fsdp_core.testing.launching.process_ranks",
     "StartMethod": "fsdp_core.testing.launching.forking",
-    "answered": "fsdp_core.testing.launching.calls",
+    "answer_of": "fsdp_core.testing.launching.calls",
     "full_state": "fsdp_core.testing.state",
     "new_fabric": "fsdp_core.testing.training",
-    "stand_on": "fsdp_core.testing.launching.rank_context",
+    "set_rank_context": "fsdp_core.testing.launching.rank_context",
 }
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)
