@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 from weakref import WeakSet
 
 from lightning.fabric.plugins.precision import Precision
@@ -28,6 +28,7 @@ from fsdp_core.lightning.features.preemption import Signals
 from fsdp_core.lightning.launchers.notebooks import FabricForkedRanks
 from fsdp_core.lightning.loaders.fabric_loaders import follow_in_fabric
 from fsdp_core.lightning.outside_steps.forwarding import root_around, set_up_model
+from fsdp_core.lightning.pickling import copy_strategy, reduce_strategy
 from fsdp_core.lightning.precision_plugins import ShardedFabricPrecision, read_precision, shard_dtypes
 from fsdp_core.lightning.private import FabricSubprocessLauncher
 from fsdp_core.lightning.strategy import ShardedStrategy
@@ -36,6 +37,12 @@ from fsdp_core.sharding.precision_strings import ShardPrecision
 from fsdp_core.sharding.sharded import Sharded
 
 __all__ = ["ShardedFabricStrategy"]
+
+#: Attributes that Lightning sets after the constructor, from the arguments of Fabric.
+_SET_BY_LIGHTNING = {
+    *("_accelerator", "_checkpoint_io", "_launcher", "_precision", "_parallel_devices", "_num_nodes"),
+    "cluster_environment",
+}
 
 
 class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
@@ -72,6 +79,23 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         if self.options.checkpoint_io is not None:
             self.checkpoint_io = self.options.checkpoint_io
         self._backward_sync_control = self.steps.no_sync
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the constructor's arguments and what Lightning has set since; what belongs to a run is made anew.
+
+        Raises:
+            ShardingError: A module is sharded already.
+        """
+        return reduce_strategy(
+            self,
+            name=self.strategy_name,
+            is_sharded=bool(self.roots),
+            set_by_lightning=_SET_BY_LIGHTNING,
+            advice="Pickle the strategy before fabric.setup(), and save the model as a checkpoint.",
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return copy_strategy(self, memo)
 
     # -- where we run ----------------------------------------------------------------------------------------------
 

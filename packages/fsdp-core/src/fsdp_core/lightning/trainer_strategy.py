@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
 from collections.abc import Collection, Generator, Mapping, Sequence
@@ -23,6 +22,7 @@ from fsdp_core.lightning.features.callbacks_over_shards import check_finetuning
 from fsdp_core.lightning.features.stage_features import StageFeatures
 from fsdp_core.lightning.features.step_methods import StepMethods
 from fsdp_core.lightning.launchers.notebooks import TrainerForkedRanks
+from fsdp_core.lightning.pickling import copy_strategy, reduce_strategy
 from fsdp_core.lightning.precision_plugins import ShardedTrainerPrecision, read_precision, shard_dtypes
 from fsdp_core.lightning.private import TrainerSubprocessLauncher, always_say_what_is_saved
 from fsdp_core.lightning.trainer_checkpoints import TrainerCheckpoints
@@ -51,12 +51,6 @@ _SET_BY_LIGHTNING = {
     *("_accelerator", "_checkpoint_io", "_precision_plugin", "_layer_sync", "_launcher", "_lightning_module"),
     *("_parallel_devices", "cluster_environment", "num_nodes"),
 }
-
-
-def _rebuilt(
-    cls: type[ShardedTrainerStrategy], args: tuple[Any, ...], options: dict[str, Any]
-) -> ShardedTrainerStrategy:
-    return cls(*args, **options)
 
 
 class ShardedTrainerStrategy(TrainerHooks):
@@ -105,24 +99,19 @@ class ShardedTrainerStrategy(TrainerHooks):
         Raises:
             ShardingError: A module is sharded already.
         """
-        if self.sharded_or_none is not None:
-            raise ShardingError(
-                f"strategy={self.strategy_name!r} can't be pickled once it has sharded a module: shards, process "
-                "groups and hooks belong to this process.\n"
-                "Pickle the Trainer before the first fit(), and save the model as a checkpoint."
-            )
-        args, options = self._built_with
-        attributes = {name: value for name, value in vars(self).items() if name in _SET_BY_LIGHTNING}
-        return _rebuilt, (type(self), args, options), attributes
+        return reduce_strategy(
+            self,
+            name=self.strategy_name,
+            is_sharded=self.sharded_or_none is not None,
+            set_by_lightning=_SET_BY_LIGHTNING,
+            advice="Pickle the Trainer before the first fit(), and save the model as a checkpoint.",
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        args, options = self._built_with
-        copied = type(self).__new__(type(self), *args, **options)
-        memo[id(self)] = copied
-        vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
+        copied = copy_strategy(self, memo)
         copied.optimizers = copied.optimizers  # Lightning's wrappers of them are made anew
         return copied
 
