@@ -51,5 +51,6 @@ def copy_strategy(strategy: S, memo: dict[int, Any]) -> S:
     args, options = strategy._built_with
     copied = type(strategy).__new__(type(strategy), *args, **options)
     memo[id(strategy)] = copied
-    vars(copied).update(copy.deepcopy(strategy.__getstate__(), memo))
+    state: Any = strategy.__getstate__()
+    vars(copied).update(copy.deepcopy(state, memo))
     return copied
