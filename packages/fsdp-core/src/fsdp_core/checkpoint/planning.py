@@ -151,9 +151,10 @@ def _check_savable(tensor: Tensor | TensorSource) -> None:
 def _with_aliases(state: Mapping[str, Any], aliases: Mapping[str, str]) -> Mapping[str, Any]:
     """Return the state with an entry for each alias, so that a load returns the tensor under both names."""
     for alias, key in aliases.items():
-        path, _, name = alias.rpartition("/")
-        if split_path(name)[0] not in find_part(state, path):
-            state = _insert(state, split_path(path), split_path(name)[0], find_part(state, key))
+        path, _, escaped_name = alias.rpartition("/")
+        (name,) = split_path(escaped_name)
+        if name not in find_part(state, path):
+            state = _insert(state, split_path(path), name, find_part(state, key))
     return state
 
 

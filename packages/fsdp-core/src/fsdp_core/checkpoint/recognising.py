@@ -30,7 +30,8 @@ def pattern_of(shape: tuple[int, ...], boxes_by_rank: Sequence[tuple[int, tuple[
         >>> pattern_of((2, 3), runs[1:]) is None
         True
     """
-    if 0 in shape or not 0 < sum(len(rank_boxes) for _, rank_boxes in boxes_by_rank) <= MAX_PIECES:
+    box_count = sum(len(rank_boxes) for _, rank_boxes in boxes_by_rank)
+    if 0 in shape or not 0 < box_count <= MAX_PIECES:
         return None
     return _find_grid(shape, boxes_by_rank) or _find_runs(shape, boxes_by_rank)
 
@@ -57,11 +58,15 @@ def _find_grid(shape: tuple[int, ...], boxes_by_rank: Sequence[tuple[int, tuple[
 def _find_runs(shape: tuple[int, ...], boxes_by_rank: Sequence[tuple[int, tuple[Box, ...]]]) -> Pattern | None:
     runs = []
     for rank, rank_boxes in boxes_by_rank:
-        start = 0
-        for offset, size in zip(rank_boxes[0][0], shape, strict=True):
+        first_offsets, _ = rank_boxes[0]
+        start = 0  # the flat index of the first element
+        for offset, size in zip(first_offsets, shape, strict=True):
             start = start * size + offset
         length = sum(math.prod(lengths) for _, lengths in rank_boxes)
-        if start + length > math.prod(shape) or rank_boxes != tuple(box[:2] for box in boxes(shape, start, length)):
+        if start + length > math.prod(shape):
+            return None
+        boxes_of_run = tuple(box[:2] for box in boxes(shape, start, length))
+        if rank_boxes != boxes_of_run:
             return None
         runs.append((start, length, rank))
     runs.sort()

@@ -233,7 +233,8 @@ class PreparedSave:
             step = partial(self._write_chunks, runtime) if is_my_turn else lambda: None
             message = run_on_all(runtime, action, step) or message
             turn += 1
-            ranks_left = total(runtime, [runtime.local_rank >= turn])[0] if one_after_another else 0
+            has_turn_left = runtime.local_rank >= turn
+            ranks_left = total(runtime, [has_turn_left])[0] if one_after_another else 0
         assert message is not None  # every rank has had its turn
         return message
 

@@ -49,7 +49,8 @@ class XLASPMDSharded(Sharded):
         self._boundaries = boundaries
 
     def bytes_held(self) -> int:
-        return sum(prod(local_boxes(p)[0][2]) * p.element_size() for p in self.layout())
+        first_boxes = ((p, local_boxes(p)[0]) for p in self.layout())  # of the first device: no other has more
+        return sum(prod(lengths) * p.element_size() for p, (*_, lengths) in first_boxes)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -109,9 +110,8 @@ class XLASPMDSharded(Sharded):
                 shards[name] = HostShards(module_tensors[name])
                 targets[name] = shards[name].chunks
             else:
-                targets[name] = torch.empty(
-                    value.shape, dtype=value.dtype
-                )  # on the host; empty_like() would be on the device
+                # On the host: empty_like() would be on the device.
+                targets[name] = torch.empty(value.shape, dtype=value.dtype)
         tensors: dict[str, Any] = {name: value for name, value in state.items() if isinstance(value, _TENSOR_TYPES)}
         tensors = {name: value for name, value in tensors.items() if name not in resizing_names}
         fill_all(targets, tensors, strict=strict, cast=not strict, check_only=check_only)

@@ -1,7 +1,7 @@
 """`parts/SAVE-rank-00003.json`: what one rank of a scattered save has written to a place without a manifest.
 
-A loader reads the manifest alone. This is for people and tools that find such a place: it says that its files are a
-part of a checkpoint, of which, and where the manifest is.
+A loader reads the manifest alone. The record is for people and tools that find such a place. It says to which
+checkpoint the files belong, and where its manifest is.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def _clean_names(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _aliases(model: Mapping[str, Any]) -> dict[str, str]:
-    """Find tied parameters: the names of elements of a file that have an earlier name, with that name."""
+    """Return the additional names of tied parameters, each with the first name of the same tensor."""
     first_names: dict[StridedTensor, str] = {}
     aliases = {}
     for name, leaf in model.items():
@@ -232,7 +232,7 @@ def _read_into_memory(value: Any) -> Any:
         return {key: _read_into_memory(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_read_into_memory(item) for item in value)
-    if isinstance(value, dict):
+    if isinstance(value, dict):  # a subclass such as OrderedDict or Counter, changed in place to keep its class
         for key, item in value.items():
             value[key] = _read_into_memory(item)
     return value

@@ -98,8 +98,8 @@ def check_folder(out: StrPath, *, overwrite: bool, own_files: str) -> None:
 
     Args:
         out: The path.
-        overwrite: Whether a folder that holds only such files may be replaced; in an object store, none may.
-        own_files: A regular expression for the names of such a folder's files.
+        overwrite: Whether a local folder whose files all match ``own_files`` may be replaced.
+        own_files: A regular expression for the names of the files in a folder that may be replaced.
 
     Raises:
         CheckpointExistsError: The path holds something that must not be replaced.
@@ -183,8 +183,8 @@ class NewFolder:
         """Move the folder to its final path, where there may be an empty folder.
 
         Args:
-            overwrite: Whether to replace a folder there that holds only files of this kind.
-            own_files: A regular expression for the names of these files.
+            overwrite: As in :func:`check_folder`.
+            own_files: As in :func:`check_folder`.
 
         Raises:
             CheckpointExistsError: Something else is there by now. It is unchanged.

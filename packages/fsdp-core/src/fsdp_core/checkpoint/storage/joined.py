@@ -47,14 +47,14 @@ class JoinedFolder(Folder):
     def holder(self, name: str) -> Folder:
         """Return the place to read a file from; the first if none has it."""
         if name == MANIFEST:
-            return Folder(fs=self.fs, root=self.root, local=self._local_manifest)
+            return Folder(fs=self.fs, root=self.root, local=self._manifest_is_local)
         if name in self.chosen:
             return self.places[self.chosen[name]]
         holders = self.holders(name)
         return self.places[holders[0] if holders else 0]
 
     @property
-    def _local_manifest(self) -> bool:
+    def _manifest_is_local(self) -> bool:
         places_with_manifest = [place for place in self.places if place.fs == self.fs and place.root == self.root]
         return places_with_manifest[0].local
 

@@ -106,9 +106,9 @@ def _plain_entries(state: Any, kinds: Mapping[str, str]) -> Iterator[dict[str, A
     """Yield an entry for each value at the first two levels outside of models and optimizers, and each param group."""
     parents: set[str] = set()  # the paths at the first two levels that hold a model or an optimizer
     for path in kinds:
-        steps = path.split("/")[:-1]
-        if steps:
-            parents |= {steps[0], "/".join(steps[:2])}
+        parent_keys = path.split("/")[:-1]
+        if parent_keys:
+            parents |= {parent_keys[0], "/".join(parent_keys[:2])}
     for name, node in children(state) or []:
         path = join_path(name)
         entries_of_node = children(node)

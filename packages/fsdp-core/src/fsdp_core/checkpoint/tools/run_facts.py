@@ -56,9 +56,9 @@ def without_run_facts(leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
             content[path] = node
             continue
         new_names = renamed[match[1]]
-        key, _, file = path[match.end() :].partition("/")
-        if key == _BEST_MODELS and file:
-            file_path = "" if "/" in file else split_path(file)[0]
+        key, _, escaped_file = path[match.end() :].partition("/")
+        if key == _BEST_MODELS and escaped_file and "/" not in escaped_file:
+            (file_path,) = split_path(escaped_file)
             if file_path in new_names:
                 path = f"{match[1]}/{key}/{escape(new_names[file_path])}"
         content[path] = new_names.get(node, node) if isinstance(node, str) else node
@@ -71,8 +71,9 @@ def _rename_paths(state: Mapping[str, Any], folder: str) -> dict[str, str]:
     for key in state:
         if key.startswith(f"{_BEST_MODELS}/"):
             paths.update(split_path(key)[1:])
-    names = {path: _name_in(path, folder) or path for path in paths}
-    short_names = {path: _VERSION.sub("", name) if name != path else path for path, name in names.items()}
+    names_in_folder = {path: name for path in paths if (name := _name_in(path, folder))}
+    names = {path: names_in_folder.get(path, path) for path in paths}
+    short_names = names | {path: _VERSION.sub("", name) for path, name in names_in_folder.items()}
     for candidate_names in (short_names, names):
         if len(set(candidate_names.values())) == len(paths):  # all names are still distinct
             return candidate_names

@@ -70,7 +70,8 @@ class TrainingLoaders:
             self._training_loaders.add(tracked)
             loader = tracked
         # Lightning sets the epoch only after the first iterator is created, which would have the order of epoch 0.
-        self._epoch = _epochs_done(trainer) + self._last_batch_was_done
+        # After the last batch of an epoch, Lightning counts the epoch as done only once it has created the loaders.
+        self._epoch = _epochs_done(trainer) + (1 if self._last_batch_was_done else 0)
         set_sampler_epoch(loader, self._epoch)
         self._states_after_fit = None
         return loader
@@ -183,15 +184,15 @@ class TrainingLoaders:
         loop = checkpoint.get("loops", {}).get("fit_loop")
         if loop is None or trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
+        is_from_lightning = _KEY not in checkpoint
         saved = checkpoint.get(_KEY) or {"world_size": 1, "loaders": _entries_of_lightning(loop["state_dict"])}
-        # If no loader has a state in our checkpoint, only the count of batches says whether the epoch is over.
         ends_reached = [is_at_end(state) for saved_loader in saved["loaders"] for state in states_in(saved_loader)]
-        are_at_end = all(ends_reached) and (bool(ends_reached) or _KEY not in checkpoint)
-        loop = _with_true_epochs(loop, are_at_end or _KEY not in checkpoint)
+        # If no loader has a state in our checkpoint, only the count of batches says whether the epoch is over.
+        are_at_end = all(ends_reached) and (bool(ends_reached) or is_from_lightning)
+        loop = _with_true_epochs(loop, are_at_end or is_from_lightning)
         batches = loop["epoch_loop.batch_progress"]
         self._epoch_is_over = _epoch_is_over(loop)
         self._is_mid_epoch = _is_within_epoch(loop)
-        # In this case, Lightning counts the epoch as done only after it has created the loaders.
         self._last_batch_was_done = (
             not self._epoch_is_over
             and batches["is_last_batch"]
@@ -199,7 +200,7 @@ class TrainingLoaders:
         )
         states: list[Any] = []
         if self._is_mid_epoch or (are_at_end and saved["world_size"] == runtime.data_parallel_world_size):
-            # At the beginning of an epoch, states of another world size or of loaders with samples left are not needed.
+            # Otherwise an epoch begins, which needs no states of another world size or of loaders with samples left.
             states = [own_state(saved_loader, saved["world_size"], runtime) for saved_loader in saved["loaders"]]
         if are_at_end:
             always_load_loader_states(trainer.fit_loop)
@@ -271,7 +272,7 @@ def _states(loop: Any) -> list[Any]:
 
 
 def _epochs_done(trainer: pl.Trainer) -> int:
-    """Return the epoch that Lightning sets on samplers; at an epoch's end, ``trainer.current_epoch`` is behind it."""
+    """Return the epoch that Lightning sets on samplers; ``trainer.current_epoch`` is one less at an epoch's end."""
     progress: Any = trainer.fit_loop.epoch_progress.current
     return int(progress.processed)
 
@@ -311,21 +312,20 @@ def _recount_batches(loop: Any, combined: Any) -> None:
     progress = loop.epoch_loop.batch_progress
     batches = loop.max_batches
     batch_was_done = loop.epoch_loop.restarted_on_train_batch_end
-    batches_counted = batches_after_samples = (
-        progress.current.completed + batch_was_done
-    )  # from here Lightning would continue
+    counted_batches = progress.current.completed + batch_was_done  # after these, Lightning would continue
+    true_batches = counted_batches
     position = position_of(deciding_loader(combined))
     if progress.is_last_batch and batches == math.inf:
         if batch_was_done:  # without a known length, Lightning would not start the count again
             for moment in ("ready", "started", "processed", "completed"):
-                setattr(progress.current, moment, getattr(progress.current, moment) - batches_counted)
+                setattr(progress.current, moment, getattr(progress.current, moment) - counted_batches)
     elif progress.is_last_batch:
-        batches_after_samples = batches
+        true_batches = batches
     elif position is not None and position.restored is not None:
-        batches_after_samples = position.batches_after_samples(position.restored, batches)
+        true_batches = position.batches_after_samples(position.restored, batches)
     for counts in (progress.total, progress.current):
         for moment in ("ready", "started", "processed", "completed"):
-            setattr(counts, moment, getattr(counts, moment) + batches_after_samples - batches_counted)
+            setattr(counts, moment, getattr(counts, moment) + true_batches - counted_batches)
 
 
 def _entries_of_lightning(state: Mapping[str, Any]) -> list[dict[str, Any]]:

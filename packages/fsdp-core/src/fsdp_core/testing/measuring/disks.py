@@ -49,6 +49,11 @@ class Disk:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
 
+_lock = threading.Lock()
+#: The shared disk and its patch, once for each context that is entered.
+_users: list[tuple[Disk, pytest.MonkeyPatch]] = []
+
+
 @contextmanager
 def disk(*, seconds: float = 0.0, room: int | None = None, opened: bool = True) -> Iterator[Disk]:
     """A context in which this process writes checkpoints through a :class:`Disk`.
@@ -80,10 +85,6 @@ def disk(*, seconds: float = 0.0, room: int | None = None, opened: bool = True) 
                 patch.undo()
 
 
-_lock = threading.Lock()
-_users: list[tuple[Disk, pytest.MonkeyPatch]] = []
-
-
 def _writing_through(shared_disk: Disk, writing: Any) -> Any:
     @contextmanager
     def writing_to_disk(folder: Folder, name: str) -> Iterator[BinaryIO]:
@@ -96,8 +97,8 @@ def _writing_through(shared_disk: Disk, writing: Any) -> Any:
 
 class _Stream:
     def __init__(self, stream: BinaryIO, shared_disk: Disk) -> None:
-        self._stream, self._used = stream, shared_disk
+        self._stream, self._disk = stream, shared_disk
 
     def write(self, piece: Any) -> int:
-        self._used.take(len(piece))
+        self._disk.take(len(piece))
         return self._stream.write(piece)

@@ -82,6 +82,7 @@ def _find_faults(
 
 def _find_fault(rank_outcomes: Sequence[Trained | Raised], expected: Outcome) -> str | None:
     """Describe what is wrong with the ranks' outcomes of a program, if anything is."""
+    # A ``Raised`` begins with a bool: whether its message is a refusal in words. A ``Trained`` begins with losses.
     raised = [outcome[1] for outcome in rank_outcomes if isinstance(outcome[0], bool)]
     if raised and len(raised) < len(rank_outcomes):
         return f"some ranks have raised, and others have not: {raised[0]}"
