@@ -50,9 +50,8 @@ class Shared:
                 part.copy_(copy)
 
     def _broadcast(self, data: Tensor) -> None:
-        self.peers.broadcast(
-            data.reshape(-1).view(torch.uint8), self.owner
-        )  # bytes, since not every library can send every dtype
+        # As bytes, since not every library can send every dtype.
+        self.peers.broadcast(data.reshape(-1).view(torch.uint8), self.owner)
 
 
 def shared_boxes(runtime: Runtime, state: Mapping[str, ChunkedTensor]) -> dict[str, Shared]:

@@ -303,9 +303,8 @@ def _box_at(
         elif type(placement) is StridedShard and placement.split_factor == _count_pieces(
             placement.dim, placements[mesh_dim + 1 :], mesh[mesh_dim + 1 :]
         ):
-            strided_axes.insert(
-                0, (placement.dim, index, peers)
-            )  # divides the pieces that the mesh axes after it leave
+            # Applied after the mesh axes that follow this one: it divides the pieces that they leave.
+            strided_axes.insert(0, (placement.dim, index, peers))
         else:
             raise ValueError(
                 f"a DTensor placed as {placements} does not consist of boxes, so it can't be saved or loaded as it "

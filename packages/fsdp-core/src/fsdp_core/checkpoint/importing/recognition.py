@@ -116,9 +116,8 @@ def _recognise_accelerate(folder: Folder, parts: list[str]) -> Source:
     if not accelerate_parts:
         listed_paths = ", ".join(str(folder.path(part.rstrip("/"))) for part in parts[:8])
         raise CheckpointFormatError(f"{folder} holds several checkpoints: {listed_paths}.\nImport one of them.")
-    return Source(
-        format="dcp-parts", folder=folder, parts=tuple(sorted(accelerate_parts, reverse=True))
-    )  # models, then optimizers
+    models_then_optimizers = tuple(sorted(accelerate_parts, reverse=True))
+    return Source(format="dcp-parts", folder=folder, parts=models_then_optimizers)
 
 
 def _is_shard(archive: TorchFile) -> bool:

@@ -92,7 +92,7 @@ def gather(
             "another path, or remove it"
         )
     size = sum(entry.size for entry in manifest.files.values())
-    on_bytes = counter(size * (1 + verify), on_progress)
+    on_bytes = counter(2 * size if verify else size, on_progress)  # each byte is written, and may be verified before
     files = StoredFiles(folder, manifest)
     damaged = _choose_undamaged(files, verify=verify, on_bytes=on_bytes)
     duplicates = {}
@@ -101,7 +101,7 @@ def gather(
         duplicates = {
             name: [str(folder.places[number]) for number in numbers]
             for name, numbers in places_of_file.items()
-            if numbers[1:]
+            if len(numbers) > 1
         }
     # File names contain the save's id, so the new checkpoint keeps it.
     save_target = choose_target(out, manifest.save_id, overwrite=True)
@@ -152,11 +152,9 @@ def _choose_undamaged(files: StoredFiles, *, verify: bool, on_bytes: Callable[[i
         names = []
         if isinstance(folder, JoinedFolder):
             for name in list(faults):
-                later_places = [
-                    number
-                    for number in folder.holders(name)
-                    if number > folder.chosen.get(name, folder.holders(name)[0])
-                ]
+                holders = folder.holders(name)
+                damaged_place = folder.chosen.get(name, holders[0])
+                later_places = [number for number in holders if number > damaged_place]
                 if later_places:
                     damaged[folder.path(name)] = faults.pop(name)
                     folder.chosen[name] = later_places[0]

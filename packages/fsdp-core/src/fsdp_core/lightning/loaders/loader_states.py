@@ -84,10 +84,10 @@ def explain_unknown_order(loader: object) -> str | None:
     if own_state_dict is None or not own_state_dict.__module__.startswith("torchdata."):
         return None  # a class of the user's, whose state may hold the order
     sampler = sampler_of(loader)
-    remedy = "give it"
+    advice = "give it"
     if type(sampler) is DistributedSamplerWrapper:  # Lightning's wrapper passes neither epochs nor states on
         suspect_samplers = [wrapped_sampler(sampler)]
-        remedy = "pass use_distributed_sampler=False, let it draw this rank's samples alone, and give it"
+        advice = "pass use_distributed_sampler=False, let it draw this rank's samples alone, and give it"
     elif has_state(loader.batch_sampler) or callable(getattr(sampler, "set_epoch", None)):
         suspect_samplers = []
     else:
@@ -99,7 +99,7 @@ def explain_unknown_order(loader: object) -> str | None:
             return (
                 f"{type(suspect).__name__}, the sampler of {describe_loader(loader)}, has no state that restores "
                 "its order within an epoch: as many samples as were used are skipped of those that it yields now, and "
-                f"others are left if it draws another order.\nTo resume exactly, {remedy} state_dict() and "
+                f"others are left if it draws another order.\nTo resume exactly, {advice} state_dict() and "
                 "load_state_dict(), or a set_epoch(epoch) that its order follows from; or resume from "
                 "a checkpoint of the end of an epoch."
             )

@@ -84,9 +84,8 @@ def gather_state(sharded: Sharded, prefix: str = "") -> dict[str, Any]:
         if name.startswith(prefix):
             first_name = first_names.get(name, name)
             if first_name not in gathered:
-                full_value = sharded.backend.full_tensor(
-                    value
-                )  # cloned below, since a replicated tensor is returned as it is
+                full_value = sharded.backend.full_tensor(value)
+                # Cloned, since full_tensor() returns a replicated tensor itself.
                 gathered[first_name] = full_value.clone() if isinstance(full_value, Tensor) else full_value
             gathered[name] = gathered[first_name]
     if sharded.runtime.rank:

@@ -43,9 +43,8 @@ class ShardedForward(nn.Module):
         root = self.sharded.root
         if root in gathered_modules:
             return self.sharded.module(*args, **kwargs)
-        is_inside = (
-            in_backward()
-        )  # called by a hook or a recomputation; the rest of the backward pass needs the gathered parameters
+        # If a hook or a recomputation calls the root, the rest of the backward pass needs the gathered parameters.
+        is_inside = in_backward()
         if is_inside:
             self.sharded.is_called_in_backward = True
         try:

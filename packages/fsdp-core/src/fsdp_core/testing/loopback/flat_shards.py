@@ -81,10 +81,9 @@ class FlatShard:
 
     def take_gradient(self, gathered: Tensor) -> None:
         """Add the gathered parameter's gradient to ``gradient``: the parameter may be freed before the reduction."""
+        # By the descriptor: in a manual step, the attribute may show a shard's gradient.
         grad = _GRAD.__get__(gathered)
-        _GRAD.__set__(
-            gathered, None
-        )  # by the descriptor, since in a manual step the attribute may show a shard's gradient
+        _GRAD.__set__(gathered, None)
         if grad is not None:  # None if the parameter was frozen after the forward pass
             self.gradient = grad if self.gradient is None else self.gradient + grad
 

@@ -109,7 +109,8 @@ def _complete(
         return None
     for _ in range(_ATTEMPTS):
         drawn = dict(fixed_labels)
-        for name in rng.sample([name for name in labels if name not in fixed_labels], len(labels) - len(fixed_labels)):
+        missing_names = [name for name in labels if name not in fixed_labels]
+        for name in rng.sample(missing_names, len(missing_names)):
             allowed_labels = [
                 label
                 for label in rng.sample(labels[name], len(labels[name]))

@@ -204,9 +204,8 @@ class PrecisionSuite(Clauses):
             assert (got["shards"], got["grads"]) == ({storage}, {storage})
             assert got["output"] is compute
 
-    @requires(
-        Capability.CLIP_BY_NORM, Capability.WRAP_POLICY
-    )  # without units, autocast alone may cast, inside the block
+    # Without units, autocast alone may cast, inside the block.
+    @requires(Capability.CLIP_BY_NORM, Capability.WRAP_POLICY)
     @precisions("bf16-mixed", "16-mixed")
     def test_weights_and_inputs_are_cast_before_a_block_sees_them(
         self, ranks: Ranks, tmp_path: Path, precision: str
