@@ -23,7 +23,7 @@ from fsdp_core.state.coverage import Box
 __all__ = ["MOST_LISTED", "BoxesByRank", "Merged", "merge", "merge_messages"]
 
 MOST_LISTED = 2**14
-"""Up to how many chunks a manifest lists each by itself, for people and for readers of version 1: 3 MB."""
+"""Up to this many chunks, a manifest lists each, for people and for readers of version 1. That takes 3 MB at most."""
 
 _MOST_SHOWN = 20
 
@@ -38,7 +38,7 @@ class Merged:
     Attributes:
         tensors: The tensors, in rank 0's order.
         layouts: For each tensor its pattern, or the boxes of each rank.
-        sent: By rank, the boxes that it sent, after their digest.
+        sent: By rank, the digest of the boxes that it sent, and these boxes.
     """
 
     tensors: Sequence[TensorSpec]
@@ -88,7 +88,7 @@ def _chunks(
 
 
 def merge_messages(tensors: Sequence[TensorSpec], messages: Sequence[Message], last: Remembered | None) -> Merged:
-    """Merge what all ranks have sent, or return what was made of the same before.
+    """Merge the messages of all ranks; if they are those of the last save, return its result.
 
     Args:
         tensors: Rank 0's tensors.

@@ -168,7 +168,7 @@ class PerHostSave(SharedSave):
             self.local_target.remove_files(self.rank)
             return
         self.target.remove_files()
-        if self.target.aside:
+        if self.target.is_written_beside:
             self.target.folder.remove(MANIFEST)
 
     def _remove_marks(self) -> None:

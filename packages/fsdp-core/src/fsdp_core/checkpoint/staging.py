@@ -189,9 +189,8 @@ class Staging:
     def _memory_for(self, originals: list[Tensor]) -> list[Tensor]:
         """Return memory for each tensor, of its shape and dtype: that of the last save if the layout is the same."""
         layout = [(tensor.shape, tensor.dtype) for tensor in originals]
-        pinned = any(
-            devices.can_pin_memory(device_type) for device_type in {tensor.device.type for tensor in originals}
-        )
+        device_types = {tensor.device.type for tensor in originals}
+        pinned = any(map(devices.can_pin_memory, device_types))
         if layout != self._layout or pinned != self._is_pinned:
             # Emptied first: the old views would keep the old blocks alive while new ones are allocated.
             self._layout = []

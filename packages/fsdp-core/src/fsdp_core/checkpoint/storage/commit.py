@@ -44,7 +44,8 @@ class SaveTarget:
     Attributes:
         path: The requested path.
         writer: The writer of the save.
-        aside: Whether to write to a folder next to the path, which is moved there at the end. That is done if nothing
+        is_written_beside: Whether to write to a folder next to the path, which is moved there at the end. That is done
+        if nothing
             is at the path, so that it never holds a partial checkpoint, or if a file or a link is to be replaced.
         fingerprint_before: The fingerprint of the manifest that was at the path.
         expected: The identity of the file or link that was at the path.
@@ -53,7 +54,7 @@ class SaveTarget:
 
     path: str
     writer: Writer
-    aside: bool
+    is_written_beside: bool
     fingerprint_before: str | None
     expected: tuple[int, int] | None
     earlier_saves: frozenset[str] = frozenset()
@@ -72,13 +73,13 @@ class SaveTarget:
     def folder(self) -> Folder:
         """The folder to write to."""
         final = self.final
-        if not self.aside:
+        if not self.is_written_beside:
             return final
         return replace(final, root=posixpath.join(os.path.dirname(final.root), self.writer.partial))
 
     def begin(self) -> None:
         """Record the writer, before the first file is written."""
-        if not self.aside:
+        if not self.is_written_beside:
             self.folder.mark(self.writer.mark)
 
     def commit(self, manifest: bytes, files: Collection[str]) -> bytes | None:
@@ -97,7 +98,7 @@ class SaveTarget:
         """
         folder, final = self.folder, self.final
         temporary = temporary_manifest(self.save_id)
-        if self.aside:
+        if self.is_written_beside:
             folder.commit(MANIFEST, manifest, temporary=temporary)
             with final.locked():
                 try:
@@ -147,7 +148,7 @@ class SaveTarget:
 
     def remove_marks(self) -> None:
         """Remove the writer's mark, after all other files, and empty folders."""
-        if self.aside:
+        if self.is_written_beside:
             self.folder.remove(MANIFEST)
         else:
             self.folder.remove(self.writer.mark)
@@ -227,7 +228,7 @@ def choose_target(path: StrPath, save_id: str, *, overwrite: bool) -> SaveTarget
     return SaveTarget(
         path=os.fspath(path),
         writer=new_writer(save_id, None if manifest_at_path is None else save_id_in(manifest_at_path)),
-        aside=final.local and final_type != "folder",
+        is_written_beside=final.local and final_type != "folder",
         fingerprint_before=fingerprint(manifest_at_path),
         expected=final.identity() if final_type in ("file", "link") else None,
         earlier_saves=frozenset(saves_in(final.files())) if final_type == "folder" else frozenset(),

@@ -71,7 +71,7 @@ class LocalTarget:
             folder.mark(self.own_writer.mark)
             return True
         try:
-            if target.aside:
+            if target.is_written_beside:
                 os.makedirs(os.path.dirname(folder.root) or ".", exist_ok=True)
                 os.mkdir(folder.root)
             else:
@@ -92,7 +92,7 @@ class LocalTarget:
             CheckpointExistsError: Another job has saved there in the meantime.
         """
         target, final = self.target, self.target.final
-        if not target.aside:
+        if not target.is_written_beside:
             if fingerprint(manifest_bytes(final)) != target.fingerprint_before:
                 raise another_was_saved(final)
             final.sync()
@@ -163,7 +163,7 @@ class LocalTarget:
 
     def _folders_with_files(self) -> list[Folder]:
         """The folders that may hold files of this save: where they were written, and where they were moved."""
-        folders = [self.target.folder, self.target.final] if self.target.aside else [self.target.final]
+        folders = [self.target.folder, self.target.final] if self.target.is_written_beside else [self.target.final]
         return [folder for folder in folders if folder.kind() == "folder"]
 
     def _remove_claims(self, folder: Folder) -> None:
