@@ -354,7 +354,7 @@ def test_the_same_bytes_under_many_names(tmp_path: Path) -> None:
     os.truncate(folder / place.relative_path, place.length)
     metadata.storage_data = dict.fromkeys(metadata.storage_data, place)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    import_refused(folder, "the metadata finds more in it, the same ones for several names")
+    import_refused(folder, "the metadata lists more than these, so some for several names")
 
 
 def times(code: bytes, count: int) -> bytes:

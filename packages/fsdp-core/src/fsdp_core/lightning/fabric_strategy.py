@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 from lightning.fabric.plugins.precision import Precision
@@ -28,7 +28,6 @@ from fsdp_core.lightning.features.preemption import Signals
 from fsdp_core.lightning.launchers.notebooks import FabricForkedRanks
 from fsdp_core.lightning.loaders.fabric_loaders import follow_in_fabric
 from fsdp_core.lightning.outside_steps.forwarding import root_around, set_up_model
-from fsdp_core.lightning.pickling import copy_strategy, reduce_strategy
 from fsdp_core.lightning.precision_plugins import ShardedFabricPrecision, read_precision, shard_dtypes
 from fsdp_core.lightning.private import FabricSubprocessLauncher
 from fsdp_core.lightning.strategy import ShardedStrategy
@@ -86,16 +85,11 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         Raises:
             ShardingError: A module is sharded already.
         """
-        return reduce_strategy(
-            self,
-            name=self.strategy_name,
+        return self._reduce(
             is_sharded=bool(self.roots),
             set_by_lightning=_SET_BY_LIGHTNING,
             advice="Pickle the strategy before fabric.setup(), and save the model as a checkpoint.",
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return copy_strategy(self, memo)
 
     # -- where we run ----------------------------------------------------------------------------------------------
 

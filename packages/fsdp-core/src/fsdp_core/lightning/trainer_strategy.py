@@ -22,7 +22,6 @@ from fsdp_core.lightning.features.callbacks_over_shards import check_finetuning
 from fsdp_core.lightning.features.stage_features import StageFeatures
 from fsdp_core.lightning.features.step_methods import StepMethods
 from fsdp_core.lightning.launchers.notebooks import TrainerForkedRanks
-from fsdp_core.lightning.pickling import copy_strategy, reduce_strategy
 from fsdp_core.lightning.precision_plugins import ShardedTrainerPrecision, read_precision, shard_dtypes
 from fsdp_core.lightning.private import TrainerSubprocessLauncher, always_say_what_is_saved
 from fsdp_core.lightning.trainer_checkpoints import TrainerCheckpoints
@@ -99,9 +98,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         Raises:
             ShardingError: A module is sharded already.
         """
-        return reduce_strategy(
-            self,
-            name=self.strategy_name,
+        return self._reduce(
             is_sharded=self.sharded_or_none is not None,
             set_by_lightning=_SET_BY_LIGHTNING,
             advice="Pickle the Trainer before the first fit(), and save the model as a checkpoint.",
@@ -111,7 +108,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         vars(self).update(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copied = copy_strategy(self, memo)
+        copied = super().__deepcopy__(memo)
         copied.optimizers = copied.optimizers  # Lightning's wrappers of them are made anew
         return copied
 
