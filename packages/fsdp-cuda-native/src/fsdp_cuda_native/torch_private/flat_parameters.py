@@ -1390,7 +1390,7 @@ def _restore_saved_gradients(flat_params: Iterable[Any]) -> None:
     """
     for flat in flat_params:
         if not flat.requires_grad and flat.grad is None and hasattr(flat, "_saved_grad_shard"):
-            flat.grad = flat._saved_grad_shard
+            flat.grad = getattr(flat, "_cpu_grad", flat._saved_grad_shard)  # where it offloads, a copy of the first
             del flat._saved_grad_shard
             flat._post_backward_called = False
 
