@@ -17,6 +17,7 @@ __all__ = [
     "place_of",
     "place_piece",
     "set_place",
+    "shard_of",
 ]
 
 
@@ -27,10 +28,14 @@ class PiecePlace(NamedTuple):
         name: What the user calls the parameter.
         layout: Equal for parameters of one shape of which each rank holds the same elements. If it is a tuple that
             begins with a tuple, that is the parameter's shape.
+        shard: Which of the shards this rank holds.
+        replicas: The process group of the ranks that hold the same one; ``None`` if no other does.
     """
 
     name: str
     layout: Hashable
+    shard: int = 0
+    replicas: Any = None
 
 
 def dimensions(piece: Tensor) -> int:
@@ -133,6 +138,28 @@ def place_of(piece: Tensor) -> PiecePlace:
         place = _UNKNOWN if entry is None else entry[1]
         set_place(piece, place)
     return place
+
+
+def shard_of(place: PiecePlace | None) -> tuple[int, Any]:
+    """Which shard this rank holds where pieces are, and the process group of the ranks that hold the same one.
+
+    Args:
+        place: Where they are. If nothing is known of that, as of an optimizer's state, they are where parameters are.
+
+    Raises:
+        PieceMixture: Then, this rank holds different shards of two parameters.
+    """
+    if place is not None and place.layout is not None:
+        return place.shard, place.replicas
+    first: PiecePlace | None = None
+    for parameter in [reference() for reference in _placed.values()]:
+        if parameter is None:
+            continue
+        of_parameter: PiecePlace = vars(parameter)[_PLACE]
+        first = first or of_parameter
+        if (first.shard, first.replicas) != (of_parameter.shard, of_parameter.replicas):
+            raise PieceMixture(first.name, of_parameter.name)
+    return (0, None) if first is None else (first.shard, first.replicas)
 
 
 def _find_gradients() -> None:

@@ -115,6 +115,7 @@ class FabricSteps:
         """Mend roots before a backward pass without Fabric: nothing else would before gradients are read by hand."""
         if not self._in_backward:
             self.gradients.guard_parameters()  # a library is about to gather
+            self.gradients.guard_flat_pieces()  # which are pieces again at the end of the pass
             self._mend_roots(outputs)
 
     def _mend_roots(self, outputs: Sequence[Tensor | GradientEdge]) -> None:

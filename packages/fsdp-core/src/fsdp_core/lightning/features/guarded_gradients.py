@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 
+from fsdp_core.gradients.piece_states import states_of_pieces
 from fsdp_core.gradients.step_gradients import (
     guard,
     guard_parameters,
     guard_states,
-    states_of_pieces,
     unguard,
     unguard_parameters,
     unguard_states,
@@ -133,7 +133,7 @@ class GuardedGradients:
         states: list[Tensor] = []
         for optimizer in self._strategy.optimizers if self._piece_ids else ():
             if owners_of(optimizer) is None:  # on an owner they are of whole parameters
-                states += states_of_pieces(optimizer, self._piece_ids)
+                states += states_of_pieces(optimizer, self._held_pieces(), self._piece_ids)
         return states
 
     def _held_pieces(self) -> Iterator[Tensor]:
