@@ -14,6 +14,7 @@ from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.lightning.outside_steps.redirection import explain_shards
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.torch_private.dtensor_random import draw_for_shards
 from fsdp_core.torch_private.dtensor_views import write_through_copied_views
 
 #: What DTensor does with views of views is wrong before this.
@@ -122,3 +123,49 @@ def test_what_would_be_each_ranks_own_is_refused(ranks: RankPool) -> None:
         assert_says(drawn, "normal_ was called on a part of a sharded parameter", "torch.randn_like(p)")
         assert_says(averaged, "mse_loss of a sharded parameter", "differ in size", "reduction='none').mean()")
         assert mean == torch.arange(21.0).square().mean()
+
+
+DRAWS: dict[str, Callable[[DTensor], Any]] = {
+    "normal_": lambda tensor: tensor.normal_(),
+    "uniform_": lambda tensor: tensor.uniform_(-1.0, 1.0),
+    "exponential_": lambda tensor: tensor.exponential_(),
+    "bernoulli_": lambda tensor: tensor.bernoulli_(0.5),
+    "randn_like": torch.randn_like,
+    "rand_like": torch.rand_like,
+    "bernoulli": lambda tensor: torch.bernoulli(tensor.fill_(0.5)),
+    "dropout": lambda tensor: torch.nn.functional.dropout(tensor.fill_(1.0)),
+    "a generator": lambda tensor: tensor.normal_(generator=torch.Generator().manual_seed(1)),
+}
+
+#: Whose numbers are all different, so that none of another shard is among them.
+_ALL_DIFFER = {"normal_", "uniform_", "exponential_", "randn_like", "rand_like", "a generator"}
+
+
+def draw_all(is_seeded_alike: bool) -> dict[str, tuple[Tensor, Tensor]]:
+    """What is drawn for DTensors, whole, and what the rank draws after that."""
+    draw_for_shards()
+    grid = init_device_mesh("cpu", (2, 2))
+    sliced = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))["data_parallel"]
+    drawn: dict[str, tuple[Tensor, Tensor]] = {}
+    for mesh, placements in (
+        (init_device_mesh("cpu", (4,)), [Shard(0)]),
+        (grid, [Replicate(), Shard(0)]),
+        (grid, [Replicate(), Replicate()]),
+        (sliced, [Shard(0)]),
+    ):
+        for name, draw in DRAWS.items():
+            torch.manual_seed(0 if is_seeded_alike else torch.distributed.get_rank())
+            tensor: DTensor = distribute_tensor(torch.zeros(7, 3), mesh, placements)
+            drawn[f"{name} on {len(drawn)}"] = draw(tensor).full_tensor(), torch.rand(1)
+    return drawn
+
+
+@pytest.mark.parametrize("is_seeded_alike", [False, True])
+def test_random_numbers_are_those_of_shards(ranks: RankPool, is_seeded_alike: bool) -> None:
+    of_ranks = ranks.run(4, draw_all, is_seeded_alike)
+    for name, (numbers, after) in of_ranks[0].items():
+        for of_rank in of_ranks[1:]:
+            assert torch.equal(of_rank[name][0], numbers), name
+            assert not is_seeded_alike or torch.equal(of_rank[name][1], after), name
+        if name.partition(" on")[0] in _ALL_DIFFER:
+            assert len(numbers.unique()) == numbers.numel(), name

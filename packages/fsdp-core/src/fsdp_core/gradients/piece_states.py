@@ -27,6 +27,9 @@ _LEAVES = frozenset(
     | {torch.dtype, torch.device, torch.Size, torch.Generator}
 )
 
+#: Classes of values of a state that are guarded or not by themselves.
+_LOOKED_AT = _LEAVES | PIECE_CLASSES | {Tensor}
+
 #: How deep tensors are looked for: those in lists, in a dictionary, in an attribute of an object, for example.
 _DEPTH = 4
 
@@ -45,16 +48,17 @@ def states_of_pieces(optimizer: Optimizer, pieces: Iterable[Tensor], ids: Collec
     """
     # without a call of Python for each: this is asked several times in each step
     of_pieces = compress(optimizer.state.values(), map(ids.__contains__, map(id, optimizer.state)))
-    values = [value for value in chain.from_iterable(map(_VALUES, of_pieces)) if value.__class__ not in _LEAVES]
+    values = list(chain.from_iterable(map(_VALUES, of_pieces)))
     states = [value for value in values if value.__class__ in PIECE_CLASSES or (value.__class__ is Tensor and value.ndim)]
-    if any(value.__class__ is not Tensor and value.__class__ not in PIECE_CLASSES for value in values):
-        states = [tensor for tensor in _tensors_in(values, _DEPTH, set()) if tensor.ndim]
     attributes = vars(optimizer)
     own = [attributes[name] for name in attributes.keys() - _names_of_torch()]
-    if any(value.__class__ not in _LEAVES for value in own):
-        visited = {id(tensor) for tensor in states}
+    has_nested = not _LOOKED_AT.issuperset(map(type, values))
+    if has_nested or not _LEAVES.issuperset(map(type, own)):
         with without_torch_function():
+            if has_nested:
+                states = [tensor for tensor in _tensors_in(values, _DEPTH, set()) if tensor.ndim]
             shapes = {piece.shape for piece in pieces}
+            visited = set(map(id, states))
             states += [tensor for tensor in _tensors_in(own, _DEPTH, visited) if tensor.shape in shapes]
     return states
 
