@@ -120,7 +120,9 @@ def averaged_gradients(of: Any) -> Iterator[None]:
         hook.remove()
 
 
-def fitted(tmp: str, strategy: str | None, recipe: Any, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+def fitted(
+    tmp: str, strategy: str | None, recipe: Any, options: dict[str, Any]
+) -> tuple[list[float], dict[str, Tensor]]:
     batches, rank = import_module("recipes").batches, int(os.environ["RANK"])
     settings: dict[str, Any] = {"use_distributed_sampler": False, **recipe.trainer_args}
     if recipe.validates:

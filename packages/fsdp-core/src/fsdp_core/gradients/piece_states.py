@@ -49,7 +49,9 @@ def states_of_pieces(optimizer: Optimizer, pieces: Iterable[Tensor], ids: Collec
     # without a call of Python for each: this is asked several times in each step
     of_pieces = compress(optimizer.state.values(), map(ids.__contains__, map(id, optimizer.state)))
     values = list(chain.from_iterable(map(_VALUES, of_pieces)))
-    states = [value for value in values if value.__class__ in PIECE_CLASSES or (value.__class__ is Tensor and value.ndim)]
+    states = [
+        value for value in values if value.__class__ in PIECE_CLASSES or (value.__class__ is Tensor and value.ndim)
+    ]
     attributes = vars(optimizer)
     own = [attributes[name] for name in attributes.keys() - _names_of_torch()]
     has_nested = not _LOOKED_AT.issuperset(map(type, values))

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_flatten
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._pytree import tree_flatten, tree_map
 
 from fsdp_core.errors import UnsupportedCapabilityError
 
@@ -41,8 +41,12 @@ _MEANS = (
     _ATEN.smooth_l1_loss.default,
     _ATEN.huber_loss.default,
     _ATEN.soft_margin_loss.default,
+    _ATEN.binary_cross_entropy.default,
     _ATEN.binary_cross_entropy_with_logits.default,
 )
+
+#: What torch writes to a gathered copy, which it then takes for the shards. Other such operations raise.
+_WRITES = (_ATEN.index_add_.default, _ATEN.index_copy_.default, _ATEN.scatter_add_.default)
 
 #: The number of ``reduction="mean"``, the default of all of them.
 _MEAN = 1
@@ -178,7 +182,13 @@ def write_through_copied_views() -> None:
         handlers.setdefault(func, _view)
     for func in _MEANS:
         handlers.setdefault(func, _refuse_uneven_mean)
-    handlers.setdefault(_ATEN.fill_.Tensor, _fill)
+    for func in _WRITES:
+        handlers.setdefault(func, _write)
+    for func in (_ATEN.fill_.Tensor, _ATEN.fill_.Scalar):
+        handlers.setdefault(func, _fill)
+    convolution = handlers.get(_ATEN.convolution.default)
+    if not isinstance(convolution, partial):
+        handlers[_ATEN.convolution.default] = partial(_refuse_parted_convolution, convolution)
 
 
 def _without_handler(func: Any, handler: Any, args: Any, kwargs: Any) -> Any:
@@ -207,11 +217,37 @@ def _itself(full: Tensor) -> Tensor:
 
 
 def _fill(func: Any, args: Any, kwargs: Any) -> Any:
-    """Replaces ``fill_`` with a tensor of one value, as ``p.grad[:, 0] = 0`` calls it, which DTensor has not."""
+    """Replaces ``fill_``, also with a tensor of one value, as ``p.grad[:, 0] = 0`` calls it, which DTensor has not.
+
+    torch fills each rank's term of a sum that is not reduced yet.
+    """
     target, value = args
-    number = value.full_tensor() if isinstance(value, DTensor) else value
-    _ATEN.fill_.Scalar(target, number.item())
+    if isinstance(value, Tensor):
+        value = (value.full_tensor() if isinstance(value, DTensor) else value).item()
+    local = target._local_tensor.fill_(value)
+    if any(placement.is_partial() for placement in target.placements):
+        placements = [Replicate() if placement.is_partial() else placement for placement in target.placements]
+        target._spec = DTensor.from_local(
+            local, target.device_mesh, placements, run_check=False, shape=target.shape, stride=target.stride()
+        )._spec
     return target
+
+
+def _write(func: Any, args: Any, kwargs: Any) -> Any:
+    """Replaces an operation that writes to elements which it finds by their indices in the whole tensor."""
+    target: DTensor = args[0]
+    others: list[Any] = [leaf for leaf in tree_flatten((args[1:], kwargs))[0] if isinstance(leaf, Tensor)]
+    is_mixed = any(not isinstance(each, DTensor) and each.numel() != 1 for each in others)  # which torch refuses
+    if is_mixed or all(placement.is_replicate() for placement in target.placements):
+        return _without_handler(func, _write, args, kwargs)
+    full = _full(target).clone()
+    func(full, *tree_map(_full_of, args[1:]), **tree_map(_full_of, kwargs))
+    target._local_tensor.copy_(_part(full, target))
+    return target
+
+
+def _full_of(value: Any) -> Any:
+    return _full(value) if isinstance(value, DTensor) else value
 
 
 def _refuse_uneven_mean(func: Any, args: Any, kwargs: Any) -> Any:
@@ -226,6 +262,19 @@ def _refuse_uneven_mean(func: Any, args: Any, kwargs: Any) -> Any:
             f"Write {name}(a, b, reduction='none').mean(), which is right."
         )
     return _without_handler(func, _refuse_uneven_mean, args, kwargs)
+
+
+def _refuse_parted_convolution(torch_handler: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Replaces convolutions, for which torch takes weights for the same on all ranks."""
+    values, *weights = args[:3]
+    parted = [placement for placement in values.placements if placement != Shard(0)]
+    parted += [placement for weight in weights if isinstance(weight, DTensor) for placement in weight.placements]
+    if not all(placement.is_replicate() for placement in parted) or True in args[6:7]:
+        raise UnsupportedCapabilityError(
+            "a convolution of a sharded parameter or gradient would be that of the ranks' parts.\n"
+            "Write torch.nn.functional.conv2d(p.full_tensor(), weight) of plain tensors, on all ranks."
+        )
+    return torch_handler(func, args, kwargs)
 
 
 def _is_uneven(tensor: DTensor) -> bool:
