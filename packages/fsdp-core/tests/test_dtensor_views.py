@@ -47,6 +47,28 @@ def read_after_other_writes(tensor: Tensor) -> None:
     tensor[1].copy_(rows[0] + rows[1])
 
 
+def like(tensor: Tensor, value: Tensor) -> Tensor:
+    """A value for an operation of a tensor: the same on all ranks, for one that is sharded."""
+    if not isinstance(tensor, DTensor):
+        return value
+    return distribute_tensor(value, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim)
+
+
+def write_by_index(tensor: Tensor) -> None:
+    rows = like(tensor, torch.tensor([6, 0]))
+    tensor.index_add_(0, rows, like(tensor, torch.ones(2, 3)), alpha=2.0)
+    tensor.index_copy_(0, rows, like(tensor, torch.full((2, 3), 5.0)))
+    tensor.scatter_add_(0, like(tensor, torch.tensor([[6, 1, 0]])), like(tensor, torch.ones(1, 3)))
+    tensor.index_add_(1, like(tensor, torch.tensor([2])), like(tensor, torch.ones(7, 1)))
+    if not IS_OLD:
+        tensor[1:4].index_add_(0, like(tensor, torch.tensor([1])), like(tensor, torch.ones(1, 3)))
+
+
+def fill_a_sum(tensor: Tensor) -> None:
+    total = tensor.sum(0)
+    tensor.sub_(total.fill_(2.0))
+
+
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "a row": lambda tensor: tensor[0].zero_(),
     "rows": lambda tensor: tensor[:5].mul_(0.5),
@@ -60,6 +82,8 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "out": lambda tensor: torch.mul(tensor[2], 2.0, out=tensor[2]),
     "divided by its norm": lambda tensor: tensor[2].div_(tensor[2].norm()),
     "assignments": set_values,
+    "indices": write_by_index,
+    "a sum": fill_a_sum,
 }
 if not IS_OLD:
     WRITES |= {"a chain": write_in_a_chain, "after other writes": read_after_other_writes}
@@ -108,20 +132,28 @@ def test_a_write_with_a_dtensor_says_what_to_write(ranks: RankPool) -> None:
         assert IS_OLD or "norm = norm.full_tensor(), on all ranks" in note
 
 
-def write_what_is_refused() -> tuple[str, str, float]:
+def write_what_is_refused() -> tuple[list[str], str, str, float]:
     write_through_copied_views()
     mesh = init_device_mesh("cpu", (2,))
     tensor: DTensor = distribute_tensor(torch.arange(21.0).view(7, 3), mesh, [Shard(0)])
     drawn = refusal(UnsupportedCapabilityError, lambda: tensor[0].normal_())
-    averaged = refusal(UnsupportedCapabilityError, lambda: torch.nn.functional.mse_loss(tensor, tensor * 2))
+    losses: list[Callable[[], Any]] = [
+        lambda: torch.nn.functional.mse_loss(tensor, tensor * 2),
+        lambda: torch.nn.functional.binary_cross_entropy(tensor.sigmoid(), tensor.sigmoid()),
+    ]
+    averaged = [refusal(UnsupportedCapabilityError, loss) for loss in losses]
+    kernel = like(tensor, torch.ones(3, 1, 3))
+    parted = refusal(UnsupportedCapabilityError, lambda: torch.nn.functional.conv1d(tensor.t()[None], kernel, groups=3))
     mean: Any = torch.nn.functional.mse_loss(tensor, tensor * 2, reduction="none").mean()
-    return drawn, averaged, float(mean.full_tensor())
+    return averaged, drawn, parted, float(mean.full_tensor())
 
 
 def test_what_would_be_each_ranks_own_is_refused(ranks: RankPool) -> None:
-    for drawn, averaged, mean in ranks.run(2, write_what_is_refused):
+    for averaged, drawn, parted, mean in ranks.run(2, write_what_is_refused):
         assert_says(drawn, "normal_ was called on a part of a sharded parameter", "torch.randn_like(p)")
-        assert_says(averaged, "mse_loss of a sharded parameter", "differ in size", "reduction='none').mean()")
+        for name, message in zip(("mse_loss", "binary_cross_entropy"), averaged, strict=True):
+            assert_says(message, f"{name} of a sharded parameter", "differ in size", "reduction='none').mean()")
+        assert_says(parted, "a convolution of a sharded parameter", "p.full_tensor()")
         assert mean == torch.arange(21.0).square().mean()
 
 
