@@ -67,6 +67,8 @@ def write_by_index(tensor: Tensor) -> None:
 def fill_a_sum(tensor: Tensor) -> None:
     total = tensor.sum(0)
     tensor.sub_(total.fill_(2.0))
+    total = tensor.sum(0)
+    tensor.add_(total.masked_fill_(total > 60.0, 3.0))
 
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {

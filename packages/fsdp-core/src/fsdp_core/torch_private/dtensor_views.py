@@ -186,6 +186,7 @@ def write_through_copied_views() -> None:
         handlers.setdefault(func, _write)
     for func in (_ATEN.fill_.Tensor, _ATEN.fill_.Scalar):
         handlers.setdefault(func, _fill)
+    handlers.setdefault(_ATEN.masked_fill_.Scalar, _masked_fill)
     convolution = handlers.get(_ATEN.convolution.default)
     if not isinstance(convolution, partial):
         handlers[_ATEN.convolution.default] = partial(_refuse_parted_convolution, convolution)
@@ -224,13 +225,24 @@ def _fill(func: Any, args: Any, kwargs: Any) -> Any:
     target, value = args
     if isinstance(value, Tensor):
         value = (value.full_tensor() if isinstance(value, DTensor) else value).item()
-    local = target._local_tensor.fill_(value)
+    _reduce(target)
+    target._local_tensor.fill_(value)
+    return target
+
+
+def _masked_fill(func: Any, args: Any, kwargs: Any) -> Any:
+    """Replaces ``masked_fill_``, with which torch fills each rank's term of a sum that is not reduced yet."""
+    _reduce(args[0])
+    return _without_handler(func, _masked_fill, args, kwargs)
+
+
+def _reduce(target: DTensor) -> None:
+    """Let a DTensor that is a sum of the ranks' terms, which is not reduced yet, be the sum."""
     if any(placement.is_partial() for placement in target.placements):
         placements = [Replicate() if placement.is_partial() else placement for placement in target.placements]
-        target._spec = DTensor.from_local(
-            local, target.device_mesh, placements, run_check=False, shape=target.shape, stride=target.stride()
-        )._spec
-    return target
+        reduced = target.redistribute(placements=placements)
+        target._local_tensor.copy_(reduced._local_tensor)
+        target._spec = reduced._spec
 
 
 def _write(func: Any, args: Any, kwargs: Any) -> Any:
