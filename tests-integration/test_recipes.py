@@ -249,5 +249,13 @@ def test_recipes(ranks: RankPool, tmp_path: Any, part: int) -> None:
     check(ranks, str(tmp_path), NAMES[part::PARTS])
 
 
+@pytest.mark.everything
+@pytest.mark.cpu_limit(120)
+def test_recipes_on_four_ranks(ranks: RankPool, tmp_path: Any) -> None:
+    """Of each tenth recipe. All were run so, and only ``byol``, under FULL_SHARD, is refused there and not on two."""
+    hybrid = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}
+    check(ranks, str(tmp_path), NAMES[::10], 4, {"fsdp_native": [{}, hybrid]})
+
+
 def test_recipes_of_transformers(transformers_ranks: RankPool, tmp_path: Any) -> None:
     check(transformers_ranks, str(tmp_path), names_of("recipes_of_transformers"))

@@ -58,7 +58,7 @@ def _draw(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _draw_as_torch(func: Any, args: Any, kwargs: Any) -> Any:
-    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handlers.pop(func, None)
     try:
         return func(*args, **kwargs)
