@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain, compress
 from types import FunctionType, MethodType
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from fsdp_core.gradients.step_gradients import PIECE_CLASSES
 from fsdp_core.torch_private.tensors import without_torch_function
 
-__all__ = ["states_of_pieces"]
+__all__ = ["SHARDS_ATTRIBUTE", "states_of_pieces"]
 
 #: The values of a dictionary, in C.
 _VALUES = dict.values
@@ -30,45 +30,51 @@ _LEAVES = frozenset(
 #: Classes of values of a state that are guarded or not by themselves.
 _LOOKED_AT = _LEAVES | PIECE_CLASSES | {Tensor}
 
+#: The attribute on an optimizer or module whose shards must not be written to files; holds what its hook needs.
+SHARDS_ATTRIBUTE = "_fsdp_core_shards"
+
 #: How deep tensors are looked for: those in lists, in a dictionary, in an attribute of an object, for example.
 _DEPTH = 4
 
 
-def states_of_pieces(optimizer: Optimizer, pieces: Iterable[Tensor], ids: Collection[int]) -> list[Tensor]:
+def states_of_pieces(
+    optimizer: Optimizer, pieces: Callable[[], Iterable[Tensor]], ids: Collection[int]
+) -> list[Tensor]:
     """What an optimizer keeps for pieces, each with dimensions: a count of steps is the same on all ranks.
 
     Args:
         optimizer: The optimizer.
-        pieces: The pieces.
+        pieces: Gives the pieces.
         ids: Their identities.
 
     Returns:
         What is in its state, also in containers and objects there; and of what is in its attributes, in the same way,
         tensors of a piece's shape.
     """
-    # without a call of Python for each: this is asked several times in each step
+    # with few calls of Python, and none for each value: this is asked several times in each step
     of_pieces = compress(optimizer.state.values(), map(ids.__contains__, map(id, optimizer.state)))
     values = list(chain.from_iterable(map(_VALUES, of_pieces)))
     states = [
         value for value in values if value.__class__ in PIECE_CLASSES or (value.__class__ is Tensor and value.ndim)
     ]
-    attributes = vars(optimizer)
-    own = [attributes[name] for name in attributes.keys() - _names_of_torch()]
-    has_nested = not _LOOKED_AT.issuperset(map(type, values))
-    if has_nested or not _LEAVES.issuperset(map(type, own)):
+    names = optimizer.__dict__.keys() - _known_names()
+    has_nested = not {*map(type, values)} <= _LOOKED_AT
+    if names or has_nested:
+        own = [optimizer.__dict__[name] for name in names]
         with without_torch_function():
             if has_nested:
                 states = [tensor for tensor in _tensors_in(values, _DEPTH, set()) if tensor.ndim]
-            shapes = {piece.shape for piece in pieces}
-            visited = set(map(id, states))
-            states += [tensor for tensor in _tensors_in(own, _DEPTH, visited) if tensor.shape in shapes]
+            if not {*map(type, own)} <= _LEAVES:
+                shapes = {piece.shape for piece in pieces()}
+                visited = set(map(id, states))
+                states += [tensor for tensor in _tensors_in(own, _DEPTH, visited) if tensor.shape in shapes]
     return states
 
 
 @cache
-def _names_of_torch() -> frozenset[str]:
-    """The attributes that torch gives each optimizer."""
-    return frozenset(vars(Optimizer([torch.zeros(1)], {})))
+def _known_names() -> frozenset[str]:
+    """The attributes that torch gives each optimizer, and that this package does."""
+    return frozenset({SHARDS_ATTRIBUTE, *vars(Optimizer([torch.zeros(1)], {}))})
 
 
 def _tensors_in(values: Iterable[Any], depth: int, visited: set[int]) -> Iterator[Tensor]:

@@ -277,11 +277,14 @@ def _refuse_uneven_mean(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _refuse_parted_convolution(torch_handler: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    """Replaces convolutions, for which torch takes weights for the same on all ranks."""
+    """Replaces convolutions, for which torch takes weights for the same on all ranks, and batches for even ones."""
     values, *weights = args[:3]
+    if not isinstance(values, DTensor):
+        return torch_handler(func, args, kwargs)  # which raises
     parted = [placement for placement in values.placements if placement != Shard(0)]
     parted += [placement for weight in weights if isinstance(weight, DTensor) for placement in weight.placements]
-    if not all(placement.is_replicate() for placement in parted) or True in args[6:7]:
+    is_transposed = args[6]
+    if is_transposed or _is_uneven(values) or not all(placement.is_replicate() for placement in parted):
         raise UnsupportedCapabilityError(
             "a convolution of a sharded parameter or gradient would be that of the ranks' parts.\n"
             "Write torch.nn.functional.conv2d(p.full_tensor(), weight) of plain tensors, on all ranks."

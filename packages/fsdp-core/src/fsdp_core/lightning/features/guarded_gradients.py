@@ -133,7 +133,7 @@ class GuardedGradients:
         states: list[Tensor] = []
         for optimizer in self._strategy.optimizers if self._piece_ids else ():
             if owners_of(optimizer) is None:  # on an owner they are of whole parameters
-                states += states_of_pieces(optimizer, self._held_pieces(), self._piece_ids)
+                states += states_of_pieces(optimizer, self._held_pieces, self._piece_ids)
         return states
 
     def _held_pieces(self) -> Iterator[Tensor]:
