@@ -134,7 +134,7 @@ def test_a_write_with_a_dtensor_says_what_to_write(ranks: RankPool) -> None:
         assert IS_OLD or "norm = norm.full_tensor(), on all ranks" in note
 
 
-def write_what_is_refused() -> tuple[list[str], str, str, float]:
+def write_what_is_refused() -> tuple[list[str], str, list[str], float]:
     write_through_copied_views()
     mesh = init_device_mesh("cpu", (2,))
     tensor: DTensor = distribute_tensor(torch.arange(21.0).view(7, 3), mesh, [Shard(0)])
@@ -145,7 +145,14 @@ def write_what_is_refused() -> tuple[list[str], str, str, float]:
     ]
     averaged = [refusal(UnsupportedCapabilityError, loss) for loss in losses]
     kernel = like(tensor, torch.ones(3, 1, 3))
-    parted = refusal(UnsupportedCapabilityError, lambda: torch.nn.functional.conv1d(tensor.t()[None], kernel, groups=3))
+    statistics = like(tensor, torch.zeros(7))
+    ways: list[Callable[[], Any]] = [
+        lambda: torch.nn.functional.conv1d(tensor.t()[None], kernel, groups=3),
+        lambda: torch.nn.functional.batch_norm(tensor.t(), statistics, statistics + 1.0, training=True),
+    ]
+    parted = [refusal(UnsupportedCapabilityError, way) for way in ways]
+    squeezed: Any = torch.squeeze_copy(distribute_tensor(torch.ones(3, 1), mesh, [Shard(0)]))
+    assert squeezed.full_tensor().shape == (3,)
     mean: Any = torch.nn.functional.mse_loss(tensor, tensor * 2, reduction="none").mean()
     return averaged, drawn, parted, float(mean.full_tensor())
 
@@ -155,7 +162,8 @@ def test_what_would_be_each_ranks_own_is_refused(ranks: RankPool) -> None:
         assert_says(drawn, "normal_ was called on a part of a sharded parameter", "torch.randn_like(p)")
         for name, message in zip(("mse_loss", "binary_cross_entropy"), averaged, strict=True):
             assert_says(message, f"{name} of a sharded parameter", "differ in size", "reduction='none').mean()")
-        assert_says(parted, "a convolution of a sharded parameter", "p.full_tensor()")
+        for name, message in zip(("a convolution of a sharded", "a batch normalisation of"), parted, strict=True):
+            assert_says(message, name, "full_tensor()", "on all ranks")
         assert mean == torch.arange(21.0).square().mean()
 
 

@@ -48,6 +48,13 @@ _MEANS = (
 #: What torch writes to a gathered copy, which it then takes for the shards. Other such operations raise.
 _WRITES = (_ATEN.index_add_.default, _ATEN.index_copy_.default, _ATEN.scatter_add_.default)
 
+#: What updates the running statistics of a batch normalisation, its fourth and fifth arguments.
+_NORMALISATIONS = (
+    _ATEN.native_batch_norm.default,
+    _ATEN._native_batch_norm_legit.default,
+    _ATEN._batch_norm_with_update.default,
+)
+
 #: The number of ``reduction="mean"``, the default of all of them.
 _MEAN = 1
 
@@ -187,6 +194,9 @@ def write_through_copied_views() -> None:
     for func in (_ATEN.fill_.Tensor, _ATEN.fill_.Scalar):
         handlers.setdefault(func, _fill)
     handlers.setdefault(_ATEN.masked_fill_.Scalar, _masked_fill)
+    handlers.setdefault(_ATEN.squeeze_copy.default, _squeeze_copy)
+    for func in _NORMALISATIONS:
+        handlers.setdefault(func, _refuse_parted_statistics)
     convolution = handlers.get(_ATEN.convolution.default)
     if not isinstance(convolution, partial):
         handlers[_ATEN.convolution.default] = partial(_refuse_parted_convolution, convolution)
@@ -234,6 +244,11 @@ def _masked_fill(func: Any, args: Any, kwargs: Any) -> Any:
     """Replaces ``masked_fill_``, with which torch fills each rank's term of a sum that is not reduced yet."""
     _reduce(args[0])
     return _without_handler(func, _masked_fill, args, kwargs)
+
+
+def _squeeze_copy(func: Any, args: Any, kwargs: Any) -> Any:
+    """Replaces ``squeeze_copy``, with which torch also squeezes what is one row of a shard, and more of the whole."""
+    return args[0].squeeze().clone()
 
 
 def _reduce(target: DTensor) -> None:
@@ -290,6 +305,18 @@ def _refuse_parted_convolution(torch_handler: Any, func: Any, args: Any, kwargs:
             "Write torch.nn.functional.conv2d(p.full_tensor(), weight) of plain tensors, on all ranks."
         )
     return torch_handler(func, args, kwargs)
+
+
+def _refuse_parted_statistics(func: Any, args: Any, kwargs: Any) -> Any:
+    """Replaces batch normalisations, with which torch writes statistics to a part of a copy of them."""
+    statistics = [each for each in args[3:5] if isinstance(each, DTensor)]
+    parted = [placement for each in statistics for placement in each.placements if not placement.is_replicate()]
+    if statistics and (parted or Shard(1) in args[0].placements):
+        raise UnsupportedCapabilityError(
+            "a batch normalisation of a tensor whose channels are sharded would update the running statistics of a "
+            "copy of them.\nWrite torch.nn.functional.batch_norm(x.full_tensor(), ...) of plain tensors, on all ranks."
+        )
+    return _without_handler(func, _refuse_parted_statistics, args, kwargs)
 
 
 def _is_uneven(tensor: DTensor) -> bool:
