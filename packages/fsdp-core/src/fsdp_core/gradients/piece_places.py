@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 __all__ = [
     "OF_FIRST",
+    "FindsParameters",
     "PieceMixture",
     "PiecePlace",
     "common_places",
     "dimensions",
+    "find_parameters_by",
     "place_of",
     "place_piece",
     "set_place",
@@ -140,26 +142,41 @@ def place_of(piece: Tensor) -> PiecePlace:
     return place
 
 
-def shard_of(place: PiecePlace | None) -> tuple[int, Any]:
-    """Which shard this rank holds where pieces are, and the process group of the ranks that hold the same one.
+class FindsParameters(Protocol):
+    """Finds the parameter that an optimizer keeps a tensor for."""
+
+    def parameter_of(self, state: Tensor) -> Tensor | None:
+        """The parameter; ``None`` if none of its optimizers keeps the tensor."""
+
+
+_finders: weakref.WeakSet[FindsParameters] = weakref.WeakSet()
+
+
+def find_parameters_by(finder: FindsParameters) -> None:
+    """Let the parameters that optimizers' states belong to be found by this too, as long as it is there."""
+    _finders.add(finder)
+
+
+def shard_of(place: PiecePlace | None, piece: Tensor) -> tuple[int, Any]:
+    """Which shard this rank holds where a piece is, and the process group of the ranks that hold the same one.
 
     Args:
-        place: Where they are. If nothing is known of that, as of an optimizer's state, they are where parameters are.
+        place: Where it is. If nothing is known of that, as of an optimizer's state, it is where its parameter is; or
+            where all parameters are.
+        piece: The piece.
 
     Raises:
-        PieceMixture: Then, this rank holds different shards of two parameters.
+        PieceMixture: This rank holds different shards of two parameters, and nothing says of which the piece is.
     """
-    if place is not None and place.layout is not None:
-        return place.shard, place.replicas
-    first: PiecePlace | None = None
-    for parameter in [reference() for reference in _placed.values()]:
-        if parameter is None:
-            continue
-        of_parameter: PiecePlace = vars(parameter)[_PLACE]
-        first = first or of_parameter
-        if (first.shard, first.replicas) != (of_parameter.shard, of_parameter.replicas):
-            raise PieceMixture(first.name, of_parameter.name)
-    return (0, None) if first is None else (first.shard, first.replicas)
+    if place is None or place.layout is None:
+        owners = [parameter for finder in _finders if (parameter := finder.parameter_of(piece)) is not None]
+        placed = owners[:1] or [parameter for reference in _placed.values() if (parameter := reference()) is not None]
+        places = [place_of(parameter) for parameter in placed]
+        different = [each for each in places if (each.shard, each.replicas) != (places[0].shard, places[0].replicas)]
+        if different:
+            raise PieceMixture(places[0].name, different[0].name)
+        place = places[0] if places else _UNKNOWN
+    return place.shard, place.replicas
 
 
 def _find_gradients() -> None:

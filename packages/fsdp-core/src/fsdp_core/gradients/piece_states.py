@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from fsdp_core.gradients.step_gradients import PIECE_CLASSES
 from fsdp_core.torch_private.tensors import without_torch_function
 
-__all__ = ["SHARDS_ATTRIBUTE", "states_of_pieces"]
+__all__ = ["SHARDS_ATTRIBUTE", "parameter_of_state", "states_of_pieces"]
 
 #: The values of a dictionary, in C.
 _VALUES = dict.values
@@ -69,6 +69,16 @@ def states_of_pieces(
                 visited = set(map(id, states))
                 states += [tensor for tensor in _tensors_in(own, _DEPTH, visited) if tensor.shape in shapes]
     return states
+
+
+def parameter_of_state(optimizer: Optimizer, state: Tensor) -> Tensor | None:
+    """The parameter for which an optimizer keeps a tensor in its state; ``None`` if it does not."""
+    for parameter, values in optimizer.state.items():
+        if isinstance(parameter, Tensor) and any(
+            tensor is state for tensor in _tensors_in(values.values(), _DEPTH, set())
+        ):
+            return parameter
+    return None
 
 
 @cache

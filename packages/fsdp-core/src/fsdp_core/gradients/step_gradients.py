@@ -393,7 +393,7 @@ class Piece(Tensor):
                 return func(*args, **(kwargs or {}))
             try:
                 places = common_places(name, Piece, args, kwargs)
-                shard, replicas = shard_of(places[0]) if name in DRAWING_FUNCTIONS else (None, None)
+                shard, replicas = shard_of(places[0], args[0]) if name in DRAWING_FUNCTIONS else (None, None)
             except PieceMixture as mixture:
                 raise _mixture_refusal(name, mixture.names) from None
             shapes = {piece.shape for piece in _tensors((args, kwargs)) if isinstance(piece, Piece)}

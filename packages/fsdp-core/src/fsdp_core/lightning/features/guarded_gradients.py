@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 
-from fsdp_core.gradients.piece_states import states_of_pieces
+from fsdp_core.gradients.piece_places import find_parameters_by
+from fsdp_core.gradients.piece_states import parameter_of_state, states_of_pieces
 from fsdp_core.gradients.step_gradients import (
     guard,
     guard_parameters,
@@ -53,6 +54,7 @@ class GuardedGradients:
         self._piece_ids: frozenset[int] = frozenset()
         self._flat_pieces: list[ref[Tensor]] = []
         self._module_pieces: list[ref[Tensor]] = []
+        find_parameters_by(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GuardedGradients:
         return GuardedGradients(copy.deepcopy(self._strategy, memo))
@@ -123,6 +125,14 @@ class GuardedGradients:
         finally:
             guard_parameters(guarded)
             guard_states(self._states())
+
+    def parameter_of(self, state: Tensor) -> Tensor | None:
+        """The piece for which one of the strategy's optimizers keeps a tensor; ``None`` if none does."""
+        for optimizer in self._strategy.optimizers if self._piece_ids else ():
+            parameter = parameter_of_state(optimizer, state)
+            if parameter is not None and id(parameter) in self._piece_ids:
+                return parameter
+        return None
 
     def _gradients(self) -> Iterator[Tensor | None]:
         """This rank's pieces of gradients that are plain tensors."""
