@@ -32,7 +32,7 @@ from fsdp_core.gradients.piece_places import (
     set_place,
     shard_of,
 )
-from fsdp_core.gradients.random_numbers import DRAWING_FUNCTIONS, draw_for_shard, send_to_replicas
+from fsdp_core.torch_private.random_numbers import DRAWING_FUNCTIONS, draw_for_shard, send_to_replicas
 from fsdp_core.torch_private.tensors import times_written, without_torch_function
 
 __all__ = [

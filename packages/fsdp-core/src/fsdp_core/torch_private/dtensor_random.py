@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_core.gradients.random_numbers import draw_for_shard, send_to_replicas
 from fsdp_core.mesh import MeshAxis
 from fsdp_core.torch_private.dtensors import root_mesh
+from fsdp_core.torch_private.random_numbers import draw_for_shard, send_to_replicas
 
 __all__ = ["draw_for_shards"]
 
