@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from lightning.fabric.accelerators import Accelerator
 
-from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.lightning.capability_checks import StrategyCapabilities, check_options
 from fsdp_core.lightning.features.finite_gradients import check_error_if_nonfinite
 from fsdp_core.lightning.options import describe_class, signature_of, strategy_options
@@ -52,6 +53,10 @@ def _constructor(cls: Any) -> Callable[..., None]:
     return __init__
 
 
+def _construct(cls: type[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return cls(*args, **options)
+
+
 class ConstructedStrategy(StrategyCapabilities):
     """The half of a strategy that takes options. Comes before Lightning's class.
 
@@ -60,16 +65,16 @@ class ConstructedStrategy(StrategyCapabilities):
         options_class: The class of the options.
         positional: The names of the options that may be given by position.
         left_out: The names of options of all strategies that this one does not take.
-        others_options: By option of another library, what to write instead.
-        happens_anyway: Values of such options that ask for what happens anyway.
+        migration_hints: By option of another library, what to write instead.
+        accepted_noops: Values of such options that ask for what happens anyway.
         options: The options of this strategy.
     """
 
     options_class: ClassVar[type[ShardingOptions]] = strategy_options(ShardingOptions)
     positional: ClassVar[Sequence[str]] = ()
     left_out: ClassVar[Collection[str]] = ()
-    others_options: ClassVar[Mapping[str, str]] = {}
-    happens_anyway: ClassVar[Mapping[str, Collection[object]]] = {}
+    migration_hints: ClassVar[Mapping[str, str]] = {}
+    accepted_noops: ClassVar[Mapping[str, Collection[object]]] = {}
     __signature__: ClassVar[inspect.Signature]
 
     options: Any  # of options_class
@@ -82,16 +87,47 @@ class ConstructedStrategy(StrategyCapabilities):
         strategy._built_with = args, options
         return strategy
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        args, options = self._built_with
+        copied = type(self).__new__(type(self), *args, **options)
+        memo[id(self)] = copied
+        state: Any = self.__getstate__()
+        vars(copied).update(copy.deepcopy(state, memo))
+        return copied
+
+    def _reduce(self, *, is_sharded: bool, set_by_lightning: Collection[str], advice: str) -> tuple[Any, ...]:
+        """Return what ``__reduce__`` returns: the constructor's arguments and what Lightning has set since.
+
+        Args:
+            is_sharded: Whether the strategy has sharded a module.
+            set_by_lightning: The attributes that Lightning sets after the constructor.
+            advice: What to do instead if it has sharded a module.
+
+        Raises:
+            ShardingError: It has sharded a module.
+        """
+        if is_sharded:
+            raise ShardingError(
+                f"strategy={self.strategy_name!r} can't be pickled once it has sharded a module: shards, process "
+                f"groups and hooks belong to this process.\n{advice}"
+            )
+        args, options = self._built_with
+        attributes = {name: value for name, value in vars(self).items() if name in set_by_lightning}
+        return _construct, (type(self), args, options), attributes
+
     def _by_name(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
         """The constructor's arguments by name."""
         values = dict(zip(self.positional, positional, strict=False))
-        twice = [name for name in values if name in keywords]
-        if len(positional) > len(self.positional) or twice:
-            name = type(self).__name__
-            why = f"{twice[0]} is given by keyword too" if twice else f"only {len(self.positional)} can be so given"
+        repeated = [name for name in values if name in keywords]
+        if len(positional) > len(self.positional) or repeated:
+            class_name = type(self).__name__
+            reason = f"only {len(self.positional)} can be so given"
+            if repeated:
+                reason = f"{repeated[0]} is given by keyword too"
+            example = ", ".join(f"{option}=..." for option in self.positional[:2])
             raise TypeError(
-                f"{name} was given {len(positional)} options by position, and {why}.\n"
-                f"Write keywords: {name}({', '.join(f'{each}=...' for each in self.positional[:2])}, ...)."
+                f"{class_name} was given {len(positional)} options by position, and {reason}.\n"
+                f"Write keywords: {class_name}({example}, ...)."
             )
         return {**values, **keywords}
 
@@ -108,12 +144,12 @@ class ConstructedStrategy(StrategyCapabilities):
         values = self._by_name(positional, keywords)
         names = [name for name in option_names(self.options_class) if name not in self.left_out]
         unknown = {name: value for name, value in values.items() if name not in names}
-        near = {"backend": "Did you mean 'process_group_backend'?"} if "process_group_backend" in names else {}
+        hints = dict(self.migration_hints)
+        if "process_group_backend" in names:
+            hints.setdefault("backend", "Did you mean 'process_group_backend'?")
         refused: list[str] = []
         try:
-            refuse_unknown_options(
-                self.strategy_name, type(self), unknown, {**near, **self.others_options}, always=self.happens_anyway
-            )
+            refuse_unknown_options(self.strategy_name, type(self), unknown, hints, accepted=self.accepted_noops)
         except UnsupportedCapabilityError as error:
             refused.append(str(error))
         try:
@@ -132,7 +168,7 @@ class ConstructedStrategy(StrategyCapabilities):
         return options
 
     def _check_accelerator(self, accelerator: object) -> None:
-        """Refuse what is no accelerator: the first option by position, which others' strategies don't begin with."""
+        """Refuse what is no accelerator: it is the first option by position, and in other libraries another one is."""
         if not isinstance(accelerator, Accelerator | None):
             name = type(self).__name__
             raise UnsupportedCapabilityError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
 from collections.abc import Collection, Generator, Mapping, Sequence
@@ -33,8 +32,8 @@ from fsdp_core.sharding.sharded import Sharded, sharded_of
 
 __all__ = ["ShardedTrainerStrategy"]
 
-#: The Trainer's arguments that determine in which steps a rank runs collectives.
-_SAME_IN_LOOPS = (
+#: The Trainer's arguments that must be the same on all ranks, since they determine in which steps a rank communicates.
+_LOOP_ARGUMENTS = (
     "accumulate_grad_batches",
     "gradient_clip_val",
     "gradient_clip_algorithm",
@@ -51,12 +50,6 @@ _SET_BY_LIGHTNING = {
     *("_accelerator", "_checkpoint_io", "_precision_plugin", "_layer_sync", "_launcher", "_lightning_module"),
     *("_parallel_devices", "cluster_environment", "num_nodes"),
 }
-
-
-def _rebuilt(
-    cls: type[ShardedTrainerStrategy], args: tuple[Any, ...], options: dict[str, Any]
-) -> ShardedTrainerStrategy:
-    return cls(*args, **options)
 
 
 class ShardedTrainerStrategy(TrainerHooks):
@@ -77,7 +70,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
     )
     left_out: ClassVar[Collection[str]] = ("precision",)
-    make_before: ClassVar[str] = "Make them in __init__, setup() or configure_model(), which come before sharding."
+    creation_hint: ClassVar[str] = "Make them in __init__, setup() or configure_model(), which come before sharding."
 
     def __init__(self, *positional: Any, **options: Any) -> None:
         self._take_options(positional, options)
@@ -105,24 +98,17 @@ class ShardedTrainerStrategy(TrainerHooks):
         Raises:
             ShardingError: A module is sharded already.
         """
-        if self.sharded_or_none is not None:
-            raise ShardingError(
-                f"strategy={self.strategy_name!r} can't be pickled once it has sharded a module: shards, process "
-                "groups and hooks belong to this process.\n"
-                "Pickle the Trainer before the first fit(), and save the model as a checkpoint."
-            )
-        args, options = self._built_with
-        attributes = {name: value for name, value in vars(self).items() if name in _SET_BY_LIGHTNING}
-        return _rebuilt, (type(self), args, options), attributes
+        return self._reduce(
+            is_sharded=self.sharded_or_none is not None,
+            set_by_lightning=_SET_BY_LIGHTNING,
+            advice="Pickle the Trainer before the first fit(), and save the model as a checkpoint.",
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        args, options = self._built_with
-        copied = type(self).__new__(type(self), *args, **options)
-        memo[id(self)] = copied
-        vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
+        copied = super().__deepcopy__(memo)
         copied.optimizers = copied.optimizers  # Lightning's wrappers of them are made anew
         return copied
 
@@ -146,7 +132,7 @@ class ShardedTrainerStrategy(TrainerHooks):
 
     def guarding_gradients(self) -> AbstractContextManager[None]:
         """The context in which the user's hooks that see gradients run."""
-        return self.step_methods.gradients.while_on()
+        return self.step_methods.gradient_guard.while_on()
 
     @property
     def shard_precision(self) -> ShardPrecision:
@@ -171,7 +157,7 @@ class ShardedTrainerStrategy(TrainerHooks):
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
         with self.backend.wrap_context(), warnings.catch_warnings():
-            # its advice is to use configure_model, which runs inside this context
+            # the warning advises to use configure_model, which is what runs inside this context
             warnings.filterwarnings("ignore", message="`trainer.init_module` cannot fully support proper instantiation")
             yield
 
@@ -186,7 +172,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         module = self.lightning_module
         self.step_methods.begin_stage(module, fitting=fitting)
         sharded = self._shard_converted(module)
-        sharded.follow_inner_passes(WeakMethod(self._note_inner_pass))
+        sharded.follow_inner_passes(WeakMethod(self._after_inner_backward))
         for feature in self.features.in_order:
             feature.module_sharded(trainer, sharded, fitting=fitting)
         if fitting:
@@ -194,8 +180,8 @@ class ShardedTrainerStrategy(TrainerHooks):
             self._reset_optimizers_and_schedulers()
             with sharded.unsharded_view():
                 self.setup_optimizers(trainer)
-                # check here: what was added to the module in this context may be gone after it
-                refuse_late(sharded.module, sharded.plan.names, self.optimizers, self.make_before)
+                # check here: a parameter that was added to the module in this context may be gone after it
+                refuse_late(sharded.module, sharded.plan.names, self.optimizers, self.creation_hint)
             self.sharded_optimizers.take(self.optimizers, [sharded])
             self.checkpoints.after_optimizers()
             check_finetuning(trainer, sharded, self.strategy_name)
@@ -252,7 +238,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         facts = super()._describe_run(module, config)
         if trainer is None or not isinstance(module, pl.LightningModule):
             return facts
-        loop = {f"Trainer's {name}": repr(getattr(trainer, name)) for name in _SAME_IN_LOOPS}
+        loop = {f"Trainer's {name}": repr(getattr(trainer, name)) for name in _LOOP_ARGUMENTS}
         stage = {"stage": str(trainer.state.fn), "automatic_optimization": repr(module.automatic_optimization)}
         return {**stage, **loop, **facts}
 
@@ -296,7 +282,8 @@ class ShardedTrainerStrategy(TrainerHooks):
         self.checkpoints.remove(str(filepath))
 
     def teardown(self) -> None:
-        trainer = None if self.lightning_module is None else self._trainer  # None too where the ranks ran elsewhere
+        # If the ranks were other processes, self._trainer is None in this one.
+        trainer = None if self.lightning_module is None else self._trainer
         self.step_methods.end_stage()
         for feature in self.features.in_order:
             feature.teardown(trainer)
@@ -308,7 +295,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         sharded = self.sharded_or_none
         if sharded is not None:
             sharded.reshard()
-            self.step_methods.gradients.guard_parameters()
+            self.step_methods.gradient_guard.guard_parameters()
         self.accelerator.teardown()
         try:
             self.features.saves.close()

@@ -30,8 +30,8 @@ class XLASPMDRanks(OnXLADevices, ShardedStrategy):
     strategy_name = "xla_fsdp_spmd"
     options_class: ClassVar[type[ShardingOptions]] = _Options
     backend_class = XLASPMDBackend
-    others_options: ClassVar = INSTEAD_IN_SPMD
-    happens_anyway: ClassVar = ALWAYS_IN_SPMD
+    migration_hints: ClassVar = INSTEAD_IN_SPMD
+    accepted_noops: ClassVar = ALWAYS_IN_SPMD
 
     options: XLASPMDOptions
     backend: XLASPMDBackend
@@ -61,8 +61,8 @@ class XLASPMDRanks(OnXLADevices, ShardedStrategy):
 
     def _configure_launcher(self) -> None:
         """Check the devices. There is nothing to launch."""
-        adapter: Any = self
-        check_devices(self.strategy_name, self.backend, self.parallel_devices, adapter.shard_precision)
+        strategy: Any = self
+        check_devices(self.strategy_name, self.backend, self.parallel_devices, strategy.shard_precision)
 
     def setup_environment(self) -> None:
         """Turn SPMD on."""

@@ -22,7 +22,7 @@ from fsdp_core.checkpoint.storage.recognition import is_place
 from fsdp_core.errors import CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
-from fsdp_core.state.block_quantised import is_saved_in_blocks, whole_again
+from fsdp_core.state.block_quantised import is_saved_quantised, join_quantised
 
 __all__ = ["gather_full", "read_full_file", "replace_by", "write_full", "write_on_rank_zero"]
 
@@ -35,8 +35,8 @@ def gather_full(value: Any, backend: Backend) -> Any:
     """
     if isinstance(value, dict):
         children = {k: gather_full(value[k], backend) for k in sorted(value, key=str)}  # in one order on all ranks
-        if is_saved_in_blocks(value) and backend.runtime.rank == 0:
-            return whole_again(children)
+        if is_saved_quantised(value) and backend.runtime.rank == 0:
+            return join_quantised(children)
         return {k: children[k] for k in value}
     if isinstance(value, list):
         return [gather_full(v, backend) for v in value]
@@ -83,7 +83,7 @@ def write_full(
 
 
 def _host_memory(value: Any) -> set[int]:
-    """The addresses of the storages of a nest's tensors that are in host memory."""
+    """The addresses of storages in host memory: those of all tensors in a nest."""
     if isinstance(value, dict):
         return set[int]().union(*map(_host_memory, value.values()))
     if isinstance(value, list | tuple):
@@ -136,15 +136,14 @@ def replace_by(path: Path, write: Callable[[], None], replaces_any: bool = False
         CheckpointExistsError: The path is a folder that holds no checkpoint.
     """
     aside: Path | None = None
-    is_sharded = path.is_dir() and (is_checkpoint(path) or is_place(path))
-    if path.is_dir() and not (replaces_any and not is_sharded):
-        if not is_sharded:
-            raise CheckpointExistsError(
-                f"can't write a full checkpoint to {path}: a folder is there that holds no checkpoint.\n"
-                "Choose another path, or remove the folder yourself."
-            )
+    if path.is_dir() and (is_checkpoint(path) or is_place(path)):
         aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
         os.rename(path, aside)
+    elif path.is_dir() and not replaces_any:
+        raise CheckpointExistsError(
+            f"can't write a full checkpoint to {path}: a folder is there that holds no checkpoint.\n"
+            "Choose another path, or remove the folder yourself."
+        )
     try:
         write()
     except BaseException:
