@@ -177,9 +177,10 @@ def _everywhere(tensor: DTensor) -> list[Replicate]:
 
 
 def write_through_copied_views() -> None:
-    """Let writes to torch's copies of parts of DTensors reach the DTensors, from now on. Idempotent.
+    """Let writes to torch's copies of DTensors, and of parts of them, reach the DTensors, from now on. Idempotent.
 
-    From then on, losses raise too whose mean torch computes wrongly if parts of a DTensor differ in size.
+    From then on, what torch computes wrongly raises too: means of losses, where parts of a DTensor differ in size, and
+    convolutions and batch normalisations of parts.
     """
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     for func in _VIEWS:
@@ -195,7 +196,7 @@ def write_through_copied_views() -> None:
     for func in _NORMALISATIONS:
         handlers.setdefault(func, _refuse_parted_statistics)
     convolution = handlers.get(_ATEN.convolution.default)
-    if not isinstance(convolution, partial):
+    if convolution is not None and not isinstance(convolution, partial):
         handlers[_ATEN.convolution.default] = partial(_refuse_parted_convolution, convolution)
 
 
