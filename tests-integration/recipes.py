@@ -96,11 +96,12 @@ def own_rank():
 
 
 def data(rank):
+    world_size = int(os.environ["WORLD_SIZE"])
     generator = torch.Generator().manual_seed(1)
     return [
         (torch.randn(8, 8, generator=generator), torch.randint(0, 3, (8,), generator=generator))
-        for _ in range(2 * STEPS)
-    ][rank::2]
+        for _ in range(world_size * STEPS)
+    ][rank::world_size]
 
 
 class Batches(Dataset):

@@ -95,7 +95,7 @@ class Unsharded:
 
 @contextlib.contextmanager
 def averaged_gradients(of: Any) -> Iterator[None]:
-    """Average the gradients of two processes after each backward pass, and before each step of an optimizer."""
+    """Average the gradients of all processes after each backward pass, and before each step of an optimizer."""
 
     def average(*_: Any) -> None:
         parameters = list(of.parameters())
@@ -105,7 +105,7 @@ def averaged_gradients(of: Any) -> Iterator[None]:
             if count:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
                 dist.all_reduce(gradient)
-                parameter.grad = gradient / 2
+                parameter.grad = gradient / dist.get_world_size()
 
     def backward(*args: Any, **kwargs: Any) -> None:
         own(*args, **kwargs)
@@ -120,14 +120,17 @@ def averaged_gradients(of: Any) -> Iterator[None]:
         hook.remove()
 
 
-def fitted(tmp: str, strategy: str | None, recipe: Any) -> tuple[list[float], dict[str, Tensor]]:
+def fitted(
+    tmp: str, strategy: str | None, recipe: Any, options: dict[str, Any]
+) -> tuple[list[float], dict[str, Tensor]]:
     batches, rank = import_module("recipes").batches, int(os.environ["RANK"])
     settings: dict[str, Any] = {"use_distributed_sampler": False, **recipe.trainer_args}
     if recipe.validates:
         settings.update(val_check_interval=2, limit_val_batches=2, num_sanity_val_steps=0)
     loaders = [batches(rank), *([batches(rank)] if recipe.validates else [])]
     if strategy is not None:
-        new_trainer(tmp, strategy, 2, recipe.options, **settings).fit(recipe, *loaders)
+        world_size = int(os.environ["WORLD_SIZE"])
+        new_trainer(tmp, strategy, world_size, {**recipe.options, **options}, **settings).fit(recipe, *loaders)
         return recipe.kept, full_state_dict(recipe)
     alone: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "plugins": [LightningEnvironment()]}
     with averaged_gradients(recipe):
@@ -135,7 +138,7 @@ def fitted(tmp: str, strategy: str | None, recipe: Any) -> tuple[list[float], di
     return recipe.kept, recipe.state_dict()
 
 
-def looped(strategy: str | None, loop: Any) -> tuple[list[float], dict[str, Tensor]]:
+def looped(strategy: str | None, loop: Any, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
     kept: list[float] = []
 
     def keep(*losses: Tensor) -> Tensor:
@@ -148,7 +151,8 @@ def looped(strategy: str | None, loop: Any) -> tuple[list[float], dict[str, Tens
             torch.manual_seed(1000 * index + rank)
             yield index, x.clone(), y
 
-    fabric: Any = Unsharded() if strategy is None else new_fabric(strategy, 2, getattr(loop, "options", {}))
+    own = {**getattr(loop, "options", {}), **options}
+    fabric: Any = Unsharded() if strategy is None else new_fabric(strategy, int(os.environ["WORLD_SIZE"]), own)
     torch.manual_seed(0)
     with averaged_gradients(fabric) if strategy is None else contextlib.nullcontext():
         made = loop(fabric, batches, keep)
@@ -159,8 +163,8 @@ def looped(strategy: str | None, loop: Any) -> tuple[list[float], dict[str, Tens
     return kept, states
 
 
-def on_rank(tmp: str, strategy: str | None, names: list[str]) -> dict[str, Outcome]:
-    """On a rank: recipes, one after the other."""
+def on_rank(tmp: str, strategy: str | None, names: list[str], options: dict[str, Any]) -> dict[str, Outcome]:
+    """On a rank: recipes, one after the other, with options besides their own."""
     for path in (os.path.dirname(__file__), os.environ.get("FSDP_TESTS_TRANSFORMERS", "")):
         if path and path not in sys.path:
             sys.path.append(path)
@@ -171,7 +175,10 @@ def on_rank(tmp: str, strategy: str | None, names: list[str]) -> dict[str, Outco
         module, name = full_name.split()
         recipe = import_module(module).ALL[name]
         try:
-            kept, state = looped(strategy, recipe) if module == "recipe_loops" else fitted(tmp, strategy, recipe())
+            if module == "recipe_loops":
+                kept, state = looped(strategy, recipe, options)
+            else:
+                kept, state = fitted(tmp, strategy, recipe(), options)
         except Exception as error:
             if strategy is None or not told_of(full_name, strategy):
                 error.add_note(f"in {full_name}")
@@ -196,20 +203,28 @@ def compare(outcome: Outcome, want: Outcome) -> str | None:
     return f"{wrong[0]} by {differ[wrong[0]]}" if wrong else None
 
 
-def check(ranks: RankPool, tmp: str, names: list[str]) -> None:
+def check(
+    ranks: RankPool,
+    tmp: str,
+    names: list[str],
+    world_size: int = 2,
+    options_of: dict[str, list[dict[str, Any]]] | None = None,
+) -> None:
+    """Run recipes unsharded, and with each list of options under each strategy, and compare."""
     run: Callable[..., Any] = ranks.run
-    wanted = run(2, on_rank, tmp, None, names, timeout=300.0)
+    wanted = run(world_size, on_rank, tmp, None, names, {}, timeout=300.0)
     wrong = {}
-    for strategy in STRATEGIES:
-        for rank, outcomes in enumerate(run(2, on_rank, tmp, strategy, names, timeout=300.0)):
+    runs = options_of or {strategy: [{}] for strategy in STRATEGIES}
+    for strategy, options in [(strategy, options) for strategy, each in runs.items() for options in each]:
+        for rank, outcomes in enumerate(run(world_size, on_rank, tmp, strategy, names, options, timeout=300.0)):
             for name in names:
                 said, outcome = told_of(name, strategy), outcomes[name]
                 if said and isinstance(outcome, str):
                     assert_says(outcome, *said)
                 elif told := compare(outcome, wanted[rank][name]):
-                    wrong[f"{strategy} {rank} {name}"] = told
+                    wrong[f"{strategy} {options} {rank} {name}"] = told
                 elif said:
-                    wrong[f"{strategy} {rank} {name}"] = "is right, and listed as refused"
+                    wrong[f"{strategy} {options} {rank} {name}"] = "is right, and listed as refused"
     assert not wrong
 
 
@@ -232,6 +247,14 @@ PARTS = 6
 @pytest.mark.parametrize("part", range(PARTS))
 def test_recipes(ranks: RankPool, tmp_path: Any, part: int) -> None:
     check(ranks, str(tmp_path), NAMES[part::PARTS])
+
+
+@pytest.mark.everything
+@pytest.mark.cpu_limit(120)
+def test_recipes_on_four_ranks(ranks: RankPool, tmp_path: Any) -> None:
+    """Of each tenth recipe. All were run so, and only ``byol``, under FULL_SHARD, is refused there and not on two."""
+    hybrid = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}
+    check(ranks, str(tmp_path), NAMES[::10], 4, {"fsdp_native": [{}, hybrid]})
 
 
 def test_recipes_of_transformers(transformers_ranks: RankPool, tmp_path: Any) -> None:

@@ -14,6 +14,7 @@ from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.lightning.outside_steps.redirection import explain_shards
 from fsdp_core.testing import RankPool
 from fsdp_core.testing.refusals import assert_says, refusal
+from fsdp_core.torch_private.dtensor_random import draw_for_shards
 from fsdp_core.torch_private.dtensor_views import write_through_copied_views
 
 #: What DTensor does with views of views is wrong before this.
@@ -46,6 +47,30 @@ def read_after_other_writes(tensor: Tensor) -> None:
     tensor[1].copy_(rows[0] + rows[1])
 
 
+def like(tensor: Tensor, value: Tensor) -> Tensor:
+    """A value for an operation of a tensor: the same on all ranks, for one that is sharded."""
+    if not isinstance(tensor, DTensor):
+        return value
+    return distribute_tensor(value, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim)
+
+
+def write_by_index(tensor: Tensor) -> None:
+    rows = like(tensor, torch.tensor([6, 0]))
+    tensor.index_add_(0, rows, like(tensor, torch.ones(2, 3)), alpha=2.0)
+    tensor.index_copy_(0, rows, like(tensor, torch.full((2, 3), 5.0)))
+    tensor.scatter_add_(0, like(tensor, torch.tensor([[6, 1, 0]])), like(tensor, torch.ones(1, 3)))
+    tensor.index_add_(1, like(tensor, torch.tensor([2])), like(tensor, torch.ones(7, 1)))
+    if not IS_OLD:
+        tensor[1:4].index_add_(0, like(tensor, torch.tensor([1])), like(tensor, torch.ones(1, 3)))
+
+
+def fill_a_sum(tensor: Tensor) -> None:
+    total = tensor.sum(0)
+    tensor.sub_(total.fill_(2.0))
+    total = tensor.sum(0)
+    tensor.add_(total.masked_fill_(total > 60.0, 3.0))
+
+
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "a row": lambda tensor: tensor[0].zero_(),
     "rows": lambda tensor: tensor[:5].mul_(0.5),
@@ -59,6 +84,8 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "out": lambda tensor: torch.mul(tensor[2], 2.0, out=tensor[2]),
     "divided by its norm": lambda tensor: tensor[2].div_(tensor[2].norm()),
     "assignments": set_values,
+    "indices": write_by_index,
+    "a sum": fill_a_sum,
 }
 if not IS_OLD:
     WRITES |= {"a chain": write_in_a_chain, "after other writes": read_after_other_writes}
@@ -107,18 +134,80 @@ def test_a_write_with_a_dtensor_says_what_to_write(ranks: RankPool) -> None:
         assert IS_OLD or "norm = norm.full_tensor(), on all ranks" in note
 
 
-def write_what_is_refused() -> tuple[str, str, float]:
+def write_what_is_refused() -> tuple[list[str], str, list[str], float]:
     write_through_copied_views()
     mesh = init_device_mesh("cpu", (2,))
     tensor: DTensor = distribute_tensor(torch.arange(21.0).view(7, 3), mesh, [Shard(0)])
     drawn = refusal(UnsupportedCapabilityError, lambda: tensor[0].normal_())
-    averaged = refusal(UnsupportedCapabilityError, lambda: torch.nn.functional.mse_loss(tensor, tensor * 2))
+    losses: list[Callable[[], Any]] = [
+        lambda: torch.nn.functional.mse_loss(tensor, tensor * 2),
+        lambda: torch.nn.functional.binary_cross_entropy(tensor.sigmoid(), tensor.sigmoid()),
+    ]
+    averaged = [refusal(UnsupportedCapabilityError, loss) for loss in losses]
+    kernel = like(tensor, torch.ones(3, 1, 3))
+    statistics = like(tensor, torch.zeros(7))
+    ways: list[Callable[[], Any]] = [
+        lambda: torch.nn.functional.conv1d(tensor.t()[None], kernel, groups=3),
+        lambda: torch.nn.functional.batch_norm(tensor.t(), statistics, statistics + 1.0, training=True),
+    ]
+    parted = [refusal(UnsupportedCapabilityError, way) for way in ways]
+    squeezed: Any = torch.squeeze_copy(distribute_tensor(torch.ones(3, 1), mesh, [Shard(0)]))
+    assert squeezed.full_tensor().shape == (3,)
     mean: Any = torch.nn.functional.mse_loss(tensor, tensor * 2, reduction="none").mean()
-    return drawn, averaged, float(mean.full_tensor())
+    return averaged, drawn, parted, float(mean.full_tensor())
 
 
 def test_what_would_be_each_ranks_own_is_refused(ranks: RankPool) -> None:
-    for drawn, averaged, mean in ranks.run(2, write_what_is_refused):
+    for averaged, drawn, parted, mean in ranks.run(2, write_what_is_refused):
         assert_says(drawn, "normal_ was called on a part of a sharded parameter", "torch.randn_like(p)")
-        assert_says(averaged, "mse_loss of a sharded parameter", "differ in size", "reduction='none').mean()")
+        for name, message in zip(("mse_loss", "binary_cross_entropy"), averaged, strict=True):
+            assert_says(message, f"{name} of a sharded parameter", "differ in size", "reduction='none').mean()")
+        for name, message in zip(("a convolution of a sharded", "a batch normalisation of"), parted, strict=True):
+            assert_says(message, name, "full_tensor()", "on all ranks")
         assert mean == torch.arange(21.0).square().mean()
+
+
+DRAWS: dict[str, Callable[[DTensor], Any]] = {
+    "normal_": lambda tensor: tensor.normal_(),
+    "uniform_": lambda tensor: tensor.uniform_(-1.0, 1.0),
+    "exponential_": lambda tensor: tensor.exponential_(),
+    "bernoulli_": lambda tensor: tensor.bernoulli_(0.5),
+    "randn_like": torch.randn_like,
+    "rand_like": torch.rand_like,
+    "bernoulli": lambda tensor: torch.bernoulli(tensor.fill_(0.5)),
+    "dropout": lambda tensor: torch.nn.functional.dropout(tensor.fill_(1.0)),
+    "a generator": lambda tensor: tensor.normal_(generator=torch.Generator().manual_seed(1)),
+}
+
+#: Whose numbers are all different, so that none of another shard is among them.
+_ALL_DIFFER = {"normal_", "uniform_", "exponential_", "randn_like", "rand_like", "a generator"}
+
+
+def draw_all(is_seeded_alike: bool) -> dict[str, tuple[Tensor, Tensor]]:
+    """What is drawn for DTensors, whole, and what the rank draws after that."""
+    draw_for_shards()
+    grid = init_device_mesh("cpu", (2, 2))
+    sliced = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))["data_parallel"]
+    drawn: dict[str, tuple[Tensor, Tensor]] = {}
+    for mesh, placements in (
+        (init_device_mesh("cpu", (4,)), [Shard(0)]),
+        (grid, [Replicate(), Shard(0)]),
+        (grid, [Replicate(), Replicate()]),
+        (sliced, [Shard(0)]),
+    ):
+        for name, draw in DRAWS.items():
+            torch.manual_seed(0 if is_seeded_alike else torch.distributed.get_rank())
+            tensor: DTensor = distribute_tensor(torch.zeros(7, 3), mesh, placements)
+            drawn[f"{name} on {len(drawn)}"] = draw(tensor).full_tensor(), torch.rand(1)
+    return drawn
+
+
+@pytest.mark.parametrize("is_seeded_alike", [False, True])
+def test_random_numbers_are_those_of_shards(ranks: RankPool, is_seeded_alike: bool) -> None:
+    of_ranks = ranks.run(4, draw_all, is_seeded_alike)
+    for name, (numbers, after) in of_ranks[0].items():
+        for of_rank in of_ranks[1:]:
+            assert torch.equal(of_rank[name][0], numbers), name
+            assert not is_seeded_alike or torch.equal(of_rank[name][1], after), name
+        if name.partition(" on")[0] in _ALL_DIFFER:
+            assert len(numbers.unique()) == numbers.numel(), name

@@ -19,7 +19,7 @@ from fsdp_core.testing.oracle import FEATURES
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer
-from native_runs import set_up
+from native_runs import HYBRID, set_up
 
 
 class Adapted(nn.Module):
@@ -363,7 +363,14 @@ def test_flat_parameters_after_a_step(ranks: RankPool, tmp_path: Path) -> None:
         assert_says(messages[-1], "sum of a parameter would see this rank's piece")
 
 
-def read_states() -> tuple[dict[str, str], float, list[float]]:
+class Averages:
+    """An object of an optimizer that keeps a tensor in an attribute."""
+
+    def __init__(self, average: Tensor) -> None:
+        self.average = average
+
+
+def read_states() -> tuple[list[tuple[str, str]], float, list[float]]:
     """What is refused of an optimizer's state, the norm that the refusal says how to compute, and where it began."""
     fabric, _, model, optimizer = set_up(optimizer=oracle.adamw_groups)
     fabric.backward(model(torch.ones(2, FEATURES)).square().mean())
@@ -374,12 +381,23 @@ def read_states() -> tuple[dict[str, str], float, list[float]]:
         "sum": lambda: (averages[0] * 2.0).sum(),
         "__getitem__": lambda: averages[0][0],
     }
-    messages = {name: refusal(UnsupportedCapabilityError, read) for name, read in refused.items()}
+    messages = [(name, refusal(UnsupportedCapabilityError, read)) for name, read in refused.items()]
     squares = torch.stack([average.as_subclass(Tensor).square().sum() for average in averages]).sum()
     gathered: Any = fabric.all_gather(squares)
     for average in averages:
         average.mul_(0.0).add_(1.0)
+    nested = [average.as_subclass(Tensor).clone() for average in averages]
+    of_first = next(state for state in optimizer.state.values() if state["exp_avg"].ndim)
+    of_first["nested"] = {"slow": [nested[0]], "history": Averages(nested[1])}
+    optimizer.optimizer.kept = Averages(nested[2])
+    optimizer.optimizer.table = torch.ones(3, 2)  # that no piece looks like
     optimizer.step()
+    for tensor in nested[:3]:
+        messages.append(("norm", refusal(UnsupportedCapabilityError, tensor.norm)))
+        tensor.mul_(0.5)
+    assert optimizer.optimizer.table.sum() == 6
+    optimizer.step()
+    del of_first["nested"]
     state = fabric.strategy.sharded_of(model).optimizer_state(optimizer.optimizer)["state"]  # type: ignore[attr-defined]
     means = [float(average.as_subclass(Tensor).mean()) for average in averages]
     assert all("exp_avg" in values for values in state.values())
@@ -394,7 +412,37 @@ def test_states_of_pieces_are_refused(ranks: RankPool) -> None:
     averages = [state["exp_avg"] for state in optimizer.state.values() if state["exp_avg"].ndim]
     expected = sum(float(average.square().sum()) for average in averages)
     for messages, squares, means in ranks.run(2, read_states):
-        for name, message in messages.items():
+        for name, message in messages:
             assert_says(message, name, "an optimizer's state", "this rank's piece", "as_subclass(torch.Tensor)")
         assert squares == pytest.approx(expected, rel=1e-5)
         assert all(0.8 < mean < 1.2 for mean in means)
+
+
+def draw_for_pieces() -> list[Tensor]:
+    """What is drawn on a rank of two replicas for its gradients, parameters and an optimizer's state."""
+    fabric, net, model, optimizer = set_up(HYBRID, optimizer=oracle.adamw_groups, world_size=4)
+    fabric.backward(model(torch.ones(2, FEATURES)).square().mean())
+    optimizer.step()
+    torch.manual_seed(fabric.global_rank // 3)  # rank 3 has drawn otherwise than those with which it is seeded
+    drawn: list[Tensor] = []
+    with torch.no_grad():
+        for parameter in net.blocks[0].parameters():
+            if parameter.grad is None or not parameter.ndim:
+                continue
+            drawn += [torch.randn_like(parameter.grad), parameter.normal_(), torch.rand_like(parameter * 2.0)]
+            drawn.append(torch.nn.functional.dropout(torch.ones_like(parameter), 0.5))
+        after = torch.rand(1)
+        for state in optimizer.state.values():  # of which ranks may have different numbers
+            drawn += [state["exp_avg"].uniform_()] if state["exp_avg"].ndim else []
+    drawn.append(after)
+    return [tensor.detach().as_subclass(Tensor).clone() for tensor in drawn]
+
+
+def test_replicas_draw_the_same_numbers(ranks: RankPool) -> None:
+    drawn = ranks.run(4, draw_for_pieces)
+    for first, second in ((0, 2), (1, 3)):
+        for one, other in zip(drawn[first][:-1], drawn[second][:-1], strict=True):
+            assert torch.equal(one, other)
+    numbers = torch.cat([torch.cat(of_rank[0:1]) for of_rank in drawn[:2]])
+    assert len(numbers.unique()) == len(numbers)
+    assert drawn[0][-1] == drawn[1][-1]  # ranks that were seeded alike go on alike

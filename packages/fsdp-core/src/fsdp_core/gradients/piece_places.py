@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 __all__ = [
     "READS_FIRST_ALONE",
+    "FindsParameters",
     "PieceMixture",
     "PiecePlace",
     "common_places",
     "dimensions",
+    "find_parameters_by",
     "place_of",
     "place_piece",
     "set_place",
+    "shard_of",
 ]
 
 
@@ -27,10 +30,14 @@ class PiecePlace(NamedTuple):
         name: What the user calls the parameter.
         layout: Equal for parameters of one shape of which each rank holds the same elements. If it is a tuple that
             begins with a tuple, that is the parameter's shape.
+        shard: Which of the shards this rank holds.
+        replicas: The process group of the ranks that hold the same one; ``None`` if no other does.
     """
 
     name: str
     layout: Hashable
+    shard: int = 0
+    replicas: Any = None
 
 
 def dimensions(piece: Tensor) -> int:
@@ -133,6 +140,45 @@ def place_of(piece: Tensor) -> PiecePlace:
         place = _UNKNOWN if entry is None else entry[1]
         set_place(piece, place)
     return place
+
+
+class FindsParameters(Protocol):
+    """Finds the parameter that an optimizer keeps a tensor for."""
+
+    def parameter_of(self, state: Tensor) -> Tensor | None:
+        """The parameter; ``None`` if none of its optimizers keeps the tensor."""
+
+
+_finders: weakref.WeakSet[FindsParameters] = weakref.WeakSet()
+
+
+def find_parameters_by(finder: FindsParameters) -> None:
+    """Let the parameters that optimizers' states belong to be found by this too, as long as it is there."""
+    _finders.add(finder)
+
+
+def shard_of(place: PiecePlace | None, piece: Tensor) -> tuple[int, Any]:
+    """Which shard this rank holds where a piece is, and the process group of the ranks that hold the same one.
+
+    Args:
+        place: Where it is. If nothing is known of that, as of an optimizer's state, it is where its parameter is; or
+            where all parameters are.
+        piece: The piece.
+
+    Raises:
+        PieceMixture: This rank holds different shards of two parameters, and nothing says of which the piece is.
+    """
+    if place is None or place.layout is None:
+        owners = [parameter for finder in _finders if (parameter := finder.parameter_of(piece)) is not None]
+        placed = owners[:1] or [
+            parameter for reference in _placed_parameters.values() if (parameter := reference()) is not None
+        ]
+        places = [place_of(parameter) for parameter in placed]
+        different = [each for each in places if (each.shard, each.replicas) != (places[0].shard, places[0].replicas)]
+        if different:
+            raise PieceMixture(places[0].name, different[0].name)
+        place = places[0] if places else _UNKNOWN
+    return place.shard, place.replicas
 
 
 def _find_gradients() -> None:

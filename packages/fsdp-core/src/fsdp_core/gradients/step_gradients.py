@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext
-from itertools import chain, compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
-from torch.optim import Optimizer
 
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.gradients.elementwise import is_elementwise, writes_to_first
@@ -32,10 +30,13 @@ from fsdp_core.gradients.piece_places import (
     dimensions,
     place_of,
     set_place,
+    shard_of,
 )
+from fsdp_core.torch_private.random_numbers import DRAWING_FUNCTIONS, draw_for_shard, send_to_replicas
 from fsdp_core.torch_private.tensors import times_written, without_torch_function
 
 __all__ = [
+    "PIECE_CLASSES",
     "StepGradients",
     "count_data_writes",
     "count_piece_writes",
@@ -45,7 +46,6 @@ __all__ = [
     "guard_states",
     "plain",
     "show_gradient_elsewhere",
-    "states_of_pieces",
     "unguard",
     "unguard_parameters",
     "unguard_states",
@@ -433,6 +433,7 @@ class Piece(Tensor):
         """
         try:
             places = common_places(name, Piece, args, kwargs)
+            shard, replicas = shard_of(places[0], args[0]) if name in DRAWING_FUNCTIONS else (None, None)
         except PieceMixture as mixture:
             raise _mixture_refusal(name, mixture.names) from None
         shapes = {piece.shape for piece in _tensors((args, kwargs)) if isinstance(piece, Piece)}
@@ -451,7 +452,11 @@ class Piece(Tensor):
         if func == _GRAD.__set__:
             vars(args[0]).pop(_HAS_GRADIENT_ELSEWHERE, None)
         is_data = func == _DATA.__get__ and issubclass(cls, ParameterPiece)
-        result = _shown_data(args[0]) if is_data else func(*args, **kwargs)
+        if shard is not None and kwargs.get("generator") is None:
+            with draw_for_shard(shard, args[0].device):
+                result = func(*args, **kwargs)
+        else:
+            result = _shown_data(args[0]) if is_data else func(*args, **kwargs)
         if is_moved:
             increment_version(args[0])  # a unit that is still gathered is gathered anew, as after other writes
         if issubclass(cls, ParameterPiece) and func in _ATTRIBUTES:
@@ -461,6 +466,8 @@ class Piece(Tensor):
             computed = _beside_pieces(args, _tensors(result))
         if any(tensor is not None and tensor.shape not in shapes for tensor in computed):
             raise cls._refusal(name)
+        if replicas is not None:
+            send_to_replicas(_tensors(result), replicas)
         piece_class = ParameterPiece if issubclass(cls, ParameterPiece) else cls
         for tensors in (computed, written):  # a plain tensor that a piece is written to is a piece from now on
             for index, tensor in enumerate(tensors):
@@ -543,24 +550,8 @@ def unguard(gradients: Iterable[Tensor | None]) -> None:
             instance.__class__ = Tensor
 
 
-#: To map over dictionaries in C.
-_VALUES = dict.values
-
 #: What users may have put into an optimizer's state, besides plain tensors.
-_PIECES = frozenset({Piece, ParameterPiece, StatePiece})
-
-
-def states_of_pieces(optimizer: Optimizer, ids: Collection[int]) -> list[Tensor]:
-    """What an optimizer keeps for pieces, each with dimensions: a count of steps is the same on all ranks.
-
-    Args:
-        optimizer: The optimizer.
-        ids: The identities of the pieces.
-    """
-    # compress and map loop in C: this is called several times in each step
-    states = compress(optimizer.state.values(), map(ids.__contains__, map(id, optimizer.state)))
-    values = chain.from_iterable(map(_VALUES, states))
-    return [value for value in values if value.__class__ in _PIECES or (value.__class__ is Tensor and value.ndim)]
+PIECE_CLASSES = frozenset({Piece, ParameterPiece, StatePiece})
 
 
 def guard_states(states: Iterable[Tensor]) -> None:

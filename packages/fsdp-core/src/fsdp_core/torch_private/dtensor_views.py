@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_flatten
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._pytree import tree_flatten, tree_map
 
 from fsdp_core.errors import UnsupportedCapabilityError
 
@@ -41,7 +41,18 @@ _MEANS = (
     _ATEN.smooth_l1_loss.default,
     _ATEN.huber_loss.default,
     _ATEN.soft_margin_loss.default,
+    _ATEN.binary_cross_entropy.default,
     _ATEN.binary_cross_entropy_with_logits.default,
+)
+
+#: What torch writes to a gathered copy, which it then takes for the shards. Other such operations raise.
+_WRITES = (_ATEN.index_add_.default, _ATEN.index_copy_.default, _ATEN.scatter_add_.default)
+
+#: What updates the running statistics of a batch normalisation, its fourth and fifth arguments.
+_NORMALISATIONS = (
+    _ATEN.native_batch_norm.default,
+    _ATEN._native_batch_norm_legit.default,
+    _ATEN._batch_norm_with_update.default,
 )
 
 #: The number of ``reduction="mean"``, the default of all of them.
@@ -166,16 +177,27 @@ def _everywhere(tensor: DTensor) -> list[Replicate]:
 
 
 def write_through_copied_views() -> None:
-    """Let writes to torch's copies of parts of DTensors reach the DTensors, from now on. Idempotent.
+    """Let writes to torch's copies of DTensors, and of parts of them, reach the DTensors, from now on. Idempotent.
 
-    From then on, losses raise too whose mean torch computes wrongly if parts of a DTensor differ in size.
+    From then on, what torch computes wrongly raises too: means of losses, where parts of a DTensor differ in size, and
+    convolutions and batch normalisations of parts.
     """
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     for func in _VIEWS:
         handlers.setdefault(func, _view)
     for func in _MEANS:
         handlers.setdefault(func, _refuse_uneven_mean)
-    handlers.setdefault(_ATEN.fill_.Tensor, _fill)
+    for func in _WRITES:
+        handlers.setdefault(func, _write)
+    for func in (_ATEN.fill_.Tensor, _ATEN.fill_.Scalar):
+        handlers.setdefault(func, _fill)
+    handlers.setdefault(_ATEN.masked_fill_.Scalar, _masked_fill)
+    handlers.setdefault(_ATEN.squeeze_copy.default, _squeeze_copy)
+    for func in _NORMALISATIONS:
+        handlers.setdefault(func, _refuse_parted_statistics)
+    convolution = handlers.get(_ATEN.convolution.default)
+    if convolution is not None and not isinstance(convolution, partial):
+        handlers[_ATEN.convolution.default] = partial(_refuse_parted_convolution, convolution)
 
 
 def _without_handler(func: Any, handler: Any, args: Any, kwargs: Any) -> Any:
@@ -204,11 +226,53 @@ def _itself(full: Tensor) -> Tensor:
 
 
 def _fill(func: Any, args: Any, kwargs: Any) -> Any:
-    """Replaces ``fill_`` with a tensor of one value, which ``p.grad[:, 0] = 0`` calls, and which DTensor lacks."""
+    """Replaces ``fill_``, also with a tensor of one value, which ``p.grad[:, 0] = 0`` calls, and which DTensor lacks.
+
+    torch fills each rank's term of a sum that is not reduced yet.
+    """
     target, value = args
-    number = value.full_tensor() if isinstance(value, DTensor) else value
-    _ATEN.fill_.Scalar(target, number.item())
+    if isinstance(value, Tensor):
+        value = (value.full_tensor() if isinstance(value, DTensor) else value).item()
+    _reduce(target)
+    target._local_tensor.fill_(value)
     return target
+
+
+def _masked_fill(func: Any, args: Any, kwargs: Any) -> Any:
+    """Replaces ``masked_fill_``, with which torch fills each rank's term of a sum that is not reduced yet."""
+    _reduce(args[0])
+    return _without_handler(func, _masked_fill, args, kwargs)
+
+
+def _squeeze_copy(func: Any, args: Any, kwargs: Any) -> Any:
+    """Replaces ``squeeze_copy``, with which torch also squeezes what is one row of a shard, and more of the whole."""
+    return args[0].squeeze().clone()
+
+
+def _reduce(target: DTensor) -> None:
+    """Let a DTensor that is a sum of the ranks' terms, which is not reduced yet, be the sum."""
+    if any(placement.is_partial() for placement in target.placements):
+        placements = [Replicate() if placement.is_partial() else placement for placement in target.placements]
+        reduced = target.redistribute(placements=placements)
+        target._local_tensor.copy_(reduced._local_tensor)
+        target._spec = reduced._spec
+
+
+def _write(func: Any, args: Any, kwargs: Any) -> Any:
+    """Replaces an operation that writes to elements which it finds by their indices in the whole tensor."""
+    target: DTensor = args[0]
+    others: list[Any] = [leaf for leaf in tree_flatten((args[1:], kwargs))[0] if isinstance(leaf, Tensor)]
+    is_mixed = any(not isinstance(each, DTensor) and each.numel() != 1 for each in others)  # which torch refuses
+    if is_mixed or all(placement.is_replicate() for placement in target.placements):
+        return _without_handler(func, _write, args, kwargs)
+    full = _full(target).clone()
+    func(full, *tree_map(_full_of, args[1:]), **tree_map(_full_of, kwargs))
+    target._local_tensor.copy_(_part(full, target))
+    return target
+
+
+def _full_of(value: Any) -> Any:
+    return _full(value) if isinstance(value, DTensor) else value
 
 
 def _refuse_uneven_mean(func: Any, args: Any, kwargs: Any) -> Any:
@@ -223,6 +287,34 @@ def _refuse_uneven_mean(func: Any, args: Any, kwargs: Any) -> Any:
             f"Write {name}(a, b, reduction='none').mean(), which is right."
         )
     return _without_handler(func, _refuse_uneven_mean, args, kwargs)
+
+
+def _refuse_parted_convolution(torch_handler: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """Replaces convolutions, for which torch takes weights for the same on all ranks, and batches for even ones."""
+    values, *weights = args[:3]
+    if not isinstance(values, DTensor):
+        return torch_handler(func, args, kwargs)  # which raises
+    parted = [placement for placement in values.placements if placement != Shard(0)]
+    parted += [placement for weight in weights if isinstance(weight, DTensor) for placement in weight.placements]
+    is_transposed = args[6]
+    if is_transposed or _is_uneven(values) or not all(placement.is_replicate() for placement in parted):
+        raise UnsupportedCapabilityError(
+            "a convolution of a sharded parameter or gradient would be that of the ranks' parts.\n"
+            "Write torch.nn.functional.conv2d(p.full_tensor(), weight) of plain tensors, on all ranks."
+        )
+    return torch_handler(func, args, kwargs)
+
+
+def _refuse_parted_statistics(func: Any, args: Any, kwargs: Any) -> Any:
+    """Replaces batch normalisations, with which torch writes statistics to a part of a copy of them."""
+    statistics = [each for each in args[3:5] if isinstance(each, DTensor)]
+    parted = [placement for each in statistics for placement in each.placements if not placement.is_replicate()]
+    if statistics and (parted or Shard(1) in args[0].placements):
+        raise UnsupportedCapabilityError(
+            "a batch normalisation of a tensor whose channels are sharded would update the running statistics of a "
+            "copy of them.\nWrite torch.nn.functional.batch_norm(x.full_tensor(), ...) of plain tensors, on all ranks."
+        )
+    return _without_handler(func, _refuse_parted_statistics, args, kwargs)
 
 
 def _is_uneven(tensor: DTensor) -> bool:

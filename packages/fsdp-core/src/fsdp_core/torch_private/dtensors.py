@@ -30,6 +30,7 @@ __all__ = [
     "is_first_slice",
     "note_meshes",
     "refuse_unreduced_values",
+    "root_mesh",
 ]
 
 
@@ -100,14 +101,19 @@ def _count_uncached() -> tuple[int, ...]:
     return computed if statistics is None else (*computed, statistics()[1])
 
 
-def is_first_slice(mesh: device_mesh.DeviceMesh) -> bool:
-    """Whether a mesh is the first of the slices of a larger one along its axes; true for a mesh that is no slice.
+def root_mesh(mesh: device_mesh.DeviceMesh) -> device_mesh.DeviceMesh:
+    """The mesh that a mesh is a slice of; itself, if it is no slice. torch 2.9 keeps it elsewhere than later versions.
 
-    A DTensor on a slice has a copy on each of the others, which only the larger mesh knows of. torch 2.9 keeps it
-    elsewhere than later versions.
+    A DTensor on a slice has a copy on each of the others, which only the larger mesh knows of.
     """
     find = getattr(mesh, "_get_root_mesh", None)
     root: device_mesh.DeviceMesh = find() if find is not None else device_mesh._mesh_resources.get_root_mesh(mesh)
+    return root
+
+
+def is_first_slice(mesh: device_mesh.DeviceMesh) -> bool:
+    """Whether a mesh is the first of the slices of a larger one along its axes; true for a mesh that is no slice."""
+    root = root_mesh(mesh)
     return root is mesh or int(root.mesh.min()) == int(mesh.mesh.min())
 
 

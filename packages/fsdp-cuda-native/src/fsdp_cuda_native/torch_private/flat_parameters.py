@@ -268,8 +268,9 @@ def place_pieces(unit: FullyShardedDataParallel, names: Mapping[nn.Module, str])
     """
     handle = handle_of(unit)
     flat, size = handle.flat_param, handle.flat_param._local_shard.numel()
+    position: dict[str, Any] = {"shard": handle.rank, "replicas": getattr(unit, "_inter_node_pg", None)}
     if flat._params is None:
-        place_piece(flat, PiecePlace(names[unit.module], (size, *flat._shapes)))
+        place_piece(flat, PiecePlace(names[unit.module], (size, *flat._shapes), **position))
         return
     for parameter, info, shape, numel, start in zip(
         flat._params, flat._param_infos, flat._shapes, flat._numels, handle.offsets(), strict=True
@@ -277,7 +278,7 @@ def place_pieces(unit: FullyShardedDataParallel, names: Mapping[nn.Module, str])
         first, last = start // size, (start + max(numel, 1) - 1) // size
         ends = tuple(rank * size - start for rank in range(first + 1, last + 1))
         name = f"{names[info.module]}.{info.param_name}".removeprefix(".")
-        place_piece(parameter, PiecePlace(name, (tuple(shape), first, ends)))
+        place_piece(parameter, PiecePlace(name, (tuple(shape), first, ends), **position))
 
 
 def unguard_during_calls(units: Sequence[FullyShardedDataParallel]) -> None:

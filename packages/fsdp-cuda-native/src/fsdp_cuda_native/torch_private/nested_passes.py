@@ -19,7 +19,7 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingSt
 from torch.distributed.fsdp._runtime_utils import _post_forward_reshard, _pre_backward_hook, _unshard
 
 from fsdp_core import UnsupportedCapabilityError
-from fsdp_core.sharding import is_accumulated, outside_of_compilation
+from fsdp_core.sharding import guard_parameters, is_accumulated, outside_of_compilation, unguard_parameters
 from fsdp_core.state import gathered_modules
 from fsdp_cuda_native.torch_private.flat_parameters import (
     check_unwritten,
@@ -267,6 +267,8 @@ def _gather_for_pass(unit: FullyShardedDataParallel) -> None:
     gathered = handle is None or _is_gathered(handle)
     if has_begun and gathered:
         return
+    # a flat parameter that modules hold is guarded while it is a piece, and gathering ends that
+    guarded = [] if gathered else unguard_parameters([handle.flat_param])
     if not gathered:
         _gather(unit)
     else:  # perhaps ahead, by the pass around this one
@@ -276,11 +278,18 @@ def _gather_for_pass(unit: FullyShardedDataParallel) -> None:
     else:
         handle._ran_pre_backward_hook = True
     states = unit.training_state, None if handle is None else handle._training_state  # a frozen unit leaves others
-    end = partial(_end_pass, unit, states, has_begun=has_begun, gathered=gathered)
+    end = partial(_end_pass, unit, states, guarded, has_begun=has_begun, gathered=gathered)
     torch.autograd.Variable._execution_engine.queue_callback(end)
 
 
-def _end_pass(unit: FullyShardedDataParallel, states: tuple[Any, Any], *, has_begun: bool, gathered: bool) -> None:
+def _end_pass(
+    unit: FullyShardedDataParallel,
+    states: tuple[Any, Any],
+    guarded: Sequence[Tensor],
+    *,
+    has_begun: bool,
+    gathered: bool,
+) -> None:
     state: Any = unit
     handle = handle_of(unit)
     if handle is None:
@@ -292,6 +301,8 @@ def _end_pass(unit: FullyShardedDataParallel, states: tuple[Any, Any], *, has_be
         before, handle._training_state = handle._training_state, HandleTrainingState.FORWARD
         _post_forward_reshard(unit, handle)
         handle._training_state = before
+        if not _is_gathered(handle):
+            guard_parameters(guarded)
     handle._ran_pre_backward_hook = has_begun
     handle._needs_pre_backward_unshard = True
 

@@ -114,7 +114,8 @@ class FabricSteps:
     def _before_pass(self, outputs: Sequence[Tensor | GradientEdge]) -> None:
         """Mend roots before a backward pass that Fabric does not run, such as ``torch.autograd.grad``."""
         if not self._in_backward:
-            self.gradient_guard.guard_parameters()  # flat parameters are not guarded: the library gathers from them
+            self.gradient_guard.guard_parameters()  # the library gathers from flat parameters
+            self.gradient_guard.guard_flat_pieces()  # which are pieces again at the end of the pass
             self._mend_roots(outputs)
 
     def _mend_roots(self, outputs: Sequence[Tensor | GradientEdge]) -> None:

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 
+from fsdp_core.gradients.piece_places import find_parameters_by
+from fsdp_core.gradients.piece_states import parameter_of_state, states_of_pieces
 from fsdp_core.gradients.step_gradients import (
     guard,
     guard_parameters,
     guard_states,
-    states_of_pieces,
     unguard,
     unguard_parameters,
     unguard_states,
@@ -54,6 +55,7 @@ class GradientGuard:
         self._piece_ids: frozenset[int] = frozenset()
         self._flat_piece_refs: list[ref[Tensor]] = []
         self._module_piece_refs: list[ref[Tensor]] = []
+        find_parameters_by(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientGuard:
         return GradientGuard(copy.deepcopy(self._strategy, memo))
@@ -129,6 +131,14 @@ class GradientGuard:
             guard_parameters(guarded)
             guard_states(self._states())
 
+    def parameter_of(self, state: Tensor) -> Tensor | None:
+        """The piece for which one of the strategy's optimizers keeps a tensor; ``None`` if none does."""
+        for optimizer in self._strategy.optimizers if self._piece_ids else ():
+            parameter = parameter_of_state(optimizer, state)
+            if parameter is not None and id(parameter) in self._piece_ids:
+                return parameter
+        return None
+
     def _gradients(self) -> Iterator[Tensor | None]:
         """This rank's pieces of gradients that are plain tensors."""
         return (p.grad for p in self._optimizer_pieces())
@@ -138,7 +148,7 @@ class GradientGuard:
         states: list[Tensor] = []
         for optimizer in self._strategy.optimizers if self._piece_ids else ():
             if owners_of(optimizer) is None:  # an owner keeps states of whole parameters
-                states += states_of_pieces(optimizer, self._piece_ids)
+                states += states_of_pieces(optimizer, self._optimizer_pieces, self._piece_ids)
         return states
 
     def _optimizer_pieces(self) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ from fsdp_core.sharding.refusals.files_of_shards import refuse_files_of_shards, 
 from fsdp_core.sharding.refusals.gradient_hooks import refuse_gradient_hooks
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.fqn import clean_name
+from fsdp_core.torch_private.dtensor_random import draw_for_shards
 from fsdp_core.torch_private.dtensor_views import write_through_copied_views
 
 __all__ = ["announce_shards", "guard_module", "size_in_words"]
@@ -34,6 +35,7 @@ def guard_module(sharded: Sharded, strategy_name: str) -> None:
         follow_calls(sharded, on_all_ranks=has_parts)
     if any(isinstance(p, DTensor) for p in layout):
         write_through_copied_views()
+        draw_for_shards()
     refuse_state_dicts(sharded.root, sharded.plan.names, layout, strategy_name)
     refuse_files_of_shards(sharded.root, strategy_name)
     module_params = [(clean_name(name), parameter) for name, parameter in sharded.root.named_parameters()]

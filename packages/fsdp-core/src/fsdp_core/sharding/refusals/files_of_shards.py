@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_core.errors import ShardingError
+from fsdp_core.gradients.piece_states import SHARDS_ATTRIBUTE as _SHARDS
 from fsdp_core.state.fqn import clean_name
 from fsdp_core.state.full_tensor import gathered_modules
 from fsdp_core.state.layout import Layout
@@ -33,8 +34,6 @@ __all__ = [
 
 #: The attribute on a module whose ``state_dict()`` raises; holds the name of a parameter in pieces, and the strategy's.
 _PIECE = "_fsdp_core_piece"
-#: The attribute on an optimizer or module whose shards must not be written to files; holds what its hook needs.
-_SHARDS = "_fsdp_core_shards"
 
 _INSTEAD = (
     "fsdp_core.full_state_dict(module), which all ranks call, gives whole weights to rank 0. Or save a checkpoint, "
