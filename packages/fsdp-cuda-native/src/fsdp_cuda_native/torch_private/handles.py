@@ -15,6 +15,7 @@ With many small parameters that takes as long as everything else that a unit's c
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from itertools import accumulate
 from operator import attrgetter
 from typing import Any
@@ -50,7 +51,7 @@ def speed_up(handle: Any) -> None:
         handle._setattr_param = _set_parameter
 
 
-_UNIT = "_fsdp_cuda_native_unit"
+_UNIT, _COPIED = "_fsdp_cuda_native_unit", "_fsdp_cuda_native_copied"
 
 #: How many writes to pieces the streams have waited for on which units are gathered.
 _ordered_writes = [0]
@@ -68,6 +69,16 @@ def order_gathers(handle: Any, unit: nn.Module) -> None:
     """
     if handle.device.type != "cpu":
         vars(handle)[_UNIT] = weakref.ref(unit)
+        if handle._offload_params:
+            unit.register_forward_hook(partial(_wait_for_copies, weakref.ref(handle)))
+
+
+@outside_of_compilation
+def _wait_for_copies(handle_ref: weakref.ref[Any], *_: Any) -> None:
+    """Let the host wait until a shard in its memory is copied: what it writes to the shard next would be copied."""
+    copied = vars(handle_ref()).pop(_COPIED, None)
+    if copied is not None:
+        copied.synchronize()
 
 
 def _unit_with_streams(handle: Any) -> Any:
@@ -98,10 +109,12 @@ class _Handle(FlatParamHandle):
             return bool(super().pre_unshard())
         _wait_for_writes(self)
         has_queued = bool(super().pre_unshard())
-        unit, flat = _unit_with_streams(self), self.flat_param
-        if self._offload_params and not self.uses_sharded_strategy and unit is not None and flat.device == self.device:
-            # FSDP1 has copied it to the device on this stream, and frees it while the default one still computes
-            flat.data.record_stream(unit._default_stream)
+        if self._offload_params:
+            unit, flat = _unit_with_streams(self), self.flat_param
+            self.__dict__[_COPIED] = self._device_handle.current_stream().record_event()
+            if not self.uses_sharded_strategy and unit is not None and flat.device == self.device:
+                # FSDP1 has copied it to the device on this stream, and frees it while the default one still computes
+                flat.data.record_stream(unit._default_stream)
         return has_queued
 
     @outside_of_compilation

@@ -2,6 +2,7 @@
 
 ``fully_shard`` gathers on streams of its own, which wait for the current stream when a forward pass of the root begins,
 and not again: they would read what a step writes to shards after that, such as weights that are clamped, too early.
+Shards in host memory are copied to the accelerator while the host goes on: what it writes to them next would be copied.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ from fsdp_fsdp2.torch_private.gathered_values import count_writes
 
 __all__ = ["begin_step", "order_gathers"]
 
-_KNOWN_WRITES = "_fsdp_fsdp2_ordered_writes"
+_KNOWN_WRITES, _COPIED = "_fsdp_fsdp2_ordered_writes", "_fsdp_fsdp2_copy_event"
 
 
 def order_gathers(groups: Iterable[Any]) -> None:
-    """Let the gathers of units wait for writes to their shards from now on. The CPU has no streams."""
+    """Let the gathers of units wait for writes to their shards from now on, and writes for gathers that read these.
+
+    The CPU has no streams.
+    """
     for group in groups:
         if group.device.type != "cpu":
             group.unshard = partial(_unshard_after_writes, weakref.ref(group))
+            if any(parameter.offload_to_cpu for parameter in group.fsdp_params):
+                group.post_forward = partial(_wait_for_copies, weakref.ref(group))
 
 
 def begin_step(groups: Iterable[Any]) -> None:
@@ -46,4 +52,16 @@ def _unshard_after_writes(of: weakref.ref[Any], *args: Any, **kwargs: Any) -> An
             current_stream = group.device_handle.current_stream()
             for stream in (group.comm_ctx.all_gather_copy_in_stream, group.comm_ctx.all_gather_stream):
                 stream.wait_stream(current_stream)
-    return type(group).unshard(group, *args, **kwargs)
+    work = type(group).unshard(group, *args, **kwargs)
+    if "post_forward" in vars(group):
+        vars(group)[_COPIED] = group.comm_ctx.all_gather_copy_in_stream.record_event()
+    return work
+
+
+def _wait_for_copies(of: weakref.ref[Any], *args: Any, **kwargs: Any) -> Any:
+    """End a unit's call, whose computation is queued, and let the host wait until its shards are copied."""
+    group: Any = of()
+    copied = vars(group).pop(_COPIED, None)
+    if copied is not None:
+        copied.synchronize()
+    return type(group).post_forward(group, *args, **kwargs)
