@@ -141,7 +141,7 @@ def install_with_pip(session: nox.Session, python: str, *words: str) -> None:
 
 
 def install_with_uv(session: nox.Session, python: str, *words: str, pins: Path | None = PINS) -> None:
-    """Install the same as pip, for a fifth of its CPU seconds: uv links files from its cache, and unpacks no wheel twice.
+    """Install the same as pip, for a fifth of its CPU seconds: uv links files from its cache, and unpacks none twice.
 
     Where pip has been told by its environment variables to look for packages, uv looks too.
     """
