@@ -30,9 +30,9 @@ __all__ = [
 ]
 
 # Core's tests mostly run in one process, or start interpreters and wait for them; those of a file may share what takes
-# long to make. XLA's ranks are threads of one process: a class's tests share them, which keep what they compile.
-# The ranks of other backends use the cores by themselves: a worker more would cost its imports, those of the process
-# that its ranks are forked from, and a tenth of the CPU seconds. Where all of a suite is run, there is enough for two.
+# long to make. The ranks of backends use the cores by themselves: a worker more would cost its imports, those of the
+# process that its ranks are forked from, and a tenth of the CPU seconds. Where all of a suite is run, it pays: clauses of
+# one file share nothing, but XLA's ranks, which are threads of one process and keep what they compile, are a class's.
 # A worker that a test has ended is not replaced: pytest-xdist gives the same file to the new one, without end.
 TWO = ("--numprocesses=2", "--max-worker-restart=0")
 FILES_SIDE_BY_SIDE = (*TWO, "--dist=loadfile", "--no-loadscope-reorder")  # see tools/costs.py
@@ -65,7 +65,7 @@ def choose_packages(session: nox.Session) -> tuple[list[Package], list[str]]:
         session: The session, which fails if the words begin with something else.
 
     Returns:
-        The packages, all if none is named; and the words for pytest.
+        The packages, all if none is named, in the order in which they are tested; and the words for pytest.
     """
     words = [word for word in session.posargs if word not in PACKAGES]
     for word in takewhile(lambda word: not word.startswith("-"), session.posargs):
@@ -76,7 +76,9 @@ def choose_packages(session: nox.Session) -> tuple[list[Package], list[str]]:
             )
     named = [package for name, package in PACKAGES.items() if name in session.posargs]
     holding = [package for package in PACKAGES.values() if any(_is_of(package, word) for word in words)]
-    return named or holding or list(PACKAGES.values()), words
+    chosen = named or holding or list(PACKAGES.values())
+    # First those whose tests have one worker: of two, both would compile what the first process of all imports.
+    return sorted(chosen, key=lambda package: not package.strategies), words
 
 
 def _file_of(word: str) -> Path:
@@ -151,7 +153,7 @@ def run_package(session: nox.Session, package: Package, part: str, *words: str, 
     """
     python = envs.make_tests_environment(session, package)
     side_by_side: tuple[str, ...]
-    if part == "everything" or (part == "tests" and package.strategies and package in SHARING):
+    if part == "everything" or (part == "tests" and package.strategies):
         side_by_side = ()
     elif not package.strategies:
         side_by_side = FILES_SIDE_BY_SIDE
