@@ -31,8 +31,8 @@ __all__ = [
 
 # Core's tests mostly run in one process, or start interpreters and wait for them; those of a file may share what takes
 # long to make. The ranks of backends use the cores by themselves: a worker more would cost its imports, those of the
-# process that its ranks are forked from, and a tenth of the CPU seconds. Where all of a suite is run, it pays: clauses of
-# one file share nothing, but XLA's ranks, which are threads of one process and keep what they compile, are a class's.
+# process that its ranks are forked from, and a tenth of the CPU seconds. Where all of a suite is run, it pays: clauses
+# of a file share nothing, but XLA's ranks, which are threads of one process and keep what they compile, are a class's.
 # A worker that a test has ended is not replaced: pytest-xdist gives the same file to the new one, without end.
 TWO = ("--numprocesses=2", "--max-worker-restart=0")
 FILES_SIDE_BY_SIDE = (*TWO, "--dist=loadfile", "--no-loadscope-reorder")  # see tools/costs.py
