@@ -1,7 +1,4 @@
-"""``strategy="fsdp2"`` on whatever device torch knows, shown on the fake one: found by its name, by "auto", or refused.
-
-Each test is a process of its own: a process has one accelerator, and the others of this package have none.
-"""
+"""``strategy="fsdp2"`` on whatever device torch knows, shown on the fake one: by its name, by "auto", or refused."""
 
 from __future__ import annotations
 
@@ -12,94 +9,90 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PRELUDE = """
-import json
-import lightning as L, torch
-from torch.utils.data import DataLoader
-
-torch.set_num_threads(1)
+import pytest
 
 
-class Module(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(4, 4)
-
-    def training_step(self, batch):
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def trainer(**options):
-    return L.Trainer(max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-                     enable_model_summary=False, **options)
-
-
-def fit(**options):
-    run = trainer(**options)
-    run.fit(Module(), DataLoader(torch.ones(4, 4), batch_size=2))
-    return str(run.strategy.root_device)
-
-
-def refusal(**options):
-    try:
-        fit(**options)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was refused"
-"""
-
-
-def answer(expression: str, tmp_path: Path, **variables: str) -> Any:
-    """What an expression is in a process with two fake devices."""
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What came of the runs of ``accelerator_runs.py``, in a process with two fake devices."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}  # of tests before
-    environment = {**kept, "FSDP_FAKE_DEVICES": "2", **variables}
-    script = f"{PRELUDE}\nif __name__ == '__main__':\n    print('ANSWER', json.dumps({expression}))\n"
-    file = tmp_path / "script.py"
-    file.write_text(script)
     run = subprocess.run(
-        [sys.executable, str(file)],
-        cwd=tmp_path,
-        env=environment,
+        [sys.executable, str(Path(__file__).with_name("accelerator_runs.py"))],
+        cwd=tmp_path_factory.mktemp("runs"),
+        env={**kept, "FSDP_FAKE_DEVICES": "2"},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
-    lines = [line for line in run.stdout.splitlines() if line.startswith("ANSWER ")]
+    lines = [line for line in run.stdout.splitlines() if line.startswith("ANSWERS ")]
     assert lines, run.stderr[-3000:]
-    return json.loads(lines[0].removeprefix("ANSWER "))
+    parsed: dict[str, Any] = json.loads(lines[0].removeprefix("ANSWERS "))
+    return parsed
 
 
-def test_it_is_found_by_its_name_and_by_auto(tmp_path: Path) -> None:
-    names = answer(
-        "[fit(strategy='fsdp2', accelerator='fake', devices=[1]), fit(strategy='fsdp2', devices=1),"
-        " fit(strategy='fsdp2', accelerator='cpu', devices=1), fit(devices=1),"
-        " str(L.Fabric(strategy='fsdp2', devices=1).device), len(trainer(strategy='fsdp2').strategy.parallel_devices),"
-        " sorted(trainer(strategy='fsdp2', devices=1).accelerator.get_device_stats('fake:0'))[:1]]",
-        tmp_path,
-    )
-    # Lightning's own strategy, and what was put on the CPU, stay there
-    assert names == ["fake:1", "fake:0", "cpu", "cpu", "fake:0", 2, ["active.all.allocated"]]
-
-
-def test_what_is_refused(tmp_path: Path) -> None:
-    refused = {
-        "strategy='fsdp2', accelerator='npu'": ("knows fake", "Install torch_npu (pip install torch-npu)"),
-        "strategy='fsdp2', accelerator='fake', devices=3": ("torch sees 2 here", "Write devices=2 or fewer"),
-        "strategy='fsdp2', accelerator='fake', devices=[0, 0]": ("[0, 0]", "each once"),
-        "accelerator='fake', devices=1": ("Lightning's own strategies", "SingleDeviceStrategy(device='fake:0')"),
+def test_it_is_found_by_its_name_and_by_auto(answers: dict[str, Any]) -> None:
+    assert answers["found"] == {
+        "by its name": "fake:1",
+        "by auto": "fake:0",
+        "the CPU by its name": "cpu",
+        "Lightning's own strategy": "cpu",
+        "Fabric": "fake:0",
+        "how many": 2,
+        "statistics": ["active.all.allocated"],
     }
-    messages = answer(f"[{', '.join(f'refusal({options})' for options in refused)}]", tmp_path)
-    for message, words in zip(messages, refused.values(), strict=True):
-        assert message.startswith("StrategyUnavailableError")
-        for each in words:
-            assert each in message
 
 
-def test_the_doctor_tries_a_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [
+        ("another accelerator", ("knows fake", "Install torch_npu (pip install torch-npu)")),
+        ("too many devices", ("torch sees 2 here", "Write devices=2 or fewer")),
+        ("a device twice", ("[0, 0]", "each once")),
+        ("Lightning's own strategy", ("Lightning's own strategies", "SingleDeviceStrategy(device='fake:0')")),
+    ],
+)
+def test_what_is_refused(answers: dict[str, Any], question: str, words: tuple[str, ...]) -> None:
+    message = answers["refused"][question]
+    assert message.startswith("StrategyUnavailableError")
+    for each in words:
+        assert each in message
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("collectives", "no process-group backend is registered with torch for this kind of device"),
+        ("random state", "no torch.fake.get_rng_state(device), and dropout and exact resumes need it"),
+        ("streams", "no torch.Stream(device), and gathers and reductions run on streams beside computation"),
+    ],
+)
+def test_what_a_device_lacks_is_named(answers: dict[str, Any], part: str, words: str) -> None:
+    message = answers["lacking"][part]
+    assert message.startswith("StrategyUnavailableError")
+    assert words in message
+    assert "`fsdp doctor --device fake`" in message
+
+
+def test_without_pinned_memory_copies_wait(answers: dict[str, Any]) -> None:
+    device, *messages = answers["without pinned memory"]
+    assert device == "fake:0"
+    assert ["pin_memory=True) gives no host memory that 'fake' devices copy from" in each for each in messages] == [
+        True
+    ]
+
+
+def test_a_step_waits_for_the_device_no_more_than_one_by_hand(answers: dict[str, Any]) -> None:
+    by_hand = answers["waits"]["by hand"]
+    assert answers["waits"] == dict.fromkeys(("by hand", "Fabric", "Trainer"), by_hand)
+
+
+def test_a_checkpoint_moves_between_devices(answers: dict[str, Any]) -> None:
+    # weight and bias, and of each two moments and the number of steps
+    assert answers["moved"] == {"fake to cpu": [["cpu"], 8, True], "cpu to fake": [["fake"], 8, True]}
+
+
+def test_the_doctor_tries_a_device() -> None:
     command = [sys.executable, "-m", "fsdp_core", "doctor", "--json", "--device"]
     environment = {**os.environ, "FSDP_FAKE_DEVICES": "1"}
     run = subprocess.run([*command, "fake"], env=environment, capture_output=True, text=True, timeout=300, check=False)

@@ -26,8 +26,8 @@ CONSTRUCTORS = ("fsdp_core.lightning.ShardedTrainerStrategy", "fsdp_core.lightni
 # Of this, what a package's class sets or overrides: the rest is core's own.
 SET_BY_PACKAGES = {
     "fsdp_core.lightning.ShardedStrategy": (
-        *("strategy_name", "options_class", "backend_class", "positional", "left_out", "others_options"),
-        *("happens_anyway", "options", "backend", "runtime", "new_backend", "new_runtime", "new_cluster_environment"),
+        *("strategy_name", "options_class", "backend_class", "positional", "left_out", "migration_hints"),
+        *("accepted_noops", "options", "backend", "runtime", "new_backend", "new_runtime", "new_cluster_environment"),
     ),
 }
 # Of these, the names of their clauses, by which expected_failures goes.

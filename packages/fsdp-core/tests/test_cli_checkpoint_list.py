@@ -44,19 +44,19 @@ def test_whole_damaged_and_unfinished(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("mine")
     found = listed(tmp_path)
-    halves = {one["told"]: one for name, one in found.items() if name.startswith(".partial-")}
+    halves = {one["remark"]: one for name, one in found.items() if name.startswith(".partial-")}
     assert {name for name in found if not name.startswith(".partial-")} == {"a.ckpt", "b.ckpt", "d.ckpt", "e.ckpt"}
     assert (found["a.ckpt"]["state"], found["a.ckpt"]["step"]) == ("whole", 2)
     files = [file for file in (tmp_path / "a.ckpt").rglob("*") if file.is_file() and "manifest" not in file.name]
     assert found["a.ckpt"]["bytes"] == sum(file.stat().st_size for file in files)
     assert found["b.ckpt"]["state"] == found["d.ckpt"]["state"] == "damaged"
-    assert "missing, or of another size: model/" in found["b.ckpt"]["told"]
-    assert "version" in found["d.ckpt"]["told"]
+    assert "missing, or of another size: model/" in found["b.ckpt"]["remark"]
+    assert "version" in found["d.ckpt"]["remark"]
     assert found["e.ckpt"]["state"] == "whole"
-    assert "files of other saves lie in it too" in found["e.ckpt"]["told"]
+    assert "files of other saves lie in it too" in found["e.ckpt"]["remark"]
     assert {one["state"] for one in halves.values()} == {"unfinished"}
     assert all(one["bytes"] > 0 and one["time"] for one in halves.values())
-    elsewhere, gone = sorted(halves, key=lambda told: "is gone" in told)
+    elsewhere, gone = sorted(halves, key=lambda remark: "is gone" in remark)
     assert len(halves) == 2
     assert_says(gone, "by process 999999999 on", "which is gone: the next save to this directory removes it")
     assert "gpu-07, which may or may not be running" in elsewhere

@@ -6,13 +6,17 @@ import inspect
 import py_compile
 import sys
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+from torch import nn
 
 from fsdp_core.errors import StrategyInfoError, UnsupportedCapabilityError
 from fsdp_core.lightning import ShardedTrainerStrategy
+from fsdp_core.plugins.discovery import discover
 from fsdp_core.plugins.option_discovery import options_in
 from fsdp_core.plugins.strategy_info import Option
 from fsdp_core.sharding import ShardingOptions, option
@@ -126,7 +130,7 @@ def test_a_strategys_options_follow_from_the_fields() -> None:
     made = Strategy(None, units=[1], state_dict_type="full")
     assert (made.options.units, made.options.state_dict_type, made.backend.options) == ([1], "full", made.options)
     assert made.options.sharding_config() == {"units": "[1]", "kept": False}
-    assert (made.options.given(), made.options.arguments()) == (["units"], {"units": [1], "keep": False})
+    assert (made.options.changed_options(), made.options.arguments()) == (["units"], {"units": [1], "keep": False})
     parameters = inspect.signature(Strategy).parameters
     assert list(parameters)[:6] == [*ShardedTrainerStrategy.positional, "units"]
     assert "precision" not in parameters
@@ -221,12 +225,36 @@ class TakesOne(LoopbackTrainerStrategy):
         super().__init__(state_dict_type=state_dict_type)
 
 
+@pytest.fixture
+def listed_loopback(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets the strategy's package be found, as if it were installed."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parent / "loopback_site")])
+    discover.cache_clear()
+    yield
+    discover.cache_clear()
+
+
+@pytest.mark.usefixtures("listed_loopback")
 def test_a_subclass_is_asked_to_pass_on_what_its_strategy_takes() -> None:
     told = refusal(UnsupportedCapabilityError, lambda: TakesOne(async_save=True))  # type: ignore[call-arg]
     assert (
         "has no option 'async_save'. The strategy has it, and the constructor of TakesOne does not pass it on" in told
     )
     assert "Did you mean" not in told
+
+
+def test_a_set_for_an_unknown_option_is_refused_in_words() -> None:
+    """It can't be looked up in a set of accepted values."""
+
+    class Accepting(LoopbackTrainerStrategy):
+        accepted_noops: ClassVar = {"sharding_strategy": frozenset({"FULL_SHARD"})}
+
+    Accepting(sharding_strategy="FULL_SHARD")  # type: ignore[call-arg]
+    for value in ({nn.Linear}, [nn.Linear]):
+        message = refusal(UnsupportedCapabilityError, lambda value=value: Accepting(sharding_strategy=value))
+        assert "has no option 'sharding_strategy'" in message
+    message = refusal(UnsupportedCapabilityError, lambda: Accepting({nn.Linear}))
+    assert "is no Accelerator of Lightning's" in message
 
 
 def test_help_names_what_is_passed_on() -> None:

@@ -187,6 +187,20 @@ def test_parameters_that_cannot_be_replaced_are_planned_to_be_refused(
     assert part in str(backend.plan(build()).refusal)
 
 
+def test_a_module_that_contains_itself_is_planned_to_be_refused() -> None:
+    net: Any = Net()
+    net.blocks[0].parent = net
+    refusal = plan(net).refusal
+    assert isinstance(refusal, ShardingError)
+    assert str(refusal).startswith("'blocks.0.parent' of Net is the Net that it is in, so that module.train(), ")
+
+
+def test_a_module_in_two_places_contains_not_itself() -> None:
+    shared = nn.Linear(2, 2)
+    net = nn.Sequential(shared, nn.Sequential(shared, nn.Sequential(shared)))
+    assert plan(net).refusal is None
+
+
 def test_a_lazy_module_is_planned_to_be_refused() -> None:
     backend = LoopbackBackend()
     backend.bind(ProcessGroupRuntime(), ShardPrecision())

@@ -159,6 +159,24 @@ def test_a_misspelt_name_gets_our_error_and_no_other_string_does(site: Site) -> 
     )
 
 
+def test_a_package_that_is_installed_after_lightnings_import_is_found(site: Site) -> None:
+    """As by ``pip install`` in a notebook, after a Trainer was asked for a name that did not exist yet."""
+    later = Site(path=site.path / "later", scripts=site.scripts)
+    later.path.mkdir()
+    later.provide("late-plugin", f'name="late_fsdp", {BOTH}, {CPU}', tiny_impl=IMPLEMENTATION)
+    site.forked(
+        SAY
+        + """
+    import sys
+    for call in (trainer, fabric):
+        expect(call, "late_fsdp", "UnknownStrategyError: no strategy named 'late_fsdp'.")
+    sys.path.append("later")
+    assert type(trainer("late_fsdp").strategy).__name__ == "ForTrainer"
+    assert type(fabric("late_fsdp").strategy).__name__ == "ForFabric"
+    """
+    )
+
+
 def test_the_stand_alone_packages_get_an_error_that_names_the_import(site: Site) -> None:
     site.provide("tiny-plugin", f'name="tiny", {BOTH}, {CPU}', tiny_impl=IMPLEMENTATION)
     site.forked("""

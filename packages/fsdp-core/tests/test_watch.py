@@ -135,7 +135,7 @@ def test_a_lost_host_is_told_by_its_ranks() -> None:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setattr(hubs, "_SETTLING", 0.05)
+    monkeypatch.setattr(hubs, "_SECONDS_TO_SETTLE", 0.05)
     made = Hub(3, lambda: "at step 4")
     yield made
     made.close()
@@ -287,7 +287,7 @@ def test_a_rank_that_waits_in_lightnings_barrier_says_so(
         barrier.group, barrier.barrier = None, held.acquire  # of C, as the barrier of a process group
 
     monkeypatch.setattr(_InfiniteBarrier, "__init__", set_up)
-    monkeypatch.setattr(watcher, "_is_of_now", lambda: True)
+    monkeypatch.setattr(watcher, "_is_group_current", lambda: True)
     made: list[Watcher] = []
     ours, other = connected()
 

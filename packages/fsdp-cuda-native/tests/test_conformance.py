@@ -58,7 +58,6 @@ class TestNative(StrategySuite):
         {"compile": "blocks", "accumulate": ("2", "3"), "wrap": ("the root", "layers")},
     )
     refused_pairs: ClassVar = (
-        {"sync_each_batch": "True", "cpu_offload": "True"},
         {
             "sharding_strategy": "NO_SHARD",
             "precision": ("bf16-mixed", "16-mixed"),

@@ -124,7 +124,6 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"use_orig_params": "no"}, ["use_orig_params='no' is neither True nor False", "it is True by default"]),
     ({"limit_all_gathers": 1}, ["limit_all_gathers=1 is neither True nor False"]),
     ({"sync_each_batch": "no"}, ["sync_each_batch='no'", "neither True nor False"]),
-    ({"sync_each_batch": True, "cpu_offload": True}, ["sync_each_batch=True", "cpu_offload", "strategy='fsdp2'"]),
 ]
 
 
@@ -202,7 +201,6 @@ REFUSED_OF_FAIRSCALE: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"shardng_strategy": "NO_SHARD"}, ["'ddp_fully_sharded'", "Did you mean 'sharding_strategy'?"]),
     ({"cpu_ofload": True}, ["'ddp_fully_sharded'", "Did you mean 'cpu_offload'?", "auto_wrap_policy"]),
-    ({"cpu_offload": True, "sync_each_batch": True}, ["sync_each_batch=True", "cpu_offload"]),
     (
         {"activation_checkpointing": Block, "activation_checkpointing_policy": {Block}},
         ["two spellings", "activation_checkpointing_policy={MyBlock} alone"],

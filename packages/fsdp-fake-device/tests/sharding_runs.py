@@ -161,10 +161,16 @@ def read_gathered_parameters_early(patch: pytest.MonkeyPatch) -> None:
 def gather_before_the_step(patch: pytest.MonkeyPatch) -> None:
     """Gathering does not wait for the optimizer, which writes the shards on the current stream."""
 
-    def get_streams(self: Any, *_: Any) -> tuple[torch.Stream, torch.Stream]:
-        return torch.fake.Stream(), torch.fake.Stream()  # which _root_pre_forward does not know
+    streams = torch.fake.Stream(), torch.fake.Stream()  # which _root_pre_forward does not know
+    original = _fsdp_param_group.FSDPParamGroup.wait_for_unshard
 
-    patch.setattr(_fsdp_param_group.FSDPCommContext, "get_all_gather_streams", get_streams)
+    def wait(self: Any) -> None:
+        for stream in streams:  # a busy host could run what is queued there after the optimizer all the same
+            stream.synchronize()
+        original(self)
+
+    patch.setattr(_fsdp_param_group.FSDPCommContext, "get_all_gather_streams", lambda *_: streams)
+    patch.setattr(_fsdp_param_group.FSDPParamGroup, "wait_for_unshard", wait)
 
 
 def step_before_gradients_are_reduced(patch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
@@ -14,6 +15,8 @@ from torch.nn.utils import prune
 import test_context_parallel as context
 from fsdp_core import full_state_dict
 from fsdp_core.errors import ShardingError
+from fsdp_core.sharding.agreement import arrivals
+from fsdp_core.sharding.agreement.same_model import check_same
 from fsdp_core.testing import RankPool, oracle, short_runs
 from fsdp_core.testing.oracle import Trained, train_plain
 from fsdp_core.testing.refusals import assert_says, refusal
@@ -166,6 +169,31 @@ def test_function_that_failed_is_not_taken_for_done(ranks: RankPool) -> None:
         first, second = told["fails_half_way"]
         assert first == "half way"
         assert_says(second, "parallelize_fn was given", "already sharded in part", "'blocks.0'")
+
+
+def fails_on_rank_1(module: Any, mesh: Any) -> Any:
+    if dist.get_rank() == 1:
+        raise ValueError("rank 1 alone")
+    dist.barrier()
+    return module
+
+
+def set_up_where_rank_1_fails() -> str:
+    arrivals.PATIENCE_SECONDS = 1.0  # in this process, which other tests use too: the others fail on all ranks
+    fabric = new_fabric("fsdp2", 2, {"parallelize_fn": fails_on_rank_1})
+    net = oracle.new_net()
+    if fabric.global_rank == 0:
+        return refusal(ShardingError, lambda: fabric.setup(net))
+    message = refusal(ValueError, lambda: fabric.setup(net))
+    # what the end of this process would do: let rank 0 go on
+    dist.barrier()
+    refusal(ShardingError, lambda: check_same(fabric.strategy.runtime, "Net", {}))
+    return message
+
+
+def test_function_that_fails_on_a_rank_does_not_wait_for_ranks_that_wait_for_it(ranks: RankPool) -> None:
+    _, message = ranks.run(2, set_up_where_rank_1_fails)
+    assert message == "rank 1 alone"
 
 
 def after_context_parallel() -> Trained:

@@ -95,7 +95,7 @@ def test_lbfgs_and_its_resume(ranks: RankPool, tmp_path: Path) -> None:
 FAILING: dict[str, tuple[dict[str, Any], str]] = {
     "SGD": ({"lr": 0.1, "fused": True}, "Leave fused=True out"),
     "Adagrad": ({"fused": True}, "Leave fused=True out"),
-    "Rprop": ({}, "or strategy='fsdp_native', which shows plain pieces: over those its steps are right"),
+    "Rprop": ({}, "over which its steps are right, such as strategy='fsdp_native'"),
     "LBFGS": ({}, "a step of LBFGS fails over DTensors"),  # of parameters that the ranks don't divide, or keep whole
 }
 

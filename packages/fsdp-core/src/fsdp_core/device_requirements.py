@@ -1,7 +1,7 @@
-"""What a kind of device must provide for torch's ``fully_shard`` and this package, with no line for it here.
+"""What a kind of device that this package does not know must provide for torch's ``fully_shard`` and this package.
 
-Each requirement is tried on the device, in the order in which a run meets it. What a run can do without is not needed:
-the run is slower then, or one of its options is refused.
+Each requirement is tried on the device, in the order in which a run meets it. Where one that is not needed is missing,
+runs are slower, or one of their options is refused.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ def _check_module(device: torch.device) -> None:
 
 def _check_tensors(device: torch.device) -> None:
     values = torch.arange(6.0).view(2, 3)
-    there = values.to(device)
-    if not torch.equal((there @ there.T).cpu(), values @ values.T):
+    on_device = values.to(device)
+    if not torch.equal((on_device @ on_device.T).cpu(), values @ values.T):
         raise ValueError("a product of matrices is not the CPU's")
-    storage = there.untyped_storage()
+    storage = on_device.untyped_storage()
     storage.resize_(0)
     storage.resize_(values.nbytes)
-    there.copy_(values)
-    if not torch.equal(there.cpu(), values):
-        raise ValueError("a tensor does not survive that its storage is freed, allocated again and written")
+    on_device.copy_(values)
+    if not torch.equal(on_device.cpu(), values):
+        raise ValueError("once its storage is freed and allocated again, a tensor does not hold what is written to it")
 
 
 def _check_streams(device: torch.device) -> None:
@@ -138,11 +138,11 @@ def _check_fully_shard(device: torch.device) -> None:
 def _check_pinned_memory(device: torch.device) -> None:
     pinned = torch.ones(1024, pin_memory=True)
     if not pinned.is_pinned():
-        raise ValueError("torch.empty(..., pin_memory=True).is_pinned() is False")
-    there = pinned.to(device, non_blocking=True)
+        raise ValueError("torch.ones(..., pin_memory=True).is_pinned() is False")
+    on_device = pinned.to(device, non_blocking=True)
     devices.record_event(device).synchronize()
-    if not torch.equal(there.cpu(), pinned):
-        raise ValueError("a copy that does not block is not whole after the event behind it")
+    if not torch.equal(on_device.cpu(), pinned):
+        raise ValueError("a non-blocking copy is not complete after an event that was recorded behind it")
 
 
 def _check_autocast(device: torch.device) -> None:

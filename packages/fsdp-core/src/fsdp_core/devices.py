@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_core.device_names import ANY_ACCELERATOR, KINDS_OF_LIGHTNING
-from fsdp_core.errors import StrategyUnavailableError
+from fsdp_core.device_names import ANY_ACCELERATOR, KINDS_OF_LIGHTNING, LIGHTNINGS_OWN
+from fsdp_core.errors import StrategyUnavailableError, warn
 
 __all__ = [
     "CONVERSIONS",
@@ -26,6 +26,7 @@ __all__ = [
     "accelerator_kind",
     "build_facts",
     "can_pin_memory",
+    "check_parts",
     "covers",
     "current_device",
     "device_facts",
@@ -119,6 +120,39 @@ def select(device: torch.device) -> None:
             torch.empty(1, device=device)
 
 
+def check_parts(device: torch.device) -> None:
+    """Refuse an accelerator whose package lacks what each run needs, before torch misses it in the middle of a step.
+
+    Args:
+        device: The device, which is the current one. Those of Lightning's own accelerators lack nothing.
+
+    Raises:
+        StrategyUnavailableError: It has no streams, or its random-number generator has no state to be read.
+    """
+    if not is_accelerator(device) or device.type in LIGHTNINGS_OWN:
+        return
+    for api, purpose, use in (
+        ("torch.Stream(device)", "gathers and reductions run on streams beside computation", _use_stream),
+        (f"torch.{device.type}.get_rng_state(device)", "dropout and exact resumes need it", random_state),
+    ):
+        try:
+            use(device)
+        except (RuntimeError, AttributeError, NotImplementedError) as error:
+            raise StrategyUnavailableError(
+                f"{device} has no {api}, and {purpose}: {_first_line(error)}\n"
+                f"Install a release of the package for {device.type!r} that has it, or write accelerator='cpu'. "
+                f"`fsdp doctor --device {device.type}` tries all that a device must provide."
+            ) from error
+
+
+def _use_stream(device: torch.device) -> None:
+    torch.Stream(device).wait_event(record_event(device))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def is_initialized(kind: str) -> bool:
     """Whether this process uses a kind of accelerator already. A device module that can't tell has been imported."""
     module = torch.get_device_module(kind)
@@ -196,13 +230,23 @@ def has_float64(kind: str) -> bool:
 
 @cache
 def can_pin_memory(kind: str) -> bool:
-    """Whether torch can allocate host memory that a kind of accelerator copies from and to beside the host's work."""
+    """Whether torch can allocate host memory that a kind of accelerator copies from and to beside the host's work.
+
+    Warns where an accelerator can't.
+    """
     if kind != accelerator_kind() or not torch.accelerator.is_available():
         return False
     try:
-        return torch.empty(1, pin_memory=True).is_pinned()
-    except (RuntimeError, NotImplementedError):  # it has no allocator for pinned memory
-        return False
+        reason = "" if torch.empty(1, pin_memory=True).is_pinned() else "is_pinned() is False"
+    except (RuntimeError, NotImplementedError) as error:
+        reason = _first_line(error)
+    if reason:
+        warn(
+            f"torch.empty(..., pin_memory=True) gives no host memory that {kind!r} devices copy from beside the host's "
+            f"work ({reason}): each copy for offload and for checkpoints is waited for.\nNothing needs to be changed. "
+            f"`fsdp doctor --device {kind}` says what the package for the device must provide."
+        )
+    return not reason
 
 
 def record_event(device: torch.device) -> torch.Event:
@@ -239,7 +283,7 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
 
 
 def build_facts() -> dict[str, Any]:
-    """Of which kinds torch was built, with the releases of what it was built with."""
+    """The accelerators that torch was built for, with the releases of the libraries that it was built with."""
     nccl = torch.cuda.nccl.version() if dist.is_available() and dist.is_nccl_available() else ()
     libraries = {"nccl": ".".join(map(str, nccl))} if nccl else {}
     return {"cuda_build": torch.version.cuda, "hip_build": torch.version.hip, "libraries": libraries}
@@ -261,8 +305,8 @@ def device_facts() -> list[dict[str, Any]]:
     """What the accelerator's devices on this machine say of themselves; empty where there are none. Initialises them.
 
     Returns:
-        Of each its ``name`` (such as ``"npu:0"``), ``model``, ``memory`` in bytes and ``capability``; ``None`` for what
-        its module can't be asked.
+        For each device its ``name`` (such as ``"npu:0"``), ``model``, ``memory`` in bytes and ``capability``; ``None``
+        for what the device module does not tell.
     """
     kind = accelerator_kind()
     if kind is None or not torch.accelerator.is_available():

@@ -41,7 +41,7 @@ def printable(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    r"""What an exception says, up to the end of its first line; of an assertion without words, the line of code.
+    r"""The first line of an exception's message; for an assertion without a message, the line of code.
 
     Example:
         >>> first_line(ValueError("lr is negative\nWrite a positive one"))

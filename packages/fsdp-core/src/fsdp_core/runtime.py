@@ -68,9 +68,9 @@ def _check_group(device: str) -> None:
 
 @contextmanager
 def _collectives_recorded() -> Iterator[None]:
-    """A context in which process groups are created that record their collectives, as torch 2.13's do in any case.
+    """A context in which new process groups record their collectives. From torch 2.13 on they always do.
 
-    The last collective of a rank that hangs is looked up there.
+    The record tells the last collective of a rank that hangs.
     """
     name = "TORCH_FR_BUFFER_SIZE"
     previous = os.environ.get(name)
@@ -147,7 +147,7 @@ class Runtime(ABC):
         return self.mesh.size(DATA_AXES)
 
     def by_data_parallel_rank(self, by_rank: list[Any]) -> list[Any]:
-        """Of a list with one entry per rank, those of one rank for each data-parallel rank, in their order."""
+        """Reduce a list with one entry per rank to one entry per data-parallel rank, in their order."""
         return [by_rank[rank] for rank in self.mesh.peers(0, DATA_AXES)]
 
     @property
@@ -245,12 +245,12 @@ class Runtime(ABC):
             A 1-D tensor: the run of rank 0, then that of rank 1, and so on.
         """
         counts = torch.tensor([tensor.numel(), *send], device=self.device)
-        table = self.all_gather(counts).tolist()
+        table = self.all_gather(counts).tolist()  # by sender: its number of elements, and those for each rank
         padded = tensor.new_zeros(max(row[0] for row in table))
         padded[: tensor.numel()] = tensor
         rows = self.all_gather(padded)
         starts = [sum(row[1 : 1 + self.rank]) for row in table]
-        return torch.cat([r[at : at + n] for r, at, n in zip(rows, starts, receive, strict=True)])
+        return torch.cat([row[start : start + n] for row, start, n in zip(rows, starts, receive, strict=True)])
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """Copy the values of rank ``src`` to every rank, in place. This default sends them as an object via the host.
@@ -409,6 +409,7 @@ class ProcessGroupRuntime(Runtime):
         self.device = device
         self._timeout = timeout
         devices.select(device)
+        devices.check_parts(device)
         if dist.is_initialized():
             _check_group(device.type)
             return
@@ -455,7 +456,7 @@ class ProcessGroupRuntime(Runtime):
 
         group = group or self._group
         if isinstance(tensor, DTensor):
-            return tensor.full_tensor()  # it is of all ranks already
+            return tensor.full_tensor()  # this has reduced it over all ranks
         if self._alone:
             return tensor
         if op == "mean":

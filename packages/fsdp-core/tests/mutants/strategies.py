@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from fsdp_core.errors import NonFiniteGradientError
-from fsdp_core.lightning.checkpoints.saving_strategy import SavePlace
+from fsdp_core.lightning.checkpoints.sharded_or_full import SaveTarget
 from fsdp_core.sharding.plan import ShardingPlan
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.testing.loopback.backend import LoopbackBackend
@@ -25,7 +25,7 @@ class ForgetsRandomNumbers(LoopbackTrainerStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        self.features.exact_resume._to_restore = None
+        self.features.exact_resume._saved_random_state = None
 
 
 class SavesWhatChanges(LoopbackTrainerStrategy):
@@ -113,15 +113,15 @@ class GuardsNothing(LoopbackFabricStrategy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        gradients: Any = self.steps.gradients
+        gradients: Any = self.steps.gradient_guard
         gradients.on = lambda: None
 
 
 class SavesApart(LoopbackFabricStrategy):
     """Saves at the path that each rank names, as if all of them were one."""
 
-    def place_of(self, path: Any) -> SavePlace:
-        return SavePlace(str(path))
+    def save_target(self, path: Any) -> SaveTarget:
+        return SaveTarget(str(path))
 
 
 class KeepsItsModels(LoopbackFabricStrategy):

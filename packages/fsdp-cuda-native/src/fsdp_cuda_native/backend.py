@@ -57,8 +57,7 @@ class NativeBackend(Backend):
     """
 
     owner_compute = True
-    #: On the others, some steps are wrong without a word: docs/bring-your-device.md.
-    accelerators = ("cuda", "cpu")
+    accelerators = ("any", "cpu")
 
     options: NativeOptions
 
@@ -91,6 +90,16 @@ class NativeBackend(Backend):
                 "refuses.\n"
                 "Write sync_each_batch=True, or sharding_strategy='FULL_SHARD'; or use strategy='ddp'."
             )
+
+    @property
+    def offloads_from_device(self) -> bool:
+        """Whether shards live in host memory, and are gathered on an accelerator.
+
+        On the CPU, shards live in host memory anyway; torch would allocate memory pinned for an accelerator. Off it,
+        gradients are reduced on every micro-batch: unreduced ones would be whole, and on the device, while FSDP1 lets
+        parameters on the host have none.
+        """
+        return self.options.offloads and self.runtime.device.type != "cpu"
 
     # -- building and sharding -------------------------------------------------------------------------------------
 
@@ -226,8 +235,6 @@ class NativeBackend(Backend):
         )
 
     def _wrapped(self, unit: nn.Module, replicated: list[nn.Parameter]) -> FullyShardedDataParallel:
-        # on the CPU, shards live in host memory already; torch would allocate memory pinned for an accelerator
-        offload = self.options.offloads and self.runtime.device.type != "cpu"
         with warnings.catch_warnings():
             # one rank has nothing to shard, which needs no warning
             warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
@@ -236,7 +243,7 @@ class NativeBackend(Backend):
                 **{
                     **self._ranks_to_shard_over(),
                     "sharding_strategy": self.options.strategy,
-                    "cpu_offload": CPUOffload(offload_params=offload),
+                    "cpu_offload": CPUOffload(offload_params=self.offloads_from_device),
                     "backward_prefetch": self.options.prefetch,
                     "mixed_precision": self._mixed_precision(),
                     "device_id": self.runtime.device,

@@ -28,8 +28,8 @@ class NativeRanks(ShardedStrategy):
     strategy_name = "fsdp_native"
     options_class: ClassVar[type[ShardingOptions]] = _Options
     backend_class = NativeBackend
-    others_options: ClassVar = OTHER_OPTIONS
-    happens_anyway: ClassVar = ALWAYS
+    migration_hints: ClassVar = OTHER_OPTIONS
+    accepted_noops: ClassVar = ALWAYS
 
     options: NativeOptions
     backend: NativeBackend

@@ -254,11 +254,6 @@ def _check_options(options: NativeOptions) -> None:
             f"sync_each_batch={options.sync_each_batch!r} is neither True nor False.\n"
             "Write False to reduce gradients once per optimizer step, or True to reduce them on every micro-batch."
         )
-    if options.sync_each_batch and options.offloads:
-        raise UnsupportedCapabilityError(
-            "sync_each_batch=True can't be combined with cpu_offload: FSDP1 would replace the gradients of earlier "
-            "micro-batches instead of adding to them.\nLeave out one of the two, or use strategy='fsdp2'."
-        )
 
 
 def _check_ignored(name: str, ignored: object, kinds: tuple[type, ...], what: str) -> None:

@@ -17,7 +17,7 @@ _FSDP1 = StrategyInfo(
     summary="Fully sharded data parallel with torch's FullyShardedDataParallel (FSDP1).",
     trainer="fsdp_cuda_native.trainer:DDPFullyShardedNativeStrategy",
     fabric="fsdp_cuda_native.fabric:NativeFSDPStrategy",
-    accelerators=("cuda", "cpu"),
+    accelerators=("any", "cpu"),
     capabilities=frozenset(Capability),
     options=options_in("fsdp_cuda_native.options:NativeOptions"),
     requires=("torch>=2.9", "lightning>=2.6.6"),

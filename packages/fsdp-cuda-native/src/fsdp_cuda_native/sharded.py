@@ -145,7 +145,7 @@ class NativeSharded(Sharded):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        if self.backend.options.sync_each_batch:
+        if self.backend.options.sync_each_batch or self.backend.offloads_from_device:
             yield
             return
         self.backend.check_waiting()

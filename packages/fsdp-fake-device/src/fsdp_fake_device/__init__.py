@@ -16,6 +16,7 @@ from fsdp_fake_device.control import (
     set_memory_limit,
     sleep,
     with_delay,
+    without,
 )
 from fsdp_fake_device.registration import register as _register
 
@@ -30,6 +31,7 @@ __all__ = [
     "set_memory_limit",
     "sleep",
     "with_delay",
+    "without",
 ]
 
 _register()

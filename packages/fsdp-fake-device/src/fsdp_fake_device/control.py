@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 
 from fsdp_fake_device.extension import extension
 
@@ -124,6 +125,40 @@ def set_memory_limit(size: int, device: torch.device | int | str | None = None) 
     from fsdp_fake_device.device_module import index_of
 
     extension.set_memory_limit(index_of(device), size)
+
+
+#: What :func:`without` can leave out.
+Part = Literal["collectives", "pinned memory", "random state", "streams"]
+
+
+@contextmanager
+def without(*parts: Part) -> Iterator[None]:
+    """A block in which the device lacks something, as devices do whose package has not got it yet.
+
+    Args:
+        parts: What it lacks: ``"collectives"``, ``"pinned memory"``, ``"random state"``, ``"streams"`` besides the
+            default one. What was made before is there still.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    unknown = [part for part in parts if part not in get_args(Part)]
+    if unknown:
+        raise ValueError(f"without({unknown[0]!r}): can be left out are {', '.join(map(repr, get_args(Part)))}")
+    registries: list[tuple[dict[str, Any], str]] = []
+    if "collectives" in parts:
+        registries.append((dist.Backend.default_device_backend_map, "fake"))
+    if "random state" in parts:
+        functions = vars(torch.get_device_module("fake"))
+        registries += [(functions, name) for name in functions if "rng_state" in name]
+    removed = [(registry, name, registry.pop(name)) for registry, name in registries]
+    extension.set_parts("streams" not in parts, "pinned memory" not in parts)
+    try:
+        yield
+    finally:
+        extension.set_parts(True, True)
+        for registry, name, value in removed:
+            registry[name] = value
 
 
 def sleep(milliseconds: int) -> None:

@@ -167,7 +167,7 @@ class FSDP2Backend(Backend):
     def check_shardable(self, module: nn.Module) -> None:
         super().check_shardable(module)
         if was_begun(module):
-            options_given = [name for name in self.options.given() if name not in _BESIDE]
+            options_given = [name for name in self.options.changed_options() if name not in _BESIDE]
             refuse_beside(module, [*options_given, "parallelize_fn"] if self.options.parallelize_fn else options_given)
             check_no_context(self.runtime.mesh, "a module that its own code shards")
             _check_sharded_by_user(module)

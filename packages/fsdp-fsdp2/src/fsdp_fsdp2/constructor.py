@@ -30,8 +30,8 @@ class FSDP2Ranks(ShardedStrategy):
     strategy_name = "fsdp2"
     options_class: ClassVar[type[ShardingOptions]] = _Options
     backend_class = FSDP2Backend
-    others_options: ClassVar = OTHERS_OPTIONS
-    happens_anyway: ClassVar = ALWAYS
+    migration_hints: ClassVar = OTHERS_OPTIONS
+    accepted_noops: ClassVar = ALWAYS
 
     options: FSDP2Options
     backend: FSDP2Backend

@@ -131,7 +131,7 @@ class FSDP2Options(ShardingOptions):
         check_sized("context_parallel_size", self.sizes, context_parallel_dims=self.context_parallel_dims)
         check_sized("tensor_parallel_size", self.sizes, tp_plan=self.tp_plan)
         names = self.argument_names()
-        check_parallelize_fn(self.parallelize_fn, [names[name] for name in self.given()], names.values())
+        check_parallelize_fn(self.parallelize_fn, [names[name] for name in self.changed_options()], names.values())
         check_loss_parallel(self.loss_parallel)
         check_sized("tensor_parallel_size", self.sizes, loss_parallel=self.loss_parallel)
         check_data_sampler(self.data_sampler)

@@ -63,7 +63,7 @@ class ZeRO1Sharded(Sharded):
             self.parts[shard] = (Part(name=name, shape=tuple(whole.shape), range=elements),)
             self.step.follow(whole, shard, is_part=False)
         ended = partial(Sharded.inner_pass_ended, self)  # a pass whose gradients wait, perhaps inside a step
-        self.end = EndOfBackward(list(self.whole.values()), root, partial(_reduce, root), otherwise=ended)
+        self.end = EndOfBackward(list(self.whole.values()), root, partial(_reduce, root), call_disabled=ended)
         self.gathered = self.versions()
         root.register_forward_pre_hook(_follow_whole)
         for module in root.modules():

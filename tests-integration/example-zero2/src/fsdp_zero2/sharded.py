@@ -70,7 +70,7 @@ class ZeRO2Sharded(Sharded):
         for whole in self.whole.values():
             _call_when_ready(whole, root)
         ended = partial(Sharded.inner_pass_ended, self)  # a pass whose gradients wait, perhaps inside a step
-        self.end = EndOfBackward(list(self.whole.values()), root, partial(_reduce, root), otherwise=ended)
+        self.end = EndOfBackward(list(self.whole.values()), root, partial(_reduce, root), call_disabled=ended)
         self.gathered = self.versions()
         root.register_forward_pre_hook(_follow_whole)
         for module in root.modules():

@@ -25,7 +25,8 @@ _MAX_SHOWN = 20
 _LONGEST = 60  # characters of a value or of a callback's key
 _DEEPEST = 64  # parts of a name that are looked at
 
-_Tree: TypeAlias = dict[tuple[str, bool], Any]  # by a part of a name, and whether it is a tensor's last
+#: By a part of a name, and whether that is the last part of a tensor's name: the tensor's facts if so, else a tree.
+_Tree: TypeAlias = dict[tuple[str, bool], Any]
 
 
 @click.command("list")
@@ -51,7 +52,7 @@ def list_checkpoints(directory: str, as_json: bool) -> None:
                     "time": None
                     if checkpoint.time is None
                     else checkpoint.time.astimezone(UTC).isoformat(timespec="seconds"),
-                    "told": checkpoint.remark,
+                    "remark": checkpoint.remark,
                 }
                 for checkpoint in checkpoints
             ]
@@ -162,7 +163,8 @@ def group_blocks(tensors: Mapping[str, tuple[str, ...]]) -> list[tuple[tuple[str
         tensors: Facts by name.
 
     Returns:
-        Names and facts, and of how many tensors. In a name ``*`` stands for the numbers of all blocks that lie there.
+        Rows, each of a name with facts, and the number of tensors that it stands for. In a name, ``*`` stands for the
+        numbers of all blocks at that place.
 
     Example:
         >>> names = ["net.0.weight", "net.1.scale", "net.2.weight", "net.3.weight", "b.7.w", "b.8.w"]
@@ -173,7 +175,7 @@ def group_blocks(tensors: Mapping[str, tuple[str, ...]]) -> list[tuple[tuple[str
     for name, facts in tensors.items():
         node = tree
         begin = 0
-        for end in islice((at for at, sign in enumerate(name, 1) if sign in "./"), _DEEPEST):
+        for end in islice((position for position, sign in enumerate(name, 1) if sign in "./"), _DEEPEST):
             node = node.setdefault((name[begin:end], False), {})
             begin = end
         node[name[begin:], True] = facts
@@ -181,18 +183,19 @@ def group_blocks(tensors: Mapping[str, tuple[str, ...]]) -> list[tuple[tuple[str
 
 
 def _rows_of(node: _Tree) -> list[tuple[tuple[str, ...], int]]:
-    """The rows of a part of the tree; numbered parts that have the same rows are one."""
-    parts_by_rows: dict[Any, list[str]] = {}
+    """The rows of a part of the tree. Numbers that have the same rows below them are merged."""
+    groups: dict[Any, list[str]] = {}
+    numbers = 0
     for (part, is_tensor), below in node.items():
         rows = [(("", *below), 1)] if is_tensor else _rows_of(below)
-        numbered = re.fullmatch(r"[0-9]{1,9}[./]?", part) is not None
-        parts_by_rows.setdefault((None if numbered else part, is_tensor, tuple(rows)), []).append(part)
-    count = sum(len(parts) for (name, *_), parts in parts_by_rows.items() if name is None)
-    return [
-        ((f"{_merge_numbers(parts, all_of_them=len(parts) == count)}{name}", *facts), number * len(parts))
-        for (*_, rows), parts in parts_by_rows.items()
-        for (name, *facts), number in rows
-    ]
+        is_number = re.fullmatch(r"[0-9]{1,9}[./]?", part) is not None
+        numbers += is_number
+        groups.setdefault((None if is_number else part, is_tensor, tuple(rows)), []).append(part)
+    merged_rows: list[tuple[tuple[str, ...], int]] = []
+    for (*_, rows), parts in groups.items():
+        prefix = _merge_numbers(parts, all_of_them=len(parts) == numbers)
+        merged_rows += [((f"{prefix}{name}", *facts), count * len(parts)) for (name, *facts), count in rows]
+    return merged_rows
 
 
 def _merge_numbers(parts: list[str], *, all_of_them: bool) -> str:
@@ -314,9 +317,10 @@ def diff_checkpoints(a: str, b: str, rtol: float, atol: float, quiet: bool, as_j
         raise SystemExit(1)
 
 
-def _finite(value: Any) -> Any:
+def _as_json_number(value: Any) -> Any:
+    """A number as JSON has it: without complex numbers, infinity and NaN."""
     if isinstance(value, complex):
-        return [_finite(value.real), _finite(value.imag)]
+        return [_as_json_number(value.real), _as_json_number(value.imag)]
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
@@ -336,8 +340,8 @@ def _to_json(differences: Differences) -> dict[str, Any]:
                 "first": None if difference.first is None else list(difference.first),
                 "values": None
                 if difference.values is None
-                else dict(zip("ab", map(_finite, difference.values), strict=True)),
-                "max_abs": _finite(difference.max_abs),
+                else dict(zip("ab", map(_as_json_number, difference.values), strict=True)),
+                "max_abs": _as_json_number(difference.max_abs),
             }
             for difference in differences.tensors
         },
@@ -391,9 +395,9 @@ def _format_tensor(difference: TensorDifference) -> str:
         descriptions.append(f"{difference.dtypes[0]} → {difference.dtypes[1]}")
     if difference.count:
         total = math.prod(difference.shapes[0])
-        at = _format_shape(difference.first or ())
+        index = _format_shape(difference.first or ())
         a, b = difference.values or (None, None)
-        values = f"first at {at}: {_format_number(a)} → {_format_number(b)}, by {difference.max_abs:.3g} at most"
+        values = f"first at {index}: {_format_number(a)} → {_format_number(b)}, by {difference.max_abs:.3g} at most"
         descriptions.append(f"{difference.count} of {total} values, {values}")
     elif difference.count == 0:
         descriptions.append("the values are the same")

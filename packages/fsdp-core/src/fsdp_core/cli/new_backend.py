@@ -85,7 +85,7 @@ def _package(name: str) -> str:
 
 def _check_free(name: str, package: str) -> None:
     owners = [str(provider) for provider in registry.claimants(name)]
-    if name in registry.FIRST_PARTY:  # "xla_fsdp" too: the only name of Fabric's own that is not kept for it
+    if name in registry.FIRST_PARTY:  # also "xla_fsdp", which is one of Fabric's own names too, and is fsdp-xla's
         owners = owners or [registry.FIRST_PARTY[name]]
     elif name in LIGHTNINGS_OWN:
         owners = ["Lightning itself, which keeps it"]

@@ -13,7 +13,7 @@ import click
 
 from fsdp_core.errors import printable
 
-_WIDEST = 200  # the longest cell that others are aligned with
+_MAX_ALIGNED = 200  # a longer cell does not widen its column
 
 __all__ = ["clean", "format_age", "format_count", "format_size", "print_json", "print_table", "progress"]
 
@@ -35,7 +35,7 @@ def print_table(
     """
     rows_with_header = [header, *rows] if header else rows
     lines = [tuple(map(clean, cells)) for cells in rows_with_header]
-    columns = [[len(cell) for cell in column if len(cell) <= _WIDEST] for column in zip(*lines, strict=True)]
+    columns = [[len(cell) for cell in column if len(cell) <= _MAX_ALIGNED] for column in zip(*lines, strict=True)]
     widths = [max(lengths, default=0) for lengths in columns][:-1]
     indent = sum(widths) + 2 * len(widths)
     width = _line_width() or width
@@ -60,15 +60,15 @@ def _fold(text: str, width: int) -> list[str]:
     lines = []
     line = ""
     for number, word in enumerate(text.split(" ")):
-        joined = f"{line} {word}" if number and len(word) <= width else ""
-        if number and joined and len(joined) <= width:
-            line = joined
+        room = width - len(line) - 1  # for a part of the word, after a space
+        if number and len(word) <= room:
+            line = f"{line} {word}"
             continue
-        if len(word) > width and 0 < (room := width - len(line) - 1) < width - 1:
+        if line and len(word) > width and room > 0:  # it does not fit any line: begin it in this one
             line = f"{line} {word[:room]}"
             word = word[room:]
         lines.append(line)
-        pieces = [word[at : at + width] for at in range(0, len(word), width)] or [""]
+        pieces = [word[start : start + width] for start in range(0, len(word), width)] or [""]
         lines += pieces[:-1]
         line = pieces[-1]
     return [text_line for text_line in (line.rstrip() for line in [*lines, line]) if text_line] or [""]

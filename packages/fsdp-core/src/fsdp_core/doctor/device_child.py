@@ -23,22 +23,22 @@ def main(file: str, kind: str) -> None:
 
     rows: list[dict[str, Any]] = [
         {
-            "name": each.name,
-            "api": each.api.replace("KIND", kind),
-            "purpose": each.purpose,
-            "is_needed": each.is_needed,
+            "name": requirement.name,
+            "api": requirement.api.replace("KIND", kind),
+            "purpose": requirement.purpose,
+            "is_needed": requirement.is_needed,
             "result": None,
         }
-        for each in REQUIREMENTS
+        for requirement in REQUIREMENTS
     ]
     if accelerator_kind() != kind:
-        there = accelerator_kind() or "none"
+        actual_kind = accelerator_kind() or "none"
         autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD")
         hint = "" if autoload is None else f" (TORCH_DEVICE_BACKEND_AUTOLOAD={autoload})"
         needed = f"; install {PACKAGES[kind]}" if kind in PACKAGES else ""
         rows[0]["result"] = (
-            f"torch's accelerator in this process is {there}: the package that registers {kind!r} is not installed, "
-            f"does not load by the entry point torch.backends{hint}, or registers nothing where it finds no "
+            f"torch's accelerator in this process is {actual_kind}: the package that registers {kind!r} is not "
+            f"installed, does not load by the entry point torch.backends{hint}, or registers nothing where it finds no "
             f"device{needed}"
         )
         answer_with(file, {"requirements": rows, "done": True})

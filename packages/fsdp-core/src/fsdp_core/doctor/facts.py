@@ -66,7 +66,7 @@ def _note(facts: dict[str, Any], parts: dict[str, Callable[[], Any]]) -> None:
 
 def _plugins(seconds: float) -> list[dict[str, Any]]:
     entry_points = installed_plugins()
-    with ThreadPoolExecutor((os.cpu_count() or 1) + 2) as pool:  # one or two may wait for nothing
+    with ThreadPoolExecutor((os.cpu_count() or 1) + 2) as pool:  # a plugin or two may hang
         return list(pool.map(lambda entry_point: _plugin(entry_point, seconds), entry_points))
 
 

@@ -39,11 +39,11 @@ def findings(facts: dict[str, Any]) -> list[Finding]:
         facts: The result of :func:`fsdp_core.doctor.facts.gather`.
     """
     all_findings = [
-        *_of_doctor(facts),
-        *_of_torch(facts),
-        *_of_lightning(facts),
-        *(finding for plugin in facts["plugins"] or () for finding in _of_plugin(plugin)),
-        *_of_names(facts),
+        *_doctor_findings(facts),
+        *_torch_findings(facts),
+        *_lightning_findings(facts),
+        *(finding for plugin in facts["plugins"] or () for finding in _plugin_findings(plugin)),
+        *_name_findings(facts),
     ]
     return sorted(all_findings, key=lambda finding: finding.level)
 
@@ -56,12 +56,12 @@ def _note(what: str, remedy: str) -> Finding:
     return Finding(level="note", what=what, remedy=remedy)
 
 
-def _of_doctor(facts: dict[str, Any]) -> Iterator[Finding]:
+def _doctor_findings(facts: dict[str, Any]) -> Iterator[Finding]:
     for subject, error in facts["failed"].items():
         yield _broken(f"fsdp doctor could not look at {subject}: {error}", "report this to the authors of fsdp-core")
 
 
-def _of_torch(facts: dict[str, Any]) -> Iterator[Finding]:
+def _torch_findings(facts: dict[str, Any]) -> Iterator[Finding]:
     torch = facts["torch"] or {}
     machine = facts["machine"] or {}
     packages = facts["device_packages"] or []
@@ -74,6 +74,7 @@ def _of_torch(facts: dict[str, Any]) -> Iterator[Finding]:
     elif torch.get("error"):
         remedy = f"mend that first, nothing runs without torch; {_SLOW_MACHINE}"
         yield _broken(f"torch: {torch['error']}", f"{remedy}; to run {without_packages}" if packages else remedy)
+    # a vendor's package is loaded where there is no such device
     elif packages and torch.get("devices") == [] and torch.get("accelerator") not in {None, *LIGHTNINGS_OWN}:
         yield _note(
             f"torch's accelerator is {torch['accelerator']!r}, and torch sees no such device; what its package has "
@@ -89,13 +90,13 @@ def _of_torch(facts: dict[str, Any]) -> Iterator[Finding]:
         )
 
 
-def _of_lightning(facts: dict[str, Any]) -> Iterator[Finding]:
+def _lightning_findings(facts: dict[str, Any]) -> Iterator[Finding]:
     lightning = facts["lightning"] or {}
     torch = facts["torch"] or {}
     versions = facts["versions"] or {}
     if lightning.get("installed") is False:
         packages = [name for name in ("pytorch-lightning", "lightning-fabric") if versions.get(name)]
-        explanation = f" (the classes of {' and '.join(packages)} are others)" if packages else ""
+        explanation = f" (our strategies don't work in {' and '.join(packages)})" if packages else ""
         yield _broken(
             f"lightning is not installed{explanation}, so no Trainer takes our names", "pip install lightning"
         )
@@ -125,24 +126,27 @@ def _of_lightning(facts: dict[str, Any]) -> Iterator[Finding]:
             )
 
 
-def _of_plugin(plugin: dict[str, Any]) -> Iterator[Finding]:
+def _plugin_findings(plugin: dict[str, Any]) -> Iterator[Finding]:
     package = plugin["package"]
-    who = f"{package} {plugin['version']} ({plugin['name']})"
+    plugin_text = f"{package} {plugin['version']} ({plugin['name']})"
     if plugin["error"]:
-        yield _broken(f"{who} failed to load: {plugin['error']}", plugin["remedy"])
+        yield _broken(f"{plugin_text} failed to load: {plugin['error']}", plugin["remedy"])
     if plugin["at_exit"]:
         yield _broken(
-            f"{who}: {plugin['at_exit']}", f"{_REPORT_TO_AUTHORS.format(package)}, or type: pip uninstall {package}"
+            f"{plugin_text}: {plugin['at_exit']}",
+            f"{_REPORT_TO_AUTHORS.format(package)}, or type: pip uninstall {package}",
         )
     for complaint in plugin["complaints"]:
-        yield _note(f"{who} {complaint['what']}", f"{_REPORT_TO_AUTHORS.format(package)}: {complaint['remedy']}")
+        yield _note(
+            f"{plugin_text} {complaint['what']}", f"{_REPORT_TO_AUTHORS.format(package)}: {complaint['remedy']}"
+        )
     if not plugin["bounded"] and not plugin["error"]:
         required = plugin["requires_core"]
         requirement = f"requires fsdp-core{required or ' of any version'}, without an upper bound"
         if required is None:
             requirement = "does not say which fsdp-core it requires"
         yield _note(
-            f"{who} {requirement}, so that one with another contract would load it too",
+            f"{plugin_text} {requirement}, so that one with another contract would load it too",
             f"{_REPORT_TO_AUTHORS.format(package)}: it should require what it was built for, such as "
             "fsdp-core>=0.1,<0.2",
         )
@@ -152,7 +156,7 @@ def _of_plugin(plugin: dict[str, Any]) -> Iterator[Finding]:
             yield _broken(what, remedy)
 
 
-def _of_names(facts: dict[str, Any]) -> Iterator[Finding]:
+def _name_findings(facts: dict[str, Any]) -> Iterator[Finding]:
     claims: dict[str, list[Provider]] = {}
     for plugin in facts["plugins"] or ():
         for row in plugin["strategies"]:

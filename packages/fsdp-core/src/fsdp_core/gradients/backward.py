@@ -28,10 +28,10 @@ class EndOfBackward:
         call: What to call. The gradients are at the parameters then.
         accumulates: Whether the backward pass that runs adds to gradients of ``root``. One that does not, as
             ``torch.autograd.grad``, does not count.
-        otherwise: What to call instead while it is not enabled.
+        call_disabled: What to call instead while it is not enabled.
 
     Attributes:
-        enabled: Whether it is called.
+        enabled: Whether ``call`` is called.
 
     Example:
         >>> layer = nn.Linear(2, 1)
@@ -48,15 +48,15 @@ class EndOfBackward:
         root: nn.Module,
         call: Callable[[], None],
         accumulates: Callable[[], bool] = lambda: True,
-        otherwise: Callable[[], None] | None = None,
+        call_disabled: Callable[[], None] | None = None,
     ) -> None:
         self.enabled = True
-        self._otherwise = otherwise
+        self._call_disabled = call_disabled
         self._accumulates = accumulates
         self._call = call
         self._queued = False
-        # Held by the root. A parameter's hook is out of the garbage collector's sight, and what it calls knows the
-        # parameter: held by that, all of it, process groups included, would stay forever.
+        # Parameters' hooks refer to this object weakly, and the root's hooks keep it alive. The garbage collector does
+        # not look into a parameter's hooks: a cycle through one, process groups included, would never be freed.
         self._queue_while_alive = _weakly(self._queue)
         for parameter in parameters:
             self.follow(parameter)
@@ -64,7 +64,7 @@ class EndOfBackward:
         root.register_forward_hook(self._after_forward)
 
     def follow(self, parameter: nn.Parameter) -> None:
-        """Let backward passes count that compute a gradient of a further parameter."""
+        """Add a parameter: backward passes that compute its gradient count too."""
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return  # integers never get gradients
         required = parameter.requires_grad
@@ -74,11 +74,14 @@ class EndOfBackward:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a backward pass has begun that has not ended: before a forward pass, an exception has ended it."""
+        """Whether a backward pass has begun and not come to its end.
+
+        If so when a forward pass begins, the backward pass has failed with an exception.
+        """
         return self._queued
 
     def forget(self) -> None:
-        """Forget a backward pass that an exception has ended."""
+        """Forget a backward pass that has failed with an exception."""
         self._queued = False
 
     @contextmanager
@@ -91,7 +94,7 @@ class EndOfBackward:
             self.enabled = True
 
     def _before_forward(self, root: nn.Module, args: Any) -> None:
-        self._queued = False  # an exception may have ended the last backward pass before its end
+        self._queued = False  # the last backward pass may have failed with an exception
 
     def _after_forward(self, root: nn.Module, args: Any, output: Any) -> None:
         """Notice a backward pass from ``output``: gradients of the micro-batches before it may be waiting."""
@@ -105,7 +108,7 @@ class EndOfBackward:
             self._queue(gradient)
 
     def _queue(self, _: Tensor) -> None:
-        if not self._queued and (self.enabled or self._otherwise is not None):
+        if not self._queued and (self.enabled or self._call_disabled is not None):
             self._queued = True
             queue_backward_callback(self._end)
 
@@ -113,12 +116,12 @@ class EndOfBackward:
         self._queued = False
         if self.enabled:
             self._call()
-        elif self._otherwise is not None:
-            self._otherwise()
+        elif self._call_disabled is not None:
+            self._call_disabled()
 
 
 def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """Call a method without keeping what it belongs to."""
+    """Return a function that calls a method, and does not keep the method's object alive."""
     reference = weakref.WeakMethod(method)
 
     def call(tensor: Tensor) -> None:

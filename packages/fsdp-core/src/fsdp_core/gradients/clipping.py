@@ -59,11 +59,11 @@ def clip_grads_by_norm(
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} is no norm. Write a positive number, or float('inf').")
-    shards: dict[tuple[Any, ...], list[Tensor]] = {(group,): []}  # by the groups over which they are parts of a whole
+    shards: dict[tuple[Any, ...], list[Tensor]] = {(group,): []}  # by the groups whose ranks hold the other parts
     replicated: list[Tensor] = []
-    wide = torch.float32  # of what ranks send each other, also those that have no gradient
+    wide_dtype = torch.float32  # of what ranks send each other, also those that have no gradient
     for parameter in parameters:
-        wide = torch.promote_types(wide, parameter.dtype.to_real())
+        wide_dtype = torch.promote_types(wide_dtype, parameter.dtype.to_real())
         if parameter.grad is not None:
             gradient = local_tensor(parameter.grad)
             groups = _groups(parameter, runtime, group) if is_sharded(parameter) else ()
@@ -74,7 +74,7 @@ def clip_grads_by_norm(
     is_inf = math.isinf(norm_type)
     total = _power_sum(replicated, norm_type, runtime.device)
     for groups, grads in shards.items():
-        part = _power_sum(grads, norm_type, runtime.device).to(wide)
+        part = _power_sum(grads, norm_type, runtime.device).to(wide_dtype)
         for process_group in groups:
             if is_inf:
                 part = _largest(runtime, part, process_group)
@@ -129,13 +129,13 @@ def _groups(parameter: Tensor, runtime: Runtime, group: Any | None) -> tuple[Any
 
 
 def _largest(runtime: Runtime, value: Tensor, group: Any | None) -> Tensor:
-    """The largest of all ranks' values, NaN if one is: gloo's maximum ignores a NaN of another rank, and XLA's any."""
+    """The largest of all ranks' values; NaN if any is NaN, which the maximum of gloo or XLA may leave out."""
     maxima = runtime.all_reduce(torch.stack([value, value.isnan().to(value.dtype)]), "max", group)
     return maxima[0].where(maxima[1] == 0, torch.nan)
 
 
 def _larger(first: Tensor, second: Tensor) -> Tensor:
-    """The larger of two numbers, NaN if one is: XLA's maximum on CPUs ignores NaN."""
+    """The larger of two numbers; NaN if one is NaN, which XLA's maximum on CPUs leaves out."""
     return second.where((second > first) | second.isnan(), first)
 
 

@@ -20,8 +20,7 @@ def is_elementwise(name: str) -> bool:
         name: As torch shows it to ``__torch_function__``, such as ``"lerp_"``, ``"__rsub__"`` or ``"_foreach_add_"``.
 
     Returns:
-        Whether torch tags all it has of that name as pointwise, or it is known here. Of a name that is not known it is
-        ``False``.
+        Whether torch tags a form of it as pointwise, or it is listed here; ``False`` for a name that neither knows.
 
     Example:
         >>> is_elementwise("lerp_"), is_elementwise("__rsub__"), is_elementwise("_foreach_add_")
@@ -35,11 +34,12 @@ def is_elementwise(name: str) -> bool:
         return True
     if name in _KNOWN:
         return True
-    if name.startswith("__"):
+    if name.startswith("__"):  # an operator, or its in-place or reflected form: __add__, __iadd__, __radd__
         base = name.strip("_")
         return base in _OPERATORS or (base[:1] in ("i", "r") and base[1:] in _OPERATORS)
-    base = name.removesuffix("_")
-    return any(variant in _KNOWN or _is_pointwise(variant) for variant in (base, base.removeprefix("special_")))
+    base = name.removesuffix("_")  # the function of which this is the in-place form
+    without_namespace = base.removeprefix("special_")  # torch.special.erf has another name than torch.erf
+    return any(variant in _KNOWN or _is_pointwise(variant) for variant in (base, without_namespace))
 
 
 def writes_to_first(name: str) -> bool:
@@ -51,14 +51,14 @@ def writes_to_first(name: str) -> bool:
 
 def _is_pointwise(name: str) -> bool:
     packet: Any = getattr(torch.ops.aten, name, None)
-    if packet is None or name in _NOT_ALL:
+    if packet is None or name in _NOT_ALWAYS_ELEMENTWISE:
         return False
     overloads = [getattr(packet, overload) for overload in packet.overloads()]
     return any(torch.Tag.pointwise in overload.tags for overload in overloads)
 
 
-#: What torch tags as pointwise, and is so in some of its forms, or gives one value.
-_NOT_ALL = frozenset({"max", "min", "equal"})
+#: What torch tags as pointwise, though some of its forms reduce.
+_NOT_ALWAYS_ELEMENTWISE = frozenset({"max", "min", "equal"})
 
 _OPERATORS = frozenset(
     {"add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "invert", "lshift"}
@@ -88,7 +88,7 @@ _KNOWN = frozenset(
     | {"view_copy", "atleast_1d", "__deepcopy__", "__reduce_ex__", "__setstate__"}
     # autograd
     | {"requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "backward", "grad"}
-    # what is asked of it, and not of its elements
+    # what asks for a tensor's properties, and not for its elements
     | {"size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device"}
     | {"data_ptr", "const_data_ptr", "untyped_storage", "storage", "_typed_storage", "storage_type", "dense_dim"}
     | {"sparse_dim", "dim_order", "result_type", "can_cast", "_is_view", "is_coalesced", "is_complex", "is_conj"}

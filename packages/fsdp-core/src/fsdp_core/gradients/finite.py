@@ -32,7 +32,7 @@ def all_finite(gradients: Iterable[Tensor], runtime: Runtime) -> bool:
     for gradient in map(local_tensor, gradients):
         if gradient.numel():
             by_device.setdefault(gradient.device, []).append(gradient.detach().isfinite().all())
-    broken = torch.zeros((), device=runtime.device)
+    nonfinite = torch.zeros((), device=runtime.device)
     for flags in by_device.values():
-        broken = broken + (~torch.stack(flags).all()).to(runtime.device, broken.dtype)
-    return not bool(runtime.all_reduce(broken, "max"))
+        nonfinite = nonfinite + (~torch.stack(flags).all()).to(runtime.device, nonfinite.dtype)
+    return not bool(runtime.all_reduce(nonfinite, "max"))

@@ -1,4 +1,4 @@
-"""What users write to gathered parameters, in a step or in a forward pass: it is kept, or refused."""
+"""Keeps or refuses what users write to gathered parameters, in a step or in a forward pass."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class WrittenValues:
     Each rank keeps its own part of what it has written, so all must write the same. They compare a sum and a norm.
 
     Attributes:
-        are_compared: Whether ranks will compare them: what can't be kept is then refused on all ranks, and otherwise at
-            once.
+        are_compared: Whether ranks will compare them. If so, what can't be kept is refused then, on all ranks; else it
+            is refused at once.
 
     Example:
         >>> values = WrittenValues()
@@ -71,7 +71,7 @@ class WrittenValues:
         """Refuse to keep what was written to a parameter, when ranks compare what they have written.
 
         Raises:
-            ShardingError: They will not.
+            ShardingError: Ranks will not compare.
         """
         if not self.are_compared:
             raise ShardingError(message)
@@ -150,19 +150,20 @@ class GatheredValue:
     """Whether a gathered parameter was written to.
 
     torch counts the in-place operations on a tensor, and on what shares its memory. It doesn't count those on
-    ``.data``, so who reads that counts as one who may have written.
+    ``.data``, so a parameter whose ``.data`` was read may have been written to.
 
     Args:
         name: What the user calls it.
-        is_trained: Whether the user's parameter requires a gradient; for views of a flat parameter, which may differ.
-        train: Freezes or unfreezes the user's parameter, and what is gathered of it, where a view can't be; otherwise
-            torch does.
+        is_trained: For a view of a flat parameter, whether the user's parameter requires a gradient: torch knows that
+            of the flat parameter alone.
+        train: For such a view, freezes or unfreezes the user's parameter. ``None`` if torch can do it.
 
     Attributes:
         is_noted: Whether its ``data`` was read, or :meth:`note` was called.
         has_changed: Whether it was written to without being counted.
-        times: How often it had been written to, by torch's count, when that was kept last.
-        are_replaced: Whether a library is about to assign to the ``.data`` of any, which is refused otherwise.
+        times: How often it had been written to, by torch's count, when what was written was last kept.
+        is_data_assignable: Whether the ``.data`` of gathered parameters may be assigned to now, by a library; users'
+            assignments are refused.
         shard: Returns the optimizer's parameter, with which hooks are registered.
 
     Example:
@@ -176,7 +177,7 @@ class GatheredValue:
         True
     """
 
-    are_replaced: ClassVar[bool] = False
+    is_data_assignable: ClassVar[bool] = False
 
     def __init__(
         self, name: str, is_trained: Callable[[], bool] = lambda: True, train: Callable[[bool], None] | None = None
@@ -217,7 +218,7 @@ class GatheredValue:
         """Let another view of the same memory be followed as this one is."""
         instance: Any = new
         instance.__class__ = type(view)
-        vars(new).update((name, of) for name, of in vars(view).items() if name != "_fsdp_trained")
+        vars(new).update((name, value) for name, value in vars(view).items() if name != "_fsdp_trained")
         return new
 
     def unfrozen(self, view: Tensor) -> Tensor:
@@ -225,18 +226,21 @@ class GatheredValue:
         trained: Tensor = vars(view).get("_fsdp_trained", view)
         return trained
 
-    def taken(self, tensor: Tensor) -> None:
-        """What was written until now is kept."""
+    def mark_kept(self, tensor: Tensor) -> None:
+        """Record that what was written until now is kept."""
         self.times = times_written(tensor)
         self.is_noted = False
         self.has_changed = False
 
     def leave(self, tensor: Tensor, let_go: Callable[[], Tensor]) -> None:
-        """Let a parameter that stays gathered outside of its unit be its shard, where it meets another shard.
+        """Mark a parameter that stays gathered after its unit has been left.
+
+        An operation on it and on shards of other parameters, such as one over ``model.parameters()``, then gets its
+        shard instead.
 
         Args:
             tensor: The parameter.
-            let_go: Frees it, and returns the shard.
+            let_go: Frees the gathered parameter, and returns its shard.
         """
         instance: Any = tensor
         if not isinstance(tensor, _OutsideUnit):
@@ -244,19 +248,19 @@ class GatheredValue:
         self.let_go = let_go
 
     def enter(self, tensor: Tensor) -> None:
-        """Let it be a parameter as any, for its unit."""
+        """Undo :meth:`leave`, as the unit is entered."""
         instance: Any = tensor
         if type(tensor) is not GatheredParameter and isinstance(tensor, _OutsideUnit):
             instance.__class__ = type(tensor).__bases__[1]
 
     def note(self, *, has_changed: bool = False) -> None:
-        """Its ``data`` was given to the user, or it was written to without being counted."""
+        """Record that the user has read its ``data``, or has written to it without being counted."""
         self.is_noted = True
         self.has_changed = self.has_changed or has_changed
 
     def is_written(self, tensor: Tensor) -> bool:
         """Whether it was written to, or may have been."""
-        if self.is_noted:  # what has changed is noted too
+        if self.is_noted:  # also if has_changed
             return True
         try:
             return tensor._version != self.times
@@ -267,21 +271,22 @@ class GatheredValue:
         """Whether it was written to, and not by way of its ``data`` alone.
 
         Args:
-            times: How often it was written to, or a tensor that it is a view of.
+            times: torch's count of writes to it, or to the tensor that it is a view of.
         """
         return self.has_changed or times != self.times
 
-    def check_own(self, held: Tensor | None, *own: Tensor | None) -> None:
-        """Refuse what a module holds instead of its parameter, before a library gathers that.
+    def check_own(self, current: Tensor | None, *allowed: Tensor | None) -> None:
+        """Refuse to gather a parameter for a module that holds another tensor in its place.
 
         Args:
-            held: What it holds; ``None`` if that is nothing.
-            own: What a library lets it hold.
+            current: What the module holds under the parameter's name; ``None`` if nothing.
+            *allowed: The tensors that the library itself puts there.
 
         Raises:
-            ShardingError: It holds something else.
+            ShardingError: The module holds another tensor.
         """
-        if held is None or any(held is one for one in own) or getattr(held, "_fsdp_value", None) is self:
+        is_allowed = any(current is tensor for tensor in allowed)
+        if current is None or is_allowed or getattr(current, "_fsdp_value", None) is self:
             return
         raise other_tensor_refusal(self.name)
 
@@ -291,12 +296,12 @@ class GatheredValue:
         """Copy this rank's part of what was written to its shard.
 
         Args:
-            part: The part, in the shape of the shard; ``None`` if there is no such part.
+            part: The part, in the shape of the shard; ``None`` if what is gathered can't be cut so.
             shard: The shard.
             whole: What was written to.
             values: Gets what was written, or why it can't be kept: the parameter is gathered in another dtype, or
                 form, than that of the shard.
-            is_counted: Whether it was written to certainly.
+            is_counted: Whether it was certainly written to; else its ``.data`` was only read.
         """
         if part is not None and part.dtype != shard.dtype and not is_counted and not differs(part, shard):
             return  # its .data was read
@@ -316,10 +321,10 @@ class GatheredValue:
 
 
 def forget_writes(tensor: Tensor) -> None:
-    """Take what was written to a gathered parameter, by a library, for no write of the user's."""
+    """Record that what was written to a gathered parameter until now was a library's, and no write of the user's."""
     value: GatheredValue | None = getattr(tensor, "_fsdp_value", None)
     if value is not None:
-        value.taken(tensor)
+        value.mark_kept(tensor)
 
 
 def other_tensor_refusal(name: str) -> ShardingError:
@@ -337,7 +342,7 @@ def other_tensor_refusal(name: str) -> ShardingError:
     )
 
 
-#: What a tensor's ``data`` and ``requires_grad`` are without any of this.
+#: torch's own descriptors of ``data`` and ``requires_grad``, which this module's classes override.
 _DATA: Any = Tensor.data
 _REQUIRES_GRAD: Any = Tensor.requires_grad
 
@@ -355,7 +360,7 @@ class _Gathered:
     @data.setter
     def data(self, data: Tensor) -> None:
         value = self._fsdp_value
-        if value is not None and not GatheredValue.are_replaced:
+        if value is not None and not GatheredValue.is_data_assignable:
             if _is_same(data, _DATA.__get__(self)):
                 return  # as module.to() assigns where nothing changes
             raise ShardingError(
@@ -447,9 +452,8 @@ class _OutsideUnit:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with without_torch_function():
             arguments = args, kwargs or {}
-            if any(
-                isinstance(each, DTensor) and not isinstance(each, _OutsideUnit) for each in tree_flatten(arguments)[0]
-            ):
+            leaves = tree_flatten(arguments)[0]
+            if any(isinstance(leaf, DTensor) and not isinstance(leaf, _OutsideUnit) for leaf in leaves):
                 arguments = tree_map(_shard_of, arguments)
             return func(*arguments[0], **arguments[1])
 
@@ -462,8 +466,8 @@ def _shard_of(value: Any) -> Any:
 
 
 @functools.cache
-def _outside_unit_class(of: type[Tensor]) -> type:
-    return type(of.__name__, (_OutsideUnit, of), {})
+def _outside_unit_class(tensor_class: type[Tensor]) -> type:
+    return type(tensor_class.__name__, (_OutsideUnit, tensor_class), {})
 
 
 def is_gathered(tensor: Tensor) -> bool:
@@ -488,23 +492,23 @@ class GatheredDTensor(_Gathered, DTensor):
 
 
 def _as_plain_dtensors(dispatch: Callable[..., Any], func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Compute with DTensors that are followed as with DTensors, which torch's views of them are."""
+    """Compute with gathered DTensors as with plain ones: torch makes views of them plain, and checks the class."""
     leaves: list[Any] = tree_flatten((args, kwargs))[0]
-    followed: list[tuple[Any, Any]] = [(each, type(each)) for each in leaves if isinstance(each, GatheredDTensor)]
-    for each, _ in followed:
-        each.__class__ = DTensor
+    gathered: list[tuple[Any, Any]] = [(leaf, type(leaf)) for leaf in leaves if isinstance(leaf, GatheredDTensor)]
+    for leaf, _ in gathered:
+        leaf.__class__ = DTensor
     try:
         return dispatch(func, types, args, kwargs)
     finally:
-        for each, tensor_class in followed:
-            each.__class__ = tensor_class
+        for leaf, tensor_class in gathered:
+            leaf.__class__ = tensor_class
 
 
 class GatheredTensor(_Gathered, Tensor):
     """A view of a gathered flat parameter, which takes in-place operations as a parameter does.
 
-    torch refuses them on one of several views that were made together, and on each view after one of them was written
-    to. They are not counted here: nothing that autograd has saved of other views was changed.
+    torch refuses them on a view that was made together with others, and on all of these after one was written to. Here
+    they are let through, and torch does not count them: autograd has saved nothing of the other views that they change.
     """
 
     __torch_function__ = nn.Parameter.__torch_function__  # what is computed with it is a plain tensor
@@ -528,7 +532,7 @@ class GatheredTensor(_Gathered, Tensor):
         return self
 
 
-#: What ends with an underscore and writes no values.
+#: Methods whose names end with an underscore, and which write no values.
 _NOT_WRITES = frozenset({"requires_grad_", "detach_", "share_memory_", "rename_", "retain_grad_", "names_"})
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 __all__ = [
-    "OF_FIRST",
+    "READS_FIRST_ALONE",
     "PieceMixture",
     "PiecePlace",
     "common_places",
@@ -53,14 +53,14 @@ class PieceMixture(Exception):
         self.names = names
 
 
-#: Where a tensor keeps its place. Of one that has none, nothing is known: it goes with any.
+#: The attribute of a tensor that holds its :class:`PiecePlace`.
 _PLACE = "_fsdp_place"
 
-#: Of a gradient that belongs to no parameter any more.
+#: The place of a gradient that belongs to no parameter any more. Its layout, ``None``, goes with any.
 _UNKNOWN = PiecePlace("", None)
 
-_placed: dict[int, weakref.ref[Tensor]] = {}
-_of_gradients: dict[int, tuple[weakref.ref[Tensor], PiecePlace]] = {}
+_placed_parameters: dict[int, weakref.ref[Tensor]] = {}
+_places_of_gradients: dict[int, tuple[weakref.ref[Tensor], PiecePlace]] = {}
 
 
 def place_piece(piece: Tensor, place: PiecePlace) -> None:
@@ -72,11 +72,11 @@ def place_piece(piece: Tensor, place: PiecePlace) -> None:
     """
     set_place(piece, place)
     key = id(piece)
-    _placed[key] = weakref.ref(piece, lambda _: _placed.pop(key, None))
+    _placed_parameters[key] = weakref.ref(piece, lambda _: _placed_parameters.pop(key, None))
 
 
 def set_place(tensor: Tensor, place: PiecePlace | None) -> None:
-    """Let a tensor that was computed of a piece be placed as that."""
+    """Record of a tensor that was computed of a piece, which elements of which parameter it has."""
     vars(tensor)[_PLACE] = place or _UNKNOWN
 
 
@@ -90,22 +90,22 @@ def common_places(name: str, pieces: type[Tensor], args: Any, kwargs: Any) -> Se
         kwargs: Its arguments by name.
 
     Returns:
-        The place of what it computes; of each tensor, for a function of lists of tensors.
+        The place of its result; for a function of lists of tensors, the place of each tensor in its result.
 
     Raises:
         PieceMixture: It would compute element by element of pieces that hold different elements.
     """
     values = [*args, *(kwargs.values() if isinstance(kwargs, Mapping) else ())]
-    if name in OF_FIRST:
+    if name in READS_FIRST_ALONE:
         values = values[:1]
     if name.startswith("_foreach_"):
-        columns: Iterable[Any] = zip(*(each for each in values if isinstance(each, list | tuple)), strict=False)
-        return [_common(column, pieces) for column in columns]
+        lists = [value for value in values if isinstance(value, list | tuple)]
+        return [_common(operands, pieces) for operands in zip(*lists, strict=False)]
     return [_common(values, pieces)]
 
 
-#: What asks another tensor for its dtype, device or shape alone.
-OF_FIRST = frozenset(
+#: Functions that only ask the second tensor for its dtype, device or shape.
+READS_FIRST_ALONE = frozenset(
     {"to", "type_as", "result_type", "is_same_size", "is_set_to", "view_as", "reshape_as", "new_tensor"}
 )
 
@@ -125,20 +125,20 @@ def _common(values: Iterable[Any], pieces: type[Tensor]) -> PiecePlace | None:
 def place_of(piece: Tensor) -> PiecePlace:
     """Which elements of a parameter ranks hold in a piece."""
     place: PiecePlace | None = vars(piece).get(_PLACE)
-    if place is None:  # a gradient, which is placed when something is computed of it: a plain step has no part in it
-        entry = _of_gradients.get(id(piece))
+    if place is None:  # a gradient; looking for its parameter only now costs nothing in steps without such computations
+        entry = _places_of_gradients.get(id(piece))
         if entry is None or entry[0]() is not piece:
             _find_gradients()
-            entry = _of_gradients.get(id(piece))
+            entry = _places_of_gradients.get(id(piece))
         place = _UNKNOWN if entry is None else entry[1]
         set_place(piece, place)
     return place
 
 
 def _find_gradients() -> None:
-    _of_gradients.clear()
-    for of in list(_placed.values()):
-        parameter = of()
+    _places_of_gradients.clear()
+    for reference in list(_placed_parameters.values()):
+        parameter = reference()
         gradient = None if parameter is None else parameter.grad
         if parameter is not None and gradient is not None:
-            _of_gradients[id(gradient)] = weakref.ref(gradient), vars(parameter)[_PLACE]
+            _places_of_gradients[id(gradient)] = weakref.ref(gradient), vars(parameter)[_PLACE]

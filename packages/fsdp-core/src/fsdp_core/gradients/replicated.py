@@ -37,8 +37,8 @@ class ReplicatedParameters:
     """Keeps the gradients of some parameters equal on all ranks.
 
     Every backward pass ends with one all-reduce for all of them together, unless :attr:`sync` is off. Ranks may use
-    different ones of them; all must run the same backward passes. Hooks that are registered by
-    ``register_post_accumulate_grad_hook`` from now on are called after it.
+    different ones of them, but must run the same backward passes. Hooks that are registered by
+    ``register_post_accumulate_grad_hook`` from now on are called after the all-reduce.
 
     Args:
         parameters: Parameters of ``root`` whose values are the same on every rank.
@@ -55,7 +55,8 @@ class ReplicatedParameters:
         accumulates: Callable[[], bool] = lambda: True,
     ) -> None:
         self.parameters = tuple(parameters)
-        self._trained = {p for p in self.parameters if p.requires_grad}  # since the last average, the same on all ranks
+        #: Those that have required gradients at some time since the last average; the same on all ranks.
+        self._trained = {p for p in self.parameters if p.requires_grad}
         self._runtime = runtime
         self._end = EndOfBackward(self.parameters, root, self._average, accumulates, self._note_trained)
         self._hooks: list[OrderedDict[int, Callable[[nn.Parameter], None]]] = [OrderedDict() for _ in self.parameters]
@@ -82,7 +83,7 @@ class ReplicatedParameters:
         self._end.forget()
 
     def _note_trained(self) -> None:
-        """At the end of a backward pass that doesn't average: some of these may be frozen when one does."""
+        """Record what is trained, at the end of a backward pass without an average: it may be frozen at the next."""
         self._trained.update(p for p in self.parameters if p.requires_grad)
 
     def _average(self) -> None:
@@ -92,16 +93,18 @@ class ReplicatedParameters:
         if not trainable:
             return
         # fp32 holds the sum of half-precision gradients without overflow; wider dtypes keep their own
-        wide = torch.float32
+        wide_dtype = torch.float32
         for parameter in trainable:
-            wide = torch.promote_types(wide, parameter.dtype)
+            wide_dtype = torch.promote_types(wide_dtype, parameter.dtype)
         device = trainable[0].device
-        has = torch.tensor([p.grad is not None for p in trainable], dtype=wide, device=device)
-        grads = [(torch.zeros_like(p) if p.grad is None else p.grad).detach().reshape(-1).to(wide) for p in trainable]
-        flat = self._runtime.all_reduce(torch.cat([has, *grads]), "sum")
-        has, *sums = flat.split([len(trainable), *(p.numel() for p in trainable)])
-        for parameter, used, total in zip(trainable, has.tolist(), sums, strict=True):
-            if used:
+        has_gradient = torch.tensor([p.grad is not None for p in trainable], dtype=wide_dtype, device=device)
+        grads = [
+            (torch.zeros_like(p) if p.grad is None else p.grad).detach().reshape(-1).to(wide_dtype) for p in trainable
+        ]
+        flat = self._runtime.all_reduce(torch.cat([has_gradient, *grads]), "sum")
+        ranks_with_gradient, *sums = flat.split([len(trainable), *(p.numel() for p in trainable)])
+        for parameter, count, total in zip(trainable, ranks_with_gradient.tolist(), sums, strict=True):
+            if count:
                 mean = (total / self._runtime.world_size).reshape(parameter.shape).to(parameter.dtype)
                 if parameter.grad is None:
                     parameter.grad = mean

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from itertools import chain, compress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.fsdp
@@ -25,7 +25,14 @@ from fsdp_core.gradients.gathered_values import (
     GatheredParameter,
     GatheredTensor,
 )
-from fsdp_core.gradients.piece_places import OF_FIRST, PieceMixture, common_places, dimensions, place_of, set_place
+from fsdp_core.gradients.piece_places import (
+    READS_FIRST_ALONE,
+    PieceMixture,
+    common_places,
+    dimensions,
+    place_of,
+    set_place,
+)
 from fsdp_core.torch_private.tensors import times_written, without_torch_function
 
 __all__ = [
@@ -54,8 +61,8 @@ _INSTEAD = (
 )
 
 
-#: Attributes whose shape is that of the whole parameter, turned.
-_TURNED: dict[Any, str] = {getattr(Tensor, name).__get__: name for name in ("T", "H", "mT", "mH")}
+#: Attributes that transpose, by their getters.
+_TRANSPOSES: dict[Any, str] = {getattr(Tensor, name).__get__: name for name in ("T", "H", "mT", "mH")}
 
 _OF_GRADIENT = f"of a gradient would see this rank's piece of it alone.\n{_INSTEAD}"
 
@@ -87,17 +94,17 @@ _ASSIGNED = (
 
 
 class StepGradients:
-    """What parameters that are gathered inside a root's forward pass show for their gradients, which are at the shards.
+    """Lets parameters that are gathered inside a root's forward pass show the gradients of their shards.
 
-    A parameter that is gathered has no gradient of its own once a backward pass inside the forward pass has given it to
-    the shard: ``torch.nn.utils.clip_grad_norm_(self.parameters())`` would clip nothing, without a word.
+    A backward pass inside the forward pass moves the gradient of a gathered parameter to its shard. Without this,
+    ``torch.nn.utils.clip_grad_norm_(self.parameters())`` would silently clip nothing after it.
 
     Args:
         root: The root. When its forward pass is over, nothing is shown any more.
 
     Attributes:
-        on: Whether the shards' gradients are shown. Off during backward passes, in which a library looks at what the
-            gathered parameters have themselves.
+        on: Whether the shards' gradients are shown. Off during backward passes, in which a library looks for gradients
+            of the gathered parameters themselves.
 
     Example:
         >>> import torch
@@ -128,11 +135,11 @@ class StepGradients:
         """Let a gathered parameter show the gradient of its shard.
 
         Args:
-            gathered: What modules hold; a parameter, or a tensor that a library has put in its place. Follows until it
-                is gone.
+            gathered: What modules hold: a parameter, or a tensor that a library has put in its place. It shows the
+                gradient as long as it exists.
             shard: What the optimizer holds.
-            is_part: Whether the shard is this rank's piece, and no DTensor, so that torch's functions can't be right on
-                its gradient: reading that is refused then.
+            is_part: Whether the shard is this rank's piece as a plain tensor: torch's functions can't be right on its
+                gradient then, and reading the gradient is refused.
         """
         if isinstance(gathered, _ShowsShardGradient):
             return
@@ -141,45 +148,62 @@ class StepGradients:
             instance.__class__ = _ShowingDTensor
         else:
             instance.__class__ = _ShowingParameter if isinstance(gathered, nn.Parameter) else _ShowingTensor
-        instance._fsdp_shows = (self, shard, is_part)
+        instance._fsdp_shows = _ShownGradient(self, shard, is_part)
 
 
-#: What a tensor's ``grad`` is without any of this.
+class _ShownGradient(NamedTuple):
+    """The gradient that a gathered parameter shows.
+
+    Attributes:
+        step: Says whether gradients are shown now.
+        shard: Whose gradient it is.
+        is_part: Whether the shard is this rank's piece as a plain tensor.
+    """
+
+    step: StepGradients
+    shard: Tensor
+    is_part: bool
+
+
+#: torch's own descriptor of ``grad``, which this module's classes override.
 _GRAD: Any = Tensor.grad
 
 
 class _ShowsShardGradient:
     """A gathered parameter that shows the gradient of its shard."""
 
-    _fsdp_shows: tuple[StepGradients, Tensor, bool] | None = None
+    _fsdp_shows: _ShownGradient | None = None
     is_leaf: bool
     requires_grad: bool
 
     @property
     def grad(self) -> Tensor | None:
         own: Tensor | None = _GRAD.__get__(self) if self.is_leaf else None
-        if own is not None or self._fsdp_shows is None or not self._fsdp_shows[0].on or not self.requires_grad:
+        shown = self._fsdp_shows
+        if own is not None or shown is None or not shown.step.on or not self.requires_grad:
             return own
-        _, shard, is_part = self._fsdp_shows
-        if is_part:
+        if shown.is_part:
+            # module.to() converts gradients of parameters that it converts, which is refused for gathered ones
             if sys._getframe(1).f_code is nn.Module._apply.__code__:
-                return None  # module.to(), which would convert it where it converts the parameter, and that is refused
+                return None
             raise UnsupportedCapabilityError(
                 "the gradients of parameters that are gathered inside training_step are with their shards, of which "
                 f"each rank has a piece: torch's functions would see none of them, or a piece alone.\n{_INSTEAD}"
             )
-        return shard.grad
+        return shown.shard.grad
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
-        if grad is None or self._fsdp_shows is None or not self._fsdp_shows[0].on:
+        shown = self._fsdp_shows
+        if shown is None or not shown.step.on:
             _GRAD.__set__(self, grad)
-        if self._fsdp_shows is not None and self._fsdp_shows[0].on:
-            _, shard, is_part = self._fsdp_shows
-            is_sharded = is_part or isinstance(shard, DTensor)
-            if grad is not None and is_sharded and type(grad) is not type(shard.grad):
-                raise UnsupportedCapabilityError(_ASSIGNED)
-            shard.grad = grad  # torch refuses what does not fit the shard
+            return
+        if grad is None:  # also forget a gradient that the gathered parameter has itself
+            _GRAD.__set__(self, None)
+        is_sharded = shown.is_part or isinstance(shown.shard, DTensor)
+        if grad is not None and is_sharded and type(grad) is not type(shown.shard.grad):
+            raise UnsupportedCapabilityError(_ASSIGNED)
+        shown.shard.grad = grad  # torch refuses what does not fit the shard
 
 
 def forget_shown(parameter: Tensor, set_to_none: bool) -> bool:
@@ -187,19 +211,19 @@ def forget_shown(parameter: Tensor, set_to_none: bool) -> bool:
 
     Args:
         parameter: A parameter.
-        set_to_none: Whether it has none then, or zeros.
+        set_to_none: Whether the gradient is removed, instead of filled with zeros.
 
     Returns:
-        Whether it shows that of its shard. Otherwise nothing is done.
+        Whether the parameter shows the gradient of its shard. If not, nothing is done.
     """
-    shows = parameter._fsdp_shows if isinstance(parameter, _ShowsShardGradient) else None
-    if shows is None or not shows[0].on:
+    shown = parameter._fsdp_shows if isinstance(parameter, _ShowsShardGradient) else None
+    if shown is None or not shown.step.on:
         return False
     if parameter.is_leaf:
         _GRAD.__set__(parameter, None)
-    gradient = shows[1].grad
+    gradient = shown.shard.grad
     if set_to_none or gradient is None:
-        shows[1].grad = None
+        shown.shard.grad = None
     else:
         with without_torch_function() if isinstance(gradient, Piece) else nullcontext():
             gradient.detach_().zero_()
@@ -218,21 +242,22 @@ class _ShowingDTensor(_ShowsShardGradient, GatheredDTensor):
     pass
 
 
-#: What a parameter's ``data`` is.
+#: torch's own descriptor of ``data``.
 _DATA: Any = Tensor.data
 
-#: Of a parameter, what has a shape of its own, or is no part of it.
+#: What is done to a parameter's attributes, and computes nothing of it.
 _ATTRIBUTES: frozenset[Any] = frozenset([_GRAD.__get__, _GRAD.__set__, _DATA.__set__])
 
 
-#: What asks for the number of dimensions. Users ask it of a parameter, which is a matrix, of which a piece is flat.
+#: What asks for the number of dimensions: that of the parameter, which may be a matrix, though a piece of it is flat.
 _DIMENSIONS: frozenset[Any] = frozenset([getattr(Tensor, "ndim").__get__, Tensor.dim, Tensor.ndimension])  # noqa: B009
 
 
 #: On a piece without elements: whether its parameter has a gradient, of which other ranks hold the pieces.
 _HAS_GRADIENT_ELSEWHERE = "_fsdp_has_gradient_elsewhere"
 
-#: On a piece: what its ``data`` shares memory and the count of writes with, and the writes to others before it.
+#: On a piece: the tensor with which all that its ``data`` has returned shares memory and the count of writes; and how
+#: often earlier such tensors were written to.
 _SHOWN_DATA, _DATA_WRITES = "_fsdp_shown_data", "_fsdp_data_writes"
 
 
@@ -265,7 +290,7 @@ def _count_data_writes(piece: Tensor) -> int:
 
 
 def _shown_data(piece: Tensor) -> Tensor:
-    """What a piece has in its memory, with one count of the writes to all that this returns."""
+    """The ``data`` of a piece: tensors that share one count of writes, which torch does not have for ``data``."""
     global _is_data_read
     _is_data_read = True
     attributes = vars(piece)
@@ -288,33 +313,34 @@ def _shown_gradient(piece: Tensor) -> Tensor | None:
 _ITEMS = frozenset({"__getitem__", "__setitem__"})
 
 
-def _is_of_all(indexed: Tensor, index: Any) -> bool:
-    """Whether an index looks at each element by itself: ``[:]``, ``[...]``, or a mask of all of them."""
+def _selects_all(indexed: Tensor, index: Any) -> bool:
+    """Whether an index treats all elements alike: ``[:]``, ``[...]``, or a mask with an entry for each."""
     if isinstance(index, Tensor):
         with without_torch_function():
             return index.dtype == torch.bool and index.shape == indexed.shape
     return index is Ellipsis or (isinstance(index, slice) and index == slice(None))
 
 
-#: What gives one value, or is refused by what it is given: of two tensors it takes each element by itself.
-_OF_TWO = frozenset({"max", "min"})
+#: Functions that reduce one tensor to a value, and compare two tensors element by element.
+_ELEMENTWISE_FOR_TWO = frozenset({"max", "min"})
 
 #: Where torch gathers an optimizer's state from pieces, as ``FullyShardedDataParallel.optim_state_dict`` does.
 _FSDP = str(Path(torch.distributed.fsdp.__file__).parent)
 
-#: It cuts pieces from a vector of the whole.
+#: A function of torch's that cuts a vector by the parameters' numbers of elements, which those of pieces are not.
 _VECTOR_TO_PARAMETERS = nn.utils.vector_to_parameters.__code__
 
 
-def _is_of_each(name: str, args: Any) -> bool:
+def _is_elementwise_call(name: str, args: Any) -> bool:
     """Whether a function looks at each element by itself."""
-    if name == "__setitem__" and isinstance(args[1], Tensor):  # a mask, which counts what it lets through
-        return _is_of_all(*args[:2]) and not (isinstance(args[2], Tensor) and args[2].dim())
+    if name == "__setitem__" and isinstance(args[1], Tensor):
+        # A mask takes a number. A tensor would have one element for each that the mask selects, on all ranks together.
+        return _selects_all(*args[:2]) and not (isinstance(args[2], Tensor) and args[2].dim())
     if name in _ITEMS:
-        return not isinstance(args[1], Tensor) and _is_of_all(*args[:2])
+        return not isinstance(args[1], Tensor) and _selects_all(*args[:2])
     if name == "where":
         return len(args) > 1
-    if name in _OF_TWO:
+    if name in _ELEMENTWISE_FOR_TWO:
         return len(args) == 2 and isinstance(args[1], Tensor)
     return is_elementwise(name) and name not in RESHAPED_IN_PLACE
 
@@ -322,24 +348,34 @@ def _is_of_each(name: str, args: Any) -> bool:
 _GRAD_FN: Any = getattr(Tensor, "grad_fn").__get__  # noqa: B009  # which stubs take for a node
 
 
-def _is_registered_by_pruning(func: Any) -> bool:
-    """Whether a piece is being registered by torch's pruning, which goes on by what a rank's piece has.
+def _refuse_pruning(func: Any) -> None:
+    """Refuse that torch's pruning registers a piece: it would choose among the elements of this rank's alone.
 
-    Of one without elements it has nothing to choose. It has changed nothing yet, and would not put all of it back.
+    Called by :meth:`Piece.__torch_function__` at this moment of the registration, when pruning has changed nothing yet:
+    it would not undo what it changes afterwards.
+
+    Raises:
+        UnsupportedCapabilityError: Pruning registers a piece.
     """
     if func != _GRAD_FN:
-        return False
+        return
     registering = sys._getframe(2)
     caller = registering.f_back if registering.f_code is nn.Module.register_parameter.__code__ else None
-    return caller is not None and caller.f_code.co_filename == prune.__file__
+    if caller is not None and caller.f_code.co_filename == prune.__file__:
+        raise UnsupportedCapabilityError(
+            "torch.nn.utils.prune chooses elements by all of a parameter, and registers another for it, and this "
+            "rank has a piece of it.\n"
+            "Prune the model before it is sharded: in __init__ or configure_model, under Fabric before "
+            "fabric.setup(). Or set elements to zero within fsdp_core.gathered(module, modifier_rank=0)."
+        )
 
 
-#: What an attribute's functions are called, in words.
+#: What messages call functions whose names would tell users nothing.
 _IN_WORDS = {"__set__": "an assignment", "numel": "vector_to_parameters"}
 
 
 def _mixture_refusal(name: str, names: tuple[str, ...]) -> UnsupportedCapabilityError:
-    first, second = (repr(each) if each else "a unit" for each in names)
+    first, second = (repr(name_of_parameter) if name_of_parameter else "a unit" for name_of_parameter in names)
     return UnsupportedCapabilityError(
         f"{_IN_WORDS.get(name, name)} of {first} and {second} would compute with this rank's pieces of the two, which "
         "hold different elements: a piece is flat, and begins where the shard does.\n"
@@ -349,78 +385,89 @@ def _mixture_refusal(name: str, names: tuple[str, ...]) -> UnsupportedCapability
     )
 
 
-_writes = [0]
+_piece_writes = [0]
 
 
 def count_piece_writes() -> int:
     """How often users have written to pieces of parameters, gradients and optimizers' states in this process."""
-    return _writes[0]
+    return _piece_writes[0]
 
 
 class Piece(Tensor):
-    """A rank's piece of a gradient: for each element by itself it is as good as any, and for a norm it is not."""
+    """A rank's piece of a gradient: right to compute with element by element, and wrong for a norm, say."""
 
     #: Why something can't be computed of it, and what to write instead.
     _fsdp_reason = _OF_GRADIENT
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = _TURNED.get(func) or str(getattr(func, "__name__", func))
-        reason = cls._fsdp_reason
-        if not _is_of_each(name, args) or (name == "numel" and sys._getframe(1).f_code is _VECTOR_TO_PARAMETERS):
-            if issubclass(cls, StatePiece) and sys._getframe(1).f_code.co_filename.startswith(_FSDP):
+        kwargs = kwargs or {}
+        name = _TRANSPOSES.get(func) or str(getattr(func, "__name__", func))
+        caller = sys._getframe(1).f_code
+        if not _is_elementwise_call(name, args) or (name == "numel" and caller is _VECTOR_TO_PARAMETERS):
+            if issubclass(cls, StatePiece) and caller.co_filename.startswith(_FSDP):
                 with without_torch_function():
-                    return func(*args, **(kwargs or {}))
-            raise UnsupportedCapabilityError(f"{_IN_WORDS.get(name, name)} {reason}")
-        if _is_registered_by_pruning(func):
-            raise UnsupportedCapabilityError(
-                "torch.nn.utils.prune chooses elements by all of a parameter, and registers another for it, and this "
-                "rank has a piece of it.\n"
-                "Prune the model before it is sharded: in __init__ or configure_model, under Fabric before "
-                "fabric.setup(). Or set elements to zero within fsdp_core.gathered(module, modifier_rank=0)."
-            )
+                    return func(*args, **kwargs)
+            raise cls._refusal(name)
+        _refuse_pruning(func)
         with without_torch_function():
             if func in _DIMENSIONS:
                 return dimensions(args[0])
-            if name in OF_FIRST and not isinstance(args[0], Piece):
-                return func(*args, **(kwargs or {}))
-            try:
-                places = common_places(name, Piece, args, kwargs)
-            except PieceMixture as mixture:
-                raise _mixture_refusal(name, mixture.names) from None
-            shapes = {piece.shape for piece in _tensors((args, kwargs)) if isinstance(piece, Piece)}
-            is_assignment = func == _DATA.__set__
-            is_of_lists = name[: len(_OF_LISTS)] == _OF_LISTS
-            targets: list[Tensor | None] = [*_tensors((kwargs or {}).get("out"))]
-            if is_assignment or writes_to_first(name):
-                targets += _beside_pieces(args, _tensors(args[:1])) if is_of_lists else _tensors(args[:1])
-            assigned = args[1:] if is_assignment else ()
-            if targets:
-                _writes[0] += 1
-            if any(tensor is not None and tensor.shape not in shapes for tensor in (*targets, *assigned)):
-                raise UnsupportedCapabilityError(f"{_IN_WORDS.get(name, name)} {reason}")
-            moves = is_assignment and not args[0].is_set_to(args[1])  # and module.to() of its own device does not
             if func == _GRAD.__get__:
                 return _shown_gradient(args[0])
-            if func == _GRAD.__set__:
-                vars(args[0]).pop(_HAS_GRADIENT_ELSEWHERE, None)
-            is_data = func == _DATA.__get__ and issubclass(cls, ParameterPiece)
-            result = _shown_data(args[0]) if is_data else func(*args, **(kwargs or {}))
-            if moves:
-                increment_version(args[0])  # a unit that is still gathered is gathered anew, as after other writes
-            if issubclass(cls, ParameterPiece) and func in _ATTRIBUTES:
-                return result
-            computed: list[Tensor | None] = [*_tensors(result)]
-            if is_of_lists:
-                computed = _beside_pieces(args, _tensors(result))
-            if any(tensor is not None and tensor.shape not in shapes for tensor in computed):
-                raise UnsupportedCapabilityError(f"{name} {reason}")
-            piece_class = ParameterPiece if issubclass(cls, ParameterPiece) else cls
-            for new in (computed, targets):  # a plain tensor that a piece is written to is one from now on
-                for index, tensor in enumerate(new):
-                    if tensor is not None and type(tensor) is Tensor:
-                        guard([tensor], piece_class)
-                        set_place(tensor, places[index if len(places) == len(new) else 0] if places else None)
+            if name in READS_FIRST_ALONE and not isinstance(args[0], Piece):
+                return func(*args, **kwargs)
+            return cls._compute(func, name, args, kwargs)
+
+    @classmethod
+    def _refusal(cls, name: str) -> UnsupportedCapabilityError:
+        return UnsupportedCapabilityError(f"{_IN_WORDS.get(name, name)} {cls._fsdp_reason}")
+
+    @classmethod
+    def _compute(cls, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Call an elementwise function, and make pieces of what it returns and writes to.
+
+        Raises:
+            UnsupportedCapabilityError: Pieces of several parameters would be mixed; or the result, or what is written
+                to, has another shape than the pieces, so that the function was not elementwise for these arguments.
+        """
+        try:
+            places = common_places(name, Piece, args, kwargs)
+        except PieceMixture as mixture:
+            raise _mixture_refusal(name, mixture.names) from None
+        shapes = {piece.shape for piece in _tensors((args, kwargs)) if isinstance(piece, Piece)}
+        is_foreach = name.startswith(_FOREACH)
+        is_assignment = func == _DATA.__set__
+        written: list[Tensor | None] = [*_tensors(kwargs.get("out"))]
+        if is_assignment or writes_to_first(name):
+            written += _beside_pieces(args, _tensors(args[:1])) if is_foreach else _tensors(args[:1])
+        if written:
+            _piece_writes[0] += 1
+        assigned = args[1:] if is_assignment else ()
+        if any(tensor is not None and tensor.shape not in shapes for tensor in (*written, *assigned)):
+            raise cls._refusal(name)
+        # module.to() of the same device assigns the memory that is there already
+        is_moved = is_assignment and not args[0].is_set_to(args[1])
+        if func == _GRAD.__set__:
+            vars(args[0]).pop(_HAS_GRADIENT_ELSEWHERE, None)
+        is_data = func == _DATA.__get__ and issubclass(cls, ParameterPiece)
+        result = _shown_data(args[0]) if is_data else func(*args, **kwargs)
+        if is_moved:
+            increment_version(args[0])  # a unit that is still gathered is gathered anew, as after other writes
+        if issubclass(cls, ParameterPiece) and func in _ATTRIBUTES:
+            return result
+        computed: list[Tensor | None] = [*_tensors(result)]
+        if is_foreach:
+            computed = _beside_pieces(args, _tensors(result))
+        if any(tensor is not None and tensor.shape not in shapes for tensor in computed):
+            raise cls._refusal(name)
+        piece_class = ParameterPiece if issubclass(cls, ParameterPiece) else cls
+        for tensors in (computed, written):  # a plain tensor that a piece is written to is a piece from now on
+            for index, tensor in enumerate(tensors):
+                if tensor is not None and type(tensor) is Tensor:
+                    guard([tensor], piece_class)
+                    has_place_each = len(places) == len(tensors)  # else all have the same one, or none
+                    set_place(tensor, places[index if has_place_each else 0] if places else None)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -481,11 +528,11 @@ def unguard_parameters(pieces: Iterable[Tensor]) -> list[Tensor]:
     return guarded
 
 
-def guard(gradients: Iterable[Tensor | None], of: type[Piece] = Piece) -> None:
+def guard(pieces: Iterable[Tensor | None], piece_class: type[Piece] = Piece) -> None:
     """Refuse, from now on, what is computed of these pieces and is not elementwise."""
-    for gradient in gradients:
-        if gradient is not None and type(gradient) is Tensor:
-            gradient.__class__ = of
+    for piece in pieces:
+        if piece is not None and type(piece) is Tensor:
+            piece.__class__ = piece_class
 
 
 def unguard(gradients: Iterable[Tensor | None]) -> None:
@@ -496,7 +543,7 @@ def unguard(gradients: Iterable[Tensor | None]) -> None:
             instance.__class__ = Tensor
 
 
-#: The values of a dictionary, in C.
+#: To map over dictionaries in C.
 _VALUES = dict.values
 
 #: What users may have put into an optimizer's state, besides plain tensors.
@@ -510,9 +557,9 @@ def states_of_pieces(optimizer: Optimizer, ids: Collection[int]) -> list[Tensor]
         optimizer: The optimizer.
         ids: The identities of the pieces.
     """
-    # without a call of Python for each: this is asked several times in each step
-    of_pieces = compress(optimizer.state.values(), map(ids.__contains__, map(id, optimizer.state)))
-    values = chain.from_iterable(map(_VALUES, of_pieces))
+    # compress and map loop in C: this is called several times in each step
+    states = compress(optimizer.state.values(), map(ids.__contains__, map(id, optimizer.state)))
+    values = chain.from_iterable(map(_VALUES, states))
     return [value for value in values if value.__class__ in _PIECES or (value.__class__ is Tensor and value.ndim)]
 
 
@@ -539,16 +586,24 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 #: How the names of functions of lists begin.
-_OF_LISTS = "_foreach_"
+_FOREACH = "_foreach_"
 
 
 def _beside_pieces(args: Any, tensors: list[Tensor]) -> list[Tensor | None]:
-    """Those of the tensors that a function of lists computes of pieces, or writes to beside pieces; else ``None``."""
+    """Of the tensors that a function of lists returns or writes to, those for whose index a list has a piece.
+
+    Args:
+        args: The function's arguments.
+        tensors: What it returns or writes to. If the lists have another length, all of these are returned.
+
+    Returns:
+        A list as long as ``tensors``, with ``None`` in place of the others.
+    """
     lists = [value for value in args if isinstance(value, list | tuple)]
-    if any(len(each) != len(tensors) for each in lists):
+    if any(len(operands) != len(tensors) for operands in lists):
         return [*tensors]
-    columns = zip(tensors, *lists, strict=True)
-    return [t if any(isinstance(each, Piece) for each in column) else None for t, *column in columns]
+    with_operands = zip(tensors, *lists, strict=True)
+    return [t if any(isinstance(operand, Piece) for operand in operands) else None for t, *operands in with_operands]
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -20,17 +20,17 @@ class StepWrites(Protocol):
     """Notices what the user's ``training_step``, or a forward pass under Fabric, writes to gathered parameters.
 
     Attributes:
-        told_to_all: Whether ranks tell each other at the end of the step what they have found.
+        is_agreed_on: Whether ranks agree at the end of the step on what was written to: what one has found, all raise.
     """
 
-    told_to_all: bool
+    is_agreed_on: bool
 
     def renew(self) -> None:
         """Start over, after an optimizer's step inside the training step."""
         ...
 
     def written(self) -> str | None:
-        """The name of a parameter, or of one that it is flattened with, that was written to since it was gathered."""
+        """The name of a parameter that was written to since it was gathered; of those flattened together, any name."""
         ...
 
     def stop(self) -> None:
@@ -49,8 +49,8 @@ def check_writes(
 
     Args:
         writes: What has watched the step.
-        ranks: The ranks, which must then all call this, at the end of a step: what one of them has found, which sees
-            what was written to its own part, is raised on all. ``None`` where some may not come.
+        ranks: The ranks, all of which must then call this at the end of a step. A rank only sees what was written to
+            its own part, and what one of them has found is raised on all. ``None`` where some ranks may not call it.
         by: What may have written, for the error.
         instead: Where to write, for the error.
 
@@ -58,9 +58,9 @@ def check_writes(
         ShardingError: Something was written.
     """
     own_name = writes.written()
-    if ranks is not None and writes.told_to_all and not ranks.total([own_name is not None])[0]:
+    if ranks is not None and writes.is_agreed_on and not ranks.total([own_name is not None])[0]:
         return
-    names = ranks.gather_objects(own_name) if ranks is not None and writes.told_to_all else [own_name]
+    names = ranks.gather_objects(own_name) if ranks is not None and writes.is_agreed_on else [own_name]
     written = [(rank, name) for rank, name in enumerate(names) if name is not None]
     if written:
         rank, name = written[0]
@@ -101,16 +101,16 @@ class ComparedShards:
     free at its end, are compared at that end too, before a hook of theirs frees.
 
     Args:
-        shards: What is gathered, or may be later in the step, by the module in whose forward pass it is; of such
-            modules, the one whose hooks run while it is still gathered.
+        shards: What is gathered in the step, by a module at the end of whose forward pass it is still gathered when
+            hooks run.
 
     Example:
         >>> import torch
         >>> module = nn.Module()
         >>> shard = torch.ones(2)
         >>> gathered = shard.clone()
-        >>> one = GatheredShard(name="weight", shard=lambda: shard, gathered=lambda: gathered)
-        >>> writes = ComparedShards({module: [one]})
+        >>> weight = GatheredShard(name="weight", shard=lambda: shard, gathered=lambda: gathered)
+        >>> writes = ComparedShards({module: [weight]})
         >>> check_writes(writes)
         >>> _ = gathered.clamp_(-0.01, 0.01)
         >>> check_writes(writes)
@@ -120,7 +120,7 @@ class ComparedShards:
         >>> writes.stop()
     """
 
-    told_to_all = True
+    is_agreed_on = True
 
     def __init__(self, shards: Mapping[nn.Module, Iterable[GatheredShard]]) -> None:
         self._shards = {module: tuple(shards_of_module) for module, shards_of_module in shards.items()}

@@ -1,4 +1,4 @@
-"""``zero_grad()`` within an accumulation: what waits for a reduction is given up with the rest."""
+"""``zero_grad()`` within an accumulation: gradients that are not reduced yet are discarded, too."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ from fsdp_core.torch_private.tensors import without_torch_function
 
 __all__ = ["on_zero_grad"]
 
-_of_optimizers: WeakKeyDictionary[Optimizer, Callable[[], None]] = WeakKeyDictionary()
-_of_modules: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
+_optimizer_callbacks: WeakKeyDictionary[Optimizer, Callable[[], None]] = WeakKeyDictionary()
+_module_callbacks: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
 
 
-def on_zero_grad(owner: Optimizer | nn.Module, then: Callable[[], None]) -> None:
+def on_zero_grad(owner: Optimizer | nn.Module, callback: Callable[[], None]) -> None:
     """Call a function at the end of each ``zero_grad()`` of an optimizer, or of a module or what is around it.
 
-    torch has hooks to an optimizer's steps, and none to this. Lightning's wrappers of optimizers and modules find the
-    method at their class, and not at what they are around; so torch's methods are replaced, once for the process, by
-    those that call it and do nothing more for any other.
+    torch has hooks for an optimizer's steps, and none for this. Lightning's wrappers of optimizers and modules look the
+    method up at their class, and not at the object that they wrap; so torch's methods are replaced, once for the
+    process, by functions that also call the callback of an object that has one.
 
     Args:
         owner: The user's optimizer, or a module.
-        then: What to call, instead of what was given before. It must not keep ``owner`` alive.
+        callback: What to call, instead of what was given before. It must not keep ``owner`` alive.
     """
     if isinstance(owner, Optimizer):
-        _of_optimizers[owner] = then
+        _optimizer_callbacks[owner] = callback
     else:
-        _of_modules[owner] = then
+        _module_callbacks[owner] = callback
     if Optimizer.zero_grad is not _optimizer_zero_grad:
         Optimizer.zero_grad = _optimizer_zero_grad  # type: ignore[method-assign]
         nn.Module.zero_grad = _module_zero_grad  # type: ignore[method-assign]
 
 
-_optimizers_own = Optimizer.zero_grad
-_modules_own = nn.Module.zero_grad
+_torch_optimizer_zero_grad = Optimizer.zero_grad
+_torch_module_zero_grad = nn.Module.zero_grad
 
 
-@wraps(_optimizers_own)
+@wraps(_torch_optimizer_zero_grad)
 def _optimizer_zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
-    then = _of_optimizers.get(getattr(self, "_optimizer", self))  # Lightning's wrappers have the user's there
-    if then is None:
-        _optimizers_own(self, set_to_none)
+    callback = _optimizer_callbacks.get(getattr(self, "_optimizer", self))  # Lightning's wrappers have the user's there
+    if callback is None:
+        _torch_optimizer_zero_grad(self, set_to_none)
         return
     with without_torch_function():  # parameters may be guarded, see step_gradients
-        _optimizers_own(self, set_to_none)
-    then()
+        _torch_optimizer_zero_grad(self, set_to_none)
+    callback()
 
 
-@wraps(_modules_own)
+@wraps(_torch_module_zero_grad)
 def _module_zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
     forgotten = {parameter for parameter in self.parameters() if forget_shown(parameter, set_to_none)}
     if not forgotten:
-        _modules_own(self, set_to_none)
+        _torch_module_zero_grad(self, set_to_none)
     else:
         for parameter in self.parameters():
             if parameter in forgotten or parameter.grad is None:
@@ -67,6 +67,6 @@ def _module_zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
             else:
                 parameter.grad.detach_().zero_()
     for module in self.modules():
-        then = _of_modules.get(module)
-        if then is not None:
-            then()
+        callback = _module_callbacks.get(module)
+        if callback is not None:
+            callback()

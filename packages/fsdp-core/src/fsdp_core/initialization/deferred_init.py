@@ -98,22 +98,29 @@ _BUILD = "_fsdp_core_build"
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 #: Bytes that are freed before they are returned to the system.
 _FREE_EVERY_BYTES = 2**24
-_EMPTY = frozenset(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"))
-_READS = frozenset(
+_EMPTY_OPERATIONS = frozenset(
+    ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+)
+_READING_METHODS = frozenset(
     (Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__, Tensor.__float__, Tensor.__int__)
     + (Tensor.__index__, Tensor.__contains__)
 )
 
 
 def _record_of(tensor: Tensor) -> tuple[_Build, int]:
-    noted: tuple[_Build, int] = getattr(tensor.untyped_storage(), _BUILD)
-    return noted
+    record: tuple[_Build, int] = getattr(tensor.untyped_storage(), _BUILD)
+    return record
 
 
-def _allow(tensor: Tensor, more: int) -> None:
-    """Record an in-place change, which torch may count before or after: this one is allowed, later ones are not."""
+def _allow_change(tensor: Tensor, uncounted: int) -> None:
+    """Let :func:`was_changed` not count an in-place change that is recorded.
+
+    Args:
+        tensor: The tensor.
+        uncounted: How many changes torch will count after this call.
+    """
     build, storage_id = _record_of(tensor)
-    build.changes[storage_id] = max(build.changes.get(storage_id, 0), tensor._version) + more
+    build.changes[storage_id] = max(build.changes.get(storage_id, 0), tensor._version) + uncounted
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -177,13 +184,13 @@ class _Memory:
         empty = torch.empty(0, dtype=view.dtype, device=self._device)
         return empty.set_(self._storages[view.storage_id], view.offset, view.size, view.stride)
 
-    def do(self, step: _Step) -> None:
+    def run(self, step: _Step) -> None:
         args, kwargs = tree_map(self._to_real, step.arguments)
         for view, value in zip(step.returned, _tensors(step.func(*args, **kwargs)), strict=True):
             if view.storage_id not in self._storages:
                 size, _ = self._sizes[view.storage_id]
-                same = (tuple(value.stride()), value.storage_offset()) == (view.stride, view.offset)
-                if same and value.untyped_storage().nbytes() == size:
+                has_same_layout = (tuple(value.stride()), value.storage_offset()) == (view.stride, view.offset)
+                if has_same_layout and value.untyped_storage().nbytes() == size:
                     self._storages[view.storage_id] = value.untyped_storage()
                 else:
                     self.tensor(view).copy_(value)
@@ -203,7 +210,7 @@ class _Build:
         self.steps: list[_Step] = []
         self.sizes: list[tuple[int, torch.dtype]] = []
         self.written_ids: set[int] = set()
-        self.changes: dict[int, int] = {}  # in place, by storage
+        self.changes: dict[int, int] = {}  # by storage, how many changes in place are recorded
         self.draws = Draws()
         self._drawn: dict[str, int] = {}
 
@@ -217,17 +224,14 @@ class _Build:
                 setattr(storage, _BUILD, (self, len(self.sizes)))
                 self.sizes.append((storage.nbytes(), tensor.dtype))
         for tensor in targets:
-            _allow(tensor, 1)
+            _allow_change(tensor, 1)
         name = getattr(func, "_opname", None)
         targets = [t for t in (*targets, *new) if _record_of(t)[0] is self]
-        if not targets or name in _EMPTY:
+        if not targets or name in _EMPTY_OPERATIONS:
             return
         random = name is None or torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        fills = (
-            len(input_tensors) == len(targets) == 1
-            and input_tensors[0] is targets[0]
-            and (random or name in ("zero_", "fill_"))
-        )
+        is_alone = len(input_tensors) == len(targets) == 1 and input_tensors[0] is targets[0]
+        fills = is_alone and (random or name in ("zero_", "fill_"))
         writes = frozenset(_record_of(t)[1] for t in targets)
         reads = frozenset(_record_of(t)[1] for t in input_tensors if is_deferred(t) and _record_of(t)[0] is self)
         self.written_ids |= writes
@@ -266,8 +270,8 @@ class _Build:
         memory = _Memory(self.sizes, device)
         with torch.no_grad():
             for step in reversed(chosen):
-                with nullcontext() if step.draw is None else step.draw.again(device):
-                    memory.do(step)
+                with nullcontext() if step.draw is None else step.draw.repeated(device):
+                    memory.run(step)
         return memory
 
     def _find_random_states(self, device: torch.device) -> None:
@@ -280,11 +284,11 @@ class _Build:
                 step = self.steps[index]
                 if step.draw is not None:
                     needed = self._replay_until(step.reads, device, index)
-                    with step.draw.first(device):
-                        needed.do(step)
+                    with step.draw.first_time(device):
+                        needed.run(step)
                     del needed
                     freed += sum(self.sizes[storage_id][0] for storage_id in step.writes)
-                    if freed > _FREE_EVERY_BYTES:  # the allocator does not always use it again
+                    if freed > _FREE_EVERY_BYTES:  # the allocator may keep it without using it again
                         give_back()
                         freed = 0
 
@@ -327,7 +331,7 @@ class _Reads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if args and isinstance(args[0], Tensor) and is_deferred(args[0]):
-            if func in _READS:
+            if func in _READING_METHODS:
                 with _without_recording():
                     return func(value_now(args[0]), *args[1:], **(kwargs or {}))
             initialiser = skipped_initialiser(func)
@@ -336,7 +340,7 @@ class _Reads(TorchFunctionMode):
                     _record_of(args[0])[0].note(initialiser[0], (), initialiser[1], args[0], [args[0]])
         out = func(*args, **(kwargs or {}))
         if getattr(func, "__self__", None) is Tensor.data and is_deferred(args[0]):
-            _allow(args[0], 0)  # another tensor may have replaced its data
+            _allow_change(args[0], 0)  # torch counts an assignment to its data, which has an effect without a record
         return out
 
 
@@ -370,7 +374,8 @@ class _Operations(TorchDispatchMode):
             return func(*tree_map(_real, args), **tree_map(_real, kwargs))
         if tensors and not random and not any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
-        if "device" in schema_arguments and ("device" in kwargs or not tensors or not any(t.is_meta for t in tensors)):
+        is_device_inherited = "device" not in kwargs and any(tensor.is_meta for tensor in tensors)
+        if "device" in schema_arguments and not is_device_inherited:
             kwargs["device"] = _META
         try:
             out = func(*tree_map(_empty, args), **tree_map(_empty, kwargs))

@@ -21,39 +21,39 @@ class Draw:
     Attributes:
         generator: The generator; ``None`` for the device's.
         follows: The draw that left the device's generator in the state in which this one was recorded, or ``None``.
-        seeded: Without such a draw, the state of the CPU's generator, and its seed.
-        before: The state before the draw, by device type.
-        after: The state after the draw, by device type.
+        seeded: If there is no such draw, the state of the CPU's generator when this one was recorded, and its seed.
+        state_before: The state before the draw, by device type.
+        state_after: The state after the draw, by device type.
     """
 
     generator: torch.Generator | None = None
     follows: Draw | None = None
     seeded: tuple[Tensor, int] | None = None
-    before: dict[str, Tensor] = field(default_factory=dict)
-    after: dict[str, Tensor] = field(default_factory=dict)
+    state_before: dict[str, Tensor] = field(default_factory=dict)
+    state_after: dict[str, Tensor] = field(default_factory=dict)
 
     @contextmanager
-    def first(self, device: torch.device) -> Iterator[None]:
+    def first_time(self, device: torch.device) -> Iterator[None]:
         """A context in which the numbers are drawn for the first time, which advances the generator."""
         device_type = device.type
         if self.generator is None:
             if self.follows is not None:
-                set_random_state(device, self.follows.after[device_type])
+                set_random_state(device, self.follows.state_after[device_type])
             elif self.seeded is not None:
                 _seed(device, *self.seeded)
-        self.before[device_type] = self._state(device)
+        self.state_before[device_type] = self._state(device)
         yield
-        self.after[device_type] = self._state(device)
+        self.state_after[device_type] = self._state(device)
 
     @contextmanager
-    def again(self, device: torch.device) -> Iterator[None]:
+    def repeated(self, device: torch.device) -> Iterator[None]:
         """A context in which the same numbers are drawn again; the generator's state is restored afterwards."""
-        now = self._state(device)
-        self._set(device, self.before[device.type])
+        current_state = self._state(device)
+        self._set(device, self.state_before[device.type])
         try:
             yield
         finally:
-            self._set(device, now)
+            self._set(device, current_state)
 
     def _state(self, device: torch.device) -> Tensor:
         return random_state(device) if self.generator is None else self.generator.get_state()
@@ -88,13 +88,13 @@ class Draws:
         draw = Draw(generator)
         if generator is not None:
             return draw
-        now = torch.get_rng_state()
+        current_state = torch.get_rng_state()
         if self._start is None:
-            self._start = now
-            self._ended[_key(now)] = self._origin
-        draw.follows = self._ended.get(_key(now))
+            self._start = current_state
+            self._ended[_key(current_state)] = self._origin
+        draw.follows = self._ended.get(_key(current_state))
         if draw.follows is None:
-            draw.seeded = now, torch.initial_seed()
+            draw.seeded = current_state, torch.initial_seed()
         torch.rand(1)
         self._end = torch.get_rng_state()
         self._last = draw
@@ -109,13 +109,13 @@ class Draws:
         from its current state.
         """
         device_type = device.type
-        if device_type not in self._origin.after:
+        if device_type not in self._origin.state_after:
             untouched = device_type == "cpu" and self._start is not None and self.is_continued()
             state = self._start if untouched and self._start is not None else random_state(device)
-            self._origin.after[device_type] = state
+            self._origin.state_after[device_type] = state
         yield
-        if device_type in self._last.after:
-            set_random_state(device, self._last.after[device_type])
+        if device_type in self._last.state_after:
+            set_random_state(device, self._last.state_after[device_type])
 
 
 def _key(state: Tensor) -> int:

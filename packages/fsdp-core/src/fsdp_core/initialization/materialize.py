@@ -59,7 +59,7 @@ def place(
                 moved = _with_data(parameter, parameter.data.to(runtime.device).contiguous())
                 full_tensors.append(moved)
             if moved is not parameter:
-                replaced[id(parameter)] = parameter, moved  # both are kept, or an id could be reused
+                replaced[id(parameter)] = parameter, moved  # the former is kept alive: its id must not be reused
                 setattr(module, name, moved)
         for name, buffer in list(module.named_buffers(recurse=False)):
             module._buffers[name] = buffer.to(runtime.device)
@@ -122,7 +122,7 @@ def materialize(modules: Iterable[nn.Module], device: torch.device) -> None:
                 if id(parameter) not in new_parameters:
                     empty = _unfilled_like(parameter, device)
                     new_parameters[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                setattr(module, name, new_parameters[id(parameter)])  # LSTMs note it in a list
+                setattr(module, name, new_parameters[id(parameter)])  # and not in _parameters: LSTMs keep a list, too
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
                 module._buffers[name] = _unfilled_like(buffer, device)
@@ -157,14 +157,14 @@ def note_initialisers(root: nn.Module) -> None:
 
 def _fill_deferred(modules: Sequence[nn.Module], device: torch.device) -> None:
     """Fill the modules with the values that their constructors would have set, where those were recorded."""
+    # a reset_parameters that was set on an instance is to fill it instead
+    filled_modules = [module for module in modules if "reset_parameters" not in vars(module)]
     owned_tensors: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = [
         (module, registry, name, tensor)
-        for module in modules
+        for module in filled_modules
         for registry in (module._parameters, module._buffers, vars(module))
         for name, tensor in registry.items()
         if isinstance(tensor, Tensor) and (has_values(tensor) or (is_deferred(tensor) and not tensor.numel()))
-        # set on the instance, to fill the module when it is materialised
-        if "reset_parameters" not in vars(module)
     ]
     for module, _, name, tensor in owned_tensors:
         if was_changed(tensor):
@@ -186,7 +186,7 @@ def _fill_deferred(modules: Sequence[nn.Module], device: torch.device) -> None:
                 )
             parameter = new_parameters.setdefault(id(tensor), nn.Parameter(value, requires_grad=tensor.requires_grad))
             parameter.__dict__.update(tensor.__dict__)
-            setattr(module, name, parameter)  # LSTMs note it in a list
+            setattr(module, name, parameter)  # and not in the registry: LSTMs keep a list, too
         else:
             registry[name] = value
 

@@ -43,8 +43,8 @@ class KeptPart:
         part: The rank's contiguous range of the elements.
         rank: The index of that range.
         ranks: The number of ranges.
-        digest: Of the whole, as long as all of it was known; ranks compare it.
-        spoiled: Whether something was computed of elements that are not here.
+        digest: A digest of the whole parameter, of when all of it was last here; ranks compare it.
+        spoiled: Whether it was computed of elements that other ranks keep.
     """
 
     shape: torch.Size
@@ -123,11 +123,11 @@ class PartOfParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
-            twin = nn.Parameter(torch.empty(0, dtype=self.dtype), requires_grad=self.requires_grad)
-            _attach_part(twin, replace(_kept_part_of(self), part=_kept_part_of(self).part.clone()))
-            memo[id(self)] = twin
-        copied: nn.Parameter = memo[id(self)]
-        return copied
+            copied = nn.Parameter(torch.empty(0, dtype=self.dtype), requires_grad=self.requires_grad)
+            _attach_part(copied, replace(_kept_part_of(self), part=_kept_part_of(self).part.clone()))
+            memo[id(self)] = copied
+        parameter: nn.Parameter = memo[id(self)]
+        return parameter
 
     def __reduce_ex__(self, protocol: Any) -> Never:
         _refuse_reading(self, "pickle")
@@ -142,11 +142,11 @@ class OpenParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
-            twin = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
-            _note_open(twin, _kept_part_of(self))
-            memo[id(self)] = twin
-        copied: nn.Parameter = memo[id(self)]
-        return copied
+            copied = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+            _note_open(copied, _kept_part_of(self))
+            memo[id(self)] = copied
+        parameter: nn.Parameter = memo[id(self)]
+        return parameter
 
 
 class _OpenParameters(threading.local):
@@ -240,7 +240,8 @@ def keep_parts(module: nn.Module, runtime: Runtime) -> None:
             ranks = runtime.world_size
             part = _range_of(flat, rank, ranks).clone()
             kept_part = KeptPart(shape=parameter.shape, part=part, rank=rank, ranks=ranks, digest=_digest(flat))
-            spoiled = _open_parameters.had_any and _has_nan(flat)  # by values read from a layer that was marked before
+            # NaN comes from elements of other ranks, if the layer has read a layer that was marked before
+            spoiled = _open_parameters.had_any and _has_nan(flat)
             _attach_part(parameter, replace(kept_part, digest="" if spoiled else kept_part.digest, spoiled=spoiled))
             del flat
     give_back()
@@ -278,11 +279,11 @@ def check_same_parts(module: nn.Module, runtime: Runtime) -> None:
             _close(parameter)
         if isinstance(parameter, PartOfParameter):
             kept_parts[clean_name(name)] = _kept_part_of(parameter)
-    was_open = _open_parameters.had_any  # perhaps also of layers that were replaced since
+    has_opened_any = _open_parameters.had_any  # perhaps also of layers that were replaced since
     _open_parameters.had_any = False
     if runtime.world_size == 1:
         return
-    nan_names = _names_computed_of_parts(module) if was_open else []
+    nan_names = _names_computed_of_parts(module) if has_opened_any else []
     digests = [(kept_part.digest, kept_part.spoiled) for kept_part in kept_parts.values()]
     differs = digests != runtime.broadcast_object(digests)
     is_spoiled = any(kept_part.spoiled for kept_part in kept_parts.values())
@@ -294,14 +295,14 @@ def check_same_parts(module: nn.Module, runtime: Runtime) -> None:
             f"{name!r} is NaN: it was computed of a parameter that was read after wrap(), and of which each rank keeps "
             f"its part: {_AS_BUILT}.\nRead it before wrap(), call wrap() last; or {_BUILD_WHOLE}."
         )
-    digests_by_rank = [of_rank for of_rank, _ in reports]
+    digests_by_rank = [digests_of_rank for digests_of_rank, _ in reports]
     for number, name in enumerate(kept_parts):
-        if any(of_rank[number][1] for of_rank in digests_by_rank):
+        if any(spoiled for _, spoiled in (digests_of_rank[number] for digests_of_rank in digests_by_rank)):
             raise ShardingError(
                 f"{name!r} was computed after wrap() from elements that other ranks keep: {_AS_BUILT}.\n"
                 f"Give the layer its values first: build it, initialise it, and wrap() it last; {_BUILD_WHOLE}."
             )
-        if len({of_rank[number][0] for of_rank in digests_by_rank}) > 1:
+        if len({digests_of_rank[number][0] for digests_of_rank in digests_by_rank}) > 1:
             raise ShardingError(
                 f"ranks have built {name!r} with different values, and each has kept its part: {_AS_BUILT}.\n"
                 "Where some of its elements were changed after wrap(), call wrap() last. Where ranks draw other random "
@@ -355,8 +356,8 @@ def _name_of(func: Any) -> str:
     """The name of a called function; for attributes, the name if it exposes values, otherwise ``"attribute"``."""
     name = str(getattr(func, "__name__", func))
     if name in ("__get__", "__set__", "__delete__"):
-        of = str(getattr(func.__self__, "__name__", ""))
-        return of if of in _VIEWS else "attribute"
+        attribute = str(getattr(func.__self__, "__name__", ""))
+        return attribute if attribute in _VIEWS else "attribute"
     return name
 
 
@@ -439,7 +440,7 @@ def _close(parameter: OpenParameter) -> None:
     if not _has_nan(flat):
         digest = _digest(flat)
     elif part.dtype != before.part.dtype or _has_writes(flat, part, before):
-        # changed element by element: the same on all ranks if it was before, and if random numbers are
+        # The change must have been elementwise. Ranks agree on it if they have agreed before, and on random numbers.
         digest = f"{digest}, changed at {_digest(torch.get_rng_state())}"
     spoiled = before.spoiled or (_has_nan(part) and not _has_nan(before.part))
     _attach_part(parameter, replace(before, shape=parameter.shape, part=part, digest=digest, spoiled=spoiled))
@@ -447,8 +448,9 @@ def _close(parameter: OpenParameter) -> None:
 
 def _has_writes(flat: Tensor, part: Tensor, before: KeptPart) -> bool:
     """Whether anything was written, including to other ranks' elements, which are NaN until written."""
-    filled_count = flat.numel() - int(flat.isnan().sum()) + int(part.isnan().sum())
-    return filled_count > part.numel() or not torch.equal(part, before.part.to(part.device))
+    nan_of_others = int(flat.isnan().sum()) - int(part.isnan().sum())
+    has_filled_others = nan_of_others < flat.numel() - part.numel()
+    return has_filled_others or not torch.equal(part, before.part.to(part.device))
 
 
 def _length(count: int, ranks: int) -> int:

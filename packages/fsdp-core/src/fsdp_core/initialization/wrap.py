@@ -61,22 +61,22 @@ def mark_by_torch_wrap() -> Iterator[None]:
     if _by_torch_wrap.get():  # torch's enable_wrap can't be nested
         yield
         return
-    before = _by_torch_wrap.set(True)
+    token = _by_torch_wrap.set(True)
     try:
         with enable_wrap(wrapper_cls=_mark):
             yield
     finally:
-        _by_torch_wrap.reset(before)
+        _by_torch_wrap.reset(token)
 
 
 @contextmanager
-def when_marked(then: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Call ``then`` with each module that is marked in this context, by this thread."""
-    before = _when_marked.set(then)
+def when_marked(callback: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Call ``callback`` with each module that is marked in this context, by this thread."""
+    token = _when_marked.set(callback)
     try:
         yield
     finally:
-        _when_marked.reset(before)
+        _when_marked.reset(token)
 
 
 def marked(root: nn.Module) -> list[nn.Module]:
@@ -96,7 +96,7 @@ def _mark(module: M, **options: Any) -> M:
             f"wrap() got a {type(module).__name__}, which is never called itself.\nWrap its members instead."
         )
     module.__dict__[_MARK] = options
-    then = _when_marked.get()
-    if then is not None:
-        then(module)
+    callback = _when_marked.get()
+    if callback is not None:
+        callback(module)
     return module

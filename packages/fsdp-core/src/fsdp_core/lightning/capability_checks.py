@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fsdp_core.errors import UnsupportedCapabilityError
@@ -96,7 +96,7 @@ def check_options(cls: type, arguments: tuple[Any, ...], options: Mapping[str, A
     if listed_and_info is None:
         return
     listed, info = listed_and_info
-    parameters, takes_no_others = _parameters(cls, listed)
+    parameters, takes_any_option = _parameters(cls, listed)
     arguments_by_name = {**dict(zip(parameters, arguments, strict=False)), **options}
     defaults = {option.name: option.default for option in info.options}
     refused: dict[str, str] = {}
@@ -104,16 +104,19 @@ def check_options(cls: type, arguments: tuple[Any, ...], options: Mapping[str, A
         capability = capability_of(name, value)
         if capability is None or capability in info.capabilities:
             continue
-        if name not in defaults or not is_same_value(value, defaults[name]):
+        is_default = name in defaults and is_same_value(value, defaults[name])
+        if not is_default:  # which requests nothing
             refused[name] = str(_refusal(info, capability, f"{name}={_describe_value(value)}", "Leave it out"))
     if refused:
         messages = list(refused.values())
-        if refused.keys() <= options.keys():
-            other_options = {name: value for name, value in options.items() if name not in refused}
-            messages += _refuse_others(cls, arguments, other_options)
+        if refused.keys() <= options.keys():  # the constructor can be called without them
+            try:
+                cls(*arguments, **{name: value for name, value in options.items() if name not in refused})
+            except UnsupportedCapabilityError as error:  # about other options: all are reported at once
+                messages.append(str(error))
         raise UnsupportedCapabilityError("\n".join(messages))
-    unknown = [name for name in options if name not in parameters and takes_no_others]
-    if unknown:
+    unknown = [name for name in options if name not in parameters]
+    if unknown and not takes_any_option:
         refuse_unknown_options(info.name, cls, dict.fromkeys(unknown), {})
 
 
@@ -201,16 +204,8 @@ def check_materialization(strategy: str, module: nn.Module) -> None:
         )
 
 
-def _refuse_others(cls: Callable[..., object], arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Iterator[str]:
-    """The constructor's error about the remaining options, to be reported with those that are refused already."""
-    try:
-        cls(*arguments, **options)
-    except UnsupportedCapabilityError as error:
-        yield str(error)
-
-
 def _find_listed(cls: type) -> tuple[type, StrategyInfo] | None:
-    """The class or first base that a plugin lists, and its entry there; names without presets first."""
+    """The class or first base that a plugin lists, and its description; of several names, one without presets."""
     infos = sorted(registry.strategies().values(), key=lambda info: len(info.presets))
     for base in cls.__mro__:
         for info in infos:
@@ -220,16 +215,22 @@ def _find_listed(cls: type) -> tuple[type, StrategyInfo] | None:
 
 
 def _parameters(cls: type, listed: type) -> tuple[list[str], bool]:
-    """The names that a constructor takes, or passes on to the listed class; and whether it takes no others."""
+    """The names of the options that a class takes, and whether its constructor accepts any other name.
+
+    A subclass's constructor may name some options, and pass on the others as ``**options``. The listed class then
+    refuses names that it does not know.
+    """
     names: list[str] = []
     for base in cls.__mro__[: cls.__mro__.index(listed) + 1]:
         constructor = vars(base).get("__init__")
         if constructor is not None and not hasattr(constructor, "is_generated"):
             parameters = list(inspect.signature(constructor).parameters.values())[1:]
-            names += [each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name not in names]
-            if not any(each.kind is each.VAR_KEYWORD for each in parameters):
-                return names, True
-    return [*names, *(name for name in inspect.signature(listed).parameters if name not in names)], False
+            named = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+            names += [name for name in named if name not in names]
+            if len(named) == len(parameters):  # there are no **options
+                return names, False
+    names_of_listed = inspect.signature(listed).parameters
+    return list(dict.fromkeys([*names, *names_of_listed])), True
 
 
 def _is(cls: type, reference: str | None) -> bool:

@@ -60,16 +60,16 @@ class ConstructedStrategy(StrategyCapabilities):
         options_class: The class of the options.
         positional: The names of the options that may be given by position.
         left_out: The names of options of all strategies that this one does not take.
-        others_options: By option of another library, what to write instead.
-        happens_anyway: Values of such options that ask for what happens anyway.
+        migration_hints: By option of another library, what to write instead.
+        accepted_noops: Values of such options that ask for what happens anyway.
         options: The options of this strategy.
     """
 
     options_class: ClassVar[type[ShardingOptions]] = strategy_options(ShardingOptions)
     positional: ClassVar[Sequence[str]] = ()
     left_out: ClassVar[Collection[str]] = ()
-    others_options: ClassVar[Mapping[str, str]] = {}
-    happens_anyway: ClassVar[Mapping[str, Collection[object]]] = {}
+    migration_hints: ClassVar[Mapping[str, str]] = {}
+    accepted_noops: ClassVar[Mapping[str, Collection[object]]] = {}
     __signature__: ClassVar[inspect.Signature]
 
     options: Any  # of options_class
@@ -85,13 +85,16 @@ class ConstructedStrategy(StrategyCapabilities):
     def _by_name(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
         """The constructor's arguments by name."""
         values = dict(zip(self.positional, positional, strict=False))
-        twice = [name for name in values if name in keywords]
-        if len(positional) > len(self.positional) or twice:
-            name = type(self).__name__
-            why = f"{twice[0]} is given by keyword too" if twice else f"only {len(self.positional)} can be so given"
+        repeated = [name for name in values if name in keywords]
+        if len(positional) > len(self.positional) or repeated:
+            class_name = type(self).__name__
+            reason = f"only {len(self.positional)} can be so given"
+            if repeated:
+                reason = f"{repeated[0]} is given by keyword too"
+            example = ", ".join(f"{option}=..." for option in self.positional[:2])
             raise TypeError(
-                f"{name} was given {len(positional)} options by position, and {why}.\n"
-                f"Write keywords: {name}({', '.join(f'{each}=...' for each in self.positional[:2])}, ...)."
+                f"{class_name} was given {len(positional)} options by position, and {reason}.\n"
+                f"Write keywords: {class_name}({example}, ...)."
             )
         return {**values, **keywords}
 
@@ -108,12 +111,12 @@ class ConstructedStrategy(StrategyCapabilities):
         values = self._by_name(positional, keywords)
         names = [name for name in option_names(self.options_class) if name not in self.left_out]
         unknown = {name: value for name, value in values.items() if name not in names}
-        near = {"backend": "Did you mean 'process_group_backend'?"} if "process_group_backend" in names else {}
+        hints = dict(self.migration_hints)
+        if "process_group_backend" in names:
+            hints.setdefault("backend", "Did you mean 'process_group_backend'?")
         refused: list[str] = []
         try:
-            refuse_unknown_options(
-                self.strategy_name, type(self), unknown, {**near, **self.others_options}, always=self.happens_anyway
-            )
+            refuse_unknown_options(self.strategy_name, type(self), unknown, hints, accepted=self.accepted_noops)
         except UnsupportedCapabilityError as error:
             refused.append(str(error))
         try:
@@ -132,7 +135,7 @@ class ConstructedStrategy(StrategyCapabilities):
         return options
 
     def _check_accelerator(self, accelerator: object) -> None:
-        """Refuse what is no accelerator: the first option by position, which others' strategies don't begin with."""
+        """Refuse what is no accelerator: it is the first option by position, and in other libraries another one is."""
         if not isinstance(accelerator, Accelerator | None):
             name = type(self).__name__
             raise UnsupportedCapabilityError(

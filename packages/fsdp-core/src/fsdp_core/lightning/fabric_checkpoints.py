@@ -19,8 +19,7 @@ from fsdp_core.lightning.checkpoints.begun_accumulation import AccumulatedGradie
 from fsdp_core.lightning.checkpoints.full.file import gather_full
 from fsdp_core.lightning.checkpoints.full.layout import as_trainers_file, number_parameters
 from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
-from fsdp_core.lightning.checkpoints.saving_strategy import SavePlace
-from fsdp_core.lightning.checkpoints.sharded_or_full import read_checkpoint, write_file, write_folder
+from fsdp_core.lightning.checkpoints.sharded_or_full import SaveTarget, read_checkpoint, write_file, write_folder
 from fsdp_core.lightning.loaders.fabric_loaders import is_left_out, is_loader, load_loader, loader_state
 from fsdp_core.lightning.outside_steps.forwarding import sharded_in
 from fsdp_core.lightning.outside_steps.redirection import normal_tensors
@@ -92,8 +91,8 @@ def save_checkpoint(
         filters: By key of ``state``: which names of its state to keep.
     """
     strategy.check_saving(strategy.roots)
-    target = strategy.place_of(path)
-    with strategy.steps.gradients.while_off():
+    target = strategy.save_target(path)
+    with strategy.steps.gradient_guard.while_off():
         _write(strategy, target, state, storage_options, filters)
     if target.is_reported:
         strategy.wait_for_saves()
@@ -101,7 +100,7 @@ def save_checkpoint(
 
 def _write(
     strategy: ShardedFabricStrategy,
-    target: SavePlace,
+    target: SaveTarget,
     state: dict[str, Any],
     storage_options: Any,
     filters: dict[str, Callable[[str, Any], bool]],
@@ -182,8 +181,8 @@ def load_checkpoint(
         CheckpointMismatchError: A name, shape or dtype doesn't fit.
     """
     strategy.wait_for_saves()
-    with strategy.steps.gradients.while_off():
-        path = strategy.first_of(paths_of(path_or_paths), "load")
+    with strategy.steps.gradient_guard.while_off():
+        path = strategy.agree_on_path(paths_of(path_or_paths), "load")
         return _load(strategy, path, state, strict, weights_only)
 
 
@@ -196,27 +195,29 @@ def _load(
     if isinstance(state, nn.Module | Optimizer):
         _restore(strategy, state, saved, strict)
         return {}
-    everything = state is None
-    state = state if state is not None else {}
+    is_everything_returned = state is None
+    state = {} if state is None else state
     missing = [key for key in state if key not in saved and not is_left_out(key, state[key], strategy.runtime)]
     if strict and missing:
         raise MissingKeyError(
             f"{shown_paths(path)} holds no {missing[0]!r}; it holds {', '.join(map(repr, saved))}.\n"
             "Load only keys that it holds, or load with strict=False."
         )
-    order = [key for key in sorted(state, key=lambda k: not isinstance(state[k], nn.Module)) if key in saved]
+    modules = [key for key in state if key in saved and isinstance(state[key], nn.Module)]
+    order = [*modules, *(key for key in state if key in saved and key not in modules)]
 
     def compare() -> None:
         for key in order:
             _restore(strategy, state[key], saved[key], strict, check_only=True)
 
-    # before any is changed
+    # before any of them is changed
     run_on_all(strategy.runtime, f"comparing {shown_paths(path)} with what it is loaded into", compare)
     for key in order:
         if not _restore(strategy, state[key], saved[key], strict):
             state[key] = _materialize(saved[key])
     # the full state of an optimizer that was not requested may not fit on one rank
-    return {key: _materialize(value) if everything else value for key, value in saved.items() if key not in state}
+    remaining = {key: value for key, value in saved.items() if key not in state}
+    return _materialize(remaining) if is_everything_returned else remaining
 
 
 def _restore(strategy: ShardedFabricStrategy, obj: Any, value: Any, strict: bool, *, check_only: bool = False) -> bool:

@@ -55,7 +55,7 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision"),
     )
     left_out: ClassVar[Collection[str]] = ("precision_plugin",)
-    make_before: ClassVar[str] = "Make them before fabric.setup()."
+    creation_hint: ClassVar[str] = "Make them before fabric.setup()."
 
     def __init__(self, *positional: Any, **options: Any) -> None:
         self._take_options(positional, options)
@@ -153,13 +153,13 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         forward = self.setup_module(module)
-        with self.steps.gradients.while_off():
+        with self.steps.gradient_guard.while_off():
             self.sharded_optimizers.take(optimizers, self.roots)
             self.optimizers.update(optimizers)
         return forward, optimizers, scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        with self.steps.gradients.while_off():
+        with self.steps.gradient_guard.while_off():
             self.sharded_optimizers.take([optimizer], self.roots)
             self.optimizers.add(optimizer)
         return optimizer
@@ -177,7 +177,7 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         self._check_loss()
         self.steps.run_backward(tensor, partial(super().backward, tensor, module, *args, **kwargs))
 
-    # the mark of a wrapper: Lightning would refuse torch.autograd.grad, which needs none of this
+    # So marked, Lightning takes this method for its own. It refuses torch.autograd.grad where a strategy overrides it.
     backward.__wrapped__ = Strategy.backward  # type: ignore[attr-defined]
 
     def backward_context(self) -> AbstractContextManager[None]:
@@ -227,7 +227,7 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         self.require(Capability.CLIP_BY_NORM, f"clip_gradients(max_norm={max_norm})")
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         root = root_around(module)
-        with self.steps.gradients.while_off():
+        with self.steps.gradient_guard.while_off():
             self.precision.unscale_gradients(optimizer)
             self.steps.check_gradients(optimizer)  # clipping would spread what is not finite to all of them
             return root.clip_norm(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
@@ -236,7 +236,7 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         self.require(Capability.CLIP_BY_VALUE, f"clip_gradients(clip_val={clip_val})")
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         root = root_around(module)
-        with self.steps.gradients.while_off():
+        with self.steps.gradient_guard.while_off():
             self.precision.unscale_gradients(optimizer)
             root.clip_value(parameters, float(clip_val))
 
@@ -269,7 +269,7 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         return load_checkpoint(self, path, state, strict, weights_only)
 
     def teardown(self) -> None:
-        self.steps.gradients.off()
+        self.steps.gradient_guard.off()
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision.teardown()

@@ -40,18 +40,12 @@ def micro_batches(size: int, *, per_rank: int, ranks: int) -> int:
             raise ShardingError(f"{name}={value!r} is not a number of samples or ranks.\nWrite a whole number from 1.")
     samples_per_batch = per_rank * ranks
     if size % samples_per_batch:
-        sizes = [
-            multiple
-            for multiple in (
-                size // samples_per_batch * samples_per_batch,
-                (size // samples_per_batch + 1) * samples_per_batch,
-            )
-            if multiple
-        ]
+        smaller_size = size // samples_per_batch * samples_per_batch
+        larger_size = smaller_size + samples_per_batch
+        sizes = f"{smaller_size} or {larger_size}" if smaller_size else str(larger_size)
         raise ShardingError(
             f"a global batch of {size} samples can't be divided into micro-batches of {per_rank} on {ranks} ranks.\n"
-            f"Write {' or '.join(map(str, sizes))}, another number of samples per rank, or start another number of "
-            "ranks."
+            f"Write {sizes}, another number of samples per rank, or start another number of ranks."
         )
     return size // samples_per_batch
 
@@ -106,15 +100,14 @@ class GlobalBatch(pl.Callback):
                 "Leave it out, and accumulate fsdp_core.lightning.micro_batches(...) batches in training_step()."
             )
         callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
-        scheduler = next((each for each in callbacks if isinstance(each, GradientAccumulationScheduler)), None)
         accumulated = trainer.accumulate_grad_batches
-        if scheduler is not None or accumulated not in (1, needed):
-            asks_too = (
-                "GradientAccumulationScheduler" if scheduler is not None else f"accumulate_grad_batches={accumulated}"
-            )
+        conflict = None if accumulated in (1, needed) else f"accumulate_grad_batches={accumulated}"
+        if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks):
+            conflict = "GradientAccumulationScheduler"
+        if conflict is not None:
             raise ShardingError(
                 f"{request} needs accumulate_grad_batches={needed} on {ranks} ranks, and the Trainer also has "
-                f"{asks_too}.\nLeave one of the two out."
+                f"{conflict}.\nLeave one of the two out."
             )
         trainer.accumulate_grad_batches = needed
 

@@ -57,7 +57,7 @@ def strategy_options(options_class: type[ShardingOptions]) -> type[ShardingOptio
     """The class of what a strategy takes: its own options and Lightning's.
 
     Args:
-        options_class: The class of its own, which may have Lightning's already.
+        options_class: The class of its own options, which may have Lightning's already.
     """
     if issubclass(options_class, LightningOptions):
         return options_class
@@ -83,16 +83,17 @@ def signature_of(cls: type, strategy: type) -> inspect.Signature:
             continue
         parameters = list(inspect.signature(constructor, follow_wrapped=False).parameters.values())[1:]
         outermost = outermost or parameters
-        kinds = {each.kind for each in parameters}
-        own_parameters.update(
-            (each.name, each) for each in parameters if each.kind not in _VARIABLE and each.name not in own_parameters
-        )
+        kinds = {parameter.kind for parameter in parameters}
+        for parameter in parameters:
+            if parameter.kind not in _VARIABLE:
+                own_parameters.setdefault(parameter.name, parameter)
         takes_positional = takes_positional and inspect.Parameter.VAR_POSITIONAL in kinds
         if inspect.Parameter.VAR_KEYWORD not in kinds:
             return inspect.Signature(list(own_parameters.values()))
-    options = [each for each in _options(cls, takes_positional) if each.name not in own_parameters]
+    options = [option for option in _options(cls, takes_positional) if option.name not in own_parameters]
     try:
-        return inspect.Signature(sorted([*own_parameters.values(), *options], key=lambda each: each.kind))
+        by_kind = sorted([*own_parameters.values(), *options], key=lambda parameter: parameter.kind)
+        return inspect.Signature(by_kind)
     except ValueError:  # a required parameter after optional ones, which no signature can show
         return inspect.Signature(outermost)
 
@@ -105,8 +106,8 @@ def _options(cls: Any, takes_positional: bool) -> list[inspect.Parameter]:
     try:
         hints = get_type_hints(options_class)
     except NameError:  # a type that is imported for type checkers alone
-        hints = {each.name: each.type for each in fields(options_class)}
-    defaults = {each.name: each.default for each in fields(options_class)}
+        hints = {option.name: option.type for option in fields(options_class)}
+    defaults = {option.name: option.default for option in fields(options_class)}
     by_position = cls.positional if takes_positional else ()
     names = [*cls.positional, *(name for name in option_names(options_class) if name not in cls.positional)]
     return [

@@ -73,7 +73,7 @@ def read_precision(strategy: ShardedStrategy, plugin: Any) -> tuple[ShardPrecisi
 
 
 def shard_dtypes(plugin: Any) -> ShardPrecision:
-    """The dtypes of shards under a plugin of a strategy: fp32 if it is not replaced by one of this module's yet."""
+    """The dtypes of shards under a strategy's plugin; fp32 for one of Lightning's, which is not replaced yet."""
     return plugin.dtypes if isinstance(plugin, _ShardedPrecision) else ShardPrecision()
 
 
@@ -85,8 +85,8 @@ def compute_context(precision: ShardPrecision, device: str) -> AbstractContextMa
         device: The type of the device.
     """
     if precision.autocast:
-        # without a cache of casts: one made under no_grad() would cut the graph of a later call in the same step, and
-        # one made before a write to a weight would be stale
+        # without the cache of casts: a cast cached under no_grad() would cut the graph of a later call in the same
+        # step, and a cast cached before a write to a weight would be stale
         return torch.autocast(device, dtype=precision.compute, cache_enabled=False)
     return nullcontext() if precision.storage is torch.float32 else DtypeContext(precision.storage)
 
@@ -112,27 +112,28 @@ class _ShardedPrecision:
         self.dtypes = precision
         self.precision: Any = precision.name
         self._strategy = strategy
-        self._asked_scaler = scaler
+        self._users_scaler = scaler
         self._scaler: torch.amp.GradScaler | None = None
-        #: By id: optimizers whose gradients are unscaled and which have not stepped yet; and those that have.
+        #: By id, optimizers whose gradients are unscaled, and which have not stepped yet.
         self._unscaled: dict[int, torch.optim.Optimizer] = {}
+        #: The ids of optimizers that have stepped since the scale was updated.
         self._stepped: set[int] = set()
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler, if fp16 needs one; created once the device is known."""
         if self._scaler is None and self.dtypes.scaled:
-            self._scaler = self._asked_scaler or torch.amp.GradScaler(self._strategy.root_device.type)
+            self._scaler = self._users_scaler or torch.amp.GradScaler(self._strategy.root_device.type)
             make_scaler_sharded(self._scaler, lambda flag: self._strategy.runtime.all_reduce(flag, "max"))
         return self._scaler
 
     def _scale(self, loss: Tensor) -> Tensor:
-        """Scale what a backward pass begins with."""
+        """Scale the loss that a backward pass begins with."""
         if self.scaler is None:
             return loss
         for key, optimizer in list(self._unscaled.items()):
             if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
-                forget_unscaled(self.scaler, optimizer)  # its gradients were given up instead of stepped with
+                forget_unscaled(self.scaler, optimizer)  # its gradients were discarded, without a step
                 del self._unscaled[key]
         self._update_scale()
         return self.scaler.scale(loss)
@@ -184,7 +185,7 @@ class _ShardedPrecision:
         return DtypeContext(self.dtypes.storage)
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """The same, for modules."""
+        """A context in which modules are built with parameters in the dtype of shards."""
         return self.tensor_init_context()
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -272,7 +273,7 @@ class ShardedFabricPrecision(_ShardedPrecision, FabricPrecision):
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         super().backward(self._scale(tensor), model, *args, **kwargs)
 
-    # the mark of a wrapper: Lightning would refuse torch.autograd.grad, which needs none of this
+    # So marked, Lightning takes this method for its own. It refuses torch.autograd.grad where a plugin overrides it.
     backward.__wrapped__ = FabricPrecision.backward  # type: ignore[attr-defined]
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

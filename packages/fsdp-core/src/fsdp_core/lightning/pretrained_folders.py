@@ -85,7 +85,7 @@ class SavePretrained(pl.Callback):
         self._step_saved = -1
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._step_saved = -1  # of an earlier run with this callback; that of a checkpoint is restored after this
+        self._step_saved = -1  # forget an earlier run; on resuming, load_state_dict() is called after this
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -113,14 +113,16 @@ class SavePretrained(pl.Callback):
     def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> SavedFolder | None:
         if trainer.global_step == self._step_saved or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return None
+        strategy = trainer.strategy
+        path = os.path.join(self.dirpath, f"step-{trainer.global_step:08d}")
         saved = None
         while saved is None:
-            path = os.path.join(self.dirpath, f"step-{trainer.global_step:08d}")
-            folder = trainer.strategy.broadcast(_free(path) if trainer.is_global_zero else path)
+            folder: str = strategy.broadcast(_free_path(path) if trainer.is_global_zero else path)
             try:
-                saved = self._save_to(folder, _chosen(pl_module, self.model))
-            except CheckpointExistsError:  # on all ranks: another job may have taken the name meanwhile
-                if not trainer.strategy.broadcast(os.path.lexists(folder)):
+                saved = self._save_to(folder, _choose_model(pl_module, self.model))
+            except CheckpointExistsError:  # on all ranks
+                has_taken_name = strategy.broadcast(os.path.lexists(folder))  # another job, meanwhile: choose again
+                if not has_taken_name:
                     raise
         self._step_saved = trainer.global_step
         self.written.append(saved.path)
@@ -140,8 +142,8 @@ class SavePretrained(pl.Callback):
 class LoadPretrained(pl.Callback):
     """Reads a folder that ``save_pretrained`` wrote into the shards, before training, validation, test or prediction.
 
-    Each rank reads its own byte ranges; see :func:`fsdp_core.huggingface.load_pretrained`. A run that resumes from a
-    checkpoint (``ckpt_path=``) has that checkpoint's weights, and the folder is not read.
+    Each rank reads its own byte ranges; see :func:`fsdp_core.huggingface.load_pretrained`. The folder is not read by a
+    run that resumes from a checkpoint (``ckpt_path=``) and has its weights from there.
 
     Args:
         folder: The folder.
@@ -186,9 +188,10 @@ class LoadPretrained(pl.Callback):
 
     @normal_tensors()  # validation runs in inference mode, and what is read here is trained later
     def _load(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        last = _loaded_into.get(self)
-        if (last is None or last() is not pl_module) and trainer.ckpt_path is None and trainer.global_step == 0:
-            self.loaded = load_pretrained(_chosen(pl_module, self.model), self.folder, **self.options)
+        last_module = _loaded_into.get(self)
+        is_read = last_module is not None and last_module() is pl_module
+        if not is_read and trainer.ckpt_path is None and trainer.global_step == 0:
+            self.loaded = load_pretrained(_choose_model(pl_module, self.model), self.folder, **self.options)
             _loaded_into[self] = ref(pl_module)
 
 
@@ -197,22 +200,22 @@ _loaded_into: WeakKeyDictionary[LoadPretrained, ref[pl.LightningModule]] = WeakK
 
 
 def _is_step_in(dirpath: str, path: str) -> bool:
-    """Whether a path is one of a step in a folder of steps."""
+    """Whether a path is that of a folder which :class:`SavePretrained` has written into ``dirpath``."""
     folder, name = os.path.split(os.path.abspath(path))
     return folder == os.path.abspath(dirpath) and _STEP.fullmatch(name) is not None
 
 
-def _free(path: str) -> str:
+def _free_path(path: str) -> str:
     """The path, or one with a number behind it if there is something already, such as of another run. For rank 0."""
     number = 0
-    free = path
-    while os.path.lexists(free):
+    candidate = path
+    while os.path.lexists(candidate):
         number += 1
-        free = f"{path}-v{number}"
-    return free
+        candidate = f"{path}-v{number}"
+    return candidate
 
 
-def _chosen(module: pl.LightningModule, name: str | None) -> nn.Module:
+def _choose_model(module: pl.LightningModule, name: str | None) -> nn.Module:
     if name is None:
         return module
     submodule = getattr(module, name, None)

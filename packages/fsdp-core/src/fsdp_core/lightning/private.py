@@ -75,7 +75,7 @@ __all__ = [
 
 
 def always_say_what_is_saved(trainer: Any) -> None:
-    """Make ``trainer.save_checkpoint(path)`` save everything explicitly; Lightning logs its default on every rank."""
+    """Let ``trainer.save_checkpoint(path)`` state that it saves everything; else Lightning logs that on every rank."""
     connector = trainer._checkpoint_connector
     if "dump_checkpoint" not in vars(connector):
         connector.dump_checkpoint = partial(_dump, connector.dump_checkpoint)
@@ -101,7 +101,7 @@ def instead_of_signal_handlers(trainer: Any, register: Callable[[], None]) -> No
 
 
 def resume_from(trainer: Any, path: str) -> None:
-    """Take one path for that of the checkpoint in use, which Lightning looks at when callbacks remove others."""
+    """Set which checkpoint Lightning takes for the one in use, which callbacks do not remove."""
     trainer._checkpoint_connector._ckpt_path = path
 
 
@@ -179,7 +179,7 @@ def lengths_of_predictions(trainer: Any) -> list[float]:
 
 
 def is_accumulating(trainer: Any) -> bool:
-    """Whether the next batch goes on with an optimizer step that earlier ones have begun. To be asked between two."""
+    """Whether the next batch goes on with an accumulation that earlier ones have begun. Called between batches."""
     loop = trainer.fit_loop.epoch_loop
     return (
         bool(loop.batch_progress.current.processed)
@@ -215,8 +215,9 @@ def combined_loader(fit_loop: Any) -> Any | None:
 
 def deciding_loader(combined: Any) -> Any:
     """The combined loader that determines the number of batches of an epoch."""
-    longest = max if combined._mode.startswith("max") else min
-    return combined.flattened[longest(range(len(combined.limits)), key=combined.limits.__getitem__)]
+    longest_or_shortest = max if combined._mode.startswith("max") else min
+    index = longest_or_shortest(range(len(combined.limits)), key=combined.limits.__getitem__)
+    return combined.flattened[index]
 
 
 def has_states_to_load(fit_loop: Any) -> bool:
@@ -234,7 +235,7 @@ def load_loader_states(fit_loop: Any, states: list[Any] | None = None) -> None:
 
 
 def take_progress(fit_loop: Any, state: Mapping[str, Any]) -> None:
-    """Give a fit's loop the progress of one that ran in another process; its loaders go on where they are."""
+    """Give a fit's loop the progress of a loop that ran in another process, without the states of its loaders."""
     fit_loop.load_state_dict({**state, "state_dict": {}})
 
 

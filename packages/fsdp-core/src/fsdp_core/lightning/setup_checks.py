@@ -6,20 +6,17 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 
 from fsdp_core.devices import accelerator_kind, covers, supports_bf16
 from fsdp_core.errors import StrategyUnavailableError, UnsupportedCapabilityError
-from fsdp_core.lightning.private import logs_graph
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.precision_strings import ShardPrecision
 
 __all__ = [
     "check_devices",
-    "check_loggers",
     "check_scattered_save",
     "check_state_dict_type",
     "check_waiting",
@@ -60,22 +57,6 @@ def check_devices(
         if precision is None:
             continue
         precision.check_device(device, bf16_supported=supports_bf16(device))
-
-
-def check_loggers(strategy: str, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Refuse a logger that runs the sharded model on rank 0 alone, which would wait for the other ranks.
-
-    Raises:
-        UnsupportedCapabilityError: There is one, there are several ranks, and the module has an example input.
-    """
-    graph_logger = next((logger for logger in trainer.loggers if logs_graph(logger)), None)
-    if graph_logger is not None and trainer.world_size > 1 and module.example_input_array is not None:
-        raise UnsupportedCapabilityError(
-            f"{type(graph_logger).__name__}(log_graph=True) runs the model on rank 0 alone to draw its graph, and "
-            f"{strategy!r} gathers its layers from all ranks.\n"
-            "Leave log_graph out, and draw the graph of a model that is not sharded: "
-            "logger.experiment.add_graph(model, example) in a script of its own."
-        )
 
 
 def check_state_dict_type(state_dict_type: str) -> None:
@@ -150,10 +131,10 @@ def hang_duration(value: object) -> timedelta | None:
 
 
 def check_scattered_save(scattered_save: bool, state_dict_type: str) -> None:
-    """Refuse a ``scattered_save`` that is not a ``bool``, or that is asked of one file.
+    """Refuse a ``scattered_save`` that is not a ``bool``, and ``True`` with full checkpoints, which are one file.
 
     Raises:
-        UnsupportedCapabilityError: It is.
+        UnsupportedCapabilityError: It is not a ``bool``, or the two can't be combined.
     """
     if not isinstance(scattered_save, bool):
         raise UnsupportedCapabilityError(

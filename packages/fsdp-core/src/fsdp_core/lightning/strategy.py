@@ -11,11 +11,11 @@ from torch import nn
 
 from fsdp_core.initialization.sharded_init import check_same_parts
 from fsdp_core.lightning.capability_checks import check_materialization
-from fsdp_core.lightning.checkpoints.saving_strategy import SavingStrategy
 from fsdp_core.lightning.constructing import define_constructor
 from fsdp_core.lightning.features.sharded_optimizers import ShardedOptimizers
 from fsdp_core.lightning.outside_steps.redirection import normal_tensors
 from fsdp_core.lightning.outside_steps.sharded_modules import announce_shards, guard_module
+from fsdp_core.lightning.strategy_saving import SavingStrategy
 from fsdp_core.sharding.agreement.same_model import check_same, facts_of_options, facts_of_packages
 from fsdp_core.sharding.backend import Backend, sharding_config_of
 from fsdp_core.sharding.plan import ShardingPlan
@@ -44,17 +44,17 @@ class ShardedStrategy(SavingStrategy):
         backend_class: The class of the backend, which is made of them.
         positional: The names of the options that may be given by position.
         left_out: The names of options of all strategies that this one does not take.
-        others_options: By option of another library, what to write instead.
-        happens_anyway: Values of such options that ask for what happens anyway.
+        migration_hints: By option of another library, what to write instead.
+        accepted_noops: By such an option, the values that ask for what happens anyway, and are accepted.
         options: The options of this strategy.
         backend: How modules are sharded.
         error_if_nonfinite: Whether to raise before a step whose gradients are not finite.
-        make_before: Where users can create parameters before sharding, as a sentence.
+        creation_hint: Where users are to create parameters, so that it is before sharding: a sentence.
         log: Lightning's logger for rank 0, whose level users set.
     """
 
     backend_class: ClassVar[type[Any]]  # a Backend, made of the options
-    make_before: ClassVar[str]
+    creation_hint: ClassVar[str]
     log: ClassVar[logging.Logger]
     error_if_nonfinite: bool = False
 
@@ -111,10 +111,12 @@ class ShardedStrategy(SavingStrategy):
         """
         if self.runtime.world_size == 1:
             return
-        facts = self._describe_run(module, sharding_config_of(self.backend) if plan is None else plan.config)
-        facts |= {"state": "sharded already"} if plan is None else plan.describe()
+        if plan is None:
+            facts = self._describe_run(module, sharding_config_of(self.backend)) | {"state": "sharded already"}
+        else:
+            facts = self._describe_run(module, plan.config) | plan.describe()
         check_same(self.runtime, type(module).__name__, facts)
-        if plan is not None and plan.refusal is None:  # otherwise sharding raises on all ranks, or is not needed
+        if plan is not None and plan.refusal is None:  # with a refusal, sharding raises on all ranks
             check_same_parts(module, self.runtime)
 
     def _describe_run(self, module: nn.Module, config: Mapping[str, Any]) -> dict[str, str]:
@@ -142,9 +144,9 @@ class ShardedStrategy(SavingStrategy):
 
     @contextmanager
     def _no_sync(self, sharded: Sharded) -> Iterator[None]:
-        """The root's ``no_sync``, exited as if nothing was raised in it, since some have no ``finally``.
+        """The root's ``no_sync``, exited as if nothing was raised in it.
 
-        Otherwise every gradient would silently be ``None`` after an exception.
+        Some libraries' contexts have no ``finally``: after an exception, they would leave every gradient ``None``.
         """
         sharded.backend = self.backend  # another strategy may have used the module in between
         context = sharded.no_sync()

@@ -28,7 +28,7 @@ from fsdp_core.watch import watch
 
 __all__ = ["StrategyRanks"]
 
-#: How long torch's collectives wait. Those of NCCL wait a third of it, but Lightning's strategies give them as long.
+#: How long collectives wait by default: torch's own default, which Lightning also sets for NCCL.
 _TORCHS_TIMEOUT = timedelta(minutes=30)
 
 
@@ -39,7 +39,7 @@ class StrategyRanks(ConstructedStrategy):
         backend: How modules are sharded.
         runtime: How the ranks communicate.
         timeout: How long a collective may wait for the other ranks.
-        hang_timeout: How long ranks may wait for each other at one place before all end; ``None`` to watch nothing.
+        hang_timeout: How long ranks may wait for each other in one call before all end; ``None`` to watch nothing.
     """
 
     launcher_class: ClassVar[Any]
@@ -51,7 +51,7 @@ class StrategyRanks(ConstructedStrategy):
     hang_timeout: timedelta | None = None
     _worker: RayWorker | None = None  # under Ray Train
 
-    # of Lightning's ParallelStrategy
+    # set by Lightning's ParallelStrategy
     cluster_environment: ClusterEnvironment | None
     parallel_devices: list[torch.device] | None
     num_nodes: int
@@ -89,7 +89,7 @@ class StrategyRanks(ConstructedStrategy):
         """The number of ranks on this host."""
         return len(self.parallel_devices or ()) if self._worker is None else self._worker.local_world_size
 
-    def _numbers(self) -> tuple[int, int]:
+    def _rank_and_world_size(self) -> tuple[int, int]:
         """This rank and the number of ranks, which are known before they have joined."""
         if self._worker is not None:
             return self._worker.rank, self._worker.world_size
@@ -104,9 +104,9 @@ class StrategyRanks(ConstructedStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The sampler's arguments: every data-parallel rank gets its own part of the data.
 
-        Before the ranks have joined, they follow from their numbers, as under Lightning's own strategies.
+        Before the runtime has started, they follow from this rank's number, as under Lightning's own strategies.
         """
-        rank, ranks = self._numbers()
+        rank, ranks = self._rank_and_world_size()
         if self.runtime.world_size == 1 < ranks:
             mesh = self.backend.mesh(ranks)
             return {"num_replicas": mesh.size(DATA_AXES), "rank": mesh.coordinate(rank, DATA_AXES)}
@@ -117,7 +117,7 @@ class StrategyRanks(ConstructedStrategy):
         environment = self.cluster_environment
         self._worker = ray_worker(environment, StrategyRanks)
         if environment is not None:
-            rank, ranks = self._numbers()
+            rank, ranks = self._rank_and_world_size()
             environment.set_global_rank(rank)
             environment.set_world_size(ranks)
         set_rank_zero(self.global_rank)
@@ -126,13 +126,13 @@ class StrategyRanks(ConstructedStrategy):
         environment = self.cluster_environment
         assert environment is not None
         forks = is_interactive() and self.num_processes > 1 and not environment.creates_processes_externally
-        precision = None if forks else self.shard_precision  # which the ranks check: see check_devices
+        precision = None if forks else self.shard_precision  # forked ranks check it: asking would initialise the device
         check_devices(self.strategy_name, self.backend, self.parallel_devices, precision)
         if self._worker is not None:
             self._worker.check_devices(self.parallel_devices or ())
         else:
             check_launched(self.cluster_environment, self.num_processes, self.num_nodes)
-        self.backend.mesh(self._numbers()[1])  # fail before any process is started
+        self.backend.mesh(self._rank_and_world_size()[1])  # fail before any process is started
         if environment.creates_processes_externally:
             return
         if is_interactive():  # one rank needs no process of its own
@@ -156,7 +156,7 @@ class StrategyRanks(ConstructedStrategy):
             device=self.root_device,
             address=environment.main_address,
             port=environment.main_port,
-            timeout=self._patience(),
+            timeout=self._collective_timeout(),
         )
         if self.num_nodes > 1:
             check_same_packages(self.runtime, versions_of(type(self), type(self.backend), type(self.runtime)))
@@ -175,11 +175,11 @@ class StrategyRanks(ConstructedStrategy):
                 "do in the function what needs them."
             )
 
-    def _patience(self) -> timedelta | None:
+    def _collective_timeout(self) -> timedelta | None:
         """How long a collective waits: longer than it takes to find out which rank hangs, which says more."""
         if self.timeout is not None or self.hang_timeout is None:
             return self.timeout
-        if not isinstance(self.runtime, ProcessGroupRuntime):  # its own waiting names who did not come
+        if not isinstance(self.runtime, ProcessGroupRuntime):  # it names missing ranks itself, in time
             return self.hang_timeout
         return max(_TORCHS_TIMEOUT, self.hang_timeout) + timedelta(minutes=1)
 

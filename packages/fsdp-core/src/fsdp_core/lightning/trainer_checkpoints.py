@@ -23,8 +23,8 @@ from fsdp_core.lightning.checkpoints.full.file import gather_full
 from fsdp_core.lightning.checkpoints.full.layout import number_parameters
 from fsdp_core.lightning.checkpoints.local_shards import refuse_local_shards
 from fsdp_core.lightning.checkpoints.patched_io import checkpoint_at
-from fsdp_core.lightning.checkpoints.saving_strategy import SavePlace
 from fsdp_core.lightning.checkpoints.sharded_or_full import (
+    SaveTarget,
     io_for,
     own_exceptions,
     read_checkpoint,
@@ -54,8 +54,8 @@ class TrainerCheckpoints:
 
     def __init__(self, strategy: ShardedTrainerStrategy) -> None:
         self._strategy = strategy
-        #: What the optimizers of the next fit are to be restored from.
-        self._awaited: Sequence[Mapping[str, Any]] | None = None
+        #: What the optimizers of the next fit are to be restored from, once they are made.
+        self._optimizer_states: Sequence[Mapping[str, Any]] | None = None
         self._are_optimizers_set_up = False
 
     # -- the module ------------------------------------------------------------------------------------------------
@@ -66,14 +66,14 @@ class TrainerCheckpoints:
         strategy = self._strategy
         sharded = strategy.sharded
         strategy.check_saving([sharded])
-        saves = strategy.features.saves.of_fit
+        saves = strategy.features.saves.writer
         if saves is not None:
             saves.finish_copying()  # of the last save: on_save_checkpoint() of this one may write to shards
         if strategy.state_dict_type == "full":
-            with strategy.step_methods.gradients.paused():
+            with strategy.step_methods.gradient_guard.paused():
                 return whole_state(sharded)
         refuse_values_of_parts(True)  # in hooks, until the checkpoint is saved or a step begins
-        with strategy.step_methods.gradients.paused():
+        with strategy.step_methods.gradient_guard.paused():
             return sharded.model_state()
 
     @normal_tensors()
@@ -92,20 +92,27 @@ class TrainerCheckpoints:
                 f"than {strategy.precision_plugin.precision!r}.",
                 stacklevel=2,
             )
-            strict = False  # the names are the same
-        with strategy.step_methods.gradients.paused():
+            strict = False  # for dtypes; _other_dtypes() has found the names to be the same
+        with strategy.step_methods.gradient_guard.paused():
             strategy.sharded.load_model_state(checkpoint["state_dict"], strict)
 
     def _other_dtypes(self, saved: Mapping[str, Any]) -> list[tuple[str, torch.dtype, torch.dtype]]:
-        """Tensors that have another dtype in a checkpoint, if names are the same: their names, saved dtypes and own."""
+        """The tensors that a load would cast: each one's name, its dtype in the checkpoint, and the module's dtype.
+
+        None, if names differ or a dtype is not floating-point: then the load itself raises.
+        """
         live = self._strategy.sharded.model_state()
         if live.keys() != saved.keys():
-            return []  # which is told when it is loaded
-        dtypes = {
-            name: (saved[name].dtype, tensor.dtype) for name, tensor in live.items() if hasattr(saved[name], "dtype")
-        }
-        changed = [(name, before, own) for name, (before, own) in dtypes.items() if before != own]
-        return changed if all(before.is_floating_point and own.is_floating_point for _, before, own in changed) else []
+            return []
+        different: list[tuple[str, torch.dtype, torch.dtype]] = []
+        for name, tensor in live.items():
+            saved_dtype = getattr(saved[name], "dtype", tensor.dtype)  # extra state has none
+            if saved_dtype == tensor.dtype:
+                continue
+            if not (saved_dtype.is_floating_point and tensor.dtype.is_floating_point):
+                return []
+            different.append((name, saved_dtype, tensor.dtype))
+        return different
 
     def _compare(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Refuse a checkpoint that does not fit the model or an optimizer, before either is changed."""
@@ -115,26 +122,26 @@ class TrainerCheckpoints:
     # -- optimizers ------------------------------------------------------------------------------------------------
 
     def before_optimizers(self) -> None:
-        """A fit is about to make its optimizers: what is loaded before they are there waits for them."""
+        """Let what is loaded from now on wait for the optimizers, which a fit is about to make."""
         self._are_optimizers_set_up = False
 
     def after_optimizers(self) -> None:
         """Restore the optimizers of a fit from what was loaded before they were there."""
-        if self._awaited is not None:
-            self._load_optimizers(self._awaited, check_only=False)
+        if self._optimizer_states is not None:
+            self._load_optimizers(self._optimizer_states, check_only=False)
         self._are_optimizers_set_up = True
-        self._awaited = None
+        self._optimizer_states = None
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers; or, before a fit has set them up, do so as soon as it has."""
         strategy = self._strategy
         if not self._are_optimizers_set_up:
-            self._awaited = checkpoint["optimizer_states"]
+            self._optimizer_states = checkpoint["optimizer_states"]
             return
-        with strategy.step_methods.gradients.paused():
+        with strategy.step_methods.gradient_guard.paused():
             self._load_optimizers(checkpoint["optimizer_states"], check_only=False)
         assert strategy.lightning_module is not None
-        strategy.features.exact_resume.take(checkpoint.get(KEY), strategy.lightning_module.trainer)
+        strategy.features.exact_resume.load_state(checkpoint.get(KEY), strategy.lightning_module.trainer)
 
     def _load_optimizers(self, states: Sequence[Mapping[str, Any]], *, check_only: bool) -> None:
         """Restore the optimizers, or only check whether they can be.
@@ -158,8 +165,8 @@ class TrainerCheckpoints:
             for optimizer in strategy.optimizers
         ]
         for index, (optimizer, state) in enumerate(zip(strategy.optimizers, states, strict=True)):
-            elsewhere = set().union(*param_names[:index], *param_names[index + 1 :])
-            present, late = late_groups.divide(optimizer, sharded, state, elsewhere)
+            names_of_others = set().union(*param_names[:index], *param_names[index + 1 :])
+            present, late = late_groups.divide(optimizer, sharded, state, names_of_others)
             sharded.load_optimizer_state(optimizer, present, check_only=check_only)
             if check_only:
                 late_groups.check(optimizer, sharded, late)
@@ -171,7 +178,7 @@ class TrainerCheckpoints:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state, of the kind that checkpoints hold."""
-        with self._strategy.step_methods.gradients.paused():
+        with self._strategy.step_methods.gradient_guard.paused():
             return self._strategy.sharded.optimizer_state(getattr(optimizer, "_optimizer", optimizer))
 
     # -- whole checkpoints -----------------------------------------------------------------------------------------
@@ -189,20 +196,20 @@ class TrainerCheckpoints:
         strategy.check_saving(filter(None, [strategy.sharded_or_none]))
         if "optimizer_states" in checkpoint:
             strategy.features.late_param_groups.check_saving()
-        target = strategy.place_of(path)
+        target = strategy.save_target(path)
         strategy.features.saves.before_save(target.path)
-        with strategy.step_methods.gradients.paused():
+        with strategy.step_methods.gradient_guard.paused():
             self._write(target, checkpoint, storage_options)
         if target.is_reported:
             strategy.wait_for_saves()
 
-    def _write(self, target: SavePlace, checkpoint: dict[str, Any], storage_options: Any) -> None:
+    def _write(self, target: SaveTarget, checkpoint: dict[str, Any], storage_options: Any) -> None:
         strategy = self._strategy
-        resume = self._strategy.features.exact_resume
-        saves = self._strategy.features.saves
+        resume = strategy.features.exact_resume
+        writer = strategy.features.saves.writer
         assert strategy.lightning_module is not None
         sharded = strategy.sharded
-        plain = resume.with_positions(checkpoint, strategy.lightning_module.trainer)
+        plain = resume.add_positions(checkpoint, strategy.lightning_module.trainer)
         model, optimizers = plain.pop("state_dict"), plain.pop("optimizer_states", None)
         refuse_local_shards(plain, [sharded], strategy.optimizers, strategy.runtime, _ALREADY_SAVED)
         if optimizers is not None:
@@ -212,7 +219,7 @@ class TrainerCheckpoints:
             if optimizers is not None:
                 full_optimizers = [gather_full(state, strategy.backend) for state in optimizers]
                 full_state["optimizer_states"] = [number_parameters(state) for state in full_optimizers]
-            write_file(strategy, target.path, full_state, [checkpoint, plain], storage_options, saves.of_fit)
+            write_file(strategy, target.path, full_state, [checkpoint, plain], storage_options, writer)
             return
         tied = sharded.aliases()
         state = {"model": model, "trainer": plain}
@@ -221,14 +228,14 @@ class TrainerCheckpoints:
             state = {"model": model, "optimizer": optimizers, "trainer": plain}
             kinds |= {f"optimizer/{index}": "optimizer" for index in range(len(optimizers))}
         deferred = None
-        if saves.of_fit is not None and not strategy.step_methods.is_first:
+        if writer is not None and not strategy.step_methods.is_first:
             deferred = choose_deferred(strategy.lightning_module.trainer, sharded, strategy.optimizers)
         write_folder(
             strategy,
             target,
             state,
             storage_options,
-            saves.of_fit,
+            writer,
             kinds=kinds,
             aliases={f"model/{a}": f"model/{b}" for a, b in tied.items() if a in model and b in model},
             deferred=deferred,
@@ -244,7 +251,7 @@ class TrainerCheckpoints:
         """
         strategy = self._strategy
         strategy.wait_for_saves()
-        path = strategy.first_of(paths_of(checkpoint_at(path_or_paths)), "load")
+        path = strategy.agree_on_path(paths_of(checkpoint_at(path_or_paths)), "load")
         saved, sharded = read_checkpoint(strategy, path, weights_only)
         needed_keys = ("model", "trainer") if sharded else ("state_dict",)
         missing = [key for key in needed_keys if key not in saved]
@@ -262,8 +269,8 @@ class TrainerCheckpoints:
             saved = {"state_dict": saved["model"], **optimizers, **plain}
         assert strategy.lightning_module is not None
         trainer = strategy.lightning_module.trainer
-        saved = strategy.features.exact_resume.take_positions(saved, trainer)
-        if not isinstance(path_or_paths, str | os.PathLike):  # a list, of which Lightning can do neither
+        saved = strategy.features.exact_resume.own_positions(saved, trainer)
+        if not isinstance(path_or_paths, str | os.PathLike):  # Lightning does the following for a single path alone
             resume_from(trainer, path if isinstance(path, str) else path[0])
             saved, _ = migrate_checkpoint(saved)
         return saved
@@ -280,4 +287,4 @@ class TrainerCheckpoints:
                 checkpoints.remove(path)
 
         with own_exceptions(users_io(strategy)):
-            strategy.features.saves.in_order(f"removing {path}", remove, {path: False})
+            strategy.features.saves.run_in_order(f"removing {path}", remove, {path: False})

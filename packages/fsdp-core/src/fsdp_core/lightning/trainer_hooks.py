@@ -64,7 +64,7 @@ class TrainerHooks(ShardedStrategy, ParallelStrategy):
         return self._eval_step("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.features.even_batches.note(*args)
+        self.features.even_batches.remember(*args)
         return self._eval_step("predict_step", *args, **kwargs)
 
     def _eval_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -103,12 +103,12 @@ class TrainerHooks(ShardedStrategy, ParallelStrategy):
         self.step_methods.before_backward(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        self.features.exact_resume.on_backward(self.optimizers)
+        self.features.exact_resume.after_backward(self.optimizers)
         self.step_methods.after_backward()
 
-    def _note_inner_pass(self) -> None:
-        """Note a backward pass in a step method of which Lightning does not know."""
-        self.features.exact_resume.on_backward(self.optimizers)
+    def _after_inner_backward(self) -> None:
+        """Go on after a backward pass that a step method has run without Lightning."""
+        self.features.exact_resume.after_backward(self.optimizers)
         self.step_methods.after_inner_backward()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
@@ -122,7 +122,7 @@ class TrainerHooks(ShardedStrategy, ParallelStrategy):
         """Make an optimizer hold the shards of what it was given, and restore the state that a checkpoint has of it."""
         self.sharded_optimizers.follow_added_parameters(optimizer, [self.sharded])
         if self.features.late_param_groups.awaits(optimizer):
-            with self.step_methods.gradients.paused():
+            with self.step_methods.gradient_guard.paused():
                 self.features.late_param_groups.restore(optimizer, self.sharded)
 
     def check_gradients(self, optimizer: Optimizer) -> None:
@@ -144,12 +144,12 @@ class TrainerHooks(ShardedStrategy, ParallelStrategy):
         self.sharded_optimizers.refuse_late(self.sharded, self.optimizers)
         for feature in self.features.in_order:
             feature.train_start(self.lightning_module.trainer, self.sharded)
-        self.step_methods.gradients.guard_parameters()
+        self.step_methods.gradient_guard.guard_parameters()
 
     def on_train_end(self) -> None:
         """Wait for pending saves, so that a failed one ends the fit like any other error."""
-        if self.features.saves.of_fit is not None:
-            self.features.saves.of_fit.wait()
+        if self.features.saves.writer is not None:
+            self.features.saves.writer.wait()
 
     def on_exception(self, exception: BaseException) -> None:
         explain(exception)

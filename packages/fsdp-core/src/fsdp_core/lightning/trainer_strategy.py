@@ -33,8 +33,8 @@ from fsdp_core.sharding.sharded import Sharded, sharded_of
 
 __all__ = ["ShardedTrainerStrategy"]
 
-#: The Trainer's arguments that determine in which steps a rank runs collectives.
-_SAME_IN_LOOPS = (
+#: The Trainer's arguments that must be the same on all ranks, since they determine in which steps a rank communicates.
+_LOOP_ARGUMENTS = (
     "accumulate_grad_batches",
     "gradient_clip_val",
     "gradient_clip_algorithm",
@@ -53,7 +53,7 @@ _SET_BY_LIGHTNING = {
 }
 
 
-def _rebuilt(
+def _rebuild(
     cls: type[ShardedTrainerStrategy], args: tuple[Any, ...], options: dict[str, Any]
 ) -> ShardedTrainerStrategy:
     return cls(*args, **options)
@@ -77,7 +77,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
     )
     left_out: ClassVar[Collection[str]] = ("precision",)
-    make_before: ClassVar[str] = "Make them in __init__, setup() or configure_model(), which come before sharding."
+    creation_hint: ClassVar[str] = "Make them in __init__, setup() or configure_model(), which come before sharding."
 
     def __init__(self, *positional: Any, **options: Any) -> None:
         self._take_options(positional, options)
@@ -113,7 +113,7 @@ class ShardedTrainerStrategy(TrainerHooks):
             )
         args, options = self._built_with
         attributes = {name: value for name, value in vars(self).items() if name in _SET_BY_LIGHTNING}
-        return _rebuilt, (type(self), args, options), attributes
+        return _rebuild, (type(self), args, options), attributes
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -123,7 +123,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         copied = type(self).__new__(type(self), *args, **options)
         memo[id(self)] = copied
         vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
-        copied.optimizers = copied.optimizers  # Lightning's wrappers of them are made anew
+        copied.optimizers = copied.optimizers  # Lightning's setter wraps the copies of the optimizers anew
         return copied
 
     # -- where we run ----------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class ShardedTrainerStrategy(TrainerHooks):
 
     def guarding_gradients(self) -> AbstractContextManager[None]:
         """The context in which the user's hooks that see gradients run."""
-        return self.step_methods.gradients.while_on()
+        return self.step_methods.gradient_guard.while_on()
 
     @property
     def shard_precision(self) -> ShardPrecision:
@@ -171,7 +171,7 @@ class ShardedTrainerStrategy(TrainerHooks):
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
         with self.backend.wrap_context(), warnings.catch_warnings():
-            # its advice is to use configure_model, which runs inside this context
+            # the warning advises to use configure_model, which is what runs inside this context
             warnings.filterwarnings("ignore", message="`trainer.init_module` cannot fully support proper instantiation")
             yield
 
@@ -186,7 +186,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         module = self.lightning_module
         self.step_methods.begin_stage(module, fitting=fitting)
         sharded = self._shard_converted(module)
-        sharded.follow_inner_passes(WeakMethod(self._note_inner_pass))
+        sharded.follow_inner_passes(WeakMethod(self._after_inner_backward))
         for feature in self.features.in_order:
             feature.module_sharded(trainer, sharded, fitting=fitting)
         if fitting:
@@ -194,8 +194,8 @@ class ShardedTrainerStrategy(TrainerHooks):
             self._reset_optimizers_and_schedulers()
             with sharded.unsharded_view():
                 self.setup_optimizers(trainer)
-                # check here: what was added to the module in this context may be gone after it
-                refuse_late(sharded.module, sharded.plan.names, self.optimizers, self.make_before)
+                # check here: a parameter that was added to the module in this context may be gone after it
+                refuse_late(sharded.module, sharded.plan.names, self.optimizers, self.creation_hint)
             self.sharded_optimizers.take(self.optimizers, [sharded])
             self.checkpoints.after_optimizers()
             check_finetuning(trainer, sharded, self.strategy_name)
@@ -252,7 +252,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         facts = super()._describe_run(module, config)
         if trainer is None or not isinstance(module, pl.LightningModule):
             return facts
-        loop = {f"Trainer's {name}": repr(getattr(trainer, name)) for name in _SAME_IN_LOOPS}
+        loop = {f"Trainer's {name}": repr(getattr(trainer, name)) for name in _LOOP_ARGUMENTS}
         stage = {"stage": str(trainer.state.fn), "automatic_optimization": repr(module.automatic_optimization)}
         return {**stage, **loop, **facts}
 
@@ -296,7 +296,8 @@ class ShardedTrainerStrategy(TrainerHooks):
         self.checkpoints.remove(str(filepath))
 
     def teardown(self) -> None:
-        trainer = None if self.lightning_module is None else self._trainer  # None too where the ranks ran elsewhere
+        # If the ranks were other processes, self._trainer is None in this one.
+        trainer = None if self.lightning_module is None else self._trainer
         self.step_methods.end_stage()
         for feature in self.features.in_order:
             feature.teardown(trainer)
@@ -308,7 +309,7 @@ class ShardedTrainerStrategy(TrainerHooks):
         sharded = self.sharded_or_none
         if sharded is not None:
             sharded.reshard()
-            self.step_methods.gradients.guard_parameters()
+            self.step_methods.gradient_guard.guard_parameters()
         self.accelerator.teardown()
         try:
             self.features.saves.close()

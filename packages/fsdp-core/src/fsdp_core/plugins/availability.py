@@ -67,8 +67,8 @@ def why_unavailable(claim: Claim) -> str | None:
             reason = _why_unmet(requirement)
             if reason is not None:
                 return reason
-        noted: list[SideEffect] = []
-        with watched(noted):
+        side_effects: list[SideEffect] = []  # undone, and not reported: listing reports those of loading a plugin
+        with watched(side_effects):
             answer = None if info.probe is None else import_object(info.probe)()
         if answer is not None and not isinstance(answer, str):
             raise TypeError(f"{info.probe} returned a {type(answer).__name__} instead of None or a string")
@@ -103,7 +103,7 @@ def _why_unmet(text: str) -> str | None:
 
 
 def _why_not_there(reference: str) -> str | None:
-    """Why the object that ``"module:attribute"`` refers to can't be imported, as far as known without importing it.
+    """Why ``"module:attribute"`` can't be imported, as far as can be found out without importing anything.
 
     Example:
         >>> _why_not_there("logging.handlers:SocketHandler")

@@ -67,17 +67,20 @@ def check_contract(distribution: Distribution | None) -> None:
     except PackageNotFoundError:
         return
     # By base version, so that builds between two releases count as the release that they lead up to.
-    have = Version(Version(installed).base_version)
+    installed_version = Version(Version(installed).base_version)
     for requirement in requirements:
-        unmet = [part for part in requirement.specifier if not part.contains(have, prereleases=True)]
+        unmet = [part for part in requirement.specifier if not part.contains(installed_version, prereleases=True)]
         if unmet:
             raise _error(
-                distribution, f"{_CORE}{requirement.specifier}", installed, core_is_older=_is_older(have, unmet)
+                distribution,
+                f"{_CORE}{requirement.specifier}",
+                installed,
+                core_is_older=_is_older(installed_version, unmet),
             )
 
 
 def has_upper_bound(requirements: Iterable[Requirement]) -> bool:
-    """Whether a release of fsdp-core far in the future would be refused.
+    """Whether requirements refuse some release of fsdp-core in the far future.
 
     Example:
         >>> from packaging.requirements import Requirement
@@ -87,14 +90,17 @@ def has_upper_bound(requirements: Iterable[Requirement]) -> bool:
     return any(not requirement.specifier.contains("99999", prereleases=True) for requirement in requirements)
 
 
-def _is_older(have: Version, unmet: Iterable[Specifier]) -> bool:
+def _is_older(installed_version: Version, unmet: Iterable[Specifier]) -> bool:
+    """Whether a later version than the installed one could meet a specifier that the installed one does not meet."""
     from packaging.version import Version
 
-    return any(
-        specifier.operator in (">", "!=")
-        or (specifier.operator not in ("<", "<=") and have < Version(specifier.version.rstrip(".*")))
-        for specifier in unmet
-    )
+    def asks_for_later(specifier: Specifier) -> bool:
+        if specifier.operator in (">", "!="):
+            return True
+        is_upper_bound = specifier.operator in ("<", "<=")
+        return not is_upper_bound and installed_version < Version(specifier.version.rstrip(".*"))
+
+    return any(map(asks_for_later, unmet))
 
 
 def _error(distribution: Distribution, required: str, installed: str, *, core_is_older: bool) -> ContractVersionError:

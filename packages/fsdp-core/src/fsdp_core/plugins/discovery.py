@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib import invalidate_caches
 from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
 from itertools import chain
 from time import perf_counter
@@ -28,6 +29,7 @@ __all__ = [
     "Provider",
     "discover",
     "error_text",
+    "forget_if_outdated",
     "installed_plugins",
     "load_plugin",
     "provider_of",
@@ -176,6 +178,21 @@ def discover() -> Discovery:
         if plugin.error is not None
     )
     return Discovery(claims={name: tuple(claims[name]) for name in sorted(claims)}, broken=broken, plugins=plugins)
+
+
+def forget_if_outdated() -> bool:
+    """Let :func:`discover` load plugins again if others are installed now, as after ``pip install`` in a notebook.
+
+    Returns:
+        Whether others are installed.
+    """
+    invalidate_caches()  # of Python's finders, which would not see new files within a second
+    loaded = [(plugin.name, plugin.module, plugin.provider) for plugin in discover().plugins]
+    installed = [(plugin.name, plugin.value, provider_of(plugin)) for plugin in installed_plugins()]
+    if loaded == installed:
+        return False
+    discover.cache_clear()
+    return True
 
 
 def installed_plugins() -> list[EntryPoint]:

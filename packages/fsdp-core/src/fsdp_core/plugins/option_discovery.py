@@ -18,7 +18,7 @@ from fsdp_core.plugins.strategy_info import Option, Plain
 __all__ = ["option_docs", "options_in", "read_descriptions"]
 
 #: Where the options of all strategies are: the file, the module where there is no source, and the class.
-_COMMON = (
+_OPTIONS_OF_ALL = (
     ("sharding/options.py", "fsdp_core.sharding.options", "ShardingOptions"),
     ("lightning/options.py", "fsdp_core.lightning.options", "LightningOptions"),
 )
@@ -27,7 +27,7 @@ _COMMON = (
 def options_in(*references: str, left_out: Collection[str] = ()) -> tuple[Option, ...]:
     """The options of a strategy, with their defaults and the strings that explain them, and those of all strategies.
 
-    So an option is said once, and listing strategies imports neither torch nor Lightning.
+    They are read from the dataclass's source, so listing strategies imports neither torch nor Lightning.
 
     Args:
         *references: ``"module:Class"`` of the dataclass of its options, and of bases in other modules after it.
@@ -42,15 +42,15 @@ def options_in(*references: str, left_out: Collection[str] = ()) -> tuple[Option
     options: dict[str, Option] = {}
     for reference in references:
         module, _, name = reference.partition(":")
-        tree = _tree(module)
+        tree = _syntax_tree(module)
         if tree is None:
             own_options = _options_of_imported(module, name)
         else:
-            own_options = _options(reference, _class(reference, tree, name))
+            own_options = _options(reference, _find_class(reference, tree, name))
         for option in own_options:
             options.setdefault(option.name, option)
-    for file, module, name in _COMMON:
-        for option in _common(file, module, name):
+    for file, module, name in _OPTIONS_OF_ALL:
+        for option in _options_of_all(file, module, name):
             if option.name not in left_out:
                 options.setdefault(option.name, option)
     return tuple(options.values())
@@ -66,20 +66,20 @@ def option_docs(options_class: type) -> dict[str, str]:
         return {}
     try:
         tree = ast.parse(inspect.getsource(inspect.getmodule(options_class) or options_class))
-        body = _class(options_class.__qualname__, tree, options_class.__name__)
+        body = _find_class(options_class.__qualname__, tree, options_class.__name__)
     except (OSError, TypeError, StrategyInfoError):
         return {}
     return {field.target.id: " ".join(text.split()) for field, text in _fields(body) if text}
 
 
-def _common(file: str, module: str, name: str) -> Iterator[Option]:
+def _options_of_all(file: str, module: str, name: str) -> Iterator[Option]:
     source = files("fsdp_core").joinpath(file)
     if not source.is_file():
         return _options_of_imported(module, name)
-    return _options(f"{module}:{name}", _class(name, ast.parse(source.read_bytes()), name))
+    return _options(f"{module}:{name}", _find_class(name, ast.parse(source.read_bytes()), name))
 
 
-def _class(reference: str, tree: ast.Module, name: str) -> ast.ClassDef:
+def _find_class(reference: str, tree: ast.Module, name: str) -> ast.ClassDef:
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and node.name == name:
             return node
@@ -103,7 +103,7 @@ def _options(reference: str, body: ast.ClassDef) -> Iterator[Option]:
                 f"{reference} does not explain its option {field.target.id!r}.\nAdd a string below the field."
             )
         yield Option(
-            name=field.target.id, default=_plain(_default(field)), help=_without_markup(" ".join(text.split()))
+            name=field.target.id, default=_plain_default(_default(field)), help=_without_markup(" ".join(text.split()))
         )
 
 
@@ -128,7 +128,7 @@ def _default(field: _Field) -> ast.expr | None:
     return value.args[0] if is_option and value.args else value  # type: ignore[union-attr]
 
 
-def _tree(module: str) -> ast.Module | None:
+def _syntax_tree(module: str) -> ast.Module | None:
     """The syntax tree of a module; ``None`` if it is installed without its source."""
     spec = find_spec(module)  # imports the parent packages
     if spec is None:
@@ -172,7 +172,7 @@ def _without_markup(text: str) -> str:
     return re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"\1", text).replace("``", "").replace("ModuleList s", "ModuleLists")
 
 
-def _plain(default: ast.expr | None) -> str | int | float | bool | None:
+def _plain_default(default: ast.expr | None) -> str | int | float | bool | None:
     if default is None:
         return None
     try:

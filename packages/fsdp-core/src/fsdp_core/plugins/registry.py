@@ -17,7 +17,7 @@ from fsdp_core.errors import (
 )
 from fsdp_core.plugins import availability
 from fsdp_core.plugins.availability import import_object, why_unavailable
-from fsdp_core.plugins.discovery import BrokenPlugin, Claim, Provider, discover, error_text
+from fsdp_core.plugins.discovery import BrokenPlugin, Claim, Provider, discover, error_text, forget_if_outdated
 from fsdp_core.plugins.lightning_names import kept_by_lightning
 from fsdp_core.plugins.strategy_info import FrontEnd, StrategyInfo
 
@@ -339,6 +339,8 @@ def _find_claim(name: str) -> Claim:
         raise BrokenStrategyError(
             f"strategy {key!r} can't be used: {plugin}\nFix it, or type: {plugin.remedy}"
         ) from plugin.error
+    if forget_if_outdated():
+        return _find_claim(key)
     package = FIRST_PARTY.get(key)
     if package in _packages():
         raise StrategyNotInstalledError(

@@ -20,7 +20,7 @@ HEAVY = ("torch", "torch_xla", "lightning", "lightning_fabric", "pytorch_lightni
 """The packages that a plugin must not import when it is listed."""
 
 _lasting: list[SideEffect] = []
-_one_at_a_time = threading.RLock()  # two threads that undo each other's changes would leave some of them
+_watch_lock = threading.RLock()  # two threads that undo each other's changes would leave some of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,62 +45,69 @@ def lasting() -> bool:
 
 
 @contextmanager
-def watched(noted: list[SideEffect]) -> Iterator[None]:
-    """Record in ``noted`` what the block does to the process, and undo it.
+def watched(side_effects: list[SideEffect]) -> Iterator[None]:
+    """Record in ``side_effects`` what the block does to the process, and undo it.
 
     Changes to ``os.environ``, ``sys.path``, the working directory, ``sys.stdout``, ``sys.stderr``,
     ``sys.excepthook`` and ``atexit``'s functions are undone. What the block prints goes to stderr. Modules that it
     imports, threads that it starts and exit handlers that it registers remain.
 
     Example:
-        >>> noted = []
-        >>> with watched(noted):
+        >>> side_effects = []
+        >>> with watched(side_effects):
         ...     os.environ["FSDP_DOCTEST"] = "1"
-        >>> "FSDP_DOCTEST" in os.environ, noted[0].what
+        >>> "FSDP_DOCTEST" in os.environ, side_effects[0].what
         (False, 'changes os.environ (FSDP_DOCTEST)')
     """
-    with _one_at_a_time:
-        undo = _look()
+    with _watch_lock:
+        undo = _take_snapshot()
         try:
             yield
         finally:
-            noted += undo()
+            side_effects += undo()
 
 
-def _look() -> Callable[[], list[SideEffect]]:
+def _take_snapshot() -> Callable[[], list[SideEffect]]:
     """Take a snapshot of the process. The returned function restores it and reports the differences."""
     loaded = {name for name in HEAVY if name in sys.modules}
     threads = set(threading.enumerate())
     environment = dict(os.environ)
     path = list(sys.path)
     folder = _folder()
-    streams = {name: getattr(sys, name) for name in ("stdout", "stderr", "excepthook")}
-    exits = {name: getattr(atexit, name) for name in ("register", "unregister")}
+    sys_attributes = {name: getattr(sys, name) for name in ("stdout", "stderr", "excepthook")}
+    atexit_functions = {name: getattr(atexit, name) for name in ("register", "unregister")}
     handlers: list[str] = []
     printed = _Printed()
-    recording = _recording(atexit.register, handlers)
+    recording = _record_handlers(atexit.register, handlers)
     sys.stdout = printed
     atexit.register = recording
 
     def undo() -> list[SideEffect]:
-        noted = _imports(loaded) + _environment(environment)
+        side_effects = _imports(loaded) + _environment(environment)
         if sys.path != path:
             sys.path[:] = path
-            noted.append(SideEffect(what="changes sys.path", remedy="it should install its modules with its package"))
+            side_effects.append(
+                SideEffect(what="changes sys.path", remedy="it should install its modules with its package")
+            )
         if folder is not None and _folder() != folder:
             os.chdir(folder)
-            noted.append(SideEffect(what="changes the working directory", remedy="it should leave that to users"))
-        replaced = _put_back(sys, streams, {"stdout": printed}) + _put_back(atexit, exits, {"register": recording})
+            side_effects.append(
+                SideEffect(what="changes the working directory", remedy="it should leave that to users")
+            )
+        replaced = _put_back(sys, sys_attributes, {"stdout": printed})
+        replaced += _put_back(atexit, atexit_functions, {"register": recording})
         if printed.was_used:
-            noted.append(SideEffect(what="prints to stdout", remedy="it should log, or print nothing"))
+            side_effects.append(SideEffect(what="prints to stdout", remedy="it should log, or print nothing"))
         if replaced:
-            noted.append(SideEffect(what=f"replaces {' and '.join(replaced)}", remedy="it should leave that as it is"))
-        stays = _threads(threads)
+            side_effects.append(
+                SideEffect(what=f"replaces {' and '.join(replaced)}", remedy="it should leave that as it is")
+            )
+        lasting_effects = _threads(threads)
         if handlers:
             what = f"registers exit handlers ({', '.join(dict.fromkeys(handlers))})"
-            stays.append(SideEffect(what=what, remedy="it should do that when a strategy starts"))
-        _lasting.extend(stays)
-        return noted + stays
+            lasting_effects.append(SideEffect(what=what, remedy="it should do that when a strategy starts"))
+        _lasting.extend(lasting_effects)
+        return side_effects + lasting_effects
 
     return undo
 
@@ -133,7 +140,7 @@ class _Printed(io.TextIOBase):
             sys.stderr.flush()
 
 
-def _recording(register: Callable[..., Any], handlers: list[str]) -> Callable[..., Any]:
+def _record_handlers(register: Callable[..., Any], handlers: list[str]) -> Callable[..., Any]:
     """``atexit.register``, recording each handler in ``handlers``, except those of Python's own modules."""
 
     @wraps(register)

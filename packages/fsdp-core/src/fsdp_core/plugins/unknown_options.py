@@ -16,8 +16,8 @@ def refuse_unknown_options(
     strategy_class: type,
     unknown: Mapping[str, object],
     translations: Mapping[str, str],
-    further: tuple[str, ...] = (),
-    always: Mapping[str, Collection[object]] | None = None,
+    unlisted: tuple[str, ...] = (),
+    accepted: Mapping[str, Collection[object]] | None = None,
 ) -> None:
     """Refuse the unknown options that a strategy's constructor was passed, all in one error.
 
@@ -26,24 +26,23 @@ def refuse_unknown_options(
         strategy_class: The strategy's class, whose constructor names its options.
         unknown: The unknown options, with their values.
         translations: By other libraries' options, what to write instead.
-        further: Options that the constructor takes without naming them.
-        always: By other libraries' options, the values that mean what this strategy does anyway. These are accepted.
+        unlisted: Options that the constructor takes without naming them.
+        accepted: By other libraries' options, the values that ask for what this strategy does anyway.
 
     Raises:
         UnsupportedCapabilityError: There are any; the message names the nearest option and the strategies that have it.
     """
     info = registry.strategies().get(strategy)
-    foreign = (
-        "precision" if hasattr(strategy_class, "precision_plugin") else "precision_plugin"
-    )  # the other front end's
-    listed = [] if info is None else [option.name for option in info.options if option.name != foreign]
+    # an option of the other front end's class alone
+    other_precision_option = "precision" if hasattr(strategy_class, "precision_plugin") else "precision_plugin"
+    listed = [] if info is None else [option.name for option in info.options if option.name != other_precision_option]
     parameters = inspect.signature(strategy_class).parameters.values()
     options = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
-    options = list(dict.fromkeys([*options, *further, *listed]))
+    options = list(dict.fromkeys([*options, *unlisted, *listed]))
     refused = {
         name: _instead(name, options, translations, strategy_class.__name__ if name in listed else None)
         for name, value in unknown.items()
-        if getattr(value, "name", value) not in (always or {}).get(name, ())
+        if not any(getattr(value, "name", value) == noop for noop in (accepted or {}).get(name, ()))
     }
     if not refused:
         return
@@ -73,9 +72,8 @@ def _instead(name: str, options: Sequence[str], translations: Mapping[str, str],
         )
     likeness, nearest = registry.likeness(name, options)
     owners = [info.name for info in registry.strategies().values() if name in {option.name for option in info.options}]
-    near = f" Did you mean {nearest!r}?" if likeness >= registry.CUTOFF and name not in translations else ""
-    return (
-        near
-        + (f" It is one of: {', '.join(owners)}." if owners else "")
-        + (f" {translations[name]}" if name in translations else "")
-    )
+    of_owners = f" It is one of: {', '.join(owners)}." if owners else ""
+    if name in translations:
+        return f"{of_owners} {translations[name]}"
+    question = f" Did you mean {nearest!r}?" if likeness >= registry.CUTOFF else ""
+    return question + of_owners

@@ -20,6 +20,7 @@ from fsdp_core.initialization.materialize import note_initialisers
 from fsdp_core.initialization.wrap import mark_by_torch_wrap
 from fsdp_core.mesh import Mesh
 from fsdp_core.runtime import Runtime
+from fsdp_core.sharding.agreement.arrivals import all_arrive
 from fsdp_core.sharding.agreement.same_model import check_same
 from fsdp_core.sharding.optimizers.rebinding import rebind_optimizer
 from fsdp_core.sharding.options import ShardingOptions
@@ -178,7 +179,7 @@ class Backend(ABC):
         )
 
     def check_shardable(self, module: nn.Module) -> None:
-        """Refuse a module that can't be sharded. An override calls this default, which no backend's library can do.
+        """Refuse a module that can't be sharded. An override also calls this default, which is about any library.
 
         Raises:
             ShardingError: It has no parameters, a submodule is sharded already, or a parameter has a gradient hook.
@@ -198,7 +199,7 @@ class Backend(ABC):
 
         :meth:`shard_module` passes the plan to :func:`~fsdp_core.sharding.checkpoint_activations`.
         """
-        # no field of all options: a backend that has it names it so, for its capability
+        # the option has this name in every backend that declares the capability, and the others have no such option
         return select_recomputed(module, getattr(self.options, "activation_checkpointing_policy", None))
 
     def details(self, module: nn.Module, units: Sequence[nn.Module]) -> Mapping[str, Mapping[str, Any]]:
@@ -209,7 +210,7 @@ class Backend(ABC):
             units: What :meth:`units` has returned.
 
         Returns:
-            Plain data, or objects whose class says enough for ranks to compare.
+            Plain data, or objects of which ranks compare the class alone.
 
         Raises:
             ShardingError: The module can't be sharded in these units.
@@ -233,8 +234,8 @@ class Backend(ABC):
 
         Args:
             module: The user's module, unsharded on every rank; or one that is sharded already, or its root.
-            plan: What :meth:`plan` has returned for it, since when it has not changed; ``None`` to make it here, where
-                ranks don't compare it.
+            plan: What :meth:`plan` has returned for it, if it has not changed since; ``None`` to plan here, without a
+                comparison between ranks.
 
         Returns:
             The module's :class:`~fsdp_core.Sharded`; its ``root`` is the module to call.
@@ -261,7 +262,7 @@ class Backend(ABC):
         note_initialisers(module)
         # weak references, so that each parameter is freed as soon as sharding has replaced it
         former_parameters = [(name, ref(parameter)) for name, parameter in named_parameters(module)]
-        plan = self._prepare_alike(module, plan)
+        plan = self._prepare_on_all(module, plan)
         former_parameters += [(name, ref(parameter)) for name, parameter in named_parameters(module)]
         user_modules = WeakValueDictionary(module.named_modules())
         sharded = self.shard_module(module, plan)
@@ -277,16 +278,18 @@ class Backend(ABC):
         keep(sharded)
         return sharded
 
-    def _prepare_alike(self, module: nn.Module, plan: ShardingPlan) -> ShardingPlan:
+    def _prepare_on_all(self, module: nn.Module, plan: ShardingPlan) -> ShardingPlan:
         """Call :meth:`prepare`, and raise on all ranks if it refuses the module on one, or ranks differ after it."""
         if type(self).prepare is Backend.prepare:
             return plan
         try:
             prepared = self.prepare(module, plan)
         except Exception as error:
-            # now: where other ranks wait for this one in a collective of the user's, they never come to compare
             log.error("rank %d can't prepare %s", self.runtime.rank, plan.class_name, exc_info=error)
             prepared = replace(plan, refusal=error)
+        # others may wait for this rank in a collective of prepare(): they learn of its error as it ends
+        if not all_arrive(self.runtime, has_failed=prepared.refusal is not None) and prepared.refusal is not None:
+            raise prepared.refusal
         check_same(self.runtime, plan.class_name, prepared.describe())
         if prepared.refusal is not None:
             raise prepared.refusal
@@ -327,14 +330,14 @@ class Backend(ABC):
     def _check_config(self, sharded: Sharded) -> None:
         if sharded.backend is self:
             return
-        theirs = sharded.plan.config
-        ours = sharding_config_of(self)
-        if theirs["backend"] != ours["backend"]:  # their options can't be compared
-            ours = {"backend": ours["backend"]}
+        former = sharded.plan.config
+        current = sharding_config_of(self)
+        if former["backend"] != current["backend"]:  # options of two backends can't be compared
+            current = {"backend": current["backend"]}
         differing = [
-            f"{name} {_describe_setting(theirs.get(name))}, now {_describe_setting(value)}"
-            for name, value in ours.items()
-            if value != theirs.get(name)
+            f"{name} {_describe_setting(former.get(name))}, now {_describe_setting(value)}"
+            for name, value in current.items()
+            if value != former.get(name)
         ]
         if differing:
             raise ShardingError(
@@ -391,5 +394,5 @@ def _describe_setting(value: object) -> str:
 
 
 def sharding_config_of(backend: Backend) -> dict[str, Any]:
-    """A backend's :meth:`Backend.sharding_config`, with what is compared of all, which an override may leave out."""
+    """A backend's :meth:`Backend.sharding_config`, with the default's entries where an override leaves them out."""
     return {**Backend.sharding_config(backend), **backend.sharding_config()}

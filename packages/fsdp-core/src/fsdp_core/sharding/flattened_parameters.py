@@ -23,7 +23,7 @@ __all__ = [
 
 #: The order in which each module registered its parameters.
 ParameterOrders = Mapping[nn.Module, tuple[str, ...]]
-#: A tied parameter: another module and attribute name that hold it, and the first ones.
+#: A tied parameter: a further module and attribute that hold it, then the module and attribute that hold it first.
 Tie = tuple[nn.Module, str, nn.Module, str]
 
 
@@ -107,7 +107,7 @@ def stand_ins_in_place(
     holders: Iterable[nn.Module],
     is_flat: Callable[[str, nn.Parameter | None], bool],
 ) -> Iterator[None]:
-    """A context in which modules hold parameters of the user's shapes in the user's order, and no flat ones.
+    """A context in which modules hold stand-ins of the user's shapes in the user's order, and no flat parameters.
 
     Changes of ``requires_grad`` in the context are applied to the parameters that the optimizer holds.
 
@@ -125,8 +125,8 @@ def stand_ins_in_place(
     for owner, attribute, first, first_attribute in ties:
         stand_ins_by_owner.setdefault(owner, {})[attribute] = stand_ins_by_owner[first][first_attribute]
     hidden: list[tuple[nn.Module, str, object]] = []
-    before = {owner: dict(owner._parameters) for owner in dict.fromkeys((*stand_ins_by_owner, *holders))}
-    for owner, parameters in before.items():
+    former_parameters = {owner: dict(owner._parameters) for owner in dict.fromkeys((*stand_ins_by_owner, *holders))}
+    for owner, parameters in former_parameters.items():
         own_stand_ins = stand_ins_by_owner.get(owner, {})
         owner._parameters.clear()
         for name in dict.fromkeys((*orders.get(owner, ()), *parameters, *own_stand_ins)):
@@ -136,15 +136,15 @@ def stand_ins_in_place(
                     hidden.append((owner, name, owner.__dict__.pop(name)))
             elif name in parameters and not is_flat(name, parameters[name]):
                 owner._parameters[name] = parameters[name]
-    frozen = {name: parameter.requires_grad for name, parameter in stand_ins.items()}
+    required_grad = {name: parameter.requires_grad for name, parameter in stand_ins.items()}
     try:
         yield
     finally:
-        for owner, parameters in before.items():
+        for owner, parameters in former_parameters.items():
             owner._parameters.clear()
             owner._parameters.update(parameters)
         for owner, name, value in hidden:
             owner.__dict__[name] = value
         for name, parameter in stand_ins.items():
-            if parameter.requires_grad != frozen[name]:
+            if parameter.requires_grad != required_grad[name]:
                 members[name][1].requires_grad_(parameter.requires_grad)

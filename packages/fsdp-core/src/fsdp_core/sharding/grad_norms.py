@@ -27,11 +27,11 @@ def norms_of_gradients(sharded: Sharded, order: float) -> dict[str, Tensor]:
         order: The order *p* of the norms, positive; ``inf`` for the largest absolute value.
 
     Returns:
-        0-dim tensors of at least fp32, and of the widest parameters' dtype, on the CPU, by parameter name, without
-        parameters that have no gradient.
+        By name of each parameter that has a gradient, a 0-dim tensor on the CPU, in fp32 or the widest parameter's
+        dtype, if that is wider.
     """
     runtime = sharded.runtime
-    parts = {part.name: (p, part) for p, of_it in sharded.layout().items() for part in of_it}
+    parts = {part.name: (p, part) for p, parts_of_p in sharded.layout().items() for part in parts_of_p}
     names = [name for name in sharded.plan.parameters if name in parts]
     # a rank that holds no part of a parameter may have no gradient for it
     has_gradient, powers, is_nan = (torch.zeros(len(names), dtype=torch.float64) for _ in range(3))

@@ -35,7 +35,7 @@ def option(
     describe: Callable[[Any], object] | None = None,
     argument: str | None = None,
 ) -> Any:
-    """The field of an option that is more than a value: one of those that a sharded module can't change any more.
+    """The field of an option that a sharded module can't change any more.
 
     Args:
         default: Its default.
@@ -84,33 +84,33 @@ class ShardingOptions:
         """The options about how a module is sharded, as plain data, to compare them."""
         return {
             name: getattr(self, name) if traits.describe is None else traits.describe(getattr(self, name))
-            for name, traits in self._of_units()
+            for name, traits in self._sharding_options()
         }
 
-    def given(self) -> list[str]:
+    def changed_options(self) -> list[str]:
         """The names of the options about how a module is sharded that have another value than their default."""
-        defaults = {each.name: each.default for each in fields(self)}
-        return [name for name, _ in self._of_units() if not is_same_value(getattr(self, name), defaults[name])]
+        defaults = {option_field.name: option_field.default for option_field in fields(self)}
+        return [name for name, _ in self._sharding_options() if not is_same_value(getattr(self, name), defaults[name])]
 
     def arguments(self) -> dict[str, Any]:
         """The options about how a module is sharded, for a function of the user that shards instead."""
-        return {traits.argument or name: getattr(self, name) for name, traits in self._of_units()}
+        return {traits.argument or name: getattr(self, name) for name, traits in self._sharding_options()}
 
     def argument_names(self) -> dict[str, str]:
-        """What such a function calls them, by the option's name."""
-        return {name: traits.argument or name for name, traits in self._of_units()}
+        """The names of these options in :meth:`arguments`, by the option's name."""
+        return {name: traits.argument or name for name, traits in self._sharding_options()}
 
-    def _of_units(self) -> Iterator[tuple[str, _Traits]]:
-        for each in fields(self):
-            traits: _Traits = each.metadata.get("option", _Traits())
+    def _sharding_options(self) -> Iterator[tuple[str, _Traits]]:
+        for option_field in fields(self):
+            traits: _Traits = option_field.metadata.get("option", _Traits())
             if traits.part_of == "units":
-                yield each.name, traits
+                yield option_field.name, traits
 
 
 def check_switches(options: ShardingOptions) -> None:
-    """Refuse what is neither ``True`` nor ``False`` for an option that is annotated as ``bool``, or as it or ``None``.
+    """Refuse what is neither ``True`` nor ``False`` for an option annotated as ``bool``, or ``bool | None``.
 
-    ``"no"`` is true, and libraries would take it for that.
+    Libraries would take the string ``"no"`` for ``True``.
 
     Raises:
         UnsupportedCapabilityError: There is such a value.
@@ -118,19 +118,20 @@ def check_switches(options: ShardingOptions) -> None:
     Example:
         >>> check_switches(ShardingOptions(async_save=True))
     """
-    for each in fields(options):
-        value = getattr(options, each.name)
-        may_be_none = each.type in ("bool | None", bool | None)
-        is_switch = may_be_none or each.type in ("bool", bool)
+    for option_field in fields(options):
+        value = getattr(options, option_field.name)
+        may_be_none = option_field.type in ("bool | None", bool | None)
+        is_switch = may_be_none or option_field.type in ("bool", bool)
         is_right = isinstance(value, bool) or (may_be_none and value is None)
         if is_switch and not is_right:
             raise UnsupportedCapabilityError(
-                f"{each.name}={value!r} is neither True nor False.\nWrite one of them; it is {each.default} by default."
+                f"{option_field.name}={value!r} is neither True nor False.\n"
+                f"Write one of them; it is {option_field.default} by default."
             )
 
 
 def check_process_group_backend(backend: object) -> None:
-    """Refuse a backend of process groups that torch does not know, which it would say when ranks meet.
+    """Refuse a backend of process groups that torch does not know. torch itself would do so when the ranks meet.
 
     Args:
         backend: A backend's name, a list of them by device such as ``"cpu:gloo,npu:hccl"``, or ``None``.
@@ -146,7 +147,7 @@ def check_process_group_backend(backend: object) -> None:
     available = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
     is_known = False
     if isinstance(backend, str):
-        names = [each.rpartition(":")[2] for each in backend.split(",")]
+        names = [entry.rpartition(":")[2] for entry in backend.split(",")]
         is_known = all(name.lower() in available for name in names)
     if not is_known:
         raise UnsupportedCapabilityError(
@@ -158,7 +159,7 @@ def check_process_group_backend(backend: object) -> None:
 
 def option_names(options_class: type[ShardingOptions]) -> list[str]:
     """The names of all options: those of the class itself first, in their order, then those of its bases."""
-    all_names = [each.name for each in fields(options_class)]
+    all_names = [option_field.name for option_field in fields(options_class)]
     own_first: list[str] = []
     for base in options_class.__mro__:
         for name in vars(base).get("__annotations__", ()):

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.sharded_init import is_part
 from fsdp_core.sharding.agreement.same_model import describe_error, describe_tensor, describe_value
+from fsdp_core.sharding.refusals.unshardable_modules import refuse_cycles
 from fsdp_core.state.fqn import clean_name
 
 __all__ = ["ParameterPlan", "ShardingPlan", "UnitModules", "check_unchanged", "modules_by_unit", "plan_module"]
@@ -74,7 +75,7 @@ class ShardingPlan:
         recomputed: The names of the modules that recompute their activations in the backward pass.
         details: What else the backend has decided, by topic and then by the name of a module.
         config: The settings that the sharded module can't change any more, by name.
-        refusal: Why the module can't be sharded. What else would be decided is not known then.
+        refusal: Why the module can't be sharded. Units, recomputed modules and details are empty then.
 
     Example:
         >>> plan = plan_module(nn.Linear(2, 1, device="meta"), {"cpu_offload": True}, units=lambda module: [])
@@ -117,9 +118,9 @@ class ShardingPlan:
     @property
     def local_nbytes(self) -> int | None:
         """The bytes of parameters that this rank will keep, without padding; ``None`` if the backend does not say."""
-        kept = [(p.local_numel, p.dtype.itemsize) for p in self.parameters.values() if p.tied_to is None]
-        sizes = [numel * itemsize for numel, itemsize in kept if numel is not None]
-        return sum(sizes) if len(sizes) == len(kept) else None
+        untied = [p for p in self.parameters.values() if p.tied_to is None]
+        sizes = [p.local_numel * p.dtype.itemsize for p in untied if p.local_numel is not None]
+        return sum(sizes) if len(sizes) == len(untied) else None
 
     def has_parameters(self, name: str) -> bool:
         """Whether a module has parameters, its own or those of modules in it.
@@ -143,9 +144,10 @@ class ShardingPlan:
         names = {submodule: clean_name(name) for name, submodule in module.named_modules()}
 
         def replicated(owner: nn.Module) -> list[str]:
-            attributes = (attribute for attribute, _ in owner.named_parameters(recurse=False, remove_duplicate=False))
-            fqns = {attribute: f"{names[owner]}.{attribute}".removeprefix(".") for attribute in attributes}
-            return [attribute for attribute, fqn in fqns.items() if self.parameters[fqn].is_replicated]
+            """The names of a module's own parameters of which every rank keeps all."""
+            prefix = f"{names[owner]}." if names[owner] else ""
+            attributes = [name for name, _ in owner.named_parameters(recurse=False, remove_duplicate=False)]
+            return [name for name in attributes if self.parameters[f"{prefix}{name}"].is_replicated]
 
         units = [module.get_submodule(name) for name in self.units]
         return [
@@ -227,6 +229,7 @@ def plan_module(
     """
     plan = ShardingPlan(class_name=type(module).__name__, config=config)
     try:  # what follows calls code of the user's, on which ranks may differ
+        refuse_cycles(module)
         plan = replace(_plan_undecided(module), config=config)
         check(module)
         chosen = list(units(module))
@@ -316,7 +319,7 @@ def _plan_parameters(module: nn.Module) -> dict[str, ParameterPlan]:
 def _plan_sizes(
     parameters: Mapping[str, ParameterPlan], local_numels: Callable[[Sequence[ParameterPlan]], Sequence[int] | None]
 ) -> dict[str, ParameterPlan]:
-    """The parameters of which is known what this rank keeps, with that."""
+    """The parameters for which it is known how many elements this rank keeps, with that number."""
     sized = {name: replace(p, local_numel=p.numel) for name, p in parameters.items() if p.is_replicated}
     by_unit: dict[str, list[str]] = {}
     for name, parameter in parameters.items():
@@ -340,9 +343,10 @@ def modules_by_unit(units: Iterable[nn.Module], root: nn.Module) -> Iterator[tup
 
 def _describe_layer(module: nn.Module) -> str:
     """A layer's class, and what torch's own layers show of their settings."""
-    # what fully_shard has made of a class has another name, until a module of it was set up in this process
+    # fully_shard gives a module a subclass with another name: describe the user's class in either case
     layer_class = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
-    shows_devices = isinstance(module, nn.ParameterList | nn.ParameterDict)  # of parameters, described by themselves
+    # their settings show parameters, which are described by themselves, and devices, which may differ between ranks
+    shows_devices = isinstance(module, nn.ParameterList | nn.ParameterDict)
     is_torch_layer = layer_class.__module__.startswith("torch.nn.modules.") and not shows_devices
     settings = module.extra_repr() if is_torch_layer else ""
     return f"{layer_class.__qualname__}({settings})" if settings else layer_class.__qualname__

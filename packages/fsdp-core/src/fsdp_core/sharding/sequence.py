@@ -45,8 +45,8 @@ class SequenceSplit:
     Attributes:
         ranks: The context-parallel peers of this rank.
         lengths: The lengths that parts have had, in elements along the sequence dimension.
-        targets: By the number of elements that parts of integer entries have had, such as labels, that number after a
-            shift by one position within the part.
+        targets: By the number of elements in a part of an integer entry, such as labels, the number of elements without
+            one position of each sequence: as many are left where a loss shifts labels within the part.
     """
 
     def __init__(self, runtime: Runtime, dims: Mapping[str, int] | None = None) -> None:
@@ -56,9 +56,10 @@ class SequenceSplit:
         self.dims = dims
         self.lengths: set[int] = set()
         self.targets: dict[int, int] = {}
+        #: Of the last batch: the names of integer entries, and how many labels are not ignored in each rank's part.
         self._counts: list[tuple[str, Tensor]] = []
-        self._last: dict[str, Tensor] = {}  # the parts of the last batch
-        self._weighted = self._compared = False
+        self._last_parts: dict[str, Tensor] = {}
+        self._is_weighted = self._is_compared = False
 
     @classmethod
     def of(cls, runtime: Runtime, dims: Mapping[str, int] | None) -> SequenceSplit | None:
@@ -76,19 +77,21 @@ class SequenceSplit:
                 before, or peers have different batches. What was split before is known by a mark on the part, and by
                 the values of the last batch's parts, since a copy, such as one on another device, has no mark.
         """
-        use_split(self)  # a Trainer's is no longer current after its stage
+        use_split(self)  # current_split() is None after a Trainer's stage
         entries = dict(_entries(batch))
-        dims = self._chosen(entries)
-        again = [name for name in dims if getattr(entries[name], _IS_PART, False)]
-        if again or self._is_copy_of_last({name: entries[name] for name in dims}):
-            again = again or list(dims)
+        dims = self._choose_dims(entries)
+        split_names = [name for name in dims if getattr(entries[name], _IS_PART, False)]
+        if self._is_copy_of_last({name: entries[name] for name in dims}):
+            split_names = split_names or list(dims)
+        if split_names:
             raise ShardingError(
-                f"{_quote_name(again[0])} of the batch is already the part of this rank, and would be split twice.\n"
+                f"{_quote_name(split_names[0])} of the batch is already the part of this rank, and would be split "
+                "twice.\n"
                 "Loaders that were set up, and batches of the Trainer, are split already: leave out split_batch()."
             )
         self._compare(entries)
         self._counts = []
-        self._last = {}
+        self._last_parts = {}
         for name, dim in dims.items():
             self._check_divides(name, entries[name], dim)
 
@@ -97,24 +100,24 @@ class SequenceSplit:
 
         return _replace_tensors(batch, part_of_entry)
 
-    def _chosen(self, entries: dict[str, Tensor]) -> dict[str, int]:
+    def _choose_dims(self, entries: dict[str, Tensor]) -> dict[str, int]:
         """The sequence dimension of each entry to split."""
         if self.dims is not None:
             for name, dim in self.dims.items():
                 entry = entries.get(name)
                 if entry is None or not -entry.ndim <= dim < entry.ndim:
-                    why = "is no tensor of the batch" if entry is None else f"has no dimension {dim}"
+                    reason = "is no tensor of the batch" if entry is None else f"has no dimension {dim}"
                     raise ShardingError(
-                        f"context_parallel_dims names {_quote_name(name)}, which {why}; its tensors are "
+                        f"context_parallel_dims names {_quote_name(name)}, which {reason}; its tensors are "
                         f"{_shapes(entries)}.\nWrite the names as they are here, with dimensions from 0."
                     )
             return {name: dim % entries[name].ndim for name, dim in self.dims.items()}
         dims = {name: 1 for name, tensor in entries.items() if tensor.ndim > 1}
         sizes = {entries[name].shape[1] for name in dims}
         if len(sizes) != 1:
-            why = "tensors have different sizes in dimension 1" if sizes else "no tensor has a second dimension"
+            reason = "tensors have different sizes in dimension 1" if sizes else "no tensor has a second dimension"
             raise ShardingError(
-                f"context_parallel_size={self.size} splits each batch along its sequence, and {why}: "
+                f"context_parallel_size={self.size} splits each batch along its sequence, and {reason}: "
                 f"{_shapes(entries)}.\n"
                 "Write context_parallel_dims={'input_ids': 1, 'labels': 1} with the entries of your batch to split, "
                 "and their sequence dimensions; entries of a tuple are named '0', '1', and so on. A model whose "
@@ -137,26 +140,27 @@ class SequenceSplit:
         length = tensor.shape[dim] // self.size
         part = tensor.narrow(dim, self.rank * length, length).contiguous()
         setattr(part, _IS_PART, True)
-        self._last[name] = part
+        self._last_parts[name] = part
         self.lengths.add(length)
         if not tensor.is_floating_point() and tensor.dtype != torch.bool:
-            self.targets[part.numel()] = part.numel() // length * (length - 1)
+            sequences = part.numel() // length
+            self.targets[part.numel()] = sequences * (length - 1)
             is_counted = (tensor.movedim(dim, 0) != IGNORED).reshape(self.size, -1)
             self._counts.append((name, is_counted.sum(1)))
         return part
 
     def _is_copy_of_last(self, entries: Mapping[str, Tensor]) -> bool:
         """Whether these are the parts of the last batch, perhaps on another device or in another dtype."""
-        pairs = [(tensor, self._last.get(name)) for name, tensor in entries.items()]
+        pairs = [(tensor, self._last_parts.get(name)) for name, tensor in entries.items()]
         return all(
             last is not None and last.shape == tensor.shape and _holds_same(tensor, last) for tensor, last in pairs
         )
 
     def _compare(self, entries: dict[str, Tensor]) -> None:
         """Compare the first batch with those of the peers."""
-        if self._compared:
+        if self._is_compared:
             return
-        self._compared = True
+        self._is_compared = True
         own_entries = [(name, tuple(tensor.shape), _checksum(tensor)) for name, tensor in entries.items()]
         entries_by_rank = self.ranks.gather_objects(own_entries)
         if any(entries != entries_by_rank[0] for entries in entries_by_rank):
@@ -174,12 +178,12 @@ class SequenceSplit:
             total: The sum over this rank's tokens.
             count: The number, or the weight, of these tokens.
         """
-        wide = torch.promote_types(total.dtype, torch.float32)
-        summed = torch.as_tensor(count, device=total.device).detach().to(wide).clone()
-        summed = self.ranks.all_reduce(summed, "sum")
+        wide_dtype = torch.promote_types(total.dtype, torch.float32)
+        own_count = torch.as_tensor(count, device=total.device).detach().to(wide_dtype).clone()
+        count_of_all = self.ranks.all_reduce(own_count, "sum")
         if torch.is_grad_enabled():
-            self._weighted = True
-        return total * (self.size / summed).to(total.dtype)
+            self._is_weighted = True
+        return total * (self.size / count_of_all).to(total.dtype)
 
     def check_loss(self) -> None:
         """Refuse a loss that is the mean over this rank's tokens if ranks have different numbers of them.
@@ -189,15 +193,16 @@ class SequenceSplit:
         Raises:
             ShardingError: Ranks leave out different numbers of labels, and no loss was weighted since the last call.
         """
-        weighted = self._weighted
-        self._weighted = False
-        if weighted:
+        was_weighted = self._is_weighted
+        self._is_weighted = False
+        if was_weighted:
             return
         for name, counts in self._counts:
-            numbers = counts.tolist()
-            if len(set(numbers)) > 1:
+            counts_by_rank = counts.tolist()
+            if len(set(counts_by_rank)) > 1:
+                numbers = ", ".join(map(str, counts_by_rank))
                 raise ShardingError(
-                    f"of the labels {_quote_name(name)}, context-parallel ranks have {', '.join(map(str, numbers))} "
+                    f"of the labels {_quote_name(name)}, context-parallel ranks have {numbers} "
                     f"that are not {IGNORED}, and no loss was computed that knows it: the average of their means is "
                     "not the mean over the batch.\n"
                     "Call torch.nn.functional.cross_entropy(..., reduction='mean') through its module, which is "
@@ -218,8 +223,8 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         ranks = ctx.ranks
         # in fp32 or wider, as the gradient of the unsplit keys would be accumulated
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        rows = torch.stack(gradient.chunk(ranks.world_size, ctx.dim)).to(wide)
+        wide_dtype = torch.promote_types(gradient.dtype, torch.float32)
+        rows = torch.stack(gradient.chunk(ranks.world_size, ctx.dim)).to(wide_dtype)
         return ranks.reduce_scatter(rows, "sum").to(gradient.dtype), None, None
 
 
@@ -229,7 +234,7 @@ def current_split() -> SequenceSplit | None:
 
 
 def use_split(split: SequenceSplit | None) -> None:
-    """Make a split that of the running strategy."""
+    """Set what :func:`current_split` returns."""
     global _current
     _current = split
 

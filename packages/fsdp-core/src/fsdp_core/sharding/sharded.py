@@ -46,8 +46,8 @@ StateTensor = Tensor | ChunkedTensor | SavedTensor
 #: The attribute of a root, and of the user's module in it, that holds their :class:`Sharded`.
 _KEY = "_fsdp_core_sharded"
 #: All roots, and the lock that protects the set where ranks are threads.
-_all: WeakSet[Sharded] = WeakSet()
-_looking = threading.Lock()
+_all_roots: WeakSet[Sharded] = WeakSet()
+_roots_lock = threading.Lock()
 
 
 class Sharded(ABC):
@@ -73,7 +73,7 @@ class Sharded(ABC):
         root: The module to call.
         module: The user's module inside the root.
         backend: The current strategy's backend, with its options, runtime and precision.
-        plan: By which the module was sharded: its class, its parameters before that, its units.
+        plan: How the module was sharded: its class, its parameters before that, its units.
         user_modules: The user's modules by their names in ``named_modules()`` before sharding.
         strategy_name: The name of the strategy that sharded it, for messages.
         written_values: What this rank has written to gathered parameters, where that is kept.
@@ -155,9 +155,9 @@ class Sharded(ABC):
             yield
 
     def layout(self) -> Layout:
-        """The parts of the user's parameters that each parameter which an optimizer may hold consists of.
+        """By parameter that an optimizer may hold, the parts of the user's parameters that it consists of.
 
-        DTensors describe themselves which part of a parameter they are.
+        A DTensor tells itself which part of its parameter it is.
         """
         return whole_parts(named_parameters(self.root))
 
@@ -183,7 +183,7 @@ class Sharded(ABC):
             return aliases(self.module)
 
     def remember(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Record the names of parameters that represent shards: optimizers that hold one are re-pointed to its shard.
+        """Record the names of parameters that represent shards: optimizers that hold one are rebound to its shard.
 
         The module's parameters from before sharding are recorded already. :meth:`unsharded_view` must record the
         stand-ins that it creates, and nothing else: a parameter that the user has added is not one of the module's own.
@@ -241,15 +241,16 @@ class Sharded(ABC):
     def stepped_inside(self) -> None:
         """Gather the root's parameters anew after an optimizer's step under Fabric inside the root's forward pass.
 
-        A method that ``mark_forward_method`` names runs in that, and may take steps. Called after :meth:`reshard`. The
-        default is for libraries whose :meth:`reshard` frees them there too, and which gather them when they are used.
+        A method that ``mark_forward_method`` names runs inside the root's forward pass, and may take steps. Called
+        after :meth:`reshard`. The default does nothing, for libraries whose :meth:`reshard` frees the parameters also
+        inside a forward pass, and which gather them when they are used.
         """
 
     def is_idle(self) -> bool:
         """Whether neither a forward nor a backward pass of the root runs.
 
-        A call of a part in a backward pass is a forward pass of its own then, and else the recomputation of an earlier
-        one. The default takes all such calls for recomputations.
+        Asked when a part is called in a backward pass: that is a forward pass of its own if the root is idle, and the
+        recomputation of an earlier one if not. The default takes all such calls for recomputations.
         """
         return False
 
@@ -259,7 +260,7 @@ class Sharded(ABC):
 
     @property
     def asks_accumulates(self) -> Callable[[], bool]:
-        """A function that asks :meth:`accumulates`, for hooks: it keeps nothing, and a copy of a module may copy it."""
+        """A function that asks :meth:`accumulates`, for hooks: it keeps nothing alive, and can be copied with them."""
         return partial(_accumulates, ref(self))
 
     def follow_inner_passes(self, call: WeakMethod[Callable[[], None]]) -> None:
@@ -270,13 +271,13 @@ class Sharded(ABC):
         self._after_inner_pass = call
 
     def inner_pass_ended(self) -> None:
-        """Called by libraries where a backward pass inside the root's forward pass has ended, and that goes on."""
+        """Call what :meth:`follow_inner_passes` has set. Libraries call this when such a backward pass has ended."""
         call = None if self._after_inner_pass is None else self._after_inner_pass()
         if call is not None:
             call()
 
     def gather_again(self) -> None:
-        """Gather the root's own parameters for a call inside a backward pass, a part of which may have freed them."""
+        """Gather the root's own parameters for a call inside a backward pass, which may have freed them already."""
 
     def end_call(self) -> None:
         """Free parameters after a call outside of a step, unless the graph of a backward pass still holds them."""
@@ -296,11 +297,11 @@ class Sharded(ABC):
     #: Whether the root was called in a backward pass that may still run.
     is_called_in_backward: bool = False
 
-    #: Whether parameters were freed that such a graph holds, so that it can't be differentiated any more.
+    #: Whether parameters were freed that the graph of :attr:`keeps_graph` holds: it can't be differentiated any more.
     has_freed_graph: bool = False
 
     def leaves(self) -> Iterable[Tensor]:
-        """To what autograd adds gradients. The default is for libraries which expose that as parameters."""
+        """The tensors to which autograd adds gradients. The default is for libraries where these are parameters."""
         return self.root.parameters()
 
     def written_since_gathered(self, numel: int, times: int) -> list[str]:
@@ -381,11 +382,10 @@ class Sharded(ABC):
         self.resume_forward()
 
     def check_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Refuse gradients that ranks should have alike, and have not.
+        """Refuse gradients that must be equal on ranks, and are not. All ranks must call it.
 
-        Called before an optimizer's first step, and with tensor parallelism before its second, fourth, eighth one ….
-
-        All ranks must call it. The default checks nothing.
+        Called before an optimizer's first step, and with tensor parallelism before its second, fourth, eighth and so
+        on. The default checks nothing.
 
         Args:
             parameters: The optimizer's parameters, whose gradients are complete.
@@ -487,16 +487,17 @@ class Sharded(ABC):
             ) from error
 
     def resized_as_they_load(self, live: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-        """Buffers of another shape in a checkpoint, whose modules load in a way of their own, which may resize them.
+        """Saved buffers of another shape than the module's, where their modules load them in a way of their own.
 
-        So do observers of quantization-aware training, and vocabularies that grow. They load what is saved, as a whole.
+        That may resize them, as observers of quantization-aware training do, and vocabularies that grow. Such modules
+        load the whole saved value.
         """
-        other = {
+        resized = {
             name: value
             for name, value in _tensors(state).items()
             if isinstance(live.get(name), Tensor) and live[name].shape != torch.Size(value.shape)
         }
-        modules = {clean_name(name): module for name, module in self.module.named_modules()} if other else {}
+        modules = {clean_name(name): module for name, module in self.module.named_modules()} if resized else {}
 
         def loads_itself(name: str) -> bool:
             owner, _, attribute = name.rpartition(".")
@@ -505,7 +506,7 @@ class Sharded(ABC):
                 return False
             return loads_in_its_own_way(module)
 
-        return {name: value for name, value in other.items() if loads_itself(name)}
+        return {name: value for name, value in resized.items() if loads_itself(name)}
 
     def adopt_model_state(self, state: Mapping[str, Any]) -> None:
         """Copy the filled result of :meth:`model_state` back to the module. Not needed where they share memory."""
@@ -591,8 +592,8 @@ def sharded_around(module: nn.Module) -> tuple[Sharded, str] | None:
     Args:
         module: A root, the user's module in it, or a submodule.
     """
-    with _looking:
-        roots = list(_all)
+    with _roots_lock:
+        roots = list(_all_roots)
     candidates = [(raw, sharded) for sharded in roots for raw, inner in sharded.root.named_modules() if inner is module]
     if not candidates:
         return None
@@ -603,8 +604,8 @@ def sharded_around(module: nn.Module) -> tuple[Sharded, str] | None:
 
 def keep(sharded: Sharded) -> None:
     """Attach a :class:`Sharded` to its root and to the user's module."""
-    with _looking:
-        _all.add(sharded)
+    with _roots_lock:
+        _all_roots.add(sharded)
     for module in sharded._modules():
         module.__dict__[_KEY] = sharded
 

@@ -46,7 +46,7 @@ def in_backward() -> bool:
 def outside_transforms() -> Iterator[None]:
     """A context that the transforms of ``torch.func`` don't see, such as ``grad`` and ``vmap``. No public API has it.
 
-    What a library does for itself in a call that is transformed, as placing a hook, is no part of the function.
+    For what a library does in a call besides computing, such as registering a hook: it must not be transformed.
     """
     if torch._C._functorch.maybe_current_level() is None:
         yield
@@ -78,7 +78,7 @@ def in_dual_level() -> bool:
 def is_recomputing() -> bool:
     """Whether activation checkpointing has called this to compute again. There is no public way to check.
 
-    Libraries for a device have their own, in a module of the same name as torch's.
+    Libraries for a device have their own checkpointing, in a module with the same name as torch's but for the prefix.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "_engine_run_backward":
@@ -98,19 +98,20 @@ def is_accumulated(parameter: Tensor) -> bool:
         return False
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
-    except RuntimeError:  # autograd.grad returns that of this leaf
+    except RuntimeError:  # torch.autograd.grad runs, and returns this leaf's gradient
         return False
 
 
 def depends_on_other(outputs: Any, tensor: Tensor, is_same: Callable[[Tensor], bool]) -> bool:
-    """Whether outputs depend on something else that stands for a tensor: on another leaf, or another view of its leaf.
+    """Whether outputs depend on the same parameter as a tensor, but not by way of the tensor.
 
-    There is no public way to learn which leaf a node of a graph adds to.
+    They do so by way of another leaf for the parameter, or another view of the leaf that the tensor is a view of. There
+    is no public way to learn which leaf a node of a graph adds to.
 
     Args:
         outputs: Tensors, or edges of a graph.
-        tensor: A leaf, or a view of one.
-        is_same: Whether a leaf stands for the tensor.
+        tensor: A leaf that stands for a parameter, or a view of one.
+        is_same: Whether another leaf stands for the same parameter.
 
     Example:
         >>> flat = torch.ones(4, requires_grad=True)
@@ -120,13 +121,15 @@ def depends_on_other(outputs: Any, tensor: Tensor, is_same: Callable[[Tensor], b
         [False, True]
     """
     nodes_of_tensor = set(_nodes_before([tensor])) if tensor.grad_fn is not None else set[Any]()
-    own_leaves = {id(node.variable) for node in nodes_of_tensor if hasattr(node, "variable")}
+    leaves_of_tensor = {id(node.variable) for node in nodes_of_tensor if hasattr(node, "variable")}
     for node in _nodes_before(as_tuple(outputs)):
         if node in nodes_of_tensor:
             continue
         for next_node, _ in node.next_functions:
-            leaf: Any = getattr(next_node, "variable", None)
-            if leaf is not None and leaf is not tensor and (is_same(leaf) or id(leaf) in own_leaves):
+            leaf: Any = getattr(next_node, "variable", None)  # which nodes that add to a leaf have
+            if leaf is None or leaf is tensor:
+                continue
+            if is_same(leaf) or id(leaf) in leaves_of_tensor:
                 return True
     return False
 
@@ -151,13 +154,13 @@ def as_tuple(outputs: Any) -> tuple[Tensor | GradientEdge, ...]:
     return (outputs,) if isinstance(outputs, Tensor | GradientEdge) else tuple(outputs)
 
 
-#: What torch says of an input that is not in the graph. The second is of code that asks autograd about a leaf that
-#: ``torch.autograd.grad`` returns the gradient of, as an adapter of FSDP1 does.
+#: Parts of errors about an input that is not in the graph. The second is raised where a hook asks whether a backward
+#: pass adds to a leaf, as an adapter of FSDP1 does, while ``torch.autograd.grad`` computes this leaf's gradient.
 _UNUSED_INPUT = ("not have been used in the graph", "currently running autograd.grad()")
 
 
 def check_missing_gradients(check: Callable[[Tensor, Any], None]) -> None:
-    """Let ``torch.autograd.grad`` call a function with each parameter that it has no gradient of. Called once or again.
+    """Let ``torch.autograd.grad`` call a function with each parameter that it has no gradient of. Idempotent.
 
     torch has no hook there: autograd, which calls those on its nodes, does nothing for a leaf that no graph holds.
 
@@ -165,19 +168,19 @@ def check_missing_gradients(check: Callable[[Tensor, Any], None]) -> None:
         check: Called with the parameter and the outputs before torch returns, or raises that the parameter was not
             used.
     """
-    own: Any = getattr(torch.autograd.grad, "_fsdp_core_wraps", torch.autograd.grad)
+    original: Any = getattr(torch.autograd.grad, "_fsdp_core_wraps", torch.autograd.grad)
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def grad(outputs: Any, inputs: Any, *args: Any, materialize_grads: bool = False, **options: Any) -> Any:
         _call_before_passes(outputs)
         inputs = as_tuple(inputs)
-        # Plain tensors are neither parameters nor gathered.
+        # plain tensors are neither parameters nor gathered: there is nothing to check
         if torch.compiler.is_compiling() or all(type(tensor) is Tensor for tensor in inputs):
-            return own(outputs, inputs, *args, materialize_grads=materialize_grads, **options)
-        if materialize_grads:
+            return original(outputs, inputs, *args, materialize_grads=materialize_grads, **options)
+        if materialize_grads:  # done below, after a look at which gradients are missing
             options["allow_unused"] = True
         try:
-            gradients = own(outputs, inputs, *args, **options)
+            gradients = original(outputs, inputs, *args, **options)
         except RuntimeError as error:
             if any(message in str(error) for message in _UNUSED_INPUT):
                 for tensor in inputs:
@@ -192,12 +195,12 @@ def check_missing_gradients(check: Callable[[Tensor, Any], None]) -> None:
         return tuple(torch.zeros_like(tensor) if gradient is None else gradient for tensor, gradient in pairs)
 
     patched: Any = grad
-    patched._fsdp_core_wraps = own
+    patched._fsdp_core_wraps = original
     torch.autograd.grad = patched
 
 
 def check_inputs_of_backward(check: Callable[[Sequence[Tensor | GradientEdge], Sequence[Tensor]], None]) -> None:
-    """Let ``torch.autograd.backward`` call a function with the inputs that it is given. Called once or again.
+    """Let ``torch.autograd.backward`` call a function with the inputs that it is given. Idempotent.
 
     ``Tensor.backward(inputs=...)`` calls it too. torch has no hook there, and says nothing of inputs that it does not
     reach.
@@ -205,9 +208,9 @@ def check_inputs_of_backward(check: Callable[[Sequence[Tensor | GradientEdge], S
     Args:
         check: Called before anything is computed, with the outputs and the inputs, if there are inputs.
     """
-    own: Any = getattr(torch.autograd.backward, "_fsdp_core_wraps", torch.autograd.backward)
+    original: Any = getattr(torch.autograd.backward, "_fsdp_core_wraps", torch.autograd.backward)
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def backward(
         tensors: Any,
         grad_tensors: Any = None,
@@ -222,10 +225,10 @@ def check_inputs_of_backward(check: Callable[[Sequence[Tensor | GradientEdge], S
             leaves = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
             if leaves and not torch.compiler.is_compiling():
                 check(as_tuple(tensors), leaves)
-        own(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+        original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
 
     patched: Any = backward
-    patched._fsdp_core_wraps = own
+    patched._fsdp_core_wraps = original
     torch.autograd.backward = patched
 
 
@@ -233,12 +236,13 @@ _before_passes = threading.local()
 
 
 def call_before_passes(call: weakref.WeakMethod[Callable[[Sequence[Tensor | GradientEdge]], None]]) -> None:
-    """Call a method in this thread before each backward pass that begins outside of others, while its object lives.
+    """Call a method in this thread, with the outputs, before each backward pass that is not inside another one.
 
-    It is given the outputs. Done by what :func:`check_missing_gradients` and :func:`check_inputs_of_backward` have set.
+    It is called while its object lives, by the functions that :func:`check_missing_gradients` and
+    :func:`check_inputs_of_backward` put in place of torch's.
     """
-    earlier = getattr(_before_passes, "calls", ())
-    _before_passes.calls = [*(other for other in earlier if other() is not None and other != call), call]
+    alive = [reference for reference in getattr(_before_passes, "calls", ()) if reference() is not None]
+    _before_passes.calls = [*(reference for reference in alive if reference != call), call]
 
 
 def _call_before_passes(outputs: Any) -> None:

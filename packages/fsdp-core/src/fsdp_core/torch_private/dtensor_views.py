@@ -1,4 +1,4 @@
-"""Views of DTensors that are no views: torch copies the rows that are asked for, and loses what is written to them.
+"""Lets writes to parts of DTensors reach the DTensors: torch returns copies of some parts, where views are expected.
 
 ``p.grad[0]`` of a gradient that is sharded by rows lies on one rank. torch gathers it as a copy on all of them, so that
 ``p.grad[padding_idx].zero_()`` zeroes a copy, without a word. Here such a copy takes what is written to it to the
@@ -20,7 +20,7 @@ from fsdp_core.errors import UnsupportedCapabilityError
 
 __all__ = ["CopiedView", "write_through_copied_views"]
 
-#: Gives the view of a full tensor.
+#: Returns the view of a full tensor.
 View = Callable[[Tensor], Tensor]
 
 _ATEN: Any = torch.ops.aten
@@ -49,15 +49,11 @@ _MEAN = 1
 
 
 class CopiedView(DTensor):
-    """A copy of a part of a DTensor that behaves as the view that was asked for.
+    """A copy of a part of a DTensor that behaves as the view that was asked for."""
 
-    Its attributes have names that no attribute of a tensor has: the DTensor; what gives the view of a full tensor of
-    its shape; and how often it had been written to when its values were copied.
-    """
-
-    _fsdp_source: DTensor
-    _fsdp_view: View
-    _fsdp_source_version: int
+    _fsdp_source: DTensor  # which the view is of
+    _fsdp_view: View  # returns the view, if it is given a full tensor of the source's shape
+    _fsdp_source_version: int  # of the values that were copied
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -117,14 +113,15 @@ def _call_with_dtensors(func: Any, args: Any, kwargs: Any, views: list[CopiedVie
 
 
 def _as_views(result: Any, source: DTensor, outer: View, func: Callable[..., Any], args: Any) -> Any:
-    """Let what an operation has returned of a DTensor, one tensor or several, write to a source.
+    """Make copied views of what a view operation has returned: one tensor, or several.
 
     Args:
         result: What it has returned.
-        source: The source.
-        outer: Gives what the operation was called with, of the full source.
+        source: The DTensor that writes are to reach.
+        outer: Returns the operation's first argument, as a view of the full source that it is given; the source itself
+            if the operation's first argument is no view.
         func: The operation.
-        args: Its arguments but for the first.
+        args: Its further arguments.
     """
     is_tensor = isinstance(result, Tensor)
     for index, tensor in enumerate([result] if is_tensor else result):
@@ -169,9 +166,9 @@ def _everywhere(tensor: DTensor) -> list[Replicate]:
 
 
 def write_through_copied_views() -> None:
-    """Let torch's copies of parts of DTensors take what is written to them to these, from now on. Idempotent.
+    """Let writes to torch's copies of parts of DTensors reach the DTensors, from now on. Idempotent.
 
-    What torch computes wrongly of DTensors whose parts differ in size raises from then on too.
+    From then on, losses raise too whose mean torch computes wrongly if parts of a DTensor differ in size.
     """
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     for func in _VIEWS:
@@ -182,7 +179,7 @@ def write_through_copied_views() -> None:
 
 
 def _without_handler(func: Any, handler: Any, args: Any, kwargs: Any) -> Any:
-    """What torch does. It has no name for that where there is a handler."""
+    """Call an operation as torch does without a handler: for that, the handler is removed meanwhile."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
     handlers.pop(func, None)
     try:
@@ -207,7 +204,7 @@ def _itself(full: Tensor) -> Tensor:
 
 
 def _fill(func: Any, args: Any, kwargs: Any) -> Any:
-    """Replaces ``fill_`` with a tensor of one value, as ``p.grad[:, 0] = 0`` calls it, which DTensor has not."""
+    """Replaces ``fill_`` with a tensor of one value, which ``p.grad[:, 0] = 0`` calls, and which DTensor lacks."""
     target, value = args
     number = value.full_tensor() if isinstance(value, DTensor) else value
     _ATEN.fill_.Scalar(target, number.item())
@@ -217,8 +214,8 @@ def _fill(func: Any, args: Any, kwargs: Any) -> Any:
 def _refuse_uneven_mean(func: Any, args: Any, kwargs: Any) -> Any:
     """Replaces a loss that is a mean over elements."""
     values: DTensor = next(argument for argument in args if isinstance(argument, DTensor))
-    given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
-    if given.get("reduction", _MEAN) == _MEAN and _is_uneven(values):
+    arguments = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+    if arguments.get("reduction", _MEAN) == _MEAN and _is_uneven(values):
         name = func.overloadpacket.__name__
         raise UnsupportedCapabilityError(
             f"{name} of a sharded parameter or gradient would be the mean of means of the ranks' parts, which differ "

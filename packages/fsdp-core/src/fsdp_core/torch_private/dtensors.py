@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _CachedMeshes:
-    """What is known of the meshes in DTensor's caches, all of which are of all ranks.
+    """A record that all meshes in DTensor's caches are of all ranks.
 
     Attributes:
         rank: This rank.
@@ -60,17 +60,17 @@ def forget_meshes() -> None:
     Meshes are equal if their ranks are, whatever their process groups. After a process group was destroyed and another
     was created, cached results would name groups of the former one, and torch gives the same names to other groups.
 
-    Nothing is cleared if :func:`note_meshes` has found that there were no other groups than that of all ranks, whose
-    name is always the same, and the new one is of as many: a process that trains often need not compute it all again.
+    Nothing is cleared if :func:`note_meshes` has found that the only group was that of all ranks, and the new group has
+    as many ranks: the name of that group is always the same. A process that trains again then keeps its caches.
     """
     global _cached_meshes, _group_with_clean_caches
     meshes = device_mesh._mesh_resources
-    for joined in ("root_to_flatten_mapping", "flatten_name_to_root_dims"):  # only in torch 2.9: of joined axes
-        getattr(meshes, joined, {}).clear()
-    noted = _cached_meshes
+    for mapping in ("root_to_flatten_mapping", "flatten_name_to_root_dims"):  # of joined axes; only in torch 2.9
+        getattr(meshes, mapping, {}).clear()
+    cached_before = _cached_meshes
     _cached_meshes = None
     _group_with_clean_caches = weakref.ref(dist.group.WORLD)
-    if noted == _CachedMeshes(dist.get_rank(), dist.get_world_size(), _count_uncached()):
+    if cached_before == _CachedMeshes(dist.get_rank(), dist.get_world_size(), _count_uncached()):
         return
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # not in torch 2.9
@@ -148,7 +148,7 @@ _to_local = DTensor.to_local
 
 
 def call_before_parts(call: Callable[[], Any]) -> None:
-    """Call this once, before ``DTensor.to_local()`` is next called, unless it is forgotten.
+    """Call a function once, before the next call of ``DTensor.to_local()``, unless it is forgotten by then.
 
     ``weight.detach().to_local()`` shares memory with the weight, and writes to it are counted nowhere else. There is no
     hook for it; the method is replaced only as long as something waits for it.
@@ -158,7 +158,7 @@ def call_before_parts(call: Callable[[], Any]) -> None:
 
 
 def forget_call_before_parts(call: Callable[[], Any]) -> None:
-    """Don't call this any more. Nothing is done if it waits no longer."""
+    """Forget a function of :func:`call_before_parts`, if it was not called yet."""
     _before_parts[:] = [waiting for waiting in _before_parts if waiting != call]
     if not _before_parts:
         DTensor.to_local = _to_local  # type: ignore[method-assign]

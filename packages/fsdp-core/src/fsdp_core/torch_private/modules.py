@@ -51,7 +51,7 @@ def cast_inputs(dtype: torch.dtype, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def loads_in_its_own_way(module: nn.Module) -> bool:
-    """Whether a module has its own method or hooks to load a state dict, of which the latter can't be asked for."""
+    """Whether a module has a method of its own to load a state dict, or hooks, which no public name lists."""
     is_own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
     return is_own or bool(module._load_state_dict_pre_hooks)
 

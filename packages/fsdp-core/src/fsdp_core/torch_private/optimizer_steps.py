@@ -80,7 +80,7 @@ def plain_tensors_replicated(optimizer: torch.optim.Optimizer) -> Iterator[Calla
             changes nothing.
 
     Yields:
-        A function that makes of a closure one that runs as outside of the context.
+        A function that wraps a closure, so that it runs as it would outside of the context.
     """
     dispatcher: Any = DTensor._op_dispatcher
     before = dispatcher._allow_implicit_replication
@@ -134,12 +134,12 @@ def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> 
         step: Called with the optimizer and the arguments of ``step()``.
 
     Returns:
-        What ``step`` was, as a function of the optimizer and the arguments; and whether torch called hooks around it,
-        which it does not call.
+        The former ``step`` as a function of the optimizer and the arguments, which calls no hooks; and whether torch
+        has called hooks around it.
     """
-    there: Any = optimizer.step
-    is_followed = hasattr(there, "_wrapped_by_lr_sched")
-    own: Any = there.__wrapped__ if is_followed else getattr(there, "__func__", None)
+    current_step: Any = optimizer.step
+    has_scheduler = hasattr(current_step, "_wrapped_by_lr_sched")
+    own: Any = current_step.__wrapped__ if has_scheduler else getattr(current_step, "__func__", None)
     of_class: Any = type(optimizer).step
     is_hooked = own is of_class and bool(getattr(own, "hooked", False))
 
@@ -149,7 +149,7 @@ def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> 
 
     note_and_step.__dict__["_wrapped_by_lr_sched"] = True
     instance: Any = optimizer
-    instance.step = MethodType(note_and_step if is_followed else step, optimizer)
-    if own is None:  # a function that the user has put there, without the optimizer among its arguments
-        return (lambda _, *args, **options: there(*args, **options)), False
+    instance.step = MethodType(note_and_step if has_scheduler else step, optimizer)
+    if own is None:  # the user has set a function, which does not take the optimizer
+        return (lambda _, *args, **options: current_step(*args, **options)), False
     return (own.__wrapped__ if is_hooked else own), is_hooked

@@ -71,7 +71,7 @@ def last_collective() -> Collective | None:
     if not entries:
         return None
     last = max(entries, key=lambda entry: (int(entry["time_created_ns"]), int(entry["record_id"])))
-    # NCCL and gloo each count their own
+    # NCCL and gloo each count their own collectives: the numbers of those over all ranks, by recorder
     numbers_of_all_ranks = [
         [int(entry["collective_seq_id"]) for entry in recorder if _ALL_RANKS in entry["process_group"]]
         for recorder in recorders

@@ -115,5 +115,5 @@ def times_written(tensor: Tensor) -> int:
 
 
 def uncounted_writes(tensor: Tensor) -> AbstractContextManager[Any]:
-    """A context in which writes to a tensor are not counted, as those of libraries that gather are not."""
+    """A context in which writes to a tensor are not counted; sharding libraries gather parameters in such a context."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]

@@ -20,10 +20,10 @@ from fsdp_core.watch.verdicts import Member, Report, Verdict, hang, lost, slow, 
 __all__ = ["Hub"]
 
 #: Seconds in which the losses of one event are collected, such as those of all ranks of a host.
-_SETTLING = 0.5
+_SECONDS_TO_SETTLE = 0.5
 
-#: Seconds in which ranks answer where they stand.
-_TO_ANSWER = 5.0
+#: Seconds that ranks have to answer where they stand.
+_SECONDS_TO_ANSWER = 5.0
 
 
 class Hub:
@@ -54,10 +54,10 @@ class Hub:
         self._ended: set[int] = set()
         self._ended_for_others: set[int] = set()
         self._gone: list[Member] = []
-        self._silent_host = False
+        self._is_host_silent = False
         self._decide_at: float | None = None
         self._reports: dict[int, Report] = {}
-        self._waited: float | None = None
+        self._waited_seconds: float | None = None
         self._may_go_on = False
         self._slow_report_at = float("-inf")
         self._verdict: Verdict | None = None
@@ -139,30 +139,31 @@ class Hub:
             if message.get("may_go_on"):
                 connection.send(kind="noted")
             if message_type == "waits" and self._needs_reports(message):
-                self._waited = float(message["seconds"])
+                self._waited_seconds = float(message["seconds"])
                 self._may_go_on = bool(message.get("may_go_on"))
                 self._reports = {member.rank: self._reports[member.rank]}
-                self._decide_at = time.monotonic() + _TO_ANSWER
+                self._decide_at = time.monotonic() + _SECONDS_TO_ANSWER
                 for member_connection in self._members:
                     member_connection.send(kind="report?")
-            elif self._waited is not None and len(self._reports.keys() | self._ended) == len(self._all):
+            elif self._waited_seconds is not None and len(self._reports.keys() | self._ended) == len(self._all):
                 self._decide_at = time.monotonic()
         elif message_type == "who?":
-            first = self._ranks_ended_first(but=member.rank)
-            if first:  # whose ending is why this rank asks, and ends if it does: it is no cause for the ranks after it
+            ended_members = self._ranks_ended_first(but=member.rank)
+            if ended_members:  # this rank ends because those have ended: ranks that ask later are told of those alone
                 self._ended_for_others.add(member.rank)
-            connection.send(kind="ended", members=first)
+            connection.send(kind="ended", members=ended_members)
 
     def _needs_reports(self, message: dict[str, Any]) -> bool:
-        """Whether a rank that waits is a reason to ask all where they stand."""
+        """Whether to ask all ranks where they stand, since a rank has waited for too long."""
         if self._verdict is not None:
             return False
-        if message.get("may_go_on"):
-            return self._waited is None and time.monotonic() - self._slow_report_at >= float(message["seconds"])
-        return self._waited is None or self._may_go_on
+        is_asking = self._waited_seconds is not None
+        if message.get("may_go_on"):  # one report for all ranks that wait, and another one as much later
+            return not is_asking and time.monotonic() - self._slow_report_at >= float(message["seconds"])
+        return not is_asking or self._may_go_on
 
     def _ranks_ended_first(self, *, but: int | None = None) -> list[dict[str, Any]]:
-        """The ranks whose scripts have ended, and not because another's had."""
+        """The ranks whose scripts have ended by themselves, and not because another's had ended."""
         return [asdict(self._all[rank]) for rank in sorted(self._ended - self._ended_for_others - {but})]
 
     def _drop(self, connection: Connection, *, silent_host: bool) -> None:
@@ -172,8 +173,8 @@ class Hub:
         member = self._members.pop(connection, None)
         if member is not None and member.rank not in self._ended and self._verdict is None:
             self._gone.append(member)
-            self._silent_host = silent_host
-            self._decide_at = time.monotonic() + _SETTLING
+            self._is_host_silent = silent_host
+            self._decide_at = time.monotonic() + _SECONDS_TO_SETTLE
 
     def _decide(self) -> None:
         self._decide_at = None
@@ -181,17 +182,17 @@ class Hub:
             return
         progress = self._progress()
         if self._gone and progress:  # otherwise nothing trains any more
-            self._announce(lost(self._gone, progress, host_is_silent=self._silent_host))
-        elif self._waited is not None and self._may_go_on:
-            line = slow(list(self._all.values()), self._reports, self._waited)
-            self._waited = None
+            self._announce(lost(self._gone, progress, host_is_silent=self._is_host_silent))
+        elif self._waited_seconds is not None and self._may_go_on:
+            line = slow(list(self._all.values()), self._reports, self._waited_seconds)
+            self._waited_seconds = None
             self._may_go_on = False
             self._slow_report_at = time.monotonic()
             if line:
                 with suppress(OSError):
                     os.write(2, f"fsdp-core: {line}\n".encode(errors="backslashreplace"))
-        elif self._waited is not None:
-            self._announce(hang(list(self._all.values()), self._reports, self._ended, self._waited))
+        elif self._waited_seconds is not None:
+            self._announce(hang(list(self._all.values()), self._reports, self._ended, self._waited_seconds))
 
     def _announce(self, verdict: Verdict) -> None:
         self._verdict = verdict

@@ -16,14 +16,14 @@ from fsdp_core.torch_private.process_groups import Collective, last_collective
 
 __all__ = ["Location", "StandStill", "location_of", "stacks"]
 
-#: Whose frames are not the user's, besides what is installed and the standard library.
+#: Packages whose frames are not the user's, wherever they are installed. Nor are those in the folders below.
 _LIBRARIES = ("torch", "torch_xla", "lightning", "pytorch_lightning", "lightning_fabric")
 _INSTALLED = ("site-packages", "dist-packages")
 
-#: In whose frames a thread waits for other ranks.
+#: The modules in whose frames a thread waits for other ranks.
 _WAITING = ("torch.distributed", "torch_xla", "fsdp_xla.ranks")
 
-#: In whose frames it waits in Lightning's barrier without a limit, for what another rank does alone.
+#: The modules of Lightning's barrier without a time limit, in whose frames it waits for what another rank does alone.
 _LIGHTNINGS_BARRIER = ("lightning.fabric.utilities.distributed", "lightning_fabric.utilities.distributed")
 
 

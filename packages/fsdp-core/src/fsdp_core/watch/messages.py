@@ -13,8 +13,8 @@ __all__ = ["Connection", "connect", "listen"]
 #: No message is longer: it holds a few places in code, in words.
 _MOST_BYTES = 1 << 16
 
-#: Seconds until a connection over which nothing comes is tried, between tries, and the number of tries. A host that
-#: does not answer for a minute is lost. The kernel answers, also for a process that is stopped or busy.
+#: Seconds without a message after which the kernel probes a connection, seconds between probes, and the number of
+#: probes. A host that does not answer for a minute is lost. Its kernel answers, also for a stopped or busy process.
 _IDLE = 20
 _BETWEEN = 10
 _TRIES = 4
@@ -24,14 +24,14 @@ class Connection:
     """A connection to another rank's watching thread, which one thread reads and any may write.
 
     Args:
-        through: The socket.
+        sock: The socket.
     """
 
-    def __init__(self, through: socket.socket) -> None:
-        self._socket = through
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
         self._received = b""
-        through.settimeout(10.0)
-        _keep_alive(through)
+        sock.settimeout(10.0)
+        _keep_alive(sock)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -106,10 +106,10 @@ def connect(addresses: list[str], port: int, **hello: Any) -> Connection | None:
     return None
 
 
-def _keep_alive(through: socket.socket) -> None:
-    through.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+def _keep_alive(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        through.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
-        through.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _BETWEEN)
-        through.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _TRIES)
-        through.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (_IDLE + _BETWEEN * _TRIES))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _BETWEEN)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _TRIES)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (_IDLE + _BETWEEN * _TRIES))

@@ -20,7 +20,7 @@ __all__ = [
     "verdict_of_error",
 ]
 
-#: How many times ``hang_timeout`` ranks wait for what one does alone, such as a download in ``prepare_data()``.
+#: How many times ``hang_timeout`` ranks wait for what one rank does alone, such as a download in ``prepare_data()``.
 PATIENCE = 12
 
 _RESUME_ADVICE = (
@@ -145,8 +145,8 @@ def hang(
     """Ranks that have waited for others for too long.
 
     The rank that is behind is the one that did not answer, or that has ended, or that does not wait; otherwise the one
-    that has entered fewer collectives, or stands elsewhere than most. If no place has fewer ranks than every other, as
-    with two ranks, none is called behind, and the message names all places.
+    that has entered the fewest collectives; otherwise the one that waits at the place where the fewest ranks wait. If
+    several places have the fewest, as with two ranks, none is called behind, and the message names all places.
 
     Args:
         members: All ranks that were watched.
@@ -160,7 +160,7 @@ def hang(
     kill: tuple[Member, ...] = ()
     if silent:
         behind = silent
-        kill = tuple(silent)
+        kill = tuple(silent)  # they can't end by themselves
         state = "does not answer: its process is stopped, or a call in it holds Python's lock"
     elif ended_members:
         behind = ended_members

@@ -37,17 +37,17 @@ __all__ = ["explain", "explain_uncaught", "watch"]
 #: Seconds in which a rank may end by itself, with an exception of its own, once another one is gone.
 _GRACE = 15.0
 
-#: The same after a hang, for what is being written.
+#: Seconds in which ranks may finish writing their stacks, after a hang.
 _GRACE_AFTER_HANG = 2.0
 
-#: Seconds between two looks at where the training thread stands, at most and at least.
-_MOST_OFTEN, _LEAST_OFTEN = 0.1, 10.0
+#: Seconds between two looks at where the training thread stands, at least and at most.
+_MIN_INTERVAL, _MAX_INTERVAL = 0.1, 10.0
 
 #: Seconds in which rank 0 answers a rank that has waited for too long: longer than it gives the others.
 _UNANSWERED = 9.0
 
 #: Seconds that an exception waits to learn which rank is gone, and which is late.
-_TO_LEARN, _TO_LEARN_WHO_IS_LATE = 3.0, 10.0
+_SECONDS_TO_LEARN, _SECONDS_TO_LEARN_WHO_IS_LATE = 3.0, 10.0
 
 #: What libraries write into exceptions when another rank is gone, or too late.
 _LOSS_MESSAGES = re.compile(
@@ -97,14 +97,26 @@ class Watcher:
         self._selector = selectors.DefaultSelector()  # select() takes no file numbers above 1,023
         self._selector.register(connection, selectors.EVENT_READ)
         self._training = threading.get_ident()
+        #: The ranks whose script has ended, as rank 0 knows them once it has answered "who?".
         self._ended: list[Member] = []
         self._answered = threading.Event()
+        #: When this rank reported a hang, or that it waits for what may take long; ``None`` once rank 0 has answered.
         self._reported_at: float | None = None
         self._slow_report_at: float | None = None
+        #: For how many seconds it had waited when it reported.
         self._waited = hang_timeout
+        #: Whether the wait that goes on was reported as one that may take long.
         self._has_reported_slow = False
+        #: When this process ends.
         self._end_at: float | None = None
-        self._explaining = self._has_left = self._is_alone = self._writes = False
+        #: Whether an exception waits for the verdict.
+        self._explaining = False
+        #: Whether this rank has nothing more to do with the others.
+        self._has_left = False
+        #: Whether the connection to rank 0 has ended.
+        self._is_alone = False
+        #: Whether this rank is the one that writes the verdict.
+        self._writes = False
         self._thread = threading.Thread(target=self._run, name="fsdp-watch", daemon=True)
         self._thread.start()
 
@@ -115,7 +127,7 @@ class Watcher:
     def _watch(self) -> None:
         standing = StandStill(self._training)
         while not self._has_left:
-            interval = min(max(self.hang_timeout / 10, _MOST_OFTEN), _LEAST_OFTEN)
+            interval = min(max(self.hang_timeout / 10, _MIN_INTERVAL), _MAX_INTERVAL)
             if self._end_at is not None:
                 interval = min(interval, _GRACE_AFTER_HANG)
             self._read(interval)
@@ -145,7 +157,7 @@ class Watcher:
         if self._has_reported_slow and seconds < PATIENCE * self.hang_timeout:
             return
         report = self._report(self.hang_timeout)
-        if not report.location.waits or not _is_of_now():
+        if not report.location.waits or not _is_group_current():
             return
         may_go_on = bool(report.location.awaited) and seconds < PATIENCE * self.hang_timeout
         if may_go_on:
@@ -153,7 +165,8 @@ class Watcher:
             self._has_reported_slow = True
         else:
             self._reported_at = now
-        self._waited = self.hang_timeout if may_go_on or not report.location.awaited else PATIENCE * self.hang_timeout
+        has_lost_patience = bool(report.location.awaited) and not may_go_on
+        self._waited = PATIENCE * self.hang_timeout if has_lost_patience else self.hang_timeout
         self._connection.send(kind="waits", seconds=self._waited, may_go_on=may_go_on, report=asdict(report))
 
     def _read(self, wait: float) -> None:
@@ -184,7 +197,7 @@ class Watcher:
         elif message["kind"] == "ended":
             self._ended = [Member(**member_fields) for member_fields in message["members"]]
             self._answered.set()
-        elif message["kind"] == "bye":  # rank 0 has ended, as it was to or because the script of another rank had
+        elif message["kind"] == "bye":  # rank 0 has ended: regularly, or since another rank's script had ended
             self._is_alone = True
             self._ended = [Member(**member_fields) for member_fields in message["members"]] or [self._first]
             self._answered.set()
@@ -204,9 +217,8 @@ class Watcher:
             return
         self.verdict = verdict
         if verdict.kind == "hang":
-            own_threads = {
-                identifier for identifier in (self._thread.ident, self._hub and self._hub.thread) if identifier
-            }
+            watching_threads = (self._thread.ident, None if self._hub is None else self._hub.thread)
+            own_threads = {thread for thread in watching_threads if thread is not None}
             location = location_of(self._training)
             _write(
                 f"rank {self._member.rank} on {self._member.host}, {self.progress()}; the last collective that it has "
@@ -216,18 +228,20 @@ class Watcher:
         if writes and verdict.kind != "hang":
             _write(f"fsdp-core: {verdict.message}\n")
         self.verdict_arrived.set()
-        grace = _GRACE if verdict.kind != "hang" or self._explaining else _GRACE_AFTER_HANG
-        if grace == _GRACE_AFTER_HANG:
-            if writes:  # before the others are gone, which would end this rank too
-                grace /= 2
-            elif self._first in verdict.kill:  # by rank 1, which writes why, and may notice it later
-                grace *= 3
+        if verdict.kind != "hang" or self._explaining:
+            grace = _GRACE
+        elif writes:  # sooner than the others, whose end would end this rank before it has written
+            grace = _GRACE_AFTER_HANG / 2
+        elif self._first in verdict.kill:  # rank 1 kills rank 0 and writes why, and may notice it later than this rank
+            grace = _GRACE_AFTER_HANG * 3
+        else:
+            grace = _GRACE_AFTER_HANG
         self._end_at = time.monotonic() + grace
 
     def _end(self) -> None:
-        """End this process, unless the process group of the lost ranks is history."""
+        """End this process, unless the watched process group exists no more."""
         self._end_at = None
-        if not _is_of_now():
+        if not _is_group_current():
             self._has_left = True
             return
         assert self.verdict is not None
@@ -266,7 +280,7 @@ class Watcher:
         is_late = re.search(r"timed? ?out", text, re.IGNORECASE) is not None
         if self.verdict is None and is_late:
             self._connection.send(kind="waits", seconds=0.0, report=asdict(self._report(0.0)))
-        if not self.verdict_arrived.wait(_TO_LEARN_WHO_IS_LATE if is_late else _TO_LEARN):
+        if not self.verdict_arrived.wait(_SECONDS_TO_LEARN_WHO_IS_LATE if is_late else _SECONDS_TO_LEARN):
             self._connection.send(kind="who?")
             self._answered.wait(1.0)
         if self.verdict is not None:
@@ -312,7 +326,7 @@ def watch(runtime: Runtime, hang_timeout: timedelta, address: str, progress: Cal
     """
     global _watching, _group
     seconds = hang_timeout.total_seconds()
-    if _is_of_now():  # on all ranks: also on one that could not connect
+    if _is_group_current():  # on all ranks: also on one that could not connect
         if _watching is not None:
             _watching.hang_timeout = seconds
             _watching.progress = progress
@@ -338,8 +352,8 @@ def watch(runtime: Runtime, hang_timeout: timedelta, address: str, progress: Cal
     util.Finalize(None, _leave, exitpriority=0)
 
 
-def _is_of_now() -> bool:
-    """Whether the watched process group is the one that exists."""
+def _is_group_current() -> bool:
+    """Whether the watched process group is the one that exists now."""
     group = None if _group is None else _group()
     return group is not None and is_default_group(group)
 
@@ -360,9 +374,9 @@ def _comes_from_loss(error: BaseException) -> bool:
 
 
 def start_time_of(pid: int) -> str:
-    """When a process was started, in the kernel's count, so that another one of its number is not taken for it."""
+    """When a process was started, in clock ticks: a later process with the same id has another start time."""
     with suppress(OSError, IndexError):
-        # as bytes: the kernel cuts a process's name after 15 of them, which may be amid a letter
+        # as bytes: the kernel cuts a process's name after 15 bytes, which may be within a character
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
     return ""
 

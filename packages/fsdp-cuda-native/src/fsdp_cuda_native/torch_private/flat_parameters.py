@@ -524,7 +524,7 @@ class GatheredWrites:
         if part is None:  # nothing is gathered: FSDP1 has freed what a view still stands for
             return
         for value, view, is_certain in written_views:
-            value.taken(view)
+            value.mark_kept(view)
             value.keep(part, flat._local_shard, view, self._values, is_counted=is_certain)
 
     def let_go(self) -> None:
@@ -587,13 +587,13 @@ def needs_gradient(tensor: Any) -> bool:
 def _follow_after(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any], as_params: bool) -> None:
     writes, handle = of(), of_handle()
     assert handle is not None  # it is the caller
-    before, GatheredValue.are_replaced = handle._training_state, True
+    before, GatheredValue.is_data_assignable = handle._training_state, True
     if before == HandleTrainingState.BACKWARD_PRE and lacks_views(handle):  # when it gathers this unit ahead
         handle._training_state = HandleTrainingState.FORWARD
     try:
         type(handle)._use_unsharded_views(handle, as_params)
     finally:
-        GatheredValue.are_replaced = False
+        GatheredValue.is_data_assignable = False
     handle._training_state = before
     if writes is not None and not as_params:
         writes.follow()

@@ -57,7 +57,7 @@ _ordered_writes = [0]
 
 
 def order_gathers(handle: Any, unit: nn.Module) -> None:
-    """Let gathers on an accelerator wait for what a step has written to pieces.
+    """Let FSDP1's streams on an accelerator wait for what a step has written to pieces and to their gradients.
 
     FSDP1's streams wait for the current one when the root's forward pass begins, and not again: they would read what a
     step writes after that too early. The CPU has no streams.
@@ -70,10 +70,17 @@ def order_gathers(handle: Any, unit: nn.Module) -> None:
         vars(handle)[_UNIT] = weakref.ref(unit)
 
 
+def _unit_with_streams(handle: Any) -> Any:
+    """The unit of a handle on an accelerator, once its root has been called; else ``None``."""
+    unit_ref = vars(handle).get(_UNIT)
+    unit = None if unit_ref is None else unit_ref()
+    return unit if hasattr(unit, "_default_stream") else None
+
+
 def _wait_for_writes(handle: Any) -> None:
-    unit: Any = vars(handle)[_UNIT]()
+    unit = _unit_with_streams(handle)
     writes = count_piece_writes()
-    if unit is None or writes == _ordered_writes[0] or not hasattr(unit, "_default_stream"):
+    if unit is None or writes == _ordered_writes[0]:
         return
     _ordered_writes[0] = writes
     for stream in (unit._pre_unshard_stream, unit._unshard_stream):
@@ -87,14 +94,48 @@ class _Handle(FlatParamHandle):
 
     @outside_of_compilation
     def pre_unshard(self) -> bool:
-        if _UNIT in self.__dict__:
-            _wait_for_writes(self)
-        return bool(super().pre_unshard())
+        if _UNIT not in self.__dict__:
+            return bool(super().pre_unshard())
+        _wait_for_writes(self)
+        has_queued = bool(super().pre_unshard())
+        unit, flat = _unit_with_streams(self), self.flat_param
+        if self._offload_params and not self.uses_sharded_strategy and unit is not None and flat.device == self.device:
+            # FSDP1 has copied it to the device on this stream, and frees it while the default one still computes
+            flat.data.record_stream(unit._default_stream)
+        return has_queued
 
     @outside_of_compilation
     def _writeback_orig_params(self) -> bool:
         with without_torch_function():
-            return False if self._is_in_place() else super()._writeback_orig_params()
+            if self._is_in_place():
+                return False
+            unit = _unit_with_streams(self)
+            if unit is None:
+                return bool(super()._writeback_orig_params())
+            # FSDP1 copies on the stream of its gathers what other streams write and read
+            current, others = unit._device_handle.current_stream(), (unit._default_stream, unit._post_backward_stream)
+            for stream in others:
+                current.wait_stream(stream)
+            has_written = bool(super()._writeback_orig_params())
+            for stream in others:
+                stream.wait_stream(current)
+                if self.flat_param.grad is not None and self.flat_param.grad.device == self.device:
+                    self.flat_param.grad.record_stream(stream)
+            return has_written
+
+    @outside_of_compilation
+    def prepare_gradient_for_backward(self) -> None:
+        grad = self.flat_param.grad
+        is_offloaded = grad is not None and grad.device != self.device
+        is_reduced = is_offloaded and grad.shape == self.flat_param._local_shard.shape
+        super().prepare_gradient_for_backward()  # type: ignore[no-untyped-call]
+        if is_reduced and not hasattr(self.flat_param, "_saved_grad_shard"):
+            # FSDP1 would forget it: a second backward pass would replace the gradient of the first
+            on_device = grad.to(self.device, non_blocking=True)
+            if self.uses_sharded_strategy:
+                self.flat_param._saved_grad_shard = on_device
+            else:
+                self.flat_param.grad = on_device
 
     @outside_of_compilation
     def _reset_flat_param_grad_info_if_needed(self) -> None:
@@ -135,7 +176,13 @@ class _Handle(FlatParamHandle):
         gradients = [gradient for p in params if (gradient := p.grad) is not None]
         if not _are_parts(params, flat, offsets):
             return False
-        return not gradients if flat.grad is None else _are_parts(gradients, flat.grad, offsets)
+        if flat.grad is not None:
+            return _are_parts(gradients, flat.grad, offsets)
+        # within a backward pass, what it has reduced is not FSDP1's ``grad`` yet
+        reduced = getattr(flat, "_cpu_grad", getattr(flat, "_saved_grad_shard", None))
+        if not gradients or reduced is None:
+            return not gradients
+        return _are_parts(gradients, reduced, [at for p, at in zip(params, offsets, strict=True) if p.grad is not None])
 
     @outside_of_compilation
     def _use_sharded_views(self) -> None:

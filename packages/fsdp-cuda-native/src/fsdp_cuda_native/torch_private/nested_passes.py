@@ -269,6 +269,8 @@ def _gather_for_pass(unit: FullyShardedDataParallel) -> None:
         return
     if not gathered:
         _gather(unit)
+    else:  # perhaps ahead, by the pass around this one
+        unit._device_handle.current_stream().wait_stream(unit._unshard_stream)
     if handle is None:  # a root without parameters of its own
         state._post_backward_callback_queued = True
     else:

@@ -259,6 +259,8 @@ def set_reduced_gradient(unit: FullyShardedDataParallel, grad: Tensor) -> None:
     """Restore a gradient that :func:`reduced_gradient` returned."""
     handle = handle_of(unit)
     flat = handle.flat_param
+    if hasattr(flat, "_cpu_grad"):  # what FSDP1 shows where it offloads
+        grad = flat._cpu_grad.copy_(grad)
     flat.grad = grad
     if not handle._use_orig_params:
         return

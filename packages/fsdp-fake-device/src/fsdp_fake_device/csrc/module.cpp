@@ -36,7 +36,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return {kFake, device};
   }
   bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
-  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory(); }
+  at::Allocator* getPinnedMemoryAllocator() const override {
+    return settings().has_pinned_memory ? &pinned_memory() : at::PrivateUse1HooksInterface::getPinnedMemoryAllocator();
+  }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     resize_storage(storage, bytes);
   }
@@ -102,6 +104,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     settings().delay_ms = milliseconds;
   });
   m.def("set_blocking", [](bool is_blocking) { settings().is_blocking = is_blocking; });
+  m.def("set_parts", [](bool has_streams, bool has_pinned_memory) {
+    settings().has_streams = has_streams;
+    settings().has_pinned_memory = has_pinned_memory;
+  });
   m.def("sleep", [](int64_t milliseconds) {
     launch("sleep", current_device(), [=] { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); });
   });

@@ -366,6 +366,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return c10::Stream(c10::Stream::DEFAULT, c10::Device(kFake, index_of(device)));
   }
   c10::Stream getNewStream(c10::Device device, int priority) const override {
+    if (!settings().has_streams) return DeviceGuardImplInterface::getNewStream(device, priority);
     const auto index = index_of(device);
     const bool is_high = priority < 0;
     const auto turn = registry().next_of_pool.at(index)[is_high]++ % kPoolSize;

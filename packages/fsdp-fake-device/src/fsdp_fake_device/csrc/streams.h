@@ -30,6 +30,8 @@ struct Settings {
   std::atomic<Held> held;         // FSDP_FAKE_DEVICE_HELD
   std::atomic<bool> is_blocking;  // FSDP_FAKE_DEVICE_BLOCKING, as CUDA_LAUNCH_BLOCKING
   int64_t memory;                 // FSDP_FAKE_DEVICE_MEMORY, of each device
+  std::atomic<bool> has_streams{true};  // as torch's base class of devices has none
+  std::atomic<bool> has_pinned_memory{true};
 };
 Settings& settings();
 Held parse_held(const std::string& text);

@@ -131,7 +131,7 @@ class GatheredWrites:
     def _keep_of(self, parameter: Any, value: GatheredValue) -> None:
         gathered = parameter._unsharded_param
         is_counted = value.is_counted(times_written(gathered))
-        value.taken(gathered)
+        value.mark_kept(gathered)
         local_tensor = gathered._local_tensor if isinstance(gathered, DTensor) else gathered
         shard = parameter.sharded_param._local_tensor
         # of a part that tensor parallelism has left to this rank, ranks compare the name

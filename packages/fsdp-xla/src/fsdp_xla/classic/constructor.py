@@ -35,8 +35,8 @@ class XLAFSDPRanks(XLADeviceRanks, ShardedStrategy):
         *("activation_checkpointing_policy", "state_dict_type", "sequential_save"),
     )
     left_out: ClassVar[Collection[str]] = ("cluster_environment", "precision_plugin")
-    others_options: ClassVar = INSTEAD
-    happens_anyway: ClassVar = ALWAYS
+    migration_hints: ClassVar = INSTEAD
+    accepted_noops: ClassVar = ALWAYS
 
     options: XLAFSDPOptions
     backend: XLABackend

@@ -30,8 +30,8 @@ class XLASPMDRanks(OnXLADevices, ShardedStrategy):
     strategy_name = "xla_fsdp_spmd"
     options_class: ClassVar[type[ShardingOptions]] = _Options
     backend_class = XLASPMDBackend
-    others_options: ClassVar = INSTEAD_IN_SPMD
-    happens_anyway: ClassVar = ALWAYS_IN_SPMD
+    migration_hints: ClassVar = INSTEAD_IN_SPMD
+    accepted_noops: ClassVar = ALWAYS_IN_SPMD
 
     options: XLASPMDOptions
     backend: XLASPMDBackend

@@ -208,7 +208,7 @@ class Writes:
         by_hand: Returns whether the step is manual.
     """
 
-    told_to_all = False  # a rank that waits for a value would get the error that another rank exchanges values
+    is_agreed_on = False  # a rank that waits for a value would get the error that another rank exchanges values
 
     def __init__(self, root: nn.Module, by_hand: Callable[[], bool]) -> None:
         self._units, self._by_hand = list(units_of(root)), by_hand

@@ -24,21 +24,21 @@ __all__ = ["Attempts", "newest"]
 
 
 class Attempts:
-    """The attempts that have led to the state of a strategy's module."""
+    """The attempts that have led to the current state of a strategy's module."""
 
     def __init__(self) -> None:
-        self._before: list[dict[str, Any]] = []
-        self._amid_a_step = False
+        self._earlier_attempts: list[dict[str, Any]] = []
+        self._is_amid_accumulation = False
         self._attempts: list[dict[str, Any]] = []
 
-    def take(self, state: Mapping[str, Any] | None) -> None:
+    def continue_from(self, state: Mapping[str, Any] | None) -> None:
         """Go on from a checkpoint.
 
         Args:
-            state: What the checkpoint holds of ours; ``None`` if it holds none.
+            state: The checkpoint's entry for exact resume; ``None`` if it has none.
         """
-        self._before = list((state or {}).get("attempts", ()))
-        self._amid_a_step = "gradients" in (state or {})
+        self._earlier_attempts = list((state or {}).get("attempts", ()))
+        self._is_amid_accumulation = "gradients" in (state or {})
 
     def begin(self, trainer: pl.Trainer) -> None:
         """Begin an attempt, once the loaders are there, and warn if it has another global batch on other ranks.
@@ -57,41 +57,46 @@ class Attempts:
             "accumulate": accumulate,
             "samples": samples,
         }
-        chosen = any(isinstance(callback, GlobalBatch) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-        last = self._before[-1] if self._before else None
+        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+        last = self._earlier_attempts[-1] if self._earlier_attempts else None
         if last is not None and last["ranks"] != ranks:
-            if keeps_global_batch(trainer) and self._amid_a_step:
+            if keeps_global_batch(trainer) and self._is_amid_accumulation:
                 raise CheckpointMismatchError(
                     f"the checkpoint was saved on {last['ranks']} data-parallel ranks amid the accumulation of a step, "
                     f"and what is left of its global batch can't be divided over {ranks}.\nResume on {last['ranks']}, "
                     "or from a checkpoint that was saved after a step."
                 )
-            if not chosen:
-                _warn(last, attempt, size)
-        self._amid_a_step = False
-        before = self._before or (self._attempts if trainer.global_step else [])  # or this Trainer has fitted before
-        self._attempts = [*before, attempt]
-        self._before = []
+            if not any(isinstance(callback, GlobalBatch) for callback in callbacks):  # else the user has decided it
+                _warn_of_global_batch(last, attempt, size)
+        self._is_amid_accumulation = False
+        if self._earlier_attempts:
+            self._attempts = [*self._earlier_attempts, attempt]
+        elif trainer.global_step:  # this Trainer has fitted before
+            self._attempts = [*self._attempts, attempt]
+        else:
+            self._attempts = [attempt]
+        self._earlier_attempts = []
 
     def state(self) -> list[dict[str, Any]]:
         """What a checkpoint holds of them."""
         return self._attempts
 
 
-def _warn(last: Mapping[str, Any], current: Mapping[str, Any], size: int | None) -> None:
-    was = last["samples"]
-    becomes = current["samples"]
-    if was is not None and was == becomes:
-        return
-    if was is None or becomes is None:  # the loaders don't say; what a rank takes is taken to be the same
-        batches = last["ranks"] * last["accumulate"]
-        batches_now = current["ranks"] * current["accumulate"]
-        if batches == batches_now:
+def _warn_of_global_batch(last: Mapping[str, Any], current: Mapping[str, Any], batch_size: int | None) -> None:
+    """Warn if two attempts on different numbers of ranks have different global batches."""
+    samples_before = last["samples"]
+    samples_now = current["samples"]
+    if samples_before is not None and samples_now is not None:
+        if samples_before == samples_now:
             return
-        change = f"{batches} batches of the loader and is {batches_now}"
-    else:
-        change = f"{was} samples and is {becomes}"
-    keep = f"GlobalBatch({was or '...'}, per_rank={size or '...'})"
+        change = f"{samples_before} samples and is {samples_now}"
+    else:  # a loader does not tell its batch size, which is then assumed to be the same in both attempts
+        batches_before = last["ranks"] * last["accumulate"]
+        batches_now = current["ranks"] * current["accumulate"]
+        if batches_before == batches_now:
+            return
+        change = f"{batches_before} batches of the loader and is {batches_now}"
+    keep = f"GlobalBatch({samples_before or '...'}, per_rank={batch_size or '...'})"
     rank_zero_warn(
         f"the checkpoint was saved on {last['ranks']} data-parallel ranks, and there are {current['ranks']} now: the "
         f"global batch was {change} now.\nTo keep it, by accumulation, give the Trainer the callback "
@@ -101,7 +106,7 @@ def _warn(last: Mapping[str, Any], current: Mapping[str, Any], size: int | None)
 
 
 def newest(paths: Iterable[str]) -> str | None:
-    """The newest of several checkpoints of Trainers, by their attempts and steps, on no clock.
+    """The newest of several checkpoints of Trainers, by their attempts and steps, and not by any clock.
 
     Args:
         paths: Sharded checkpoints.
@@ -117,19 +122,19 @@ def newest(paths: Iterable[str]) -> str | None:
             plain = read_plain(StoredFiles(folder, read_manifest(folder)))
         except Exception:  # the load names the fault, if it is this one that is loaded
             return None
-        attempts, step = (
-            part_at(plain, ["trainer", "fsdp_core", "attempts"]),
-            part_at(plain, ["trainer", "global_step"]),
-        )
+        attempts = part_at(plain, ["trainer", "fsdp_core", "attempts"])
+        step = part_at(plain, ["trainer", "global_step"])
         if not isinstance(attempts, list) or not attempts or not isinstance(step, int):
             return None
         candidates[path] = [str(attempt["id"]) for attempt in attempts], step
     for path, (ids, step) in candidates.items():
-        if all(_goes_on(ids, step, *candidate) for candidate in candidates.values()):
+        if all(_is_as_new_as(ids, step, other_ids, other_step) for other_ids, other_step in candidates.values()):
             return path
     return None
 
 
-def _goes_on(ids: list[str], step: int, other_ids: list[str], other_step: int) -> bool:
-    """Whether the first of two checkpoints is as new as the other, or newer."""
-    return step >= other_step if ids == other_ids else len(ids) > len(other_ids) and ids[: len(other_ids)] == other_ids
+def _is_as_new_as(ids: list[str], step: int, other_ids: list[str], other_step: int) -> bool:
+    """Whether a checkpoint is as new as another, or newer: of a later step of one attempt, or of a later attempt."""
+    if ids == other_ids:
+        return step >= other_step
+    return len(ids) > len(other_ids) and ids[: len(other_ids)] == other_ids

@@ -37,21 +37,21 @@ _READERS = (
     callbacks.Timer,
 )
 
-#: Hooks that are not called between a save, once training has begun, and the next step; saves finish the copies of
-#: earlier ones before ``on_save_checkpoint``.
-_ELSEWHERE = {"on_save_checkpoint", "on_load_checkpoint", "on_fit_start", "on_train_start"}
+#: Hooks that are not called between a save and the next step. ``on_save_checkpoint`` is called by the next save, which
+#: finishes the copies of the last one first.
+_HARMLESS_HOOKS = {"on_save_checkpoint", "on_load_checkpoint", "on_fit_start", "on_train_start"}
 
 #: The hooks of a LightningModule that replace a part of a step, besides those that begin with ``on_``.
-_OF_STEPS = (
+_MODULE_HOOKS = (
     *("backward", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
     *("transfer_batch_to_device", "log", "log_dict"),
 )
 
-#: Those of a LightningDataModule.
-_OF_BATCHES = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+#: The hooks of a LightningDataModule that are called between a save and the next step.
+_DATAMODULE_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
-#: In bytes. What is smaller is copied at once: it takes no time, and training steps may well write to it, as to CLIP's
-#: temperature, through ``.data``, which counts no writes.
+#: In bytes. A smaller tensor is copied at once, which takes no time. Training steps may well write to such a tensor
+#: through ``.data``, which counts no writes, as models do to CLIP's temperature.
 _SMALL = 2**16
 
 
@@ -72,26 +72,32 @@ def hooks_that_may_write(trainer: pl.Trainer) -> list[str]:
     hooks = []
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         is_reader = isinstance(callback, _READERS) and type(callback).__module__.startswith("lightning.")
-        hooks += _overridden(callback, type(callback) if is_reader else pl.Callback, ())
+        # of a reader, only what was set on the instance counts
+        base = type(callback) if is_reader else pl.Callback
+        hooks += _find_overrides(callback, base, _event_hooks(base))
     module = trainer.strategy.lightning_module
     if module is not None:
-        hooks += _overridden(module, pl.LightningModule, _OF_STEPS)
+        hooks += _find_overrides(module, pl.LightningModule, [*_event_hooks(pl.LightningModule), *_MODULE_HOOKS])
         datamodule = getattr(trainer, "datamodule", None)
         if datamodule is not None:
-            hooks += _overridden(datamodule, pl.LightningDataModule, _OF_BATCHES, is_all=False)
+            hooks += _find_overrides(datamodule, pl.LightningDataModule, _DATAMODULE_HOOKS)
         if not module.automatic_optimization:
             hooks.append(f"{type(module).__name__}.training_step")
     return hooks
 
 
-def _overridden(obj: object, base: type, more: Sequence[str], *, is_all: bool = True) -> list[str]:
-    """The hooks that an object's class has, or the object itself, as ``LambdaCallback`` does."""
+def _event_hooks(base: type) -> list[str]:
+    """The hooks of a class that begin with ``on_`` and may be called between a save and the next step."""
+    return [name for name in dir(base) if name.startswith("on_") and name not in _HARMLESS_HOOKS]
+
+
+def _find_overrides(obj: object, base: type, names: Sequence[str]) -> list[str]:
+    """Which hooks of a base an object's class overrides, or the object itself, as ``LambdaCallback`` does."""
     cls = type(obj)
     own_attributes = vars(obj)
-    names = [name for name in dir(base) if is_all and name.startswith("on_") and name not in _ELSEWHERE]
     return [
         f"{cls.__name__}.{name}"
-        for name in (*names, *more)
+        for name in names
         if name in own_attributes or getattr(cls, name) is not getattr(base, name)
     ]
 
@@ -99,35 +105,38 @@ def _overridden(obj: object, base: type, more: Sequence[str], *, is_all: bool = 
 def choose_deferred(
     trainer: pl.Trainer, sharded: Sharded, optimizers: Sequence[Optimizer]
 ) -> Callable[[Tensor], Sequence[Tensor] | None] | None:
-    """Return which tensors of a state may be copied until the optimizer's next step; ``None`` if none may be.
-
-    What is returned takes such a tensor and returns the tensors that count writes to it.
+    """Choose the tensors of a state that may be copied after the save returns, until the optimizer's next step.
 
     They are large shards that are trained, and the optimizers' state of them. Buffers, which a forward pass may write
-    to, unreduced gradients, and what is not trained, such as the weights of a teacher, are copied at once. A write
-    through a DTensor is counted there, one to the part that this rank holds (``weight.to_local()[rows] = …``) at that
-    part, and one to a parameter over a flat one at the parameter.
+    to, unreduced gradients, and what is not trained, such as the weights of a teacher, are copied at once.
 
     Args:
         trainer: The Trainer.
         sharded: Its module.
         optimizers: Its optimizers.
+
+    Returns:
+        A function that is called with a tensor of the state. For a tensor that is copied at once, it returns ``None``.
+        For another, it returns all tensors whose version counter a write to the same memory may raise. That may be a
+        DTensor's counter, the counter of the part that this rank holds (``weight.to_local()[rows] = …``), or that of a
+        parameter over a flat one. If all tensors are copied at once, ``None`` is returned in place of the function.
     """
     if hooks_that_may_write(trainer):
         return None
-    sharing: dict[int, dict[int, list[Tensor]]] = {}  # by where storages are, and by where tensors begin
+    # by the address of the storage, and in it by the address of the first element
+    tensors_by_storage: dict[int, dict[int, list[Tensor]]] = {}
     for tensor in _shards_and_state(sharded, optimizers):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if local.device.type == "cpu":
-            of_storage = sharing.setdefault(local.untyped_storage().data_ptr(), {})
-            of_storage.setdefault(local.data_ptr(), []).extend([tensor] if local is tensor else [tensor, local])
+            tensors_by_address = tensors_by_storage.setdefault(local.untyped_storage().data_ptr(), {})
+            tensors_by_address.setdefault(local.data_ptr(), []).extend([tensor] if local is tensor else [tensor, local])
 
     def tensors_that_count_writes(tensor: Tensor) -> Sequence[Tensor] | None:
-        tensors_by_begin = sharing.get(tensor.untyped_storage().data_ptr())
-        if tensor.nbytes < _SMALL or tensors_by_begin is None:
+        tensors_by_address = tensors_by_storage.get(tensor.untyped_storage().data_ptr())
+        if tensor.nbytes < _SMALL or tensors_by_address is None:
             return None
-        in_same_storage = chain.from_iterable(tensors_by_begin.values())
-        return [tensor, *tensors_by_begin.get(tensor.data_ptr(), in_same_storage)]
+        in_same_storage = chain.from_iterable(tensors_by_address.values())
+        return [tensor, *tensors_by_address.get(tensor.data_ptr(), in_same_storage)]
 
     return tensors_that_count_writes
 
@@ -148,12 +157,12 @@ def finish_copies_after(closure: Callable[[], Any], saves: AsyncSaves, optimizer
         return closure
 
     @wraps(closure)
-    def copied() -> Any:
+    def closure_and_copies() -> Any:
         result = closure()
         saves.finish_copying()
         return result
 
-    return copied
+    return closure_and_copies
 
 
 def _shards_and_state(sharded: Sharded, optimizers: Sequence[Optimizer]) -> Iterator[Tensor]:

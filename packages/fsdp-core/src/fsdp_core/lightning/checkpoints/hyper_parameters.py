@@ -20,8 +20,8 @@ __all__ = ["check_hyper_parameters", "refuse_named_classes"]
 
 _CLASS = "_class_path"
 _OLD_KEYS = ("hparams", "module_arguments")  # Lightning adds their contents to the hyper-parameters
-_LONGEST = 2**16  # of a string that is searched for YAML
-_SHOWN = 5
+_MAX_YAML_LENGTH = 2**16  # longer strings are not parsed, but refused
+_MAX_LISTED = 5
 
 
 def check_hyper_parameters(owner: Any, key: str) -> None:
@@ -41,11 +41,11 @@ def check_hyper_parameters(owner: Any, key: str) -> None:
         except CheckpointValueError as error:
             refused[name] = str(error)
     if refused:
-        messages = list(refused.values())
-        # each begins with the same line, which stands once
-        places = "\n".join([messages[0], *(message.partition("\n")[2] for message in messages[1:])])
+        first, *further = refused.values()
+        # the first line of each message is the same, and is written once
+        listing = "\n".join([first, *(message.partition("\n")[2] for message in further)])
         raise CheckpointValueError(
-            f"{places}\nIn {type(owner).__name__} write self.save_hyperparameters(ignore={list(refused)!r})."
+            f"{listing}\nIn {type(owner).__name__} write self.save_hyperparameters(ignore={list(refused)!r})."
         )
 
 
@@ -73,7 +73,7 @@ def refuse_named_classes(checkpoint: Mapping[str, Any], path: object) -> None:
             if old_key in checkpoint:
                 entries[old_key] = checkpoint[old_key]
         try:
-            named = [f"  {'/'.join(keys)!r}: {text[:80]!r}" for keys, text in _names(entries, (), {})]
+            named = [f"  {'/'.join(keys)!r}: {text[:80]!r}" for keys, text in _find_code(entries, (), {})]
         except RecursionError as error:
             raise CheckpointFormatError(f"{path} has {key} that are nested too deeply") from error
         if _CLASS in hyper_parameters and not _is_imported_module(hyper_parameters[_CLASS]):
@@ -81,17 +81,26 @@ def refuse_named_classes(checkpoint: Mapping[str, Any], path: object) -> None:
                 f"  '{key}/{_CLASS}': {str(hyper_parameters[_CLASS])[:80]!r}, which is not an imported module class"
             )
         if named:
-            more = [f"  … and {len(named) - _SHOWN} more"] if len(named) > _SHOWN else []
+            more = [f"  … and {len(named) - _MAX_LISTED} more"] if len(named) > _MAX_LISTED else []
             title = f"{path} names code, and Lightning would import and call it to make a module of its {key}:"
             remedy = (
                 "Nothing was run. If you trust the checkpoint, pass weights_only=False to load_from_checkpoint; or "
                 f"build the module yourself, and load into it fsdp_core.load_state_dict({str(path)!r})."
             )
-            raise CheckpointFormatError("\n".join([title, *named[:_SHOWN], *more, remedy]))
+            raise CheckpointFormatError("\n".join([title, *named[:_MAX_LISTED], *more, remedy]))
 
 
-def _names(value: Any, keys: tuple[str, ...], visited: dict[int, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """The names of code in a value, or what may hold some."""
+def _find_code(value: Any, keys: tuple[str, ...], visited: dict[int, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Find names of code in a value, and what may hold such names.
+
+    Args:
+        value: A hyper-parameter, or a part of one.
+        keys: Where it is.
+        visited: By id, what was searched before.
+
+    Yields:
+        The keys of each, and the text to show.
+    """
     if isinstance(value, PurePath):
         value = str(value)
     if isinstance(value, yaml.ScalarNode):
@@ -101,12 +110,12 @@ def _names(value: Any, keys: tuple[str, ...], visited: dict[int, Any]) -> Iterat
         if "." in text and all(step.isidentifier() for step in text.split(".")):
             if _is_code(text):
                 yield keys, value
-        elif len(value) > _LONGEST:
+        elif len(value) > _MAX_YAML_LENGTH:
             yield keys, value
         else:
-            nested = _nest_in(value)
+            nested = _parse_nest(value)
             if nested is not None:
-                yield from _names(nested, keys, visited)
+                yield from _find_code(nested, keys, visited)
         return
     if id(value) in visited:  # aliases in YAML can repeat the same node many times
         return
@@ -119,10 +128,10 @@ def _names(value: Any, keys: tuple[str, ...], visited: dict[int, Any]) -> Iterat
             if not isinstance(name_of_class, str) or "." not in name_of_class or _is_code(name_of_class):
                 yield inner, str(name_of_class)
             continue
-        if "class_path" in text or "init_args." in text or ".init_args" in text:
+        if "class_path" in text or "init_args." in text or ".init_args" in text:  # as jsonargparse flattens a nest
             yield inner, text
-        yield from _names(name, inner, visited)
-        yield from _names(item, inner, visited)
+        yield from _find_code(name, inner, visited)
+        yield from _find_code(item, inner, visited)
 
 
 def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -139,7 +148,7 @@ def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
     return ()
 
 
-def _nest_in(text: str) -> Any:
+def _parse_nest(text: str) -> Any:
     """The YAML nodes of a string that is a nest, as jsonargparse would read it, without constructing objects."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)

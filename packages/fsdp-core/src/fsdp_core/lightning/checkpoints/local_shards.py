@@ -43,31 +43,32 @@ def refuse_local_shards(
     """
     shards: dict[StorageAddress, str] = {}
     for root in roots:
-        flat = {p: parts for p, parts in root.layout().items() if any(part.range is not None for part in parts)}
-        for parameter, parts in flat.items():
-            shards.update(dict.fromkeys(_memory([parameter]), f"parameter {parts[0].name!r}"))
-        for optimizer in optimizers:
-            for parameter in flat.keys() & optimizer.state.keys():
-                state_tensors = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
-                description = f"the optimizer's state of {flat[parameter][0].name!r}"
-                shards.update(dict.fromkeys(_memory(tensor for tensor in state_tensors if tensor.ndim), description))
+        for parameter, parts in root.layout().items():
+            if all(part.range is None for part in parts):  # it is not flat
+                continue
+            name = parts[0].name
+            shards.update(dict.fromkeys(_addresses([parameter]), f"parameter {name!r}"))
+            for optimizer in optimizers:
+                states = optimizer.state.get(parameter, {}).values()
+                state_tensors = [value for value in states if isinstance(value, Tensor) and value.ndim]
+                shards.update(dict.fromkeys(_addresses(state_tensors), f"the optimizer's state of {name!r}"))
 
-    def look() -> None:
+    def search() -> None:
         if not shards:
             return
         for path, tensor in _tensors(state, ()):
-            for address in _memory([tensor]):
+            for address in _addresses([tensor]):
                 if address in shards:
                     raise CheckpointValueError(
                         f"{join_path(*path)} is a rank's own shard of {shards[address]}. "
                         f"A checkpoint would take it for the whole.\n{remedy}"
                     )
 
-    run_on_all(runtime, "looking for shards among what is saved", look)
+    run_on_all(runtime, "looking for shards among what is saved", search)
 
 
-def _memory(tensors: Iterable[Tensor]) -> Iterator[StorageAddress]:
-    """Where each tensor's elements begin; empty tensors are left out."""
+def _addresses(tensors: Iterable[Tensor]) -> Iterator[StorageAddress]:
+    """Where the elements of each plain tensor begin; empty tensors, and other classes, are left out."""
     return (storage_address(tensor) for tensor in tensors if type(tensor) in (Tensor, nn.Parameter) and tensor.numel())
 
 

@@ -33,19 +33,20 @@ def treat_pending_saves_as_done(callbacks: Iterable[pl.Callback]) -> None:
 
 def _file_exists(callback: ModelCheckpoint, filepath: str | Path, trainer: pl.Trainer) -> bool:
     features: Any = getattr(trainer.strategy, "features", None)
-    if features is not None and str(filepath) in features.saves.saved:
-        return bool(features.saves.saved[str(filepath)])
+    if features is not None and str(filepath) in features.saves.will_exist:
+        return bool(features.saves.will_exist[str(filepath)])
     return type(callback).file_exists(callback, filepath, trainer)
 
 
 def _link_checkpoint(trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
     features: Any = getattr(trainer.strategy, "features", None)
-    apart = getattr(trainer.strategy, "scattered_save", False)  # each rank links what it sees
-    if features is None or (features.saves.of_fit is None and not apart):  # another Trainer uses the callback now
+    is_scattered = getattr(trainer.strategy, "scattered_save", False)
+    # The callback may belong to another Trainer now, with a strategy that is not ours or that saves at once.
+    if features is None or (features.saves.writer is None and not is_scattered):
         ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)
     elif os.path.abspath(filepath) != os.path.abspath(linkpath):
         job = partial(link, filepath, linkpath)
-        features.saves.in_order(f"linking {linkpath} to {filepath}", job, {linkpath: True})
+        features.saves.run_in_order(f"linking {linkpath} to {filepath}", job, {linkpath: True})
 
 
 def link(filepath: str, linkpath: str) -> None:

@@ -7,8 +7,9 @@ sharded strategies read their own layouts in other ways; they refuse our folder 
 that resumes in the middle of an epoch warns that its data starts over. A module is never built from hyper-parameters of
 a checkpoint that name code, unless the user permits the checkpoint to run code.
 
-``ckpt_path="last"`` takes the last checkpoint of that name, except for what an interrupted save has left. Which of
-several is the last follows from what led to them, where they tell that, and not from the clocks of those who saved.
+``ckpt_path="last"`` takes the last complete checkpoint, and passes over what an interrupted save has left. Which of
+several is the last follows from the attempts that led to each, where all of them record their attempts, and not from
+the clocks of the hosts that saved.
 
 A function that a version of Lightning does not have is skipped.
 """
@@ -28,9 +29,11 @@ from fsdp_core.lightning.patching import mark_wrapper, replace_function
 
 __all__ = ["checkpoint_at", "install_opening", "install_search"]
 
+# by module of Lightning and name there: what reads files, reads files to make a module, and writes files
 _READERS = (("fabric.utilities.cloud_io", "_load"), ("fabric.plugins.io.torch_io", "pl_load"))
 _MAKERS = (("pytorch.core.saving", "pl_load"),)
 _WRITERS = (("fabric.utilities.cloud_io", "_atomic_save"), ("fabric.plugins.io.torch_io", "_atomic_save"))
+#: Lightning's strategies that read folders of their own.
 _OTHER_LAYOUTS = ("FSDPStrategy", "ModelParallelStrategy", "XLAFSDPStrategy")
 
 #: Where the modules above are: in the package that holds both front ends, or in the stand-alone ones.
@@ -44,12 +47,12 @@ def install_opening(strategies: ModuleType) -> None:
     """Wrap the functions in the modules of Lightning that are imported by now. Idempotent; never undone.
 
     Args:
-        strategies: A module with Lightning's strategy classes, such as ``lightning.pytorch.strategies``. Once it is
-            imported, so are the modules to wrap, or they will import from wrapped ones.
+        strategies: A module with Lightning's strategy classes, such as ``lightning.pytorch.strategies``. It imports
+            most of the modules with these functions. One that is imported later imports wrapped functions.
     """
     for package in _PACKAGES:
-        for places, wrap in ((_MAKERS, _makes_modules), (_READERS, _reads_folders), (_WRITERS, _replaces_folders)):
-            for function_module, name in places:
+        for functions, wrap in ((_MAKERS, _makes_modules), (_READERS, _reads_folders), (_WRITERS, _replaces_folders)):
+            for function_module, name in functions:
                 front_end, _, submodule = function_module.partition(".")
                 replace_function(sys.modules.get(f"{package[front_end]}.{submodule}"), name, wrap)
     for name in _OTHER_LAYOUTS:
@@ -64,23 +67,26 @@ def install_search() -> None:
     """
     for package in _PACKAGES:
         module = sys.modules.get(f"{package['pytorch']}.callbacks.model_checkpoint")
-        replace_function(getattr(module, "ModelCheckpoint", None), "_find_last_checkpoints", _finds_whole_ones)
+        replace_function(getattr(module, "ModelCheckpoint", None), "_find_last_checkpoints", _finds_complete_ones)
         connectors = sys.modules.get(f"{package['pytorch']}.trainer.connectors.checkpoint_connector")
         connector = getattr(connectors, "_CheckpointConnector", None)
         replace_function(connector, "_select_ckpt_path", _selects_the_newest)
 
 
 def checkpoint_at(path: Any) -> Any:
-    """The checkpoint that a path stands for: a manifest, which a search in an object store returns, for its folder."""
+    """The checkpoint that a path stands for: the folder around it, if the path is that of a manifest.
+
+    A search in an object store returns the manifest, as :func:`install_search` says.
+    """
     if not isinstance(path, str | Path):
         return path
     from fsdp_core.checkpoint.format.manifest import MANIFEST
 
-    written_path = str(path)
-    return written_path.removesuffix(f"/{MANIFEST}") if written_path.endswith(f"/{MANIFEST}") else path
+    folder = str(path).removesuffix(f"/{MANIFEST}")
+    return path if folder == str(path) else folder
 
 
-@cache  # one wrapper per function, whatever its names
+@cache  # a function that several modules import has one wrapper
 def _reads_folders(load: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(load)
     def load_file_or_folder(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
@@ -127,9 +133,10 @@ def _replaces_folders(save: Callable[..., Any]) -> Callable[..., Any]:
         folder = open_folder(filepath)
         if folder.local:
             return replace_by(Path(folder.root), lambda: save(checkpoint, filepath, *args, **kwargs))
+        # an object store can hold a file and a folder of one name: the file is written, and then the folder removed
         names = [MANIFEST, *filter(is_ours, folder.files())]
         try:
-            save(checkpoint, filepath, *args, **kwargs)  # an object store can hold a file and a folder of one name
+            save(checkpoint, filepath, *args, **kwargs)
         except IsADirectoryError as error:
             raise CheckpointExistsError(
                 f"{filepath} is a sharded checkpoint, a folder, where a file is to be saved.\n"
@@ -177,20 +184,20 @@ def _warns_of_lost_positions(load_checkpoint: Callable[..., Any]) -> Callable[..
 
 
 @cache
-def _finds_whole_ones(find: Callable[..., Any]) -> Callable[..., Any]:
+def _finds_complete_ones(find: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(find)
     def find_last(self: Any, *args: Any, **kwargs: Any) -> Any:
-        checkpoints = (_as_found(path, self._fs) for path in find(self, *args, **kwargs))
-        return {path for path in checkpoints if path is not None}
+        paths = (_searched_path(path, self._fs) for path in find(self, *args, **kwargs))
+        return {path for path in paths if path is not None}
 
-    return mark_wrapper(find_last, find, _finds_whole_ones)
+    return mark_wrapper(find_last, find, _finds_complete_ones)
 
 
 @cache
 def _selects_the_newest(select: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(select)
     def select_path(self: Any, state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
-        selected = _newest_of(self, select(self, state_fn, ckpt_path, *args, **kwargs), ckpt_path)
+        selected = _choose_newest(self, select(self, state_fn, ckpt_path, *args, **kwargs), ckpt_path)
         strategy = self.trainer.strategy
         if hasattr(strategy, "resumes_from"):  # one of ours, which compares it with the other hosts' choices
             strategy.resumes_from = None if selected is None else str(selected)
@@ -199,24 +206,35 @@ def _selects_the_newest(select: Callable[..., Any]) -> Callable[..., Any]:
     return mark_wrapper(select_path, select, _selects_the_newest)
 
 
-def _newest_of(connector: Any, selected: Any, ckpt_path: Any) -> Any:
-    """What Lightning has selected, or of several that are the last of their names, the newest."""
+def _choose_newest(connector: Any, selected: Any, ckpt_path: Any) -> Any:
+    """The path to resume from: of the last checkpoints of several callbacks the newest, where that is known.
+
+    Args:
+        connector: Lightning's connector, which has selected.
+        selected: What it has selected.
+        ckpt_path: What the user has asked for.
+    """
     if selected is None or ckpt_path not in (None, "last"):
         return selected
-    last_checkpoints = _last_ones(connector.trainer)
-    if str(selected) not in last_checkpoints:
-        return selected
-    if not all(map(_is_sharded_folder, last_checkpoints.values())):
+    folders_by_path = _last_checkpoints(connector.trainer)
+    folders = list(folders_by_path.values())
+    if str(selected) not in folders_by_path or not all(map(_is_sharded_folder, folders)):
         return selected
     from fsdp_core.lightning.checkpoints.attempts import newest
 
-    told_to_end = connector._hpc_resume_path  # where a signal saves, if no callback does; or of another run
-    newer = newest([*last_checkpoints.values(), told_to_end]) if _is_sharded_folder(told_to_end) else None
-    newer = newer or newest(last_checkpoints.values())
-    return next((path for path, folder in last_checkpoints.items() if folder == newer), newer or selected)
+    newest_folder = None
+    # Saved when a signal came, if no callback saves then. It is in a folder that several runs may share.
+    saved_on_signal = connector._hpc_resume_path
+    if _is_sharded_folder(saved_on_signal):
+        newest_folder = newest([*folders, saved_on_signal])
+    if newest_folder is None:  # it is another run's, which can't be compared with the callbacks' checkpoints
+        newest_folder = newest(folders)
+    if newest_folder is None:
+        return selected
+    return next((path for path, folder in folders_by_path.items() if folder == newest_folder), newest_folder)
 
 
-def _last_ones(trainer: Any) -> dict[str, str]:
+def _last_checkpoints(trainer: Any) -> dict[str, str]:
     """What Lightning chooses from for ``ckpt_path="last"``, with the folder that each path stands for."""
     paths: set[str] = set()
     for callback in trainer.callbacks:
@@ -227,11 +245,11 @@ def _last_ones(trainer: Any) -> dict[str, str]:
     return {path: str(checkpoint_at(path)) for path in paths}
 
 
-def _as_found(path: str, fs: Any) -> str | None:
-    """The path that a search returns for one that it has found: ``None`` for what an interrupted save has left.
+def _searched_path(path: str, fs: Any) -> str | None:
+    """What a search returns in place of a path that Lightning has found; ``None`` for what an interrupted save left.
 
-    In an object store the path has lost its protocol, and a folder has no modification time, so Lightning's search
-    would find no checkpoint of ours there. The manifest has both, and stands for the checkpoint.
+    In an object store, a checkpoint is replaced by its manifest, with its protocol: Lightning drops the protocol and
+    compares modification times, which folders do not have there.
     """
     from fsdp_core.checkpoint.format.manifest import MANIFEST
     from fsdp_core.checkpoint.storage.local_or_remote_folder import open_folder
@@ -253,6 +271,6 @@ def _is_sharded_folder(path: Any) -> bool:
     from fsdp_core.checkpoint.storage.recognition import is_place
 
     try:
-        return is_checkpoint(path) or is_place(path)  # of which a part is refused where it is read
+        return is_checkpoint(path) or is_place(path)  # a part of a scattered save: reading it says what is missing
     except Exception:  # an inaccessible path: the error is left to Lightning
         return False

@@ -6,8 +6,9 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from torch import Tensor
@@ -20,10 +21,13 @@ from fsdp_core.checkpoint.storage.recognition import is_sharded
 from fsdp_core.errors import CheckpointError, FSDPError
 from fsdp_core.lightning.capability_checks import check_checkpoint
 from fsdp_core.lightning.checkpoints.full.file import read_full_file, write_full
-from fsdp_core.lightning.checkpoints.saving_strategy import SavePlace, SavingStrategy
 from fsdp_core.lightning.checkpoints.shared_disk import check_folder_around
 
+if TYPE_CHECKING:
+    from fsdp_core.lightning.strategy_saving import SavingStrategy
+
 __all__ = [
+    "SaveTarget",
     "io_for",
     "own_exceptions",
     "read_checkpoint",
@@ -31,6 +35,22 @@ __all__ = [
     "write_file",
     "write_folder",
 ]
+
+
+@dataclass(frozen=True)
+class SaveTarget:
+    """Where a rank saves.
+
+    Attributes:
+        path: A folder for sharded checkpoints, a file for full ones.
+        scattered: Whether each rank saves at a path of its own.
+        is_reported: Whether the caller passes the folder on to Ray Train as soon as the call returns, so that a save in
+            the background would come too late.
+    """
+
+    path: str
+    scattered: bool = False
+    is_reported: bool = False
 
 
 def write_file(
@@ -57,7 +77,7 @@ def write_file(
             path,
             full_state,
             live,
-            write=lambda it: _write_beside(strategy.checkpoint_io, it, path, storage_options),
+            write=lambda gathered: _write_beside(strategy.checkpoint_io, gathered, path, storage_options),
             runtime=strategy.runtime,
             async_saves=async_saves,
             replaces_any=io is not None,
@@ -65,7 +85,10 @@ def write_file(
 
 
 def _write_beside(io: CheckpointIO, full_state: dict[str, Any], path: str, storage_options: Any) -> None:
-    """Write a file beside the one at a path, and replace that once it is complete: a full disk or a kill leaves it."""
+    """Write a new file beside the one at a path, and replace the old one once the new one is complete.
+
+    So a full disk, or a kill, leaves the old one.
+    """
     if type(io) is not TorchCheckpointIO or "://" in path:  # an object store replaces at once
         io.save_checkpoint(full_state, path, storage_options=storage_options)
         return
@@ -75,13 +98,13 @@ def _write_beside(io: CheckpointIO, full_state: dict[str, Any], path: str, stora
         io.save_checkpoint(full_state, beside, storage_options=storage_options)
         os.replace(beside, path)
     finally:
-        with suppress(FileNotFoundError):  # which it is, unless something was raised
+        with suppress(FileNotFoundError):  # it was moved, unless something was raised
             os.remove(beside)
 
 
 def write_folder(
     strategy: SavingStrategy,
-    target: SavePlace,
+    target: SaveTarget,
     state: dict[str, Any],
     storage_options: Any,
     async_saves: AsyncSaves | None,
@@ -105,10 +128,19 @@ def write_folder(
     strategy.refuse_storage_options(storage_options)
     if not target.scattered:
         check_folder_around(target.path, strategy.num_nodes, strategy.runtime)
-    in_order = partial(checkpoints.save, runtime=strategy.runtime, one_after_another=strategy.sequential_save)
-    save = in_order if async_saves is None else partial(async_saves.save, deferred=deferred)
-    options: dict[str, Any] = {"kinds": kinds, "aliases": aliases, "scattered": target.scattered}
-    save(target.path, state, strategy=strategy.strategy_name, **options)
+    save: Callable[..., Any]
+    if async_saves is None:
+        save = partial(checkpoints.save, runtime=strategy.runtime, one_after_another=strategy.sequential_save)
+    else:
+        save = partial(async_saves.save, deferred=deferred)
+    save(
+        target.path,
+        state,
+        strategy=strategy.strategy_name,
+        kinds=kinds,
+        aliases=aliases,
+        scattered=target.scattered,
+    )
 
 
 def users_io(strategy: SavingStrategy) -> CheckpointIO | None:
@@ -122,7 +154,7 @@ def users_io(strategy: SavingStrategy) -> CheckpointIO | None:
 
 
 def io_for(strategy: SavingStrategy, path: str) -> CheckpointIO | None:
-    """The user's ``CheckpointIO`` if it is asked about a path, which is any but a sharded checkpoint; or ``None``."""
+    """The user's ``CheckpointIO`` for a path; ``None`` if there is none, or a sharded checkpoint is at the path."""
     io = users_io(strategy)
     return None if io is None or is_sharded(path) else io
 
@@ -163,10 +195,11 @@ def read_checkpoint(strategy: SavingStrategy, path: Paths, weights_only: bool | 
         CheckpointFormatError: Some rank finds no readable checkpoint there, or a damaged part of it.
     """
     runtime = strategy.runtime
-    is_of_save = checkpoints.is_folder if users_io(strategy) is None else is_sharded
+    # a user's CheckpointIO may write folders, too
+    is_sharded_folder = checkpoints.is_folder if users_io(strategy) is None else is_sharded
     # a host that lacks the path must not look for a file there while the others read a folder together
-    found_here = not isinstance(path, str) or run_on_all(runtime, f"looking for {path}", lambda: is_of_save(path))
-    sharded = total(runtime, [found_here])[0] > 0
+    is_here = not isinstance(path, str) or run_on_all(runtime, f"looking for {path}", lambda: is_sharded_folder(path))
+    sharded = total(runtime, [is_here])[0] > 0
     check_checkpoint(strategy.strategy_name, "sharded" if sharded else "full", f"to load {path!r}")
     if sharded or not isinstance(path, str):
         return checkpoints.load(path, runtime=runtime), True

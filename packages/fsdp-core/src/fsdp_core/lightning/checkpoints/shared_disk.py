@@ -21,8 +21,9 @@ __all__ = ["check_all_resume", "check_folder_around", "check_folders_of"]
 def check_folders_of(trainer: pl.Trainer, runtime: Runtime) -> None:
     """Raise if hosts do not share the folder of a checkpoint callback. All ranks must call it.
 
-    A callback that tells no ``dirpath`` is left to the first save. Where SIGTERM and SLURM's signal save,
-    ``default_root_dir``, is needed by few runs: there, a warning says what would be lost.
+    The folder of a callback that has no ``dirpath`` yet is checked at the first save. What is saved on SIGTERM and
+    SLURM's signal goes to ``default_root_dir``. Few runs need it, so that hosts which do not share it only get a
+    warning.
 
     Raises:
         CheckpointError: They do not share it.
@@ -31,13 +32,13 @@ def check_folders_of(trainer: pl.Trainer, runtime: Runtime) -> None:
     folders = dict.fromkeys(os.fspath(callback.dirpath) for callback in callbacks if getattr(callback, "dirpath", None))
     for folder in runtime.broadcast_object(list(folders)):
         check_shared(folder, runtime)
-    saves = any(
+    saves_on_exception = any(
         isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False)
         for callback in callbacks
     )
     requeue_signal = requeue_signal_of(getattr(trainer.strategy, "cluster_environment", None))
-    if saves and requeue_signal is None:
-        return
+    if saves_on_exception and requeue_signal is None:
+        return  # such a callback saves on SIGTERM, and nothing goes to default_root_dir
     try:
         check_shared(str(trainer.default_root_dir), runtime)
     except CheckpointError as error:
@@ -57,22 +58,21 @@ def check_all_resume(path: str | None, runtime: Runtime) -> None:
     Raises:
         CheckpointError: Rank 0 and another have not both found one. Those that have would wait for the others.
     """
-    first = runtime.broadcast_object((path, socket.gethostname()))
-    if not runtime.total([(path is None) != (first[0] is None)])[0]:
+    first_path, first_host = runtime.broadcast_object((path, socket.gethostname()))
+    if not runtime.total([(path is None) != (first_path is None)])[0]:
         return
-    ranks = runtime.gather_objects_to((path, socket.gethostname()))
+    paths_and_hosts = runtime.gather_objects_to((path, socket.gethostname()))
     message = None
-    if ranks is not None:
-        rank, (path_there, host) = next(
-            (rank, path_and_host)
-            for rank, path_and_host in enumerate(ranks)
-            if (path_and_host[0] is None) != (first[0] is None)
+    if paths_and_hosts is not None:
+        rank = next(
+            rank for rank, (its_path, _) in enumerate(paths_and_hosts) if (its_path is None) != (first_path is None)
         )
-        has = f"rank 0 on {first[1]}"
-        lacks = f"rank {rank} on {host}"
-        has, lacks = (has, lacks) if path_there is None else (lacks, has)
+        other_path, other_host = paths_and_hosts[rank]
+        rank_with, rank_without = f"rank 0 on {first_host}", f"rank {rank} on {other_host}"
+        if first_path is None:
+            rank_with, rank_without = rank_without, rank_with
         message = (
-            f"{has} has found {first[0] or path_there} to go on from, and {lacks} finds none, or "
+            f"{rank_with} has found {first_path or other_path} to go on from, and {rank_without} finds none, or "
             "has no ckpt_path.\n"
             "Give all ranks the same ckpt_path, and save to a folder that all hosts share. If they do, the second has "
             "not seen yet what is new in it: start again."

@@ -28,44 +28,45 @@ class BackgroundSaves(Feature):
         strategy: The strategy.
 
     Attributes:
-        of_fit: Writes in the background of a fit; ``None`` without training, where a save returns once all is written.
-        saved: By path, whether a checkpoint exists once all pending saves are done.
+        writer: Writes in the background of a fit; ``None`` without training, where a save returns once all is written.
+        will_exist: By path, whether a checkpoint exists once all pending saves are done.
     """
 
     def __init__(self, strategy: ShardedTrainerStrategy) -> None:
         self._strategy = strategy
-        self.of_fit: AsyncSaves | None = None
-        self.saved: dict[str, bool] = {}
+        self.writer: AsyncSaves | None = None
+        self.will_exist: dict[str, bool] = {}
 
     def setup(self, trainer: pl.Trainer, *, fitting: bool) -> None:
-        self.of_fit = self._strategy.async_saves if fitting else None
-        if self.of_fit is not None or (fitting and self._strategy.scattered_save):
+        self.writer = self._strategy.async_saves if fitting else None
+        if self.writer is not None or (fitting and self._strategy.scattered_save):
             treat_pending_saves_as_done(trainer.checkpoint_callbacks)
 
     def before_step(self) -> None:
         """Raise on all ranks what a save has failed with since the last step."""
-        if self.of_fit is not None:
-            self.of_fit.step()
+        if self.writer is not None:
+            self.writer.step()
 
     def before_optimizer_step(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-        """The closure that an optimizer is to call: the last save is copied before it writes."""
-        return closure if self.of_fit is None else finish_copies_after(closure, self.of_fit, optimizer)
+        """The closure for an optimizer to call. At its end the last save is copied, since the optimizer then writes."""
+        return closure if self.writer is None else finish_copies_after(closure, self.writer, optimizer)
 
     def before_save(self, path: str) -> None:
         """Wait for the save before, whose memory this one needs."""
-        if self.of_fit is not None:
-            self.of_fit.wait()
-            self.saved = {path: True}
+        if self.writer is not None:
+            self.writer.wait()
+            self.will_exist = {path: True}
 
-    def in_order(self, description: str, job: Callable[[], None], saved: Mapping[str, bool]) -> None:
+    def run_in_order(self, description: str, job: Callable[[], None], will_exist: Mapping[str, bool]) -> None:
         """Run a job on rank 0, after all pending saves. All ranks must call it.
 
-        Of scattered saves, every rank runs it: the first of each host, and then the others, which may see others.
+        With scattered saves every rank runs it, since each may see other files: first one rank of each host, which does
+        the job for those that see the same, and then the others.
 
         Args:
             description: What the job does, for error messages.
             job: The job.
-            saved: By path, whether a checkpoint exists afterwards.
+            will_exist: By path, whether a checkpoint exists afterwards.
         """
         scattered = self._strategy.scattered_save
 
@@ -75,11 +76,11 @@ class BackgroundSaves(Feature):
             if scattered:
                 run_on_all(ranks, description, lambda: None if is_first else job())
 
-        if self.of_fit is None:
+        if self.writer is None:
             run(self._strategy.runtime)
         else:
-            self.saved.update(saved)
-            self.of_fit.run(description, run)
+            self.will_exist.update(will_exist)
+            self.writer.run(description, run)
 
     def close(self) -> None:
         """Wait for what is pending as a stage ends, once everything else has ended.
@@ -87,7 +88,7 @@ class BackgroundSaves(Feature):
         Raises:
             CheckpointError: A checkpoint could not be saved.
         """
-        saves = self.of_fit
-        self.of_fit = None
+        saves = self.writer
+        self.writer = None
         if saves is not None:
             saves.close()

@@ -36,7 +36,7 @@ class CallbacksOverShards(Feature):
 
     def module_sharded(self, trainer: pl.Trainer, sharded: Sharded, *, fitting: bool) -> None:
         _shard_averages(trainer, sharded, full=self._strategy.state_dict_type == "full")
-        _show_written_shapes(trainer, sharded)
+        _summarize_written_shapes(trainer, sharded)
 
 
 def _shard_averages(trainer: pl.Trainer, sharded: Sharded, *, full: bool) -> None:
@@ -54,9 +54,9 @@ def _shard_averages(trainer: pl.Trainer, sharded: Sharded, *, full: bool) -> Non
         _retie(average.module, sharded.aliases())
         copy = sharded.backend.shard(average.module)
         copy.strategy_name = sharded.strategy_name
-        _take_shards(average, "module.", copy, full=full)
-        _take_shards(average.module, "", copy)
-        _take_shards(sharded.module, "", sharded)
+        _exchange_sharded_state(average, "module.", copy, full=full)
+        _exchange_sharded_state(average.module, "", copy)
+        _exchange_sharded_state(sharded.module, "", sharded)
 
 
 def _averages(trainer: pl.Trainer) -> Iterator[Any]:
@@ -75,7 +75,7 @@ def _retie(copy: nn.Module, tied: Mapping[str, str]) -> None:
             setattr(copy.get_submodule(owner), name, parameters[first])
 
 
-def _take_shards(module: nn.Module, prefix: str, sharded: Sharded, *, full: bool = False) -> None:
+def _exchange_sharded_state(module: nn.Module, prefix: str, sharded: Sharded, *, full: bool = False) -> None:
     """Make ``module``, which holds the sharded module under ``prefix``, return and load sharded state."""
 
     def state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -96,26 +96,26 @@ def _take_shards(module: nn.Module, prefix: str, sharded: Sharded, *, full: bool
     instance.load_state_dict = load_state_dict
 
 
-def _show_written_shapes(trainer: pl.Trainer, sharded: Sharded) -> None:
-    """Show the summary callbacks of ``trainer`` the module as it was written.
+def _summarize_written_shapes(trainer: pl.Trainer, sharded: Sharded) -> None:
+    """Let the summary callbacks of ``trainer`` count the parameters of the module as it was written.
 
-    It is already sharded when they run, and they would count shards. An ``example_input_array`` yields sizes only:
-    if parameters have to be replaced by placeholders, the values that pass through the module have no meaning.
+    The module is already sharded when they run. Of an ``example_input_array``, only sizes can be shown: where
+    placeholders stand for parameters, the values that pass through the module have no meaning.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelSummary):
-            _look_as_written(callback, sharded)
+            _summarize_unsharded_view(callback, sharded)
 
 
-def _look_as_written(callback: ModelSummary, sharded: Sharded) -> None:
-    look = type(callback).on_fit_start
+def _summarize_unsharded_view(callback: ModelSummary, sharded: Sharded) -> None:
+    summarize = type(callback).on_fit_start
 
-    @wraps(look)
+    @wraps(summarize)
     def on_fit_start(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.strategy.model is not sharded.root:  # the callback is used by another Trainer now
-            return look(callback, trainer, pl_module)
+            return summarize(callback, trainer, pl_module)
         with sharded.unsharded_view():
-            return look(callback, trainer, pl_module)
+            return summarize(callback, trainer, pl_module)
 
     instance: Any = callback
     instance.on_fit_start = on_fit_start
@@ -124,8 +124,8 @@ def _look_as_written(callback: ModelSummary, sharded: Sharded) -> None:
 def check_finetuning(trainer: pl.Trainer, sharded: Sharded, strategy: str) -> None:
     """Let finetuning callbacks add pieces of parameters, and refuse one that would find no parameters to unfreeze.
 
-    It searches the user's modules for parameters, and for those of the optimizer among them. A library may keep its
-    shards elsewhere.
+    Such a callback unfreezes the parameters that it finds in the user's modules. A library may keep its shards
+    elsewhere.
 
     Args:
         trainer: The Trainer with the callbacks.
@@ -154,27 +154,28 @@ def check_finetuning(trainer: pl.Trainer, sharded: Sharded, strategy: str) -> No
             "their modules."
         )
     layout = sharded.layout()
-    in_pieces = any(part.range is not None for parts in layout.values() for part in parts)
+    has_pieces = any(part.range is not None for parts in layout.values() for part in parts)
     meshes = {getattr(parameter, "device_mesh", None) for parameter in layout}
-    if in_pieces or len(meshes) > 1:  # torch compares no DTensors of several meshes, and none with plain tensors
-        _in_pieces.update(trainer.optimizers)
+    if has_pieces or len(meshes) > 1:  # torch compares no DTensors of several meshes, and none with plain tensors
+        _optimizers_of_pieces.update(trainer.optimizers)
         BaseFinetuning.filter_on_optimizer = staticmethod(_filter_on_optimizer)  # type: ignore[method-assign]
 
 
-_in_pieces: WeakSet[Optimizer] = WeakSet()
-_lightnings_filter = BaseFinetuning.filter_on_optimizer
+#: Optimizers for which :func:`_filter_on_optimizer` replaces Lightning's method.
+_optimizers_of_pieces: WeakSet[Optimizer] = WeakSet()
+_original_filter = BaseFinetuning.filter_on_optimizer
 
 
-@wraps(_lightnings_filter)
+@wraps(_original_filter)
 def _filter_on_optimizer(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Any]:
     """Return the parameters that an optimizer does not hold, where it holds pieces of them.
 
-    Lightning compares values, and pieces may be equal on one rank, or empty, where the parameters are not: that rank
-    would not train its pieces. Nor can it compare DTensors of several meshes, as a plan for some layers makes them.
+    Lightning's method compares values. Two pieces may be equal on one rank, or both empty, though their parameters
+    differ: that rank would then not train its pieces. Nor can values of DTensors of several meshes be compared.
     """
     plain = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper has the user's there
-    if plain not in _in_pieces:
-        return _lightnings_filter(optimizer, params)
+    if plain not in _optimizers_of_pieces:
+        return _original_filter(optimizer, params)
     optimizer_params = {id(p) for group in plain.param_groups for p in group["params"]}
     return [p for p in params if id(p) not in optimizer_params]
 

@@ -29,11 +29,10 @@ __all__ = ["EvenBatches"]
 
 
 class EvenBatches:
-    """Compares the ranks' numbers of batches, and repeats those that a rank lacks of a prediction.
+    """Compares the ranks' numbers of batches, and lets a rank with fewer in a prediction repeat its last one.
 
-    A rank takes such a step for the sake of the others, with its last batch. How many it has to take is known before
-    the first step if all loaders have a length. Otherwise ranks compare before each batch whose next one is of which
-    loader.
+    It takes these further steps because the others need its shards. If all loaders have a length, the number of further
+    steps is known before the first step. If not, the ranks compare before each batch which loader it comes from.
 
     Args:
         strategy: The strategy, whose ``predict_step`` runs a batch again.
@@ -41,9 +40,11 @@ class EvenBatches:
 
     def __init__(self, strategy: ShardedTrainerStrategy) -> None:
         self._strategy: Any = strategy
-        self._keeps = self._has_told = False
+        #: Whether this rank may have to repeat its last batch.
+        self._repeats = False
+        self._has_reported = False
         self._last_loader_idx: int | None = None
-        self._last: tuple[Any, ...] = ()
+        self._last_arguments: tuple[Any, ...] = ()
 
     def check(self, stage: str) -> None:
         """Raise on every rank if the loaders of a validation or a test differ in their numbers of batches.
@@ -58,12 +59,13 @@ class EvenBatches:
         """
         trainer = self._strategy.lightning_module.trainer
         batches = trainer.num_val_batches if stage == "val" else trainer.num_test_batches
-        everyones = _of_ranks(self._strategy.runtime, batches)
-        if everyones is None:
+        counts_by_rank = _gather_if_different(self._strategy.runtime, batches)
+        if counts_by_rank is None:
             return
         verb = "validates" if stage == "val" else "tests"
+        difference = _describe_counts(counts_by_rank, verb)
         raise ShardingError(
-            f"{self._strategy.strategy_name}: {_describe_counts(everyones, verb)}. All ranks must take as many steps: "
+            f"{self._strategy.strategy_name}: {difference}. All ranks must take as many steps: "
             "each needs the shards of all, and what is logged is averaged over them.\n"
             "Give each rank as many batches: datasets of the same length, whose sampler is left to Lightning, or "
             f"Trainer(limit_{stage}_batches=N) with what the shortest has."
@@ -79,22 +81,22 @@ class EvenBatches:
         runtime = self._strategy.runtime
         trainer = self._strategy.lightning_module.trainer
         batches = lengths_of_predictions(trainer)
-        everyones = _of_ranks(runtime, batches)
+        counts_by_rank = _gather_if_different(runtime, batches)
         around_predictions(trainer)
-        self._keeps = self._has_told = False
+        self._repeats = self._has_reported = False
         self._last_loader_idx = None
-        self._last = ()
-        difference = "" if everyones is None else _describe_counts(everyones, "predicts")
-        if everyones is not None and len(set(map(len, everyones))) > 1:
+        self._last_arguments = ()
+        difference = "" if counts_by_rank is None else _describe_counts(counts_by_rank, "predicts")
+        if counts_by_rank is not None and len(set(map(len, counts_by_rank))) > 1:
             raise ShardingError(
                 f"{name}: {difference}. All ranks must take as many steps: each needs the shards of all.\n"
                 "Give each rank the same loaders."
             )
         module: Any = trainer.lightning_module
-        takes_itself = "dataloader_iter" in inspect.signature(module.predict_step).parameters
-        if math.inf in (count for counts in everyones or [batches] for count in counts):
-            if runtime.world_size > 1 and not takes_itself:
-                self._keeps = True
+        takes_iterator = "dataloader_iter" in inspect.signature(module.predict_step).parameters
+        if any(math.inf in counts for counts in counts_by_rank or [batches]):
+            if runtime.world_size > 1 and not takes_iterator:
+                self._repeats = True
                 loaders = len(batches)
                 around_predictions(
                     trainer,
@@ -102,46 +104,46 @@ class EvenBatches:
                     end=lambda: self._catch_up(loaders, None),
                 )
             return
-        if everyones is None:
+        if counts_by_rank is None:
             return
-        most = [max(counts) for counts in zip(*everyones, strict=True)]
-        empty = [rank for rank, counts in enumerate(everyones) if 0 in counts and counts != most]
+        most = [max(counts) for counts in zip(*counts_by_rank, strict=True)]
+        empty = [rank for rank, counts in enumerate(counts_by_rank) if 0 in counts and counts != most]
         if empty:
             raise ShardingError(
                 f"{name}: {difference}. All ranks must take as many steps: each needs the shards of all, and rank "
                 f"{', '.join(map(str, empty))} has no batch that it could run again.\n"
                 "Give each rank one batch at least: use fewer ranks, or smaller batches."
             )
-        if takes_itself:
+        if takes_iterator:
             raise ShardingError(
                 f"{name}: {difference}. All ranks must take as many steps: each needs the shards of all. "
                 "predict_step(dataloader_iter) takes batches from the loader itself, so that none can be run again.\n"
                 "Write predict_step(batch, batch_idx), or give each rank as many batches."
             )
         rank_zero_info(f"{name}: {difference}. {_REPEATED}")
-        lacking = [int(m - n) for n, m in zip(batches, most, strict=True)]
-        self._keeps = any(lacking)
+        repetitions = [int(largest - count) for count, largest in zip(batches, most, strict=True)]
+        self._repeats = any(repetitions)
 
         def after(batch_idx: int, dataloader_idx: int) -> None:
             if batch_idx + 1 == batches[dataloader_idx]:
-                for _ in range(lacking[dataloader_idx]):
-                    self._strategy.predict_step(*self._last)
-                self._last = ()
+                for _ in range(repetitions[dataloader_idx]):
+                    self._strategy.predict_step(*self._last_arguments)
+                self._last_arguments = ()
 
-        if any(lacking):
+        if self._repeats:
             around_predictions(trainer, after=after)
 
-    def note(self, *args: Any) -> None:
-        """Note what ``predict_step`` is called with, where a call may have to be repeated."""
-        if self._keeps:
-            self._last = args
+    def remember(self, *args: Any) -> None:
+        """Remember what ``predict_step`` is called with, where the call may have to be repeated."""
+        if self._repeats:
+            self._last_arguments = args
 
     def _catch_up(self, loaders: int, loader_idx: int | None) -> None:
-        """Run the last batch again until no rank has a further one of an earlier loader than this rank's next one.
+        """Run the last batch again as long as another rank's next batch is of an earlier loader than this rank's.
 
         Args:
             loaders: How many loaders there are.
-            loader_idx: The loader of this rank's next batch; ``None`` if it has none.
+            loader_idx: The loader of this rank's next batch; ``None`` if there is no next batch.
 
         Raises:
             ShardingError: This rank has had no batch of a loader of which another rank has one.
@@ -149,10 +151,10 @@ class EvenBatches:
         name = self._strategy.strategy_name
         runtime = self._strategy.runtime
         while True:
-            counts = runtime.total([int(loader_idx == loader) for loader in range(loaders)])
-            current = next((loader for loader, count in enumerate(counts) if count), None)
-            if current is not None and counts[current] < runtime.world_size and not self._has_told:
-                self._has_told = True
+            ranks_by_loader = runtime.total([int(loader_idx == loader) for loader in range(loaders)])
+            current = next((loader for loader, ranks in enumerate(ranks_by_loader) if ranks), None)
+            if current is not None and ranks_by_loader[current] < runtime.world_size and not self._has_reported:
+                self._has_reported = True
                 rank_zero_info(f"{name}: some ranks predict fewer batches of loader {current} than others. {_REPEATED}")
             if current is None or current == loader_idx:
                 break
@@ -162,10 +164,10 @@ class EvenBatches:
                     "ranks must take as many steps: each needs the shards of all, and this rank has none to run "
                     "again.\nGive each rank one batch of each loader at least: use fewer ranks, or smaller batches."
                 )
-            self._strategy.predict_step(*self._last)
+            self._strategy.predict_step(*self._last_arguments)
         self._last_loader_idx = current
         if current is None:
-            self._last = ()
+            self._last_arguments = ()
 
 
 _REPEATED = (
@@ -174,14 +176,14 @@ _REPEATED = (
 )
 
 
-def _of_ranks(runtime: Runtime, batches: Sequence[float]) -> list[list[float]] | None:
+def _gather_if_different(runtime: Runtime, batches: Sequence[float]) -> list[list[float]] | None:
     """The numbers of batches of all ranks; ``None`` if they are the same."""
     digest = zlib.crc32(repr(list(map(float, batches))).encode()) >> 8
-    total, of_squares = runtime.total([digest, digest**2])
-    return None if are_equal(total, of_squares, runtime.world_size) else runtime.gather_objects(list(batches))
+    total, sum_of_squares = runtime.total([digest, digest**2])
+    return None if are_equal(total, sum_of_squares, runtime.world_size) else runtime.gather_objects(list(batches))
 
 
-def _describe_counts(everyones: Sequence[Sequence[float]], verb: str) -> str:
+def _describe_counts(counts_by_rank: Sequence[Sequence[float]], verb: str) -> str:
     """Numbers of batches by rank, in words.
 
     Example:
@@ -190,14 +192,12 @@ def _describe_counts(everyones: Sequence[Sequence[float]], verb: str) -> str:
         >>> _describe_counts([[4, math.inf], [3, 2]], "tests")
         'rank 0 tests 4 + unknown batches, and rank 1 tests 3 + 2'
     """
-    ranks: dict[str, list[int]] = {}
-    for rank, counts in enumerate(everyones):
+    ranks_by_number: dict[str, list[int]] = {}
+    for rank, counts in enumerate(counts_by_rank):
         number = " + ".join("unknown" if count == math.inf else str(int(count)) for count in counts) or "no"
-        ranks.setdefault(number, []).append(rank)
-    (first, its), *further = ranks.items()
-    return ", and ".join(
-        [f"{_name_ranks(its)} {verb} {first} batches", *(f"{_name_ranks(which)} {verb} {n}" for n, which in further)]
-    )
+        ranks_by_number.setdefault(number, []).append(rank)
+    clauses = [f"{_name_ranks(ranks_with)} {verb} {number}" for number, ranks_with in ranks_by_number.items()]
+    return ", and ".join([f"{clauses[0]} batches", *clauses[1:]])
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:

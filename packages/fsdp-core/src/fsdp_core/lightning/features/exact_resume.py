@@ -27,12 +27,12 @@ KEY = "fsdp_core"
 class ExactResume(Feature):
     """Lets a run that resumes from a checkpoint do what the run that saved it did next.
 
-    The random state is restored after a validation, so that training draws the same numbers with and without it: on
+    A validation leaves the random state as it was, so that training draws the same numbers with and without it: on
     resuming, Lightning skips the validation that would follow the batch after which a checkpoint was saved.
 
-    The random state of a checkpoint is set twice. First before the loaders are iterated, since an iterator draws the
-    seed of its workers and possibly of its order. Then after everything that the beginning of a fit draws, right before
-    the first thing that the saving run did next as well.
+    The random state of a checkpoint is set twice. First before iterators of the loaders are created, since an iterator
+    draws the seed of its workers and possibly of its order. Then again after everything that draws as a fit begins,
+    right before the first batch, which was also what the saving run did next.
 
     Args:
         runtime: The ranks.
@@ -41,42 +41,46 @@ class ExactResume(Feature):
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._loaders = TrainingLoaders()
-        #: What has led to this state.
         self._attempts = Attempts()
-        self._to_restore: Mapping[str, Any] | None = None
+        #: This rank's random state in the checkpoint, until the first batch.
+        self._saved_random_state: Mapping[str, Any] | None = None
         self._gradients: Mapping[str, Any] | None = None
-        self._at_iterators = False
-        self._after_iterators: dict[str, Any] | None = None
-        self._before_validation: dict[str, Any] | None = None
-        self._waiting: list[Optimizer] = []
-        self._followed: list[tuple[Any, str]] = []
+        self._is_set_for_iterators = False
+        self._state_after_iterators: dict[str, Any] | None = None
+        self._state_before_validation: dict[str, Any] | None = None
+        self._optimizers_with_gradients: list[Optimizer] = []
+        self._wrapped_methods: list[tuple[Any, str]] = []
 
     # -- what is saved ---------------------------------------------------------------------------------------------
 
     def state(self, sharded: Sharded) -> dict[str, Any]:
         """Return what to save with the model and optimizers. All ranks must call it.
 
-        The generators of all ranks are in it on rank 0, which writes them; on the others, their own.
+        On rank 0, which writes it, it has the random states of all ranks; elsewhere, the rank's own.
         """
-        own_state = random_state(self._runtime) if self._before_validation is None else self._before_validation
-        by_rank = self._runtime.gather_objects_to(own_state)
-        states = [own_state] if by_rank is None else self._runtime.by_data_parallel_rank(by_rank)
+        own_state = self._state_before_validation
+        if own_state is None:
+            own_state = random_state(self._runtime)
+        states_by_rank = self._runtime.gather_objects_to(own_state)
+        states = [own_state] if states_by_rank is None else self._runtime.by_data_parallel_rank(states_by_rank)
         state: dict[str, Any] = {
             "ranks": [{"random": rank_state} for rank_state in states],
             "attempts": self._attempts.state(),
         }
-        gradients = described(sharded.accumulated_gradients(), self._runtime) if self._waiting else None
+        gradients = (
+            described(sharded.accumulated_gradients(), self._runtime) if self._optimizers_with_gradients else None
+        )
         return state if gradients is None else {**state, "gradients": gradients}
 
-    def with_positions(self, checkpoint: Mapping[str, Any], trainer: pl.Trainer) -> dict[str, Any]:
+    def add_positions(self, checkpoint: Mapping[str, Any], trainer: pl.Trainer) -> dict[str, Any]:
         """Lightning's checkpoint dict with the positions of all ranks' training loaders. All ranks must call it."""
         return self._loaders.save(checkpoint, trainer, self._runtime)
 
-    def take_positions(self, saved: dict[str, Any], trainer: pl.Trainer) -> dict[str, Any]:
+    def own_positions(self, saved: dict[str, Any], trainer: pl.Trainer) -> dict[str, Any]:
         """A saved checkpoint dict with this rank's positions where Lightning looks for them."""
         return self._loaders.load(saved, trainer, self._runtime)
 
-    def take(self, state: Mapping[str, Any] | None, trainer: pl.Trainer) -> None:
+    def load_state(self, state: Mapping[str, Any] | None, trainer: pl.Trainer) -> None:
         """Store what :meth:`state` returned, to restore it later, once Lightning has restored its loops.
 
         Args:
@@ -84,41 +88,44 @@ class ExactResume(Feature):
             trainer: The Trainer.
         """
         self._loaders.progress_restored(trainer)
-        self._attempts.take(state)
-        self._to_restore = self._gradients = None
+        self._attempts.continue_from(state)
+        self._saved_random_state = self._gradients = None
         if state is not None:
-            self._to_restore = state_of_rank([of_rank["random"] for of_rank in state["ranks"]], self._runtime)
+            random_states = [rank_state["random"] for rank_state in state["ranks"]]
+            self._saved_random_state = state_of_rank(random_states, self._runtime)
             self._gradients = state.get("gradients")
 
-    # -- when gradients wait ---------------------------------------------------------------------------------------
+    # -- accumulated gradients -------------------------------------------------------------------------------------
 
-    def on_backward(self, optimizers: Sequence[Optimizer]) -> None:
+    def after_backward(self, optimizers: Sequence[Optimizer]) -> None:
         """Record that a backward pass has accumulated gradients for these optimizers."""
-        self._waiting = list(optimizers)
+        self._optimizers_with_gradients = list(optimizers)
 
-    def on_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         """Record that an optimizer has used its gradients."""
-        self._waiting = [waiting for waiting in self._waiting if waiting is not optimizer]
+        remaining = [other for other in self._optimizers_with_gradients if other is not optimizer]
+        self._optimizers_with_gradients = remaining
 
     # -- when random numbers are set -------------------------------------------------------------------------------
 
     def module_sharded(self, trainer: pl.Trainer, sharded: Sharded, *, fitting: bool) -> None:
         """Hook into the Trainer's loops where they iterate their loaders and validate, until the stage ends."""
         if fitting:
-            self._leave_loops()
-            self._waiting = []
+            self._unwrap_methods()
+            self._optimizers_with_gradients = []
             loop = trainer.fit_loop
             validation = loop.epoch_loop.val_loop
-            self._around(loop, "setup_data", self._iterating)
-            self._around(validation, "run", self._validating)
-            self._around(validation, "increment_progress_to_evaluation_end", self._validating)
+            self._wrap_method(loop, "setup_data", self._set_up_data)  # which creates iterators
+            self._wrap_method(validation, "run", self._validate)
+            # called in place of a validation that is skipped on resuming, and sets up its loaders
+            self._wrap_method(validation, "increment_progress_to_evaluation_end", self._validate)
 
     def prepare_loader(self, loader: object, trainer: pl.Trainer) -> object:
-        """Track a loader that Lightning has prepared, or copy one whose position is that of another stage."""
+        """Track a loader that Lightning has prepared for training; for another stage, copy one that is tracked."""
         if not trainer.training:
             return self._loaders.apart(loader)
         loader = self._loaders.prepare(loader, trainer)
-        self._before_iterators()
+        self._set_state_for_iterators()
         return loader
 
     def train_start(self, trainer: pl.Trainer, sharded: Sharded) -> None:
@@ -127,74 +134,75 @@ class ExactResume(Feature):
         self._gradients = None
         if gradients is not None:
             sharded.restore_gradients(of_this_rank(gradients, self._runtime), gradients["reduced"])
-            self.on_backward(trainer.optimizers)
-        self._before_iterators()
+            self.after_backward(trainer.optimizers)
+        self._set_state_for_iterators()
         self._loaders.start(trainer)
-        self._before_first_batch(trainer)
+        self._set_state_for_first_batch(trainer)
         self._attempts.begin(trainer)
 
     def teardown(self, trainer: pl.Trainer | None) -> None:
         """Record the positions of loaders, and remove the hooks from the loops."""
         if trainer is not None:
             self._loaders.finish(trainer)
-            self._leave_loops()
+            self._unwrap_methods()
 
-    def _leave_loops(self) -> None:
-        for loop, name in self._followed:
+    def _unwrap_methods(self) -> None:
+        for loop, name in self._wrapped_methods:
             loop.__dict__.pop(name, None)
-        self._followed = []
+        self._wrapped_methods = []
 
-    def _before_iterators(self) -> None:
+    def _set_state_for_iterators(self) -> None:
         """Set the random state that the iterators of the training loaders draw from.
 
         To be called whenever they may be created next; possibly several times before the first batch.
         """
-        if self._to_restore is not None:
-            set_random_state(self._to_restore, self._runtime)
-            self._at_iterators = True
+        if self._saved_random_state is not None:
+            set_random_state(self._saved_random_state, self._runtime)
+            self._is_set_for_iterators = True
 
-    def _before_first_batch(self, trainer: pl.Trainer) -> None:
-        """Set the random state that the first batch draws from, or what remains to be done of the last epoch.
+    def _set_state_for_first_batch(self, trainer: pl.Trainer) -> None:
+        """Set the random state for the first batch, or for the end of an epoch that Lightning runs again.
 
         To be called right after iterators may have been created for the last time, with nothing else in between.
         """
-        if self._to_restore is None:
+        if self._saved_random_state is None:
             return
-        self._note_iterators()
+        self._record_state_after_iterators()
         loop = trainer.fit_loop
-        epoch_is_over = loop.epoch_loop.batch_progress.is_last_batch
-        # Lightning runs the end of an epoch again if it was saved in the validation after the last batch, and iterates
-        # its loaders again after that; otherwise the next epoch uses the existing iterators
-        goes_through_its_end = loop.restarted_mid_epoch and loop.epoch_loop.restarted_on_last
-        if epoch_is_over and not goes_through_its_end and self._after_iterators is not None:
-            set_random_state(self._after_iterators, self._runtime)
+        is_epoch_over = loop.epoch_loop.batch_progress.is_last_batch
+        # Lightning runs the end of an epoch again if the checkpoint was saved in the validation after the last batch,
+        # and then creates new iterators. Otherwise the next epoch uses those that were created just now
+        repeats_end_of_epoch = loop.restarted_mid_epoch and loop.epoch_loop.restarted_on_last
+        if is_epoch_over and not repeats_end_of_epoch and self._state_after_iterators is not None:
+            set_random_state(self._state_after_iterators, self._runtime)
         else:
-            set_random_state(self._to_restore, self._runtime)
-        self._to_restore = self._after_iterators = None
+            set_random_state(self._saved_random_state, self._runtime)
+        self._saved_random_state = self._state_after_iterators = None
 
-    def _around(self, loop: Any, name: str, call: Callable[[Callable[..., Any]], Any]) -> None:
+    def _wrap_method(self, loop: Any, name: str, call: Callable[[Callable[..., Any]], Any]) -> None:
+        """Replace a loop's method by a call of ``call`` with the method, which it is to call."""
         method = getattr(loop, name)
         setattr(loop, name, wraps(method)(lambda: call(method)))
-        self._followed.append((loop, name))
+        self._wrapped_methods.append((loop, name))
 
-    def _iterating(self, setup_data: Callable[[], None]) -> None:
+    def _set_up_data(self, setup_data: Callable[[], None]) -> None:
         setup_data()
-        self._note_iterators()
+        self._record_state_after_iterators()
 
-    def _note_iterators(self) -> None:
-        """Record the random state after iterators were created, if there are new ones."""
-        if self._to_restore is not None and self._at_iterators:
+    def _record_state_after_iterators(self) -> None:
+        """Record the random state after iterators were created. None were if nothing was drawn since it was set."""
+        if self._saved_random_state is not None and self._is_set_for_iterators:
             current = random_state(self._runtime)
-            if not torch.equal(current["torch"], self._to_restore["torch"]):
-                self._after_iterators = current
-            self._at_iterators = False
+            if not torch.equal(current["torch"], self._saved_random_state["torch"]):
+                self._state_after_iterators = current
+            self._is_set_for_iterators = False
 
-    def _validating(self, run: Callable[[], Any]) -> Any:
-        if self._before_validation is not None:
+    def _validate(self, run: Callable[[], Any]) -> Any:
+        if self._state_before_validation is not None:
             return run()
-        self._before_validation = random_state(self._runtime)
+        self._state_before_validation = random_state(self._runtime)
         try:
             return run()
         finally:
-            set_random_state(self._before_validation, self._runtime)
-            self._before_validation = None
+            set_random_state(self._state_before_validation, self._runtime)
+            self._state_before_validation = None

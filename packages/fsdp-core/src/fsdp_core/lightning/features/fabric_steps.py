@@ -1,4 +1,4 @@
-"""The steps of a loop under Fabric, which tells of forward passes, backward passes and steps, and of nothing else."""
+"""The steps of a loop under Fabric, of which a strategy sees forward passes, backward passes and optimizer steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from fsdp_core.errors import ShardingError
 from fsdp_core.gradients.step_gradients import unguard_parameters
 from fsdp_core.lightning.features.finite_gradients import refuse_nonfinite
-from fsdp_core.lightning.features.guarded_gradients import GuardedGradients
+from fsdp_core.lightning.features.gradient_guard import GradientGuard
 from fsdp_core.lightning.features.no_sync import NoSync
 from fsdp_core.lightning.outside_steps.first_forwards import FirstForwards
 from fsdp_core.lightning.outside_steps.forwarding import ShardedForward
@@ -41,14 +41,14 @@ class FabricSteps:
         strategy: The strategy.
 
     Attributes:
-        gradients: Refuses what users compute of pieces, between the library's own computations.
+        gradient_guard: Refuses what users compute of pieces, between the library's own computations.
         counts: How many steps an optimizer has taken.
         no_sync: Lets backward passes leave gradients unreduced.
     """
 
     def __init__(self, strategy: ShardedFabricStrategy) -> None:
         self._strategy = strategy
-        self.gradients = GuardedGradients(strategy)
+        self.gradient_guard = GradientGuard(strategy)
         self.counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self.no_sync = NoSync(strategy)
         self._roots: list[ref[Sharded]] = []
@@ -57,10 +57,9 @@ class FabricSteps:
 
     @property
     def roots(self) -> list[Sharded]:
-        """The models that were set up, without those that nobody holds any longer.
+        """The models that were set up, without those that were garbage-collected.
 
-        The garbage collector decides when one of the latter leaves, on each rank for itself: what all ranks do together
-        must not depend on how many there are.
+        Each rank collects garbage when it likes, so what all ranks do together must not depend on how many there are.
         """
         return [root for root in (reference() for reference in self._roots) if root is not None]
 
@@ -71,14 +70,15 @@ class FabricSteps:
 
     def set_up(self, module: nn.Module, shard: Callable[[nn.Module], Sharded]) -> ShardedForward:
         """Shard a module, and follow its passes."""
-        unguard_parameters(module.parameters())  # of one that is sharded already, maybe by another Fabric
+        unguard_parameters(module.parameters())  # the module may be sharded already, and guarded by another Fabric
         sharded = shard(module)
-        explain_uncaught(explain_uncaught_error)  # between calls, no code of a strategy is around the user's
+        # an exception in the user's loop passes through no code of ours that could explain it
+        explain_uncaught(explain_uncaught_error)
         if not any(root is sharded for root in self.roots):
             self._roots.append(ref(sharded))
             self._first_forwards.append(FirstForwards(sharded))
         call_before_passes(WeakMethod(self._before_pass))
-        self.gradients.add(sharded)
+        self.gradient_guard.add(sharded)
         return ShardedForward(sharded, lambda: self._in_backward)
 
     def run_backward(self, loss: Tensor, run: Callable[[], None]) -> None:
@@ -91,7 +91,7 @@ class FabricSteps:
         roots = self.roots
         for forwards in self._first_forwards:
             forwards.check()
-        self.gradients.off()
+        self.gradient_guard.off()
         self._mend_roots([loss])
         self._in_backward = True
         try:
@@ -100,30 +100,31 @@ class FabricSteps:
         except BaseException as error:
             if isinstance(error, RuntimeError):
                 explain_shards(error, roots)
-            self.gradients.guard_parameters()
+            self.gradient_guard.guard_parameters()
             raise
         finally:
             self._in_backward = False
         for root in roots:
-            if root.is_called_in_backward and not in_backward():  # libraries may leave it gathered
+            if root.is_called_in_backward and not in_backward():  # a library may have left it gathered
                 root.is_called_in_backward = False
                 root.end_call()
         self.no_sync.after_backward(roots)
-        self.gradients.on()
+        self.gradient_guard.on()
 
     def _before_pass(self, outputs: Sequence[Tensor | GradientEdge]) -> None:
-        """Mend roots before a backward pass without Fabric: nothing else would before gradients are read by hand."""
+        """Mend roots before a backward pass that Fabric does not run, such as ``torch.autograd.grad``."""
         if not self._in_backward:
-            self.gradients.guard_parameters()  # a library is about to gather
+            self.gradient_guard.guard_parameters()  # flat parameters are not guarded: the library gathers from them
             self._mend_roots(outputs)
 
     def _mend_roots(self, outputs: Sequence[Tensor | GradientEdge]) -> None:
+        """Mend roots before a backward pass from some outputs; raise only if the pass reaches a root that can't be."""
         for root in self.roots:
             try:
                 mend_caught(root)
             except ShardingError:
                 if reaches(outputs, [leaf for leaf in root.leaves() if leaf.requires_grad]):
-                    raise  # another pass may belong to another model
+                    raise
 
     def step_optimizer(self, optimizer: Any, closure: Callable[[], Any] | None, step: Callable[..., Any]) -> Any:
         """Step over shards.
@@ -134,42 +135,46 @@ class FabricSteps:
             step: Makes the step, with ``closure=`` if there is one.
         """
         strategy, roots = self._strategy, self.roots
-        self.gradients.off()
+        self.gradient_guard.off()
         strategy.sharded_optimizers.follow_added_parameters(optimizer, roots)
         for root in roots:
             try:
                 mend_caught(root)
             except ShardingError:
-                stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-                if not stepped.isdisjoint(map(id, root.leaves())):
-                    raise  # another model's optimizer may step
-        inside = [root for root in roots if is_inside_forward(root.root)]  # a method that does a whole step
-        for root in inside:
+                # the optimizer of another model may step
+                optimizer_params = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+                if not optimizer_params.isdisjoint(map(id, root.leaves())):
+                    raise
+        roots_inside = [root for root in roots if is_inside_forward(root.root)]  # a method that does a whole step
+        for root in roots_inside:
             root.keep_writes()
         if closure is None:
             self.check_gradients(optimizer)
             output = step()
         else:
-            output = step(closure=partial(self._evaluate, closure, optimizer, inside))
+            output = step(closure=partial(self._evaluate, closure, optimizer, roots_inside))
         self.counts[optimizer] = self.counts.get(optimizer, 0) + 1
-        self._first_forwards = [forwards for forwards in self._first_forwards if not forwards.stop()]
+        for forwards in self._first_forwards[:]:
+            has_ended = forwards.stop()
+            if has_ended:
+                self._first_forwards.remove(forwards)
         self.no_sync.after_step()
         strategy.sharded_optimizers.unreduced.clear()
         for root in roots:
             if not root.is_interrupted:
                 root.reshard()
-        for root in inside:
+        for root in roots_inside:
             root.stepped_inside()
-        self.gradients.on()
+        self.gradient_guard.on()
         return output
 
-    def _evaluate(self, closure: Callable[[], Any], optimizer: Any, inside: Iterable[Sharded]) -> Any:
-        for root in inside:
+    def _evaluate(self, closure: Callable[[], Any], optimizer: Any, roots_inside: Iterable[Sharded]) -> Any:
+        for root in roots_inside:
             root.stepped_inside()
-        self.gradients.guard_parameters()
+        self.gradient_guard.guard_parameters()
         result = closure()
-        self.gradients.off()
-        for root in inside:
+        self.gradient_guard.off()
+        for root in roots_inside:
             root.keep_writes()
         self.check_gradients(optimizer)
         return result
@@ -177,7 +182,7 @@ class FabricSteps:
     def check_gradients(self, optimizer: Optimizer) -> None:
         """Raise if gradients are not reduced, or not finite though ``error_if_nonfinite`` was given.
 
-        Where there is a gradient scaler, it decides of the latter.
+        A gradient scaler skips steps whose gradients are not finite: with one, they are not refused.
         """
         strategy = self._strategy
         roots = self.roots

@@ -19,7 +19,7 @@ from fsdp_core.state.chunks import ChunkedTensor
 
 __all__ = ["check_error_if_nonfinite", "refuse_nonfinite"]
 
-_NAMED = 10
+_MAX_LISTED = 10
 
 
 def check_error_if_nonfinite(value: object) -> None:
@@ -51,23 +51,26 @@ def refuse_nonfinite(optimizer: Optimizer, roots: Sequence[Sharded], runtime: Ru
     if all_finite((p.grad for p in optimizer_params if p.grad is not None), runtime):
         return
     for root in roots:
-        root.abandon_forward()  # that of a step by hand, which shows gathered parameters; the optimizer holds shards
+        root.abandon_forward()  # in manual optimization one is running, and shows gathered parameters
         root.reshard()
     optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper around the user's
-    parts = {p: of_root for root in roots for p, of_root in root.layout().items()}
-    in_order = [part.name for p in optimizer_params for part in parts.get(p, ())]
-    broken_anywhere = runtime.all_reduce(
-        torch.stack([_is_broken(p, runtime.device) for p in optimizer_params]), "max"
+    layout = {p: parts for root in roots for p, parts in root.layout().items()}
+    names_in_order = [part.name for p in optimizer_params for part in layout.get(p, ())]
+    nonfinite_anywhere = runtime.all_reduce(
+        torch.stack([_is_nonfinite(p, runtime.device) for p in optimizer_params]), "max"
     ).tolist()
-    broken_here: set[str] = set()
-    for p, is_broken in zip(optimizer_params, broken_anywhere, strict=True):
-        if is_broken and p.grad is not None:  # is_broken is the same on every rank
-            # fetched whole: ranks whose pieces differ in number would fetch, and compile, different things
+    nonfinite_here: set[str] = set()
+    for p, is_nonfinite in zip(optimizer_params, nonfinite_anywhere, strict=True):
+        if is_nonfinite and p.grad is not None:  # is_nonfinite is the same on every rank
+            # copied to the host as one tensor: on XLA, where ranks hold different pieces, they would compile different
+            # programs otherwise
             gradient = p.grad if isinstance(p.grad, DTensor) else plain(p.grad).detach().cpu()
-            broken_here.update(part.name for part in parts.get(p, ()) if not _are_finite(part.of(gradient)))
-    broken = set().union(*runtime.gather_objects(broken_here))
-    names = [name for name in dict.fromkeys(in_order) if name in broken]
-    listing = ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+            nonfinite_here.update(part.name for part in layout.get(p, ()) if not _are_finite(part.of(gradient)))
+    nonfinite_names = set().union(*runtime.gather_objects(nonfinite_here))
+    names = [name for name in dict.fromkeys(names_in_order) if name in nonfinite_names]
+    listing = ", ".join(map(repr, names[:_MAX_LISTED])) + (
+        f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    )
     count = f"{len(names)} parameter{'s' if len(names) != 1 else ''} of {type(optimizer).__name__}"
     raise NonFiniteGradientError(
         f"before {step}, the gradients of {count} hold NaN or infinity: {listing}.\n"
@@ -77,8 +80,8 @@ def refuse_nonfinite(optimizer: Optimizer, roots: Sequence[Sharded], runtime: Ru
     )
 
 
-def _is_broken(parameter: Tensor, device: torch.device) -> Tensor:
-    """1 if this rank's gradient of a parameter holds NaN or infinity, else 0, on a device, which is not waited for."""
+def _is_nonfinite(parameter: Tensor, device: torch.device) -> Tensor:
+    """1 if this rank's gradient of a parameter holds NaN or infinity, else 0: as a tensor, which is not waited for."""
     if parameter.grad is None or not local_tensor(parameter.grad).numel():
         return torch.zeros((), device=device)
     return (~local_tensor(parameter.grad).detach().isfinite().all()).to(device, torch.float32)

@@ -40,7 +40,7 @@ class LateParamGroups(Feature):
             self._pending.clear()
 
     def divide(
-        self, optimizer: Optimizer, sharded: Sharded, saved: Mapping[str, Any], elsewhere: Collection[str]
+        self, optimizer: Optimizer, sharded: Sharded, saved: Mapping[str, Any], names_of_others: Collection[str]
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Divide a saved state into what the optimizer can take now, and what may appear later.
 
@@ -48,16 +48,16 @@ class LateParamGroups(Feature):
             optimizer: The optimizer.
             sharded: The module that it trains.
             saved: From :func:`fsdp_core.state.optimizer_state`, or a plain optimizer's ``state_dict()``.
-            elsewhere: The names of parameters that other optimizers hold, which can't appear in this one.
+            names_of_others: The names of parameters that other optimizers hold, which can't appear in this one.
 
         Returns:
-            Two states. The second has those saved groups of which the optimizer holds no parameter yet, if they consist
-            of the module's parameters; the first everything else.
+            Two states. The second has the saved groups that may appear later: they consist of parameters of the module,
+            none of which an optimizer holds yet. The first has everything else.
         """
         layout = sharded.layout()
         saved = state_by_name(optimizer, layout, saved)
         optimizer_names = {name for group in optimizer.param_groups for name in _names_of(group, sharded)}
-        sharded_names = {part.name for parts in layout.values() for part in parts} - set(elsewhere)
+        sharded_names = {part.name for parts in layout.values() for part in parts} - set(names_of_others)
         absent = sharded_names - optimizer_names
         late = [group for group in saved["param_groups"] if group["params"] and absent.issuperset(group["params"])]
         if not late:
@@ -76,21 +76,21 @@ class LateParamGroups(Feature):
         """
         if late:
             groups = [{**group, "params": _parameters(sharded, group["params"])} for group in late["param_groups"]]
-            with _these_groups_alone(optimizer, groups):
+            with _only_groups(optimizer, groups):
                 sharded.load_optimizer_state(optimizer, late, check_only=True)
 
-    def expect(self, optimizer: Optimizer, late: Mapping[str, Any], appeared: Callable[[Optimizer], None]) -> None:
+    def expect(self, optimizer: Optimizer, late: Mapping[str, Any], on_added: Callable[[Optimizer], None]) -> None:
         """Wait for the param groups of a state.
 
         Args:
             optimizer: The optimizer that is to get them.
             late: The state; nothing is done if it is empty.
-            appeared: Called with the optimizer whenever it was given a param group, until it has all of them. Must end
-                in a call of :meth:`restore`.
+            on_added: Called with the optimizer whenever it was given a param group, until it has all of them. It must
+                call :meth:`restore`.
         """
         if late:
             self._pending[optimizer] = late
-            _call_when_added(optimizer, appeared)
+            _call_when_added(optimizer, on_added)
 
     def awaits(self, optimizer: Optimizer) -> bool:
         """Whether some of an optimizer's saved param groups are not restored yet."""
@@ -105,34 +105,35 @@ class LateParamGroups(Feature):
         late = self._pending.get(optimizer)
         if late is None:
             return
-        saved_in = {name: index for index, group in enumerate(late["param_groups"]) for name in group["params"]}
-        arrived: list[dict[str, Any]] = []
-        indexes: set[int] = set()
+        group_index = {name: index for index, group in enumerate(late["param_groups"]) for name in group["params"]}
+        added_groups: list[dict[str, Any]] = []
+        indexes: set[int] = set()  # of the saved groups that are among them
         for group in optimizer.param_groups:
             names = _names_of(group, sharded)
-            if saved_in.keys().isdisjoint(names):
+            first_late_name = next((name for name in names if name in group_index), None)
+            if first_late_name is None:
                 continue
-            saved_groups = {saved_in.get(name) for name in names}
-            index = saved_in[next(name for name in names if name in saved_in)]
-            if len(saved_groups) > 1 or set(names) != set(late["param_groups"][index]["params"]):
+            index = group_index[first_late_name]
+            saved_names = late["param_groups"][index]["params"]
+            if set(names) != set(saved_names):
                 raise CheckpointMismatchError(
-                    f"a param group of {_some(names)} was added to {type(optimizer).__name__}, and the checkpoint's "
-                    f"has {_some(late['param_groups'][index]['params'])}.\n"
+                    f"a param group of {_listing(names)} was added to {type(optimizer).__name__}, and the checkpoint's "
+                    f"has {_listing(saved_names)}.\n"
                     "Add the param groups that it was saved with, each by one call of optimizer.add_param_group()."
                 )
-            arrived.append(group)
+            added_groups.append(group)
             indexes.add(index)
-        if not arrived:
+        if not added_groups:
             return
         groups = [late["param_groups"][index] for index in sorted(indexes)]
         names_now = {name for group in groups for name in group["params"]}
         state = {name: values for name, values in late["state"].items() if name in names_now}
-        with _these_groups_alone(optimizer, arrived):
+        with _only_groups(optimizer, added_groups):
             sharded.load_optimizer_state(optimizer, {"state": state, "param_groups": groups})
         remaining = [group for index, group in enumerate(late["param_groups"]) if index not in indexes]
         if remaining:
-            waiting = {name: values for name, values in late["state"].items() if name not in names_now}
-            self._pending[optimizer] = {"state": waiting, "param_groups": remaining}
+            remaining_state = {name: values for name, values in late["state"].items() if name not in names_now}
+            self._pending[optimizer] = {"state": remaining_state, "param_groups": remaining}
         else:
             del self._pending[optimizer]
             _when_added.pop(optimizer, None)
@@ -140,8 +141,8 @@ class LateParamGroups(Feature):
     def unfreeze(self, optimizers: Sequence[Optimizer], sharded: Sharded, trainer: pl.Trainer) -> None:
         """Add the param groups that a ``BaseFinetuning`` callback had added, and unfreeze their parameters.
 
-        The callback restores them in ``on_fit_start``, which Lightning calls before it loads a checkpoint into a
-        sharded module; and it leaves them frozen.
+        The callback itself would do so in ``on_fit_start``, which is too early: Lightning calls that before it loads a
+        checkpoint into a sharded module. And it would leave the parameters frozen.
         """
         callbacks = [callback for callback in trainer.callbacks if isinstance(callback, BaseFinetuning)]  # type: ignore[attr-defined]
         if not callbacks:
@@ -149,8 +150,7 @@ class LateParamGroups(Feature):
         for optimizer in optimizers:
             for group in self._pending.get(optimizer, {}).get("param_groups", ()):
                 parameters = _parameters(sharded, group["params"])
-                owners = [m for m in sharded.module.modules() if _holds_any(m, parameters)]
-                BaseFinetuning.make_trainable(owners)
+                BaseFinetuning.make_trainable([m for m in sharded.module.modules() if _holds_any(m, parameters)])
                 settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
                 optimizer.add_param_group({**settings, "params": parameters})
         for callback in callbacks:
@@ -166,8 +166,8 @@ class LateParamGroups(Feature):
         if late is not None:
             names = [name for group in late["param_groups"] for name in group["params"]]
             raise CheckpointMismatchError(
-                f"the checkpoint's optimizer also holds {_some(names)}, and this {type(optimizer).__name__} doesn't at "
-                "its first step.\n"
+                f"the checkpoint's optimizer also holds {_listing(names)}, and this {type(optimizer).__name__} doesn't "
+                "at its first step.\n"
                 "Build the optimizer over the parameters that it was saved with; or add their param groups by "
                 "optimizer.add_param_group() in on_train_start, or on_train_epoch_start; or load only the weights."
             )
@@ -181,17 +181,17 @@ class LateParamGroups(Feature):
         for late in self._pending.values():
             names = [name for group in late["param_groups"] for name in group["params"]]
             raise CheckpointError(
-                f"a checkpoint was requested before the optimizer got its parameters {_some(names)}, whose state the "
-                "loaded checkpoint holds: the new one would lack it.\n"
+                f"a checkpoint was requested before the optimizer got its parameters {_listing(names)}, whose state "
+                "the loaded checkpoint holds: the new one would lack it.\n"
                 "Save it after the first step, or add the param groups first."
             )
 
 
 @contextmanager
-def _these_groups_alone(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+def _only_groups(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
     """A context in which an optimizer has only these param groups, for functions that restore all that it has.
 
-    It stays the same object: how its state is kept, whole on owners or quantised, is known of it.
+    It remains the same optimizer object, since how state is kept (whole on owners, or quantised) is looked up by it.
     """
     all_groups = list(optimizer.param_groups)
     state = dict(optimizer.state)
@@ -200,7 +200,7 @@ def _these_groups_alone(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) 
         yield
     finally:
         optimizer.param_groups[:] = all_groups
-        for parameter, values in state.items():
+        for parameter, values in state.items():  # loading has replaced the state by that of these groups
             optimizer.state.setdefault(parameter, values)
 
 
@@ -218,7 +218,7 @@ def _holds_any(module: nn.Module, parameters: Sequence[nn.Parameter]) -> bool:
     return any(parameter is p for parameter in module.parameters(recurse=False) for p in parameters)
 
 
-def _some(names: Sequence[str]) -> str:
+def _listing(names: Sequence[str]) -> str:
     listing = ", ".join(repr(name) for name in names[:5])
     return listing if len(names) <= 5 else f"{listing} and {len(names) - 5} more"
 
@@ -226,24 +226,24 @@ def _some(names: Sequence[str]) -> str:
 # -- being told of added groups ----------------------------------------------------------------------------------------
 
 _when_added: WeakKeyDictionary[Optimizer, Callable[[Optimizer], None]] = WeakKeyDictionary()
-_torchs_own = Optimizer.add_param_group
+_torch_add_param_group = Optimizer.add_param_group
 
 
-def _call_when_added(optimizer: Optimizer, then: Callable[[Optimizer], None]) -> None:
+def _call_when_added(optimizer: Optimizer, callback: Callable[[Optimizer], None]) -> None:
     """Call a function after each ``add_param_group()`` of an optimizer, or of Lightning's wrapper around it.
 
     torch has no hook for it, and the wrapper finds the method at its class: so torch's method is replaced, once for the
     process, by one that does nothing more for other optimizers.
     """
-    _when_added[optimizer] = then
+    _when_added[optimizer] = callback
     if Optimizer.add_param_group is not _add_param_group:
         Optimizer.add_param_group = _add_param_group  # type: ignore[method-assign]
 
 
-@wraps(_torchs_own)
+@wraps(_torch_add_param_group)
 def _add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
-    _torchs_own(self, param_group)
+    _torch_add_param_group(self, param_group)
     plain = vars(self).get("_optimizer", self)  # Lightning's wrappers have the user's there
-    then = _when_added.get(plain)
-    if then is not None:
-        then(plain)
+    callback = _when_added.get(plain)
+    if callback is not None:
+        callback(plain)

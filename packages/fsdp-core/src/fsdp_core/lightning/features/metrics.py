@@ -22,12 +22,10 @@ Gather = Callable[..., list[Tensor]]
 
 
 class _OverData:
-    """Gathers a metric's state from the ranks that see different samples.
-
-    Once pickled, from all ranks, as torchmetrics does.
+    """Gathers a metric's state from the ranks that see different samples. A pickled one gathers from all ranks.
 
     Args:
-        data: These ranks.
+        data: The ranks that see different samples.
     """
 
     def __init__(self, data: Runtime) -> None:
@@ -69,7 +67,7 @@ class MetricsOverData(Feature):
         self._gather_over_data(trainer.lightning_module)
 
     def train_start(self, trainer: pl.Trainer, sharded: Sharded) -> None:
-        self._gather_over_data(trainer.lightning_module)  # its own hook may have made some
+        self._gather_over_data(trainer.lightning_module)  # a hook of the module may have made further metrics
 
     def _gather_over_data(self, module: nn.Module) -> None:
         runtime = self._runtime

@@ -1,4 +1,4 @@
-"""``fabric.no_backward_sync()``: gradients that are not reduced, which no step may miss."""
+"""``fabric.no_backward_sync()``: leaves gradients unreduced, and refuses a step before they are."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ __all__ = ["NoSync"]
 
 
 class NoSync(BackwardSyncControl):
-    """Lets Fabric skip the reduction of gradients, and steps see that it was not left off.
+    """Lets Fabric skip the reduction of gradients, and refuses a step whose last backward pass has skipped it.
 
     Args:
         strategy: The strategy.
 
     Attributes:
-        accumulating: The roots whose gradients were not reduced in some backward pass since the last step.
+        accumulating: The roots that have been in the context since the last step.
     """
 
     def __init__(self, strategy: ShardedFabricStrategy) -> None:
         self._strategy = strategy
         self.accumulating: WeakSet[Sharded] = WeakSet()
-        self._off: WeakSet[Sharded] = WeakSet()  # inside the context
-        self._last_was_off: WeakSet[Sharded] = WeakSet()
+        self._inside_context: WeakSet[Sharded] = WeakSet()
+        #: The roots that were in the context at the last backward pass.
+        self._unreduced: WeakSet[Sharded] = WeakSet()
 
     @contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
@@ -47,29 +48,31 @@ class NoSync(BackwardSyncControl):
         sharded = self._strategy.sharded_of(module)
         self.accumulating.add(sharded)
         self._strategy.sharded_optimizers.unreduced.add(sharded)
-        self._off.add(sharded)
+        self._inside_context.add(sharded)
         try:
             with self._strategy._no_sync(sharded):
                 yield
         finally:
-            self._off.discard(sharded)
+            self._inside_context.discard(sharded)
 
     def after_backward(self, roots: Iterable[Sharded]) -> None:
-        """Note of which roots the last backward pass has left gradients unreduced."""
-        if self._off or self._last_was_off:
-            for root in roots:
-                (self._last_was_off.add if root in self._off else self._last_was_off.discard)(root)
+        """Record which roots the last backward pass has left with unreduced gradients."""
+        for root in roots:
+            if root in self._inside_context:
+                self._unreduced.add(root)
+            else:
+                self._unreduced.discard(root)
 
     def check_reduced(self, optimizer: Optimizer, roots: Iterable[Sharded]) -> None:
         """Refuse a step whose last backward pass has left gradients unreduced, which the step would not see.
 
         Raises:
-            ShardingError: It has.
+            ShardingError: Gradients of the optimizer's parameters are unreduced.
         """
-        if not self._last_was_off:
+        if not self._unreduced:
             return
         optimizer_params = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for root in [root for root in roots if root in self._last_was_off]:
+        for root in [root for root in roots if root in self._unreduced]:
             names: set[str] = set()
             for p, parts in root.layout().items():
                 if id(p) in optimizer_params and (isinstance(p, DTensor) or root.holds_part(p)):

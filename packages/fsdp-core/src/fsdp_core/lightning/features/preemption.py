@@ -1,10 +1,11 @@
 """Ends a fit after a checkpoint, at the same batch on all ranks, when a signal has told any one of them to end.
 
 Lightning saves inside its signal handler, at an arbitrary point of one rank, and broadcasts there. Here a handler sets
-a flag and nothing else. After each batch the ranks add up their flags, in place of the broadcast that Lightning makes
-before each, so it costs no further collective. With them they compare whether the epoch is over: a rank whose loader
-ends earlier than the others' is named at that batch, where they would wait for it otherwise. And they compare learning
-rates and the like, which a scheduler or a callback may have set differently.
+a flag and nothing else. After each batch one collective adds up the flags of all ranks. It takes the place of the
+broadcast that Lightning makes before each batch, and also compares two more things. One is whether the epoch is over:
+if the loader of a rank ends earlier than the others', an error names the rank at that batch, where the others would
+wait for it otherwise. The other is learning rates and the like, which a scheduler or a callback may have set
+differently.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Signals:
         """
         for signum in filter(None, (signal.SIGTERM, self.requeue_signal())):
             former_handler = signal.getsignal(signum)
+            # a handler of the user's for SLURM's signal replaces ours, as it replaces Lightning's
             if signum == signal.SIGTERM or former_handler in (signal.SIG_DFL, None):
                 users_handler = former_handler if callable(former_handler) else None
                 signal.signal(signum, self._handler(users_handler, on_signal))
@@ -100,12 +102,12 @@ class Signals:
         return bool(self.agreed)
 
     def requeue_agreed(self) -> None:
-        """Let SLURM queue this job again, once its checkpoint is complete, if it has announced that."""
+        """Let SLURM queue this job again, if its signal has announced that. Called once a checkpoint is complete."""
         if self.agreed and self.agreed == self.requeue_signal() and self._strategy.is_global_zero:
             requeue()
 
     def agree(self, *counts: int) -> list[int]:
-        """Add up what the ranks were told; :attr:`agreed` holds it then. All ranks must call it.
+        """Set :attr:`agreed` by the signals that have come to any rank. All ranks must call it.
 
         Args:
             *counts: Something else to be added up.
@@ -154,7 +156,7 @@ class Preemption(Feature):
         self._ended = True
 
     def teardown(self, trainer: pl.Trainer | None) -> None:
-        """Warn of a signal that came during the last batch of a fit, which has ended as it would have without it."""
+        """Warn of a signal that came during the last batch of a fit: the fit has ended as planned, in spite of it."""
         signal_received = self._signals.received
         if signal_received is not None and not self._ended:
             warnings.warn(
@@ -180,16 +182,17 @@ class Preemption(Feature):
         written_values = strategy.sharded.written_values
         values = written_values.take()
         rates = digest_of_rates(strategy.optimizers) ^ written_values.digest(values, runtime.rank)
-        last, total, of_squares = self._signals.agree(is_last, rates, rates**2)
-        if not are_equal(total, of_squares, runtime.world_size):
+        ranks_at_end, total, sum_of_squares = self._signals.agree(is_last, rates, rates**2)
+        if not are_equal(total, sum_of_squares, runtime.world_size):
             batch = trainer.fit_loop.epoch_loop.batch_idx
             epoch = trainer.current_epoch
             check_same_rates(runtime, strategy.optimizers, f"after batch {batch} of epoch {epoch}")
             written_values.check_same(values, runtime, f"training_step(), in batch {batch} of epoch {epoch},")
-        if 0 < last < runtime.world_size:
-            ended = [rank for rank, has in enumerate(runtime.gather_objects(is_last)) if has]
+        if 0 < ranks_at_end < runtime.world_size:
+            is_last_by_rank = runtime.gather_objects(is_last)
+            ended_ranks = ", ".join(str(rank) for rank, has_ended in enumerate(is_last_by_rank) if has_ended)
             raise ShardingError(
-                f"{strategy.strategy_name}: the epoch is over on rank {', '.join(map(str, ended))} after batch "
+                f"{strategy.strategy_name}: the epoch is over on rank {ended_ranks} after batch "
                 f"{trainer.fit_loop.epoch_loop.batch_idx} of epoch {trainer.current_epoch}, and goes on elsewhere. All "
                 "ranks must take as many steps: each step needs the shards of all.\n"
                 "Give each rank as many batches: datasets of the same length, or Trainer(limit_train_batches=N) with "
@@ -199,15 +202,16 @@ class Preemption(Feature):
     def _end_together(self, trainer: pl.Trainer) -> None:
         """Raise on all ranks, after a checkpoint, if any of them was told to end. Called before each batch.
 
-        With a global batch that is kept, a step that is begun is done first: what is left of it may not be divisible
-        over other ranks.
+        With a ``GlobalBatch`` of a size, an accumulation that has begun is completed first: what is left of its batch
+        may not be divisible over another number of ranks.
         """
         agreed_signal = self._signals.agreed
         if agreed_signal and not (keeps_global_batch(trainer) and is_accumulating(trainer)):
             self._ended = True
             note_sigterm(trainer)
             self._save(trainer, agreed_signal)
-            # one status tells a launcher; a process of Lightning's that ended with it would have the others killed
+            # Rank 0's exit status is enough. If another process ended with a status, Lightning's launcher would kill
+            # the rest.
             raise SIGTERMException(128 + agreed_signal if self._strategy.is_global_zero else 0)
 
     def _save(self, trainer: pl.Trainer, agreed_signal: int) -> None:

@@ -49,7 +49,7 @@ class ShardedOptimizers:
         self._rebind(optimizers, roots)
 
     def follow_added_parameters(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
-        """Re-point or refuse parameters that an optimizer was given since the last check, before it is stepped."""
+        """Make an optimizer hold shards of the parameters that it was given since the last check, or refuse these."""
         current = _parameters_of(optimizer)
         previous = _last_params.get(optimizer, [])
         if len(current) != len(previous) or not all(map(operator.is_, current, map(operator.call, previous))):
@@ -60,7 +60,7 @@ class ShardedOptimizers:
     def refuse_late(self, sharded: Sharded, optimizers: Iterable[Optimizer] = ()) -> None:
         """Refuse parameters that were added to the module after it was sharded."""
         with sharded.unsharded_view():
-            refuse_late(sharded.module, sharded.plan.names, optimizers, self._strategy.make_before)
+            refuse_late(sharded.module, sharded.plan.names, optimizers, self._strategy.creation_hint)
 
     def check_first_gradients(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
         """Let roots check the gradients of an optimizer's first step. All ranks must call it.
@@ -91,7 +91,7 @@ class ShardedOptimizers:
         for optimizer in optimizers:
             self._follow_zero_grad(optimizer, roots)
             _last_params[optimizer] = [ref(parameter) for parameter in _parameters_of(optimizer)]
-            refuse_files_of_optimizer(optimizer, _held_in_parts(optimizer, roots), strategy.strategy_name)
+            refuse_files_of_optimizer(optimizer, _shard_test(optimizer, roots), strategy.strategy_name)
 
     def _follow_zero_grad(self, optimizer: Optimizer, roots: Sequence[Sharded]) -> None:
         """Make ``zero_grad()`` also discard unreduced gradients, which are not stored at the shards."""
@@ -115,14 +115,17 @@ class ShardedOptimizers:
         on_zero_grad(optimizer, discard)
 
 
-def _discard_unreduced(of: ref[Sharded], unreduced: WeakSet[Sharded]) -> None:
-    root = of()
+def _discard_unreduced(root_ref: ref[Sharded], unreduced: WeakSet[Sharded]) -> None:
+    root = root_ref()
     if root is not None and root in unreduced:
         root.forget_unreduced(root.plan.parameters)
 
 
-def _held_in_parts(optimizer: Optimizer, roots: Sequence[Sharded]) -> Callable[[Tensor], bool]:
-    """Whether an optimizer's parameter is a shard. The optimizer keeps the result, which must not keep the roots."""
+def _shard_test(optimizer: Optimizer, roots: Sequence[Sharded]) -> Callable[[Tensor], bool]:
+    """Return a function that says whether a parameter of an optimizer is a shard.
+
+    The optimizer keeps the function, so it refers to no root, which it would keep alive.
+    """
     pieces = WeakTensorKeyDictionary()
     for parameter in _parameters_of(optimizer):
         if any(root.holds_part(parameter) for root in roots):
@@ -135,7 +138,7 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _is_held(root: Sharded, optimizers: Iterable[Optimizer]) -> bool:
-    """Whether an optimizer holds a parameter of a root, sharded, from before sharding, or added since."""
+    """Whether an optimizer holds a parameter of a root: a shard, one from before sharding, or one added since."""
     optimizer_params = [parameter for optimizer in optimizers for parameter in _parameters_of(optimizer)]
     with root.unsharded_view():
         module_params = {id(parameter) for parameter in root.module.parameters()}

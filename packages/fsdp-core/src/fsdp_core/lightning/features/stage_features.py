@@ -27,8 +27,8 @@ class StageFeatures:
 
     - Preemption is first, so that a signal that comes while a stage is set up is noted, and warned of first at its end.
     - Checks come before anything is done to the module.
-    - Metrics and callbacks come before exact resume: they may draw random numbers, and on resuming nothing may between
-      the state that exact resume sets as training starts and the first batch.
+    - Metrics and callbacks come before exact resume: they may draw random numbers. As training starts, exact resume
+      restores the generators' state, and after that nothing may draw before the first batch.
 
     Args:
         strategy: The strategy.

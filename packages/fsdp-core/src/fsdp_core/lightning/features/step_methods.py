@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.gradients.step_gradients import unguard_parameters
 from fsdp_core.gradients.step_writes import StepWrites, check_writes
-from fsdp_core.lightning.features.guarded_gradients import GuardedGradients
+from fsdp_core.lightning.features.gradient_guard import GradientGuard
 from fsdp_core.lightning.outside_steps.exporting import refuse_values_of_parts
 from fsdp_core.lightning.outside_steps.redirection import call_inside_forward, explain_shards, mend_caught
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
@@ -31,21 +31,22 @@ __all__ = ["StepMethods"]
 class StepMethods:
     """Runs the user's step methods inside the root's forward pass, where the root's shards are gathered.
 
-    Where a step method itself runs backward passes and optimizer steps, each ends a part of it: what it has written is
-    checked and the root's shards take part, and the next part begins with what the optimizer has stepped to.
+    A step method may itself run backward passes and optimizer steps. Each of these ends a part of the method: what the
+    part has written is checked, and the root's forward pass is suspended. The next part begins with the root's
+    parameters gathered anew, with the values that the optimizer has stepped to.
 
     Args:
         strategy: The strategy.
 
     Attributes:
-        gradients: Refuses what users compute of pieces, between the library's own computations.
+        gradient_guard: Refuses what users compute of pieces, between the library's own computations.
         accumulates: Whether backward passes leave gradients unreduced.
         is_first: Whether the fit has taken no training step yet.
     """
 
     def __init__(self, strategy: ShardedTrainerStrategy) -> None:
         self._strategy = strategy
-        self.gradients = GuardedGradients(strategy)
+        self.gradient_guard = GradientGuard(strategy)
         self.accumulates = self.is_first = False
         self._in_training = self._in_evaluation = self._has_run = False
         self._is_inside = self._steps_optimizer = False
@@ -70,7 +71,7 @@ class StepMethods:
         self._in_training = True
         if self.is_first:
             self._writes = strategy.sharded.watch_writes()
-        self.gradients.guard_parameters()
+        self.gradient_guard.guard_parameters()
         if self.is_by_hand:
             self._follow_optimizers()
         try:
@@ -83,9 +84,9 @@ class StepMethods:
             if self._writes is not None:
                 self._writes.stop()
                 self._writes = None
-            self.gradients.off()
+            self.gradient_guard.off()
             if not self._is_automatic:
-                self.gradients.guard_parameters(between_steps=True)
+                self.gradient_guard.guard_parameters(between_steps=True)
 
     def evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a step method that does not train, though it may adapt."""
@@ -95,9 +96,9 @@ class StepMethods:
             output = self._run(name, *args, **kwargs)
         finally:
             self._in_evaluation = False
-            self.gradients.off()
+            self.gradient_guard.off()
         self._strategy.sharded.reshard()
-        self.gradients.guard_parameters()
+        self.gradient_guard.guard_parameters()
         return output
 
     def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +112,7 @@ class StepMethods:
             if self.is_by_hand and not self._in_evaluation:
                 strategy.sharded.show_gradients()
             if self._in_training:
-                self.gradients.guard_flat_pieces()
+                self.gradient_guard.guard_flat_pieces()
             output = getattr(strategy.lightning_module, name)(*args, **kwargs)
             self._check_writes(strategy.runtime)
             return output
@@ -129,7 +130,7 @@ class StepMethods:
         """End the part of a step method that has computed a loss."""
         if self.is_by_hand:
             sharded = self._strategy.sharded
-            self.gradients.off()
+            self.gradient_guard.off()
             mend_caught(sharded)
             self._check_writes()
             sharded.suspend_forward(loss)
@@ -140,16 +141,16 @@ class StepMethods:
             self._strategy.sharded_optimizers.unreduced.add(self._strategy.sharded)
         if self.is_by_hand:
             self._strategy.sharded.resume_forward()
-            self.gradients.on()
+            self.gradient_guard.on()
         elif self.accumulates:
-            self.gradients.guard_parameters()  # no optimizer steps before the hooks
+            self.gradient_guard.guard_parameters()  # no optimizer steps before the hooks
 
     def after_inner_backward(self) -> None:
         """Go on after a backward pass in a step method of which Lightning does not know."""
         if self.accumulates:
             self._strategy.sharded_optimizers.unreduced.add(self._strategy.sharded)
         if self.is_by_hand:
-            self.gradients.on()
+            self.gradient_guard.on()
 
     def step_optimizer(self, optimizer: Optimizer, closure: Callable[[], Any], step: Callable[..., Any]) -> Any:
         """Step over shards.
@@ -163,13 +164,13 @@ class StepMethods:
         unreduced = strategy.sharded_optimizers.unreduced
         resume = strategy.features.exact_resume
         if not self.is_by_hand:
-            if not self._is_automatic:
-                self.gradients.off()  # a hook steps; otherwise the closure runs a training step, which ends so
+            if not self._is_automatic:  # a hook steps; with automatic optimization, the closure turns the guard off
+                self.gradient_guard.off()
             output = step(closure=closure)
-            resume.on_step(optimizer)
+            resume.after_step(optimizer)
             unreduced.clear()
             sharded.reshard()
-            self.gradients.guard_parameters(between_steps=True)
+            self.gradient_guard.guard_parameters(between_steps=True)
             return output
 
         def closure_inside_forward() -> Any:
@@ -188,12 +189,12 @@ class StepMethods:
         finally:
             self._steps_optimizer = False
             unreduced.clear()
-            resume.on_step(optimizer)
+            resume.after_step(optimizer)
             self._begin_part()
 
     def _end_part(self) -> None:
         """End a part of a step method before an optimizer steps over the shards."""
-        self.gradients.off()
+        self.gradient_guard.off()
         self._check_writes()
 
     def _begin_part(self) -> None:
@@ -201,7 +202,7 @@ class StepMethods:
         self._strategy.sharded.resume_forward()
         if self._writes is not None:
             self._writes.renew()
-        self.gradients.on()
+        self.gradient_guard.on()
 
     def _follow_optimizers(self) -> None:
         """Let a step method go on with the weights that an optimizer has stepped to without a call of the strategy."""
@@ -212,8 +213,8 @@ class StepMethods:
                 optimizer.register_step_post_hook(partial(_after_step_inside, ref(self)))
 
     @property
-    def _is_stepped_past(self) -> bool:
-        """Whether an optimizer's step that runs is inside a step method, and was not called by way of the strategy."""
+    def _is_step_unannounced(self) -> bool:
+        """Whether a step method runs, and an optimizer's step in it was not called by way of the strategy."""
         return self._is_inside and self.is_by_hand and not self._steps_optimizer
 
     def _check_steps_here(self, optimizer: Optimizer) -> None:
@@ -259,7 +260,7 @@ class StepMethods:
         example, which has no ``step_methods``.
         """
 
-        def followed(toggle: Callable[..., None]) -> Callable[..., None]:
+        def follow_after(toggle: Callable[..., None]) -> Callable[..., None]:
             @wraps(toggle)
             def toggle_and_follow(optimizer: Any) -> None:
                 toggle(optimizer)
@@ -270,8 +271,8 @@ class StepMethods:
             return toggle_and_follow
 
         if "toggle_optimizer" not in module.__dict__:
-            module.toggle_optimizer = followed(module.toggle_optimizer)  # type: ignore[method-assign]
-            module.untoggle_optimizer = followed(module.untoggle_optimizer)  # type: ignore[method-assign]
+            module.toggle_optimizer = follow_after(module.toggle_optimizer)  # type: ignore[method-assign]
+            module.untoggle_optimizer = follow_after(module.untoggle_optimizer)  # type: ignore[method-assign]
 
     # -- stages ----------------------------------------------------------------------------------------------------
 
@@ -291,7 +292,7 @@ class StepMethods:
     def end_stage(self) -> None:
         """Let everything be computed that ends a stage."""
         if self._strategy.sharded_or_none is not None:
-            self.gradients.off()
+            self.gradient_guard.off()
         refuse_values_of_parts(False)
         use_split(None)
 
@@ -304,7 +305,7 @@ class StepMethods:
 
 def _before_step_inside(reference: ref[StepMethods], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     methods = reference()
-    if methods is None or not methods._is_stepped_past:
+    if methods is None or not methods._is_step_unannounced:
         return
     if len(args) > 1 or kwargs.get("closure") is not None:
         raise UnsupportedCapabilityError(
@@ -318,5 +319,5 @@ def _before_step_inside(reference: ref[StepMethods], optimizer: Optimizer, args:
 
 def _after_step_inside(reference: ref[StepMethods], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     methods = reference()
-    if methods is not None and methods._is_stepped_past:
+    if methods is not None and methods._is_step_unannounced:
         methods._begin_part()

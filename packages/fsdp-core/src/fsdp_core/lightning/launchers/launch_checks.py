@@ -11,8 +11,8 @@ from fsdp_core.errors import ShardingError
 
 __all__ = ["check_launched"]
 
-#: By launcher: its name, and the variables that tell the ranks of a host and the hosts.
-_TELLS: dict[type[ClusterEnvironment], tuple[str, str, str]] = {
+#: By Lightning's class for a launcher: its name, and the variables with the numbers of ranks per host and of hosts.
+_VARIABLES: dict[type[ClusterEnvironment], tuple[str, str, str]] = {
     TorchElasticEnvironment: ("torchrun", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     SLURMEnvironment: ("SLURM", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"),
 }
@@ -30,29 +30,33 @@ def check_launched(environment: ClusterEnvironment | None, devices: int, num_nod
         ShardingError: The launcher has started others. The message says what to write.
     """
     if environment is None or isinstance(environment, LightningEnvironment):
-        return  # Lightning starts them itself, or they are numbered by these numbers
+        return  # Lightning starts the ranks itself, or numbers them by ``devices`` and ``num_nodes``
     if not environment.creates_processes_externally:
         return
     try:
         world = environment.world_size()
-    except (KeyError, ValueError, NotImplementedError, RuntimeError):  # it does not say
+    except (KeyError, ValueError, NotImplementedError, RuntimeError):  # this launcher does not say
         return
-    launcher, name_of_devices, name_of_hosts = _TELLS.get(type(environment), (type(environment).__name__, "", ""))
-    on_a_host, hosts = _number(name_of_devices), _number(name_of_hosts)
-    agrees = devices * num_nodes == world and on_a_host in (None, devices) and hosts in (None, num_nodes)
+    launcher, ranks_variable, hosts_variable = _VARIABLES.get(type(environment), (type(environment).__name__, "", ""))
+    ranks_per_host, hosts = _number(ranks_variable), _number(hosts_variable)
+    agrees = devices * num_nodes == world and ranks_per_host in (None, devices) and hosts in (None, num_nodes)
     if agrees or world < 1:
         return
-    if on_a_host is None and hosts is None:
-        right = f"numbers whose product is {world}"
+    if ranks_per_host is None and hosts is None:
+        correction = f"numbers whose product is {world}"
     else:
-        hosts = hosts or max(world // (on_a_host or world), 1)
-        right = f"devices={on_a_host or world // hosts}, num_nodes={hosts}"
+        hosts = hosts or max(world // (ranks_per_host or world), 1)
+        correction = f"devices={ranks_per_host or world // hosts}, num_nodes={hosts}"
     started = f"{world} rank{'s' if world > 1 else ''}"
-    per_host = "" if on_a_host is None or hosts is None else f", {on_a_host} on each of {hosts} host{'s' * (hosts > 1)}"
+    per_host = (
+        ""
+        if ranks_per_host is None or hosts is None
+        else f", {ranks_per_host} on each of {hosts} host{'s' * (hosts > 1)}"
+    )
     raise ShardingError(
         f"devices={devices} and num_nodes={num_nodes} ask for {devices * num_nodes} rank"
         f"{'s' * (devices * num_nodes > 1)}, {devices} on each host, and {launcher} has started {started}{per_host}.\n"
-        f"Write {right}{_read_from(name_of_devices, name_of_hosts)}; or start other ranks."
+        f"Write {correction}{_suggest_variables(ranks_variable, hosts_variable)}; or start other ranks."
     )
 
 
@@ -61,7 +65,7 @@ def _number(variable: str) -> int | None:
     return int(value) if value.isdigit() else None
 
 
-def _read_from(devices: str, hosts: str) -> str:
+def _suggest_variables(devices: str, hosts: str) -> str:
     if not devices or devices not in os.environ:
         return ""
     return f' (in a script for any number: devices=int(os.environ["{devices}"]), num_nodes=int(os.environ["{hosts}"]))'

@@ -1,13 +1,13 @@
 """Ranks of a notebook, or of another interactive session: forked from its process. Checked on Lightning 2.6.6.
 
-A script's ranks run the script again. A notebook has none, and what its cells define can't be imported elsewhere. A
-forked process has all of it. What Lightning's ``ddp_notebook`` does is done for our strategies, and besides:
+A script's ranks run the script again. A notebook has no script, and what its cells define can't be imported in another
+process. A forked process has all of it. This does what Lightning's ``ddp_notebook`` does, and besides:
 
 - All ranks end with the call, however it ends: also when the cell is interrupted.
 - The weights that come back are gathered from shards.
 - Ranks compute with one thread on a CPU. The threads of OpenMP in the notebook's process do not exist in a forked one,
   which would wait for them forever; torch's data loaders do the same for their workers.
-- What would initialise the accelerator before the fork is left to the ranks, and it is an error if something else has,
+- Nothing here initialises the accelerator before the fork: the ranks do. It is an error if something else has done so,
   or if a run on one device has created a process group: gloo keeps its sockets as long as the process lives.
 """
 
@@ -107,7 +107,7 @@ class TrainerForkedRanks(TrainerForkLauncher):
             )
         self._has_fitted |= fits
         results, collected = _on_forked_ranks(
-            self._strategy, lambda: _stage(trainer, function(*args, **kwargs), self.get_extra_results)
+            self._strategy, lambda: _collect_results(trainer, function(*args, **kwargs), self.get_extra_results)
         )
         if collected is not None:
             if collected["weights"] is not None:
@@ -120,11 +120,11 @@ class TrainerForkedRanks(TrainerForkLauncher):
         return results
 
 
-#: What a ModelCheckpoint has found out, for ``ckpt_path="best"`` and for users.
-_OF_CHECKPOINTS = ("best_model_path", "best_model_score", "best_k_models", "last_model_path")
+#: What a ModelCheckpoint records of its checkpoints, for ``ckpt_path="best"`` and for users.
+_CHECKPOINT_ATTRIBUTES = ("best_model_path", "best_model_score", "best_k_models", "last_model_path")
 
 
-def _stage(trainer: Any, results: Any, extra: Callable[[Any], Any]) -> tuple[Any, dict[str, Any] | None]:
+def _collect_results(trainer: Any, results: Any, extra: Callable[[Any], Any]) -> tuple[Any, dict[str, Any] | None]:
     if trainer is None:
         return results, None
     fitted = trainer.state.fn == TrainerFn.FITTING
@@ -132,7 +132,7 @@ def _stage(trainer: Any, results: Any, extra: Callable[[Any], Any]) -> tuple[Any
     if not trainer.is_global_zero:
         return None, None
     checkpoints = [
-        {name: vars(callback)[name] for name in _OF_CHECKPOINTS if name in vars(callback)}
+        {name: vars(callback)[name] for name in _CHECKPOINT_ATTRIBUTES if name in vars(callback)}
         for callback in trainer.checkpoint_callbacks
     ]
     collected = {
@@ -165,7 +165,7 @@ def _on_forked_ranks(strategy: Any, run: Callable[[], Any]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "result")
         context = start_processes(
-            _rank, args=(run, path), nprocs=strategy.num_processes, start_method="fork", join=False
+            _run_rank, args=(run, path), nprocs=strategy.num_processes, start_method="fork", join=False
         )
         try:
             while not context.join():
@@ -182,7 +182,7 @@ def _on_forked_ranks(strategy: Any, run: Callable[[], Any]) -> Any:
         return torch.load(path, weights_only=False)
 
 
-def _rank(index: int, run: Callable[[], Any], path: str) -> None:
+def _run_rank(index: int, run: Callable[[], Any], path: str) -> None:
     os.environ["LOCAL_RANK"] = str(index)
     torch.set_num_threads(1)
     result = move_data_to_device(run(), "cpu")

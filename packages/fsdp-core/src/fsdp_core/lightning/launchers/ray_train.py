@@ -76,7 +76,8 @@ class RayWorker:
                 f"{', '.join(map(str, devices))}.\nWrite accelerator={self.device.type!r} and devices='auto'; "
                 "ScalingConfig(num_workers=..., use_gpu=...) says what Ray gives."
             )
-        if number < self.local_world_size and (self.device.type != "cpu" or number > 1):
+        is_auto_of_cpus = self.device.type == "cpu" and number == 1
+        if number < self.local_world_size and not is_auto_of_cpus:
             self._refuse_number(number)
         if self.device.type == "cpu" and number > self.local_world_size:
             self._refuse_number(number)
@@ -157,7 +158,7 @@ def check_reports(callbacks: Iterable[object], strategy: str) -> None:
 
 
 def _workers() -> int:
-    """The number of workers, if this process is one, whether or not it says so to Lightning."""
+    """The number of Ray's workers, if this process is one, whether or not its cluster environment is Ray's; else 1."""
     train = sys.modules.get("ray.train")
     if train is None or not hasattr(train, "get_context"):
         return 1

@@ -41,7 +41,7 @@ def enter_accelerator(front_end: FrontEnd) -> None:
         front_end: ``"trainer"`` or ``"fabric"``.
     """
     module, name = _CONNECTORS[front_end]
-    replace_function(getattr(import_module(module), name), "_check_config_and_set_final_flags", _finding_accelerator)
+    replace_function(getattr(import_module(module), name), "_check_config_and_set_final_flags", _resolves_auto)
     kind = _kind_without_accelerator()
     if kind is None:
         return
@@ -55,11 +55,11 @@ def enter_accelerator(front_end: FrontEnd) -> None:
         accelerators.register(kind, TorchAccelerator, description=description, override=True)
 
 
-def _finding_accelerator(check: Callable[..., None]) -> Callable[..., None]:
-    """A connector's method that reads what users ask for, and resolves ``"auto"`` for strategies on any accelerator."""
+def _resolves_auto(check: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a connector's method that reads what users ask for: ``"auto"`` is torch's accelerator for our strategies."""
 
     @wraps(check)
-    def check_and_find(self: Any, *args: Any, strategy: Any, accelerator: Any, **kwargs: Any) -> None:
+    def check_and_resolve(self: Any, *args: Any, strategy: Any, accelerator: Any, **kwargs: Any) -> None:
         runs_on_any = _runs_on_any_accelerator(strategy)
         if runs_on_any and isinstance(accelerator, str):
             _refuse_missing(accelerator)
@@ -68,7 +68,7 @@ def _finding_accelerator(check: Callable[..., None]) -> Callable[..., None]:
         if runs_on_any and self._accelerator_flag == "auto" and kind is not None and torch.accelerator.is_available():
             self._accelerator_flag = kind
 
-    return mark_wrapper(check_and_find, check, _finding_accelerator)
+    return mark_wrapper(check_and_resolve, check, _resolves_auto)
 
 
 def _kind_without_accelerator() -> str | None:
@@ -78,7 +78,7 @@ def _kind_without_accelerator() -> str | None:
 
 
 def _runs_on_any_accelerator(strategy: Any) -> bool:
-    """Whether a strategy, or the one of a name, is ours, and runs on whatever accelerator torch finds."""
+    """Whether a strategy, given as an object or a name, is ours and runs on whatever accelerator torch finds."""
     sharded = sys.modules.get("fsdp_core.lightning.strategy")
     if sharded is not None and isinstance(strategy, sharded.ShardedStrategy):
         strategy = strategy.strategy_name

@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["fill_when_read"]
 
-_READING = (
+_READING_METHODS = (
     *("__contains__", "__delitem__", "__eq__", "__getitem__", "__ior__", "__iter__", "__len__", "__ne__", "__or__"),
     *("__reduce_ex__", "__repr__", "__reversed__", "__ror__", "__str__", "available_strategies", "clear", "copy"),
     *("get", "items", "keys", "pop", "popitem", "remove", "setdefault", "update", "values"),
@@ -20,8 +20,8 @@ def fill_when_read(
 ) -> None:
     """Call ``find`` and ``fill`` right before ``registry`` is read for the first time.
 
-    Until then the registry is an instance of a subclass of its class; then its class is restored. Registering does not
-    count as reading: Lightning registers further names after its strategies module has run.
+    Until then the registry is an instance of a subclass, whose methods do that and restore the class. Registering does
+    not count as reading: Lightning registers further names after its strategies module has run.
 
     Args:
         registry: An instance of a subclass of ``dict``.
@@ -39,16 +39,17 @@ def fill_when_read(
     """
     plain = type(registry)
 
-    def reading(name: str) -> Callable[..., Any]:
+    def fill_before(name: str) -> Callable[..., Any]:
         @wraps(getattr(plain, name))
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             if name == "__contains__" and args[0] in never:
                 return dict.__contains__(self, args[0])
-            if self is registry and type(self) is deferred:
-                find()
-            if type(self) is deferred:
+            if self is not registry:  # a copy
                 self.__class__ = plain
-                if self is registry:
+            elif type(self) is deferred:
+                find()
+                if type(self) is deferred:  # no other thread has filled it meanwhile
+                    self.__class__ = plain
                     fill()
             return getattr(self, name)(*args, **kwargs)
 
@@ -61,7 +62,7 @@ def fill_when_read(
         finally:
             self.__class__ = deferred
 
-    methods: dict[str, Any] = {name: reading(name) for name in _READING if hasattr(plain, name)}
+    methods: dict[str, Any] = {name: fill_before(name) for name in _READING_METHODS if hasattr(plain, name)}
     if hasattr(plain, "register"):
         methods["register"] = register
     deferred = type(plain.__name__, (plain,), {"__module__": plain.__module__, **methods})

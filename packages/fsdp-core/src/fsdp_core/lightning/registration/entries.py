@@ -21,6 +21,7 @@ from fsdp_core.lightning.registration.accelerators import enter_accelerator
 from fsdp_core.lightning.registration.deferred_names import fill_when_read
 from fsdp_core.lightning.registration.sharded_elsewhere import install_refusal
 from fsdp_core.plugins import registry
+from fsdp_core.plugins.discovery import forget_if_outdated
 from fsdp_core.plugins.lightning_names import TAKEN_OVER
 from fsdp_core.plugins.strategy_info import FrontEnd
 
@@ -34,8 +35,8 @@ class _Home:
     Attributes:
         attribute: The registry's name in the strategies module.
         front_end: The front end whose strategies it holds.
-        instead: For a stand-alone package, whose classes our adapters can't subclass too: the line that users write
-            and the one to write instead.
+        instead: For a stand-alone package, in which our strategies don't work: the import that the user has written,
+            and the one to write instead. ``None`` for the package ``lightning``, whose classes our adapters subclass.
     """
 
     attribute: str
@@ -58,8 +59,8 @@ _HOMES = {
     ),
 }
 
-# The method of Lightning's connectors that tests what the user gave as strategy= against the registry's names.
-_CONNECTORS_TEST = "_check_config_and_set_final_flags"
+# The method of Lightning's connectors that tests whether strategy= is one of the registry's names.
+_CONNECTORS_METHOD = "_check_config_and_set_final_flags"
 
 # "auto" never reaches a registry; Lightning registers "single_tpu" only after its strategies module has run.
 _RESERVED = frozenset({"auto", "single_tpu"})
@@ -80,11 +81,11 @@ class LazyStrategy:
     def __call__(self, **options: Any) -> Any:
         if self.instead is not None:
             registry.describe(self.name)  # an error about the name itself comes first
-            raise _of_another_package(f"strategy {self.name!r}", self.instead)
+            raise _other_package_error(f"strategy {self.name!r}", self.instead)
         return registry.resolve(self.name, self.front_end)(**options)
 
 
-def _of_another_package(what: str, instead: tuple[str, str]) -> StrategyUnavailableError:
+def _other_package_error(what: str, instead: tuple[str, str]) -> StrategyUnavailableError:
     imported, replacement = instead
     return StrategyUnavailableError(
         f"{what} works with the package 'lightning' (pip install lightning), "
@@ -94,20 +95,20 @@ def _of_another_package(what: str, instead: tuple[str, str]) -> StrategyUnavaila
 
 
 def _refuse_elsewhere(strategy: object, module: str) -> None:
-    """Raise if a connector got one of our strategy objects for another front end or another package."""
-    ranks = sys.modules.get("fsdp_core.lightning.strategy")
+    """Raise if a connector got one of our strategy objects that is for another front end or another package."""
+    ours = sys.modules.get("fsdp_core.lightning.strategy")
     home = _HOMES.get(module)
-    if ranks is None or home is None or not isinstance(strategy, ranks.ShardedStrategy):
+    if ours is None or home is None or not isinstance(strategy, ours.ShardedStrategy):
         return
     if isinstance(strategy, sys.modules[module].Strategy):
         return
     class_name = f"{type(strategy).__module__}.{type(strategy).__qualname__}"
     if home.instead is not None:
-        raise _of_another_package(class_name, home.instead)
+        raise _other_package_error(class_name, home.instead)
     name = strategy.strategy_name
     replacement = getattr(registry.describe(name), home.front_end)
     if replacement is None:
-        registry.resolve(name, home.front_end)  # raises with the front ends that it works with
+        registry.resolve(name, home.front_end)  # raises an error that names the front end that has a class
     raise UnsupportedCapabilityError(
         f"{class_name} can't be given to {registry.FRONT_ENDS[home.front_end]}, which has a class of its own.\n"
         f"Write `from {' import '.join(replacement.split(':'))}`, or strategy={name!r}."
@@ -135,13 +136,13 @@ def enter(module: ModuleType) -> None:
     names = getattr(module, home.attribute)
 
     def find() -> None:
-        with suppress(Exception):  # fill() gets it again
+        with suppress(Exception):  # fill() meets the same exception, and warns of it
             registry.known_names()
 
     def fill() -> None:
         try:
             install_search()
-            _enter_now(names, module)
+            _enter_names(names, module)
             if home.instead is None:
                 enter_accelerator(home.front_end)
         except Exception as error:
@@ -150,15 +151,15 @@ def enter(module: ModuleType) -> None:
     fill_when_read(names, find, fill, never=_RESERVED)
 
 
-def _enter_now(names: Any, module: ModuleType) -> None:
+def _enter_names(names: Any, module: ModuleType) -> None:
     home = _HOMES[module.__name__]
     infos = registry.strategies()
-    passed_over = []
+    lightning_names = []
     for name in registry.known_names():
-        # Not names.get(name), which would build the strategy.
+        # names[name] and not names.get(name), which would build the strategy
         is_lightnings = name in names and not isinstance(names[name]["strategy"], LazyStrategy)
         if name in _RESERVED or (is_lightnings and not _takes_over(name, home)):
-            passed_over.append(name)
+            lightning_names.append(name)
             continue
         names.register(
             name,
@@ -167,7 +168,7 @@ def _enter_now(names: Any, module: ModuleType) -> None:
             override=True,
         )
     names.available_strategies = partial(StrategyNames, names, module.__name__)
-    for name in passed_over:
+    for name in lightning_names:
         _warn_of_claims(name, module)
 
 
@@ -191,11 +192,16 @@ def _warn_of_claims(name: str, module: ModuleType) -> None:
 class StrategyNames(list[str]):
     """A registry's names, as ``available_strategies()`` lists them; a misspelt one of ours raises our error.
 
-    Lightning's connectors test the user's string against this list, and only report an unknown one as invalid. There is
-    no public way to change that. So the test raises :class:`~fsdp_core.UnknownStrategyError`, a ``ValueError`` like
-    Lightning's own, if it is a connector's, Lightning does not know the name either, and the name looks like one of
-    ours. It also raises for one of our objects that is for another front end or another package. All other tests get
-    the plain result. Checked on Lightning 2.6.6.
+    Lightning's connectors test whether the user's string is in this list, and say of any other that it is invalid.
+    There is no public way to change that. So a test by a connector, which is recognised by the caller's name, does
+    more than tell whether the name is in the list. All other tests get the plain result. A connector's
+
+    - enters the names of packages that were installed after Lightning was imported;
+    - raises :class:`~fsdp_core.UnknownStrategyError`, a ``ValueError`` like Lightning's own, for a name that neither we
+      nor Lightning know and that looks more like one of ours;
+    - raises for a strategy object of ours that is for another front end or another package.
+
+    Checked on Lightning 2.6.6.
 
     Args:
         names: The names.
@@ -210,16 +216,26 @@ class StrategyNames(list[str]):
         if super().__contains__(name):
             return True
         caller = sys._getframe(1).f_code.co_name
-        if caller == _CONNECTORS_TEST:
-            self._refuse(name)
+        if caller != _CONNECTORS_METHOD:
+            return False
+        if not isinstance(name, str):
+            _refuse_elsewhere(name, self._module)
+            return False
+        if self._enter_late(name):
+            return True
+        if self._looks_like_ours(name):
+            raise registry.unknown_strategy(name, self._lightning_names())
         return False
 
-    def _refuse(self, strategy: object) -> None:
-        """Raise our error about what a connector is to use and this registry lacks, if it is ours or looks like it."""
-        if not isinstance(strategy, str):
-            _refuse_elsewhere(strategy, self._module)
-        elif self._looks_like_ours(strategy):
-            raise registry.unknown_strategy(strategy, self._lightning_names())
+    def _enter_late(self, name: str) -> bool:
+        """Enter names of packages that were installed after the registry was filled; whether ``name`` is one."""
+        forget_if_outdated()
+        module = sys.modules.get(self._module)
+        if module is None or name not in registry.known_names():
+            return False
+        names = getattr(module, _HOMES[self._module].attribute)
+        _enter_names(names, module)
+        return name in names
 
     def _looks_like_ours(self, name: str) -> bool:
         our_likeness, _ = registry.likeness(name, registry.known_names())

@@ -32,14 +32,14 @@ def install_refusal(strategies: ModuleType) -> None:
 def _refuses_shards(take: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(take)
     def take_or_refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ranks = sys.modules.get("fsdp_core.lightning.strategy")  # nothing is sharded if it was not imported
-        if ranks is not None and not isinstance(self, ranks.ShardedStrategy):
+        ours = sys.modules.get("fsdp_core.lightning.strategy")  # nothing is sharded if it was not imported
+        if ours is not None and not isinstance(self, ours.ShardedStrategy):
             module: Any = inspect.signature(take).bind(self, *args, **kwargs).args[1]
-            sharded = [sharded for sharded in map(ranks.sharded_of, module.modules()) if sharded is not None]
+            sharded = [sharded for sharded in map(ours.sharded_of, module.modules()) if sharded is not None]
             if sharded:
                 from fsdp_core.lightning.private import forget_module
 
-                forget_module(self)  # otherwise its teardown would move shards, and end in torch's error anyway
+                forget_module(self)  # or the strategy's teardown would move shards, and raise an error of torch's
                 raise _refusal(type(self).__name__, sharded[0].strategy_name, sharded[0].plan.class_name)
         return take(self, *args, **kwargs)
 

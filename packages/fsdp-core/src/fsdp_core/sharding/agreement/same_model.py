@@ -112,23 +112,23 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 def describe_value(value: object) -> str:
     """Describe a value such that equal values have equal descriptions on all ranks: no addresses, no set order.
 
-    Of functions and objects it is the name of the function or of the class; of tensors that hold one number, the
-    number; of other tensors, shape and dtype.
+    A function is described by its name, an object by that of its class, a tensor with one element by the number, and
+    any other tensor by its shape and dtype.
 
     Example:
         >>> describe_value((0.9, torch.tensor(0.5), float("nan"), torch.zeros(2), len, nn.Identity()))
         '[0.9, 0.5 in torch.float32, nan, (2,) in torch.float32, len, a Identity]'
     """
     if isinstance(value, Tensor):
-        # reading others would run a program, or a collective, that other ranks may not run
-        is_read_alone = value.device.type not in ("meta", "xla") and not isinstance(value, DTensor)
-        if value.numel() == 1 and is_read_alone:
+        # reading a value on XLA runs a program, and reading a DTensor's a collective, which other ranks may not run
+        is_readable = value.device.type not in ("meta", "xla") and not isinstance(value, DTensor)
+        if value.numel() == 1 and is_readable:
             return f"{value.item()!r} in {value.dtype}"
         return describe_tensor(value)
     if isinstance(value, str):
         if not _ADDRESS.search(value):
             return repr(value)
-        # a library's text about a policy: the names in it, without their packages
+        # a library's text about a policy: keep the names in it, without their packages and in a fixed order
         words = re.findall(r"[\w.]+", _ADDRESS.sub("", value))
         return " ".join(sorted(word.rpartition(".")[2] for word in words))
     if isinstance(value, float):

@@ -1,8 +1,9 @@
-"""Checks that all ranks have set up the same optimizers: with other settings, each would train its shards apart.
+"""Checks that all ranks have set up the same optimizers: with other settings, each would train its shards differently.
 
-All settings are compared once. Those that schedulers and callbacks change are compared after each batch as well: ranks
-add up a digest and its square, with what they sum anyway. All digests are equal exactly if the square of their sum is
-their number times the sum of their squares (Cauchy-Schwarz). Only if it is not, the numbers are exchanged.
+All settings are compared once. Those that schedulers and callbacks change are compared after each batch as well, in a
+sum that ranks compute anyway: they add up a digest of these settings, and its square. All digests are equal exactly if
+the square of their sum is their number times the sum of their squares (Cauchy-Schwarz). Only if they differ, the
+settings themselves are exchanged.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _ROUNDING = 1e-6
 def check_same_optimizers(runtime: Runtime, optimizers: Sequence[Optimizer]) -> None:
     """Raise on every rank if the optimizers of any two ranks differ. All ranks must call it.
 
-    Compared are the classes of optimizers, their param groups, and the settings of these as far as they are plain data;
-    of functions and objects, the names. If they agree, ranks exchange only a digest.
+    The classes of the optimizers are compared, the number of their param groups, and the settings of these: plain data
+    by its value, functions and objects by their names. If all agree, ranks exchange only a digest.
 
     Args:
         runtime: The ranks.
@@ -48,7 +49,7 @@ def check_same_optimizers(runtime: Runtime, optimizers: Sequence[Optimizer]) -> 
     if len(set(digests)) == 1:
         return
     settings_by_rank = [dict(settings) for settings in runtime.gather_objects(own_settings)]
-    # in the order of the first rank that knows it: what it is in comes before what it holds
+    # in each rank's order, in which the number of groups, for example, comes before what is in them
     names = dict.fromkeys(name for settings in settings_by_rank for name in settings)
     name = next(name for name in names if len({settings.get(name) for settings in settings_by_rank}) > 1)
     ranks: dict[str, list[int]] = {}
@@ -69,19 +70,19 @@ def digest_of_rates(optimizers: Sequence[Optimizer]) -> int:
     return zlib.crc32(" ".join(f"{value:.6g}" for _, value in _rates_of(optimizers)).encode()) >> 8
 
 
-def are_equal(total: int, of_squares: int, count: int) -> bool:
+def are_equal(total: int, sum_of_squares: int, count: int) -> bool:
     """Whether numbers are all the same.
 
     Args:
         total: Their sum.
-        of_squares: The sum of their squares.
+        sum_of_squares: The sum of their squares.
         count: How many there are.
 
     Example:
         >>> are_equal(3 + 3 + 3, 9 + 9 + 9, 3), are_equal(2 + 3 + 4, 4 + 9 + 16, 3)
         (True, False)
     """
-    return total * total == count * of_squares
+    return total * total == count * sum_of_squares
 
 
 def check_same_rates(runtime: Runtime, optimizers: Sequence[Optimizer], when: str) -> None:
@@ -90,7 +91,7 @@ def check_same_rates(runtime: Runtime, optimizers: Sequence[Optimizer], when: st
     Args:
         runtime: The ranks.
         optimizers: This rank's.
-        when: When that is so, for the message.
+        when: When they are compared, in words, for the message.
 
     Raises:
         ShardingError: Two ranks differ by more than rounding.

@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor
 
 __all__ = ["copy_optimizer", "keeps_parameters", "nested_values", "requires_closure", "takes_closure"]
 
-#: The least learning rate of a trial: with a schedule that starts at 0, no difference would be visible.
+#: The smallest learning rate in a trial: with a schedule that starts at 0, no difference would be visible.
 _LEAST_RATE = 1e-2
 
 
 def copy_optimizer(optimizer: torch.optim.Optimizer, replacements: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer:
     """Copy an optimizer, with its parameters replaced everywhere, without its hooks.
 
-    It is made without its constructor, whose arguments nobody knows, and not by ``copy.deepcopy`` alone:
+    Its constructor is not called, since its arguments are not known. ``copy.deepcopy`` alone would not do:
     ``Optimizer.__getstate__`` leaves out every attribute but the groups, the state and the defaults.
 
     Args:
@@ -87,7 +87,7 @@ def nested_values(value: Any, skipped_ids: Collection[int] = ()) -> Iterator[Any
 
 
 def keeps_parameters(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer, or one inside, has parameters in other places than its param groups and its state."""
+    """Whether an optimizer, or one inside it, keeps parameters elsewhere than in its param groups and its state."""
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
     skipped = {id(optimizer), id(optimizer.param_groups), *map(id, optimizer.param_groups)}
     pending: list[Any] = [value for name, value in vars(optimizer).items() if name != "state"]

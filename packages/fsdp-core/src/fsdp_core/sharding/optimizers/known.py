@@ -39,9 +39,9 @@ REFUSED = {
 
 
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is one of torch's, whose state can be saved, and which look at losses at most to stop early.
+    """Whether an optimizer is one of torch's: their state can be saved, and none scales its steps by the loss.
 
-    LBFGS does, and users can average its losses over ranks.
+    LBFGS looks at losses to stop early, which is right if users average them over ranks.
     """
     return type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
 

@@ -36,7 +36,7 @@ class ObservedCommunication(TorchDispatchMode):
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(issubclass(cls, DTensor) for cls in types):
-            return NotImplemented  # what it does with local tensors comes here as well
+            return NotImplemented  # DTensor then calls operations on local tensors, which come here as well
         if "c10d" in function.namespace and not function.name().endswith("wait_tensor"):
             if not self.allowed:
                 raise Communicates

@@ -39,8 +39,8 @@ class _Member:
         sharded: This rank's shard of it, which the optimizer holds between steps.
         part: The user's parameter.
         owner: The rank that updates it.
-        boxes: By rank, the boxes that it holds.
-        replicas: By rank, which copy of the parameter these are of.
+        boxes: By rank, the boxes of the parameter that the rank holds.
+        replicas: By rank, the index of the copy of the parameter that these boxes belong to.
         has_gradient: Whether it has a gradient in this step.
         full: On its owner, the full parameter that the optimizer steps over. Its memory is freed after the step.
     """
@@ -54,7 +54,7 @@ class _Member:
     full: nn.Parameter | None = None
 
     def boxes_to_send(self, rank: int) -> list[Box]:
-        """What a rank sends of it: the first copy alone."""
+        """The boxes that a rank sends to the owner: of several copies of the parameter, only the first is sent."""
         return self.boxes[rank] if self.replicas[rank] == 0 else []
 
     def chunks(self, tensor: Tensor, rank: int) -> list[Tensor]:
@@ -147,14 +147,14 @@ def step_on_owners(optimizer: torch.optim.Optimizer, layout: Layout, runtime: Ru
             for chunked_param, name in zip(chunked_params, names, strict=True)
         ]
     )
-    _check_same_order(type(optimizer).__name__, [[name for *_, name in of_rank] for of_rank in gathered])
+    _check_same_order(type(optimizer).__name__, [[name for *_, name in entries] for entries in gathered])
     for index, (parameter, owner) in enumerate(zip(new_params, owners, strict=True)):
         members[id(parameter)] = _Member(
             sharded=parameter,
             part=layout[parameter][0],
             owner=owner,
-            boxes=[of_rank[index][1] for of_rank in gathered],
-            replicas=[of_rank[index][0] for of_rank in gathered],
+            boxes=[entries[index][1] for entries in gathered],
+            replicas=[entries[index][0] for entries in gathered],
         )
     plan.members = [members[id(p)] for p in params]
     set_owners(optimizer, Owners(rank=runtime.rank, by_parameter={m.sharded: m.owner for m in plan.members}))
@@ -166,10 +166,11 @@ def _check_same_order(optimizer: str, by_rank: Sequence[Sequence[str]]) -> None:
     """Refuse parameters that ranks hold in different orders: weights would be sent to the wrong parameters."""
     for rank, names in enumerate(by_rank):
         if names != by_rank[0]:
-            first = next(pair for pair in zip_longest(by_rank[0], names) if pair[0] != pair[1])
+            pairs = zip_longest(by_rank[0], names)
+            name_of_rank_0, other_name = next(pair for pair in pairs if pair[0] != pair[1])
             raise ShardingError(
-                f"ranks have given {optimizer} parameters in different orders: where rank 0 has {first[0]!r}, rank "
-                f"{rank} has {first[1]!r}.\n"
+                f"ranks have given {optimizer} parameters in different orders: where rank 0 has {name_of_rank_0!r}, "
+                f"rank {rank} has {other_name!r}.\n"
                 "Give it model.parameters(), or lists in the same order on every rank; the order of a set differs from "
                 "process to process."
             )
@@ -239,8 +240,8 @@ def _members_to_step(plan: _Plan) -> list[_Member]:
     members, runtime = plan.members, plan.runtime
     if not members:
         return []
-    has = torch.tensor([float(member.sharded.grad is not None) for member in members], device=runtime.device)
-    for member, flag in zip(members, runtime.all_reduce(has, "max").tolist(), strict=True):
+    flags = torch.tensor([float(member.sharded.grad is not None) for member in members], device=runtime.device)
+    for member, flag in zip(members, runtime.all_reduce(flags, "max").tolist(), strict=True):
         member.has_gradient = bool(flag)
     return [member for member in members if plan.moves_all or member.has_gradient]
 
@@ -268,20 +269,19 @@ def _gather(plan: _Plan, members: Sequence[_Member]) -> OwnerFailure | None:
                     grad = torch.zeros_like(member.sharded)
                 outgoing[member.owner] += member.chunks(grad, rank)
         own_members = [member for member in group if member.owner == rank]
+        # a weight, and a gradient of the same shape if there is one
         sizes = [
-            sum((1 + m.has_gradient) * prod(box) for m in own_members for _, box in m.boxes_to_send(sender))
+            sum((1 + m.has_gradient) * prod(lengths) for m in own_members for _, lengths in m.boxes_to_send(sender))
             for sender in ranks
         ]
         incoming = _exchange(runtime, outgoing, sizes, device, dtype)
         for member in own_members:
-            weight, *grads = (
-                torch.empty(member.part.shape, dtype=dtype, device=device) for _ in range(1 + member.has_gradient)
-            )
+            weight = torch.empty(member.part.shape, dtype=dtype, device=device)
             if member.full is None:
                 member.full = nn.Parameter(weight, requires_grad=member.sharded.requires_grad)
             member.full.requires_grad_(member.sharded.requires_grad)  # it may have been frozen since
             member.full.data = weight
-            member.full.grad = grads[0] if grads else None
+            member.full.grad = torch.empty_like(weight) if member.has_gradient else None
         for sender, tensor in enumerate(incoming):
             pieces = _ReceivedPieces(tensor)
             for member in own_members:
@@ -296,7 +296,7 @@ def _gather(plan: _Plan, members: Sequence[_Member]) -> OwnerFailure | None:
 def _scatter(plan: _Plan, members: Sequence[_Member], optimizer: str, failure: OwnerFailure | None) -> None:
     """Return the weights to all shards, and free the full parameters.
 
-    Before its first weights each rank sends every other an element that tells whether it has failed: all raise then.
+    Before its first weights each rank sends every other rank a flag: whether it has failed. If one has, all raise.
 
     Raises:
         ShardingError: A rank has failed.
@@ -347,7 +347,7 @@ def _exchange(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Sequence[Tensor]:
-    """Send tensors to each rank, and return what each has sent: ``sizes`` elements, flat."""
+    """Send tensors to each rank, and return a flat tensor from each rank, of as many elements as ``sizes`` says."""
     flat = [tensor.reshape(-1) for tensor in chain.from_iterable(outgoing)]
     sent = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
     item = dtype.itemsize  # bytes, which every collectives library can send
@@ -362,12 +362,12 @@ class _ReceivedPieces:
 
     def __init__(self, run: Tensor) -> None:
         self._run = run
-        self._at = 0
+        self._offset = 0
 
     def take(self, lengths: tuple[int, ...]) -> Tensor:
-        begin = self._at
-        self._at = self._at + prod(lengths)
-        return self._run[begin : self._at].view(lengths)
+        begin = self._offset
+        self._offset = self._offset + prod(lengths)
+        return self._run[begin : self._offset].view(lengths)
 
 
 def _slices_of(box: Box) -> tuple[slice, ...]:

@@ -31,10 +31,10 @@ class OwnerFailure:
 
 
 def failed_in(error: Exception, parameters: Sequence[tuple[str, Tensor, Tensor | None]]) -> OwnerFailure:
-    """The failure of an optimizer's step, with the parameter that it was at.
+    """The failure of an optimizer's step, with the parameter that it was updating.
 
-    Optimizers don't say which. The innermost function of the traceback that has a local variable bound to one of the
-    parameters tells; if there is none, all parameters that the rank owns are named.
+    Optimizers don't say which. It is looked up among the local variables of the functions in the traceback, the
+    innermost function first. If none has a parameter there, all parameters that the rank owns are named.
 
     Args:
         error: What the step has raised.
@@ -54,16 +54,18 @@ def failed_in(error: Exception, parameters: Sequence[tuple[str, Tensor, Tensor |
     names: dict[int, str] = {}
     for name, *tensors in parameters:
         names.update((id(tensor), name) for tensor in tensors if tensor is not None)
-    candidates: list[str] = []
+    candidates = list(dict.fromkeys(names.values()))
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        if not candidates:
-            candidates = list(
-                dict.fromkeys(names[id(value)] for value in frame.f_locals.values() if id(value) in names)
-            )
-    candidates = candidates or list(dict.fromkeys(names.values()))
-    more = f" and {len(candidates) - _MAX_NAMES} more" if len(candidates) > _MAX_NAMES else ""
-    which = ("" if len(candidates) == 1 else "one of ") + ", ".join(map(repr, candidates[:_MAX_NAMES])) + more
-    return OwnerFailure(message=f"while it updated {which}: {type(error).__name__}: {error}", error=error)
+        names_in_frame = [names[id(value)] for value in frame.f_locals.values() if id(value) in names]
+        if names_in_frame:
+            candidates = list(dict.fromkeys(names_in_frame))
+            break
+    listing = ", ".join(map(repr, candidates[:_MAX_NAMES]))
+    if len(candidates) > 1:
+        listing = f"one of {listing}"
+    if len(candidates) > _MAX_NAMES:
+        listing += f" and {len(candidates) - _MAX_NAMES} more"
+    return OwnerFailure(message=f"while it updated {listing}: {type(error).__name__}: {error}", error=error)
 
 
 def raise_together(runtime: Runtime, optimizer: str, failure: OwnerFailure | None) -> NoReturn:

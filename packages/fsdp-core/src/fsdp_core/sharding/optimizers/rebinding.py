@@ -23,7 +23,7 @@ __all__ = ["rebind_optimizer"]
 
 def rebind_optimizer(
     optimizer: torch.optim.Optimizer,
-    sharded: Callable[[nn.Parameter], nn.Parameter | None],
+    find_sharded: Callable[[nn.Parameter], nn.Parameter | None],
     layout: Layout,
     owners: Runtime | None = None,
 ) -> torch.optim.Optimizer:
@@ -34,7 +34,7 @@ def rebind_optimizer(
 
     Args:
         optimizer: The optimizer; it must not have stepped yet if it has to be changed.
-        sharded: Returns the sharded parameter of a parameter, which may be itself; ``None`` for a foreign one.
+        find_sharded: Returns the sharded parameter of a parameter, which may be itself; ``None`` for a foreign one.
         layout: The parts of the user's parameters that each sharded parameter holds.
         owners: The ranks that may each step over some of the parameters, whole; ``None`` if none may.
 
@@ -46,11 +46,11 @@ def rebind_optimizer(
     _check_keys(optimizer)
     groups: list[list[nn.Parameter]] = []
     replacements: dict[Tensor, nn.Parameter] = {}
-    counts: dict[nn.Parameter, int] = {}
+    counts: dict[nn.Parameter, int] = {}  # by sharded parameter, how many parameters it has replaced
     for index, group in enumerate(optimizer.param_groups):
         group_targets: dict[nn.Parameter, None] = {}  # in order, each once
         for parameter in group["params"]:
-            target = sharded(parameter)
+            target = find_sharded(parameter)
             if target is None:
                 raise OptimizerMismatchError(
                     f"param group {index} of {type(optimizer).__name__} holds a parameter of shape "
@@ -60,15 +60,16 @@ def rebind_optimizer(
                     "LightningModule `configure_optimizers` over `self.parameters()`."
                 )
             if target is not parameter:
-                if target in counts and target not in group_targets:
-                    raise _error_of_divided(optimizer, layout[target])
+                is_in_earlier_group = target in counts and target not in group_targets
+                if is_in_earlier_group:  # the parameters of a flat one must all be in one group
+                    raise _divided_group_error(optimizer, layout[target])
                 counts[target] = counts.get(target, 0) + 1
             replacements[parameter] = target
             group_targets[target] = None
         groups.append(list(group_targets))
     for target, count in counts.items():
-        if len(layout.get(target, ())) > 1 and count < len(layout[target]):
-            raise _error_of_divided(optimizer, layout[target])
+        if count < len(layout.get(target, ())):  # the optimizer lacks parameters of a flat one
+            raise _divided_group_error(optimizer, layout[target])
     if counts:
         state = _recreate_state(optimizer, replacements)
         inner_optimizers = {
@@ -77,7 +78,7 @@ def rebind_optimizer(
             if isinstance(value, torch.optim.Optimizer) and value is not optimizer
         }
         for inner in inner_optimizers.values():
-            rebind_optimizer(inner, sharded, layout)
+            rebind_optimizer(inner, find_sharded, layout)
         for name, value in list(vars(optimizer).items()):
             if name != "state":
                 vars(optimizer)[name] = _replace_params(value, replacements, optimizer)
@@ -86,8 +87,9 @@ def rebind_optimizer(
         optimizer.state.clear()
         optimizer.state.update(state)
     needs_owners = check_steps(optimizer, layout, owners=owners is not None, runtime=owners)
-    if owners is not None and (needs_owners or owners_of(optimizer) is not None):
-        step_on_owners(optimizer, layout, owners)
+    has_owners = owners_of(optimizer) is not None
+    if owners is not None and (needs_owners or has_owners):
+        step_on_owners(optimizer, layout, owners)  # if it has owners already, added parameters get some
     return optimizer
 
 
@@ -105,22 +107,22 @@ def _recreate_state(
     optimizer: torch.optim.Optimizer, replacements: Mapping[Tensor, nn.Parameter]
 ) -> dict[Any, dict[str, Any]]:
     """The state that an optimizer created before its first step, recreated for the shards."""
-    params_with_device_step: set[nn.Parameter] = set()  # whose count of steps is on their device
+    params_with_device_step: set[nn.Parameter] = set()  # those whose count of steps is kept on their device
     for group in optimizer.param_groups:
         if group.get("fused") or group.get("capturable"):
             params_with_device_step.update(group["params"])
 
-    def is_on_its_device(key: str, parameter: Any) -> bool:
-        """Whether a tensor of a parameter's state is on the parameter's device."""
+    def is_on_param_device(key: str, parameter: Any) -> bool:
+        """Whether a tensor of a parameter's state belongs on the parameter's device: a count of steps may not."""
         return key != "step" or parameter in params_with_device_step
 
     new_state: dict[Any, dict[str, Any]] = {}
     for parameter, values in optimizer.state.items():
         target = replacements.get(parameter, cast("nn.Parameter", parameter))
-        if target is parameter:  # a shard, which may have stepped; or it stays whole, and may have been moved
-            device = local_tensor(target).device
+        if target is parameter:  # it is a shard already, or is not sharded: its state is kept
+            device = local_tensor(target).device  # to which it may have been moved
             new_state[target] = {
-                key: value.to(device) if isinstance(value, Tensor) and is_on_its_device(key, parameter) else value
+                key: value.to(device) if isinstance(value, Tensor) and is_on_param_device(key, parameter) else value
                 for key, value in values.items()
             }
             continue
@@ -132,11 +134,11 @@ def _recreate_state(
                     f"them, and its state ({key!r}) can't follow them into shards.\n"
                     "Set the model and the optimizer up before the first step."
                 )
-            if not isinstance(value, Tensor) or not is_on_its_device(key, parameter):
+            if not isinstance(value, Tensor) or not is_on_param_device(key, parameter):
                 new_values[key] = copy.deepcopy(value)
             elif key == "step" or value.shape != parameter.shape:
                 new_values[key] = value.to(local_tensor(target).device)
-            else:
+            else:  # as large as the shard, filled with the value that all elements have
                 fill = value.reshape(-1)[0].item() if value.numel() else 0.0
                 new_values[key] = torch.full_like(target.detach(), fill, dtype=value.dtype)
         new_state[target] = new_values
@@ -148,7 +150,8 @@ def _is_initial(key: str, value: Any) -> bool:
     if isinstance(value, Tensor):
         if key == "step" and value.any():
             return False
-        return not value.numel() or bool((value == value.reshape(-1)[0]).all())
+        has_equal_elements = not value.numel() or bool((value == value.reshape(-1)[0]).all())
+        return has_equal_elements
     if value is None:
         return True
     has_stepped = key == "step" and bool(value)
@@ -159,8 +162,8 @@ def _replace_params(value: Any, replacements: Mapping[Tensor, nn.Parameter], opt
     """A value that an optimizer keeps, with parameters replaced; containers are changed in place."""
     if isinstance(value, Tensor):
         is_param = value in replacements or any(value is target for target in replacements.values())
-        shapes = (parameter.shape for parameter, target in replacements.items() if target is not parameter)
-        if not is_param and value.numel() > 1 and value.shape in shapes:
+        replaced_shapes = [parameter.shape for parameter, target in replacements.items() if target is not parameter]
+        if not is_param and value.numel() > 1 and value.shape in replaced_shapes:
             raise OptimizerMismatchError(
                 f"{type(optimizer).__name__} keeps tensors of its parameters' shapes outside of its state, which can't "
                 "follow them into shards.\nUse another optimizer; or one that makes them at its first step, in "
@@ -199,7 +202,7 @@ def _replace_members(
     return members
 
 
-def _error_of_divided(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> OptimizerMismatchError:
+def _divided_group_error(optimizer: torch.optim.Optimizer, parts: Sequence[Part]) -> OptimizerMismatchError:
     names = ", ".join(repr(part.name) for part in parts[:5])
     if len(parts) > 5:
         names += f" and {len(parts) - 5} more"

@@ -34,11 +34,11 @@ __all__ = [
     "spec_of",
 ]
 
-#: A small parameter's shape, by the dimensions of those it stands for. Some optimizers treat only large matrices
-#: specially.
+#: A small parameter's shape, by the number of dimensions of the parameters that it stands for. Matrices are not too
+#: small, since some optimizers treat only large ones specially.
 _SHAPES: dict[int, tuple[int, ...]] = {0: (), 1: (150,), 2: (136, 132), 3: (20, 18, 7), 4: (20, 18, 3, 3)}
 
-#: The same where an optimizer might make a matrix of as many rows as a tensor has elements.
+#: The same for optimizers that may make a matrix with as many rows as a tensor has elements.
 _SMALLER: dict[int, tuple[int, ...]] = {0: (), 1: (14,), 2: (12, 10), 3: (6, 5, 4), 4: (5, 4, 3, 2)}
 
 
@@ -82,13 +82,16 @@ def spec_of(parameter: nn.Parameter, layout: Layout) -> ParamSpec:
     if not isinstance(parameter, DTensor):
         return ParamSpec(shape, part.range is not None and bool(shape), parameter.requires_grad)
     ranks = parameter.device_mesh.size()
-    rows = parameter.shape[0]
-    uneven = parameter.shape[0] % ranks
-    first = 1 if rows < ranks else max(1, shape[0] // ranks) * ranks + (1 if uneven else 0)
-    dims = [first, *shape[1:]]
+    dims = [*shape]
+    # as for the parameter: some ranks have no row, or all have as many, or some have one more
+    if parameter.shape[0] < ranks:
+        dims[0] = 1
+    else:
+        dims[0] = max(1, shape[0] // ranks) * ranks + (1 if parameter.shape[0] % ranks else 0)
     for dim in {placement.dim for placement in parameter.placements if isinstance(placement, Shard)} - {0}:
         dims[dim] = max(1, dims[dim] // ranks) * ranks
-        dims[-1] = -(-dims[-1] // (2 * ranks)) * 2 * ranks  # parts of a row have pairs of elements, as rows have
+        # set_gradient takes pairs of elements of a row: each part of a row has an even number
+        dims[-1] = -(-dims[-1] // (2 * ranks)) * 2 * ranks
     return ParamSpec(tuple(dims), False, parameter.requires_grad, parameter.device_mesh, parameter.placements)
 
 
@@ -113,7 +116,8 @@ def as_last_shard(tensor: Tensor, spec: ParamSpec) -> Tensor:
 
 
 def _boundary(tensor: Tensor) -> int:
-    return tensor.numel() * 5 // 26 * 2  # even, see SmallParam.set_gradient
+    """Where the first rank's range ends, at some two fifths: even, since set_gradient takes pairs of elements."""
+    return tensor.numel() * 5 // 26 * 2
 
 
 def as_dtensor(tensor: Tensor, spec: ParamSpec) -> Tensor:
@@ -188,7 +192,7 @@ def new_small_param(spec: ParamSpec, device: torch.device, view: View, generator
 def new_small_params(
     optimizer: torch.optim.Optimizer, specs: Specs, view: View, generator: torch.Generator
 ) -> tuple[dict[Key, SmallParam], dict[int, nn.Parameter]]:
-    """A small parameter for each spec in each param group, and which one replaces a parameter, by its id."""
+    """A small parameter for each spec in each param group, and by each parameter's id the one that replaces it."""
     small_params: dict[Key, SmallParam] = {}
     replacements: dict[int, nn.Parameter] = {}
     for index, group in enumerate(optimizer.param_groups):

@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 #: After so many seconds, and again, a trial logs what it is doing: some optimizers take long for each step.
 _SILENT_SECONDS = 20.0
 
-#: The losses of a trial that looks whether they matter: rising and falling, no two of them equal.
+#: The losses in the trial of whether steps depend on the loss: rising and falling, no two of them equal.
 _VARIED_LOSSES = (8.0, 3.0, 5.0, 0.1)
 
 
@@ -72,8 +72,9 @@ def check_steps(
         runtime: The ranks, which then take one decision; ``None`` if each decides by itself, over flat shards.
 
     Returns:
-        Whether the optimizer has to be run like that: its update looks at more of a parameter than single elements,
-        and over shards it would be wrong, or every rank would compute over every matrix; and it looks at no other one.
+        Whether the optimizer has to step over whole parameters, each on one rank: its update of a parameter depends on
+        all of that parameter's elements and on no other parameter, so that over shards it would be wrong, or every rank
+        would compute over every matrix.
 
     Raises:
         OptimizerMismatchError: Its step fails over shards, or has a different result; or its state can't be saved and
@@ -95,13 +96,14 @@ def check_steps(
         if mesh is None:
             return is_true
         flag = torch.tensor(float(is_true), device=mesh.device_type)
-        dist.all_reduce(flag, dist.ReduceOp.MIN)  # not over one parameter's mesh: others may have larger ones
+        dist.all_reduce(flag, dist.ReduceOp.MIN)  # over all ranks: the mesh of a parameter may have fewer
         return bool(flag)
 
     may_have_owners = owners and all(len(layout[p]) == 1 for p in specs)
-    trial_of_few = _Trial(optimizer, smaller(specs), on_all_ranks)
-    if trial_of_few.draws_on_any_rank():  # its steps may take seconds over more elements: most are refused here
-        trial_of_few.needs_owners(may_have_owners)
+    small_trial = _Trial(optimizer, smaller(specs), on_all_ranks)
+    if small_trial.draws_on_any_rank():
+        # Steps of such optimizers may take seconds over more elements, and most are refused: refuse over few elements.
+        small_trial.needs_owners(may_have_owners)
     return _Trial(optimizer, specs, on_all_ranks).needs_owners(may_have_owners)
 
 
@@ -127,8 +129,8 @@ class _Trial:
 
     Args:
         optimizer: The optimizer.
-        specs: Of its parameters.
-        on_all_ranks: Whether something is so on every rank; all ranks call it.
+        specs: The specs of the optimizer's parameters.
+        on_all_ranks: Returns whether a condition holds on every rank; all ranks call it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, specs: Specs, on_all_ranks: Callable[[bool], bool]) -> None:
@@ -185,7 +187,7 @@ class _Trial:
         is_right = self.on_all_ranks(is_right)
         gathers = self._on_any_rank(gathers)
         if not is_right:
-            problem = None  # of steps that are wrong, nothing else is said
+            problem = None  # wrong steps are the first thing to tell the user
         elif self.on_all_ranks(problem is None):
             problem = why_not_resumed(self.optimizer, self.specs, reference, run, view)
         is_usable = self.on_all_ranks(is_right and problem is None)
@@ -196,7 +198,7 @@ class _Trial:
             needs_whole, owner_problem = self._compare_owners(reference)
             if self.on_all_ranks(needs_whole and owner_problem is None):
                 return True
-            if needs_whole and not is_usable:
+            if needs_whole and not is_usable:  # stepping on owners would be the only way, and its problem prevents it
                 problem = owner_problem
         if is_usable:
             return False
@@ -247,7 +249,7 @@ class _Trial:
                 raise OptimizerMismatchError(f"{self.name} {COMPUTES_HESSIAN}") from None
             if self.by_closure or not takes_closure(self.optimizer):
                 return None, error
-            self.by_closure = True  # it says that it can do without, and can't
+            self.by_closure = True  # its signature says that it needs none, but it does
             try:
                 reference = self._run(as_unsharded)
             except Exception:
@@ -271,10 +273,10 @@ class _Trial:
             varied = self._run(as_unsharded, by_closure=True, losses=_VARIED_LOSSES)
             if ends_close(reference, varied):
                 return
-            level = reference if self.by_closure else self._run(as_unsharded, by_closure=True)
+            equal_losses = reference if self.by_closure else self._run(as_unsharded, by_closure=True)
         except Exception:  # it fails with a closure
             return
-        if not ends_close(level, varied):
+        if not ends_close(equal_losses, varied):
             raise OptimizerMismatchError(
                 f"{self.name} scales its steps by the loss that its closure returns, and each rank has the loss of its "
                 "own part of the batch: ranks would make different steps of one.\n"
@@ -296,15 +298,15 @@ class _Trial:
             is_right = is_right and allclose(expected.values, join_shards(first.values, last.values), tolerance)
             return is_right, [first, last]
 
-        few = smaller(specs)
+        small_specs = smaller(specs)
         for scale in (1.0, SLIGHT):
-            is_right, runs = compare(few, scale=scale)
+            is_right, runs = compare(small_specs, scale=scale)
             if not is_right:
                 return False, runs
         return compare(specs, reference)
 
     def _compare_dtensors(self, reference: TrialRun) -> tuple[bool, bool, TrialRun]:
-        """Whether steps over DTensors are those over whole parameters; whether they gather matrices; and they."""
+        """Whether steps over DTensors are those over whole parameters; whether they gather matrices; and the steps."""
         with ObservedCommunication() as communication:
             run = self._run(as_dtensor)
         # norms and the like are scalars, or have an element for each row or column
@@ -320,7 +322,7 @@ class _Trial:
         that steps with a closure may compute losses at several points, for which all shards would have to follow.
 
         Returns:
-            The answer; and, if it can, why it must not nevertheless.
+            The answer; and, if it is yes, why the optimizer must not be used nevertheless, or ``None``.
         """
         if keeps_parameters(self.optimizer) or callable(getattr(self.optimizer, "eval", None)) or self.by_closure:
             return False, None
@@ -339,15 +341,15 @@ class _Trial:
 
         try:
             self._run(as_unsharded, only=[])
-            apart, keeps_apart = run_each()
-            beside, keeps_beside = run_each(has_neighbour=True)
-            if not (keeps_apart and keeps_beside):
+            alone, keeps_alone = run_each()
+            with_neighbour, keeps_with_neighbour = run_each(has_neighbour=True)
+            if not (keeps_alone and keeps_with_neighbour):
                 return False, None
-            if not (allclose(reference.values, apart, FINE) and allclose(apart, beside, FINE)):
+            if not (allclose(reference.values, alone, FINE) and allclose(alone, with_neighbour, FINE)):
                 return False, None
-            slightly_apart, _ = run_each(scale=SLIGHT)
-            slightly_beside, _ = run_each(scale=SLIGHT, has_neighbour=True)
-            if not allclose(slightly_apart, slightly_beside, FINE):
+            slight_alone, _ = run_each(scale=SLIGHT)
+            slight_with_neighbour, _ = run_each(scale=SLIGHT, has_neighbour=True)
+            if not allclose(slight_alone, slight_with_neighbour, FINE):
                 return False, None
         except Exception:
             return False, None
@@ -359,7 +361,7 @@ class _Trial:
         specs = {p: spec.flattened() for p, spec in self.specs.items()}
         try:
             is_right, runs = self._compare_flat(specs, None, FINE)
-        except Exception:  # then nothing is said of them
+        except Exception:  # then the error does not recommend them
             return False, False
         return is_right, _first_problem(runs) is None
 
@@ -378,7 +380,10 @@ class _Trial:
         verb = "fails over" if error is not None else "silently trains something else over"
         other_strategy = ""
         if all(self._is_right_over_flat_shards()):
-            other_strategy = "; or strategy='fsdp_native', which shows plain pieces: over those its steps are right"
+            other_strategy = (
+                "; or a strategy that shows plain pieces, over which its steps are right, such as "
+                "strategy='fsdp_native'"
+            )
         raise OptimizerMismatchError(
             f"a step of {self.name} {verb} DTensors, which this strategy shows as parameters{_describe_error(error)}.\n"
             f"{advice} another optimizer, such as AdamW{other_strategy}."

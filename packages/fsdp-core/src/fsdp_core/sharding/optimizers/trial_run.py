@@ -46,29 +46,33 @@ __all__ = [
     "shard_values",
 ]
 
-#: The number of steps, and of values of a parameter that are compared; some optimizers evaluate often in a step.
+#: The number of steps of a run.
 STEPS = 6
-_COMPARED = 7
 
-#: Relative to a step's largest change, where collectives add in another order, or codes of a few bits have other
-#: blocks: covers the rounding of optimizers that compute in bf16 internally.
+#: The values of a parameter are kept at the first so many gradient computations, besides the very first: some
+#: optimizers compute gradients several times in a step.
+_MAX_COMPARED = 7
+
+#: How much values may differ, relative to a step's largest change, where collectives add in another order, or codes of
+#: a few bits have other blocks: covers the rounding of optimizers that compute in bf16 internally.
 COARSE = 0.05
 
 #: The same where each element is computed in the same way: covers what a last bit grows to in six steps. Some
 #: optimizers look at other elements for their weight decay alone, which is little beside a step.
 FINE = 1e-3
 
-#: Relative to a value, for each of the two values that a step is the difference of: fp32 rounds by half of it.
+#: How much a change may differ, relative to the values: it is the difference of two, each of which fp32 rounds by half
+#: of this at most.
 _ROUNDING = 2.0**-22
 
-#: Below that, numbers that an optimizer keeps are taken for zero.
+#: A number that an optimizer keeps is taken for zero if it is smaller.
 _LEAST = 1e-20
 
 #: A factor that makes gradients as small as those of real models. Weight decay that is divided by them then matters.
 SLIGHT = 1e-4
 
-#: Held by a thread while it keeps torch from compiling a step that runs only once.
-_ALONE = threading.Lock()
+#: Locked while a thread keeps torch from compiling steps, each of which runs only once: that is set for all threads.
+_one_trial_at_a_time = threading.Lock()
 
 #: The flattened values of each small parameter at each gradient computation, of shape ``(times, elements)``.
 Values = dict[Key, Tensor]
@@ -113,16 +117,16 @@ def run_steps(
 
     Args:
         optimizer: The optimizer. It is not changed.
-        specs: Of its parameters.
-        view: What it gets of a small parameter. All ranks must call it together if that is a DTensor.
+        specs: The specs of its parameters.
+        view: Returns the part of a small parameter that the copy gets. All ranks must call this if it is a DTensor.
         by_closure: Whether it steps with a closure.
         steps: The steps, by which gradients differ.
-        steps_with_gradients: In later steps than so many, parameters have no gradients.
-        only: The small parameters in its groups, which may be none; by default, all.
-        has_neighbour: With ``only`` one, whether another is in its group, whose gradient is now much larger and now
-            much smaller.
+        steps_with_gradients: The number of steps after which parameters have no gradients.
+        only: The small parameters that the copy's groups hold, perhaps none; by default, all.
+        has_neighbour: Whether each of ``only`` has a second parameter in its group, with a gradient that is much larger
+            in every other step and much smaller in the others.
         losses: The losses that closures return, one after the other.
-        seed: Of the random numbers that its steps draw.
+        seed: The seed of the random numbers that the steps draw.
         scale: A factor for all gradients.
         before_step: Called before each step.
         start: Called with the copy and its small parameters, before the first step.
@@ -146,7 +150,7 @@ def run_steps(
     history: list[list[Tensor]] = []
 
     def evaluate(number: int) -> Tensor:
-        if len(history) <= _COMPARED:
+        if len(history) <= _MAX_COMPARED:
             history.append([local_tensor(small.param.detach()).reshape(-1).clone() for small in small_params.values()])
         for small in small_params.values():
             small.set_gradient(number, scale)
@@ -161,7 +165,7 @@ def run_steps(
     # Ranks of DTensors are processes, and wait for each other in their steps. Others may be threads, which share
     # torch's stance and generators; and a collective of theirs would wait for ranks that have failed.
     with (
-        nullcontext() if is_dtensor else _ALONE,
+        nullcontext() if is_dtensor else _one_trial_at_a_time,
         torch.compiler.set_stance("force_eager"),
         _seeded(device, seed) as has_drawn,
         ObservedCommunication(allowed=is_dtensor),
@@ -184,7 +188,7 @@ def _seeded(device: torch.device, seed: int) -> Iterator[Callable[[], bool]]:
     numpy = sys.modules.get("numpy")
     runtime.device = device
 
-    def begin() -> None:
+    def seed_all() -> None:
         torch.default_generator.manual_seed(seed)
         if device.type != "cpu":
             torch.get_device_module(device).manual_seed(seed)
@@ -192,16 +196,16 @@ def _seeded(device: torch.device, seed: int) -> Iterator[Callable[[], bool]]:
         if numpy is not None:
             numpy.random.seed(seed)
 
-    def draw() -> list[float]:
-        drawn = [float(torch.rand(())), float(torch.rand((), device=device)), random.random()]
-        return drawn if numpy is None else [*drawn, float(numpy.random.random())]
+    def draw_from_each() -> list[float]:
+        numbers = [float(torch.rand(())), float(torch.rand((), device=device)), random.random()]
+        return numbers if numpy is None else [*numbers, float(numpy.random.random())]
 
     state = random_state(runtime)
     try:
-        begin()
-        first = draw()
-        begin()
-        yield lambda: draw() != first
+        seed_all()
+        first_numbers = draw_from_each()
+        seed_all()
+        yield lambda: draw_from_each() != first_numbers
     finally:
         set_random_state(state, runtime)
 
@@ -229,10 +233,11 @@ def ends_close(expected: TrialRun, run: TrialRun) -> bool:
     """Whether all steps of two runs together have changed the same elements by the same amounts."""
     for key, values in expected.values.items():
         if values.numel():
-            ends = [local_tensor(of.small_params[key].param.detach()).reshape(-1) for of in (expected, run)]
-            allowed = COARSE * (ends[0] - values[0]).abs().amax() + _ROUNDING * ends[0].abs().amax()
-            is_close = (ends[0] - ends[1]).abs() <= allowed
-            if not bool((is_close | (ends[0].isnan() & ends[1].isnan())).all()):
+            expected_end = local_tensor(expected.small_params[key].param.detach()).reshape(-1)
+            end = local_tensor(run.small_params[key].param.detach()).reshape(-1)
+            allowed = COARSE * (expected_end - values[0]).abs().amax() + _ROUNDING * expected_end.abs().amax()
+            is_close = (expected_end - end).abs() <= allowed
+            if not bool((is_close | (expected_end.isnan() & end.isnan())).all()):
                 return False
     return True
 
@@ -244,9 +249,9 @@ def keeps_same_numbers(expected: TrialRun, run: TrialRun) -> bool:
     """
     pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
     for key, small in run.small_params.items():
-        params = expected.small_params[key].param, small.param
-        if params[0] in expected.optimizer.state and params[1] in run.optimizer.state:
-            pairs.append((expected.optimizer.state[params[0]], run.optimizer.state[params[1]]))
+        expected_param = expected.small_params[key].param
+        if expected_param in expected.optimizer.state and small.param in run.optimizer.state:
+            pairs.append((expected.optimizer.state[expected_param], run.optimizer.state[small.param]))
         pairs.append((expected.optimizer.param_groups[key[0]], run.optimizer.param_groups[key[0]]))
     for first, second in pairs:
         for name in first.keys() & second.keys():

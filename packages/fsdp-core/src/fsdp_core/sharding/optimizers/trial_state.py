@@ -43,7 +43,7 @@ def why_not_saved(run: TrialRun, *, is_sharded: bool) -> str | None:
         run: Its steps.
         is_sharded: Whether the state is that of shards, and not of whole parameters.
     """
-    names = {params: part.name for params, (part,) in layout_of_small_params(run.small_params).items()}
+    names = {param: part.name for param, (part,) in layout_of_small_params(run.small_params).items()}
     state = holder_of_state(run.optimizer).state
     has_own_format = isinstance(run.optimizer, torch.optim.LBFGS)
     if is_sharded and not has_own_format:
@@ -85,12 +85,13 @@ def why_not_resumed(
 
     Args:
         optimizer: The optimizer. It is not changed.
-        specs: Of its parameters.
+        specs: The specs of its parameters.
         expected: The steps of one process.
         run: The steps over what ``view`` returns.
         view: What the optimizer gets of a small parameter: all of it, on its owner, or a DTensor.
     """
-    if is_of_torch(optimizer) or quantises(optimizer):  # what ranks have of codes is for the sizes of real parameters
+    # How ranks divide codes of a few bits depends on the sizes of parameters, and the small ones have other sizes.
+    if is_of_torch(optimizer) or quantises(optimizer):
         return None
     resumed = partial(run_steps, optimizer, specs, by_closure=expected.by_closure, steps=_RESUMED_STEPS)
     try:

@@ -31,6 +31,7 @@ __all__ = [
     "refuse_state_dicts",
 ]
 
+#: The attribute on a module whose ``state_dict()`` raises; holds the name of a parameter in pieces, and the strategy's.
 _PIECE = "_fsdp_core_piece"
 #: The attribute on an optimizer or module whose shards must not be written to files; holds what its hook needs.
 _SHARDS = "_fsdp_core_shards"
@@ -165,7 +166,7 @@ def _mark_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[s
 
 
 def _refuse_files_of(shard: Tensor, name: str, strategy: str) -> Tensor:
-    """Make pickling a shard raise, and, for a DTensor, reading its memory, which no library does correctly."""
+    """Make pickling a shard raise, and reading the memory of a DTensor: libraries would take it for the whole."""
     methods = ["__reduce_ex__", *(["untyped_storage", "storage", "numpy"] if isinstance(shard, DTensor) else [])]
     shard.__dict__.update(dict.fromkeys(methods, partial(_refuse_file, name, strategy)))
     return shard

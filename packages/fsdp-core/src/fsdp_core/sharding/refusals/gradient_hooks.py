@@ -1,7 +1,7 @@
-"""Gradients of parameters that are shards: what autograd does not know of is refused.
+"""Refuses gradients of shards where autograd could not compute them, and hooks that it would not call.
 
-Hooks are called with the reduced gradient, or refused when they are registered. ``torch.autograd.grad`` with respect to
-a shard, and ``backward(inputs=...)``, are refused where the graph does not hold it.
+A hook is called with the reduced gradient, or refused when it is registered. ``torch.autograd.grad`` with respect to a
+shard, and ``backward(inputs=...)``, are refused where the graph does not contain the shard.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _METHODS = ("register_hook", "register_post_accumulate_grad_hook")
 
 
 def refuse_gradient_hooks(parameters: Iterable[tuple[str, nn.Parameter]], called: Collection[str]) -> None:
-    """Refuse hooks on shards that their library never calls, when they are registered.
+    """Refuse hooks on shards that the sharding library never calls, when they are registered.
 
     Args:
         parameters: The shards, with the user's names.
@@ -65,12 +65,13 @@ def _check_reached(parameter: Tensor, outputs: Any) -> None:
         outputs: What it differentiates.
 
     Raises:
-        UnsupportedCapabilityError: It is a shard, or was gathered, and the outputs may depend on what was gathered
-            for another call. What they don't depend on at all has no gradient, as in plain torch.
+        UnsupportedCapabilityError: The parameter is a shard; or it is a gathered parameter, and the outputs depend on
+            its value that was gathered for another call. (A gathered parameter on which the outputs don't depend at
+            all has no gradient, as in plain torch.)
     """
     name = _name_of(parameter)
     gathered = getattr(parameter, "_fsdp_value", None)
-    if name is not None and (gathered is None or depends_on_other(outputs, parameter, _is_same(gathered))):
+    if name is not None and (gathered is None or depends_on_other(outputs, parameter, _is_value_of(gathered))):
         raise _unreached_refusal(
             "torch.autograd.grad() with respect to",
             name,
@@ -82,10 +83,10 @@ def _check_reached(parameter: Tensor, outputs: Any) -> None:
 
 
 def _check_inputs(outputs: Sequence[Tensor | GradientEdge], inputs: Sequence[Tensor]) -> None:
-    """Refuse a backward pass that is to add to some gradients alone where the graph leads to no such parameter.
+    """Refuse ``backward(inputs=...)`` where the graph of the outputs does not lead to one of the inputs.
 
     Raises:
-        UnsupportedCapabilityError: One of the inputs is a shard, or a view of what was gathered.
+        UnsupportedCapabilityError: That input is a shard, or a gathered parameter.
     """
     names: dict[int, str] = {}
     leaves: list[Tensor] = []
@@ -122,8 +123,8 @@ def _unreached_refusal(function: str, name: str, instead: str) -> UnsupportedCap
     )
 
 
-def _is_same(gathered: Any) -> Callable[[Tensor], bool]:
-    """Whether a leaf is what was gathered of a parameter."""
+def _is_value_of(gathered: Any) -> Callable[[Tensor], bool]:
+    """Return a function that tells whether a leaf is a value of a gathered parameter."""
     return lambda leaf: getattr(leaf, "_fsdp_value", None) is gathered
 
 

@@ -17,15 +17,15 @@ __all__ = ["ReplacedParameter", "mark_replaced"]
 class ReplacedParameter(nn.Parameter):
     """A parameter of the unsharded model, after sharding: it has its shape, and refuses to be computed with.
 
-    An optimizer that is re-pointed later asks it for its shape. All else would compute with memory that is free, or
-    with values that are not trained.
+    An optimizer that is rebound to shards later asks it for its shape. Any computation would be with memory that was
+    freed, or with values that are not trained any more.
     """
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Allow what tells a tensor's kind, and raise otherwise."""
+        """Allow what asks for a tensor's properties, and raise otherwise."""
         if func in _ALLOWED:
             with without_torch_function():
                 return func(*args, **(kwargs or {}))

@@ -16,7 +16,45 @@ from fsdp_core.errors import ShardingError
 from fsdp_core.initialization.sharded_init import is_part
 from fsdp_core.torch_private.tensors import hooks_on
 
-__all__ = ["check_shardable"]
+__all__ = ["check_shardable", "refuse_cycles"]
+
+
+def refuse_cycles(module: nn.Module) -> None:
+    """Refuse a module that contains itself, directly or in other modules: walks over all of its names never end.
+
+    Args:
+        module: The root.
+
+    Raises:
+        ShardingError: A submodule is registered in a module that it contains.
+
+    Example:
+        >>> child, parent = nn.Linear(2, 1), nn.Sequential()
+        >>> parent.child, child.parent = child, parent
+        >>> refuse_cycles(parent)
+        Traceback (most recent call last):
+            ...
+        fsdp_core.errors.ShardingError: 'child.parent' of Sequential is the Sequential that it is in, ...
+    """
+    enclosing: list[nn.Module] = []
+    finished: set[nn.Module] = set()
+
+    def visit(parent: nn.Module, path: str) -> None:
+        enclosing.append(parent)
+        for name, child in parent.named_children():
+            fqn = f"{path}.{name}".removeprefix(".")
+            if any(child is ancestor for ancestor in enclosing):
+                raise ShardingError(
+                    f"{fqn!r} of {type(module).__name__} is the {type(child).__name__} that it is in, so that "
+                    "module.train(), module.to() and the names of parameters have no end.\n"
+                    "Keep such a reference where torch does not look for modules: self.parent = weakref.ref(parent), "
+                    "or self.parent = [parent]."
+                )
+            if child not in finished:
+                visit(child, fqn)
+        finished.add(enclosing.pop())
+
+    visit(module, "")
 
 
 def check_shardable(module: nn.Module, sharded_of: Callable[[nn.Module], Any]) -> None:
@@ -27,10 +65,10 @@ def check_shardable(module: nn.Module, sharded_of: Callable[[nn.Module], Any]) -
         sharded_of: Returns ``None`` for a module that is not sharded.
 
     Raises:
-        ShardingError: It has no parameters or names only some of them, a submodule is sharded already or compiled by
-            torch.jit, it writes to parameters in its forward
-            pass, has sparse gradients, or a parameter has a gradient hook, shares its memory with another tensor, is
-            not initialised, quantised or packed, or is of an unsupported tensor class.
+        ShardingError: The module has no parameters, or names only some of them; a submodule is sharded already, is
+            compiled by torch.jit, writes to parameters in its forward pass, or has sparse gradients; or a parameter has
+            a gradient hook, shares its memory with another tensor, is not initialised, is quantised or packed, or is of
+            an unsupported tensor class.
 
     Example:
         >>> check_shardable(nn.Linear(2, 1), lambda module: None)
@@ -114,19 +152,21 @@ def _refuse_shared_memory(module: nn.Module) -> None:
     other_tensors = {
         id(tensor): (fqn, tensor) for fqn, tensor in (*_attribute_tensors(module), *module.named_buffers())
     }
-    pieces: list[tuple[str, Tensor, bool]] = [(fqn, parameter, True) for fqn, parameter in parameters.items()]
-    pieces += [(fqn, tensor, False) for fqn, tensor in other_tensors.values()]
+    tensors: list[tuple[str, Tensor, bool]] = [(fqn, parameter, True) for fqn, parameter in parameters.items()]
+    tensors += [(fqn, tensor, False) for fqn, tensor in other_tensors.values()]
     memory_ranges = sorted(
-        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), is_trained, fqn)
-        for fqn, tensor, is_trained in pieces
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), is_parameter, fqn)
+        for fqn, tensor, is_parameter in tensors
         if type(tensor) in (nn.Parameter, nn.Buffer, Tensor)
         and has_addresses(tensor)
         and tensor.layout == torch.strided
         and tensor.data_ptr()
     )
-    furthest: dict[bool, tuple[str, int, str]] = {}  # the furthest end so far, of parameters and of others
+    # The ranges are in the order of their beginnings: one overlaps an earlier one if it begins before the furthest end
+    # of those. There is a furthest end for parameters, and one for other tensors, which may overlap each other.
+    furthest_end: dict[bool, tuple[str, int, str]] = {}  # by whether it is a parameter's: device, end and name
     for device, begin, end, is_parameter, fqn in memory_ranges:
-        for is_of_parameter, (other_device, other_end, other) in furthest.items():
+        for is_of_parameter, (other_device, other_end, other) in furthest_end.items():
             if other_device == device and begin < other_end and (is_of_parameter or is_parameter):
                 raise ShardingError(
                     f"{other!r} and {fqn!r} share memory, and are different tensors: training shards would change one "
@@ -134,39 +174,40 @@ def _refuse_shared_memory(module: nn.Module) -> None:
                     "Use one parameter in both places (b.weight = a.weight, without .data), as a tied parameter; or "
                     "keep a copy (.detach().clone())."
                 )
-        if is_parameter not in furthest or furthest[is_parameter][:2] < (device, end):
-            furthest[is_parameter] = (device, end, fqn)
+        if is_parameter not in furthest_end or furthest_end[is_parameter][:2] < (device, end):
+            furthest_end[is_parameter] = (device, end, fqn)
 
 
 def _extent(tensor: Tensor) -> int:
     """How many bytes lie between the first element and the end of the last one."""
     if not tensor.numel():
         return 0
-    furthest = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (furthest + 1) * tensor.element_size()
+    last_index = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last_index + 1) * tensor.element_size()
 
 
 def _attribute_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors that are plain attributes of modules, or lie in lists and dictionaries that are."""
 
-    def within(name: str, value: Any, depth: int) -> Iterator[tuple[str, Tensor]]:
+    def find_in(name: str, value: Any, depth: int) -> Iterator[tuple[str, Tensor]]:
         if type(value) is Tensor:
             yield name, value
         elif depth and isinstance(value, dict):
             for key, item in value.items():
-                yield from within(f"{name}[{key!r}]", item, depth - 1)
+                yield from find_in(f"{name}[{key!r}]", item, depth - 1)
         elif depth and isinstance(value, list | tuple):
             for index, item in enumerate(value):
-                yield from within(f"{name}[{index}]", item, depth - 1)
+                yield from find_in(f"{name}[{index}]", item, depth - 1)
 
     for fqn, submodule in module.named_modules():
         for name, value in vars(submodule).items():
-            if name not in _OF_MODULES and f"{name}_orig" not in submodule._parameters:  # spectral_norm computes it
-                yield from within(f"{fqn}.{name}".removeprefix("."), value, 2)
+            is_computed = f"{name}_orig" in submodule._parameters  # by spectral_norm
+            if name not in _MODULE_ATTRIBUTES and not is_computed:
+                yield from find_in(f"{fqn}.{name}".removeprefix("."), value, 2)
 
 
 #: What torch keeps in a module's attributes.
-_OF_MODULES = frozenset(vars(nn.Module()))
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 #: The accepted tensor classes; backends themselves report DTensors and flat parameters that they don't support.

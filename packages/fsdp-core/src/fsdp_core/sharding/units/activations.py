@@ -90,39 +90,43 @@ def offload_activations(modules: Iterable[nn.Module], *, pin_memory: bool) -> No
 
     Args:
         modules: The modules.
-        pin_memory: Whether the copies are page-locked, so that they don't wait for each other.
+        pin_memory: Whether the copies are page-locked, so that copying does not block the host.
     """
     for module in modules:
         if "_fsdp_core_offloaded" not in module.__dict__:
             module.__dict__["_fsdp_core_offloaded"] = True
-            module.forward = partial(_offloading, module, pin_memory, module.forward)
+            module.forward = partial(_forward_with_offload, module, pin_memory, module.forward)
 
 
-def _offloading(module: nn.Module, pin_memory: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    torchs = save_on_cpu(pin_memory=pin_memory)
-    stay = {_memory(parameter) for parameter in module.parameters()}
+def _forward_with_offload(
+    module: nn.Module, pin_memory: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    copies = save_on_cpu(pin_memory=pin_memory)
+    parameter_storages = {_storage_address(parameter) for parameter in module.parameters()}
 
     def pack(tensor: Tensor) -> Any:
-        if _memory(tensor) in stay:
+        if _storage_address(tensor) in parameter_storages:
             return tensor
-        if isinstance(tensor, DTensor):  # whose device belongs to its mesh
-            local = torchs.pack_hook(tensor.to_local())
-            return partial(_again, local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
-        return torchs.pack_hook(tensor)
+        if isinstance(tensor, DTensor):  # it can't be on another device than its mesh: its local tensor is copied
+            local = copies.pack_hook(tensor.to_local())
+            return partial(_as_dtensor, local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+        return copies.pack_hook(tensor)
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        return packed(torchs.unpack_hook) if isinstance(packed, partial) else torchs.unpack_hook(packed)
+        return packed(copies.unpack_hook) if isinstance(packed, partial) else copies.unpack_hook(packed)
 
     with saved_tensors_hooks(pack, unpack):
         return forward(*args, **kwargs)
 
 
-def _memory(tensor: Tensor) -> int:
-    """Where a tensor's storage is. A parameter and a view of it have the same one."""
+def _storage_address(tensor: Tensor) -> int:
+    """The address of a tensor's storage, the same for a parameter and a view of it."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage().data_ptr()
 
 
-def _again(local: Any, mesh: Any, placements: Any, shape: Any, stride: Any, unpack: Callable[[Any], Tensor]) -> DTensor:
+def _as_dtensor(
+    local: Any, mesh: Any, placements: Any, shape: Any, stride: Any, unpack: Callable[[Any], Tensor]
+) -> DTensor:
     return DTensor.from_local(unpack(local), mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -11,6 +11,7 @@ from fsdp_core.gradients.gathered_values import other_tensor_refusal
 __all__ = ["OutsideAttributes", "users_module"]
 
 
+#: Attributes that both the wrapper and the user's module have.
 _OF_BOTH = ("training", "forward")
 
 
@@ -25,13 +26,14 @@ class OutsideAttributes(nn.Module):
     module: Any
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # first, what a library sets several times a step: its own state
         if name in self.__dict__ and name not in _OF_BOTH and not isinstance(value, nn.Module | Tensor):
-            self.__dict__[name] = value  # a library's state, which it sets several times a step
+            self.__dict__[name] = value
             return
         if self._is_of_module(name):
-            is_other = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-            if is_other and name in users_module(self)._parameters:
-                raise other_tensor_refusal(name)  # plain torch refuses it too, where no functional_call() does it
+            is_plain_tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+            if is_plain_tensor and name in users_module(self)._parameters:  # as torch.func.functional_call() sets it
+                raise other_tensor_refusal(name)
             setattr(users_module(self), name, value)
             return
         super().__setattr__(name, value)
@@ -59,7 +61,8 @@ class OutsideAttributes(nn.Module):
         bases = type(self).__mro__[type(self).__mro__.index(OutsideAttributes) + 1 :]
         if name in self.__dict__ or name in self._modules or any(name in vars(base) for base in bases):
             return False
-        return not name.startswith("_") or hasattr(users_module(self), name)  # a library sets private ones later too
+        # The library may set further private attributes of its own later.
+        return not name.startswith("_") or hasattr(users_module(self), name)
 
 
 def users_module(wrapper: nn.Module) -> Any:

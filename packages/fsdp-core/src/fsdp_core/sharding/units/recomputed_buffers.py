@@ -1,8 +1,8 @@
-"""Buffers of modules that compute their forward pass again: the second time, they see what the first has seen.
+"""Buffers of modules that recompute their forward pass: the recomputation sees what the first computation has seen.
 
 torch's checkpoint calls a forward pass twice, and what that adds to a buffer is added twice: a batch norm counts each
-batch twice, and its running statistics move twice as fast. And where what is computed depends on a buffer that the
-forward pass writes to, as on the vectors of a spectral norm, gradients would be those of another forward pass.
+batch twice, and its running statistics move twice as fast. And where the result depends on a buffer that the forward
+pass writes to, such as the vectors of a spectral norm, gradients would be those of another forward pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["recomputing"]
 _SMALL = 2**20
 
 #: The buffers of some modules, each module's by name.
-_Values = Sequence[dict[str, Tensor | None]]
+_BuffersByModule = Sequence[dict[str, Tensor | None]]
 
 
 def recomputing(module: nn.Module, recompute: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,7 +48,7 @@ def _forward(
 ) -> Any:
     if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
         return recompute(forward, *args, **kwargs)
-    return recompute(_Call(forward, module, buffers), *args, **kwargs)
+    return recompute(_RecomputedCall(forward, module, buffers), *args, **kwargs)
 
 
 class _Buffers:
@@ -63,12 +63,15 @@ class _Buffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self.by_module: _Values = [buffers_of(submodule) for submodule in module.modules()]
-        self._unwritten: dict[tuple[int, str], tuple[Tensor, int]] = {}  # large ones, and how often they were written
-        self._shared: frozenset[int] = frozenset()  # the ids of those that share memory with others
+        self.by_module: _BuffersByModule = [buffers_of(submodule) for submodule in module.modules()]
+        #: Large buffers that the last forward pass has not written to, each with torch's count of earlier writes; by
+        #: the module's index and the buffer's name.
+        self._unwritten: dict[tuple[int, str], tuple[Tensor, int]] = {}
+        #: The ids of buffers that share memory with others.
+        self._shared: frozenset[int] = frozenset()
 
-    def copies(self) -> _Values:
-        """What they are now. Of large ones that no forward pass has written to, the buffers themselves."""
+    def copies(self) -> _BuffersByModule:
+        """Copies of the buffers as they are now; large ones that no forward pass has written to are not copied."""
         shared = _copies_of_shared(self.by_module)
         self._shared = frozenset(shared)
         return [
@@ -79,14 +82,15 @@ class _Buffers:
             for i, buffers_of_module in enumerate(self.by_module)
         ]
 
-    def look_at(self, copies: _Values) -> None:
-        """Look, after a forward pass, at which large ones it has written to.
+    def check_written(self, copies: _BuffersByModule) -> None:
+        """Find out, after a forward pass, which large buffers it has written to.
 
         Args:
-            copies: What :meth:`copies` returned before it. Copies that nobody needs are left out.
+            copies: What :meth:`copies` returned before it. In place of copies that are not needed, because the forward
+                pass has written nothing, it gets the buffers.
 
         Raises:
-            UnsupportedCapabilityError: It has written to one that is not among the copies.
+            UnsupportedCapabilityError: It has written to a buffer that was not copied.
         """
         for i, (buffers, copies_of_module) in enumerate(zip(self.by_module, copies, strict=True)):
             for name, copied in copies_of_module.items():
@@ -97,31 +101,31 @@ class _Buffers:
                 if id(buffer) in self._shared:
                     self._unwritten.pop(key, None)
                 elif key in self._unwritten:
-                    if not self._is_as_noted(key, buffer):
+                    if not self._is_unwritten(key, buffer):
                         raise _late_write_refusal(self._module, name)
                 elif type(buffer) is Tensor and torch.equal(buffer, copied):
                     self._unwritten[key] = buffer, times_written(buffer)
                     copies_of_module[name] = buffer
 
     def _copy(self, key: tuple[int, str], buffer: Tensor | None) -> Tensor | None:
-        if buffer is None or self._is_as_noted(key, buffer):
+        if buffer is None or self._is_unwritten(key, buffer):
             return buffer
         self._unwritten.pop(key, None)  # it was written to between two calls
         return buffer.detach().clone().requires_grad_(buffer.requires_grad)
 
-    def _is_as_noted(self, key: tuple[int, str], buffer: Tensor | None) -> bool:
+    def _is_unwritten(self, key: tuple[int, str], buffer: Tensor | None) -> bool:
         known_buffer, count = self._unwritten.get(key, (None, 0))
         return known_buffer is not None and known_buffer is buffer and times_written(known_buffer) == count
 
 
-def _copies_of_shared(values: _Values) -> dict[int, Tensor]:
-    """Copies of those buffers that share memory with another one, as these copies then do, by the ids of the former."""
+def _copies_of_shared(values: _BuffersByModule) -> dict[int, Tensor]:
+    """Copies of the buffers that share memory with each other, by the id of the buffer; the copies share memory too."""
     by_memory: dict[int, dict[int, Tensor]] = {}
     for buffers_of_module in values:
         for buffer in buffers_of_module.values():
             if type(buffer) is Tensor and buffer.layout == torch.strided and buffer.device.type != "xla":
                 by_memory.setdefault(buffer.untyped_storage().data_ptr(), {})[id(buffer)] = buffer
-    by_memory.pop(0, None)  # of those without elements
+    by_memory.pop(0, None)  # the address of all that have no elements
     copied: dict[int, Tensor] = {}
     for buffers in by_memory.values():
         if len(buffers) > 1:
@@ -133,8 +137,8 @@ def _copies_of_shared(values: _Values) -> dict[int, Tensor]:
     return copied
 
 
-class _Call:
-    """A call of a module: the first time as it is, and then over what the buffers were the first time.
+class _RecomputedCall:
+    """A call of a module. When it is computed again, the buffers have the values of its first computation.
 
     Args:
         forward: The module's forward pass.
@@ -145,35 +149,37 @@ class _Call:
     def __init__(self, forward: Callable[..., Any], module: nn.Module, buffers: _Buffers) -> None:
         self.__self__ = module  # as a method has, which tells whose weights are used
         self._forward, self._buffers = forward, buffers
-        self._copies: _Values | None = None  # of what buffers were at the first computation
+        self._copies: _BuffersByModule | None = None  # made at the first computation
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # what is compiled writes to buffers once, however often it computes
             return self._forward(*args, **kwargs)
         by_module = self._buffers.by_module
         if self._copies is None:
-            self._copies = ()  # none, of a module that has none yet
+            self._copies = ()  # a module may have no buffers yet
             if any(by_module):
-                with without_dispatch_modes():  # one of which counts operations, to find the results that it has kept
+                # a mode of selective checkpointing counts operations, to find the results that it has kept
+                with without_dispatch_modes():
                     self._copies = self._buffers.copies()
             output = self._forward(*args, **kwargs)
             if self._copies:
-                self._buffers.look_at(self._copies)
+                self._buffers.check_written(self._copies)
             return output
         if not self._copies and not any(by_module):
             return self._forward(*args, **kwargs)
         current_by_module = [dict(buffers) for buffers in by_module]
-        self._put_back(self._copies or [{} for _ in by_module], current_by_module)
+        self._restore_copies(self._copies or [{} for _ in by_module], current_by_module)
         try:
             return self._forward(*args, **kwargs)
-        finally:  # torch leaves it early, by an exception
+        finally:  # torch ends a recomputation early, by an exception
             for buffers, current in zip(by_module, current_by_module, strict=True):
                 buffers.clear()
                 buffers.update(current)
 
-    def _put_back(self, copies_by_module: _Values, current_by_module: _Values) -> None:
+    def _restore_copies(self, copies_by_module: _BuffersByModule, current_by_module: _BuffersByModule) -> None:
         """Let modules hold copies of what their buffers were at the first computation, and nothing else."""
-        put_back: dict[int, Tensor | None] = {}  # by the id of the current buffer: one of two modules stays one
+        # by the id of the current buffer, so that modules which share a buffer share its copy
+        restored: dict[int, Tensor | None] = {}
         with without_dispatch_modes():
             shared = _copies_of_shared(copies_by_module)
             modules = zip(self._buffers.by_module, current_by_module, copies_by_module, strict=True)
@@ -181,12 +187,12 @@ class _Call:
                 buffers.clear()  # also of what the first computation has registered
                 for name, copied in copies.items():
                     key = id(current.get(name))
-                    if key not in put_back:
+                    if key not in restored:
                         if copied is None or copied is current.get(name):
-                            put_back[key] = copied
+                            restored[key] = copied
                         else:
-                            put_back[key] = shared[id(copied)] if id(copied) in shared else copied.clone()
-                    buffers[name] = put_back[key]
+                            restored[key] = shared[id(copied)] if id(copied) in shared else copied.clone()
+                    buffers[name] = restored[key]
 
 
 def _late_write_refusal(module: nn.Module, name: str) -> UnsupportedCapabilityError:

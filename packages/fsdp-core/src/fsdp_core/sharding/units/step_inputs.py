@@ -1,4 +1,4 @@
-"""Casts what a step method gives to modules, where a dtype was chosen for the arguments of the root."""
+"""Casts the arguments of modules that a step method calls, where a dtype was chosen for the arguments of the root."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class StepInputs:
         self._depth = 0
         module.register_forward_pre_hook(self._enter_users, with_kwargs=True, prepend=True)
         module.register_forward_hook(self._leave_users, with_kwargs=True, always_call=True)
-        for each in called:
-            each.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-            each.register_forward_hook(self._leave, always_call=True)
+        for called_module in called:
+            called_module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+            called_module.register_forward_hook(self._leave, always_call=True)
 
     @outside_of_compilation
     def _enter(self, called: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -51,7 +51,7 @@ class StepInputs:
         if not in_backward():
             self._depth -= 1
 
-    # a call without arguments is a step's, which is no call of the module; or there is nothing to cast
+    # A call of the user's module without arguments runs a step method, and is not counted as a call.
 
     @outside_of_compilation
     def _enter_users(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -35,11 +35,12 @@ __all__ = ["RefusedTransforms", "UnitCalls"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RefusedTransforms:
-    """The transforms of ``torch.func`` in which a library can't gather for a unit's call, and frees nothing before.
+    """The transforms of ``torch.func`` in which a library can't gather for a unit's call.
 
     Args:
         transforms: Their names: ``"grad"``, also of ``vjp`` and ``jacrev``; ``"jvp"``; ``"vmap"``.
-        duals: Whether it can't gather for dual tensors of ``torch.autograd.forward_ad`` in a graph either.
+        duals: Whether it can't gather for dual tensors of ``torch.autograd.forward_ad`` either, if they require
+            gradients.
         instead: What to write, for the error.
 
     Example:
@@ -97,7 +98,7 @@ class UnitCalls:
         show: Called with the tensors that require gradients and leave the unit elsewhere than in its output, or in
             objects that the library doesn't look into. It lets the library gather before their backward pass.
         modules: Those in whose attributes the unit may leave tensors, such as a part of the loss.
-        refused: The derivatives in which the library can't gather.
+        refused: The transforms in which the library can't gather.
         end_without_output: Called when a call has ended that has returned ``None``, or raised.
     """
 
@@ -113,8 +114,9 @@ class UnitCalls:
         self._end_without_output = end_without_output
         attributes = list(map(vars, modules))
         self._attributes = [module_attributes.values() for module_attributes in attributes]
-        self._firsts = list(map(_first_of_user, attributes))
-        self._without_tensors: set[type] = {type(None), bool, int, float, str}  # the types of attributes
+        self._skipped_counts = list(map(_count_skipped, attributes))
+        #: Types of attributes that are no tensors.
+        self._tensorless_types: set[type] = {type(None), bool, int, float, str}
         self._open_calls: list[tuple[_Call | None, list[Tensor]]] = []  # the innermost last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitCalls:
@@ -181,34 +183,37 @@ class UnitCalls:
                 tensors += [
                     value for value in _hidden_tensors([output, *mutable_args], 3) if id(value) not in ids_before
                 ]
-            attributes = map(islice, self._attributes, self._firsts, repeat(None))
-            # by their types alone, without a step of Python for each module
-            if not self._without_tensors.issuperset(map(type, chain.from_iterable(attributes))):
-                for attributes_of_module in map(islice, self._attributes, self._firsts, repeat(None)):
+            # compare types first: map loops over the attributes of all modules in C
+            attributes = chain.from_iterable(self._attributes_by_module())
+            if not self._tensorless_types.issuperset(map(type, attributes)):
+                for attributes_of_module in self._attributes_by_module():
                     tensors += self._tensors_among(attributes_of_module)
             computed_tensors = [value for value in tensors if value.requires_grad and value.grad_fn is not None]
             if computed_tensors:
                 self._show(computed_tensors)
 
+    def _attributes_by_module(self) -> Iterable[Iterable[Any]]:
+        return map(islice, self._attributes, self._skipped_counts, repeat(None))
+
     def _tensors_among(self, attributes: Iterable[Any]) -> list[Tensor]:
-        """The tensors among a module's attributes that are no parameters; others' types need not be looked at again."""
+        """The tensors among a module's attributes that are no parameters. Notes the types of other attributes."""
         tensors = []
         for value in attributes:
             if not isinstance(value, Tensor):
-                self._without_tensors.add(type(value))
+                self._tensorless_types.add(type(value))
             elif not is_gathered(value):
                 tensors.append(value)
         return tensors
 
 
 #: The attributes that any module has, none of which a unit sets to a tensor.
-_OF_ANY_MODULE = list(vars(nn.Module()))
+_MODULE_ATTRIBUTES = list(vars(nn.Module()))
 
 
-def _first_of_user(attributes: dict[str, Any]) -> int:
-    """How many attributes of a module to skip: those of any module, which come first."""
-    count = len(_OF_ANY_MODULE)
-    return count if list(islice(attributes, count)) == _OF_ANY_MODULE else 0
+def _count_skipped(attributes: dict[str, Any]) -> int:
+    """How many attributes of a module to skip: those that every module has, if they come first."""
+    count = len(_MODULE_ATTRIBUTES)
+    return count if list(islice(attributes, count)) == _MODULE_ATTRIBUTES else 0
 
 
 def _returned_tensors(output: Any) -> Iterator[Tensor]:
@@ -243,7 +248,7 @@ def _ignore_tensors(tensors: list[Tensor]) -> None:
 _EMPTY = CellType()
 
 #: The types of most arguments. They are compared by themselves first, since a tensor's class makes isinstance() slow.
-_PLAIN: frozenset[type] = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
+_PLAIN_TYPES: frozenset[type] = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
 
 
 class _PassedContainer(NamedTuple):
@@ -341,7 +346,7 @@ def _are_plain(values: Iterable[Any]) -> bool:
     """Whether they are what most units are called with, in which nothing is hidden that a unit can change or return."""
     for value in values:
         value_type = type(value)
-        if value_type in _PLAIN or (value_type is tuple and _PLAIN.issuperset(map(type, value))):
+        if value_type in _PLAIN_TYPES or (value_type is tuple and _PLAIN_TYPES.issuperset(map(type, value))):
             continue
         if not isinstance(value, Tensor | bool | int | float | str):
             return False

@@ -37,8 +37,8 @@ __all__ = [
 #: ``"auto"`` for :func:`repeated_blocks`.
 WrapPolicy = Collection[type[nn.Module]] | Callable[..., bool] | Literal["auto"]
 #: Classes, a predicate on modules, or ``"every_2"`` for every second repeated block, and so on; or the import path of
-#: one of the former. Options are annotated as ``str | ActivationCheckpointingPolicy``, with strings first: LightningCLI
-#: would save them as functions, which it can't.
+#: one of the former. Options are annotated as ``str | ActivationCheckpointingPolicy``, with strings first: otherwise
+#: LightningCLI would take strings for functions, and fail to save them.
 ActivationCheckpointingPolicy = Collection[type[nn.Module]] | Callable[[nn.Module], bool] | str
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -110,7 +110,7 @@ def select_units(module: nn.Module, policy: WrapPolicy | None) -> list[nn.Module
     else:
         chosen = [*_matching(module, policy), *by_hand]
         if not chosen and not _matches_root(module, policy):
-            policy_text, class_names = _tell_apart(module, policy)
+            policy_text, class_names = _describe_distinctly(module, policy)
             raise ShardingError(
                 f"auto_wrap_policy={policy_text} matches no submodule of {type(module).__name__}, "
                 "so nothing but the whole model would be a unit.\n"
@@ -120,9 +120,9 @@ def select_units(module: nn.Module, policy: WrapPolicy | None) -> list[nn.Module
     chosen_set = set(chosen)
     depth_first = [m for m in _post_order(module) if m in chosen_set]
     names = _names(module)
-    places = _places(module)
+    parameter_names = _parameter_names(module)
     with_parameters = (unit for unit in depth_first if any(True for _ in unit.parameters()))
-    return [unit for unit in with_parameters if not _shares_outside(unit, names[unit], places)]
+    return [unit for unit in with_parameters if not _shares_outside(unit, names[unit], parameter_names)]
 
 
 def checkpoint_activations(
@@ -137,8 +137,8 @@ def checkpoint_activations(
 
     Args:
         module: The root.
-        policy: See :data:`ActivationCheckpointingPolicy`; ``None`` for none. Or the module's plan, which has asked the
-            policy: a function may answer otherwise when it is asked again.
+        policy: See :data:`ActivationCheckpointingPolicy`; ``None`` for none. Or the module's plan, which holds what the
+            policy chose: a function may choose otherwise when it is called again.
         recompute: Calls its first argument with the others, and again in the backward pass; ``None`` for torch's own.
 
     Returns:
@@ -178,7 +178,7 @@ def select_recomputed(module: nn.Module, policy: ActivationCheckpointingPolicy |
     else:
         chosen = list(_matching(module, policy, option="activation_checkpointing_policy"))
     if not chosen:
-        policy_text, class_names = _tell_apart(module, policy)
+        policy_text, class_names = _describe_distinctly(module, policy)
         raise ShardingError(
             f"activation_checkpointing_policy={policy_text} matches no submodule of {type(module).__name__}.\n"
             f"Its submodules are of: {class_names}.\n{_HOW_TO['activation_checkpointing_policy']}"
@@ -327,43 +327,43 @@ def _names(root: nn.Module) -> dict[nn.Module, list[str]]:
     return names
 
 
-def _places(root: nn.Module) -> dict[int, list[str]]:
+def _parameter_names(root: nn.Module) -> dict[int, list[str]]:
     """All names of each parameter, by its id."""
-    places: dict[int, list[str]] = {}
+    parameter_names: dict[int, list[str]] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
-        places.setdefault(id(parameter), []).append(name)
-    return places
+        parameter_names.setdefault(id(parameter), []).append(name)
+    return parameter_names
 
 
-def _shares_outside(unit: nn.Module, names: Sequence[str], places: Mapping[int, Sequence[str]]) -> bool:
+def _shares_outside(unit: nn.Module, names: Sequence[str], parameter_names: Mapping[int, Sequence[str]]) -> bool:
     """Whether a parameter of ``unit`` is also one of a module outside it, or in a module that is also outside it."""
     inside = tuple(f"{name}." for name in names)
     for parameter in unit.parameters():
-        for name in places[id(parameter)]:
+        for name in parameter_names[id(parameter)]:
             if not name.startswith(inside):
                 log.info("%s shares the parameter %r, so it is no unit of its own", type(unit).__name__, name)
                 return True
     return False
 
 
-def _tell_apart(module: nn.Module, policy: object) -> tuple[str, str]:
+def _describe_distinctly(module: nn.Module, policy: object) -> tuple[str, str]:
     """A policy, and the classes of a module's submodules, such that two classes of one name are told apart."""
     present = dict.fromkeys(type(submodule) for submodule in module.modules() if submodule is not module)
     policy_classes = list(policy) if isinstance(policy, Collection) and not isinstance(policy, str) else []
-    every_class = dict.fromkeys([*present, *(each for each in policy_classes if isinstance(each, type))])
-    names = Counter(each.__name__ for each in every_class)
-    full_names = Counter(_full_name(each) for each in every_class)
+    every_class = dict.fromkeys([*present, *(cls for cls in policy_classes if isinstance(cls, type))])
+    names = Counter(cls.__name__ for cls in every_class)
+    full_names = Counter(map(_full_name, every_class))
 
     def name(cls: type) -> str:
         if names[cls.__name__] == 1:
             return cls.__name__
-        # where a notebook's cell has run again, two classes have even one full name
+        # a notebook's cell that has run again defines another class of the same full name
         is_outdated = full_names[_full_name(cls)] > 1 and cls in present
         remark = " (as it was before it was defined again: build the model anew)" if is_outdated else ""
         return _full_name(cls) + remark
 
     text = "{" + ", ".join(sorted(map(name, policy_classes))) + "}" if policy_classes else describe_policy(policy)
-    return text, ", ".join([name(each) for each in present][:20]) or "none, it has no submodules"
+    return text, ", ".join(list(map(name, present))[:20]) or "none, it has no submodules"
 
 
 def _full_name(cls: type) -> str:

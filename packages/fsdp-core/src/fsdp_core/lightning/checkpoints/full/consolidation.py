@@ -71,24 +71,25 @@ def consolidate_lightning(
     files = open_files(path)
     check_apart(out, files.folder)
     check_file(out, overwrite=overwrite)
-    nest = _with_places(files, dtype)
+    nest = _with_tensor_sources(files, dtype)
+    left_out: list[str] = []
     try:
         contents = as_trainers_file(nest)
-        chosen = None if contents is not None else _choose(files, nest, key, optimizer_keys)
-        if chosen is not None:
-            contents = from_fabric(nest, *chosen, left_out=_left_out_keys(files, *chosen), version=_lightning_version())
+        if contents is None:
+            model, optimizers = _choose(files, nest, key, optimizer_keys)
+            left_out = _left_out_keys(files, model, optimizers)
+            contents = from_fabric(nest, model, optimizers, left_out=left_out, version=_lightning_version())
+        elif key not in (None, "model") or optimizer_keys:
+            raise CheckpointMismatchError(
+                f"{files.folder} was saved by a Trainer: its model is 'model', and it holds all optimizers in order.\n"
+                "Leave out key= and optimizer_keys= (--key, --optimizer-key), which are for checkpoints of Fabric."
+            )
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointFormatError(
             f"{files.folder} has optimizers in a layout that no strategy saves: {error!r}. Save it again."
         ) from error
-    assert contents is not None
-    if chosen is None and (key not in (None, "model") or optimizer_keys):
-        raise CheckpointMismatchError(
-            f"{files.folder} was saved by a Trainer: its model is 'model', and it holds all optimizers in order.\n"
-            "Leave out key= and optimizer_keys= (--key, --optimizer-key), which are for checkpoints of Fabric."
-        )
     archive = TorchZip(contents)
     manifest = files.manifest
     total = archive.nbytes + (sum(entry.size for entry in manifest.files.values()) if verify else 0)
@@ -101,7 +102,7 @@ def consolidate_lightning(
         tensors=archive.tensors,
         nbytes=archive.nbytes,
         aliases={},
-        left_out={} if chosen is None else dict.fromkeys(_left_out_keys(files, *chosen), "is not of this model"),
+        left_out=dict.fromkeys(left_out, "is not of this model"),
     )
 
 
@@ -125,14 +126,16 @@ def _choose(
             f"{files.folder} holds {len(models)} models ({_list_keys(models)}): choose one with key= (--key)"
         )
     model = models[0] if key is None else key
-    for chosen, keys, section, option in (
-        *((optimizer, optimizers, "optimizer", "optimizer_keys= (--optimizer-key)") for optimizer in optimizer_keys),
-        (model, models, "model", "key= (--key)"),
-    ):
-        if chosen not in keys:
+    for optimizer in optimizer_keys:
+        if optimizer not in optimizers:
             raise MissingKeyError(
-                f"no {section} under {chosen!r} in {files.folder}. It holds {_list_keys(keys)}; pass one as {option}"
+                f"no optimizer under {optimizer!r} in {files.folder}. It holds {_list_keys(optimizers)}; pass one as "
+                "optimizer_keys= (--optimizer-key)"
             )
+    if model not in models:
+        raise MissingKeyError(
+            f"no model under {model!r} in {files.folder}. It holds {_list_keys(models)}; pass one as key= (--key)"
+        )
     for optimizer in optimizer_keys:
         foreign = _trained_names(nest, optimizer) - nest[model].keys()
         if foreign:
@@ -150,9 +153,9 @@ def _choose(
         if other_model != model and any(_trained_names(nest, optimizer) <= other_names for optimizer in fitting):
             other_models.append(other_model)
     if len(fitting) > 1 or other_models:
-        named = " and ".join(["", *map(repr, other_models)])
+        owners = " and ".join(map(repr, [model, *other_models]))
         raise CheckpointMismatchError(
-            f"{files.folder} holds optimizers ({_list_keys(fitting)}) that may belong to {model!r}{named}: pass those "
+            f"{files.folder} holds optimizers ({_list_keys(fitting)}) that may belong to {owners}: pass those "
             f"of {model!r}, in the order in which configure_optimizers() returns them, as optimizer_keys= "
             "(--optimizer-key, once for each)"
         )
@@ -176,9 +179,8 @@ def _list_keys(keys: Sequence[str]) -> str:
 
 
 def _left_out_keys(files: StoredFiles, model: str, optimizers: Sequence[str]) -> list[str]:
-    return [
-        key for section in ("model", "optimizer") for key in _keys(files, section) if key not in (model, *optimizers)
-    ]
+    keys = [*_keys(files, "model"), *_keys(files, "optimizer")]
+    return [key for key in keys if key not in (model, *optimizers)]
 
 
 def _lightning_version() -> str:
@@ -191,21 +193,22 @@ def _lightning_version() -> str:
     return "2.0.0"
 
 
-def _with_places(files: StoredFiles, dtype: str | None) -> dict[str, Any]:
+def _with_tensor_sources(files: StoredFiles, dtype: str | None) -> dict[str, Any]:
     """The state, with each tensor replaced by its location in a file."""
     reader = TensorBytes(files)
     manifest = files.manifest
     models = tuple(f"{path}/" for path, section in manifest.kinds.items() if section == "model")
 
-    small = set() if manifest.state_tensors is None else set(files.header(manifest.state_tensors))
+    # The names of tensors in plain data that no reference has used yet.
+    unused_names = set() if manifest.state_tensors is None else set(files.header(manifest.state_tensors))
 
     def on_tensor(tag: str, name: Any) -> TensorToWrite:
         key = manifest.aliases.get(name, name) if isinstance(name, str) else None
         if tag == "$saved" and key is not None and key in manifest.tensors:
             converted = key.startswith(models) and manifest.tensors[key].dtype_name in FLOATING
             return TensorToWrite(name=key, source=reader.source(key, dtype_name=dtype if converted else None))
-        if tag == "$tensor" and isinstance(name, str) and name in small:
-            small.discard(name)  # only once, or a small file could request any amount of memory
+        if tag == "$tensor" and isinstance(name, str) and name in unused_names:
+            unused_names.discard(name)  # only once, or a small file could request any amount of memory
             return ArrayToWrite(name=f"${name}", source=reader.small_source(name))
         state_file = files.folder.path(manifest.state_file)
         raise CheckpointFormatError(

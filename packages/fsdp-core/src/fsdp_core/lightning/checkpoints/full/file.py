@@ -83,7 +83,7 @@ def write_full(
 
 
 def _host_memory(value: Any) -> set[int]:
-    """The addresses of the storages of a nest's tensors that are in host memory."""
+    """The addresses of storages in host memory: those of all tensors in a nest."""
     if isinstance(value, dict):
         return set[int]().union(*map(_host_memory, value.values()))
     if isinstance(value, list | tuple):
@@ -136,15 +136,14 @@ def replace_by(path: Path, write: Callable[[], None], replaces_any: bool = False
         CheckpointExistsError: The path is a folder that holds no checkpoint.
     """
     aside: Path | None = None
-    is_sharded = path.is_dir() and (is_checkpoint(path) or is_place(path))
-    if path.is_dir() and not (replaces_any and not is_sharded):
-        if not is_sharded:
-            raise CheckpointExistsError(
-                f"can't write a full checkpoint to {path}: a folder is there that holds no checkpoint.\n"
-                "Choose another path, or remove the folder yourself."
-            )
+    if path.is_dir() and (is_checkpoint(path) or is_place(path)):
         aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
         os.rename(path, aside)
+    elif path.is_dir() and not replaces_any:
+        raise CheckpointExistsError(
+            f"can't write a full checkpoint to {path}: a folder is there that holds no checkpoint.\n"
+            "Choose another path, or remove the folder yourself."
+        )
     try:
         write()
     except BaseException:

@@ -51,27 +51,27 @@ class _Reader:
 
     def __init__(self, map_location: MapLocation) -> None:
         self._map_location = map_location
-        self._read: dict[str, Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}
 
     def read(self, value: Any) -> Any:
         """Return the same nest with tensors instead of handles."""
         if isinstance(value, dict):
-            read = {k: self.read(v) for k, v in value.items()}
+            children = {k: self.read(v) for k, v in value.items()}
             if type(value) is dict:
-                return read
-            value.update(read)  # an OrderedDict, a defaultdict: decoded for this call alone
+                return children
+            value.update(children)  # keeps an OrderedDict or a defaultdict; nobody else has it, so it may be changed
             return value
         if isinstance(value, list):
             return [self.read(v) for v in value]
         if type(value) is tuple:
             return tuple(self.read(v) for v in value)
         if isinstance(value, SavedTensor):
-            if value.key not in self._read:
-                self._read[value.key] = self._place_tensor(value.full())
-            return self._read[value.key]
-        return self._place_tensor(value) if isinstance(value, Tensor) else value
+            if value.key not in self._tensors:
+                self._tensors[value.key] = self._move_tensor(value.full())
+            return self._tensors[value.key]
+        return self._move_tensor(value) if isinstance(value, Tensor) else value
 
-    def _place_tensor(self, tensor: Tensor) -> Tensor:
+    def _move_tensor(self, tensor: Tensor) -> Tensor:
         map_location = self._map_location
         if callable(map_location):
             storage = map_location(tensor.untyped_storage(), "cpu")

@@ -1,4 +1,4 @@
-"""What users compute of gradients and parameters between two steps: right, or refused, and never of a piece."""
+"""Refuses what users would compute from one rank's pieces of gradients and parameters, as if these were whole."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from fsdp_core.lightning.fabric_strategy import ShardedFabricStrategy
     from fsdp_core.lightning.trainer_strategy import ShardedTrainerStrategy
 
-__all__ = ["GuardedGradients"]
+__all__ = ["GradientGuard"]
 
 
-class GuardedGradients:
-    """Refuses computations on gradients that would only see this rank's pieces, while it is on.
+class GradientGuard:
+    """Refuses, while it is on, computations that would only see this rank's pieces of gradients or parameters.
 
-    ``torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`` would otherwise clip each rank's pieces by a norm of
-    its own, without a word, where the pieces are plain tensors. DTensors compute over all ranks; of them, the value of
-    a result that is not reduced yet can't be read.
+    Where the pieces are plain tensors, ``torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`` would otherwise
+    silently clip each rank's by a norm of its own. DTensors compute over all ranks; of theirs, reading a result that
+    is not reduced yet is refused.
 
     Args:
         strategy: The strategy, whose optimizers and roots are guarded.
@@ -48,17 +48,18 @@ class GuardedGradients:
 
     def __init__(self, strategy: ShardedTrainerStrategy | ShardedFabricStrategy) -> None:
         self._strategy = strategy
-        self._optimizer_params: list[ref[Tensor]] = []  # those of which the next was computed; they rarely change
-        self._in_pieces: list[ref[Tensor]] = []
+        #: The optimizers' parameters when the pieces below were found. Those are found again only if these change.
+        self._optimizer_params: list[ref[Tensor]] = []
+        self._optimizer_piece_refs: list[ref[Tensor]] = []
         self._piece_ids: frozenset[int] = frozenset()
-        self._flat_pieces: list[ref[Tensor]] = []
-        self._module_pieces: list[ref[Tensor]] = []
+        self._flat_piece_refs: list[ref[Tensor]] = []
+        self._module_piece_refs: list[ref[Tensor]] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GuardedGradients:
-        return GuardedGradients(copy.deepcopy(self._strategy, memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientGuard:
+        return GradientGuard(copy.deepcopy(self._strategy, memo))
 
     def on(self) -> None:
-        """Refuse them from now on: a backward pass or a step has ended."""
+        """Refuse such computations from now on: a backward pass or a step has ended."""
         self._find_pieces()
         guard(self._gradients())
         guard_states(self._states())
@@ -67,37 +68,41 @@ class GuardedGradients:
         refuse_values_of_parts(True)
 
     def guard_flat_pieces(self) -> None:
-        """Refuse them on flat parameters, but for those that are gathered inside a step."""
-        guard_parameters(filter(is_piece_now, self._held_flat()))
+        """Refuse computations on flat parameters, except on those that are gathered inside a step."""
+        guard_parameters(filter(is_piece_now, self._flat_parameters()))
 
     def off(self) -> None:
-        """Allow them: the library is about to compute with gradients."""
+        """Allow all computations from now on: the library is about to compute with gradients."""
         self._find_pieces()
-        unguard_parameters([*self._pieces(), *self._held_flat()])
+        unguard_parameters([*self._pieces(), *self._flat_parameters()])
         unguard(self._gradients())
         unguard_states(self._states())
         refuse_values_of_parts(False)
 
     def guard_parameters(self, *, between_steps: bool = False) -> None:
-        """Refuse those on parameters from now on: they are shards, or user code sees those of units as such.
+        """Refuse computations on parameters, and on what optimizers keep for them, from now on.
 
         Args:
-            between_steps: Whether hooks come next. Otherwise a library is about to gather from flat parameters.
+            between_steps: Whether to refuse computations on flat parameters too, for the hooks between two steps. In a
+                step they are allowed, since the library gathers from flat parameters.
         """
         self._find_pieces()
         guard_states(self._states())
         guard_parameters(self._pieces())
-        (guard_parameters if between_steps else unguard_parameters)(self._held_flat())
+        if between_steps:
+            guard_parameters(self._flat_parameters())
+        else:
+            unguard_parameters(self._flat_parameters())
         refuse_values_of_parts(True)
 
     def add(self, root: Sharded) -> None:
-        """Refuse them for another root too, from now on: it was sharded, and perhaps no optimizer trains it."""
+        """Refuse such computations on another root's parameters, too: it was sharded, and may have no optimizer."""
         self._find_module_pieces(root)
         self.on()
 
     @contextmanager
     def while_on(self) -> Iterator[None]:
-        """Context of the user's code between such calls, such as a hook."""
+        """A context for the user's code amid the library's, such as a hook."""
         self.on()
         try:
             yield
@@ -106,7 +111,7 @@ class GuardedGradients:
 
     @contextmanager
     def while_off(self) -> Iterator[None]:
-        """Context of the library's code between the user's."""
+        """A context for the library's code amid the user's."""
         self.off()
         try:
             yield
@@ -115,7 +120,7 @@ class GuardedGradients:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context of the library's code that reads or writes pieces between two steps, such as a save."""
+        """A context for library code that reads or writes pieces between two steps, such as a save."""
         guarded = unguard_parameters(self._pieces())
         unguard_states(self._states())
         try:
@@ -126,30 +131,30 @@ class GuardedGradients:
 
     def _gradients(self) -> Iterator[Tensor | None]:
         """This rank's pieces of gradients that are plain tensors."""
-        return (p.grad for p in self._held_pieces())
+        return (p.grad for p in self._optimizer_pieces())
 
     def _states(self) -> list[Tensor]:
         """What optimizers keep for this rank's pieces of parameters."""
         states: list[Tensor] = []
         for optimizer in self._strategy.optimizers if self._piece_ids else ():
-            if owners_of(optimizer) is None:  # on an owner they are of whole parameters
+            if owners_of(optimizer) is None:  # an owner keeps states of whole parameters
                 states += states_of_pieces(optimizer, self._piece_ids)
         return states
 
-    def _held_pieces(self) -> Iterator[Tensor]:
-        """This rank's pieces of parameters that optimizers hold."""
-        return _referents(self._in_pieces)
+    def _optimizer_pieces(self) -> Iterator[Tensor]:
+        """This rank's pieces of parameters that optimizers hold, as plain tensors."""
+        return _referents(self._optimizer_piece_refs)
 
-    def _held_flat(self) -> Iterator[Tensor]:
-        """Those that a library has flattened, which hooks see."""
-        return _referents(self._flat_pieces)
+    def _flat_parameters(self) -> Iterator[Tensor]:
+        """Those of an optimizer's pieces that are flat parameters of a library, which hooks see."""
+        return _referents(self._flat_piece_refs)
 
     def _pieces(self) -> Iterator[Tensor]:
-        """This rank's pieces of parameters that only users look at."""
-        return _referents(self._module_pieces)
+        """This rank's pieces of parameters that modules show to users."""
+        return _referents(self._module_piece_refs)
 
     def _find_pieces(self) -> None:
-        # without a step of Python for each parameter
+        # map and chain loop over parameters in C: this runs several times a step
         groups = [group["params"] for optimizer in self._strategy.optimizers for group in optimizer.param_groups]
         optimizer_params = list(chain.from_iterable(groups))
         known_params = list(map(operator.call, self._optimizer_params))
@@ -158,23 +163,23 @@ class GuardedGradients:
         self._optimizer_params = [ref(p) for p in optimizer_params]
         roots = self._strategy.trained_roots
         plain_params = [p for p in optimizer_params if not isinstance(p, DTensor)]
-        self._in_pieces = [ref(p) for p in plain_params if any(root.holds_part(p) for root in roots)]
-        held = list(self._held_pieces())
-        self._piece_ids = frozenset(map(id, held))
-        self._flat_pieces = [ref(p) for p in held if isinstance(p, FlatParameter)]
+        self._optimizer_piece_refs = [ref(p) for p in plain_params if any(root.holds_part(p) for root in roots)]
+        pieces = list(self._optimizer_pieces())
+        self._piece_ids = frozenset(map(id, pieces))
+        self._flat_piece_refs = [ref(p) for p in pieces if isinstance(p, FlatParameter)]
         for root in roots:
             self._find_module_pieces(root)
 
     def _find_module_pieces(self, root: Sharded) -> None:
-        # also those that were found before: a root may be gathered, and its modules hold none of them then
-        known_pieces = list(_referents(self._module_pieces))
+        # pieces that were found before are kept: the root may be gathered now, and then its modules hold none
+        known_pieces = list(_referents(self._module_piece_refs))
         known_ids = set(map(id, known_pieces))
         new_pieces = (p for p in root.module.parameters() if id(p) not in known_ids and root.shows_piece(p))
-        self._module_pieces = list(map(ref, chain(known_pieces, new_pieces)))
+        self._module_piece_refs = list(map(ref, chain(known_pieces, new_pieces)))
 
 
 def _referents(references: Iterable[ref[Tensor]]) -> Iterator[Tensor]:
-    """What weak references refer to that is still there."""
+    """The tensors that weak references refer to, without those that are gone."""
     for reference in references:
         tensor = reference()
         if tensor is not None:

@@ -1,4 +1,4 @@
-"""What saves and loads need of a strategy under both front ends: where ranks save, in which form, and when they may."""
+"""How a strategy saves under both front ends: where ranks save, in which form, and when they may."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import os
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from lightning.fabric.plugins import CheckpointIO
@@ -15,32 +14,17 @@ from fsdp_core.checkpoint.async_save import AsyncSaves
 from fsdp_core.checkpoint.storage.joined import shown_paths
 from fsdp_core.errors import CheckpointError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.lightning.capability_checks import check_checkpoint
+from fsdp_core.lightning.checkpoints.sharded_or_full import SaveTarget
 from fsdp_core.lightning.outside_steps.redirection import is_inside_forward
 from fsdp_core.lightning.strategy_ranks import StrategyRanks
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.full_tensor import check_not_gathered
 
-__all__ = ["SavePlace", "SavingStrategy"]
+__all__ = ["SavingStrategy"]
 
 _Path = TypeVar("_Path", str, str | list[str])
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SavePlace:
-    """Where a rank saves.
-
-    Attributes:
-        path: A folder for sharded checkpoints, a file for full ones.
-        scattered: Whether other ranks may save elsewhere, each where it stands.
-        is_reported: Whether the caller hands the folder on as soon as the call returns, so that a save in the
-            background would come too late.
-    """
-
-    path: str
-    scattered: bool = False
-    is_reported: bool = False
 
 
 class SavingStrategy(StrategyRanks):
@@ -50,7 +34,7 @@ class SavingStrategy(StrategyRanks):
         state_dict_type: ``"sharded"`` for a folder, ``"full"`` for one file.
         async_saves: Writes checkpoints in the background; ``None`` if a save returns once everything is written.
         sequential_save: Whether the ranks of a host write their shards of a checkpoint one after another.
-        scattered_save: Whether each rank saves a checkpoint where it stands.
+        scattered_save: Whether each rank saves a checkpoint at a path of its own.
     """
 
     state_dict_type: Literal["sharded", "full"]
@@ -66,7 +50,7 @@ class SavingStrategy(StrategyRanks):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """Writes full files; what a user has given reads and removes them, too."""
+        """What writes full files. One that the user has given also reads and removes them."""
         adapter: Any = super()  # Lightning's class, which comes after this one
         io: CheckpointIO = adapter.checkpoint_io
         return io
@@ -126,7 +110,7 @@ class SavingStrategy(StrategyRanks):
             if not isinstance(exception, Exception):  # an interrupt, whose notes are not shown
                 _log.error("%s", failure)
 
-    def place_of(self, path: Any) -> SavePlace:
+    def save_target(self, path: Any) -> SaveTarget:
         """Where this rank saves a checkpoint: at rank 0's path, unless saves are scattered. All ranks must call it.
 
         Under Ray Train, ranks that name one checkpoint in different folders save apart: each reports its own folder,
@@ -134,19 +118,19 @@ class SavingStrategy(StrategyRanks):
         """
         own_path = os.fspath(path)
         if self.scattered_save:
-            return SavePlace(own_path, scattered=True)
+            return SaveTarget(own_path, scattered=True)
         if self._worker is not None:
             folder, name = os.path.split(own_path)
             folder_of_first, name_of_first = os.path.split(self.runtime.broadcast_object(own_path, 0))
-            folders, names = self.runtime.total([folder != folder_of_first, name != name_of_first])
-            if folders and not names:
+            other_folders, other_names = self.runtime.total([folder != folder_of_first, name != name_of_first])
+            if other_folders and not other_names:
                 if self.state_dict_type == "sharded":
-                    return SavePlace(own_path, scattered=True, is_reported=True)
-                return SavePlace(os.path.join(folder_of_first, name))  # one file, which rank 0 reports
-        return SavePlace(self.first_of(own_path, "save to"))
+                    return SaveTarget(own_path, scattered=True, is_reported=True)
+                return SaveTarget(os.path.join(folder_of_first, name))  # one file, which rank 0 reports
+        return SaveTarget(self.agree_on_path(own_path, "save to"))
 
-    def first_of(self, paths: _Path, action: str) -> _Path:
-        """The path, or the paths, that rank 0 was given; a warning if this rank's differ. All ranks must call it."""
+    def agree_on_path(self, paths: _Path, action: str) -> _Path:
+        """Return the path, or paths, that rank 0 was given, and warn if this rank's differ. All ranks must call it."""
         first: _Path = self.runtime.broadcast_object(paths, 0)
         if _absolute(first) != _absolute(paths):
             scattered = " scattered_save=True lets each rank save at its own." if action == "save to" else ""

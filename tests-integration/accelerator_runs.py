@@ -1,0 +1,197 @@
+"""Runs on fake devices, all in one process, and prints as JSON what came of each: for ``test_any_accelerator.py``.
+
+A process has one accelerator, and the other tests of this folder have none.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+import fsdp_fake_device
+import fsdp_fsdp2
+import fsdp_fsdp2.fabric
+from fsdp_fake_device.control import Part
+
+#: What is asked for on a machine with two fake devices, and can't be had.
+REFUSED: dict[str, dict[str, Any]] = {
+    "another accelerator": {"strategy": "fsdp2", "accelerator": "npu"},
+    "too many devices": {"strategy": "fsdp2", "accelerator": "fake", "devices": 3},
+    "a device twice": {"strategy": "fsdp2", "accelerator": "fake", "devices": [0, 0]},
+    "Lightning's own strategy": {"accelerator": "fake", "devices": 1},
+}
+LACKING: tuple[Part, ...] = ("collectives", "random state", "streams")
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values + self.layers(values)
+
+
+class Counted(Module):
+    """Twelve units, and what the host has waited for in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(Block() for _ in range(12)))
+        self.waits: list[dict[str, int]] = []
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.net(batch)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.waits.append(waits_until_now())
+
+
+def trainer(steps: int = 1, **options: Any) -> L.Trainer:
+    silent = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return L.Trainer(max_steps=steps, enable_model_summary=False, **silent, **options)
+
+
+def fit(**options: Any) -> str:
+    """Train a step. Returns the device that it ran on."""
+    run = trainer(**options)
+    run.fit(Module(), DataLoader(torch.ones(4, 4), batch_size=2))
+    return str(run.strategy.root_device)
+
+
+def refusal(**options: Any) -> str:
+    try:
+        fit(**options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def find_devices() -> dict[str, Any]:
+    return {
+        "by its name": fit(strategy="fsdp2", accelerator="fake", devices=[1]),
+        "by auto": fit(strategy="fsdp2", devices=1),
+        "the CPU by its name": fit(strategy="fsdp2", accelerator="cpu", devices=1),
+        "Lightning's own strategy": fit(devices=1),
+        "Fabric": str(L.Fabric(strategy="fsdp2", devices=1).device),
+        "how many": len(trainer(strategy="fsdp2").strategy.parallel_devices),
+        "statistics": sorted(trainer(strategy="fsdp2", devices=1).accelerator.get_device_stats("fake:0"))[:1],
+    }
+
+
+def without_parts() -> dict[str, str]:
+    """What is said of devices that lack something that a run needs."""
+    messages: dict[str, str] = {}
+    for part in LACKING:
+        with fsdp_fake_device.without(part):
+            messages[part] = refusal(strategy="fsdp2", accelerator="fake", devices=1)
+    return messages
+
+
+def without_pinned_memory() -> list[str]:
+    with fsdp_fake_device.without("pinned memory"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        device = fit(strategy=fsdp_fsdp2.FSDP2Strategy(cpu_offload=True), accelerator="fake", devices=1)
+    return [device, *(str(each.message) for each in caught if "pin_memory" in str(each.message))]
+
+
+def waits_until_now() -> dict[str, int]:
+    waits = dict(fsdp_fake_device.counters().host_syncs)
+    fsdp_fake_device.reset_counters()
+    return waits
+
+
+def count_waits() -> dict[str, dict[str, int]]:
+    """What the host waits for in the fourth step."""
+    batch = torch.ones(2, 8, device="fake:0")
+
+    def fourth_step(model: nn.Module, optimizer: Any, backward: Callable[[Tensor], Any]) -> dict[str, int]:
+        for _ in range(4):
+            waits_until_now()
+            backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return waits_until_now()
+
+    strategy = fsdp_fsdp2.fabric.FSDP2Strategy(auto_wrap_policy={Block})
+    fabric = L.Fabric(strategy=strategy, accelerator="fake", devices=1)
+    fabric.launch()
+    module = Counted()
+    under_fabric = fourth_step(*fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1)), fabric.backward)
+
+    model = Counted().net.to("fake:0")
+    mesh = init_device_mesh("fake", (1,))
+    for unit in (*model, model):
+        fully_shard(unit, mesh=mesh)
+    by_hand = fourth_step(model, torch.optim.SGD(model.parameters(), lr=0.1), Tensor.backward)
+
+    module = Counted()
+    run = trainer(4, strategy=fsdp_fsdp2.FSDP2Strategy(auto_wrap_policy={Block}), accelerator="fake", devices=1)
+    run.fit(module, DataLoader(torch.ones(8, 8), batch_size=2))
+    return {"by hand": by_hand, "Fabric": under_fabric, "Trainer": module.waits[3]}
+
+
+def move_checkpoints() -> dict[str, Any]:
+    """A checkpoint of each device, read on the other: where it is then, and whether all values have the same bits."""
+
+    def trained(accelerator: str) -> tuple[L.Fabric, Any, Any]:
+        fabric = L.Fabric(strategy="fsdp2", accelerator=accelerator, devices=1)
+        fabric.launch()
+        module = Module()
+        module, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.1))
+        fabric.backward(module.net(torch.ones(2, 4, device=fabric.device)).square().mean())
+        optimizer.step()
+        return fabric, module, optimizer
+
+    def values_of(module: nn.Module, optimizer: Any) -> list[Tensor]:
+        states = [value for state in optimizer.optimizer.state.values() for value in state.values()]
+        return [
+            getattr(value, "full_tensor", lambda value=value: value)().cpu()
+            for value in (*module.parameters(), *states)
+        ]
+
+    moved = {}
+    for saver, reader in (("fake", "cpu"), ("cpu", "fake")):
+        fabric, module, optimizer = trained(saver)
+        fabric.save(f"from-{saver}", {"module": module, "optimizer": optimizer})
+        saved = values_of(module, optimizer)
+        fabric, module, optimizer = trained(reader)
+        fabric.load(f"from-{saver}", {"module": module, "optimizer": optimizer})
+        loaded = values_of(module, optimizer)
+        devices = sorted({each.device.type for each in module.parameters()})
+        moved[f"{saver} to {reader}"] = [devices, len(saved), all(map(torch.equal, saved, loaded))]
+    return moved
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    answers = {
+        "lacking": without_parts(),  # first: a process group that is there is used
+        "found": find_devices(),
+        "refused": {name: refusal(**options) for name, options in REFUSED.items()},
+        "without pinned memory": without_pinned_memory(),
+        "waits": count_waits(),
+        "moved": move_checkpoints(),
+    }
+    print("ANSWERS", json.dumps(answers))
