@@ -1,6 +1,7 @@
 """Code of files in pages, which are read as plain Markdown too, as on GitHub, and so include no file.
 
-A comment before each block says where it is from: a file, and a function of it, or the words between which it lies. To
+A comment before each block says where it is from: a file, and a function of it, or the words between which it lies. A
+block that is a part of a file begins with the file that it continues and those of the file's imports that it uses. To
 write the blocks anew: ``python tests-integration/code_in_pages.py``.
 """
 
@@ -11,7 +12,7 @@ import re
 import textwrap
 from pathlib import Path
 
-__all__ = ["PAGES", "part_of", "renewed"]
+__all__ = ["PAGES", "part_of", "renewed", "with_imports"]
 
 _DOCS = Path(__file__).parents[1] / "docs"
 
@@ -29,7 +30,9 @@ def renewed(page: str, folder: Path) -> str:
 
     def block(found: re.Match[str]) -> str:
         before, file, part, after = found.groups()
-        return f"{before}{part_of((folder / file).read_text(encoding='utf-8'), part)}\n{after}"
+        text = (folder / file).read_text(encoding="utf-8")
+        code = with_imports(text, part, file) if file.endswith(".py") else part_of(text, part)
+        return f"{before}{code}\n{after}"
 
     return _BLOCK.sub(block, page)
 
@@ -47,6 +50,48 @@ def part_of(text: str, part: str) -> str:
         lines = _lines_of(text, part.removeprefix(", "))
     code = textwrap.dedent("\n".join(lines)).strip()
     return re.sub(r"\n{2,}(?=@|def |class )", "\n\n\n", code)  # as ruff formats methods that stand in a page
+
+
+def with_imports(text: str, part: str, file: str) -> str:
+    """The code of :func:`part_of`; without imports of its own, after what it continues and the imports that it uses.
+
+    Args:
+        text: The file's text.
+        part: The part of it, as :func:`part_of` takes it.
+        file: The file's path, as the page names it.
+    """
+    code = part_of(text, part)
+    parsed = ast.parse(code)
+    if not part or any(isinstance(statement, ast.Import | ast.ImportFrom) for statement in parsed.body):
+        return code
+    names = {node.id for node in ast.walk(parsed) if isinstance(node, ast.Name)}
+    imports = []
+    for statement in ast.parse(text).body:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            statement.names = [alias for alias in statement.names if (alias.asname or alias.name) in names]
+            if statement.names:
+                imports.append(ast.unparse(statement))
+    class_name = _enclosing_class(text, part)
+    continued = f"class {class_name} in {file}" if class_name else file
+    header = f"# Continues {continued.replace('../', '')}"
+    if not imports:
+        return f"{header}.\n\n{code}"
+    first_line = code.splitlines()[0]
+    blank_lines = "\n\n" if first_line.startswith(("def ", "class ", "@")) else "\n"
+    return "\n".join([f"{header}, with these imports of the file:", *imports, blank_lines + code])
+
+
+def _enclosing_class(text: str, part: str) -> str | None:
+    """The class that a part of a file is in, if any."""
+    words = re.fullmatch(r', from "(.*?)"(?: to "(.*)")?', part)
+    if words is None:
+        class_name, _, member = part.removeprefix(", ").partition(".")
+        return class_name if member else None
+    lines = text.splitlines()
+    begin = next(number for number, line in enumerate(lines) if words[1] in line)
+    if not lines[begin].startswith(" "):
+        return None
+    return re.findall(r"^class (\w+)", "\n".join(lines[:begin]), re.MULTILINE)[-1]
 
 
 def _lines_of(text: str, name: str) -> list[str]:

@@ -317,6 +317,7 @@ KNOWN_ATTRIBUTES = {
     "": {
         *("_parameters", "_modules"),  # of nn.Module: what is under which name
         *("_exit", "_getframe", "_current_frames"),  # of Python's os and sys, documented
+        "_optimizer",  # of Lightning's wrappers of optimizers: the user's optimizer
     },
     "initialization/deferred_init.py": {"_opname", "_schema"},  # of operators, which tell what a call writes
     "initialization/materialize.py": {"_reset_parameters"},  # of nn.MultiheadAttention and nn.Transformer

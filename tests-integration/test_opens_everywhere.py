@@ -32,17 +32,17 @@ STEPS = 3
 
 def script(tmp: Path, *arguments: str) -> dict[str, Any]:
     """What rank 0 of the script tells."""
-    return next(told for told in said(run_forked(SCRIPT, *arguments, folder=tmp)) if told.get("rank", 0) == 0)
+    return next(told for told in json_lines(run_forked(SCRIPT, *arguments, folder=tmp)) if told.get("rank", 0) == 0)
 
 
 def started_script(tmp: Path, *arguments: str) -> dict[str, Any]:
     """The same of one that is started as users do, which imports nothing but what it says."""
     ended = start(tmp, str(SCRIPT), *arguments)
     assert ended.status == 0, ended.output
-    return ended.said[0]
+    return ended.json_lines[0]
 
 
-def said(output: str) -> list[dict[str, Any]]:
+def json_lines(output: str) -> list[dict[str, Any]]:
     """The lines of JSON in what a script wrote."""
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
@@ -203,9 +203,9 @@ def test_lightnings_command_line_takes_a_folder(tmp_path: Path) -> None:
         (("fit", "--trainer.strategy=fsdp2", "--trainer.max_steps=3", f"--trainer.default_root_dir={folder}"), 3),
         (("fit", "--trainer.strategy=fsdp_native", "--trainer.max_steps=5", f"--ckpt_path={folder}/last"), 5),
     ):
-        assert said(run_forked(command, *words, folder=tmp_path))[-1]["step"] == steps
+        assert json_lines(run_forked(command, *words, folder=tmp_path))[-1]["step"] == steps
     words = ("test", "--trainer.strategy=auto", "--trainer.devices=1", f"--ckpt_path={folder}/last")
-    (*_, told) = said(run_forked(command, *words, folder=tmp_path, ranks=1))
+    (*_, told) = json_lines(run_forked(command, *words, folder=tmp_path, ranks=1))
     assert told["step"] == 0
     line = nn.Linear(4, 1)
     saved = fsdp_core.load_state_dict(folder / "last")

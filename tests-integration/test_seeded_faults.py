@@ -46,7 +46,7 @@ def test_fault_is_found(outcomes: Mapping[tuple[str, str], Outcome], fault: str,
     seeded = FAULTS[fault]
     found = outcomes[f"{strategy}_{fault}", seeded.clause]
     assert found.result == "failed", f"passed, although {seeded.is_wrong}"
-    assert seeded.says in found.said
+    assert seeded.says in found.failing_lines
 
 
 @pytest.mark.drawn
@@ -57,7 +57,7 @@ def test_example_without_a_fault_passes(
     outcomes: Mapping[tuple[str, str], Outcome], clause: str, strategy: str
 ) -> None:
     found = outcomes[f"{strategy}_{SOUND}", clause]
-    assert found.result == "passed", found.said
+    assert found.result == "passed", found.failing_lines
 
 
 def test_there_are_as_many_as_the_page_says() -> None:

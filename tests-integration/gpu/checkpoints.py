@@ -307,7 +307,7 @@ def check_staging(strategy: str, folder: Path, details: dict[str, Any]) -> None:
     staging = engine.async_saves._staging
     details["blocks"] = [block.numel() for block in staging._blocks]
     assert staging._blocks, "nothing was copied"
-    details["pinned"] = [block.is_pinned() for block in staging._blocks] if HAS_CARD else [staging._pinned]
+    details["pinned"] = [block.is_pinned() for block in staging._blocks] if HAS_CARD else [staging._is_pinned]
     assert all(pinned is HAS_CARD for pinned in details["pinned"]), f"pinned: {details['pinned']}"
     training.fabric.load(path, training.objects)
     assert_bit_equal(training.state(), saved)

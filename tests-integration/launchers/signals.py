@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from fsdp_core.testing import RankPool
-from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.training import Lit, loader, means, new_trainer
@@ -76,7 +76,7 @@ class Watched(Lit):
     def on_train_start(self) -> None:
         self.began = time.monotonic()
         send = self._send
-        if send is not None and here().rank in send.ranks:
+        if send is not None and rank_context().rank in send.ranks:
             timer = threading.Timer(send.after, self._kill)
             timer.daemon = True
             timer.start()
@@ -104,7 +104,7 @@ class Watched(Lit):
 @contextmanager
 def _slurm(folder: str) -> Iterator[None]:
     """A context in which this rank is a task of SLURM's, whose command counts complete checkpoints."""
-    rank = str(here().rank)
+    rank = str(rank_context().rank)
     names = {"NTASKS": str(RANKS), "NTASKS_PER_NODE": str(RANKS), "NNODES": "1", "PROCID": rank, "LOCALID": rank}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**names, "NODEID": "0", "JOB_ID": "17", "JOB_NAME": "train"}.items():

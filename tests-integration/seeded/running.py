@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from fsdp_core.testing.reporting.inner_session import Outcome, run_clauses, searched_first
+from fsdp_core.testing.reporting.inner_session import Outcome, plugins_in, run_clauses
 from seeded.changes import Change, write_packages
 
 __all__ = ["run"]
@@ -34,5 +34,5 @@ def run(
     site = folder / "site"
     site.mkdir()
     write_packages(site, faults)
-    with searched_first(site, Path(__file__).parent.parent):
+    with plugins_in(site, Path(__file__).parent.parent):
         return run_clauses(folder, f"STRATEGIES = {strategies}\n\n{_MODULE}", chosen)

@@ -167,8 +167,8 @@ OF_STATE: dict[str, Fault] = {
         changes=(
             Change(
                 "backend",
-                "checkpoint_activations(module, self.options.activation_checkpointing_policy)",
-                "checkpoint_activations(module, self.options.activation_checkpointing_policy, partial(\n"
+                "checkpoint_activations(module, plan)",
+                "checkpoint_activations(module, plan, partial(\n"
                 "            torch.utils.checkpoint.checkpoint, use_reentrant=False, preserve_rng_state=False))",
             ),
             Change("backend", "from torch import nn\n", "import torch.utils.checkpoint\nfrom torch import nn\n"),
@@ -245,9 +245,7 @@ OF_STATE: dict[str, Fault] = {
     ),
     "declared_and_absent": Fault(
         is_wrong="recomputation of activations is declared, and its option is taken and forgotten",
-        changes=in_both(
-            "backend", "        checkpoint_activations(module, self.options.activation_checkpointing_policy)\n", ""
-        ),
+        changes=in_both("backend", "        checkpoint_activations(module, plan)\n", ""),
         clause="test_activation_checkpointing_needs_no_wrap_policy[as it is]",
         says="assert [3, 3] == [6, 6]",
     ),

@@ -185,7 +185,7 @@ def write_before_the_copy(path: Path) -> str:
     runtime = started()
     saves, state = AsyncSaves(runtime), new_state()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_save, "_HEAD_START", 1e6)  # the thread waits until somebody waits for it
+        patch.setattr(async_save, "_SECONDS_BEFORE_JOB", 1e6)  # the thread waits until somebody waits for it
         parts = list(map(local_tensor, state["model"].values()))  # when asked for later, the copies are made at once
         saves.save(path, state, deferred=lambda tensor: [tensor], **OPTIONS)
         if runtime.rank == 1:

@@ -31,14 +31,14 @@ RANKS = 2
 
 #: By name: the rank that is killed, what it does then, and whether it is killed before that or after.
 STEPS: dict[str, tuple[int, Any, str, str]] = {
-    "claimed by rank 0": (0, local_target.LocalTarget, "claim_first", "after"),
+    "claimed by rank 0": (0, local_target.LocalTarget, "claim_for_first", "after"),
     "claimed": (1, local_target.LocalTarget, "claim", "after"),
     "recorded": (1, saving.PerHostSave, "record", "after"),
     "merged": (0, saving, "_write_state", "after"),
     "published": (1, local_target.LocalTarget, "publish", "after"),
     "before the commit": (0, commit.SaveTarget, "commit", "before"),
     "committed": (0, commit.SaveTarget, "commit", "after"),
-    "before it is tidied": (1, local_target.LocalTarget, "tidy", "before"),
+    "before it is tidied": (1, local_target.LocalTarget, "remove_earlier_save", "before"),
 }
 COMPLETE = {"committed", "before it is tidied"}
 

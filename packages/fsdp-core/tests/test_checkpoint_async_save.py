@@ -184,9 +184,9 @@ class Awaited(threading.Event):
 
 class TestHeadStart:
     def test_thread_waits_for_its_head_start_unless_awaited(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("fsdp_core.checkpoint.async_save._HEAD_START", 300)  # more than a test may take
+        monkeypatch.setattr("fsdp_core.checkpoint.async_save._SECONDS_BEFORE_JOB", 300)  # more than a test may take
         saves, begun = AsyncSaves(ProcessGroupRuntime()), threading.Event()
-        saves._awaited = awaited = Awaited()
+        saves._is_awaited = awaited = Awaited()
         for _ in range(2):
             begun.clear()
             awaited.reached.clear()

@@ -216,7 +216,7 @@ def test_fill_compares_before_it_writes(tmp_path: Path, kind: str) -> None:
 def test_fill_all_changes_nothing_unless_everything_fits() -> None:
     targets = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(1)}
     sources = {"a": torch.ones(2), "b": torch.ones(3), "d": torch.ones(1)}
-    message = refusal(errors.CheckpointMismatchError, lambda: fill_all(targets, sources, what="x.ckpt"))
+    message = refusal(errors.CheckpointMismatchError, lambda: fill_all(targets, sources, source_name="x.ckpt"))
     assert message.startswith("x.ckpt does not fit, so nothing was loaded from it:")
     assert "1 differ:\n    b: its shape is (3,) in the checkpoint, and (2,) here" in message
     assert_says(message, "1 are missing in it:\n    c", "1 are only in it:\n    d")

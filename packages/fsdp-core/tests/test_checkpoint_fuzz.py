@@ -78,8 +78,8 @@ LINEAR = {
     r"[0-9]{1,9}[./]?",
     r"[ \t\n\r]*",  # json's
     r"\033\[[0-?]*[ -/]*[@-~]",  # click's
-    run_facts._FACT.pattern,
-    run_facts._IN_CALLBACK.pattern,
+    run_facts._FACT_PATH.pattern,
+    run_facts._CALLBACK_PATH.pattern,
     r".*-rank-\*\.safetensors",
     r"(.*-rank-)(\d{5,15})(\.safetensors)",
     r"state-[0-9a-f]{12}\.(json|safetensors)",

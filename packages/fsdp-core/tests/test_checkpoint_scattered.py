@@ -108,7 +108,7 @@ def test_each_rank_writes_where_it_stands_and_gather_joins(tmp_path: Path, where
         check(places[::-1], version=version)
         out = tmp_path / f"whole-{version}.ckpt"
         done = gather(places[::-1], out)
-        assert (done.linked, done.copied, done.duplicates, done.spoiled) == (len(manifest.files), 0, {}, {})
+        assert (done.linked, done.copied, done.duplicates, done.damaged) == (len(manifest.files), 0, {}, {})
         assert read_manifest(out).places == ()
         check(out, version=version)
     for place in places:
@@ -207,8 +207,8 @@ def test_duplicates_are_named_and_a_spoiled_one_is_passed_over(places: list[Path
     victim.write_bytes(data)
     done = gather([*places, copy], tmp_path / "out.ckpt")
     check(tmp_path / "out.ckpt")
-    assert list(done.spoiled) == [str(victim)]
-    assert "has the checksum" in done.spoiled[str(victim)]
+    assert list(done.damaged) == [str(victim)]
+    assert "has the checksum" in done.damaged[str(victim)]
     assert set(done.duplicates) == {name for name in files_in(second) if not name.startswith("parts/")}
     assert done.duplicates[str(victim.relative_to(second))] == [str(second), str(copy)]
     with pytest.raises(CheckpointFormatError, match="is damaged"):

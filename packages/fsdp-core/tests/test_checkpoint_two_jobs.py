@@ -318,7 +318,7 @@ def test_files_in_a_checkpoint_are_removed_when_their_writer_is_gone(
     save_version(path, 1.0)
     with another_writer(monkeypatch, **writer) as patched:
         if committed:
-            patched.setattr(commit.SaveTarget, "tidy", lambda *args: None)
+            patched.setattr(commit.SaveTarget, "remove_leftovers", lambda *args: None)
             save_version(path, 5.0)
         else:
             save_interrupted(patched, path, 5.0, "fsync", 6)
@@ -447,7 +447,7 @@ def test_reader_gives_up_after_max_retries(tmp_path: Path, monkeypatch: pytest.M
     save_version(path, 1.0)
     read = Folder.size
     inside: list[bool] = []
-    monkeypatch.setattr(rereading, "_SECONDS", 0)
+    monkeypatch.setattr(rereading, "_PAUSE_SECONDS", 0)
 
     def replaced(self: Folder, name: str) -> int | None:
         if name.startswith("model/") and not inside:
@@ -495,4 +495,4 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing here is about what outlives a power cut, and a disk that others use takes long to say that it has it."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     yield
-    assert not writers._active  # every save and removal has ended
+    assert not writers._running_saves  # every save and removal has ended

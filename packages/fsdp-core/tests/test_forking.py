@@ -15,7 +15,7 @@ import pytest
 
 from conftest import Site
 from fsdp_core.testing import RankError, RankPool
-from fsdp_core.testing.launching.calls import Answer, answered
+from fsdp_core.testing.launching.calls import Answer, answer_of
 from fsdp_core.testing.launching.forking import StartMethod, end_process, prepare, start_process, start_script
 from fsdp_core.testing.launching.one_process_ranks import OneProcessRanks
 from fsdp_core.testing.launching.process_ranks import RankKind
@@ -39,7 +39,7 @@ class OneProcess(OneProcessRanks):
 
 
 def call_once(world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Answer]:
-    return [answered(lambda: function(*arguments))] * world_size
+    return [answer_of(lambda: function(*arguments))] * world_size
 
 
 @pytest.fixture

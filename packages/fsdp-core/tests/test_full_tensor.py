@@ -11,7 +11,7 @@ from checkpoint_ranks import ThreadRuntime, on_threads
 from fsdp_core.checkpoint import Chunk, ChunkedTensor
 from fsdp_core.errors import ShardingError
 from fsdp_core.runtime import ProcessGroupRuntime
-from fsdp_core.state.full_tensor import whole
+from fsdp_core.state.full_tensor import gather_full
 
 
 def held(*rows: int, replica: int = 0) -> ChunkedTensor:
@@ -31,7 +31,7 @@ def held(*rows: int, replica: int = 0) -> ChunkedTensor:
 )
 def test_what_no_rank_holds_is_told_by_all(by_rank: tuple[ChunkedTensor, ...], fault: str) -> None:
     def gather(runtime: ThreadRuntime) -> Any:
-        return whole(by_rank[runtime.rank], runtime, "'net.weight'")
+        return gather_full(by_rank[runtime.rank], runtime, "'net.weight'")
 
     for told in on_threads(2, gather):
         assert isinstance(told, ShardingError)
@@ -40,7 +40,7 @@ def test_what_no_rank_holds_is_told_by_all(by_rank: tuple[ChunkedTensor, ...], f
 
 def test_one_rank_may_hold_all_or_there_may_be_nothing() -> None:
     alone = ProcessGroupRuntime()
-    assert torch.equal(whole(held(3, 0, 1, 2), alone), torch.arange(4.0)[:, None].expand(4, 2))
-    assert whole(ChunkedTensor(shape=(0, 2), dtype=torch.float32, chunks=()), alone).shape == (0, 2)
+    assert torch.equal(gather_full(held(3, 0, 1, 2), alone), torch.arange(4.0)[:, None].expand(4, 2))
+    assert gather_full(ChunkedTensor(shape=(0, 2), dtype=torch.float32, chunks=()), alone).shape == (0, 2)
     scalar = ChunkedTensor(shape=(), dtype=torch.float32, chunks=(Chunk(offsets=(), data=torch.tensor(5.0)),))
-    assert whole(scalar, alone) == 5
+    assert gather_full(scalar, alone) == 5

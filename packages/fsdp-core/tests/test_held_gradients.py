@@ -21,7 +21,7 @@ from fsdp_core.sharding.backend import Backend
 from fsdp_core.sharding.plan import ShardingPlan
 from fsdp_core.sharding.precision_strings import ShardPrecision
 from fsdp_core.sharding.sharded import Sharded
-from fsdp_core.state.held_gradients import HeldGradients, described, of_this_rank
+from fsdp_core.state.held_gradients import HeldGradients, describe_gradients, gradients_of_rank
 
 
 class Replicated(Sharded):
@@ -64,7 +64,7 @@ class OneOf(ProcessGroupRuntime):
 
 def _saved(held: list[HeldGradients]) -> dict[str, Any]:
     """What ranks that hold these would have saved, whole."""
-    parts = [described(one, OneOf(rank, held)) for rank, one in enumerate(held)]
+    parts = [describe_gradients(one, OneOf(rank, held)) for rank, one in enumerate(held)]
     assert all(part is not None for part in parts)
     first: Any = parts[0]
     return {
@@ -77,13 +77,13 @@ def _saved(held: list[HeldGradients]) -> dict[str, Any]:
 
 
 def test_nothing_is_saved_of_nothing() -> None:
-    assert described(HeldGradients(), ProcessGroupRuntime()) is None
+    assert describe_gradients(HeldGradients(), ProcessGroupRuntime()) is None
 
 
 def test_every_rank_names_the_gradients_of_all() -> None:
     held = [HeldGradients(own={"a": torch.ones(2)}), HeldGradients(own={"a": torch.ones(2), "b": torch.ones(())})]
     for rank in (0, 1):
-        own: Any = described(held[rank], OneOf(rank, held))["own"]  # type: ignore[index]
+        own: Any = describe_gradients(held[rank], OneOf(rank, held))["own"]  # type: ignore[index]
         assert {r: list(grads) for r, grads in own.items()} == {"0": ["a"], "1": ["a", "b"]}
         for of, grads in own.items():
             assert all(len(grad.chunks) == (int(of) == rank) for grad in grads.values())
@@ -96,7 +96,7 @@ def test_as_many_ranks_get_their_own_and_others_the_mean(world_size: int, dtype:
     saved = _saved([HeldGradients(own={"a": first}), HeldGradients(own={"a": second, "b": second})])
     for rank in range(world_size):
         runtime = OneOf(rank, [HeldGradients()] * world_size)
-        got = {name: read() for name, read in of_this_rank(saved, runtime).items()}
+        got = {name: read() for name, read in gradients_of_rank(saved, runtime).items()}
         mean = {"a": (first + second) / 2, "b": second / 2}  # who had no gradient had one of zero
         want: dict[str, Tensor] = ([{"a": first}, {"a": second, "b": second}][rank]) if world_size == 2 else mean
         assert got.keys() == want.keys()

@@ -13,7 +13,7 @@ from chunked_tensors import slices_of
 from fsdp_core.errors import CheckpointMismatchError, OptimizerMismatchError
 from fsdp_core.runtime import ProcessGroupRuntime
 from fsdp_core.sharding.optimizers.rebinding import rebind_optimizer
-from fsdp_core.state.full_tensor import whole
+from fsdp_core.state.full_tensor import gather_full
 from fsdp_core.state.layout import FlatRange, Part, boxes
 from fsdp_core.state.optimizer import load_optimizer_state, optimizer_state
 
@@ -61,7 +61,7 @@ class Flat:
 
 def as_plain(state: dict[str, Any]) -> dict[str, Any]:
     return {
-        "state": {n: {k: whole(v, ALONE) for k, v in values.items()} for n, values in state["state"].items()},
+        "state": {n: {k: gather_full(v, ALONE) for k, v in values.items()} for n, values in state["state"].items()},
         "param_groups": state["param_groups"],
     }
 

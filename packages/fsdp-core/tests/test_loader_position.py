@@ -12,7 +12,14 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler  # type: ignore[import-untyped]
 
 from adapter_clauses.loader_runs import in_turns
-from fsdp_core.lightning.loaders.position import POSITION, ResumableSampler, apart, follow, position_of, sampler_of
+from fsdp_core.lightning.loaders.position import (
+    POSITION,
+    ResumableSampler,
+    copy_without_position,
+    follow,
+    position_of,
+    sampler_of,
+)
 
 LOADERS = [DataLoader, StatefulDataLoader]
 
@@ -67,7 +74,7 @@ def test_what_is_left_is_divided(kind: Any, size: int, saved_on: int, loaded_on:
             assert in_turns(left) == order[seen:] + (order * 4)[: -(size - seen) % loaded_on]
             position = position_of(second[0])
             assert position is not None
-            assert len(left[0]) == len(second[0]) - position.batches_done(seen, float("inf"))
+            assert len(left[0]) == len(second[0]) - position.batches_after_samples(seen, float("inf"))
             for rank, loader in enumerate(second):
                 sampler_of(loader).set_epoch(3)
                 assert [index for indices in loader for index in indices] == list(torchs(size, loaded_on, rank, 3))
@@ -114,10 +121,10 @@ def test_a_copy_for_validation_takes_nothing(kind: Any) -> None:
     loader = followed(kind, 8, 2, 0, 2)
     loader.load_state_dict({POSITION: {**loader.state_dict()[POSITION], "seen": 4}})
     used = iter(loader)
-    other = apart(loader)
+    other = copy_without_position(loader)
     assert [index for batch in other for index in batch] == list(torchs(8, 2, 0))
     assert next(used) == list(torchs(8, 2, 0))[2:]
-    validated = iter(apart(loader))
+    validated = iter(copy_without_position(loader))
     next(validated)
     assert loader.state_dict()[POSITION]["seen"] == 8
     assert position_of(other) is None

@@ -48,16 +48,16 @@ def test_fault_is_found(outcomes: Mapping[tuple[str, str], Outcome], fault: str)
     clause, words = CAUGHT[fault]
     found = outcomes[f"{SOUND}_{fault}", clause]
     assert found.result == "failed"
-    assert words in found.said
+    assert words in found.failing_lines
 
 
 @pytest.mark.parametrize("clause", sorted(SOUND_CLAUSES))
 def test_sound_backend_passes(outcomes: Mapping[tuple[str, str], Outcome], clause: str) -> None:
     found = outcomes[SOUND, clause]
-    assert found.result == "passed", found.said
+    assert found.result == "passed", found.failing_lines
 
 
 @pytest.mark.parametrize(("fault", "clause"), sorted(MADE_UP_FOR))
 def test_core_makes_up_for_a_fault(outcomes: Mapping[tuple[str, str], Outcome], fault: str, clause: str) -> None:
     found = outcomes[f"{SOUND}_{fault}", clause]
-    assert found.result == "passed", found.said
+    assert found.result == "passed", found.failing_lines

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from fsdp_core.testing import RankError
-from fsdp_core.testing.launching.calls import Answer, Failure, answered
+from fsdp_core.testing.launching.calls import Answer, Failure, answer_of
 from fsdp_core.testing.launching.forking import StartMethod
 from fsdp_core.testing.launching.one_process_ranks import OneProcessRanks
 from fsdp_core.testing.launching.process_ranks import RankKind
-from fsdp_core.testing.launching.rank_context import Here, here, stand_on
+from fsdp_core.testing.launching.rank_context import RankContext, rank_context, set_rank_context
 from fsdp_core.testing.refusals import refusal
 from test_ranks import assert_begins_with_cause, assert_names_what_became_of_ranks
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _rank = threading.local()
 
 
-class OnThreads(Here):
+class OnThreads(RankContext):
     @property
     def rank(self) -> int:
         return int(_rank.index)
@@ -33,12 +33,12 @@ class OnThreads(Here):
 
 def on_threads(world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Answer]:
     os.environ.setdefault("SET_BY_THE_LIBRARY", "once")
-    stand_on(OnThreads())
+    set_rank_context(OnThreads())
     answers: dict[int, Answer] = {}
 
     def rank(index: int) -> None:
         _rank.index = index
-        answers[index] = answered(lambda: function(*arguments))
+        answers[index] = answer_of(lambda: function(*arguments))
 
     threads = [threading.Thread(target=rank, args=(index,)) for index in range(world_size)]
     for thread in threads:
@@ -76,13 +76,13 @@ class Seen:
 
 def look() -> Seen:
     variables = [os.environ.get(name) for name in ("LEFT_BEHIND", "SET_BY_THE_LIBRARY")]
-    seen = Seen(here().rank, os.getpid(), os.environ["LIBRARY_DEVICES"], *variables)
+    seen = Seen(rank_context().rank, os.getpid(), os.environ["LIBRARY_DEVICES"], *variables)
     os.environ["LEFT_BEHIND"] = "1"
     return seen
 
 
 def fail_on(rank: int) -> None:
-    if here().rank == rank:
+    if rank_context().rank == rank:
         raise ValueError("weight differs")
     raise LostError("see the other rank's error")
 

@@ -16,7 +16,7 @@ from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FP32_TOLERANCE, train_plain
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.checkpoints.resuming import assert_goes_on_between_micro_batches
-from fsdp_core.testing.suite.numerics.forward_backward_order import LeavingOut
+from fsdp_core.testing.suite.numerics.forward_backward_order import SkippingNet
 from fsdp_core.testing.suite.numerics.pairs import assert_equals_plain
 from native_runs import FLAT, WHOLE, set_up
 
@@ -73,8 +73,8 @@ def test_gradients_of_which_some_are_reduced(ranks: RankPool, tmp_path: Path) ->
                 )
 
 
-def leaving_out(first: int) -> LeavingOut:
-    net = LeavingOut(first, of=2)
+def leaving_out(first: int) -> SkippingNet:
+    net = SkippingNet(first, period=2)
     net.load_state_dict(oracle.new_net().state_dict())
     return net
 

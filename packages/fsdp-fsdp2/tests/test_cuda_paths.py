@@ -164,4 +164,4 @@ def test_a_module_that_is_not_sharded_is_on_the_gpu(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert held_model._runtime().device == _CUDA
+    assert held_model._default_runtime().device == _CUDA

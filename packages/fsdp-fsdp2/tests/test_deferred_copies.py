@@ -97,7 +97,7 @@ KINDS = {"nothing": Watching, "hooks": Hooked, "a step, to a teacher": Teaching}
 def copied_late() -> Iterator[None]:
     """A context in which what is saved is copied, however small it is, when somebody waits for it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_save, "_HEAD_START", 1e6)
+        patch.setattr(async_save, "_SECONDS_BEFORE_JOB", 1e6)
         patch.setattr(deferred_copies, "_SMALL", 0)
         yield
 

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from fsdp_core.checkpoint import gather, load_state_dict, read_manifest
 from fsdp_core.errors import CheckpointError, CheckpointFormatError, ShardingError
 from fsdp_core.testing import RankPool
-from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.training import Lit, loader, new_trainer
@@ -29,7 +29,7 @@ DISK = "/proc/self/cwd"
 
 @contextmanager
 def own_disk(tmp: str) -> Iterator[None]:
-    before, own = os.getcwd(), Path(tmp, f"host{here().rank}")
+    before, own = os.getcwd(), Path(tmp, f"host{rank_context().rank}")
     own.mkdir(exist_ok=True)
     os.chdir(own)
     try:
@@ -67,7 +67,7 @@ def save_without_asking(tmp: str) -> str:
 
 def differ(tmp: str) -> str:
     """Only one rank asks for it."""
-    run = new_trainer(tmp, "fsdp2", 2, {"scattered_save": here().rank == 1})
+    run = new_trainer(tmp, "fsdp2", 2, {"scattered_save": rank_context().rank == 1})
     return refusal(ShardingError, lambda: run.fit(Lit(), loader(1, 2)))
 
 

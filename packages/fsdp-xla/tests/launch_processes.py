@@ -37,9 +37,9 @@ def found() -> dict[str, Any]:
     given, launches = Given(), []
     for _ in range(2):
         torch.manual_seed(7)
-        launches.append(launch._on_processes(launched, given))
+        launches.append(launch._run_on_processes(launched, given))
     torch.zeros(1, device="xla").cpu()
-    refused = refusal(StrategyUnavailableError, lambda: launch._on_processes(launched, given))
+    refused = refusal(StrategyUnavailableError, lambda: launch._run_on_processes(launched, given))
     return {"launches": launches, "changed": given.changed, "pid": os.getpid(), "refused": refused}
 
 

@@ -15,7 +15,7 @@ import lightning as L
 from torch.utils.data import DataLoader, DistributedSampler
 
 from fsdp_core import load_state_dict
-from fsdp_core.testing import Answer, answered, oracle
+from fsdp_core.testing import Answer, answer_of, oracle
 from fsdp_core.testing.training import QUIET, Lit
 from fsdp_xla.testing import ThreadRanks
 from xla_process import cpu_variables
@@ -59,7 +59,7 @@ class LaunchingSPMD(Launching):
 
 
 def once(world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Answer]:
-    return [answered(lambda: function(*arguments))]
+    return [answer_of(lambda: function(*arguments))]
 
 
 def _raised(function: Callable[..., Any], *args: Any) -> str | None:

@@ -15,6 +15,7 @@ from adapter_clauses.launching import LaunchingSuite
 from adapter_clauses.lightning_regressions import LightningToolsSuite
 from adapter_clauses.loader_positions import LoaderPositionsSuite
 from adapter_clauses.loops import LoopsOfAdaptersSuite
+from adapter_clauses.pickled_strategies import PickledStrategiesSuite
 from adapter_clauses.preemption import PreemptionSuite
 from adapter_clauses.resource_leaks import LeftoversOfSavesSuite
 from adapter_clauses.resume_moments import ResumeMomentsSuite
@@ -26,6 +27,7 @@ __all__ = ["AdapterSuite"]
 
 
 class AdapterSuite(
+    PickledStrategiesSuite,
     LaunchingSuite,
     PreemptionSuite,
     LoaderPositionsSuite,

@@ -21,7 +21,7 @@ from torch.nn.functional import mse_loss
 from fsdp_core.checkpoint import compare, is_checkpoint, verify
 from fsdp_core.errors import CheckpointError
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.measuring.disks import disk
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.base_class import KINDS, Clauses, on_ranks
@@ -134,7 +134,7 @@ def _stall(strategy: str, tmp: str, kind: str) -> tuple[int, bool, bool]:
 def _fails(strategy: str, tmp: str, kind: str, when: str) -> dict[str, Any]:
     """Fit on a disk that gets full before the second save, on one rank; then fit again with free space."""
     folder = Path(tmp, "kept")
-    rank = here().rank
+    rank = rank_context().rank
     bad_rank = 0 if kind == "full" else 1
     module = Lit("momentum")
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fsdp_core.errors import CheckpointMismatchError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.refusals import assert_says, refusal, was_refused
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks
 from fsdp_core.testing.suite.refusals.bad_options import set_up
@@ -221,7 +221,7 @@ def _unlike(strategy: str) -> dict[str, str]:
     fabric = new_fabric(strategy)
     told: dict[str, str] = {}
     for case, (build, _) in UNLIKE.items():
-        told[case] = refusal(ShardingError, lambda build=build: fabric.setup(build(here().rank)))  # type: ignore[misc]
+        told[case] = refusal(ShardingError, lambda build=build: fabric.setup(build(rank_context().rank)))  # type: ignore[misc]
         if not was_refused(told[case]):
             break
     return told
@@ -229,7 +229,7 @@ def _unlike(strategy: str) -> dict[str, str]:
 
 def _unlike_in_loops(strategy: str, tmp: str) -> tuple[str, int]:
     module = Lit()
-    run = new_trainer(tmp, strategy, 2, accumulate_grad_batches=1 + here().rank)
+    run = new_trainer(tmp, strategy, 2, accumulate_grad_batches=1 + rank_context().rank)
     return refusal(ShardingError, lambda: run.fit(module, loader(2, 2))), len(module.losses)
 
 
@@ -243,7 +243,7 @@ class UnlikeInOptimizers(Lit):
     """Ranks with different learning rates of the second group."""
 
     def configure_optimizers(self) -> Any:
-        blocks = {"params": [*self.net.blocks.parameters()], "lr": 0.05 * (1 + here().rank)}
+        blocks = {"params": [*self.net.blocks.parameters()], "lr": 0.05 * (1 + rank_context().rank)}
         groups: list[dict[str, Any]] = [{"params": [self.net.inp.weight]}, blocks]
         return torch.optim.SGD(groups, lr=0.05)
 
@@ -253,7 +253,7 @@ def _unlike_in_optimizers(strategy: str, tmp: str) -> tuple[str, int, str]:
     run = new_trainer(tmp, strategy, 2)
     message = refusal(ShardingError, lambda: run.fit(module, loader(1, 2)))
     fabric, net = new_fabric(strategy), oracle.new_net()
-    optimizer = oracle.adamw_groups(net) if here().rank else oracle.sgd(net)
+    optimizer = oracle.adamw_groups(net) if rank_context().rank else oracle.sgd(net)
     return message, len(module.losses), refusal(ShardingError, lambda: fabric.setup(net, optimizer))
 
 

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from fsdp_core import load_state_dict
 from fsdp_core.errors import NonFiniteGradientError, UnsupportedCapabilityError
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.oracle import FP32_TOLERANCE, WIDE
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state, poison_gradient, sharded_by, trained_by
@@ -32,7 +32,7 @@ class Breaks(Lit):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        broken = batch_idx >= 1 and here().rank == self.trainer.world_size - 1
+        broken = batch_idx >= 1 and rank_context().rank == self.trainer.world_size - 1
         # not a scalar, which XLA may write into the program as a constant: programs must be the same on all ranks
         factors = torch.tensor([torch.nan if broken else 0.0, 0.0]).to(loss.device)
         return loss + factors[0] * self.net.inp.weight[0, 0]
@@ -79,11 +79,13 @@ def _stepped(strategy: str, clip: bool) -> tuple[list[str], list[str], dict[str,
     for number, (x, y) in enumerate(whole_batches(fabric, 3)):
         fabric.backward(mse_loss(model(x), y))
         if number == 1:
-            is_last = here().rank == here().shares(2) - 1
+            is_last = rank_context().rank == rank_context().shares(2) - 1
             layout = sharded_by(used).layout()
             wide = [p for p in trained_by(optimizer) if any(".up." in x.name or ".down." in x.name for x in layout[p])]
-            poison_gradient(wide, float("inf"), here_too=is_last)
-            broken = [p for p in layout if p.grad is not None and not torch.isfinite(here().local(p.grad)).all()]
+            poison_gradient(wide, float("inf"), on_this_rank=is_last)
+            broken = [
+                p for p in layout if p.grad is not None and not torch.isfinite(rank_context().local(p.grad)).all()
+            ]
             names = [layout[p][0].name for p in broken]
 
         def step() -> None:

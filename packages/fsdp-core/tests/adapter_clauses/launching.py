@@ -19,8 +19,8 @@ from torch.utils.data import DistributedSampler
 
 from adapter_clauses.scripts import start_script
 from fsdp_core.plugins.strategy_info import FrontEnd
-from fsdp_core.testing.launching.forking import within
-from fsdp_core.testing.launching.processes import SECONDS, Ended
+from fsdp_core.testing.launching.forking import scaled_limit
+from fsdp_core.testing.launching.processes import TIME_LIMIT, FinishedScript
 from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.suite.base_class import Clauses, starts_scripts
 
@@ -55,7 +55,7 @@ def _val_loss(*, shuffled: bool) -> float:
 
 def _interrupt(process: subprocess.Popen[bytes], output: Path) -> None:
     """Send SIGINT, as Ctrl-C does, once both ranks are training."""
-    deadline = time.monotonic() + within(SECONDS)
+    deadline = time.monotonic() + scaled_limit(TIME_LIMIT)
     while output.read_text().count('{"reached": "step 1"}') < 2 and process.poll() is None:
         assert time.monotonic() < deadline, output.read_text()
         time.sleep(0.2)
@@ -68,7 +68,7 @@ class LaunchingSuite(Clauses):
     These clauses apply to ranks that are processes. Threads end when ``fit`` returns, and a controller starts nothing.
     """
 
-    def assert_trained(self, ended: Ended, *front_ends: str) -> None:
+    def assert_trained(self, ended: FinishedScript, *front_ends: str) -> None:
         """Assert that both ranks held half of the model, got the oracle's loss, and exited without errors."""
         assert ended.status == 0, ended.output
         for trouble in ("Traceback", "terminate called", "Aborted", "destroy_process_group() was not called"):

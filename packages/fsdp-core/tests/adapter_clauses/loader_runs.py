@@ -28,7 +28,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 from fsdp_core.errors import CheckpointMismatchError, CheckpointValueError
 from fsdp_core.testing import oracle
 from fsdp_core.testing.launching.forking import allow_children
-from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.refusals import refusal
 from fsdp_core.testing.training import Lit, new_fabric, new_trainer
 
@@ -205,7 +205,9 @@ class Run:
             case "counting":
                 return StatefulDataLoader(counting, shuffle=True, **kwargs)
             case "stream":
-                return StatefulDataLoader(Stream(self.size, here().rank, here().shares(world_size)), **kwargs)
+                return StatefulDataLoader(
+                    Stream(self.size, rank_context().rank, rank_context().shares(world_size)), **kwargs
+                )
             case "counted":
                 return StatefulDataLoader(numbered, sampler=Counted(self.size), **kwargs)
             case "counted batches":
@@ -335,7 +337,7 @@ def refused(strategy: str, tmp: str, world_size: int, run: Run) -> str:
 
 def divided_by_hand(strategy: str, tmp: str) -> tuple[int, list[str]]:
     """The batches of a run resumed after one of four, over each rank's own samples, and its warnings."""
-    samples: Any = list(oracle.dataset(8))[here().rank :: here().shares(2)]
+    samples: Any = list(oracle.dataset(8))[rank_context().rank :: rank_context().shares(2)]
     loader: Any = DataLoader(samples, batch_size=len(samples) // 4)
     own: dict[str, Any] = {"use_distributed_sampler": False}
     first = new_trainer(tmp, strategy, 2, max_epochs=-1, max_steps=1, **own)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks, precisions
@@ -101,8 +101,8 @@ class _Streamed(IterableDataset[Any]):
 
 def _predict_unevenly(strategy: str, tmp: str, streamed: bool) -> list[tuple[list[Tensor], list[Tensor]]]:
     """What is predicted of each loader's samples, and what one process predicts of those that this rank has."""
-    shares = here().shares(2)
-    own: Any = [oracle.dataset(size)[here().rank % shares :: shares] for size in _UNEVEN]
+    shares = rank_context().shares(2)
+    own: Any = [oracle.dataset(size)[rank_context().rank % shares :: shares] for size in _UNEVEN]
     datasets: Any = map(_Streamed, own) if streamed else map(oracle.dataset, _UNEVEN)
     loaders = [DataLoader(dataset, batch_size=2) for dataset in datasets]
     predicted: Any = new_trainer(tmp, strategy, 2).predict(_OfTwoLoaders(), loaders)
@@ -115,7 +115,7 @@ def _predict_unevenly(strategy: str, tmp: str, streamed: bool) -> list[tuple[lis
 
 def _evaluate_apart(strategy: str, tmp: str) -> list[str]:
     """The refusals of a validation, a test and a fit with a validation, with one batch more on rank 1."""
-    more: Any = oracle.dataset(2 * (2 + here().rank))
+    more: Any = oracle.dataset(2 * (2 + rank_context().rank))
     told = []
     for stage in ("validate", "test", "fit"):
         run = new_trainer(tmp, strategy, 2, use_distributed_sampler=False)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.testing import Ranks
-from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.oracle import BATCH, FP32_TOLERANCE, dataset, new_net
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_state
@@ -44,7 +44,7 @@ class _Told(Lit):
         self.signum, self.at = signum, (rank, step)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        if self.signum is not None and (here().rank, batch_idx) == self.at:
+        if self.signum is not None and (rank_context().rank, batch_idx) == self.at:
             os.kill(os.getpid(), self.signum)
             os.kill(os.getpid(), self.signum)
         return super().training_step(batch, batch_idx)
@@ -53,7 +53,7 @@ class _Told(Lit):
 @contextmanager
 def _slurm(tmp: str) -> Iterator[None]:
     """A context in which this rank is a task of SLURM's, whose command writes down what it was asked."""
-    rank = str(here().rank)
+    rank = str(rank_context().rank)
     names = {"NTASKS": "2", "NTASKS_PER_NODE": "2", "PROCID": rank, "LOCALID": rank, "NODEID": "0", "JOB_ID": "17"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**names, "JOB_NAME": "train"}.items():
@@ -105,7 +105,7 @@ def _loop(strategy: str, folder: str, signum: int | None, at: tuple[int, int], r
             fabric.backward(mse_loss(model(fabric.to_device(batch[0])), fabric.to_device(batch[1])))
             optimizer.step()
             optimizer.zero_grad()
-            if signum is not None and (here().rank, step) == at:
+            if signum is not None and (rank_context().rank, step) == at:
                 os.kill(os.getpid(), signum)
             state["step"] = step + 1
             if used.told_to_end():
@@ -122,7 +122,7 @@ class _FewerOnOneRank(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         data = dataset(BATCH * STEPS)
-        yield from (data[row] for row in range(8 if here().rank == 1 else 12))
+        yield from (data[row] for row in range(8 if rank_context().rank == 1 else 12))
 
 
 def _end_apart(strategy: str, tmp: str) -> str:
@@ -141,13 +141,13 @@ class _OwnRate(Lit):
         optimizer: Any = super().configure_optimizers()
         # the last two have six digits each, which differ
         factors = {"scheduler": (1.0, 0.5), "rounding": (0.12345649, 0.12345651)}.get(self.kind, (1.0, 1.0))
-        own = factors[here().rank]
+        own = factors[rank_context().rank]
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: own if step > 1 else 1.0)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     def on_train_batch_end(self, *batch: Any) -> None:
         super().on_train_batch_end(*batch)
-        if self.kind == "hook" and here().rank == 1 and self.trainer.global_step == 2:
+        if self.kind == "hook" and rank_context().rank == 1 and self.trainer.global_step == 2:
             self.trainer.optimizers[0].param_groups[-1]["weight_decay"] = 0.25
 
 

@@ -15,7 +15,7 @@ from fsdp_core.checkpoint import gather, is_checkpoint, load, load_state_dict, r
 from fsdp_core.errors import CheckpointFormatError
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.state import full_optimizer_state, full_state
 from fsdp_core.testing.suite.base_class import Clauses, requires
@@ -44,7 +44,7 @@ class Keeping(pl.Callback):
 
 def _trained(strategy: str, tmp: str) -> dict[str, Any]:
     """Fit with saves in the background, each rank's to its own folder; the whole state at the end."""
-    module, folder = Lit("adamw_groups"), Path(tmp, f"rank{here().rank}")
+    module, folder = Lit("adamw_groups"), Path(tmp, f"rank{rank_context().rank}")
     options = {"scattered_save": True, "async_save": True}
     run = new_trainer(tmp, strategy, 2, options, callbacks=[Keeping(folder)])
     run.fit(module, loader(2, 2))
@@ -72,7 +72,7 @@ def _under_fabric(strategy: str, world_size: int, path: Any, save: bool) -> dict
         for x, y in whole_batches(fabric, 1):
             fabric.backward(mse_loss(model(x), y))
             optimizer.step()
-        fabric.save(Path(path, f"rank{here().rank}", "last.ckpt"), state)
+        fabric.save(Path(path, f"rank{rank_context().rank}", "last.ckpt"), state)
     else:
         fabric.load(path, state)
     used: Any = fabric.strategy

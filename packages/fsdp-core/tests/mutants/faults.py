@@ -59,7 +59,7 @@ CAUGHT: dict[str, tuple[str, str]] = {
     "sync_left_off": ("test_no_backward_sync_leaves_sync_on[True]", "norm == pytest.approx"),
     "sync_left_off_by_exceptions": ("test_an_exception_leaves_reduction_on[backend]", LOSSES),
     "evaluation_forgets_micro_batches": ("test_pairs_of_options[2 of 2]", "differ from one unsharded process"),
-    "no_sync_ignored": ("test_accumulation_skips_the_reduction[as it is]", "(of_trainer, of_fabric) =="),
+    "no_sync_ignored": ("test_accumulation_skips_the_reduction[as it is]", "accumulated == (times"),
     "zero_grad_forgets_shards_alone": ("test_order_of_passes[zero_grad within an accumulation]", STATE),
     "steps_without_reduction": ("test_a_step_inside_an_accumulation", "torch.testing.assert_close(state[name]"),
     "pieces_unguarded": (

@@ -10,7 +10,7 @@ from unittest import mock
 
 from fsdp_core.plugins.discovery import discover
 from fsdp_core.testing.launching import forking
-from fsdp_core.testing.reporting.inner_session import Outcome, run_clauses, searched_first
+from fsdp_core.testing.reporting.inner_session import Outcome, plugins_in, run_clauses
 
 __all__ = ["SOUND", "run"]
 
@@ -56,7 +56,7 @@ def _installed(folder: Path) -> Iterator[None]:
     (info / "entry_points.txt").write_text(_ENTRY_POINTS)
     tests = Path(__file__).parent.parent
     registries: list[Any] = [of_fabric.STRATEGY_REGISTRY, of_trainer.StrategyRegistry]
-    with searched_first(folder, tests, tests / "loopback_site"):
+    with plugins_in(folder, tests, tests / "loopback_site"):
         for module in (of_fabric, of_trainer):
             enter(module)
         try:

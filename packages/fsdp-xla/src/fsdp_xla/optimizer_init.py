@@ -1,11 +1,11 @@
 """Initial values of an optimizer's state, put on the devices as data.
 
-An optimizer creates zeros at its first step. XLA compiles those as constants of the program, which then differs from
-that of the second step, where they are data.
+An optimizer creates zeros at its first step. XLA compiles them as constants, so the program differs from that of the
+second step, where the same values are data. To have one program for all steps, these zeros, like the sums of metrics
+(``lightning/host_metrics.py``), are put on the device as data.
 
-So that every step is the same program, these zeros, and the sums of metrics (``lightning/host_metrics.py``), are put
-on the device as data. A program's outputs are also in the order of XLA's tensor ids, which an optimizer's step changes
-to its own; so shards are brought into that order when the optimizer is set up (``put_in_order``).
+A program's outputs are in the order of XLA's tensor ids, and an optimizer's step gives parameters new ids in its own
+order. So the shards get ids in that order when the optimizer is set up (``put_in_order``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FirstSteps:
 
     @contextmanager
     def replace_zeros(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Context in which an optimizer takes a step; in its first one, it gets zeros of the function."""
+        """A context for an optimizer's step. At the first step, it replaces the zeros of new state."""
         if optimizer in self._optimizers:
             yield
             return
@@ -55,7 +55,7 @@ class _Zeros(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # zeros like the optimizer's parameters alone: those that a closure's forward pass creates are like activations
+        # Zeros that a closure's forward pass creates are not replaced: they are like activations, not like parameters.
         is_state = func is torch.zeros_like and len(args) == 1 and id(args[0]) in self._parameters
         state = self._zeros(args[0]) if is_state and kwargs.keys() <= {"memory_format"} else None
         return func(*args, **kwargs) if state is None else state

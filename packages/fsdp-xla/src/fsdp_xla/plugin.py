@@ -78,7 +78,7 @@ def why_not_here() -> str | None:
     )
 
 
-_GOOGLE = "0x1ae0"
+_GOOGLE_VENDOR_ID = "0x1ae0"
 
 
 def _tpu_chips() -> int:
@@ -86,7 +86,7 @@ def _tpu_chips() -> int:
     chips = 0
     for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"):
         try:
-            chips += vendor.read_text().strip() == _GOOGLE
+            chips += vendor.read_text().strip() == _GOOGLE_VENDOR_ID
         except OSError:
             continue
     return chips

@@ -22,7 +22,7 @@ __all__ = ["recompute"]
 
 
 class _Call(nn.Module):
-    """A call of a submodule's forward with flat arguments, as a module, whose weights torch_xla treats separately."""
+    """A call of a function with flat arguments. It is a module, because torch_xla looks for the weights in one."""
 
     def __init__(self, module: nn.Module | None, function: Callable[..., Any], spec: Any) -> None:
         super().__init__()
@@ -38,23 +38,22 @@ class _Call(nn.Module):
 def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function`` and keep only its inputs; the backward pass calls it again, with the same random numbers.
 
-    torch's own checkpointing has no effect: XLA finds the same computation twice in one program, and does it once.
-    torch_xla's puts a barrier between them, but supports no keyword arguments, no nested outputs, and no inputs that
-    don't require gradients.
+    torch's own checkpointing has no effect on XLA, which finds the same computation twice in a program and does it
+    once. torch_xla's checkpointing puts a barrier between the two. It does not support keyword arguments, nested
+    outputs, and calls in which no input requires gradients, so they are added here.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     leaves, spec = tree_flatten((args, kwargs))
     owner = getattr(function, "__self__", None)
     call = _Call(owner if isinstance(owner, nn.Module) else None, function, spec)
-    # it makes the outputs require gradients, whether an input does or not
+    # An input that requires gradients, so that the outputs do too if no other input does.
     anchor = torch.zeros((), device="xla", requires_grad=True)
     outputs = checkpoint(call.run, anchor, *leaves)
     device = default_device()
 
     def before_backward(_: Tensor) -> None:
-        # autograd has a thread for each device, whose default device is the first of all devices; torch_xla uses
-        # the default device to find the random generator to restore
+        # torch_xla restores the random generator of the default device, which in autograd's thread is always the first.
         set_default_device(device)
         if not computes_all_gradients():
             raise UnsupportedCapabilityError(

@@ -18,24 +18,24 @@ import torch
 
 __all__ = ["follow_manual_seed", "follow_seed_from_before"]
 
-#: Thread-local: what seeds the device of this thread's rank, and the process id, because dataloader workers fork.
-_here = threading.local()
-_installing = threading.Lock()
-_installed = False
-#: The torch seed that the device of this process's only rank has last followed.
-_seeded_with: int | None = None
+#: Of this thread's rank: the function that seeds its device, and its process id, which forked workers compare.
+_rank_of_thread = threading.local()
+_install_lock = threading.Lock()
+_is_installed = False
+#: The torch seed that was last applied to the device.
+_last_seed: int | None = None
 
 
 def follow_seed_from_before(seed_device: Callable[[int], None]) -> None:
-    """Apply the seed from before the start to this process's device, which otherwise begins with a constant seed.
+    """Seed this process's device with the seed that was set before XLA started, instead of XLA's constant.
 
     Args:
         seed_device: Called with the seed, unless it was called with the same one before.
     """
-    global _seeded_with
+    global _last_seed
     seed = torch.initial_seed()
-    if seed != _seeded_with:
-        _seeded_with = seed
+    if seed != _last_seed:
+        _last_seed = seed
         seed_device(seed % 2**63)
 
 
@@ -48,22 +48,22 @@ def follow_manual_seed(seed_device: Callable[[int], None]) -> None:
     Args:
         seed_device: Called with the seed, which is not negative.
     """
-    global _installed
-    _here.process, _here.seed_device = os.getpid(), seed_device
-    with _installing:
-        if not _installed:
-            torch.manual_seed = torch.random.manual_seed = _seeding_xla(torch.manual_seed)
-            _installed = True
+    global _is_installed
+    _rank_of_thread.process, _rank_of_thread.seed_device = os.getpid(), seed_device
+    with _install_lock:
+        if not _is_installed:
+            torch.manual_seed = torch.random.manual_seed = _with_xla_seed(torch.manual_seed)
+            _is_installed = True
 
 
-def _seeding_xla(manual_seed: Callable[[Any], torch.Generator]) -> Any:
+def _with_xla_seed(manual_seed: Callable[[Any], torch.Generator]) -> Any:
     @wraps(manual_seed)
-    def manual_seed_of_xla_too(seed: Any) -> torch.Generator:
-        global _seeded_with
+    def manual_seed_with_xla(seed: Any) -> torch.Generator:
+        global _last_seed
         generator = manual_seed(seed)
-        if getattr(_here, "process", None) == os.getpid():
-            _seeded_with = torch.initial_seed()
-            _here.seed_device(int(seed) % 2**63)
+        if getattr(_rank_of_thread, "process", None) == os.getpid():
+            _last_seed = torch.initial_seed()
+            _rank_of_thread.seed_device(int(seed) % 2**63)
         return generator
 
-    return manual_seed_of_xla_too
+    return manual_seed_with_xla

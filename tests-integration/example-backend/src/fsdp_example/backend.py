@@ -35,7 +35,7 @@ class ZeRO1Backend(Backend):
     options: ZeRO1Options
 
     def shard_module(self, module: nn.Module, plan: ShardingPlan) -> ZeRO1Sharded:
-        checkpoint_activations(module, self.options.activation_checkpointing_policy)
+        checkpoint_activations(module, plan)
         place(list(module.modules()), self.runtime)
         sharded = ZeRO1Sharded(module, self.runtime)
         sharded.remember(sharded.whole.items())  # what was on the meta device is other parameters now

@@ -38,7 +38,7 @@ class ZeRO2Backend(Backend):
     options: ZeRO2Options
 
     def shard_module(self, module: nn.Module, plan: ShardingPlan) -> ZeRO2Sharded:
-        checkpoint_activations(module, self.options.activation_checkpointing_policy)
+        checkpoint_activations(module, plan)
         place(list(module.modules()), self.runtime)
         sharded = ZeRO2Sharded(module, self.runtime, self.options.bucket_bytes)
         sharded.remember(sharded.whole.items())  # what was on the meta device is other parameters now

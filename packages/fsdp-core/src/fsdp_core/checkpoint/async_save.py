@@ -23,9 +23,9 @@ from fsdp_core.runtime import Runtime
 
 __all__ = ["AsyncSaves"]
 
-#: Seconds that the thread waits before it competes with its caller for the interpreter and a core: the ranks
-#: synchronize once more before training continues, and a save that has begun on one of them would delay all.
-_HEAD_START = 0.05
+#: Seconds that the thread waits before it begins a job. The ranks synchronize once more before training continues, and
+#: a job that has already begun on one of them would slow down its caller, and so delay all.
+_SECONDS_BEFORE_JOB = 0.05
 
 _INTERRUPTED = 130  # the shell's exit status of a process ended by SIGINT
 
@@ -54,12 +54,12 @@ class AsyncSaves:
         self._channel: Runtime | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
+        self._is_awaited = threading.Event()  # set by whoever waits for the job, so that it begins at once
         self._changed = threading.Condition()  # guards the attributes below
-        self._awaited = threading.Event()
         self._steps = 0
         self._failure: CheckpointError | None = None
-        self._choosing = False
-        self._raise_at: int | None = None
+        self._is_choosing_step = False  # while ranks agree on the step at which all raise the failure
+        self._raising_step: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AsyncSaves:
         """Return an instance without pending jobs: ranks that are threads start from copies of what was built."""
@@ -96,7 +96,7 @@ class AsyncSaves:
         )
 
         def write(channel: Runtime) -> None:
-            # on all ranks before the first collective: what one of them finds written to may be copied on others
+            # If one rank finds that deferred tensors were changed too early, all must fail, before they write anything.
             run_on_all(channel, f"copying what {os.fspath(path)} is to hold", self._staging.wait)
             prepared.write(channel)
 
@@ -116,10 +116,11 @@ class AsyncSaves:
         if self._thread is None:
             self._channel = self._runtime.side_channel()
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp-save")
-            atexit.unregister(_leave_unfinished)  # must run before the process group is destroyed, which exists by now
-            atexit.register(_leave_unfinished)
+            # Exit handlers run in reverse order: registered anew, this one precedes that which destroys process groups.
+            atexit.unregister(_exit_if_unfinished)
+            atexit.register(_exit_if_unfinished)
         assert self._channel is not None
-        self._awaited.clear()
+        self._is_awaited.clear()
         self._last = self._thread.submit(self._work, self._channel, operation, job)
         _unfinished.add(self._last)
         self._last.add_done_callback(_unfinished.discard)
@@ -131,9 +132,9 @@ class AsyncSaves:
             CheckpointError: A job has failed, and this is the step at which all ranks raise it.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._choosing)
+            self._changed.wait_for(lambda: not self._is_choosing_step)
             self._steps += 1
-            due = self._raise_at is not None and self._steps >= self._raise_at
+            due = self._raising_step is not None and self._steps >= self._raising_step
         if due:
             self.wait()
 
@@ -143,13 +144,13 @@ class AsyncSaves:
         Raises:
             CheckpointError: A job has failed.
         """
-        self._awaited.set()
+        self._is_awaited.set()
         if self._last is not None:
             self._last.result()
         with self._changed:
             failure = self._failure
             self._failure = None
-            self._raise_at = None
+            self._raising_step = None
         if failure is not None:
             _unraised.remove(failure)
             raise failure
@@ -160,7 +161,7 @@ class AsyncSaves:
         Raises:
             CheckpointError: A job has failed.
         """
-        self._awaited.set()
+        self._is_awaited.set()
         if self._last is not None:
             self._last.result()  # an interrupt leaves everything as it is
         if self._thread is not None and self._channel is not None:
@@ -174,7 +175,7 @@ class AsyncSaves:
     def _work(self, channel: Runtime, operation: str, job: Callable[[Runtime], None]) -> None:
         if self._failure is not None:
             return
-        self._awaited.wait(_HEAD_START)
+        self._is_awaited.wait(_SECONDS_BEFORE_JOB)
         try:
             run_on_all(channel, operation, lambda: job(channel))  # so that either all ranks fail or none
         except Exception as error:
@@ -185,18 +186,18 @@ class AsyncSaves:
         failure = error_class(f"{operation} in the background has failed: {error}")
         failure.__cause__ = error
         with self._changed:
-            self._choosing = True
+            self._is_choosing_step = True
             steps = self._steps
         try:
-            # no rank begins another step meanwhile, so none is past the chosen one
+            # Meanwhile step() waits, so no rank can be past the step that is chosen.
             steps = max(channel.gather_objects(steps))
-        except Exception as gone:  # a rank has exited, so the others can't agree
-            failure.add_note(f"The ranks could not agree on when to raise this: {gone}")
+        except Exception as gather_error:  # a rank has exited, so the others can't agree
+            failure.add_note(f"The ranks could not agree on when to raise this: {gather_error}")
         with self._changed:
             _unraised.append(failure)
             self._failure = failure
-            self._raise_at = steps + 1
-            self._choosing = False
+            self._raising_step = steps + 1
+            self._is_choosing_step = False
             self._changed.notify_all()
 
 
@@ -211,29 +212,29 @@ if hasattr(threading, "_register_atexit"):
     threading._register_atexit(_wait_for_all)
 
 
-def _forget() -> None:
+def _forget_parent_jobs() -> None:
     """Drop the parent's jobs in a forked process."""
     _unfinished.clear()
     _unraised.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_forget_parent_jobs)
 
 
-def _leave_unfinished() -> None:
+def _exit_if_unfinished() -> None:
     """Exit if the wait for the thread was interrupted: the thread still uses the process group."""
     if _unfinished:
-        _end("interrupted before a checkpoint was complete; what was there before is unchanged", _INTERRUPTED)
+        _exit_process("interrupted before a checkpoint was complete; what was there before is unchanged", _INTERRUPTED)
 
 
 @atexit.register
 def _report_unraised() -> None:
     if _unraised:
-        _end("\n".join(f"{type(failure).__name__}: {failure}" for failure in _unraised), 1)
+        _exit_process("\n".join(f"{type(failure).__name__}: {failure}" for failure in _unraised), 1)
 
 
-def _end(message: str, status: int) -> None:
+def _exit_process(message: str, status: int) -> None:
     """Exit from an exit handler: Python offers no other way to set the exit status there."""
     print(message, file=sys.stderr)
     logging.shutdown()

@@ -60,14 +60,15 @@ def run_on_all(runtime: Runtime | None, operation: str, step: Callable[[], T]) -
     """
     if runtime is None:
         return step()
-    own: Exception | None = None
+    own_error: Exception | None = None
     result: T | None = None
     try:
         result = step()
     except Exception as error:
-        own = error
-    if runtime.total([own is not None])[0]:
-        _raise_on_all(runtime, operation, own)
+        own_error = error
+    (failed_ranks,) = runtime.total([own_error is not None])
+    if failed_ranks:
+        _raise_on_all(runtime, operation, own_error)
     return result  # type: ignore[return-value]
 
 
@@ -112,25 +113,25 @@ def total(runtime: Runtime | None, numbers: Sequence[int]) -> list[int]:
 
 def _raise_on_all(runtime: Runtime, operation: str, own_error: Exception | None) -> NoReturn:
     """Raise the same error on every rank. All ranks must call it."""
-    by_rank = runtime.gather_objects_to(None if own_error is None else _describe_failure(own_error, operation))
+    failures_by_rank = runtime.gather_objects_to(None if own_error is None else _describe_failure(own_error, operation))
     summary: Failure | None = None
-    if by_rank is not None:
-        failures = {rank: failure for rank, failure in enumerate(by_rank) if failure is not None}
-        summary = _summarize(failures, len(by_rank), operation)
+    if failures_by_rank is not None:  # on rank 0
+        failures = {rank: failure for rank, failure in enumerate(failures_by_rank) if failure is not None}
+        summary = _summarize(failures, len(failures_by_rank), operation)
     name, message = runtime.broadcast_object(summary)
     raise getattr(errors, name)(message) from own_error
 
 
 def _summarize(failures: Mapping[int, Failure], world_size: int, operation: str) -> Failure:
-    """One error for all that have failed, at most a few kilobytes more than the longest message."""
-    name, first = failures[min(failures)]
-    message = first
-    ranks = [rank for rank, (_, message_of_rank) in failures.items() if message_of_rank == first]
+    """One error for all ranks' failures, at most a few kilobytes longer than the longest message."""
+    name, first_message = failures[min(failures)]
+    message = first_message
+    ranks = [rank for rank, (_, message_of_rank) in failures.items() if message_of_rank == first_message]
     if len(ranks) < world_size:
         rank_list = ", ".join(map(str, ranks[:_RANKS_SHOWN]))
         more = f" and {len(ranks) - _RANKS_SHOWN} more" if len(ranks) > _RANKS_SHOWN else ""
         message = f"{message}\n(on rank {rank_list}{more} of {world_size}, while {operation})"
-    other_messages = sorted({message_of_rank for _, message_of_rank in failures.values()} - {first})
+    other_messages = sorted({message_of_rank for _, message_of_rank in failures.values()} - {first_message})
     for message_of_rank in other_messages[:_MESSAGES_SHOWN]:
         message += f"\nanother rank: {message_of_rank}"
     if len(other_messages) > _MESSAGES_SHOWN:

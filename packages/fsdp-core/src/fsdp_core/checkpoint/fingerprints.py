@@ -10,11 +10,12 @@ from torch import Tensor
 
 __all__ = ["differing", "sample", "view_of_sample"]
 
-#: One of so many elements is looked at, but at least and at most so many of a tensor. An element that is in no cache
-#: takes as long as copying a few hundred. For tensors of 5 MB, all of it takes 1.1 to 1.3 % of the time of the copy,
-#: most of it for four operations on each tensor; for larger ones less.
-_ONE_OF = 131_072
-_AT_LEAST, _AT_MOST = 16, 256
+#: A sample has one of this many elements of a tensor, within the bounds below. Reading an element that is in no cache
+#: takes as long as copying a few hundred. For tensors of 5 MB, taking and comparing samples takes 1.1 to 1.3 % of the
+#: time of the copy, and for larger ones less; most of it goes to the four operations on each tensor.
+_ELEMENTS_PER_SAMPLED = 131_072
+_MIN_SAMPLED = 16
+_MAX_SAMPLED = 256
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -29,7 +30,7 @@ def sample(tensor: Tensor) -> Tensor:
         The elements, in one dimension.
     """
     if tensor.dtype.itemsize == 1:
-        tensor = tensor.view(torch.uint8)  # take() knows none of float8
+        tensor = tensor.view(torch.uint8)  # take() does not support float8
     return torch.take(tensor, _lattice_indices(tensor.numel()))
 
 
@@ -47,14 +48,14 @@ def view_of_sample(tensor: Tensor) -> Tensor:
 
 
 def differing(samples: Sequence[Tensor], views: Sequence[Tensor]) -> list[int]:
-    """Which tensors are not what they were, or not copied as they were. Bits are compared, so that NaN equals itself.
+    """Find tensors that were written to, or that differ from their copies by bits (so that NaN equals itself).
 
     Args:
         samples: What :func:`sample` returned of each tensor.
-        views: What :func:`view_of_sample` returned of it, or of its copy.
+        views: What :func:`view_of_sample` returned of the same tensors, or of their copies.
 
     Returns:
-        The indices of those of which an element differs.
+        The indices of the tensors of which a sampled element differs.
 
     Example:
         >>> weight, bias = torch.tensor([1.0, float("nan")]), torch.zeros(3)
@@ -70,7 +71,8 @@ def differing(samples: Sequence[Tensor], views: Sequence[Tensor]) -> list[int]:
     for index, sampled in enumerate(samples):
         indices_by_form.setdefault((sampled.dtype, len(sampled)), []).append(index)
     changed: list[int] = []
-    for indices in indices_by_form.values():  # all at once: a comparison costs as much as its preparation
+    for indices in indices_by_form.values():
+        # All of a form at once, since a single comparison of so few elements costs as much as its preparation.
         if not torch.equal(_bits([samples[i] for i in indices]), _bits([views[i] for i in indices])):
             changed += [i for i in indices if not torch.equal(_bits([samples[i]]), _bits([views[i]]))]
     return sorted(changed)
@@ -78,12 +80,12 @@ def differing(samples: Sequence[Tensor], views: Sequence[Tensor]) -> list[int]:
 
 @lru_cache(maxsize=1024)
 def _lattice(elements: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The shape and the strides of the elements that are looked at: every second one from the first, and the others."""
-    pairs = min(max(elements // _ONE_OF, _AT_LEAST), _AT_MOST) // 2
+    """The shape and strides of a view of the sampled elements: those at even positions, then those at odd positions."""
+    pairs = min(max(elements // _ELEMENTS_PER_SAMPLED, _MIN_SAMPLED), _MAX_SAMPLED) // 2
     if elements <= 2 * pairs:
         return (1, elements), (elements, 1)
     step, remainder = divmod(elements - 1, 2 * pairs - 1)
-    # the second row begins later by what is left over, so that it ends at the last element
+    # The second row begins later by the remainder, so that it ends at the last element.
     return (2, pairs), (step + remainder, 2 * step)
 
 

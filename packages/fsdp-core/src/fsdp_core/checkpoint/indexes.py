@@ -1,4 +1,4 @@
-"""What a rank tells rank 0 about the boxes and files that it has written, in few bytes.
+"""The messages in which ranks tell rank 0 of the boxes and files that they have written, in few bytes.
 
 Layers repeat, and moments have the boxes of their weights. So a message holds each distinct set of boxes once, and for
 each tensor the number of its set. What rank 0 has already is left out: the table of keys, shapes and dtypes if it
@@ -87,7 +87,7 @@ class Remembered(NamedTuple):
     Attributes:
         save_id: The id of that save.
         boxes_digest: The digest of the tensors and boxes of this rank then.
-        merged: What was made of those of all ranks; on rank 0.
+        merged: The merged tensors and boxes of all ranks, on rank 0; ``None`` elsewhere.
     """
 
     save_id: str
@@ -124,7 +124,7 @@ class Message(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes that are."""
+        """The size of the message in bytes."""
         boxes_bytes = 0 if self.boxes is None else sum(len(part) for part in self.boxes)
         return len(self.boxes_digest) + boxes_bytes + len(self.files)
 
@@ -200,7 +200,7 @@ def _json(value: Any) -> bytes:
 
 
 class Memory:
-    """What the ranks of one runtime remember of their last save together."""
+    """What a rank remembers of its runtime's last save."""
 
     last: Remembered | None = None
 
@@ -219,7 +219,7 @@ def boxes_of_ranks(messages: Sequence[Message], last: Remembered | None) -> list
     """Return the packed boxes of all ranks: those that were sent, and those that rank 0 remembers.
 
     Raises:
-        CheckpointError: A rank refers to a save that rank 0 does not remember so.
+        CheckpointError: A rank has sent no boxes, and rank 0 does not remember them.
     """
     remembered_boxes: Mapping[int, tuple[bytes, PackedBoxes]] = {}
     if last is not None and last.merged is not None:

@@ -17,7 +17,7 @@ from fsdp_core.checkpoint.storage.joined import Paths, open_places, shown_paths
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.checkpoint.storage.plain_json import read_plain
 from fsdp_core.checkpoint.storage.recognition import read_manifest
-from fsdp_core.checkpoint.storage.rereading import ATTEMPTS, pause, seen, too_often
+from fsdp_core.checkpoint.storage.rereading import ATTEMPTS, current_fingerprint, pause, replaced_too_often
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
 from fsdp_core.checkpoint.verifying import find_damage, refuse_damage, share_of
 from fsdp_core.errors import CheckpointFormatError
@@ -54,24 +54,30 @@ def load(path: Paths, *, runtime: Runtime | None = None, verify: bool = True) ->
             names the files and their faults.
     """
     action = f"loading {shown_paths(path)}"
-    is_one_path = isinstance(path, str | os.PathLike)  # of which nothing is read yet, so no rank can fail alone
-    folder = open_places(path) if is_one_path else run_on_all(runtime, action, lambda: open_places(path))
+    if isinstance(path, str | os.PathLike):  # opening a single path reads nothing, so no rank can fail alone
+        folder = open_places(path)
+    else:
+        folder = run_on_all(runtime, action, lambda: open_places(path))
     for attempt in range(ATTEMPTS):
-        reading = _Reading(folder, runtime, checksums=verify)
-        save_id, faults, replaced = run_on_all(runtime, action, reading.examine)
-        firsts = save_id if runtime is None else runtime.broadcast_object(save_id)
-        ranks_that_differ, ranks_replaced, damaged = total(runtime, [save_id != firsts, replaced, bool(faults)])
+        reading = _LoadAttempt(folder, runtime, checksums=verify)
+        save_id, faults, is_replaced = run_on_all(runtime, action, reading.examine)
+        save_id_of_first = save_id if runtime is None else runtime.broadcast_object(save_id)
+        ranks_that_differ, ranks_replaced, damaged = total(
+            runtime, [save_id != save_id_of_first, is_replaced, bool(faults)]
+        )
         all_agree = not ranks_that_differ
         if all_agree and not ranks_replaced:
-            if damaged and runtime is not None:  # rarely: each rank needs the faults of all
+            if damaged and runtime is not None:  # each rank raises the faults of all
                 for faults_of_rank in runtime.gather_objects(faults):
                     faults = {**faults, **faults_of_rank}
             refuse_damage(reading.files, faults)
-            if not total(runtime, [not run_on_all(runtime, action, reading.decode)])[0]:
+            is_decoded = run_on_all(runtime, action, reading.decode)
+            (undecoded_ranks,) = total(runtime, [not is_decoded])
+            if not undecoded_ranks:
                 return reading.nest
         pause(attempt)
     if all_agree:
-        raise too_often([folder])
+        raise replaced_too_often([folder])
     raise CheckpointFormatError(
         f"the ranks read different checkpoints at {folder}: another run is replacing it, or it is on disks that "
         "the hosts don't share. Load it when no run saves to it, from a file system that all ranks share."
@@ -99,14 +105,14 @@ class _BoxesInFiles:
                 self.files.read(part.file, part.key, starts_in_part, chunk.data.detach()[inside])
 
 
-class _Reading:
+class _LoadAttempt:
     """One attempt of this rank to load a checkpoint. All ranks must take each step."""
 
     def __init__(self, folder: Folder, runtime: Runtime | None, *, checksums: bool) -> None:
         self._folder = folder
         self._runtime = runtime
         self._checksums = checksums
-        self._before = seen(folder)
+        self._seen_at_start = current_fingerprint(folder)
         self._files: StoredFiles | None = None
         self.nest: dict[str, Any] = {}
 
@@ -126,7 +132,7 @@ class _Reading:
         return self._files
 
     def decode(self) -> bool:
-        """Decode the plain data, and return ``False`` if the checkpoint was replaced before that."""
+        """Decode the plain data, and return whether that succeeded; ``False`` if the checkpoint was replaced before."""
         try:
             self.files.keep_open()
             self.nest = _decode(self.files)
@@ -137,7 +143,7 @@ class _Reading:
         return True
 
     def _is_replaced(self) -> bool:
-        return seen(self._folder) != self._before
+        return current_fingerprint(self._folder) != self._seen_at_start
 
 
 def verify_tensors(nest: Any) -> None:
@@ -151,8 +157,8 @@ def verify_tensors(nest: Any) -> None:
     """
     names: dict[StoredFiles, set[str]] = {}
     _note_files(nest, names)
-    for files, own in names.items():
-        refuse_damage(files, find_damage(files, sorted(own)))
+    for files, file_names in names.items():
+        refuse_damage(files, find_damage(files, sorted(file_names)))
 
 
 def _note_files(nest: Any, names: dict[StoredFiles, set[str]]) -> None:
@@ -177,14 +183,14 @@ def _decode(files: StoredFiles) -> dict[str, Any]:
         )
         for key, stored in manifest.tensors.items()
     }
-    small = {} if manifest.state_tensors is None else dict(files.header(manifest.state_tensors))
+    unread_tensors = {} if manifest.state_tensors is None else dict(files.header(manifest.state_tensors))
 
     def on_tensor(tag: str, name: Any) -> Any:
         key = manifest.aliases.get(name, name) if isinstance(name, str) else None
         if tag == "$saved" and key in tensors:
             return tensors[key]
-        if tag == "$tensor" and isinstance(name, str) and name in small and manifest.state_tensors is not None:
-            entry = small.pop(name)  # only once, or a small file could make this allocate any amount of memory
+        if tag == "$tensor" and isinstance(name, str) and name in unread_tensors and manifest.state_tensors is not None:
+            entry = unread_tensors.pop(name)  # only once, or a small file could make this allocate any amount of memory
             tensor = torch.empty(entry.shape, dtype=entry.dtype)
             files.read(manifest.state_tensors, name, (0,) * tensor.ndim, tensor)
             return tensor

@@ -23,7 +23,7 @@ from fsdp_core.state.coverage import Box
 __all__ = ["MOST_LISTED", "BoxesByRank", "Merged", "merge", "merge_messages"]
 
 MOST_LISTED = 2**14
-"""Up to how many chunks a manifest lists each by itself, for people and for readers of version 1: 3 MB."""
+"""Up to this many chunks, a manifest lists each, for people and for readers of version 1. That takes 3 MB at most."""
 
 _MOST_SHOWN = 20
 
@@ -33,12 +33,12 @@ BoxesByRank = list[tuple[int, tuple[Box, ...]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
-    """The indexes of all ranks, merged; nothing in it is about one save.
+    """The indexes of all ranks, merged. Later saves of the same plan reuse it.
 
     Attributes:
         tensors: The tensors, in rank 0's order.
-        layouts: Where each is.
-        sent: By rank, the digest of the boxes that it sent, and these.
+        layouts: For each tensor its pattern, or the boxes of each rank.
+        sent: By rank, the digest of the boxes that it sent, and these boxes.
     """
 
     tensors: Sequence[TensorSpec]
@@ -88,7 +88,7 @@ def _chunks(
 
 
 def merge_messages(tensors: Sequence[TensorSpec], messages: Sequence[Message], last: Remembered | None) -> Merged:
-    """Merge what all ranks have sent, or return what was made of the same before.
+    """Merge the messages of all ranks; if they are those of the last save, return its result.
 
     Args:
         tensors: Rank 0's tensors.
@@ -119,11 +119,11 @@ def merge(tensors: Sequence[TensorSpec], by_rank: Sequence[RankBoxes]) -> list[P
         Where each tensor is: in a pattern, or the boxes of each rank.
 
     Raises:
-        CheckpointMismatchError: Ranks disagree on a tensor, or, if they do, boxes leave a hole or overlap.
+        CheckpointMismatchError: Ranks disagree on a tensor. The message then also lists holes and overlaps of boxes.
     """
     faults: dict[str, str] = {}
     ordered = [_reorder_boxes(tensors, rank, rank_boxes, faults) for rank, rank_boxes in enumerate(by_rank)]
-    layouts = _list_boxes(ordered) if _count(ordered) <= MOST_LISTED else _find_patterns(tensors, ordered)
+    layouts = _list_boxes(ordered) if _count_boxes(ordered) <= MOST_LISTED else _find_patterns(tensors, ordered)
     if faults:
         agreed = [pair for pair in zip(tensors, layouts, strict=True) if pair[0].key not in faults]
         _, further_faults = _stored_tensors(agreed, lambda _: files_of("state", "0" * 12))
@@ -149,9 +149,9 @@ def _reorder_boxes(
         if tensor_of_first is None:
             faults.setdefault(tensor.key, f"rank {rank} has it, and rank 0 does not")
         elif tensor_of_first != tensor:
-            on_first = f"{tensor_of_first.shape} {tensor_of_first.dtype_name}"
-            on_rank = f"{tensor.shape} {tensor.dtype_name}"
-            faults.setdefault(tensor.key, f"rank 0 has {on_first}, and rank {rank} has {on_rank}")
+            spec_on_first = f"{tensor_of_first.shape} {tensor_of_first.dtype_name}"
+            spec_on_rank = f"{tensor.shape} {tensor.dtype_name}"
+            faults.setdefault(tensor.key, f"rank 0 has {spec_on_first}, and rank {rank} has {spec_on_rank}")
         else:
             set_number_of[tensor.key] = set_number
     empty_set = len(rank_boxes.box_sets)
@@ -165,7 +165,7 @@ def _unpack_numbers(data: bytes) -> array[int]:
     return numbers
 
 
-def _count(ordered: Sequence[_OrderedBoxes]) -> int:
+def _count_boxes(ordered: Sequence[_OrderedBoxes]) -> int:
     """The number of boxes of all tensors on all ranks."""
     uses_of_sets: dict[bytes, Counter[int]] = {}
     total = 0
@@ -197,7 +197,7 @@ def _find_patterns(tensors: Sequence[TensorSpec], ordered: Sequence[_OrderedBoxe
     for rank, (box_set_ids, _) in enumerate(ordered):
         groups.setdefault(box_set_ids, []).append(rank)
     set_numbers = {box_set_ids: _unpack_numbers(box_set_ids) for box_set_ids in groups}
-    # tensors of one class have equal boxes on the ranks of all groups that were looked at
+    # Refined group by group: tensors of one class have equal boxes on the ranks of all groups so far.
     classes = [0] * len(tensors)
     for numbers in set_numbers.values():
         class_ids: dict[tuple[int, int], int] = {}

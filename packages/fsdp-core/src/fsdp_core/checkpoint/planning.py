@@ -84,20 +84,20 @@ class _Planner:
         except UnicodeEncodeError as error:
             raise CheckpointValueError("a tensor's name must be encodable in UTF-8; rename it") from error
         root = None
-        for each in self.roots:  # a plain loop for speed: this runs for every tensor
-            if names[: len(each)] == each:
-                root = each
+        for kind_root in self.roots:  # a plain loop for speed: this runs for every tensor
+            if names[: len(kind_root)] == kind_root:
+                root = kind_root
                 break
         if root is None and isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
             return {"$tensor": self._add_small(path, leaf)}
         section: Section = "state" if root is None else self.roots[root]
         if root is not None and section == "optimizer" and names[len(root)] == "state":
-            path = "/".join(root + names[len(root) + 1 :])
+            path = "/".join(root + names[len(root) + 1 :])  # the key of an optimizer's tensor omits "state"
         return {"$saved": self._add_chunks(path, leaf, section)}
 
     def _add_small(self, name: str, tensor: Tensor) -> str:
         _check_savable(tensor)
-        while name in self.plan.tensors or name == HEADER_KEY:  # the keys 1 and "1" of one dict
+        while name in self.plan.tensors or name == HEADER_KEY:  # the keys 1 and "1" of one dict have the same path
             name += "~"
         self.plan.tensors[name] = tensor.detach()
         return name
@@ -151,13 +151,15 @@ def _check_savable(tensor: Tensor | TensorSource) -> None:
 def _with_aliases(state: Mapping[str, Any], aliases: Mapping[str, str]) -> Mapping[str, Any]:
     """Return the state with an entry for each alias, so that a load returns the tensor under both names."""
     for alias, key in aliases.items():
-        path, _, name = alias.rpartition("/")
-        if split_path(name)[0] not in find_part(state, path):
-            state = _with(state, split_path(path), split_path(name)[0], find_part(state, key))
+        path, _, escaped_name = alias.rpartition("/")
+        (name,) = split_path(escaped_name)
+        if name not in find_part(state, path):
+            state = _insert(state, split_path(path), name, find_part(state, key))
     return state
 
 
-def _with(part: Mapping[str, Any], path: list[str], name: str, leaf: Any) -> dict[str, Any]:
+def _insert(part: Mapping[str, Any], path: list[str], name: str, leaf: Any) -> dict[str, Any]:
+    """Return a copy of a nest with one more entry in the dict at a path."""
     if not path:
         return {**part, name: leaf}
-    return {**part, path[0]: _with(part[path[0]], path[1:], name, leaf)}
+    return {**part, path[0]: _insert(part[path[0]], path[1:], name, leaf)}

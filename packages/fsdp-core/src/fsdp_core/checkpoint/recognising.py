@@ -30,36 +30,43 @@ def pattern_of(shape: tuple[int, ...], boxes_by_rank: Sequence[tuple[int, tuple[
         >>> pattern_of((2, 3), runs[1:]) is None
         True
     """
-    if 0 in shape or not 0 < sum(len(rank_boxes) for _, rank_boxes in boxes_by_rank) <= MAX_PIECES:
+    box_count = sum(len(rank_boxes) for _, rank_boxes in boxes_by_rank)
+    if 0 in shape or not 0 < box_count <= MAX_PIECES:
         return None
-    return _grid(shape, boxes_by_rank) or _runs(shape, boxes_by_rank)
+    return _find_grid(shape, boxes_by_rank) or _find_runs(shape, boxes_by_rank)
 
 
-def _grid(shape: tuple[int, ...], boxes_by_rank: Sequence[tuple[int, tuple[Box, ...]]]) -> Pattern | None:
+def _find_grid(shape: tuple[int, ...], boxes_by_rank: Sequence[tuple[int, tuple[Box, ...]]]) -> Pattern | None:
     boxes_with_ranks = sorted((*box, rank) for rank, rank_boxes in boxes_by_rank for box in rank_boxes)
     begins = [sorted({offsets[axis] for offsets, _, _ in boxes_with_ranks}) for axis in range(len(shape))]
     if math.prod(map(len, begins)) != len(boxes_with_ranks):
         return None
     if any(starts[0] != 0 or starts[-1] >= size for starts, size in zip(begins, shape, strict=True)):
         return None
-    lengths = [[b - a for a, b in pairwise([*starts, size])] for starts, size in zip(begins, shape, strict=True)]
-    # the sorted boxes of a grid are the products of the begins and of the lengths along its axes
+    lengths = [
+        [end - begin for begin, end in pairwise([*starts, size])] for starts, size in zip(begins, shape, strict=True)
+    ]
+    # If the boxes form a grid, they are, in order, the products of the begins and of the lengths along the axes.
     grid_boxes = zip(product(*begins), product(*lengths), strict=True)
     for (cell_offsets, cell_lengths), (offsets, sizes, _) in zip(grid_boxes, boxes_with_ranks, strict=True):
         if cell_offsets != offsets or cell_lengths != sizes:
             return None
     ranks = Ranks.of([rank for *_, rank in boxes_with_ranks])
-    return Pattern(shape=shape, ranks=ranks, grid=tuple(map(_in_runs, lengths)))
+    return Pattern(shape=shape, ranks=ranks, grid=tuple(map(_join_equal_lengths, lengths)))
 
 
-def _runs(shape: tuple[int, ...], boxes_by_rank: Sequence[tuple[int, tuple[Box, ...]]]) -> Pattern | None:
+def _find_runs(shape: tuple[int, ...], boxes_by_rank: Sequence[tuple[int, tuple[Box, ...]]]) -> Pattern | None:
     runs = []
     for rank, rank_boxes in boxes_by_rank:
-        start = 0
-        for offset, size in zip(rank_boxes[0][0], shape, strict=True):
+        first_offsets, _ = rank_boxes[0]
+        start = 0  # the flat index of the first element
+        for offset, size in zip(first_offsets, shape, strict=True):
             start = start * size + offset
         length = sum(math.prod(lengths) for _, lengths in rank_boxes)
-        if start + length > math.prod(shape) or rank_boxes != tuple(box[:2] for box in boxes(shape, start, length)):
+        if start + length > math.prod(shape):
+            return None
+        boxes_of_run = tuple(box[:2] for box in boxes(shape, start, length))
+        if rank_boxes != boxes_of_run:
             return None
         runs.append((start, length, rank))
     runs.sort()
@@ -71,9 +78,11 @@ def _runs(shape: tuple[int, ...], boxes_by_rank: Sequence[tuple[int, tuple[Box, 
     if end != math.prod(shape):
         return None
     return Pattern(
-        shape=shape, ranks=Ranks.of([rank for *_, rank in runs]), runs=_in_runs([length for _, length, _ in runs])
+        shape=shape,
+        ranks=Ranks.of([rank for *_, rank in runs]),
+        runs=_join_equal_lengths([length for _, length, _ in runs]),
     )
 
 
-def _in_runs(lengths: Sequence[int]) -> Sizes:
+def _join_equal_lengths(lengths: Sequence[int]) -> Sizes:
     return Sizes(tuple((length, len(list(equal))) for length, equal in groupby(lengths)))

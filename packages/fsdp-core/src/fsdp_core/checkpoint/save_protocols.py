@@ -1,7 +1,7 @@
-"""Where the ranks of a save write: all to one folder, or each where it stands (a scattered save).
+"""Where the ranks of a save write: all to one folder, or each to a path on its own host (a scattered save).
 
-Both take the same steps, and all ranks take each of them. Up to the last one, no folder looks complete: only rank 0's
-gets a manifest, after what the others have written is at its path.
+Both take the same steps, and all ranks take each of them. Before the last step, no folder looks like a complete
+checkpoint: only rank 0's gets a manifest, when the files of all other ranks are at their final paths.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ __all__ = ["PerHostSave", "SharedSave"]
 
 
 class SharedSave:
-    """All ranks write to one folder, which rank 0 looks after.
+    """All ranks write to one folder, which rank 0 marks, commits and cleans up.
 
     Args:
         target: The folder, as rank 0 has chosen it.
         rank: This rank.
 
     Attributes:
-        is_apart: Whether any rank writes elsewhere than rank 0.
+        is_scattered: Whether any rank writes to another folder than rank 0.
     """
 
-    is_apart = False
+    is_scattered = False
 
     def __init__(self, target: SaveTarget, rank: int) -> None:
         self.target, self.rank = target, rank
@@ -44,14 +44,14 @@ class SharedSave:
         return writing(self.target.writer) if self.rank == 0 else nullcontext()
 
     def begin(self, runtime: Runtime, action: str) -> None:
-        """Mark what is written to, before anything else, so that leftover files can be attributed to this save."""
+        """Mark the folder before anything else, so that leftover files can be attributed to this save."""
         run_on_all(runtime, action, lambda: self.target.begin() if self.rank == 0 else None)
 
     def record(self, runtime: Runtime, files: Mapping[str, FileEntry]) -> None:
-        """Write what makes this rank's folder recognised, after its other files."""
+        """Write the record of this rank's files, by which a folder without a manifest is recognised."""
 
     def files_of_first(self, files: Mapping[str, FileEntry]) -> Mapping[str, FileEntry]:
-        """Those of the files that were written to rank 0's folder; on rank 0."""
+        """Select the files that were written to rank 0's folder; on rank 0."""
         return files
 
     def places(self) -> tuple[PlaceOfRanks, ...]:
@@ -59,39 +59,39 @@ class SharedSave:
         return ()
 
     def publish(self) -> None:
-        """Move what was written to the path, everywhere but with rank 0, before rank 0 commits the manifest."""
+        """Move files to their final path, on the ranks with another folder than rank 0, before rank 0 commits."""
 
-    def tidy(self) -> None:
-        """Remove what the path held before; not rank 0's, which has a manifest to go by."""
+    def remove_earlier_save(self) -> None:
+        """Remove an earlier save from another folder than rank 0's, where the commit itself removes it."""
 
     def discard(self, runtime: Runtime, manifest: bytes | None) -> None:
-        """Remove what a failed save has written, unless its last step has committed it nevertheless."""
-        undone = run_on_first(
+        """Remove the files of a failed save, unless rank 0 has committed the manifest before the failure."""
+        is_withdrawn = run_on_first(
             runtime, "reading the manifest", lambda: self.rank == 0 and self.target.withdraw(manifest)
         )
-        if undone:
+        if is_withdrawn:
             run_on_all(runtime, "removing a failed save", self._remove_files)
             with suppress(OSError):  # the failure itself is raised, not errors of the cleanup
-                self._leave()
+                self._remove_marks()
 
     def _remove_files(self) -> None:
         self.target.remove_files(of_rank=None if self.rank == 0 else self.rank)
 
-    def _leave(self) -> None:
+    def _remove_marks(self) -> None:
         if self.rank == 0:
-            self.target.leave()
+            self.target.remove_marks()
 
 
 class _Address(NamedTuple):
-    """Where a rank writes, for rank 0."""
+    """Where a rank writes, as it reports it to rank 0."""
 
     host: str
     path: str
-    with_first: bool
+    shares_with_first: bool
 
 
 class PerHostSave(SharedSave):
-    """Each rank writes to a path of its own, and ranks that see one folder share it.
+    """Each rank writes to a path of its own. Of the ranks that see the same folder, one leads, and cleans it up.
 
     Args:
         local_target: Where this rank writes.
@@ -102,34 +102,34 @@ class PerHostSave(SharedSave):
     def __init__(self, local_target: LocalTarget, rank: int, first_path: str) -> None:
         super().__init__(local_target.target, rank)
         self.local_target, self._first_path = local_target, first_path
-        self._leads = self._with_first = False
+        self._leads_folder = self._shares_with_first = False
         self._addresses: list[_Address] = []
 
     def running(self) -> AbstractContextManager[None]:
         return writing(self.target.writer)
 
     def begin(self, runtime: Runtime, action: str) -> None:
-        """Find out who writes where."""
+        """Find out which ranks share a folder, and which of them leads there."""
         local_target = self.local_target
 
-        def claim_first() -> None:
+        def claim_for_first() -> None:
             if self.rank == 0:
-                self._with_first = self._leads = True
-                local_target.claim_first()
+                self._shares_with_first = self._leads_folder = True
+                local_target.claim_for_first()
 
         def claim() -> None:
             if self.rank:
-                self._with_first = local_target.is_with_first()
-                self._leads = not self._with_first and local_target.claim()
+                self._shares_with_first = local_target.shares_with_first()
+                self._leads_folder = not self._shares_with_first and local_target.claim()
 
-        run_on_all(runtime, action, claim_first)
+        run_on_all(runtime, action, claim_for_first)
         run_on_all(runtime, action, claim)
-        address = _Address(local_target.host, local_target.path, self._with_first)
+        address = _Address(local_target.host, local_target.path, self._shares_with_first)
         self._addresses = gather_to_first(runtime, action, lambda: address) or []
-        self.is_apart = total(runtime, [not self._with_first])[0] > 0
+        self.is_scattered = total(runtime, [not self._shares_with_first])[0] > 0
 
     def record(self, runtime: Runtime, files: Mapping[str, FileEntry]) -> None:
-        if self._with_first:
+        if self._shares_with_first:
             return
         record = PartRecord(
             save_id=self.target.save_id,
@@ -137,7 +137,7 @@ class PerHostSave(SharedSave):
             world_size=runtime.world_size,
             host=self.local_target.host,
             path=self.local_target.path,
-            manifest_host=self.local_target.first.host,
+            manifest_host=self.local_target.first_writer.host,
             manifest_path=self._first_path,
             files=files,
         )
@@ -148,29 +148,29 @@ class PerHostSave(SharedSave):
         files_of_first: dict[str, FileEntry] = {}
         for name, entry in files.items():
             pattern_and_rank = rank_in(name)  # None for what rank 0 alone writes
-            if pattern_and_rank is None or self._addresses[pattern_and_rank[1]].with_first:
+            if pattern_and_rank is None or self._addresses[pattern_and_rank[1]].shares_with_first:
                 files_of_first[name] = entry
         return files_of_first
 
     def places(self) -> tuple[PlaceOfRanks, ...]:
-        return group_places((address.host, address.path) for address in self._addresses) if self.is_apart else ()
+        return group_places((address.host, address.path) for address in self._addresses) if self.is_scattered else ()
 
     def publish(self) -> None:
-        if self._leads and self.rank:
+        if self._leads_folder and self.rank:
             self.local_target.publish()
 
-    def tidy(self) -> None:
-        if self._leads and self.rank:
-            self.local_target.tidy()
+    def remove_earlier_save(self) -> None:
+        if self._leads_folder and self.rank:
+            self.local_target.remove_earlier_save()
 
     def _remove_files(self) -> None:
         if self.rank:
             self.local_target.remove_files(self.rank)
             return
         self.target.remove_files()
-        if self.target.aside:
+        if self.target.is_written_beside:
             self.target.folder.remove(MANIFEST)
 
-    def _leave(self) -> None:
-        if self._leads:
-            self.local_target.leave()
+    def _remove_marks(self) -> None:
+        if self._leads_folder:
+            self.local_target.remove_marks()

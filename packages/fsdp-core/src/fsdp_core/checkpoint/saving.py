@@ -219,12 +219,12 @@ class PreparedSave:
                 raise
             self._memory.last = Remembered(target.save_id, message.boxes_digest, commit.merged)
             if runtime.rank == 0:
-                commit.tidy()
+                commit.remove_leftovers()
             else:
-                protocol.tidy()
+                protocol.remove_earlier_save()
 
     def _write_in_turns(self, runtime: Runtime, action: str, one_after_another: bool) -> Message:
-        """Write this rank's chunks, at once or after those of the ranks of its host that come before it."""
+        """Write this rank's chunks, together with the other ranks, or in turn with those of its host."""
         message: Message | None = None
         turn = 0
         ranks_left = 1
@@ -233,12 +233,13 @@ class PreparedSave:
             step = partial(self._write_chunks, runtime) if is_my_turn else lambda: None
             message = run_on_all(runtime, action, step) or message
             turn += 1
-            ranks_left = total(runtime, [runtime.local_rank >= turn])[0] if one_after_another else 0
+            has_turn_left = runtime.local_rank >= turn
+            ranks_left = total(runtime, [has_turn_left])[0] if one_after_another else 0
         assert message is not None  # every rank has had its turn
         return message
 
     def _commit(self, runtime: Runtime, commit: _Commit, messages: list[Message] | None) -> None:
-        """Merge what all ranks have written, and commit it; in one step, if no rank has a folder of its own."""
+        """Merge what all ranks have written, and commit it. If all share a folder, both are one step, for speed."""
         action = f"committing {self._protocol.target.final}"
 
         def merge() -> None:
@@ -249,7 +250,7 @@ class PreparedSave:
             merge()
             commit.run()
 
-        if self._protocol.is_apart:
+        if self._protocol.is_scattered:
             run_on_all(runtime, action, merge)
             run_on_all(runtime, action, self._protocol.publish)
             run_on_all(runtime, action, commit.run)
@@ -277,7 +278,7 @@ class PreparedSave:
         commit.manifest = manifest.to_json().encode()
 
     def _write_chunks(self, runtime: Runtime) -> Message:
-        """Write this rank's chunks, and return what rank 0 is to know."""
+        """Write this rank's chunks, and return the message about them for rank 0."""
         plan = self._plan
         target = self._protocol.target
         rank = runtime.rank
@@ -321,9 +322,9 @@ class _Commit:
         if self.manifest is not None:
             self.previous = self.target.commit(self.manifest, self.files)
 
-    def tidy(self) -> None:
+    def remove_leftovers(self) -> None:
         assert self.manifest is not None
-        self.target.tidy(self.manifest, self.previous)
+        self.target.remove_leftovers(self.manifest, self.previous)
 
 
 def _tensors(plan: Plan) -> list[TensorSpec]:

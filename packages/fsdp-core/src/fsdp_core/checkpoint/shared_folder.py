@@ -17,7 +17,7 @@ from fsdp_core.runtime import Runtime
 
 __all__ = ["check_shared"]
 
-#: How long a host may take to see what another has written: network file systems keep what they know for a while.
+#: How long a host may take to see what another has written: network file systems cache listings for a while.
 _SECONDS = 3.0
 
 #: The places that the ranks of a runtime share.
@@ -69,7 +69,7 @@ def check_shared(path: StrPath, runtime: Runtime) -> None:
         (hosts_without,) = total(runtime, [is_missing])
     finally:
         if runtime.rank == 0:
-            with suppress(Exception):  # it is empty, and says what it is
+            with suppress(Exception):  # if it stays, it is an empty file whose name explains it
                 folder.remove(sign.name)
     if not hosts_without:
         shared_paths.add(os.fspath(path))
@@ -85,7 +85,7 @@ def check_shared(path: StrPath, runtime: Runtime) -> None:
 
 
 def _make_sign(path: StrPath, runtime: Runtime, shared_paths: set[str]) -> _Sign | None:
-    """Rank 0's sign; ``None`` if it knows the place."""
+    """Rank 0's sign; ``None`` if it knows that the folder is shared. Of other ranks, ``None``."""
     requested_path = os.fspath(path)
     if runtime.rank != 0 or requested_path in shared_paths:
         return None
@@ -93,7 +93,7 @@ def _make_sign(path: StrPath, runtime: Runtime, shared_paths: set[str]) -> _Sign
 
 
 def _sees_sign(folder: Folder, sign: _Sign) -> bool:
-    """Whether the file is there, now or in a while."""
+    """Whether this host sees the file, at once or within the time limit."""
 
     def is_there() -> bool:
         folder.fs.invalidate_cache()
@@ -101,7 +101,7 @@ def _sees_sign(folder: Folder, sign: _Sign) -> bool:
 
     deadline = time.monotonic() + _SECONDS
     while True:
-        with suppress(Exception):  # it can't be reached from here
+        with suppress(Exception):  # an error, too, means that this host does not see it
             if is_there():
                 return True
         if time.monotonic() > deadline:

@@ -35,7 +35,7 @@ class _Deferred:
         original: What is copied.
         counted_tensors: Tensors that share its memory, and count writes to it.
         write_count: The number of writes when the copy was deferred.
-        sampled: Some of its elements, as they were then. Writes through ``.data`` are not counted.
+        sample_before: Some of its elements at that time, since writes through ``.data`` are not counted.
     """
 
     name: str
@@ -43,7 +43,7 @@ class _Deferred:
     original: Tensor
     counted_tensors: Sequence[Tensor]
     write_count: int
-    sampled: Tensor
+    sample_before: Tensor
 
 
 class Staging:
@@ -63,14 +63,14 @@ class Staging:
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
-        self._pinned = False
+        self._is_pinned = False
         self._layout: list[tuple[torch.Size, torch.dtype]] = []
-        self._memory_of_layout: list[Tensor] = []  # the memory of this layout
-        self._views: dict[int, Tensor] = {}  # by id of the memory
+        self._memory_of_layout: list[Tensor] = []
+        self._views: dict[int, Tensor] = {}  # views of the samples in copies, by the id of the copy's memory
         self._copy_events: list[torch.Event] = []
-        self._copying = threading.Lock()  # guards the attributes below
+        self._lock = threading.Lock()  # guards the attributes below
         self._deferred: list[_Deferred] = []
-        self._changed: list[str] = []
+        self._changed_names: list[str] = []
 
     def copy(
         self, plan: Plan, rank: int, *, deferred: Callable[[Tensor], Sequence[Tensor] | None] | None = None
@@ -96,35 +96,35 @@ class Staging:
         if rank == 0:
             originals += plan.tensors.values()
         identities = [_identity(tensor) for tensor in originals]
-        distinct = dict(zip(identities, originals, strict=True))
-        copy_of = dict(zip(distinct, self._memory([*distinct.values()]), strict=True))
-        name_of = {} if deferred is None else {id(data): name for name, data in _named_chunks(plan)}
+        originals_by_identity = dict(zip(identities, originals, strict=True))
+        memory_of = dict(zip(originals_by_identity, self._memory_for([*originals_by_identity.values()]), strict=True))
+        name_of_tensor = {} if deferred is None else {id(data): name for name, data in _named_chunks(plan)}
         deferred_copies = []
         with torch.no_grad():
-            for identity, original in distinct.items():
-                counted: Sequence[Tensor] | None = None
+            for identity, original in originals_by_identity.items():
+                counted_tensors: Sequence[Tensor] | None = None
                 if deferred is not None and original.device.type == "cpu":
-                    counted = deferred(original)
-                if counted is not None:
+                    counted_tensors = deferred(original)
+                if counted_tensors is not None:
                     deferred_copies.append(
                         _Deferred(
-                            name=name_of.get(id(original), "a tensor"),
-                            memory=copy_of[identity],
-                            original=original.detach(),  # which stays over this memory
-                            counted_tensors=counted,
-                            write_count=sum(map(times_written, counted)),
-                            sampled=sample(original),
+                            name=name_of_tensor.get(id(original), "a tensor"),
+                            memory=memory_of[identity],
+                            original=original.detach(),  # keeps this memory if the user gives the tensor another
+                            counted_tensors=counted_tensors,
+                            write_count=sum(map(times_written, counted_tensors)),
+                            sample_before=sample(original),
                         )
                     )
                 else:
-                    copy_of[identity].copy_(original, non_blocking=devices.is_accelerator(original.device))
-        with self._copying:
+                    memory_of[identity].copy_(original, non_blocking=devices.is_accelerator(original.device))
+        with self._lock:
             self._deferred = deferred_copies
-            self._changed = []
+            self._changed_names = []
         if deferred_copies:
             call_before_parts(self.finish)
-        copies = {id(tensor): copy_of[identity] for tensor, identity in zip(originals, identities, strict=True)}
-        copied_from = {tensor.device for tensor in distinct.values()}
+        copies = {id(tensor): memory_of[identity] for tensor, identity in zip(originals, identities, strict=True)}
+        copied_from = {tensor.device for tensor in originals_by_identity.values()}
         self._copy_events = [devices.record_event(device) for device in copied_from if devices.is_accelerator(device)]
         return replace(
             plan,
@@ -135,16 +135,16 @@ class Staging:
     def finish(self) -> None:
         """Make the deferred copies, or wait for the thread that is making them. Any thread may call this.
 
-        It is also called before somebody gets the part of a DTensor that this rank holds, to which writes are counted
-        nowhere else.
+        It is also called before anybody gets a DTensor's local tensor, since writes to that are not counted by torch in
+        the tensors that ``deferred`` has named.
         """
-        with self._copying, torch.no_grad():
+        with self._lock, torch.no_grad():
             for deferred in self._deferred:
                 deferred.memory.copy_(deferred.original)
-            samples = [deferred.sampled for deferred in self._deferred]
+            samples = [deferred.sample_before for deferred in self._deferred]
             views = [self._sample_of_copy(deferred) for deferred in self._deferred]
             changed_indices = set(differing(samples, views))
-            self._changed += [
+            self._changed_names += [
                 deferred.name
                 for index, deferred in enumerate(self._deferred)
                 if index in changed_indices or sum(map(times_written, deferred.counted_tensors)) != deferred.write_count
@@ -161,11 +161,11 @@ class Staging:
         self.finish()
         for event in self._copy_events:
             event.synchronize()
-        if self._changed:
+        if self._changed_names:
             raise CheckpointError(
-                f"{self._changed[0]!r} was written to while it was being copied for a checkpoint, perhaps through "
-                ".data, by code that is in no hook of Lightning's, such as training_step() or a data loader "
-                f"({len(self._changed)} tensors in all).\n"
+                f"{self._changed_names[0]!r} was written to while it was being copied for a checkpoint, perhaps "
+                "through .data, by code that is in no hook of Lightning's, such as training_step() or a data loader "
+                f"({len(self._changed_names)} tensors in all).\n"
                 "Write to parameters and optimizer state in hooks, such as on_train_batch_end(), or leave async_save "
                 "out."
             )
@@ -181,33 +181,37 @@ class Staging:
         self._views = {}
 
     def _sample_of_copy(self, deferred: _Deferred) -> Tensor:
-        """A view of the copy's elements that are compared, kept as long as the memory: making it takes time."""
+        """Return a view of a copy's sampled elements. It is kept as long as the memory: making it is slow."""
         if id(deferred.memory) not in self._views:
             self._views[id(deferred.memory)] = view_of_sample(deferred.memory)
         return self._views[id(deferred.memory)]
 
-    def _memory(self, originals: list[Tensor]) -> list[Tensor]:
-        """Return memory for each tensor, of its shape and dtype; that of the last save, if its tensors were alike."""
+    def _memory_for(self, originals: list[Tensor]) -> list[Tensor]:
+        """Return memory for each tensor, of its shape and dtype: that of the last save if the layout is the same."""
         layout = [(tensor.shape, tensor.dtype) for tensor in originals]
-        pinned = any(devices.can_pin_memory(kind) for kind in {tensor.device.type for tensor in originals})
-        if layout != self._layout or pinned != self._pinned:
-            self._layout, self._memory_of_layout, self._views = [], [], {}  # these also keep memory alive
+        device_types = {tensor.device.type for tensor in originals}
+        pinned = any(map(devices.can_pin_memory, device_types))
+        if layout != self._layout or pinned != self._is_pinned:
+            # Emptied first: the old views would keep the old blocks alive while new ones are allocated.
+            self._layout = []
+            self._memory_of_layout = []
+            self._views = {}
             self._memory_of_layout = list(self._allocate(originals, pinned=pinned))
             self._layout = layout
         return self._memory_of_layout
 
     def _allocate(self, originals: list[Tensor], *, pinned: bool) -> Iterator[Tensor]:
-        places: list[tuple[int, int]] = []
+        block_and_start: list[tuple[int, int]] = []
         sizes: list[int] = []
         for tensor in originals:
             nbytes = tensor.numel() * tensor.dtype.itemsize
             if not sizes or sizes[-1] + nbytes > _BLOCK_BYTES:
                 sizes.append(0)
-            places.append((len(sizes) - 1, sizes[-1]))
+            block_and_start.append((len(sizes) - 1, sizes[-1]))
             sizes[-1] += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        if pinned != self._pinned:
+        if pinned != self._is_pinned:
             self._blocks = []
-            self._pinned = pinned
+            self._is_pinned = pinned
         del self._blocks[len(sizes) :]
         for i, size in enumerate(sizes):
             if i == len(self._blocks):
@@ -215,11 +219,11 @@ class Staging:
             if self._blocks[i].numel() < size:
                 self._blocks[i] = torch.empty(0, dtype=torch.uint8)  # free the old one first
                 self._blocks[i] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        typed: dict[tuple[int, torch.dtype], Tensor] = {}
-        for tensor, (block, start) in zip(originals, places, strict=True):
-            if (block, tensor.dtype) not in typed:
-                typed[block, tensor.dtype] = self._blocks[block].view(tensor.dtype)
-            memory = typed[block, tensor.dtype]
+        typed_blocks: dict[tuple[int, torch.dtype], Tensor] = {}
+        for tensor, (block, start) in zip(originals, block_and_start, strict=True):
+            if (block, tensor.dtype) not in typed_blocks:
+                typed_blocks[block, tensor.dtype] = self._blocks[block].view(tensor.dtype)
+            memory = typed_blocks[block, tensor.dtype]
             yield memory.as_strided(tensor.shape, row_major_strides(tensor.shape), start // tensor.dtype.itemsize)
 
 

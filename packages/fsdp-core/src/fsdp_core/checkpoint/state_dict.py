@@ -14,14 +14,14 @@ from fsdp_core.checkpoint.loading import load, verify_tensors
 from fsdp_core.checkpoint.storage.joined import Paths, open_places
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.checkpoint.storage.recognition import read_manifest
-from fsdp_core.checkpoint.storage.rereading import begins_anew
+from fsdp_core.checkpoint.storage.rereading import retries_if_replaced
 from fsdp_core.errors import CheckpointFormatError, CheckpointValueError, MissingKeyError
 from fsdp_core.state.saved_tensor import SavedTensor
 
 __all__ = ["load_state_dict"]
 
 
-@begins_anew("path")
+@retries_if_replaced("path")
 def load_state_dict(
     path: Paths,
     key: str = "model",

@@ -17,11 +17,11 @@ from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.checkpoint.storage.part_recognition import describe_rest
 from fsdp_core.checkpoint.storage.recognition import read_manifest
 from fsdp_core.checkpoint.storage.remedies import unreadable
-from fsdp_core.checkpoint.storage.rereading import begins_anew
+from fsdp_core.checkpoint.storage.rereading import retries_if_replaced
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
 from fsdp_core.errors import CheckpointFormatError
 
-__all__ = ["OnBytes", "elsewhere_of", "find_damage", "refuse_damage", "share_of", "verify"]
+__all__ = ["OnBytes", "files_in_other_places", "find_damage", "refuse_damage", "share_of", "verify"]
 
 OnBytes = Callable[[str, int], None]
 """Called with a file's name and the number of bytes that have just been read."""
@@ -33,7 +33,7 @@ _MOST_SHOWN = 20
 _MISSING = "is missing"
 
 
-@begins_anew("path")
+@retries_if_replaced("path")
 def verify(path: Paths, *, on_bytes: OnBytes | None = None) -> None:
     """Read every file of a checkpoint and compare it with the manifest.
 
@@ -97,10 +97,10 @@ def find_damage(
     """
     file_names = list(file_names)
     lock = threading.Lock()
-    expected = _ExpectedChunks(files, file_names)
-    plain = {files.manifest.state_file, files.manifest.state_tensors}
+    expected_chunks = _ExpectedChunks(files, file_names)
+    plain_files = {files.manifest.state_file, files.manifest.state_tensors}
 
-    def count(name: str, number: int) -> None:
+    def report_bytes(name: str, number: int) -> None:
         if on_bytes is not None:
             with lock:
                 on_bytes(name, number)
@@ -114,10 +114,10 @@ def find_damage(
     def compare_content(name: str) -> str | None:
         try:
             fault = None
-            if checksums or name in plain:
-                fault = _compare_checksum(files.folder, name, files.manifest.files[name], count)
-            if fault is None and (expected.are_in(name) or name == files.manifest.state_tensors):
-                fault = _compare_header(files, name, expected.of(name))
+            if checksums or name in plain_files:
+                fault = _compare_checksum(files.folder, name, files.manifest.files[name], report_bytes)
+            if fault is None and (expected_chunks.are_in(name) or name == files.manifest.state_tensors):
+                fault = _compare_header(files, name, expected_chunks.chunks_in(name))
             return fault
         except Exception as error:  # object store clients raise errors of their own
             for cause in (error, error.__cause__):
@@ -145,39 +145,39 @@ def refuse_damage(files: StoredFiles, faults: Mapping[str, str]) -> None:
     """
     if not faults:
         return
-    elsewhere = elsewhere_of(files.manifest, faults)
-    if len(elsewhere) == len(faults):
-        raise CheckpointFormatError(describe_rest(files.folder, files.manifest, elsewhere))
+    missing_elsewhere = files_in_other_places(files.manifest, faults)
+    if len(missing_elsewhere) == len(faults):
+        raise CheckpointFormatError(describe_rest(files.folder, files.manifest, missing_elsewhere))
     lines = [f"the checkpoint {files.folder} is damaged:"]
     lines += [f"  {name} {fault}" for name, fault in list(faults.items())[:_MOST_SHOWN]]
     if len(faults) > _MOST_SHOWN:
         lines.append(f"  … and {len(faults) - _MOST_SHOWN} more")
     lines.append("Restore these files, or load an earlier checkpoint.")
-    if elsewhere:
-        lines.append(describe_rest(files.folder, files.manifest, elsewhere))
+    if missing_elsewhere:
+        lines.append(describe_rest(files.folder, files.manifest, missing_elsewhere))
     raise CheckpointFormatError("\n".join(lines))
 
 
-def elsewhere_of(manifest: Manifest, faults: Mapping[str, str]) -> list[str]:
-    """Return the files of a scattered checkpoint that are missing where it was looked for them, and may be elsewhere.
+def files_in_other_places(manifest: Manifest, faults: Mapping[str, str]) -> list[str]:
+    """Return the missing files of a scattered checkpoint, which may be in places that were not given.
 
     Args:
         manifest: The manifest.
-        faults: What :func:`find_damage` has found.
+        faults: The faults that :func:`find_damage` has found.
     """
     if not manifest.places:
         return []
     return [name for name, fault in faults.items() if fault == _MISSING]
 
 
-_Expected = tuple[str, StoredTensor, StoredChunk]
+_ExpectedChunk = tuple[str, StoredTensor, StoredChunk]
 
 
 class _ExpectedChunks:
-    """The chunks that files must hold, of some files only: a rank examines its share of very many."""
+    """The chunks that some files must hold. Only these are kept, since a rank examines a share of very many files."""
 
     def __init__(self, files: StoredFiles, names: Sequence[str]) -> None:
-        self._listed: dict[str, list[_Expected]] = {name: [] for name in names}
+        self._listed: dict[str, list[_ExpectedChunk]] = {name: [] for name in names}
         self._patterned: list[tuple[str, StoredTensor, PatternedChunks]] = []
         for key, tensor in files.manifest.tensors.items():
             if isinstance(tensor.chunks, PatternedChunks):
@@ -187,7 +187,7 @@ class _ExpectedChunks:
                 if chunk.file in self._listed:
                     self._listed[chunk.file].append((key, tensor, chunk))
 
-    def of(self, name: str) -> Iterator[_Expected]:
+    def chunks_in(self, name: str) -> Iterator[_ExpectedChunk]:
         """Yield the chunks of a file."""
         yield from self._listed[name]
         for key, tensor, chunks in self._patterned:
@@ -196,7 +196,7 @@ class _ExpectedChunks:
 
     def are_in(self, name: str) -> bool:
         """Whether a file holds any."""
-        return next(self.of(name), None) is not None
+        return next(self.chunks_in(name), None) is not None
 
 
 def _compare_size(folder: Folder, name: str, entry: FileEntry) -> str | None:
@@ -206,31 +206,31 @@ def _compare_size(folder: Folder, name: str, entry: FileEntry) -> str | None:
     return None if size == entry.size else f"has {size} bytes instead of {entry.size}"
 
 
-def _compare_checksum(folder: Folder, name: str, entry: FileEntry, count: OnBytes) -> str | None:
+def _compare_checksum(folder: Folder, name: str, entry: FileEntry, report_bytes: OnBytes) -> str | None:
     digest = xxhash.xxh3_64()
     if folder.local:
         buffer = memoryview(bytearray(min(_BLOCK_BYTES, max(entry.size, 1))))
         with open(folder.path(name), "rb", buffering=0) as stream:
             while number := stream.readinto(buffer):
                 digest.update(buffer[:number])
-                count(name, number)
+                report_bytes(name, number)
     else:
         for start in range(0, entry.size, _REMOTE_BLOCK_BYTES):
             block = folder.read(name, start, min(start + _REMOTE_BLOCK_BYTES, entry.size))
             digest.update(block)
-            count(name, len(block))
+            report_bytes(name, len(block))
     checksum = f"xxh3:{digest.hexdigest()}"
     return None if checksum == entry.checksum else f"has the checksum {checksum} instead of {entry.checksum}"
 
 
-def _compare_header(files: StoredFiles, name: str, expected: Iterable[_Expected]) -> str | None:
+def _compare_header(files: StoredFiles, name: str, expected_chunks: Iterable[_ExpectedChunk]) -> str | None:
     try:
         header = files.header(name)
     except CheckpointFormatError as error:
         if isinstance(error.__cause__, PermissionError):
             raise
         return f"can't be read: {error}"
-    for key, tensor, chunk in expected:
+    for key, tensor, chunk in expected_chunks:
         entry = header.get(chunk.key)
         if entry is None or entry.shape != chunk.lengths or entry.dtype_name != tensor.dtype_name:
             content = "nothing by that name" if entry is None else f"{entry.shape} {entry.dtype_name}"

@@ -91,7 +91,7 @@ def _describe_import(imported: Imported, out: str) -> list[str]:
     from fsdp_core.checkpoint.format.state_paths import join_path
 
     state, kinds = imported.state, imported.kinds
-    if imported.of_trainer:
+    if imported.is_trainer_state:
         optimizers = state.get("optimizer", [])
         contents = [f"the model ({len(state['model'])} tensors)", *(f"optimizer {i}" for i in range(len(optimizers)))]
         parts = [key for key in ("loops", "callbacks", "lr_schedulers") if key in state["trainer"]]

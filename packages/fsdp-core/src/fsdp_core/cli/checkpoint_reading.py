@@ -256,7 +256,7 @@ def verify_checkpoint(paths: tuple[str, ...], quiet: bool, as_json: bool) -> Non
     from fsdp_core.checkpoint.storage.rereading import read_again
     from fsdp_core.checkpoint.storage.tensor_bytes import open_files
     from fsdp_core.checkpoint.tools.conversion import counter
-    from fsdp_core.checkpoint.verifying import elsewhere_of, find_damage
+    from fsdp_core.checkpoint.verifying import files_in_other_places, find_damage
 
     def read() -> tuple[StoredFiles, dict[str, str]]:
         files = open_files(paths)
@@ -265,21 +265,21 @@ def verify_checkpoint(paths: tuple[str, ...], quiet: bool, as_json: bool) -> Non
             on_bytes = counter(total, on_progress)
             return files, find_damage(files, files.manifest.files, on_bytes=lambda name, count: on_bytes(count))
 
-    files, faults = read_again([open_places(paths)], read, is_right=lambda read_result: not read_result[1])
+    files, faults = read_again([open_places(paths)], read, is_intact=lambda read_result: not read_result[1])
     entries = files.manifest.files
     total = sum(entry.size for entry in entries.values())
-    elsewhere = elsewhere_of(files.manifest, faults)
+    missing_elsewhere = files_in_other_places(files.manifest, faults)
     if as_json:
         facts = {"path": str(files.folder), "files": len(entries), "bytes": total, "faults": faults}
-        print_json({**facts, "elsewhere": elsewhere})
+        print_json({**facts, "elsewhere": missing_elsewhere})
     elif faults:
-        if elsewhere:
-            for line in describe_rest(files.folder, files.manifest, elsewhere).split("\n"):
+        if missing_elsewhere:
+            for line in describe_rest(files.folder, files.manifest, missing_elsewhere).split("\n"):
                 click.echo(clean(line), err=True)
-        if len(elsewhere) < len(faults):
+        if len(missing_elsewhere) < len(faults):
             click.echo(f"{clean(files.folder)} is damaged:", err=True)
             for name, fault in faults.items():
-                if name not in elsewhere:
+                if name not in missing_elsewhere:
                     click.echo(f"  {clean(name)} {clean(fault)}", err=True)
             click.echo("Restore these files, or use an earlier checkpoint.", err=True)
     elif not quiet:

@@ -163,7 +163,7 @@ def gather_checkpoint(
         "In several places, and read from one:",
         [f"{name}: {', '.join(directories)}" for name, directories in done.duplicates.items()],
     )
-    _print_list("Passed over for a good one elsewhere:", [f"{path} {fault}" for path, fault in done.spoiled.items()])
+    _print_list("Passed over for a good one elsewhere:", [f"{path} {fault}" for path, fault in done.damaged.items()])
 
 
 @click.command("reshard")

@@ -1,4 +1,4 @@
-"""A model of transformers inside a module: where it is, what ranks hold of it, and under which names it is stored."""
+"""A model of transformers inside a sharded module: where it is, this rank's chunks of it, and their names."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = ["HeldModel", "find_model", "is_adapted"]
 
 @dataclass(frozen=True, kw_only=True)
 class HeldModel:
-    """A model, as the user wrote it, and its place in what is sharded.
+    """A model, as the user wrote it, and its position in a sharded root.
 
     Attributes:
         module: The model itself, or a library's wrapper around it.
         sharded: The root that it is in, or is; ``None`` if nothing is sharded.
-        prefix: What its names begin with in the root, such as ``"model."``.
+        prefix: The prefix of its names in the root, such as ``"model."``.
         runtime: The ranks.
     """
 
@@ -50,11 +50,11 @@ class HeldModel:
             model = unwrap_compiled(self.sharded.module)
             for part in self.prefix.split(".")[:-1]:
                 model = unwrap_compiled(getattr(model, part))
-            with _own_classes(model):
+            with _without_library_classes(model):
                 yield model
 
     def state(self) -> dict[str, ChunkedTensor]:
-        """What this rank holds of the model's state, by its names in the model; tied parameters under each name.
+        """Return this rank's chunks of the model's state by name; tied parameters are under each of their names.
 
         Raises:
             UnsupportedCapabilityError: There is state that is not a tensor.
@@ -76,23 +76,23 @@ class HeldModel:
             return self.sharded.model_state()
         return {clean_name(name): value for name, value in self.module.state_dict().items()}
 
-    def tied(self) -> dict[str, str]:
-        """The first name of the same parameter, by each further name, in the model."""
+    def first_names(self) -> dict[str, str]:
+        """Return the first name of each tied parameter, by each of its other names in the model."""
         aliases_of_root = aliases(unwrap_compiled(self.module)) if self.sharded is None else self.sharded.aliases()
-        aliases_inside = {name: first for name, first in aliases_of_root.items() if name.startswith(self.prefix)}
-        first_names: dict[str, str] = {}
-        first_inside_of: dict[str, str] = {}
-        for name, first in aliases_inside.items():  # the first name may be outside of the model
-            first_inside = first if first.startswith(self.prefix) else first_inside_of.setdefault(first, name)
-            if first_inside != name:
-                first_names[name.removeprefix(self.prefix)] = first_inside.removeprefix(self.prefix)
-        return first_names
+        aliases_in_model = {name: first for name, first in aliases_of_root.items() if name.startswith(self.prefix)}
+        names_in_model: dict[str, str] = {}
+        first_in_model_of: dict[str, str] = {}
+        for name, first in aliases_in_model.items():  # the first name may be outside of the model
+            first_in_model = first if first.startswith(self.prefix) else first_in_model_of.setdefault(first, name)
+            if first_in_model != name:
+                names_in_model[name.removeprefix(self.prefix)] = first_in_model.removeprefix(self.prefix)
+        return names_in_model
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Fill what this rank holds, in place.
 
         Args:
-            state: Handles to saved tensors, by names in the model; not necessarily of all.
+            state: Handles to saved tensors, by names in the model. Names may be left out.
         """
         if self.sharded is not None:
             prefixed_state = {f"{self.prefix}{name}": handle for name, handle in state.items()}
@@ -130,7 +130,7 @@ def find_model(module: nn.Module, action: str) -> HeldModel:
             return find_model(getattr(module, model_names[0]), action)
     root_and_prefix = sharded_around(module)
     if root_and_prefix is None:
-        return HeldModel(module=module, sharded=None, prefix="", runtime=_runtime())
+        return HeldModel(module=module, sharded=None, prefix="", runtime=_default_runtime())
     sharded, prefix = root_and_prefix
     check_not_gathered(sharded.root, action)
     if sharded.root in running_forwards:
@@ -148,13 +148,13 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _own_classes(model: nn.Module) -> Iterator[None]:
-    """A context in which modules have their own classes: transformers finds nothing by the names of FSDP2's."""
+def _without_library_classes(model: nn.Module) -> Iterator[None]:
+    """A context in which modules have the classes that FSDP2 replaced, by whose names transformers looks things up."""
     sharded_classes: dict[nn.Module, type] = {
         module: type(module) for module in model.modules() if isinstance(module, FSDPModule)
     }
     for module, cls in sharded_classes.items():
-        own_class: Any = next(own for own in cls.__mro__ if not issubclass(own, FSDPModule))
+        own_class: Any = next(own_cls for own_cls in cls.__mro__ if not issubclass(own_cls, FSDPModule))
         module.__class__ = own_class
     try:
         yield
@@ -167,8 +167,8 @@ def _is_model(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("config", "save_pretrained"))
 
 
-def _runtime() -> Runtime:
-    """The ranks of a module that is not sharded: those of torch's process group, if there is one."""
+def _default_runtime() -> Runtime:
+    """Return the ranks of a module that is not sharded: those of torch's process group, if there is one."""
     runtime = ProcessGroupRuntime()
     if dist.is_available() and dist.is_initialized():
         ranks: dict[str, Any] = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}

@@ -16,8 +16,8 @@ from fsdp_core.huggingface.adapted_names import base_names
 from fsdp_core.huggingface.held_model import HeldModel, find_model
 from fsdp_core.huggingface.replicas import Shared, shared_boxes
 from fsdp_core.huggingface.stored_folder import RangeReader, StoredTensor, list_folder
-from fsdp_core.huggingface.stored_names import hub_renamings, is_expected_surplus, kept_names, stored_views
-from fsdp_core.huggingface.views import View, by_source, whole_view
+from fsdp_core.huggingface.stored_names import hub_renamings, is_expected_surplus, names_to_store, stored_views
+from fsdp_core.huggingface.views import View, full_view, group_by_source
 from fsdp_core.state.chunks import Chunk, ChunkedTensor
 from fsdp_core.state.coverage import Box, find_fault
 from fsdp_core.state.dtypes import dtype_name
@@ -87,29 +87,32 @@ def load_pretrained(module: nn.Module, folder: StrPath, *, strict: bool = True, 
     runtime = model_shards.runtime
     action = f"loading {os.fspath(folder)}"
     state = model_shards.state()
-    tied = model_shards.tied()
+    first_names = model_shards.first_names()
     readers: list[RangeReader] = []
 
-    def plan() -> _Plan | None:
-        readers.append(RangeReader(folder))  # a host may lack the package for a file system
-        with model_shards.unsharded_view() as model:  # on every rank
+    def plan_on_first() -> _Plan | None:
+        readers.append(RangeReader(folder))  # on every rank, since a host may lack the package for the file system
+        with model_shards.unsharded_view() as model:  # a collective, so every rank enters it
             if runtime.rank:
                 return None
-            planned = _make_plan(model, state, tied, list_folder(readers[0]))
-        _check_doubles(planned.doubles, readers[0], type(model).__name__)
-        return planned
+            new_plan = _make_plan(model, state, first_names, list_folder(readers[0]))
+        _check_duplicates(new_plan.duplicates, readers[0], type(model).__name__)
+        return new_plan
 
     try:
-        chosen = run_on_first(runtime, action, plan)
-        assert chosen is not None  # rank 0 returns one
+        loading_plan = run_on_first(runtime, action, plan_on_first)
+        assert loading_plan is not None  # rank 0 returns a plan
         (reader,) = readers
-        run_on_all(runtime, action, lambda: chosen.check(str(reader.folder), strict=strict, cast=cast))
-        bytes_read = _fill(model_shards, state, chosen, reader, action)
+        run_on_all(runtime, action, lambda: loading_plan.check(str(reader.folder), strict=strict, cast=cast))
+        bytes_read = _fill(model_shards, state, loading_plan, reader, action)
     finally:
         for reader in readers:
             reader.close()
     return LoadedFolder(
-        missing=chosen.missing, unexpected=chosen.unexpected, tensors=len(chosen.parts), bytes_read=bytes_read
+        missing=loading_plan.missing,
+        unexpected=loading_plan.unexpected,
+        tensors=len(loading_plan.parts),
+        bytes_read=bytes_read,
     )
 
 
@@ -121,24 +124,26 @@ class _Plan:
         parts: By name in the model, the tensors of the folder that fill it.
         missing: Names that the folder lacks.
         unexpected: Names that the model lacks.
-        unlike: Shapes that differ, in words.
-        dtypes: Dtypes that differ, in words.
-        scaled: Names in the folder of quantised tensors whose scales the model has no place for.
-        doubles: Pairs of tensors of the folder, with their names, that fill the same part of a tensor of the model.
+        shape_mismatches: For each tensor of another shape, its name and both shapes, as text.
+        dtype_mismatches: For each tensor of another dtype, its name and both dtypes, as text.
+        without_scales: Names of quantised tensors in the folder whose scales the model has no tensor for.
+        duplicates: Pairs of tensors in the folder, with their names, that fill the same box of the model.
     """
 
     parts: Mapping[str, Sequence[tuple[StoredTensor, View]]] = field(repr=False)
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-    unlike: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    scaled: tuple[str, ...]
-    doubles: Sequence[tuple[tuple[str, StoredTensor], tuple[str, StoredTensor]]] = field(repr=False)
+    shape_mismatches: tuple[str, ...]
+    dtype_mismatches: tuple[str, ...]
+    without_scales: tuple[str, ...]
+    duplicates: Sequence[tuple[tuple[str, StoredTensor], tuple[str, StoredTensor]]] = field(repr=False)
 
     def check(self, folder: str, *, strict: bool, cast: bool) -> None:
-        groups = [("have another shape", self.unlike)]
-        groups += [("are quantised, and the model has no place for their scales; dequantise them first", self.scaled)]
-        groups += [] if cast else [("have another dtype; pass cast=True to convert them", self.dtypes)]
+        groups = [("have another shape", self.shape_mismatches)]
+        groups += [
+            ("are quantised, and the model has no place for their scales; dequantise them first", self.without_scales)
+        ]
+        groups += [] if cast else [("have another dtype; pass cast=True to convert them", self.dtype_mismatches)]
         if strict:
             groups += [("are missing in it", self.missing), ("are only in it", self.unexpected)]
         lines = []
@@ -159,23 +164,26 @@ class _Plan:
 def _make_plan(
     model: nn.Module,
     state: Mapping[str, ChunkedTensor],
-    tied: Mapping[str, str],
+    first_names: Mapping[str, str],
     stored: Mapping[str, StoredTensor],
 ) -> _Plan:
-    """Find the place of each tensor of the folder in the model."""
-    base = base_names(model, state)  # of the model without adapters
-    inner = {name: state[places[0]] for name, places in base.places.items()}
-    ties = {name: tied[target_name] for name, (target_name, *_) in base.places.items() if target_name in tied}
-    ties = {name: base.name_of[first_of_box] for name, first_of_box in ties.items() if first_of_box in base.name_of}
-    stored_names = kept_names(base.model, inner, ties)
-    views = stored_views(base.model, inner, stored_names)
+    """Find out which tensors of the folder fill which tensors of the model."""
+    base = base_names(model, state)  # the model without adapters, whose names the folder has
+    base_state = {name: state[full_names[0]] for name, full_names in base.full_names.items()}
+    base_ties = {}
+    for name, (full_name, *_) in base.full_names.items():
+        first_name = first_names.get(full_name)
+        if first_name is not None and first_name in base.name_of:
+            base_ties[name] = base.name_of[first_name]
+    stored_names = names_to_store(base.model, base_state, base_ties)
+    views = stored_views(base.model, base_state, stored_names)
     sources_of: dict[str, list[tuple[StoredTensor, View]]] = {}
     unexpected = []
-    unlike = []
-    scaled = []
-    doubles = []
+    shape_mismatches = []
+    without_scales = []
+    duplicates = []
     first_of_box: dict[tuple[str, Box], tuple[str, StoredTensor]] = {}
-    find_target = _target_finder(base.model, views, inner)
+    find_target = _target_finder(base.model, views, base_state)
     for name, tensor in stored.items():
         target_name = find_target(name)
         if target_name is None:
@@ -184,67 +192,67 @@ def _make_plan(
             continue
         scales = [f"{name}{ending}" for ending in _SCALES if f"{name}{ending}" in stored]
         if tensor.entry.dtype_name.startswith("float8") and any(find_target(scale) is None for scale in scales):
-            scaled.append(name)
-        view = views[target_name] if target_name in views else whole_view(target_name, inner[target_name].shape)
+            without_scales.append(name)
+        view = views[target_name] if target_name in views else full_view(target_name, base_state[target_name].shape)
         if tensor.entry.shape != view.shape:
-            unlike.append(f"{name}: {tensor.entry.shape} in it, and {view.shape} here")
+            shape_mismatches.append(f"{name}: {tensor.entry.shape} in it, and {view.shape} here")
             continue
-        source = ties.get(view.source, view.source)
+        source = base_ties.get(view.source, view.source)
         previous = first_of_box.setdefault((source, (view.offsets, view.lengths)), (name, tensor))
         if previous[0] != name:  # a folder may hold a tied parameter under each of its names
-            doubles.append((previous, (name, tensor)))
+            duplicates.append((previous, (name, tensor)))
             continue
         sources_of.setdefault(source, []).append((tensor, view))
     parts = {}
     missing = []
-    dtypes = []
-    views_of_source = by_source(views)
-    for name in inner:
-        if name in ties:
+    dtype_mismatches = []
+    views_of_source = group_by_source(views)
+    for name in base_state:
+        if name in base_ties:
             continue
         sources = sources_of.get(name, [])
-        lacking = find_fault(inner[name].shape, [(view.offsets, view.lengths) for _, view in sources])
-        if lacking is not None:
-            filled = {view for _, view in sources}
-            missing_names = [saved for saved, view in views_of_source.get(name, []) if view not in filled]
+        fault = find_fault(base_state[name].shape, [(view.offsets, view.lengths) for _, view in sources])
+        if fault is not None:
+            used_views = {view for _, view in sources}
+            missing_names = [view_name for view_name, view in views_of_source.get(name, []) if view not in used_views]
             missing += missing_names or [name]
             continue
-        dtype = inner[name].dtype
+        dtype = base_state[name].dtype
         stored_dtypes = {tensor.entry.dtype_name for tensor, _ in sources}
         if stored_dtypes - {dtype_name(dtype)}:
-            dtypes.append(f"{name}: {', '.join(sorted(stored_dtypes))} in it, and {dtype_name(dtype)} here")
-        for target_name in base.places[name]:
+            dtype_mismatches.append(f"{name}: {', '.join(sorted(stored_dtypes))} in it, and {dtype_name(dtype)} here")
+        for target_name in base.full_names[name]:
             parts[target_name] = sources
     return _Plan(
         parts=parts,
         missing=tuple(missing),
         unexpected=tuple(unexpected),
-        unlike=tuple(unlike),
-        dtypes=tuple(dtypes),
-        scaled=tuple(scaled),
-        doubles=doubles,
+        shape_mismatches=tuple(shape_mismatches),
+        dtype_mismatches=tuple(dtype_mismatches),
+        without_scales=tuple(without_scales),
+        duplicates=duplicates,
     )
 
 
-def _check_doubles(
-    doubles: Sequence[tuple[tuple[str, StoredTensor], tuple[str, StoredTensor]]], reader: RangeReader, model: str
+def _check_duplicates(
+    duplicates: Sequence[tuple[tuple[str, StoredTensor], tuple[str, StoredTensor]]], reader: RangeReader, model: str
 ) -> None:
-    """Refuse a folder with several values for one parameter, of which either would be taken silently."""
-    for (name, tensor), (twin_name, twin) in doubles:
-        if tensor.entry.dtype_name != twin.entry.dtype_name or not _same_bytes(reader, tensor, twin):
+    """Refuse a folder with two different values for one parameter: it is not known which is right."""
+    for (name, tensor), (other_name, other_tensor) in duplicates:
+        if tensor.entry.dtype_name != other_tensor.entry.dtype_name or not _same_bytes(reader, tensor, other_tensor):
             raise CheckpointMismatchError(
-                f"{name!r} and {twin_name!r} are one parameter of this {model}, and {reader.folder} has other values "
+                f"{name!r} and {other_name!r} are one parameter of this {model}, and {reader.folder} has other values "
                 "for each, so nothing was loaded from it.\nBuild the model with tie_word_embeddings=False in its "
                 "configuration, or untie the parameter before it is sharded; or remove the stale one from the folder."
             )
 
 
-def _same_bytes(reader: RangeReader, tensor: StoredTensor, twin: StoredTensor) -> bool:
+def _same_bytes(reader: RangeReader, tensor: StoredTensor, other_tensor: StoredTensor) -> bool:
     size = tensor.entry.nbytes
     for begin in range(0, size, _COMPARED_BYTES):
         length = min(_COMPARED_BYTES, size - begin)
         first, second = bytearray(length), bytearray(length)
-        for stored, buffer in ((tensor, first), (twin, second)):
+        for stored, buffer in ((tensor, first), (other_tensor, second)):
             reader.fill(stored.file, memoryview(buffer), stored.entry.start + begin)
         if first != second:
             return False
@@ -252,9 +260,9 @@ def _same_bytes(reader: RangeReader, tensor: StoredTensor, twin: StoredTensor) -
 
 
 def _target_finder(
-    model: nn.Module, views: Mapping[str, View], inner: Mapping[str, ChunkedTensor]
+    model: nn.Module, views: Mapping[str, View], base_state: Mapping[str, ChunkedTensor]
 ) -> Callable[[str], str | None]:
-    """A function from a name in a folder to the name of a view, or of a tensor of the model."""
+    """Return a function from a name in a folder to the name of a view, or of a tensor of the model."""
     rename = hub_renamings(model)
     prefix = getattr(model, "base_model_prefix", "")
 
@@ -263,13 +271,13 @@ def _target_finder(
         if prefix:
             candidates += [f"{prefix}.{candidate}" for candidate in candidates]
             candidates += [candidate.removeprefix(f"{prefix}.") for candidate in candidates[:2]]
-        return next((candidate for candidate in candidates if candidate in views or candidate in inner), None)
+        return next((candidate for candidate in candidates if candidate in views or candidate in base_state), None)
 
     return find_target
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Boxes:
+class _PretrainedBoxes:
     """Reads the boxes of one tensor of the model."""
 
     name: str
@@ -281,14 +289,14 @@ class _Boxes:
     def read_into(self, chunk: Chunk) -> None:
         assert isinstance(chunk.data, Tensor)
         shared = self.shared.get(self.name)
-        if shared is None or shared.reads:
+        if shared is None or shared.is_owner:
             try:
                 for stored, view in self.parts:
                     self.reader.read_view(stored, view, (chunk.offsets, tuple(chunk.data.shape)), chunk.data)
-            except Exception as error:  # raised when all ranks have sent what others wait for
+            except Exception as error:  # raised later, since other ranks wait for what this one sends below
                 self.errors.append(error)
         if shared is not None:
-            shared.send(chunk.data)
+            shared.broadcast_from_owner(chunk.data)
 
 
 def _fill(
@@ -299,7 +307,7 @@ def _fill(
     errors: list[Exception] = []
     handles = {}
     for name, parts in plan.parts.items():
-        boxes = _Boxes(name=name, parts=parts, reader=reader, shared=shared, errors=errors)
+        boxes = _PretrainedBoxes(name=name, parts=parts, reader=reader, shared=shared, errors=errors)
         target = state[name]
         handles[name] = SavedTensor(key=name, shape=target.shape, dtype=target.dtype, _boxes=boxes)
     with torch.no_grad():

@@ -100,7 +100,7 @@ class _StoredModel(HeldModel):
     def state(self) -> dict[str, ChunkedTensor]:
         return dict(self.stored)
 
-    def tied(self) -> dict[str, str]:
+    def first_names(self) -> dict[str, str]:
         return dict(self.aliases)
 
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from operator import add, sub
 
 import torch
 from torch import Tensor
@@ -85,7 +86,7 @@ def allocate(folder: Folder, plans: list[FilePlan]) -> None:
 def check_covered(
     boxes_by_rank: list[Mapping[str, list[Box]]], plans: list[FilePlan], shapes: Mapping[str, list[int]]
 ) -> None:
-    """Refuse to write tensors of which the ranks' boxes leave something out: a file would hold zeros there.
+    """Refuse to write tensors that the ranks' boxes don't cover: the file would hold zeros in the holes.
 
     Args:
         boxes_by_rank: What each rank writes: boxes by the names of the module's tensors.
@@ -95,8 +96,8 @@ def check_covered(
     Raises:
         CheckpointMismatchError: Boxes leave a hole or overlap.
     """
-    needed = {tensor.view.source for plan in plans for tensor in plan.tensors.values()}
-    for name in sorted(needed):
+    needed_tensors = {tensor.view.source for plan in plans for tensor in plan.tensors.values()}
+    for name in sorted(needed_tensors):
         fault = find_fault(
             shapes[name], [box for boxes_of_rank in boxes_by_rank for box in boxes_of_rank.get(name, ())]
         )
@@ -121,7 +122,7 @@ def write_ranges(folder: Folder, plans: list[FilePlan], state: Mapping[str, Chun
     """
     bytes_written = 0
     for plan in plans:
-        with ExitStack() as opened:
+        with ExitStack() as open_files:
             descriptor: int | None = None
             for name, tensor in plan.tensors.items():
                 source = state[tensor.view.source]
@@ -130,7 +131,7 @@ def write_ranges(folder: Folder, plans: list[FilePlan], state: Mapping[str, Chun
                     for box, block in _blocks(chunk, tensor):
                         if descriptor is None:
                             descriptor = _open_to_write(folder.path(plan.name))
-                            opened.callback(os.close, descriptor)
+                            open_files.callback(os.close, descriptor)
                         bytes_written += _write_box(descriptor, plan.starts[name], tensor.view.shape, box, block)
             if descriptor is not None:
                 os.fsync(descriptor)
@@ -147,41 +148,41 @@ def _open_to_write(path: str) -> int:
 
 
 def _blocks(chunk: Chunk, tensor: PlannedTensor) -> Iterator[tuple[Box, Tensor]]:
-    """The part of a rank's box that belongs to a tensor of a file, as boxes of that and contiguous CPU tensors."""
+    """Yield a rank's parts of a tensor of a file: boxes of that tensor, each with a contiguous CPU tensor."""
     view = tensor.view
     dtype = DTYPES[tensor.dtype_name]
     common = view.overlap((chunk.offsets, tuple(chunk.data.shape)))
     if common is None:
         return
     (offsets, lengths), _ = common
-    inside = tuple(a - b for a, b in zip(offsets, chunk.offsets, strict=True))
+    start_in_chunk = tuple(map(sub, offsets, chunk.offsets))
     for begin, size in cut(lengths, chunk.data.dtype.itemsize, _BLOCK_BYTES):
-        offsets_in_chunk = tuple(a + b for a, b in zip(inside, begin, strict=True))
+        offsets_in_chunk = tuple(map(add, start_in_chunk, begin))
         if isinstance(chunk.data, Tensor):
-            block = chunk.data.detach()[tuple(slice(a, a + n) for a, n in zip(offsets_in_chunk, size, strict=True))]
+            block = chunk.data.detach()[tuple(map(slice, offsets_in_chunk, map(add, offsets_in_chunk, size)))]
         else:
             block = chunk.data.read(offsets_in_chunk, size)
-        box_in_file = view.overlap((tuple(a + b for a, b in zip(offsets, begin, strict=True)), size))
+        box_in_file = view.overlap((tuple(map(add, offsets, begin)), size))
         assert box_in_file is not None  # it lies inside the view
         with torch.no_grad():
-            yield box_in_file[1], view.of(block).to(device="cpu", dtype=dtype).resolve_conj().contiguous()
+            yield box_in_file[1], view.as_stored(block).to(device="cpu", dtype=dtype).resolve_conj().contiguous()
 
 
 def _write_box(descriptor: int, start: int, shape: tuple[int, ...], box: Box, block: Tensor) -> int:
     """Write a box of a tensor, run by run of bytes that follow one another in the file."""
     offsets, lengths = box
-    item = block.dtype.itemsize
-    axis = len(shape)  # dimensions from here on are whole
+    item_bytes = block.dtype.itemsize
+    axis = len(shape)  # the dimensions from here on are complete
     while axis > 0 and lengths[axis - 1] == shape[axis - 1]:
         axis -= 1
-    axis = max(axis - 1, 0)
-    steps = [math.prod(shape[dim + 1 :]) * item for dim in range(len(shape))]
-    run = math.prod(lengths[axis:]) * item
+    axis = max(axis - 1, 0)  # a run extends along this dimension and those after it
+    strides = [math.prod(shape[dim + 1 :]) * item_bytes for dim in range(len(shape))]
+    run_bytes = math.prod(lengths[axis:]) * item_bytes
     data = memory_of(block)
-    first = start + sum(offset * step for offset, step in zip(offsets, steps, strict=True))
-    for number, rows in enumerate(itertools.product(*(range(length) for length in lengths[:axis]))):
-        file_offset = first + sum(row * step for row, step in zip(rows, steps, strict=False))
-        _write_all(descriptor, data[number * run : (number + 1) * run], file_offset)
+    first_position = start + sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    for run_number, indices in enumerate(itertools.product(*(range(length) for length in lengths[:axis]))):
+        file_offset = first_position + sum(index * stride for index, stride in zip(indices, strides, strict=False))
+        _write_all(descriptor, data[run_number * run_bytes : (run_number + 1) * run_bytes], file_offset)
     return block.nbytes
 
 
@@ -193,5 +194,5 @@ def _write_all(descriptor: int, data: memoryview, file_offset: int) -> None:
 
 
 def plan_tensor(view: View, dtype: torch.dtype) -> PlannedTensor:
-    """A tensor to write in a dtype."""
+    """Return a tensor to write in a dtype."""
     return PlannedTensor(view=view, dtype_name=dtype_name(dtype))

@@ -1,4 +1,4 @@
-"""What several ranks hold is read by one of them, which sends it to the others."""
+"""Boxes that several ranks hold: one rank reads them, and sends them to the others."""
 
 from __future__ import annotations
 
@@ -26,31 +26,32 @@ class Shared:
 
     Attributes:
         peers: These ranks.
-        owner: Which of them reads.
+        owner: The one of them that reads, by its number among them.
     """
 
     peers: Runtime
     owner: int
 
     @property
-    def reads(self) -> bool:
+    def is_owner(self) -> bool:
         """Whether this rank reads."""
         return self.peers.rank == self.owner
 
-    def send(self, data: Tensor) -> None:
-        """Copy the values of the rank that reads to its peers, in place. All of them must call it."""
+    def broadcast_from_owner(self, data: Tensor) -> None:
+        """Copy the owner's values to its peers, in place. All of these ranks must call it."""
         with torch.no_grad():
             if data.is_contiguous():
-                self._send(data)
+                self._broadcast(data)
                 return
             for offsets, lengths in cut(data.shape, data.dtype.itemsize, _BLOCK_BYTES):
-                part = data[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+                part = data[tuple(slice(o, o + size) for o, size in zip(offsets, lengths, strict=True))]
                 copy = part.contiguous()
-                self._send(copy)
+                self._broadcast(copy)
                 part.copy_(copy)
 
-    def _send(self, data: Tensor) -> None:
-        self.peers.broadcast(data.reshape(-1).view(torch.uint8), self.owner)  # which every library can send
+    def _broadcast(self, data: Tensor) -> None:
+        # As bytes, since not every library can send every dtype.
+        self.peers.broadcast(data.reshape(-1).view(torch.uint8), self.owner)
 
 
 def shared_boxes(runtime: Runtime, state: Mapping[str, ChunkedTensor]) -> dict[str, Shared]:
@@ -61,8 +62,8 @@ def shared_boxes(runtime: Runtime, state: Mapping[str, ChunkedTensor]) -> dict[s
         state: What this rank holds, under the same names in the same order on every rank.
 
     Returns:
-        By name, the ranks with the same boxes, where these are peers along axes of the mesh. What is not in it, a rank
-        reads itself.
+        By name, the ranks with the same boxes, if these are peers along axes of the mesh. Tensors that are left out are
+        read by every rank itself.
     """
     if runtime.world_size == 1:
         return {}
@@ -70,12 +71,12 @@ def shared_boxes(runtime: Runtime, state: Mapping[str, ChunkedTensor]) -> dict[s
     by_rank = runtime.gather_objects(boxes)
     mesh = runtime.mesh
     axes = [axis for axis in MESH_AXES if mesh.size((axis,)) > 1]
-    sets = [axes_of_group for n in range(1, len(axes) + 1) for axes_of_group in combinations(axes, n)]
+    axis_sets = [axes_of_group for size in range(1, len(axes) + 1) for axes_of_group in combinations(axes, size)]
     peers_of: dict[tuple[MeshAxis, ...], list[tuple[int, ...]]] = {
         axes_of_group: [tuple(mesh.peers(rank, axes_of_group)) for rank in range(runtime.world_size)]
-        for axes_of_group in sets
+        for axes_of_group in axis_sets
     }
-    needed: dict[int, dict[int, tuple[MeshAxis, ...]]] = {}
+    axes_of_tensor: dict[int, dict[int, tuple[MeshAxis, ...]]] = {}
     for index in range(len(state)):
         holders: dict[object, list[int]] = {}
         for rank, boxes_of_rank in enumerate(by_rank):
@@ -83,20 +84,24 @@ def shared_boxes(runtime: Runtime, state: Mapping[str, ChunkedTensor]) -> dict[s
                 holders.setdefault(boxes_of_rank[index], []).append(rank)
         for ranks in holders.values():
             group_axes = next(
-                (axes_of_group for axes_of_group in sets if peers_of[axes_of_group][ranks[0]] == tuple(ranks)), None
+                (axes_of_group for axes_of_group in axis_sets if peers_of[axes_of_group][ranks[0]] == tuple(ranks)),
+                None,
             )
             if len(ranks) > 1 and group_axes is not None:
-                needed.setdefault(index, {}).update(dict.fromkeys(ranks, group_axes))
-    used = sorted({group_axes for by in needed.values() for group_axes in by.values()}, key=sets.index)
+                axes_of_tensor.setdefault(index, {}).update(dict.fromkeys(ranks, group_axes))
+    used_axes = sorted(
+        {group_axes for axes_of_rank in axes_of_tensor.values() for group_axes in axes_of_rank.values()},
+        key=axis_sets.index,
+    )
     groups: dict[tuple[MeshAxis, ...], Runtime] = {}
-    for group_axes in used:  # every rank, in the same order
+    for group_axes in used_axes:  # every rank, in the same order
         try:
             groups[group_axes] = runtime.along(*group_axes)
         except UnsupportedCapabilityError:  # it can't communicate among a part of the ranks
             continue
     shared: dict[str, Shared] = {}
     for index, name in enumerate(state):
-        axes_of_group = needed.get(index, {}).get(runtime.rank)
+        axes_of_group = axes_of_tensor.get(index, {}).get(runtime.rank)
         if axes_of_group in groups:
             peers = groups[axes_of_group]
             shared[name] = Shared(peers=peers, owner=index % peers.world_size)

@@ -18,7 +18,7 @@ from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath, open_fo
 from fsdp_core.errors import CheckpointValueError, FSDPError, UnsupportedCapabilityError
 from fsdp_core.huggingface.held_model import HeldModel, find_model, is_adapted
 from fsdp_core.huggingface.range_writer import FilePlan, allocate, check_covered, plan_tensor, write_ranges
-from fsdp_core.huggingface.stored_names import kept_names, stored_views
+from fsdp_core.huggingface.stored_names import names_to_store, stored_views
 from fsdp_core.huggingface.views import View
 from fsdp_core.runtime import Runtime
 from fsdp_core.state.chunks import ChunkedTensor
@@ -35,7 +35,7 @@ __all__ = [
     "write_model",
 ]
 
-#: What tokenizers and processors write.
+#: A regular expression for the files that tokenizers and processors write.
 OTHER_FILES = (
     r"(added_tokens|tokenizer|tokenizer_config|special_tokens_map|vocab|processor_config|preprocessor_config"
     r"|video_preprocessor_config)\.json|merges\.txt|vocab\.txt|[\w.-]+\.model|chat_template\.jinja"
@@ -127,7 +127,7 @@ def write_model(
 ) -> SavedFolder:
     """Write a model that was found. The other arguments are those of :func:`save_pretrained`."""
     stored_dtype = None if dtype is None else as_dtype(dtype)
-    tied = model_shards.tied()
+    tied = model_shards.first_names()
 
     def content(model: nn.Module, state: Mapping[str, ChunkedTensor]) -> FolderContent:
         if is_adapted(model):
@@ -137,7 +137,7 @@ def write_model(
                 "belongs to."
             )
         _refuse_own_code(model)
-        views = stored_views(model, state, kept_names(model, state, tied))
+        views = stored_views(model, state, names_to_store(model, state, tied))
         default_dtype = next(
             (tensor.dtype for tensor in state.values() if tensor.dtype.is_floating_point), torch.get_default_dtype()
         )
@@ -220,12 +220,12 @@ def write_folder(
         run_on_all(runtime, action, lambda: None if runtime.rank else allocate(new_folder.folder, plans))
         bytes_written = run_on_all(runtime, action, lambda: write_ranges(new_folder.folder, plans, state))
 
-        def finish() -> None:
+        def put_in_place() -> None:
             if contents:  # on rank 0
                 _write_other_files(new_folder, contents[0], plans, also)
                 new_folder.put(overwrite=overwrite, own_files=replaceable_files)
 
-        run_on_all(runtime, action, finish)
+        run_on_all(runtime, action, put_in_place)
     except FSDPError:  # on every rank
         remove = new_folder.discard if runtime.rank == 0 else lambda: None
         run_on_all(runtime, f"removing what was saved of {new_folder.final}", remove)
@@ -247,8 +247,10 @@ def _plan_files(
     plans = []
     for name, tensors in content.files.items():
         views = {tensor: content.views[tensor] for tensor in tensors}
-        stored = {key: plan_tensor(view, _stored_dtype(state[view.source].dtype, dtype)) for key, view in views.items()}
-        plans.append(FilePlan.of(name, stored))
+        planned_tensors = {
+            key: plan_tensor(view, _stored_dtype(state[view.source].dtype, dtype)) for key, view in views.items()
+        }
+        plans.append(FilePlan.of(name, planned_tensors))
     return plans
 
 
@@ -285,10 +287,10 @@ def _configurations(model: nn.Module, dtype: torch.dtype) -> list[Callable[[str]
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
         return []
-    own = copy.deepcopy(config)
-    own.dtype = str(dtype).removeprefix("torch.")
-    own.architectures = [type(model).__name__]
-    writers = [own.save_pretrained]
+    stored_config = copy.deepcopy(config)
+    stored_config.dtype = str(dtype).removeprefix("torch.")
+    stored_config.architectures = [type(model).__name__]
+    writers = [stored_config.save_pretrained]
     generates: Any = getattr(model, "can_generate", lambda: False)
     generation = getattr(model, "generation_config", None)
     if generates() and generation is not None:

@@ -22,9 +22,9 @@ from fsdp_core.state.coverage import Box
 __all__ = ["RangeReader", "StoredTensor", "list_folder"]
 
 _LOCAL_RUN_BYTES = 64
-"""How long a run of bytes is read by itself from a local file, without the bytes between."""
+"""Runs of at least this many bytes are read from a local file by themselves, without the bytes between them."""
 
-_REMOTE_RUN_BYTES = 256 * 2**10  # each is a request
+_REMOTE_RUN_BYTES = 256 * 2**10  # more, since each read is a request
 _REMOTE_BLOCK_BYTES = 16 * 2**20
 _MAX_OPEN = 32
 
@@ -55,13 +55,13 @@ class RangeReader:
 
     def __init__(self, path: StrPath) -> None:
         folder = open_folder(path)
-        # a link that the user gives is followed; links inside the folder must not leave it
+        # The user's own path may be a link; links inside the folder must not leave it.
         self.folder: Folder = replace(folder, root=os.path.realpath(folder.root)) if folder.local else folder
         self.bytes_read = 0
         self._open: dict[str, int] = {}
 
     def locate(self, name: str) -> tuple[Folder, str]:
-        """Where a file is: the folder that holds it, and its name there.
+        """Return the folder that holds a file, and its name there.
 
         In the cache of huggingface_hub, the files of ``snapshots/COMMIT`` are links to ``blobs`` beside ``snapshots``.
         """
@@ -81,8 +81,8 @@ class RangeReader:
         Raises:
             CheckpointFormatError: A link leads elsewhere than into the hub's cache, or this user may not access it.
         """
-        folder, own = self.locate(name)
-        return folder.size(own)
+        folder, name_in_folder = self.locate(name)
+        return folder.size(name_in_folder)
 
     def close(self) -> None:
         """Close the files."""
@@ -90,7 +90,7 @@ class RangeReader:
             os.close(self._open.popitem()[1])
 
     def read_view(self, stored: StoredTensor, view: View, box: Box, out: Tensor) -> None:
-        """Read what a box of the module's tensor has in common with a view of it.
+        """Read the part of a box of the module's tensor that lies in a view.
 
         Args:
             stored: The folder's tensor.
@@ -102,14 +102,17 @@ class RangeReader:
         if common is None:
             return
         (offsets, lengths), (begin, _) = common
-        inside = tuple(slice(a - b, a - b + n) for a, b, n in zip(offsets, box[0], lengths, strict=True))
-        run = _LOCAL_RUN_BYTES if self.folder.local else _REMOTE_RUN_BYTES
+        starts_in_box = [offset - begin_of_box for offset, begin_of_box in zip(offsets, box[0], strict=True)]
+        box_slices = tuple(slice(start, start + length) for start, length in zip(starts_in_box, lengths, strict=True))
+        direct_run_bytes = _LOCAL_RUN_BYTES if self.folder.local else _REMOTE_RUN_BYTES
 
         def fill(buffer: memoryview, start: int) -> None:
             self.fill(stored.file, buffer, start)
 
         with torch.no_grad():
-            read_box(fill, stored.entry, begin, view.of(out.detach()[inside]), direct_run_bytes=run)
+            read_box(
+                fill, stored.entry, begin, view.as_stored(out.detach()[box_slices]), direct_run_bytes=direct_run_bytes
+            )
 
     def fill(self, name: str, buffer: memoryview, start: int) -> None:
         """Fill a buffer with the bytes of a file from ``start`` on.

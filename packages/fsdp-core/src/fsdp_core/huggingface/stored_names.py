@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from fsdp_core.errors import UnsupportedCapabilityError
-from fsdp_core.huggingface.views import View, views_of, whole_view
+from fsdp_core.huggingface.views import View, full_view, views_of
 from fsdp_core.state.chunks import ChunkedTensor
 
-__all__ = ["hub_renamings", "is_expected_surplus", "kept_names", "stored_views"]
+__all__ = ["hub_renamings", "is_expected_surplus", "names_to_store", "stored_views"]
 
 
 def stored_views(model: nn.Module, state: Mapping[str, ChunkedTensor], names: Iterable[str]) -> dict[str, View]:
@@ -31,11 +31,11 @@ def stored_views(model: nn.Module, state: Mapping[str, ChunkedTensor], names: It
     Raises:
         UnsupportedCapabilityError: The model is stored in a form that can't be written from shards.
     """
-    chosen = {name: state[name] for name in names}
-    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in chosen.items()}
-    revert = _reverting(model)
+    tensors_to_store = {name: state[name] for name in names}
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors_to_store.items()}
+    revert = _find_revert_function(model)
     if revert is None:
-        return {name: whole_view(name, shape) for name, (shape, _) in shapes.items()}
+        return {name: full_view(name, shape) for name, (shape, _) in shapes.items()}
 
     def convert(state: dict[str, Tensor]) -> Mapping[str, Tensor]:
         converted: Mapping[str, Tensor] = revert(model, state)
@@ -44,8 +44,8 @@ def stored_views(model: nn.Module, state: Mapping[str, ChunkedTensor], names: It
     return views_of(shapes, convert, type(model).__name__)
 
 
-def _reverting(model: nn.Module) -> Any:
-    """Transformers' function that turns a model's state into that of a folder; ``None`` if the two are the same."""
+def _find_revert_function(model: nn.Module) -> Any:
+    """Return transformers' function that turns a model's state into that of a folder; ``None`` if they are equal."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return None
@@ -60,8 +60,8 @@ def _reverting(model: nn.Module) -> Any:
         return None
 
 
-def kept_names(model: nn.Module, names: Collection[str], tied: Mapping[str, str]) -> list[str]:
-    """The names to store: of parameters that the model's class ties, those from which ``from_pretrained`` ties them.
+def names_to_store(model: nn.Module, names: Collection[str], tied: Mapping[str, str]) -> list[str]:
+    """Return the names to store: of parameters that the model's class ties, only that to which it ties the others.
 
     Args:
         model: The model, as written.
@@ -71,29 +71,29 @@ def kept_names(model: nn.Module, names: Collection[str], tied: Mapping[str, str]
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(tied.get(name, name), []).append(name)
-    left_out = [re.compile(pattern) for pattern in _tied_patterns(model)]
+    tied_patterns = [re.compile(pattern) for pattern in _tied_patterns(model)]
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     stored = set()
     for group in groups.values():
-        plain = [name for name in group if not any(pattern.search(name) for pattern in left_out)]
-        # parameters that the user has tied are stored under each name: nothing would tie them again
-        stored.update(plain or sorted(group)[-1:])
+        untied_names = [name for name in group if not any(pattern.search(name) for pattern in tied_patterns)]
+        # Names that the model's class does not tie are all stored, because nothing would tie them again on loading.
+        stored.update(untied_names or sorted(group)[-1:])
     return [name for name in names if name in stored and name not in ignored]
 
 
 def _tied_patterns(model: nn.Module) -> list[str]:
-    """The names that transformers does not store if they are tied, as regular expressions."""
+    """Return regular expressions for the names that transformers does not store if they are tied."""
     patterns: list[str] = []
     for prefix, module in model.named_modules():
-        own = getattr(module, "_tied_weights_keys", None) or ()
-        start = f"{re.escape(prefix)}\\." if prefix else ""
-        patterns += [f"{start}{pattern}" for pattern in own]
+        own_patterns = getattr(module, "_tied_weights_keys", None) or ()
+        module_pattern = f"{re.escape(prefix)}\\." if prefix else ""
+        patterns += [f"{module_pattern}{pattern}" for pattern in own_patterns]
     return patterns
 
 
 def hub_renamings(model: nn.Module) -> Any:
-    """A function from a name in a folder, perhaps an old one, to the name in the model."""
-    if _reverting(model) is None:
+    """Return a function from a name in a folder, perhaps an old one, to the name in the model."""
+    if _find_revert_function(model) is None:
         return lambda name: name
     conversions = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
     loading: Any = import_module("transformers.core_model_loading")
@@ -102,6 +102,6 @@ def hub_renamings(model: nn.Module) -> Any:
 
 
 def is_expected_surplus(model: nn.Module, name: str) -> bool:
-    """Whether a model says of a name that folders have it, and it does not need it."""
+    """Whether a model declares that folders may have a name that it does not need."""
     patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
     return any(re.search(pattern, name) for pattern in patterns)

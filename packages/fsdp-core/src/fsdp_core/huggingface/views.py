@@ -1,8 +1,8 @@
-"""Which part of a module's tensor each tensor of a folder is: some models are stored otherwise than they run.
+"""Which part of a module's tensor each tensor of a folder is, for models that are not stored as they run.
 
-Transformers describes the difference as operations on whole tensors (those of experts are stacked, and so on). Here
-they are run once on tensors without memory that lie one behind the other in one storage: where the result of an
-operation lies in it tells which part of which tensor it is.
+Transformers describes the difference as operations on full tensors, such as stacking those of experts. They are run
+once, on tensors without memory that lie one behind the other in one storage. The position of a result in that storage
+says which part of which tensor it is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.state.boxes import overlap
 from fsdp_core.state.coverage import Box
 
-__all__ = ["View", "by_source", "views_of", "whole_view"]
+__all__ = ["View", "full_view", "group_by_source", "views_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class View:
         return tuple(1 if dim is None else self.lengths[dim] for dim in self.dims)
 
     def overlap(self, box: Box) -> tuple[Box, Box] | None:
-        """What a box of the module's tensor has in common with this view, in that tensor and in the folder's."""
+        """Return the overlap of this view with a box of the module's tensor: as a box of that, and of the folder's."""
         common = overlap((self.offsets, self.lengths), box)
         if common is None:
             return None
@@ -55,31 +55,31 @@ class View:
         lengths = [1 if dim is None else common[1][dim] for dim in self.dims]
         return common, (tuple(begins), tuple(lengths))
 
-    def of(self, data: Tensor) -> Tensor:
-        """A box of the module's tensor that lies inside this view, as a view in the dimensions of the folder's."""
+    def as_stored(self, data: Tensor) -> Tensor:
+        """Bring the dimensions of a box of the module's tensor into the order in which the folder has them."""
         kept_dims = [dim for dim in self.dims if dim is not None]
         dropped_dims = [dim for dim in range(data.ndim) if dim not in kept_dims]
-        moved = data.permute(*kept_dims, *dropped_dims)
+        rearranged = data.permute(*kept_dims, *dropped_dims)
         for _ in dropped_dims:
-            moved = moved.squeeze(-1)
+            rearranged = rearranged.squeeze(-1)
         for index, dim in enumerate(self.dims):
             if dim is None:
-                moved = moved.unsqueeze(index)
-        return moved
+                rearranged = rearranged.unsqueeze(index)
+        return rearranged
 
 
-def whole_view(name: str, shape: Sequence[int]) -> View:
+def full_view(name: str, shape: Sequence[int]) -> View:
     """The view of a whole tensor, stored as it is.
 
     Example:
-        >>> whole_view("weight", (4, 2)).shape
+        >>> full_view("weight", (4, 2)).shape
         (4, 2)
     """
     return View(source=name, offsets=(0,) * len(shape), lengths=tuple(shape), dims=tuple(range(len(shape))))
 
 
-class _Uncopied(TorchFunctionMode):
-    """Lets ``contiguous()`` and ``clone()`` return the tensor, which stays a view."""
+class _WithoutCopies(TorchFunctionMode):
+    """Makes ``contiguous()`` and ``clone()`` return the tensor itself, so that results stay views of the storage."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -92,14 +92,14 @@ class _Uncopied(TorchFunctionMode):
 def views_of(
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     convert: Callable[[dict[str, Tensor]], Mapping[str, Tensor]],
-    what: str,
+    subject: str,
 ) -> dict[str, View]:
     """Find out which parts of tensors an operation returns.
 
     Args:
         tensors: The shapes and dtypes of the module's tensors, by name.
-        convert: Takes tensors of these, and returns those of the folder.
-        what: What is converted, for errors.
+        convert: Takes the module's tensors, and returns the folder's.
+        subject: The name of what is converted, for errors.
 
     Returns:
         The part that each tensor of the folder is, in the order in which ``convert`` returns them.
@@ -114,9 +114,9 @@ def views_of(
         View(source='experts', offsets=(1, 0), lengths=(1, 3), dims=(1,))
     """
     consecutive = _ConsecutiveTensors(tensors)
-    with torch.no_grad(), _Uncopied():
+    with torch.no_grad(), _WithoutCopies():
         converted = convert(consecutive.tensors)
-    return {name: consecutive.view(name, tensor, what) for name, tensor in converted.items()}
+    return {name: consecutive.view(name, tensor, subject) for name, tensor in converted.items()}
 
 
 class _ConsecutiveTensors:
@@ -131,66 +131,75 @@ class _ConsecutiveTensors:
         self._storages: dict[torch.dtype, int] = {}
         tensors_of_name: dict[str, Tensor] = {}
         for dtype, names in self._by_dtype.items():
-            sizes = [max(1, math.prod(self._shapes[name])) for name in names]  # so that no two begin at one place
+            sizes = [
+                max(1, math.prod(self._shapes[name])) for name in names
+            ]  # so that no two begin at the same element
             begins = [0, *accumulate(sizes)]
             self._begins[dtype] = begins[:-1]
-            flat = torch.empty(begins[-1] + 1, dtype=dtype, device="meta")  # larger than all copies together
+            flat = torch.empty(begins[-1] + 1, dtype=dtype, device="meta")  # a size that no copy of tensors in it has
             self._storages[dtype] = flat.untyped_storage().nbytes()
             for name, begin in zip(names, begins, strict=False):
                 shape = self._shapes[name]
-                tensors_of_name[name] = flat.as_strided(shape, _steps(shape), begin)
+                tensors_of_name[name] = flat.as_strided(shape, _contiguous_strides(shape), begin)
         self.tensors = {name: tensors_of_name[name] for name in tensors}
 
-    def view(self, name: str, tensor: Tensor, what: str) -> View:
+    def view(self, name: str, tensor: Tensor, subject: str) -> View:
         if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() == self._storages.get(tensor.dtype):
             index = bisect_right(self._begins[tensor.dtype], tensor.storage_offset()) - 1
             source = self._by_dtype[tensor.dtype][index]
-            first = tensor.storage_offset() - self._begins[tensor.dtype][index]
-            view = _as_box(source, self._shapes[source], tensor, int(first))
+            first_element = tensor.storage_offset() - self._begins[tensor.dtype][index]
+            view = _as_box(source, self._shapes[source], tensor, int(first_element))
             if view is not None:
                 return view
         raise UnsupportedCapabilityError(
-            f"{name!r} of {what} can't be stored from shards: it is computed from whole tensors of the module, and no "
-            "rank holds those.\nSave a checkpoint, and convert it in one process: gather the weights with "
+            f"{name!r} of {subject} can't be stored from shards: it is computed from whole tensors of the module, and "
+            "no rank holds those.\nSave a checkpoint, and convert it in one process: gather the weights with "
             "fsdp_core.load_state_dict(checkpoint), and pass them as state_dict= to the model's own save_pretrained()."
         )
 
 
-def _steps(shape: Sequence[int]) -> tuple[int, ...]:
-    steps = list(accumulate(reversed([*shape[1:], 1]), lambda a, b: a * b)) if shape else []
-    return tuple(reversed(steps))
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = list(accumulate(reversed([*shape[1:], 1]), lambda a, b: a * b)) if shape else []
+    return tuple(reversed(strides))
 
 
-def _as_box(source: str, shape: tuple[int, ...], tensor: Tensor, first: int) -> View | None:
-    """The view, if it is a box of a contiguous tensor of ``shape``, from its first element and strides."""
-    steps = _steps(shape)
+def _as_box(source: str, shape: tuple[int, ...], tensor: Tensor, first_element: int) -> View | None:
+    """Return a tensor as a view of a contiguous source; ``None`` if it is not a box of that.
+
+    Args:
+        source: The name of the source.
+        shape: The shape of the source.
+        tensor: The tensor, of which the shape and the strides are used.
+        first_element: The index of its first element in the source.
+    """
+    strides = _contiguous_strides(shape)
     offsets = []
-    for size, step in zip(shape, steps, strict=True):
-        offset = first // step if step and size > 1 else 0
+    for size, stride in zip(shape, strides, strict=True):
+        offset = first_element // stride if stride and size > 1 else 0
         offsets.append(offset)
-        first -= offset * step
-    if first:
+        first_element -= offset * stride
+    if first_element:
         return None
     lengths = [1] * len(shape)
     dims: list[int | None] = []
-    free = [dim for dim, size in enumerate(shape) if size > 1]
-    for size, step in zip(tensor.shape, tensor.stride(), strict=True):
+    unused_dims = [dim for dim, size in enumerate(shape) if size > 1]
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if size == 1:
             dims.append(None)
             continue
-        dim = next((dim for dim in free if steps[dim] == step), None)
+        dim = next((dim for dim in unused_dims if strides[dim] == stride), None)
         if dim is None or offsets[dim] + size > shape[dim]:
             return None
-        free.remove(dim)
+        unused_dims.remove(dim)
         lengths[dim] = size
         dims.append(dim)
     if 0 in shape or 0 in tensor.shape:
-        return whole_view(source, shape) if tuple(tensor.shape) == shape else None
+        return full_view(source, shape) if tuple(tensor.shape) == shape else None
     return View(source=source, offsets=tuple(offsets), lengths=tuple(lengths), dims=tuple(dims))
 
 
-def by_source(views: Mapping[str, View]) -> dict[str, list[tuple[str, View]]]:
-    """The names and views of each tensor of the module."""
+def group_by_source(views: Mapping[str, View]) -> dict[str, list[tuple[str, View]]]:
+    """Group views by the module's tensor that they are parts of, each with its name."""
     views_of_source: dict[str, list[tuple[str, View]]] = {}
     for name, view in views.items():
         views_of_source.setdefault(view.source, []).append((name, view))

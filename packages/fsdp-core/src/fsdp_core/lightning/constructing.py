@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from lightning.fabric.accelerators import Accelerator
 
-from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.lightning.capability_checks import StrategyCapabilities, check_options
 from fsdp_core.lightning.features.finite_gradients import check_error_if_nonfinite
 from fsdp_core.lightning.options import describe_class, signature_of, strategy_options
@@ -52,6 +53,10 @@ def _constructor(cls: Any) -> Callable[..., None]:
     return __init__
 
 
+def _construct(cls: type[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return cls(*args, **options)
+
+
 class ConstructedStrategy(StrategyCapabilities):
     """The half of a strategy that takes options. Comes before Lightning's class.
 
@@ -81,6 +86,34 @@ class ConstructedStrategy(StrategyCapabilities):
         strategy = super().__new__(cls)
         strategy._built_with = args, options
         return strategy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        args, options = self._built_with
+        copied = type(self).__new__(type(self), *args, **options)
+        memo[id(self)] = copied
+        state: Any = self.__getstate__()
+        vars(copied).update(copy.deepcopy(state, memo))
+        return copied
+
+    def _reduce(self, *, is_sharded: bool, set_by_lightning: Collection[str], advice: str) -> tuple[Any, ...]:
+        """Return what ``__reduce__`` returns: the constructor's arguments and what Lightning has set since.
+
+        Args:
+            is_sharded: Whether the strategy has sharded a module.
+            set_by_lightning: The attributes that Lightning sets after the constructor.
+            advice: What to do instead if it has sharded a module.
+
+        Raises:
+            ShardingError: It has sharded a module.
+        """
+        if is_sharded:
+            raise ShardingError(
+                f"strategy={self.strategy_name!r} can't be pickled once it has sharded a module: shards, process "
+                f"groups and hooks belong to this process.\n{advice}"
+            )
+        args, options = self._built_with
+        attributes = {name: value for name, value in vars(self).items() if name in set_by_lightning}
+        return _construct, (type(self), args, options), attributes
 
     def _by_name(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
         """The constructor's arguments by name."""

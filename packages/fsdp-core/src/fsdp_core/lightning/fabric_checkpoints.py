@@ -25,7 +25,7 @@ from fsdp_core.lightning.outside_steps.forwarding import sharded_in
 from fsdp_core.lightning.outside_steps.redirection import normal_tensors
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.fqn import aliases
-from fsdp_core.state.random_state import RandomState, of_ranks
+from fsdp_core.state.random_state import RandomState, with_runtime
 
 if TYPE_CHECKING:
     from fsdp_core.lightning.fabric_strategy import ShardedFabricStrategy
@@ -127,7 +127,7 @@ def _write(
         elif is_loader(obj):
             converted[key] = loader_state(key, obj, strategy.runtime)
         else:
-            stateful = of_ranks(obj, strategy.runtime) if isinstance(obj, RandomState) else obj
+            stateful = with_runtime(obj, strategy.runtime) if isinstance(obj, RandomState) else obj
             converted[key] = stateful.state_dict() if callable(getattr(stateful, "state_dict", None)) else stateful
         if key in filters and isinstance(converted[key], dict):
             converted[key] = {k: v for k, v in converted[key].items() if filters[key](k, v)}
@@ -231,7 +231,7 @@ def _restore(strategy: ShardedFabricStrategy, obj: Any, value: Any, strict: bool
     elif callable(getattr(obj, "load_state_dict", None)):
         if not check_only:
             if isinstance(obj, RandomState):
-                obj = of_ranks(obj, strategy.runtime)
+                obj = with_runtime(obj, strategy.runtime)
             # each rank reads only its own gradients
             obj.load_state_dict(value if isinstance(obj, AccumulatedGradients) else _materialize(value))
     else:

@@ -37,6 +37,12 @@ from fsdp_core.sharding.sharded import Sharded
 
 __all__ = ["ShardedFabricStrategy"]
 
+#: Attributes that Lightning sets after the constructor, from the arguments of Fabric.
+_SET_BY_LIGHTNING = {
+    *("_accelerator", "_checkpoint_io", "_launcher", "_precision", "_parallel_devices", "_num_nodes"),
+    "cluster_environment",
+}
+
 
 class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
     """Runs modules on a :class:`~fsdp_core.sharding.Backend` under Fabric.
@@ -72,6 +78,18 @@ class ShardedFabricStrategy(ShardedStrategy, ParallelStrategy):
         if self.options.checkpoint_io is not None:
             self.checkpoint_io = self.options.checkpoint_io
         self._backward_sync_control = self.steps.no_sync
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the constructor's arguments and what Lightning has set since; what belongs to a run is made anew.
+
+        Raises:
+            ShardingError: A module is sharded already.
+        """
+        return self._reduce(
+            is_sharded=bool(self.roots),
+            set_by_lightning=_SET_BY_LIGHTNING,
+            advice="Pickle the strategy before fabric.setup(), and save the model as a checkpoint.",
+        )
 
     # -- where we run ----------------------------------------------------------------------------------------------
 

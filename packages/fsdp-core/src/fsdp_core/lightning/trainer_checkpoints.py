@@ -33,7 +33,7 @@ from fsdp_core.lightning.checkpoints.sharded_or_full import (
     write_folder,
 )
 from fsdp_core.lightning.features.exact_resume import KEY
-from fsdp_core.lightning.outside_steps.exporting import refuse_values_of_parts, whole_state
+from fsdp_core.lightning.outside_steps.exporting import gather_state, refuse_values_of_parts
 from fsdp_core.lightning.outside_steps.redirection import normal_tensors
 from fsdp_core.lightning.private import resume_from
 
@@ -71,7 +71,7 @@ class TrainerCheckpoints:
             saves.finish_copying()  # of the last save: on_save_checkpoint() of this one may write to shards
         if strategy.state_dict_type == "full":
             with strategy.step_methods.gradient_guard.paused():
-                return whole_state(sharded)
+                return gather_state(sharded)
         refuse_values_of_parts(True)  # in hooks, until the checkpoint is saved or a step begins
         with strategy.step_methods.gradient_guard.paused():
             return sharded.model_state()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
 from collections.abc import Collection, Generator, Mapping, Sequence
@@ -53,12 +52,6 @@ _SET_BY_LIGHTNING = {
 }
 
 
-def _rebuild(
-    cls: type[ShardedTrainerStrategy], args: tuple[Any, ...], options: dict[str, Any]
-) -> ShardedTrainerStrategy:
-    return cls(*args, **options)
-
-
 class ShardedTrainerStrategy(TrainerHooks):
     """Runs a LightningModule on a :class:`~fsdp_core.sharding.Backend`.
 
@@ -105,25 +98,18 @@ class ShardedTrainerStrategy(TrainerHooks):
         Raises:
             ShardingError: A module is sharded already.
         """
-        if self.sharded_or_none is not None:
-            raise ShardingError(
-                f"strategy={self.strategy_name!r} can't be pickled once it has sharded a module: shards, process "
-                "groups and hooks belong to this process.\n"
-                "Pickle the Trainer before the first fit(), and save the model as a checkpoint."
-            )
-        args, options = self._built_with
-        attributes = {name: value for name, value in vars(self).items() if name in _SET_BY_LIGHTNING}
-        return _rebuild, (type(self), args, options), attributes
+        return self._reduce(
+            is_sharded=self.sharded_or_none is not None,
+            set_by_lightning=_SET_BY_LIGHTNING,
+            advice="Pickle the Trainer before the first fit(), and save the model as a checkpoint.",
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        args, options = self._built_with
-        copied = type(self).__new__(type(self), *args, **options)
-        memo[id(self)] = copied
-        vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
-        copied.optimizers = copied.optimizers  # Lightning's setter wraps the copies of the optimizers anew
+        copied = super().__deepcopy__(memo)
+        copied.optimizers = copied.optimizers  # Lightning's wrappers of them are made anew
         return copied
 
     # -- where we run ----------------------------------------------------------------------------------------------

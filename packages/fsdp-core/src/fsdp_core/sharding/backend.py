@@ -32,7 +32,7 @@ from fsdp_core.sharding.sequence import SequenceSplit, use_split
 from fsdp_core.sharding.sharded import Sharded, keep, sharded_of
 from fsdp_core.sharding.units.wrap_policy import select_recomputed
 from fsdp_core.state.fqn import named_parameters
-from fsdp_core.state.full_tensor import whole
+from fsdp_core.state.full_tensor import gather_full
 from fsdp_core.state.layout import Layout
 
 __all__ = ["Backend", "sharding_config_of"]
@@ -378,7 +378,7 @@ class Backend(ABC):
 
     def full_tensor(self, value: Any) -> Any:
         """Gather a state tensor on the CPU of rank 0; ``None`` on other ranks. All ranks must call it."""
-        gathered = whole(value, self.runtime)
+        gathered = gather_full(value, self.runtime)
         if self.runtime.rank != 0:
             return None
         return gathered.cpu() if isinstance(gathered, Tensor) else gathered

@@ -1,8 +1,8 @@
-"""Optimizer state that torchao keeps in 8 or 4 bits: blocks of elements with a scale each, saved as what they are.
+"""Optimizer state that torchao keeps in 8 or 4 bits: blocks of elements with a scale each, saved without conversion.
 
-torchao quantises runs of ``block_size`` elements, in C order, of what a rank holds of a parameter. If every rank's part
-begins and ends between two blocks of the whole parameter, the blocks are those of one process, and any other division
-between blocks holds them too.
+torchao quantises runs of ``block_size`` elements, in C order, of a rank's shard of a parameter. If every rank's shard
+begins and ends at a multiple of ``block_size`` in the full parameter, the blocks are the same as in one process, so a
+run with other shards of which that is true can load them.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from fsdp_core.state.layout import Part
 
 __all__ = [
     "check_blocks",
-    "check_fits_blocks",
-    "describe_whole_state",
-    "is_of_blocks",
-    "is_saved_in_blocks",
-    "of_blocks",
+    "check_fits_shard",
+    "describe_full_state",
+    "describe_shard",
+    "is_quantised",
+    "is_saved_quantised",
+    "join_quantised",
     "quantises",
-    "restored_blocks",
-    "whole_again",
+    "restore_shard",
 ]
 
-#: The key that tells a saved state of this kind from others; its value is the class of the tensors.
+#: The key that only saved quantised state has. Its value is the name of the tensors' class.
 _CLASS_KEY = "torchao"
 
 
@@ -44,18 +44,21 @@ def quantises(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torchao.") and hasattr(optimizer, "_subclass_zeros")
 
 
-def is_of_blocks(value: Any) -> bool:
+def is_quantised(value: Any) -> bool:
     """Whether a value is a tensor of torchao's that holds codes and scales."""
     return all(hasattr(value, name) for name in ("codes", "scale", "block_size"))
 
 
-def is_saved_in_blocks(value: Any) -> bool:
-    """Whether a value is what :func:`of_blocks` or :func:`describe_whole_state` returns."""
+def is_saved_quantised(value: Any) -> bool:
+    """Whether a value is what :func:`describe_shard` or :func:`describe_full_state` returns."""
     return isinstance(value, dict) and _CLASS_KEY in value
 
 
 def _find_run(part: Part, parameter: Tensor) -> tuple[int, int, int] | None:
-    """Where a rank's part begins in the whole parameter, how long it is, and which copy; ``None`` if it is no run."""
+    """Return where a rank's shard begins in the full parameter, its length, and which replica it belongs to.
+
+    Returns ``None`` if the shard is not a run of consecutive elements.
+    """
     if part.range is not None:
         return None  # flat parameters are cut without regard to a parameter's blocks
     local_chunks = chunked(parameter)
@@ -63,12 +66,14 @@ def _find_run(part: Part, parameter: Tensor) -> tuple[int, int, int] | None:
         return 0, 0, local_chunks.replica
     (chunk,) = local_chunks.chunks
     is_run = tuple(chunk.data.shape[1:]) == tuple(part.shape[1:])
-    row = prod(part.shape[1:])
-    return (chunk.offsets[0] * row, prod(chunk.data.shape), local_chunks.replica) if is_run and part.shape else None
+    row_length = prod(part.shape[1:])
+    if not is_run or not part.shape:
+        return None
+    return chunk.offsets[0] * row_length, prod(chunk.data.shape), local_chunks.replica
 
 
-def of_blocks(part: Part, parameter: Tensor, value: Any) -> Any:
-    """Describe a rank's part of quantised state, sharing memory with it; a value of another kind is returned unchanged.
+def describe_shard(part: Part, parameter: Tensor, value: Any) -> Any:
+    """Describe a rank's shard of quantised state, sharing memory with it; any other value is returned unchanged.
 
     Args:
         part: The user's parameter.
@@ -76,19 +81,19 @@ def of_blocks(part: Part, parameter: Tensor, value: Any) -> Any:
         value: A value of its state.
 
     Returns:
-        The codes and scales, flat, and what they are; ``value`` itself if its blocks are not those of one process.
+        The flat codes and scales with a description; ``value`` itself if its blocks are not those of one process.
     """
-    local: Any = local_tensor(value) if isinstance(value, DTensor) else value
-    run = _find_run(part, parameter) if is_of_blocks(local) else None
+    local_state: Any = local_tensor(value) if isinstance(value, DTensor) else value
+    run = _find_run(part, parameter) if is_quantised(local_state) else None
     if run is None:
         return value
     (start, length, replica) = run
-    block = int(local.block_size)
+    block_size = int(local_state.block_size)
     total = prod(part.shape)
-    if start % block or length % block or total % block:
+    if start % block_size or length % block_size or total % block_size:
         return value
-    elements_per_byte = length // local.codes.numel()  # elements in a byte
-    sizes = {"codes": (local.codes, elements_per_byte), "scale": (local.scale, block)}
+    elements_per_byte = length // local_state.codes.numel()
+    sizes = {"codes": (local_state.codes, elements_per_byte), "scale": (local_state.scale, block_size)}
     tensors = {
         name: ChunkedTensor(
             shape=(total // size,),
@@ -98,7 +103,7 @@ def of_blocks(part: Part, parameter: Tensor, value: Any) -> Any:
         )
         for name, (data, size) in sizes.items()
     }
-    return {**_describe_blocks(local, part.shape), **tensors}
+    return {**_describe_blocks(local_state, part.shape), **tensors}
 
 
 def _describe_blocks(value: Any, shape: tuple[int, ...]) -> dict[str, Any]:
@@ -115,15 +120,17 @@ def _describe_blocks(value: Any, shape: tuple[int, ...]) -> dict[str, Any]:
 def check_blocks(
     state: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]], runtime: Runtime
 ) -> dict[str, dict[str, Any]]:
-    """Make all ranks describe quantised state alike, and refuse what can't be saved. All ranks must call it.
+    """Give all ranks the same names and keys of quantised state, and refuse blocks that can't be saved.
+
+    All ranks must call it.
 
     Args:
-        state: By parameter name and key, values from :func:`of_blocks`.
+        state: By parameter name and key, values from :func:`describe_shard`.
         shapes: The parameters' shapes, by name.
         runtime: The ranks.
 
     Returns:
-        The state, with descriptions without chunks where a rank holds nothing of a parameter.
+        The state. Where a rank holds nothing of a parameter, it gets a description without chunks.
 
     Raises:
         CheckpointValueError: Blocks on some rank are not those of one process, or a rank has plain values.
@@ -131,27 +138,27 @@ def check_blocks(
     own: dict[tuple[str, str], Any] = {}
     for name, values in state.items():
         for key, value in values.items():
-            if is_saved_in_blocks(value):
+            if is_saved_quantised(value):
                 description = {k: (v.shape, v.dtype) if isinstance(v, ChunkedTensor) else v for k, v in value.items()}
                 own[name, key] = description
             elif isinstance(value, Tensor) and value.ndim:
-                local = local_tensor(value)
-                if not local.numel():
+                local_state = local_tensor(value)
+                if not local_state.numel():
                     own[name, key] = None
                 else:
-                    own[name, key] = "in other blocks" if is_of_blocks(local) else "plain"
+                    own[name, key] = "in other blocks" if is_quantised(local_state) else "plain"
     completed = {name: dict(values) for name, values in state.items()}
     by_rank = runtime.gather_objects(own)
-    for name, key in dict.fromkeys(
-        name_and_key for values_of_rank in by_rank for name_and_key in values_of_rank
-    ):  # the same on every rank
-        kinds = [values_of_rank.get((name, key)) for values_of_rank in by_rank]
-        blocks = next((part for part in kinds if isinstance(part, dict)), None)
-        if "in other blocks" in kinds or (blocks is not None and "plain" in kinds):
+    names_and_keys = dict.fromkeys(name_and_key for values_of_rank in by_rank for name_and_key in values_of_rank)
+    for name, key in names_and_keys:
+        descriptions = [values_of_rank.get((name, key)) for values_of_rank in by_rank]
+        blocks = next((part for part in descriptions if isinstance(part, dict)), None)
+        if "in other blocks" in descriptions or (blocks is not None and "plain" in descriptions):
+            rank = next(r for r, description in enumerate(descriptions) if isinstance(description, str))
             raise CheckpointValueError(
-                f"{key!r} of {name!r} can't be saved: torchao quantises what each rank holds of it, "
-                f"{shapes[name]} of which rank {next(r for r, k in enumerate(kinds) if isinstance(k, str))} "
-                "holds a part that does not begin and end between two blocks of the whole.\n"
+                f"{key!r} of {name!r} can't be saved: torchao quantises each rank's shard, and that of rank {rank} "
+                "does not begin and end between two "
+                f"blocks of the full parameter of shape {shapes[name]}.\n"
                 "Use a strategy that keeps whole rows on each rank, with a number of ranks that divides the rows into "
                 "multiples of block_size elements; or an optimizer whose state is plain, such as AdamW."
             )
@@ -163,7 +170,7 @@ def check_blocks(
     return completed
 
 
-def check_fits_blocks(
+def check_fits_shard(
     optimizer: torch.optim.Optimizer, part: Part, parameter: nn.Parameter, key: str, saved: Mapping[str, Any]
 ) -> None:
     """Refuse saved quantised state that this rank can't hold, before anything is restored.
@@ -173,17 +180,17 @@ def check_fits_blocks(
         part: The user's parameter.
         parameter: What the optimizer holds of it.
         key: The key of the state, for the error.
-        saved: As from :func:`of_blocks`, its tensors whole or saved.
+        saved: What :func:`describe_shard` returned, with tensors that are full or saved.
 
     Raises:
-        CheckpointMismatchError: The optimizer keeps no such state, or this rank's part is not of whole blocks.
+        CheckpointMismatchError: The optimizer keeps no such state, or this rank's shard cuts a block.
     """
     run = _find_run(part, parameter)
-    block = int(saved["block_size"])
+    block_size = int(saved["block_size"])
     state_class = "plain tensors"
     if quantises(optimizer):
         maker: Any = optimizer
-        state_class = type(maker._subclass_zeros(torch.zeros(block), bool(saved["signed"]), block)).__name__
+        state_class = type(maker._subclass_zeros(torch.zeros(block_size), bool(saved["signed"]), block_size)).__name__
     if state_class != saved[_CLASS_KEY]:
         raise CheckpointMismatchError(
             f"{key!r} of {part.name!r} was saved by an optimizer of torchao's, in {saved[_CLASS_KEY]}, and "
@@ -195,36 +202,36 @@ def check_fits_blocks(
             f"the checkpoint holds {key} of {part.name!r} at shape {tuple(saved['shape'])}, but the parameter has "
             f"{part.shape}.\nLoad the checkpoint into the model that it was saved from."
         )
-    if run is None or run[0] % block or run[1] % block:
+    if run is None or run[0] % block_size or run[1] % block_size:
         raise CheckpointMismatchError(
-            f"{key!r} of {part.name!r} was saved in blocks of {block} elements, and this rank's part begins or ends "
-            "within one.\nLoad it under a strategy that keeps whole rows on each rank, on a number of ranks that "
-            f"divides the rows into multiples of {block} elements, such as 1 or that which saved it; or load only the "
-            "weights."
+            f"{key!r} of {part.name!r} was saved in blocks of {block_size} elements, and this rank's part begins or "
+            "ends within one.\nLoad it under a strategy that keeps whole rows on each rank, on a number of ranks that "
+            f"divides the rows into multiples of {block_size} elements, such as 1 or that which saved it; or load "
+            "only the weights."
         )
 
 
-def restored_blocks(
+def restore_shard(
     optimizer: torch.optim.Optimizer, part: Part, parameter: nn.Parameter, saved: Mapping[str, Any]
 ) -> Any:
-    """Restore a rank's part of quantised state that :func:`check_fits_blocks` has let pass.
+    """Restore a rank's shard of quantised state, after :func:`check_fits_shard`.
 
     Args:
         optimizer: The optimizer.
         part: The user's parameter.
         parameter: What the optimizer holds of it.
-        saved: As from :func:`of_blocks`, its tensors whole or saved.
+        saved: What :func:`describe_shard` returned, with tensors that are full or saved.
     """
     maker: Any = optimizer
     run = _find_run(part, parameter)
-    block = int(saved["block_size"])
+    block_size = int(saved["block_size"])
     assert run is not None
-    local = local_tensor(parameter).detach()
-    blocks: Any = torch.zeros_like(local)
+    local_state = local_tensor(parameter).detach()
+    blocks: Any = torch.zeros_like(local_state)
     if run[1]:
-        blocks = maker._subclass_zeros(local, bool(saved["signed"]), block)
+        blocks = maker._subclass_zeros(local_state, bool(saved["signed"]), block_size)
         elements_per_byte = run[1] // blocks.codes.numel()
-        for name, data, size in (("codes", blocks.codes, elements_per_byte), ("scale", blocks.scale, block)):
+        for name, data, size in (("codes", blocks.codes, elements_per_byte), ("scale", blocks.scale, block_size)):
             full = saved[name]
             flat = data.view(-1)
             chunk = Chunk(offsets=(run[0] // size,), data=flat)
@@ -241,18 +248,18 @@ def restored_blocks(
     )
 
 
-def describe_whole_state(value: Any) -> Any:
-    """Describe whole quantised state, as a plain optimizer has it, as :func:`of_blocks` does; others are unchanged."""
-    if not is_of_blocks(value) or isinstance(value, DTensor):
+def describe_full_state(value: Any) -> Any:
+    """Describe the quantised state of an unsharded optimizer, as :func:`describe_shard` does; others are unchanged."""
+    if not is_quantised(value) or isinstance(value, DTensor):
         return value
     return {**_describe_blocks(value, tuple(value.shape)), "codes": value.codes.reshape(-1), "scale": value.scale}
 
 
-def whole_again(value: Mapping[str, Any]) -> Any:
-    """Make whole quantised state of its gathered parts, for a file that a plain optimizer loads.
+def join_quantised(value: Mapping[str, Any]) -> Any:
+    """Join gathered quantised state to one tensor of torchao's, for a file that an unsharded optimizer loads.
 
     Args:
-        value: From :func:`of_blocks`, its tensors gathered.
+        value: What :func:`describe_shard` returned, with gathered tensors.
     """
     from importlib import import_module
 

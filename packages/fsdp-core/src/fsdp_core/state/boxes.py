@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from operator import add
 from typing import Any
 
 from fsdp_core.state.coverage import Box
@@ -81,22 +82,22 @@ def boxes(shape: tuple[int, ...], start: int, length: int) -> Iterator[tuple[tup
     if len(shape) <= 1:
         yield ((start,), (length,), 0) if shape else ((), (), 0)
         return
-    row = math.prod(shape[1:])
-    first, within = divmod(start, row)
-    done = 0
-    if within or length < row:
-        done = min(length, row - within)
-        for offsets, lengths, position in boxes(shape[1:], within, done):
-            yield (first, *offsets), (1, *lengths), position
-        first += 1
-    rows, rest = divmod(length - done, row)
-    if rows:
-        yield (first, *(0 for _ in shape[1:])), (rows, *shape[1:]), done
-        first = first + rows
-        done = done + rows * row
-    if rest:
-        for offsets, lengths, position in boxes(shape[1:], 0, rest):
-            yield (first, *offsets), (1, *lengths), done + position
+    row_length = math.prod(shape[1:])
+    row, start_in_row = divmod(start, row_length)
+    done = 0  # how many elements the boxes so far hold
+    if start_in_row or length < row_length:
+        done = min(length, row_length - start_in_row)
+        for offsets, lengths, position in boxes(shape[1:], start_in_row, done):
+            yield (row, *offsets), (1, *lengths), position
+        row += 1
+    full_rows, remaining = divmod(length - done, row_length)
+    if full_rows:
+        yield (row, *(0 for _ in shape[1:])), (full_rows, *shape[1:]), done
+        row += full_rows
+        done += full_rows * row_length
+    if remaining:
+        for offsets, lengths, position in boxes(shape[1:], 0, remaining):
+            yield (row, *offsets), (1, *lengths), done + position
 
 
 def overlap(a: Box, b: Box) -> Box | None:
@@ -108,15 +109,17 @@ def overlap(a: Box, b: Box) -> Box | None:
         >>> overlap(((0,), (2,)), ((2,), (2,))) is None
         True
     """
-    low = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
-    high = tuple(min(x + m, y + n) for x, m, y, n in zip(*a, *b, strict=True))
-    lengths = tuple(y - x for x, y in zip(low, high, strict=True))
-    return (low, lengths) if all(length > 0 for length in lengths) else None
+    (offsets_a, lengths_a), (offsets_b, lengths_b) = a, b
+    begins = tuple(map(max, offsets_a, offsets_b))
+    ends_a = map(add, offsets_a, lengths_a)
+    ends_b = map(add, offsets_b, lengths_b)
+    lengths = tuple(min(end_a, end_b) - begin for begin, end_a, end_b in zip(begins, ends_a, ends_b, strict=True))
+    return (begins, lengths) if all(length > 0 for length in lengths) else None
 
 
 def copy_into(target: memoryview, shape: Sequence[int], offsets: Sequence[int], box: memoryview, item_bytes: int,
               lengths: Sequence[int]) -> None:  # fmt: skip
-    """Copy the bytes of a box to its place in a larger one.
+    """Copy the bytes of a box into a larger one.
 
     Args:
         target: The bytes of the larger box.
@@ -130,13 +133,13 @@ def copy_into(target: memoryview, shape: Sequence[int], offsets: Sequence[int], 
     axis = len(shape)
     while axis > 0 and shape[axis - 1] == lengths[axis - 1]:
         axis -= 1
-    inner = math.prod(shape[axis:]) * item_bytes
     if axis == 0:
         target[:] = box
         return
-    run = lengths[axis - 1] * inner
-    pitch = shape[axis - 1] * inner
-    first = offsets[axis - 1] * inner
+    inner_bytes = math.prod(shape[axis:]) * item_bytes
+    run = lengths[axis - 1] * inner_bytes
+    pitch = shape[axis - 1] * inner_bytes  # from the begin of a run to that of the next
+    first = offsets[axis - 1] * inner_bytes
     if axis == 1:
         target[first : first + run] = box
         return
@@ -149,34 +152,45 @@ def _copy_runs(
     offsets: Sequence[int],
     lengths: Sequence[int],
     box: memoryview,
-    piece: tuple[int, int, int],
+    run_layout: tuple[int, int, int],
 ) -> None:
-    first, run, pitch = piece
+    """Copy the runs of a box: along axes before the one that a run lies in.
+
+    Args:
+        target: The bytes of the larger box.
+        shape: The shape of the larger box, along these axes only; so are ``offsets`` and ``lengths``.
+        offsets: Where the smaller box begins.
+        lengths: The shape of the smaller box.
+        box: The bytes of the smaller box.
+        run_layout: In bytes, where the first run begins, the length of a run, and the distance of two in ``target``.
+    """
+    first, run, pitch = run_layout
     if len(shape) > 1:
-        size = math.prod(shape[1:]) * pitch
-        part = math.prod(lengths[1:]) * run
+        target_size = math.prod(shape[1:]) * pitch
+        box_size = math.prod(lengths[1:]) * run
         for row in range(lengths[0]):
-            begin = (offsets[0] + row) * size
-            inner = target[begin : begin + size], shape[1:], offsets[1:], lengths[1:]
-            _copy_runs(*inner, box[row * part : (row + 1) * part], piece)
+            begin = (offsets[0] + row) * target_size
+            target_row = target[begin : begin + target_size]
+            box_row = box[row * box_size : (row + 1) * box_size]
+            _copy_runs(target_row, shape[1:], offsets[1:], lengths[1:], box_row, run_layout)
         return
     begin = offsets[0] * pitch + first
     rows = lengths[0]
-    unit = math.gcd(run, pitch, begin, 8)
+    unit = math.gcd(run, pitch, begin, 8)  # the largest number of bytes that divides the begins and lengths of runs
     if rows <= run // unit:
         for row in range(rows):
-            at = begin + row * pitch
-            target[at : at + run] = box[row * run : (row + 1) * run]
+            run_begin = begin + row * pitch
+            target[run_begin : run_begin + run] = box[row * run : (row + 1) * run]
         return
     # Many short runs: copied column by column, each column with one strided copy.
-    code: Any = {8: "Q", 4: "I", 2: "H", 1: "B"}[unit]
-    wide = target.cast(code)
-    narrow = box.cast(code)
+    unit_format: Any = {8: "Q", 4: "I", 2: "H", 1: "B"}[unit]
+    target_units = target.cast(unit_format)
+    box_units = box.cast(unit_format)
     step = pitch // unit
-    count = run // unit
-    for column in range(count):
+    columns = run // unit
+    for column in range(columns):
         start = begin // unit + column
-        wide[start : start + (rows - 1) * step + 1 : step] = narrow[column::count]
+        target_units[start : start + (rows - 1) * step + 1 : step] = box_units[column::columns]
 
 
 @lru_cache(maxsize=1024)

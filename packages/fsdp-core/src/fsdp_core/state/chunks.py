@@ -126,9 +126,9 @@ class ChunkedTensor:
         def __getattr__(self, name: str) -> Any:
             if name in CONVERSIONS:
                 return partial(self._convert, name)
-            if name.startswith("__"):  # looked up by copy and the like
+            if name.startswith("__"):  # the copy module, among others, looks such names up
                 raise AttributeError(name)
-            raise _refusal(f".{name}")
+            raise _not_supported(f".{name}")
 
     def _convert(self, method: str, *args: Any, **kwargs: Any) -> ChunkedTensor:
         dtype = getattr(torch.empty(0, dtype=self.dtype), method)(*args, **kwargs).dtype
@@ -144,10 +144,10 @@ class ChunkedTensor:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise _refusal(f"torch's {getattr(function, '__name__', function)}()")
+        raise _not_supported(f"torch's {getattr(function, '__name__', function)}()")
 
     def _refuse_arithmetic(self, *_: Any) -> NoReturn:
-        raise _refusal("arithmetic")
+        raise _not_supported("arithmetic")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_arithmetic
     __pow__ = __matmul__ = __rmatmul__ = __neg__ = __abs__ = __getitem__ = __float__ = _refuse_arithmetic
@@ -157,7 +157,7 @@ class ChunkedTensor:
         return ChunkedTensor(shape=self.shape, dtype=self.dtype, chunks=chunks, replica=self.replica)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise _refusal("pickling")
+        raise _not_supported("pickling")
 
     def __repr__(self) -> str:
         return f"ChunkedTensor(shape={self.shape}, dtype={self.dtype}, chunks={self.chunks}, replica={self.replica})"
@@ -182,12 +182,12 @@ class _Converted:
 
 
 class _NotWholeError(ShardingError, AttributeError, TypeError):
-    """A part of a tensor was used as if it were the tensor."""
+    """A part of a tensor was used like the full tensor."""
 
 
-def _refusal(what: str) -> _NotWholeError:
+def _not_supported(usage: str) -> _NotWholeError:
     return _NotWholeError(
-        f"{what} is not supported by a ChunkedTensor, which holds this rank's part of a tensor. It can only be "
+        f"{usage} is not supported by a ChunkedTensor, which holds this rank's part of a tensor. It can only be "
         f"renamed, removed, copied or converted ({', '.join(f'.{name}()' for name in sorted(CONVERSIONS))}).\n"
         "In a hook such as on_save_checkpoint(), call fsdp_core.full_state_dict(self) on all ranks, which returns full "
         'tensors on rank 0; or pass state_dict_type="full" to the strategy: checkpoint["state_dict"] is then full on '
@@ -230,24 +230,24 @@ def chunked(tensor: Tensor | ChunkedTensor | TensorSource, *, rank: int = 0) -> 
     if isinstance(tensor, ChunkedTensor):
         return tensor
     if isinstance(tensor, DTensor):
-        return _of_dtensor(tensor)
+        return _chunk_of_dtensor(tensor)
     shape = tuple(tensor.shape)
     chunk = Chunk(offsets=(0,) * len(shape), data=tensor.detach() if isinstance(tensor, Tensor) else tensor)
     return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=() if 0 in shape else (chunk,), replica=rank)
 
 
-def _of_dtensor(tensor: DTensor) -> ChunkedTensor:
+def _chunk_of_dtensor(tensor: DTensor) -> ChunkedTensor:
     from fsdp_core.torch_private.dtensors import is_first_slice
 
     if torch.is_grad_enabled():  # to_local() would then create a new tensor, tracked by autograd
         with torch.no_grad():
-            return _of_dtensor(tensor)
+            return _chunk_of_dtensor(tensor)
     shape = tuple(tensor.shape)
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # this rank is not part of the tensor's mesh
         return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=())
-    offsets, lengths, replica = _box(shape, tensor.placements, tuple(mesh.shape), tuple(coordinate))
+    offsets, lengths, replica = _box_at(shape, tensor.placements, tuple(mesh.shape), tuple(coordinate))
     replica = replica or int(not is_first_slice(mesh))
     local = tensor.to_local().detach()
     if not all(lengths):
@@ -262,10 +262,10 @@ def _of_dtensor(tensor: DTensor) -> ChunkedTensor:
 
 
 def own_part(tensor: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
-    """This rank's part of a tensor that all ranks of a mesh have.
+    """Return this rank's part of a tensor that all ranks of a mesh have.
 
-    :func:`~torch.distributed.tensor.distribute_tensor` has other parts before torch 2.13 or so, where
-    ``fully_shard`` divides what tensor parallelism leaves in pieces of two sizes.
+    Before torch 2.13 or so, :func:`~torch.distributed.tensor.distribute_tensor` returned other parts where
+    ``fully_shard`` divides the pieces of tensor parallelism, and these have two sizes.
 
     Args:
         tensor: The whole tensor.
@@ -274,12 +274,12 @@ def own_part(tensor: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
     """
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank is not part of the tensor's mesh"
-    offsets, lengths, _ = _box(tuple(tensor.shape), placements, tuple(mesh.shape), tuple(coordinate))
+    offsets, lengths, _ = _box_at(tuple(tensor.shape), placements, tuple(mesh.shape), tuple(coordinate))
     return tensor[tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))]
 
 
 @lru_cache(maxsize=1024)  # a model repeats its shapes, and a save looks up each of them three times
-def _box(
+def _box_at(
     shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Return the offsets and lengths of the box at a mesh coordinate, and which copy of the tensor it belongs to."""
@@ -290,34 +290,37 @@ def _box(
     offsets = [0] * len(shape)
     lengths = list(shape)
     replica = 0
-    sharded: list[tuple[int, int, int]] = []  # the dimension, this rank's piece, and the number of pieces
-    last: list[tuple[int, int, int]] = []
-    for at, (placement, index, ranks) in enumerate(zip(placements, coordinate, mesh, strict=True)):
+    # For each sharding mesh axis: the tensor's dimension, the number of this rank's piece, and how many pieces there
+    # are.
+    sharded_axes: list[tuple[int, int, int]] = []
+    strided_axes: list[tuple[int, int, int]] = []
+    for mesh_dim, (placement, index, peers) in enumerate(zip(placements, coordinate, mesh, strict=True)):
         # By exact type: torch's strided shard has been a subclass of Shard.
         if type(placement) is Shard:
-            sharded.append((placement.dim % len(shape), index, ranks))
+            sharded_axes.append((placement.dim % len(shape), index, peers))
         elif type(placement) is Replicate:
-            replica = replica * ranks + index
-        elif type(placement) is StridedShard and placement.split_factor == _pieces(
-            placement.dim, placements[at + 1 :], mesh[at + 1 :]
+            replica = replica * peers + index
+        elif type(placement) is StridedShard and placement.split_factor == _count_pieces(
+            placement.dim, placements[mesh_dim + 1 :], mesh[mesh_dim + 1 :]
         ):
-            last.insert(0, (placement.dim, index, ranks))  # it divides what the axes to its right leave
+            # Applied after the mesh axes that follow this one: it divides the pieces that they leave.
+            strided_axes.insert(0, (placement.dim, index, peers))
         else:
             raise ValueError(
                 f"a DTensor placed as {placements} does not consist of boxes, so it can't be saved or loaded as it "
                 "is: redistribute it to Shard(dim) and Replicate() first"
             )
-    for dim, index, ranks in (*sharded, *last):
+    for dim, index, peers in (*sharded_axes, *strided_axes):
         # As torch.chunk splits: equal pieces, then a smaller one, then empty ones.
-        piece = -(-lengths[dim] // ranks)
+        piece = -(-lengths[dim] // peers)
         start = min(index * piece, lengths[dim])
         offsets[dim] = offsets[dim] + start
         lengths[dim] = min(piece, lengths[dim] - start)
     return tuple(offsets), tuple(lengths), replica
 
 
-def _pieces(dim: int, placements: tuple[Placement, ...], mesh: tuple[int, ...]) -> int:
-    """Into how many pieces placements other than strided ones divide a dimension."""
+def _count_pieces(dim: int, placements: tuple[Placement, ...], mesh: tuple[int, ...]) -> int:
+    """Return into how many pieces the placements that are not strided divide a dimension."""
     from torch.distributed.tensor import Shard
 
     return prod(n for p, n in zip(placements, mesh, strict=True) if type(p) is Shard and p.dim == dim)

@@ -12,7 +12,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """The offsets and the lengths of a box, one number of each per dimension."""
 
 _PRIME = 2**127 - 1
-_MOST_STEPS = 200_000
+_MAX_STEPS = 200_000
 
 
 def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
@@ -49,21 +49,22 @@ def find_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 
 def _is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Return whether the boxes' indicator functions add up to that of the whole tensor.
+    """Return whether the boxes' indicator functions add up to that of the full tensor.
 
-    Every coordinate of every axis gets a random weight; the weight of a box is the product of its extents, and weights
-    add up as the functions do. Both sides are polynomials in the weights. They are equal for all weights only if the
-    functions are equal (a box's corners are its monomials); otherwise they are equal by chance with a probability of
-    ``len(shape) / _PRIME`` (the Schwartz-Zippel lemma).
+    Every bound of a box gets a random number, and the weight of a box is the product, over the axes, of the difference
+    between its bounds' numbers. So the weights of adjacent boxes add up to that of their union. The sum of all weights
+    and the weight of the full tensor are polynomials in these numbers, with the boxes' corners as monomials. They are
+    the same polynomial only if the indicator functions are the same; otherwise their values are equal by chance with a
+    probability of at most ``len(shape) / _PRIME`` (the Schwartz-Zippel lemma).
     """
     weights: list[dict[int, int]] = [{} for _ in shape]
 
     def extent(axis: int, begin: int, end: int) -> int:
-        table = weights[axis]
+        weight_of_bound = weights[axis]
         for bound in (begin, end):
-            if bound not in table:
-                table[bound] = secrets.randbelow(_PRIME)
-        return table[end] - table[begin]
+            if bound not in weight_of_bound:
+                weight_of_bound[bound] = secrets.randbelow(_PRIME)
+        return weight_of_bound[end] - weight_of_bound[begin]
 
     def weight(offsets: Sequence[int], lengths: Sequence[int]) -> int:
         product = 1
@@ -71,10 +72,9 @@ def _is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
             product = product * extent(axis, begin, begin + length) % _PRIME
         return product
 
-    elements = sum(math.prod(lengths) for _, lengths in boxes)
-    return elements == math.prod(shape) and (
-        (sum(weight(*box) for box in boxes) - weight([0] * len(shape), shape)) % _PRIME == 0
-    )
+    if sum(math.prod(lengths) for _, lengths in boxes) != math.prod(shape):
+        return False
+    return (sum(weight(*box) for box in boxes) - weight([0] * len(shape), shape)) % _PRIME == 0
 
 
 class _TooLongError(Exception):
@@ -92,8 +92,9 @@ class _Search:
         self._steps = 0
 
     def walk(self, shape: tuple[int, ...], boxes: list[Box], slabs: list[tuple[int, int]]) -> str | None:
+        """Describe the first fault inside nested slabs, one per axis so far; ``None`` if there is none."""
         self._steps += 1 + len(boxes)
-        if self._steps > _MOST_STEPS:
+        if self._steps > _MAX_STEPS:
             raise _TooLongError
         axis = len(slabs)
         if len(boxes) == 1 and axis < len(shape) and boxes[0][1][axis:] == shape[axis:]:
@@ -104,19 +105,19 @@ class _Search:
             location = ", ".join(f"{a}:{b}" for a, b in [*slabs, *((0, size) for size in shape[axis:])])
             return f"{'two chunks cover' if boxes else 'nothing covers'} [{location}]"
         boxes.sort(key=lambda box: box[0][axis])
-        active: list[Box] = []
+        crossing_boxes: list[Box] = []
         position = 0
-        following = 0
+        next_box = 0
         while position < shape[axis]:
-            while following < len(boxes) and boxes[following][0][axis] == position:
-                active.append(boxes[following])
-                following += 1
-            until = min((o[axis] + n[axis] for o, n in active), default=shape[axis])
-            if following < len(boxes):
-                until = min(until, boxes[following][0][axis])
-            fault = self.walk(shape, list(active), [*slabs, (position, until)])
+            while next_box < len(boxes) and boxes[next_box][0][axis] == position:
+                crossing_boxes.append(boxes[next_box])
+                next_box += 1
+            slab_end = min((o[axis] + n[axis] for o, n in crossing_boxes), default=shape[axis])
+            if next_box < len(boxes):
+                slab_end = min(slab_end, boxes[next_box][0][axis])
+            fault = self.walk(shape, list(crossing_boxes), [*slabs, (position, slab_end)])
             if fault is not None:
                 return fault
-            active = [box for box in active if box[0][axis] + box[1][axis] > until]
-            position = until
+            crossing_boxes = [box for box in crossing_boxes if box[0][axis] + box[1][axis] > slab_end]
+            position = slab_end
         return None

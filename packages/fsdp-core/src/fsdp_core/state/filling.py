@@ -68,7 +68,7 @@ def fill_all(
     *,
     strict: bool = True,
     cast: bool = False,
-    what: str = "the checkpoint",
+    source_name: str = "the checkpoint",
     check_only: bool = False,
 ) -> KeyDifferences:
     """Fill tensors by name. All of them are compared first: either all match, or none is changed.
@@ -78,7 +78,7 @@ def fill_all(
         sources: The checkpoint's tensors by name.
         strict: Whether both must have the same names.
         cast: Whether dtypes may differ.
-        what: The name of the source in an error.
+        source_name: The name of the source in an error.
         check_only: Whether to compare only, and write nothing.
 
     Returns:
@@ -94,20 +94,20 @@ def fill_all(
     )
     common_names = [name for name in targets if name in sources]
     fault_by_name = {name: _difference(targets[name], sources[name], cast=cast) for name in common_names}
-    unlike = [f"{name}: {fault}" for name, fault in fault_by_name.items() if fault is not None]
-    groups: list[tuple[str, list[str]]] = [("differ", unlike)]
+    mismatches = [f"{name}: {fault}" for name, fault in fault_by_name.items() if fault is not None]
+    groups: list[tuple[str, list[str]]] = [("differ", mismatches)]
     if strict:
         groups += [("are missing in it", list(differences.missing)), ("are only in it", list(differences.unexpected))]
     if any(names for _, names in groups):
-        lines = [f"{what} does not fit, so nothing was loaded from it:"]
+        lines = [f"{source_name} does not fit, so nothing was loaded from it:"]
         for title, names in groups:
             if names:
                 lines.append(f"  {len(names)} {title}:")
                 lines += [f"    {name}" for name in names[:_MOST_SHOWN]]
                 lines += [f"    … and {len(names) - _MOST_SHOWN} more"] if len(names) > _MOST_SHOWN else []
-        if unlike:
+        if mismatches:
             lines.append("Load it into the model that it was saved from, at its precision.")
-            if all(" dtype " in fault for fault in unlike):
+            if all(" dtype " in fault for fault in mismatches):
                 lines.append(
                     "To convert it, pass strict=False, or in a LightningModule set self.strict_loading = False; "
                     "names that don't match are then skipped."

@@ -42,22 +42,25 @@ def aliases(module: nn.Module) -> dict[str, str]:
         >>> aliases(nn.ModuleDict({"embedding": embedding, "head": head}))
         {'head.weight': 'embedding.weight'}
     """
-    first: dict[int, str] = {}
-    further: dict[str, str] = {}
-    unsaved = {
+    first_names: dict[int, str] = {}
+    additional_names: dict[str, str] = {}
+    unsaved_buffers = {
         f"{name}.{buffer}" if name else buffer
         for name, part in module.named_modules(remove_duplicate=False)
         for buffer in part._non_persistent_buffers_set
     }
-    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
-        for raw, tensor in named:
-            if raw in unsaved:
+    for named_tensors in (
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
+    ):
+        for full_name, tensor in named_tensors:
+            if full_name in unsaved_buffers:
                 continue
-            name = clean_name(raw)
-            first_name = first.setdefault(id(tensor), name)
+            name = clean_name(full_name)
+            first_name = first_names.setdefault(id(tensor), name)
             if first_name != name:
-                further[name] = first_name
-    return further
+                additional_names[name] = first_name
+    return additional_names
 
 
 def unwrap_compiled(module: nn.Module) -> nn.Module:

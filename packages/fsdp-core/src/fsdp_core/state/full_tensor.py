@@ -18,33 +18,33 @@ from fsdp_core.state.coverage import Box, find_fault
 from fsdp_core.state.saved_tensor import SavedTensor
 from fsdp_core.torch_private.dtensors import StridedShard
 
-__all__ = ["check_not_gathered", "each_whole", "gathered_modules", "running_forwards", "whole"]
+__all__ = ["check_not_gathered", "gather_each", "gather_full", "gathered_modules", "running_forwards"]
 
 #: Modules whose parameters :func:`fsdp_core.gathered` has temporarily replaced with full ones, and their roots.
 gathered_modules: WeakSet[nn.Module] = WeakSet()
 
-#: The number of running forward passes of a root, and of the module that it stands for.
+#: The number of running forward passes, by root and by the user's module in it.
 running_forwards: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
-def check_not_gathered(root: nn.Module, what: str) -> None:
+def check_not_gathered(root: nn.Module, operation: str) -> None:
     """Refuse an operation on the shards of a root while full parameters replace them.
 
     Args:
         root: A sharded root.
-        what: The operation, for the error.
+        operation: The operation, for the error.
 
     Raises:
         ShardingError: Full parameters replace the shards of ``root``.
     """
     if root in gathered_modules:
         raise ShardingError(
-            f"{what} is not available inside fsdp_core.gathered(), where full parameters replace the shards.\n"
+            f"{operation} is not available inside fsdp_core.gathered(), where full parameters replace the shards.\n"
             "Exit the context first; inside it, module.state_dict() returns full values on every rank."
         )
 
 
-def whole(value: Any, runtime: Runtime, name: str = "a tensor") -> Any:
+def gather_full(value: Any, runtime: Runtime, name: str = "a tensor") -> Any:
     """Gather a state tensor on every rank. All ranks must call it.
 
     Args:
@@ -58,20 +58,20 @@ def whole(value: Any, runtime: Runtime, name: str = "a tensor") -> Any:
     Raises:
         ShardingError: Some part of it is held by no rank.
     """
-    return next(full for _, full in each_whole({name: value}, runtime))
+    return next(full for _, full in gather_each({name: value}, runtime))
 
 
-def each_whole(values: Mapping[Any, Any], runtime: Runtime) -> Iterator[tuple[Any, Any]]:
+def gather_each(values: Mapping[Any, Any], runtime: Runtime) -> Iterator[tuple[Any, Any]]:
     """Gather state tensors on every rank, one after the other. All ranks must consume the whole iterator.
 
     The ranks exchange once which boxes they hold of all tensors.
 
     Args:
-        values: Values as :func:`whole` takes them, by name, in the same order on every rank.
+        values: Values as :func:`gather_full` takes them, by name, in the same order on every rank.
         runtime: The ranks.
 
     Yields:
-        Each name, and the value that :func:`whole` returns for it.
+        Each name, and the value that :func:`gather_full` returns for it.
 
     Raises:
         ShardingError: Some part of a tensor is held by no rank.
@@ -85,7 +85,7 @@ def each_whole(values: Mapping[Any, Any], runtime: Runtime) -> Iterator[tuple[An
         elif isinstance(value, ChunkedTensor):
             replicas_and_boxes = [boxes_by_name[name] for boxes_by_name in by_rank]
             _check_covered(value.shape, [boxes for replica, boxes in replicas_and_boxes if replica == 0], name)
-            yield name, _from_chunks(value, [boxes for _, boxes in replicas_and_boxes], runtime)
+            yield name, _gather_chunks(value, [boxes for _, boxes in replicas_and_boxes], runtime)
         elif isinstance(value, Tensor):
             yield name, (value.full_tensor() if isinstance(value, DTensor) else value).detach()
         else:
@@ -93,7 +93,7 @@ def each_whole(values: Mapping[Any, Any], runtime: Runtime) -> Iterator[tuple[An
 
 
 def _is_strided(value: Any) -> bool:
-    """Whether it is a DTensor that torch gathers rightly only if all pieces are of one size."""
+    """Whether a value is a DTensor that torch gathers correctly only if all pieces have the same size."""
     return isinstance(value, DTensor) and any(type(placement) is StridedShard for placement in value.placements)
 
 
@@ -102,25 +102,25 @@ def _own_boxes(value: ChunkedTensor) -> tuple[int, list[Box]]:
     return value.replica, [(tuple(chunk.offsets), tuple(chunk.data.shape)) for chunk in value.chunks]
 
 
-def _from_chunks(value: ChunkedTensor, by_rank: Sequence[Sequence[Box]], runtime: Runtime) -> Tensor:
-    """Gather runs of bytes of equal length, which every collectives library supports, whatever the dtype."""
-    longest = max(sum(prod(box) for _, box in boxes) for boxes in by_rank)
-    if not longest:
+def _gather_chunks(value: ChunkedTensor, by_rank: Sequence[Sequence[Box]], runtime: Runtime) -> Tensor:
+    """Gather a tensor from chunks. Ranks exchange equally long runs of bytes, which every library supports."""
+    max_elements = max(sum(prod(box) for _, box in boxes) for boxes in by_rank)
+    if not max_elements:
         return torch.empty(value.shape, dtype=value.dtype, device=runtime.device)
-    flat = torch.zeros(longest, dtype=value.dtype, device=runtime.device)
-    at = 0
+    flat = torch.zeros(max_elements, dtype=value.dtype, device=runtime.device)
+    position = 0
     for chunk in value.chunks:
         assert isinstance(chunk.data, Tensor)  # a rank's shards of a model are in memory
-        flat[at : at + chunk.data.numel()] = chunk.data.reshape(-1)
-        at += chunk.data.numel()
+        flat[position : position + chunk.data.numel()] = chunk.data.reshape(-1)
+        position += chunk.data.numel()
     gathered = runtime.all_gather(flat.view(torch.uint8)).view(value.dtype)
     result = torch.empty(value.shape, dtype=value.dtype, device=runtime.device)
     for boxes, run in zip(by_rank, gathered, strict=True):
-        at = 0
+        position = 0
         for offsets, box in boxes:
             box_slices = tuple(slice(o, o + n) for o, n in zip(offsets, box, strict=True))
-            result[box_slices] = run[at : at + prod(box)].view(box)
-            at += prod(box)
+            result[box_slices] = run[position : position + prod(box)].view(box)
+            position += prod(box)
     return result
 
 

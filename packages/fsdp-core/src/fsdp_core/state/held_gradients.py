@@ -23,9 +23,9 @@ from fsdp_core.torch_private.tensors import without_torch_function
 
 __all__ = [
     "HeldGradients",
-    "described",
+    "describe_gradients",
+    "gradients_of_rank",
     "held_at_parameters",
-    "of_this_rank",
     "refuse_half_gradients",
     "restore_at_parameters",
 ]
@@ -37,12 +37,13 @@ def refuse_half_gradients(module: nn.Module, parameters: Iterable[nn.Parameter],
     Args:
         module: The module whose backward pass the exception interrupted.
         parameters: The parameters of the module that an optimizer may hold.
-        incomplete: Whether the library holds gradients elsewhere that the exception has left incomplete.
+        incomplete: Whether there are incomplete gradients that the library holds elsewhere than at the parameters.
 
     Raises:
         ShardingError: There is a gradient.
     """
-    with without_torch_function():  # a piece without elements shows users a gradient that it does not have
+    # Without elements, a rank's piece shows users a gradient although it has none.
+    with without_torch_function():
         has_gradient = any(parameter.grad is not None for parameter in parameters)
     if incomplete or has_gradient:
         raise ShardingError(
@@ -113,9 +114,9 @@ def restore_at_parameters(
         parameter, part = parameter_and_part[name]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-        added = torch.zeros_like(parameter.grad)
-        fill(part.of(added), grad, cast=True)
-        parameter.grad += added
+        restored_grad = torch.zeros_like(parameter.grad)
+        fill(part.of(restored_grad), grad, cast=True)
+        parameter.grad += restored_grad
 
 
 def _no_such_gradient(name: str, module: str) -> CheckpointMismatchError:
@@ -125,7 +126,7 @@ def _no_such_gradient(name: str, module: str) -> CheckpointMismatchError:
     )
 
 
-def described(gradients: HeldGradients, runtime: Runtime) -> dict[str, Any] | None:
+def describe_gradients(gradients: HeldGradients, runtime: Runtime) -> dict[str, Any] | None:
     """Describe gradients as part of a state to save, with the same names on every rank. All ranks must call it.
 
     Args:
@@ -157,7 +158,14 @@ def described(gradients: HeldGradients, runtime: Runtime) -> dict[str, Any] | No
 
 
 def _as_chunked(grad: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, is_first: bool) -> ChunkedTensor:
-    """Return a gradient that one rank, or tensor-parallel peers together, hold completely, and others not at all."""
+    """Describe a gradient of one data-parallel rank: its chunks on that rank and its tensor-parallel peers.
+
+    Args:
+        grad: The gradient, if this is such a rank; otherwise ``None``.
+        shape: Its shape.
+        dtype: Its dtype.
+        is_first: Whether this is the first of the tensor-parallel peers, which saves what all of them hold.
+    """
     chunks: tuple[Chunk, ...] = ()
     if isinstance(grad, DTensor):
         chunks = chunked(grad).chunks if is_first or is_sharded_dtensor(grad) else ()
@@ -166,36 +174,36 @@ def _as_chunked(grad: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype,
     return ChunkedTensor(shape=shape, dtype=dtype, chunks=chunks)
 
 
-def of_this_rank(saved: Mapping[str, Any], runtime: Runtime) -> dict[str, Callable[[], Tensor]]:
+def gradients_of_rank(saved: Mapping[str, Any], runtime: Runtime) -> dict[str, Callable[[], Tensor]]:
     """Return the unreduced gradients that this rank resumes with.
 
     Args:
-        saved: As returned by :func:`described`.
+        saved: As returned by :func:`describe_gradients`.
         runtime: The ranks.
 
     Returns:
-        Functions that read a full gradient, by name: this rank's own if as many ranks average their gradients as did
-        when it was saved, otherwise the mean over those that saved, whose mean over any number of ranks is the same.
+        Functions that read a full gradient, by name. If as many ranks average gradients as when they were saved, each
+        rank gets its own; otherwise all get the mean of the saved ones, so that their mean stays the same.
     """
     own: Mapping[str, Mapping[str, Any]] = saved["own"]
     if len(own) == runtime.mesh.size(GRADIENT_AXES):
         own_coordinate = runtime.mesh.coordinate(runtime.rank, GRADIENT_AXES)
         return {name: partial(_read_full, grad) for name, grad in own[str(own_coordinate)].items()}
     names = dict.fromkeys(name for grads in own.values() for name in grads)
-    return {name: partial(_mean, [grads.get(name) for grads in own.values()]) for name in names}
+    return {name: partial(_read_mean, [grads.get(name) for grads in own.values()]) for name in names}
 
 
 def _read_full(grad: Tensor | SavedTensor) -> Tensor:
     return grad.full() if isinstance(grad, SavedTensor) else grad
 
 
-def _mean(grads: list[Tensor | SavedTensor | None]) -> Tensor:
+def _read_mean(grads: list[Tensor | SavedTensor | None]) -> Tensor:
     total: Tensor | None = None
     dtype = torch.float32
     for grad in grads:
         if grad is not None:
             dtype = grad.dtype
-            wide = _read_full(grad).to(torch.promote_types(dtype, torch.float32))
-            total = wide if total is None else total + wide
+            widened_grad = _read_full(grad).to(torch.promote_types(dtype, torch.float32))
+            total = widened_grad if total is None else total + widened_grad
     assert total is not None  # every name comes from some rank
     return (total / len(grads)).to(dtype)

@@ -1,4 +1,4 @@
-"""How the parameters that an optimizer holds map to the user's: one each, or runs of elements of several."""
+"""How the parameters that an optimizer holds map to the user's: one to one, or as runs of elements of several."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
     "Part",
     "boxes",
     "bytes_held",
-    "how_to_separate",
+    "separation_hint",
     "stand_in",
     "whole_parts",
 ]
@@ -31,10 +31,10 @@ class FlatRange:
     """Consecutive elements of a parameter, in C order, in a rank's 1-D tensor.
 
     Attributes:
-        offset: Where they begin in the rank's tensor.
+        offset: The index of the first element in the rank's tensor.
         start: The index of the first element in the parameter.
         length: The number of elements; 0 if the rank holds nothing of the parameter.
-        replica: Which copy of the parameter they belong to.
+        replica: The replica of the parameter that they belong to.
     """
 
     offset: int
@@ -82,19 +82,19 @@ class Part:
         return self.range is None or (self.range.length > 0 and self.range.start == 0 and self.range.replica == 0)
 
 
-def how_to_separate(part: Part) -> str:
-    """What users can do so that an optimizer holds the parameter separately, to end a sentence with."""
+def separation_hint(part: Part) -> str:
+    """Return the end of a sentence that says how users let an optimizer hold the parameter separately."""
     if part.separated_by:
         return f"write {part.separated_by}, with which each parameter is held separately."
     return "use a strategy that keeps parameters separate."
 
 
-#: The parts of each parameter that an optimizer may hold.
+#: By each parameter that an optimizer may hold, the user's parameters in it.
 Layout = Mapping[nn.Parameter, tuple[Part, ...]]
 
 
 def whole_parts(named: Iterator[tuple[str, nn.Parameter]]) -> dict[nn.Parameter, tuple[Part, ...]]:
-    """Return the layout of parameters that are held as they are."""
+    """Return the layout of parameters that the optimizer holds one to one."""
     return {p: (Part(name=name, shape=tuple(p.shape)),) for name, p in named}
 
 

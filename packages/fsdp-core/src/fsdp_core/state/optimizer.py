@@ -18,29 +18,29 @@ from fsdp_core.gradients.step_gradients import plain
 from fsdp_core.runtime import Runtime
 from fsdp_core.state.block_quantised import (
     check_blocks,
-    check_fits_blocks,
-    describe_whole_state,
-    is_of_blocks,
-    is_saved_in_blocks,
-    of_blocks,
+    check_fits_shard,
+    describe_full_state,
+    describe_shard,
+    is_quantised,
+    is_saved_quantised,
     quantises,
-    restored_blocks,
+    restore_shard,
 )
 from fsdp_core.state.chunks import Chunk, ChunkedTensor, chunked
 from fsdp_core.state.filling import fill
-from fsdp_core.state.layout import Layout, Part, how_to_separate
+from fsdp_core.state.layout import Layout, Part, separation_hint
 from fsdp_core.state.owned import owned_groups, owned_state, owners_of
 from fsdp_core.state.saved_tensor import SavedTensor
 
-__all__ = ["holder_of_state", "load_optimizer_state", "optimizer_state", "state_by_name"]
+__all__ = ["load_optimizer_state", "optimizer_state", "state_by_name", "stateful_optimizer"]
 
 NamedState = dict[str, Any]
 #: Called with a parameter, its parts, its param group, a key of its state, and the parts' values under that key.
 RestoreValue = Callable[[nn.Parameter, Sequence[Part], Mapping[str, Any], str, Sequence[Any]], Any]
 
 
-def holder_of_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that holds the state: one inside that has the same param groups, as in timm's Lookahead.
+def stateful_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that holds the state: an inner one with the same param groups, as in timm's Lookahead.
 
     Args:
         optimizer: An optimizer, which may step by another one.
@@ -67,7 +67,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, layout: Layout, runtime: R
         OptimizerMismatchError: The optimizer holds a parameter without a name.
     """
     owners = owners_of(optimizer)
-    optimizer = holder_of_state(optimizer) if owners is None else optimizer
+    optimizer = stateful_optimizer(optimizer) if owners is None else optimizer
     if owners is not None:
         settings = owned_groups(optimizer, owners, runtime)
         return {
@@ -77,17 +77,17 @@ def optimizer_state(optimizer: torch.optim.Optimizer, layout: Layout, runtime: R
                 for group_settings, group in zip(settings, optimizer.param_groups, strict=True)
             ],
         }
-    in_blocks = quantises(optimizer)
+    is_quantising = quantises(optimizer)
     state = {
         part.name: {
-            key: _describe_value(part, p, of_blocks(part, p, value) if in_blocks else value)
+            key: _describe_value(part, p, describe_shard(part, p, value) if is_quantising else value)
             for key, value in values.items()
         }
         for p, values in optimizer.state.items()
         for part in _parts_of(layout, p)
         if not part.is_empty
     }
-    if in_blocks:
+    if is_quantising:
         state = check_blocks(state, {part.name: part.shape for parts in layout.values() for part in parts}, runtime)
     all_parts = [part for parts in layout.values() for part in parts]
     if any(part.range is not None for part in all_parts):
@@ -119,7 +119,8 @@ def load_optimizer_state(
         saved: As from :func:`optimizer_state`, its tensors plain or :class:`~fsdp_core.checkpoint.SavedTensor`; or a
             plain torch optimizer's ``state_dict()``, whose parameters are numbered.
         check_only: Whether to check only, and change nothing.
-        restore: Converts a value to the layout of the optimizer; by default, to DTensors, flat shards or full tensors.
+        restore: Converts a value to the optimizer's layout. By default, it becomes a DTensor, a flat shard or a full
+            tensor.
 
     Raises:
         CheckpointMismatchError: A parameter is not in the saved groups, a shape differs, parameters of one group were
@@ -127,19 +128,19 @@ def load_optimizer_state(
             which would lose its own settings.
     """
     if owners_of(optimizer) is None:
-        optimizer = holder_of_state(optimizer)
+        optimizer = stateful_optimizer(optimizer)
     saved = state_by_name(optimizer, layout, saved)
     saved = {
         "state": {
-            name: {k: describe_whole_state(v) for k, v in values.items()} for name, values in saved["state"].items()
+            name: {k: describe_full_state(v) for k, v in values.items()} for name, values in saved["state"].items()
         },
         "param_groups": [_read_settings(group) for group in saved["param_groups"]],
     }
     parameter_names = {name for group in optimizer.param_groups for name in _parameter_names(layout, group["params"])}
-    dropped = [name for group in saved["param_groups"] for name in group["params"] if name not in parameter_names]
-    if dropped:
+    unknown_names = [name for group in saved["param_groups"] for name in group["params"] if name not in parameter_names]
+    if unknown_names:
         raise CheckpointMismatchError(
-            f"the checkpoint's optimizer also holds {_list_some(dropped)}, and this {type(optimizer).__name__} "
+            f"the checkpoint's optimizer also holds {_list_some(unknown_names)}, and this {type(optimizer).__name__} "
             "doesn't.\n"
             "Build the optimizer over the parameters that it was saved with, or load only the weights."
         )
@@ -163,9 +164,9 @@ def load_optimizer_state(
                 "Build the optimizer with the param groups that it was saved with."
             )
         settings.append(saved_settings[0] if saved_settings else {})
-    _check_divided(optimizer, layout, saved["param_groups"])
+    _refuse_split_groups(optimizer, layout, saved["param_groups"])
     owners = owners_of(optimizer)
-    _check_state(optimizer, layout, saved["state"], is_whole=owners is not None)
+    _check_state(optimizer, layout, saved["state"], is_owned=owners is not None)
     if check_only:
         return
     for group, restored in zip(optimizer.param_groups, settings, strict=True):
@@ -174,13 +175,15 @@ def load_optimizer_state(
     restore = restore or _restore_value
     if owners is not None:
         for group in optimizer.param_groups:
-            for parameter in filter(owners.is_mine, group["params"]):
+            for parameter in filter(owners.is_own, group["params"]):
                 (part,) = _parts_of(layout, parameter)
                 values = saved["state"].get(part.name)
-                like = nn.Parameter(local_tensor(parameter).detach(), False)
-                whole = (Part(name=part.name, shape=part.shape),)
+                like_parameter = nn.Parameter(local_tensor(parameter).detach(), False)
+                full_part = (Part(name=part.name, shape=part.shape),)
                 if values:
-                    optimizer.state[parameter] = {k: _restore_value(like, whole, group, k, [values[k]]) for k in values}
+                    optimizer.state[parameter] = {
+                        k: _restore_value(like_parameter, full_part, group, k, [values[k]]) for k in values
+                    }
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -189,15 +192,15 @@ def load_optimizer_state(
             if values:
                 state: dict[str, Any] = {}
                 for key, value in values.items():
-                    if is_saved_in_blocks(value):
-                        state[key] = restored_blocks(optimizer, parts[0], parameter, value)
+                    if is_saved_quantised(value):
+                        state[key] = restore_shard(optimizer, parts[0], parameter, value)
                     else:
                         values_of_parts = [saved["state"][part.name][key] for part in parts]
                         state[key] = restore(parameter, parts, group, key, values_of_parts)
                 optimizer.state[parameter] = state
 
 
-_SAVED_GROUPS = (
+_USE_SAVED_GROUPS = (
     "Build the optimizer with the param groups that it was saved with. To continue with other groups, change them "
     "after the state is loaded, in a LightningModule's on_train_start or after fabric.load: remove parameters from a "
     "group's 'params', and pass them to optimizer.add_param_group({'params': [...], 'lr': ...}); or load only the "
@@ -205,14 +208,14 @@ _SAVED_GROUPS = (
 )
 
 
-def _check_divided(optimizer: torch.optim.Optimizer, layout: Layout, saved: Sequence[Mapping[str, Any]]) -> None:
+def _refuse_split_groups(optimizer: torch.optim.Optimizer, layout: Layout, saved: Sequence[Mapping[str, Any]]) -> None:
     """Refuse to give several groups the settings of the one group that their parameters were saved in."""
     saved_in = {name: index for index, group in enumerate(saved) for name in group["params"]}
-    divided: dict[int, dict[int, list[str]]] = {}
+    names_by_saved_group: dict[int, dict[int, list[str]]] = {}
     for index, group in enumerate(optimizer.param_groups):
         for name in _parameter_names(layout, group["params"]):
-            divided.setdefault(saved_in[name], {}).setdefault(index, []).append(name)
-    for saved_index, names_by_group in divided.items():
+            names_by_saved_group.setdefault(saved_in[name], {}).setdefault(index, []).append(name)
+    for saved_index, names_by_group in names_by_saved_group.items():
         if len(names_by_group) > 1:
             lines = []
             for index, names in names_by_group.items():
@@ -221,7 +224,7 @@ def _check_divided(optimizer: torch.optim.Optimizer, layout: Layout, saved: Sequ
             raise CheckpointMismatchError(
                 f"param groups {' and '.join(map(str, names_by_group))} of the optimizer were saved as one, param "
                 f"group {saved_index} of {len(saved)}, so all of them would get its settings:\n"
-                f"{''.join(lines)}{_SAVED_GROUPS}"
+                f"{''.join(lines)}{_USE_SAVED_GROUPS}"
             )
 
 
@@ -235,14 +238,14 @@ def _describe_value(part: Part, parameter: Tensor, value: Any) -> Any:
     """Describe a value of the optimizer's state, which may be nested, as part of the user's parameter's state."""
     if part.range is None:
         return value
-    if isinstance(value, dict | list | tuple) and not is_saved_in_blocks(value):
+    if isinstance(value, dict | list | tuple) and not is_saved_quantised(value):
         return _map_members(value, lambda member: _describe_value(part, parameter, member))
-    if not isinstance(value, Tensor) or is_of_blocks(value):
+    if not isinstance(value, Tensor) or is_quantised(value):
         return value
     value = plain(value)
     if value.shape == parameter.shape:
         return part.of(value)
-    # one value per parameter, such as a step count; the rank with the first element saves it
+    # One value per parameter, such as a step count: the rank with the first element saves it.
     chunk = Chunk(offsets=(0,) * value.ndim, data=value.detach())
     return ChunkedTensor(shape=tuple(value.shape), dtype=value.dtype, chunks=(chunk,), replica=int(not part.is_first))
 
@@ -256,11 +259,12 @@ def _map_members(value: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 def _complete_state(state: NamedState, parts: Mapping[str, Part], runtime: Runtime) -> NamedState:
-    """Add state that only other ranks hold, so that all ranks describe the same names and keys."""
+    """Add state that only other ranks hold, so that all ranks have the same names and keys. All ranks must call it."""
     own = {name: {key: _ValueSpec.of(value) for key, value in values.items()} for name, values in state.items()}
     specs: dict[str, dict[str, _ValueSpec]] = {}
     by_rank = runtime.gather_objects_to((own, {name for name in own if parts[name].is_first}))
-    for specs_of_rank, names_with_first_element in by_rank or ():  # plain values come from these ranks
+    # Plain values may differ between ranks: those of the rank with a parameter's first element are taken.
+    for specs_of_rank, names_with_first_element in by_rank or ():
         specs.update((name, specs_of_rank[name]) for name in names_with_first_element if name not in specs)
     for specs_of_rank, _ in by_rank or ():
         for name, specs_by_key in specs_of_rank.items():
@@ -328,50 +332,54 @@ def state_by_name(optimizer: torch.optim.Optimizer, layout: Layout, saved: Mappi
     Raises:
         CheckpointMismatchError: The groups have other numbers of parameters.
     """
-    numbered = any(isinstance(p, int) for group in saved["param_groups"] for p in group["params"])
-    if not numbered:
+    is_numbered = any(isinstance(p, int) for group in saved["param_groups"] for p in group["params"])
+    if not is_numbered:
         return saved
     numbers = [group["params"] for group in saved["param_groups"]]
     if all("param_names" in group for group in saved["param_groups"]):
-        in_order = [group["param_names"] for group in saved["param_groups"]]
+        names_by_group = [group["param_names"] for group in saved["param_groups"]]
     else:
-        in_order = [_parameter_names(layout, group["params"]) for group in optimizer.param_groups]
-    if [len(g) for g in numbers] != [len(g) for g in in_order]:
+        names_by_group = [_parameter_names(layout, group["params"]) for group in optimizer.param_groups]
+    if [len(g) for g in numbers] != [len(g) for g in names_by_group]:
         raise CheckpointMismatchError(
             f"the checkpoint's optimizer has param groups of {[len(g) for g in numbers]} parameters, this one has "
-            f"groups of {[len(g) for g in in_order]}.\n{_SAVED_GROUPS}"
+            f"groups of {[len(g) for g in names_by_group]}.\n{_USE_SAVED_GROUPS}"
         )
-    name_of = dict(zip(chain.from_iterable(numbers), chain.from_iterable(in_order), strict=True))
+    name_of_number = dict(zip(chain.from_iterable(numbers), chain.from_iterable(names_by_group), strict=True))
     return {
-        "state": {name_of[number]: values for number, values in saved["state"].items()},
-        "param_groups": [{**group, "params": [name_of[n] for n in group["params"]]} for group in saved["param_groups"]],
+        "state": {name_of_number[number]: values for number, values in saved["state"].items()},
+        "param_groups": [
+            {**group, "params": [name_of_number[n] for n in group["params"]]} for group in saved["param_groups"]
+        ],
     }
 
 
 def _check_state(
-    optimizer: torch.optim.Optimizer, layout: Layout, state: Mapping[str, Mapping[str, Any]], *, is_whole: bool = False
+    optimizer: torch.optim.Optimizer, layout: Layout, state: Mapping[str, Mapping[str, Any]], *, is_owned: bool = False
 ) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parts = _parts_of(layout, parameter)
             for part in parts:
                 for key, value in state.get(part.name, {}).items():
-                    if is_saved_in_blocks(value):
-                        check_fits_blocks(optimizer, part, parameter, key, value)
+                    if is_saved_quantised(value):
+                        check_fits_shard(optimizer, part, parameter, key, value)
                     if isinstance(value, ChunkedTensor | DTensor):
                         raise CheckpointMismatchError(
                             f"{key} of {part.name!r} is one rank's shard, not a full tensor.\n"
                             "Save a checkpoint and load that, or pass full tensors."
                         )
                     shape = tuple(getattr(value, "shape", ()))
-                    # factored moments have size 1 in some dimensions
-                    fits = len(shape) != len(part.shape) or all(
+                    # Factored moments have size 1 in some dimensions, and other state has another number of them.
+                    has_fitting_shape = len(shape) != len(part.shape) or all(
                         s in (1, p) for s, p in zip(shape, part.shape, strict=True)
                     )
-                    # an optimizer that looks at whole matrices may keep squares of their sides, as Shampoo does
-                    holds_full_parameter = is_whole or (part.range is None and not isinstance(parameter, DTensor))
-                    fits = fits or (holds_full_parameter and len(set(shape)) == 1 and shape[0] in part.shape)
-                    if not fits:
+                    # For full parameters, Shampoo and others keep square matrices with the size of one dimension.
+                    holds_full_parameter = is_owned or (part.range is None and not isinstance(parameter, DTensor))
+                    has_fitting_shape = has_fitting_shape or (
+                        holds_full_parameter and len(set(shape)) == 1 and shape[0] in part.shape
+                    )
+                    if not has_fitting_shape:
                         raise CheckpointMismatchError(
                             f"the checkpoint holds {key} of {part.name!r} at shape {shape}, but the parameter has "
                             f"{part.shape}.\nLoad the checkpoint into the model that it was saved from."
@@ -380,13 +388,13 @@ def _check_state(
 
 
 def _check_shared_state(parts: Sequence[Part], state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse parts of one flat parameter that differ in step counts or other state not of the parameter's shape."""
-    first = _describe_shared_state(parts[0], state.get(parts[0].name, {}))
+    """Refuse parts of one flat parameter with different values of state that is not sharded, such as step counts."""
+    state_of_first = _describe_shared_state(parts[0], state.get(parts[0].name, {}))
     for part in parts[1:]:
-        if _describe_shared_state(part, state.get(part.name, {})) != first:
+        if _describe_shared_state(part, state.get(part.name, {})) != state_of_first:
             raise CheckpointMismatchError(
                 f"{parts[0].name!r} and {part.name!r} are one flat parameter here, but were saved with different "
-                f"optimizer state, such as step counts.\nTo load it, {how_to_separate(part)}"
+                f"optimizer state, such as step counts.\nTo load it, {separation_hint(part)}"
             )
 
 
@@ -419,7 +427,7 @@ def _restore_value(
     if not isinstance(value, SavedTensor | Tensor):
         return value
     shape = tuple(value.shape)
-    # for a 0-dim parameter, any state but the step count may have the parameter's shape
+    # In a flat parameter, state of a 0-dim parameter is taken to be sharded with it, except for the step count.
     is_shaped = shape == parts[0].shape and (bool(shape) or (parts[0].range is not None and key != "step"))
     if is_shaped and parts[0].range is not None:
         flat = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
@@ -431,11 +439,11 @@ def _restore_value(
         fill(chunked(sharded), value)
         return sharded
     # torch keeps the step count on the CPU unless the optimizer is capturable or fused
-    on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))
-    full = torch.empty(shape, dtype=value.dtype, device="cpu" if on_cpu else local_tensor(parameter).device)
+    is_on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))
+    full = torch.empty(shape, dtype=value.dtype, device="cpu" if is_on_cpu else local_tensor(parameter).device)
     fill(chunked(full), value)
     if isinstance(parameter, DTensor) and shape:
-        # factored moments and the like: replicated on the parameter's mesh, so that they mix with its shards
+        # State of another shape, such as factored moments, is replicated on the mesh, so that it mixes with the shards.
         return DTensor.from_local(
             full, parameter.device_mesh, [Replicate()] * parameter.device_mesh.ndim, run_check=False
         )

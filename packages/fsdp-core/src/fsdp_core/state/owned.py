@@ -1,4 +1,4 @@
-"""The state of an optimizer whose parameters are each updated on one rank, their owner, which holds it whole."""
+"""The state of an optimizer that updates each parameter on one rank, its owner, which holds its full state."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Owners:
     rank: int
     by_parameter: Mapping[nn.Parameter, int]
 
-    def is_mine(self, parameter: Tensor) -> bool:
+    def is_own(self, parameter: Tensor) -> bool:
         """Whether this rank is a parameter's owner."""
         return self.by_parameter.get(cast("nn.Parameter", parameter)) == self.rank
 
-    def of_group(self, parameters: Iterable[Tensor]) -> int:
-        """The rank whose settings of a param group have followed all steps: the first that owns one of its members."""
+    def rank_of_group(self, parameters: Iterable[Tensor]) -> int:
+        """The rank whose settings of a param group are current: the first rank that steps over one of its members."""
         return min((self.by_parameter[cast("nn.Parameter", p)] for p in parameters), default=0)
 
 
@@ -52,8 +52,8 @@ def owners_of(optimizer: torch.optim.Optimizer) -> Owners | None:
 
 
 @dataclass(frozen=True)
-class _Elsewhere:
-    """A tensor of another rank."""
+class _TensorSpec:
+    """The shape and dtype of a tensor, for ranks that do not hold it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -76,52 +76,56 @@ def owned_state(
     own_state = {
         layout[cast("nn.Parameter", p)][0].name: values
         for p, values in optimizer.state.items()
-        if values and owners.is_mine(p)
+        if values and owners.is_own(p)
     }
-    outlines: dict[str, Any] = {}
-    for outlines_of_rank in (
-        runtime.gather_objects_to({name: _outline(values) for name, values in own_state.items()}) or ()
+    descriptions: dict[str, Any] = {}
+    for descriptions_of_rank in (
+        runtime.gather_objects_to({name: _describe_shapes(values) for name, values in own_state.items()}) or ()
     ):
-        outlines.update(outlines_of_rank)
-    outlines = runtime.broadcast_object(outlines)
+        descriptions.update(descriptions_of_rank)
+    descriptions = runtime.broadcast_object(descriptions)
     names = [layout[cast("nn.Parameter", p)][0].name for g in optimizer.param_groups for p in g["params"]]
-    return {name: _describe_value(own_state.get(name), outlines[name]) for name in names if name in outlines}
+    return {name: _describe_value(own_state.get(name), descriptions[name]) for name in names if name in descriptions}
 
 
 def owned_groups(optimizer: torch.optim.Optimizer, owners: Owners, runtime: Runtime) -> list[dict[str, Any]]:
     """Return the param groups' settings, each from a rank that has stepped over one of its members."""
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     by_rank = runtime.gather_objects_to(settings)
-    chosen: list[dict[str, Any]] = []
+    chosen_settings: list[dict[str, Any]] = []
     if by_rank is not None:
         groups = enumerate(optimizer.param_groups)
-        chosen = [by_rank[owners.of_group(group["params"])][index] for index, group in groups]
-    chosen = runtime.broadcast_object(chosen)
-    return chosen
+        chosen_settings = [by_rank[owners.rank_of_group(group["params"])][index] for index, group in groups]
+    chosen_settings = runtime.broadcast_object(chosen_settings)
+    return chosen_settings
 
 
-def _outline(value: Any) -> Any:
-    """A value without the memory of its tensors."""
+def _describe_shapes(value: Any) -> Any:
+    """Return a value with the shapes and dtypes of tensors instead of the tensors."""
     if isinstance(value, Tensor):
-        return _Elsewhere(tuple(value.shape), value.dtype)
+        return _TensorSpec(tuple(value.shape), value.dtype)
     if isinstance(value, dict):
-        return {key: _outline(member) for key, member in value.items()}
+        return {key: _describe_shapes(member) for key, member in value.items()}
     if isinstance(value, list | tuple):
-        members = [_outline(member) for member in value]
+        members = [_describe_shapes(member) for member in value]
         return tuple(members) if isinstance(value, tuple) else members
     return value
 
 
-def _describe_value(value: Any, outline: Any) -> Any:
-    if isinstance(outline, _Elsewhere):
+def _describe_value(value: Any, description: Any) -> Any:
+    if isinstance(description, _TensorSpec):
         data = value.detach() if isinstance(value, Tensor) else None
-        has = data is not None and 0 not in outline.shape
-        chunks = (Chunk(offsets=(0,) * len(outline.shape), data=data),) if has and data is not None else ()
-        return ChunkedTensor(shape=outline.shape, dtype=outline.dtype, chunks=chunks, replica=int(data is None))
-    if isinstance(outline, dict):
-        return {key: _describe_value(None if value is None else value[key], member) for key, member in outline.items()}
-    if isinstance(outline, list | tuple):
-        own_members = [None] * len(outline) if value is None else value
-        members = [_describe_value(own_member, member) for own_member, member in zip(own_members, outline, strict=True)]
-        return tuple(members) if isinstance(outline, tuple) else members
-    return outline
+        has_elements = data is not None and 0 not in description.shape
+        chunks = (Chunk(offsets=(0,) * len(description.shape), data=data),) if has_elements and data is not None else ()
+        return ChunkedTensor(shape=description.shape, dtype=description.dtype, chunks=chunks, replica=int(data is None))
+    if isinstance(description, dict):
+        return {
+            key: _describe_value(None if value is None else value[key], member) for key, member in description.items()
+        }
+    if isinstance(description, list | tuple):
+        own_members = [None] * len(description) if value is None else value
+        members = [
+            _describe_value(own_member, member) for own_member, member in zip(own_members, description, strict=True)
+        ]
+        return tuple(members) if isinstance(description, tuple) else members
+    return description

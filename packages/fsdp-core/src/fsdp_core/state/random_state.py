@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fsdp_core.devices import current_device
 from fsdp_core.runtime import ProcessGroupRuntime, Runtime
 
-__all__ = ["RandomState", "of_ranks", "random_state", "set_random_state", "state_of_rank"]
+__all__ = ["RandomState", "random_state", "set_random_state", "state_of_rank", "with_runtime"]
 
 
 def random_state(runtime: Runtime) -> dict[str, Any]:
@@ -50,9 +50,9 @@ def random_state(runtime: Runtime) -> dict[str, Any]:
                 "has_gauss": int(numpy_state["has_gauss"]),
                 "gauss": float(numpy_state["gauss"]),
             }
-    on_device = runtime.device_random_state()
-    if on_device is not None:
-        state["device"] = {"type": runtime.device.type, "state": on_device}
+    device_state = runtime.device_random_state()
+    if device_state is not None:
+        state["device"] = {"type": runtime.device.type, "state": device_state}
     return state
 
 
@@ -83,10 +83,13 @@ def state_of_rank(states: list[Mapping[str, Any]], runtime: Runtime) -> Mapping[
     if len(states) == runtime.data_parallel_world_size:
         return states[runtime.data_parallel_rank]
     if runtime.rank == 0:
-        then, now = (f"{n} rank" if n == 1 else f"{n} ranks" for n in (len(states), runtime.data_parallel_world_size))
+        saved_count, current_count = (
+            f"{n} rank" if n == 1 else f"{n} ranks" for n in (len(states), runtime.data_parallel_world_size)
+        )
         warnings.warn(
-            f"the checkpoint holds the random-number state of {then}, and this run has {now}: dropout and shuffling "
-            f"continue from this run's seed.\nTo reproduce the run that was saved, resume on {then}.",
+            f"the checkpoint holds the random-number state of {saved_count}, and this run has {current_count}: "
+            f"dropout and shuffling continue from this run's seed.\n"
+            f"To reproduce the run that was saved, resume on {saved_count}.",
             stacklevel=2,
         )
     return None
@@ -137,6 +140,6 @@ class RandomState:
         return runtime
 
 
-def of_ranks(state: RandomState, runtime: Runtime) -> RandomState:
-    """Return the random-number state of a strategy's ranks, unless the user passed a runtime."""
+def with_runtime(state: RandomState, runtime: Runtime) -> RandomState:
+    """Return a random-number state over a runtime, or the given one if the user has passed it a runtime."""
     return state if state._chosen_runtime is not None else RandomState(runtime)

@@ -14,44 +14,44 @@ from typing import TYPE_CHECKING
 from fsdp_core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from fsdp_core.testing.launching.calls import Answer, Failure, RankError, answered
+    from fsdp_core.testing.launching.calls import Answer, Failure, RankError, answer_of
     from fsdp_core.testing.launching.forking import StartMethod
     from fsdp_core.testing.launching.one_process_ranks import OneProcessRanks
     from fsdp_core.testing.launching.process_ranks import RankKind, RankPool, Ranks
-    from fsdp_core.testing.launching.rank_context import Here, stand_on
+    from fsdp_core.testing.launching.rank_context import RankContext, set_rank_context
     from fsdp_core.testing.state import full_state
     from fsdp_core.testing.training import new_fabric
 
 __all__ = [
     "Answer",
     "Failure",
-    "Here",
     "OneProcessRanks",
+    "RankContext",
     "RankError",
     "RankKind",
     "RankPool",
     "Ranks",
     "StartMethod",
-    "answered",
+    "answer_of",
     "full_state",
     "new_fabric",
-    "stand_on",
+    "set_rank_context",
 ]
 
 _HOMES = {
     "Answer": "fsdp_core.testing.launching.calls",
     "Failure": "fsdp_core.testing.launching.calls",
-    "Here": "fsdp_core.testing.launching.rank_context",
+    "RankContext": "fsdp_core.testing.launching.rank_context",
     "OneProcessRanks": "fsdp_core.testing.launching.one_process_ranks",
     "RankError": "fsdp_core.testing.launching.calls",
     "RankKind": "fsdp_core.testing.launching.process_ranks",
     "RankPool": "fsdp_core.testing.launching.process_ranks",
     "Ranks": "fsdp_core.testing.launching.process_ranks",
     "StartMethod": "fsdp_core.testing.launching.forking",
-    "answered": "fsdp_core.testing.launching.calls",
+    "answer_of": "fsdp_core.testing.launching.calls",
     "full_state": "fsdp_core.testing.state",
     "new_fabric": "fsdp_core.testing.training",
-    "stand_on": "fsdp_core.testing.launching.rank_context",
+    "set_rank_context": "fsdp_core.testing.launching.rank_context",
 }
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

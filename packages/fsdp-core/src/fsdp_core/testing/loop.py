@@ -83,14 +83,14 @@ class Loop:
         self.optimizer.zero_grad()
 
     def step_on(self, x: Tensor, y: Tensor) -> Tensor:
-        """Take a step on a batch; the loss."""
+        """Take a step on a batch, and return the loss."""
         loss = self.loss(x, y)
         self.backward(loss)
         self.step()
         return loss.detach()
 
     def train(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Trained:
-        """Take a step on each batch; the losses, and the state."""
+        """Take a step on each batch, and return the losses and the state."""
         losses = [self.step_on(x, y) for x, y in batches]
         return self.means(losses), self.state()
 

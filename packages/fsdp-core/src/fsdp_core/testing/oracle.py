@@ -34,16 +34,16 @@ __all__ = [
     "train_plain",
 ]
 
-#: fp32: the order of additions differs between one process and several; measured differences stay below 2e-6.
+#: For fp32. The order of additions differs between one process and several; measured differences stay below 2e-6.
 FP32_TOLERANCE = 1e-5
 
-#: fp32: a run that resumes from a checkpoint on another number of ranks; measured differences stay below 3e-7.
+#: For a run in fp32 that resumes on another number of ranks; measured differences stay below 3e-7.
 RESUME_TOLERANCE = 1e-6
 
-#: Half precision has 8 (bf16) or 11 (fp16) bits of mantissa: a loss is accurate to a few units of 2**-8.
+#: For half precision, with 8 (bf16) or 11 (fp16) bits of mantissa: a loss is accurate to a few units of 2**-8.
 HALF_TOLERANCE = 3e-2
 
-#: A block's inner width for tests of shard sizes: libraries pad shards by up to a hundred elements or so.
+#: A block's inner width for tests of shard sizes, large compared with the padding of libraries, about 100 elements.
 WIDE = 701
 
 BATCH, FEATURES = 12, 6  # 12 rows divide by 1, 2, 3 and 4 ranks
@@ -158,7 +158,7 @@ def train_plain(
     clip_value: float | None = None,
     net: nn.Module | None = None,
 ) -> Trained:
-    """Train in this process on whole batches.
+    """Train in this process on global batches.
 
     Args:
         steps: The number of batches.

@@ -14,7 +14,7 @@ import pytest
 
 from fsdp_core.testing import RankPool, Ranks
 from fsdp_core.testing.launching import forking
-from fsdp_core.testing.reporting.collecting import CLAUSE, chosen, clauses_of, refuse_left_out
+from fsdp_core.testing.reporting.collecting import CLAUSE, choose_clauses, clauses_of, refuse_skipped
 from fsdp_core.testing.reporting.results import FORMATS, Results
 
 __all__ = ["ranks"]
@@ -89,7 +89,7 @@ class _Conformance:
         cls = clauses_of(getattr(collector, "obj", None)) if isinstance(collector, pytest.Class) else None
         if cls is not None and report.passed:
             try:
-                report.result = chosen(cls, report.result)
+                report.result = choose_clauses(cls, report.result)
             except Exception as error:
                 report.outcome = "failed"
                 report.longrepr = str(error)
@@ -100,7 +100,7 @@ class _Conformance:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        refuse_left_out(item, report)
+        refuse_skipped(item, report)
         if CLAUSE in item.stash and report.when == "setup":
             report.fsdp_clause = item.stash[CLAUSE]  # type: ignore[attr-defined]
         if report.failed and CLAUSE in item.stash:

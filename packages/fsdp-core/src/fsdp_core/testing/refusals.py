@@ -19,7 +19,7 @@ _INSTEAD = "instead of a refusal:"
 
 
 def refusal(error: type[Exception] | tuple[type[Exception], ...], call: Callable[[], Any]) -> str:
-    """The exception that a call raises, as text for :func:`assert_says`; a rank can return text in any case.
+    """Return the exception that a call raises as text for :func:`assert_says`, which a rank can always return.
 
     Example:
         >>> refusal(ValueError, lambda: int("x"))
@@ -29,15 +29,15 @@ def refusal(error: type[Exception] | tuple[type[Exception], ...], call: Callable
     """
     try:
         call()
-    except error as refused:
-        return str(refused)
-    except Exception as other:
-        return f"{_INSTEAD} {type(other).__name__}: {other}"
+    except error as expected_error:
+        return str(expected_error)
+    except Exception as other_error:
+        return f"{_INSTEAD} {type(other_error).__name__}: {other_error}"
     return f"{_INSTEAD} nothing was raised"
 
 
 def result_or_refusal(error: type[Exception] | tuple[type[Exception], ...], work: Callable[[], T]) -> T | str:
-    """What a function returns, or the exception that it raises, as text for :func:`assert_says`, with its notes.
+    """Return a function's result; or the exception that it raises with its notes, as text for :func:`assert_says`.
 
     Example:
         >>> result_or_refusal(ValueError, lambda: int("7")), result_or_refusal(ValueError, lambda: int("x"))
@@ -45,10 +45,10 @@ def result_or_refusal(error: type[Exception] | tuple[type[Exception], ...], work
     """
     try:
         return work()
-    except error as refused:
-        return "\n".join([str(refused), *getattr(refused, "__notes__", ())])
-    except Exception as other:
-        return f"{_INSTEAD} {type(other).__name__}: {other}"
+    except error as expected_error:
+        return "\n".join([str(expected_error), *getattr(expected_error, "__notes__", ())])
+    except Exception as other_error:
+        return f"{_INSTEAD} {type(other_error).__name__}: {other_error}"
 
 
 def was_refused(message: str) -> bool:
@@ -71,7 +71,7 @@ def assert_unchanged(strategy: Any, before: Mapping[str, Tensor], sharded: Shard
         before: The full state by name, from before the call.
         sharded: The root; the only one when ``None``.
     """
-    now = full_state(strategy, sharded)
-    assert now.keys() == before.keys()
+    state_after = full_state(strategy, sharded)
+    assert state_after.keys() == before.keys()
     for name, tensor in before.items():
-        assert torch.equal(now[name], tensor), f"{name} was changed by what was refused"
+        assert torch.equal(state_after[name], tensor), f"{name} was changed by what was refused"

@@ -44,7 +44,7 @@ def set_up(
         net: The module; the oracle's net when ``None``.
         optimizer: Builds the optimizer over it.
         world_size: The number of ranks.
-        precision: Fabric's.
+        precision: Lightning's name of the precision.
 
     Returns:
         The Fabric, the net, and what ``fabric.setup`` has returned for the net and for its optimizer.
@@ -91,7 +91,7 @@ def fit_module(
     trainer: Mapping[str, Any] | None = None,
     validates: bool = False,
 ) -> Trained:
-    """Fit a module under the Trainer: the losses that it has kept, and its whole state.
+    """Fit a module under the Trainer, and return the losses that it has kept, and its full state.
 
     Args:
         make_module: Builds the module.
@@ -135,7 +135,7 @@ def assert_fits_as_plain(
         options: The strategy's options.
         trainer: Arguments of the Trainer of the ranks.
         validates: Whether a batch is validated, too.
-        tolerance: Of each loss and each element.
+        tolerance: The tolerance of each loss and element.
     """
     want = fit_module(make_module, "auto", str(tmp_path), 1, steps, validates=validates)
     arguments = (make_module, strategy, str(tmp_path), world_size, steps, options, trainer, validates)
@@ -146,9 +146,9 @@ def assert_trained_alike(got: Iterable[Trained], want: Trained, tolerance: float
     """Check losses and weights of each rank.
 
     Args:
-        got: By rank.
-        want: Of one process.
-        tolerance: Of each loss and each element.
+        got: The losses and weights of each rank.
+        want: Those of one process.
+        tolerance: The tolerance of each loss and element.
     """
     for losses, state in got:
         assert losses == pytest.approx(want[0], abs=tolerance)

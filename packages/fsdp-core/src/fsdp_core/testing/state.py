@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core.sharding.sharded import Sharded
-from fsdp_core.state.full_tensor import each_whole
-from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.state.full_tensor import gather_each
+from fsdp_core.testing.launching.rank_context import rank_context
 
 __all__ = [
     "assert_sharded",
@@ -44,7 +44,7 @@ def full_state(strategy: Any, sharded: Sharded | None = None) -> dict[str, Any]:
         sharded: A sharded root; the only one when ``None``.
     """
     state = (sharded_by(strategy) if sharded is None else sharded).model_state()
-    gathered = each_whole(state, strategy.runtime)
+    gathered = gather_each(state, strategy.runtime)
     return {name: _host_copy(value) for name, value in gathered}
 
 
@@ -56,17 +56,17 @@ def full_optimizer_state(strategy: Any, optimizer: Any, sharded: Sharded | None 
         optimizer: The user's optimizer, or Lightning's wrapper around it.
         sharded: The root that it trains; the only one when ``None``.
     """
-    plain = getattr(optimizer, "_optimizer", optimizer)
-    state = (sharded_by(strategy) if sharded is None else sharded).optimizer_state(plain)["state"]
+    inner_optimizer = getattr(optimizer, "_optimizer", optimizer)
+    state = (sharded_by(strategy) if sharded is None else sharded).optimizer_state(inner_optimizer)["state"]
     flat = {(name, key): state[name][key] for name in sorted(state) for key in sorted(state[name])}
     full: dict[str, dict[str, Any]] = {name: {} for name in sorted(state)}
-    for (name, key), value in each_whole(flat, strategy.runtime):
+    for (name, key), value in gather_each(flat, strategy.runtime):
         full[name][key] = _host_copy(value)
     return full
 
 
 def _host_copy(value: Any) -> Any:
-    """A copy of a tensor, as a rank returns it: a process can't open another's device memory after that has ended."""
+    """Copy a tensor to the host: a process can't open device memory of another one that has ended."""
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
@@ -77,12 +77,12 @@ def copied_state(module: nn.Module) -> dict[str, Tensor]:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, sharing memory with it."""
-    return here().local(tensor)
+    return rank_context().local(tensor)
 
 
 def held_by(parameters: Iterable[Tensor]) -> int:
     """The number of elements of some parameters that this rank holds."""
-    return sum(map(here().held, parameters))
+    return sum(map(rank_context().held, parameters))
 
 
 def trained_by(optimizer: Any) -> list[nn.Parameter]:
@@ -104,13 +104,13 @@ def assert_sharded(held: Sequence[int], total: int) -> None:
             ...
         AssertionError: of 9 elements, the ranks hold [9, 9]...
     """
-    # shares are uneven where sizes don't divide, and 0-dim parameters may be on every rank
-    most = int(1.3 * total / len(held))
-    assert max(held) <= most, f"of {total} elements, the ranks hold {held}: each may hold {most} at most"
+    # Shares are uneven if sizes don't divide evenly, and 0-dim parameters may be on every rank.
+    max_share = int(1.3 * total / len(held))
+    assert max(held) <= max_share, f"of {total} elements, the ranks hold {held}: each may hold {max_share} at most"
     assert sum(held) >= total, f"of {total} elements, the ranks hold {held}"
 
 
-def poison_gradient(parameters: Iterable[nn.Parameter], value: float, *, here_too: bool) -> None:
+def poison_gradient(parameters: Iterable[nn.Parameter], value: float, *, on_this_rank: bool) -> None:
     """Add infinity or NaN to one gradient element on one rank only. All ranks must call it.
 
     The other ranks add zero: the graph that a library compiles must be the same on all ranks.
@@ -118,15 +118,15 @@ def poison_gradient(parameters: Iterable[nn.Parameter], value: float, *, here_to
     Args:
         parameters: Sharded parameters with gradients, of which this rank holds some elements.
         value: Infinity or NaN, to be added.
-        here_too: Whether to add it on this rank.
+        on_this_rank: Whether to add it on this rank.
     """
     for parameter in parameters:
         if parameter.grad is not None and local(parameter.grad).numel():
             local_grad = local(parameter.grad)
             added = torch.zeros(local_grad.shape, dtype=local_grad.dtype)
-            if here_too:
+            if on_this_rank:
                 added.view(-1)[0] = value
             with torch.no_grad():
                 local_grad.add_(added.to(local_grad.device))
             return
-    assert not here_too, "this rank holds no gradient"
+    assert not on_this_rank, "this rank holds no gradient"

@@ -20,7 +20,7 @@ from fsdp_core.device_names import KINDS_OF_LIGHTNING
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import oracle
 from fsdp_core.testing.launching.process_ranks import ranks_are_nodes
-from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.oracle import BATCH, Trained, dataset, new_net
 from fsdp_core.testing.state import copied_state, full_state
 
@@ -49,7 +49,7 @@ QUIET: Mapping[str, Any] = dict.fromkeys(
 
 
 class Lit(pl.LightningModule):
-    """The suite's net as a LightningModule; keeps the losses of all steps."""
+    """The suite's net as a LightningModule, which records the losses of all steps."""
 
     def __init__(self, optimizer: str = "sgd", **net: Any) -> None:
         super().__init__()
@@ -93,8 +93,8 @@ class Lit(pl.LightningModule):
 def loader(steps: int, world_size: int) -> DataLoader[Any]:
     """A dataloader whose batches, concatenated over all ranks, are the oracle's, in the same order."""
     data: Any = dataset(BATCH * steps)
-    shares = here().shares(world_size)
-    sampler: Any = DistributedSampler(data, shares, here().rank, shuffle=False)
+    shares = rank_context().shares(world_size)
+    sampler: Any = DistributedSampler(data, shares, rank_context().rank, shuffle=False)
     return DataLoader(data, batch_size=BATCH // shares, sampler=sampler)
 
 
@@ -128,14 +128,14 @@ def accelerator() -> str:
 
 
 def _devices(world_size: int) -> dict[str, Any]:
-    """The arguments of Trainer and Fabric for so many ranks."""
+    """The arguments of Trainer and Fabric for ``world_size`` ranks."""
     return {"devices": 1, "num_nodes": world_size} if ranks_are_nodes() else {"devices": world_size}
 
 
 def new_trainer(
     tmp: str | Path, strategy: str, world_size: int = 1, options: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> pl.Trainer:
-    """A Trainer for one epoch, without progress bar, logger and checkpoints: on the CPU unless ``hardware`` says else.
+    """A Trainer for one epoch on :func:`accelerator`, without progress bar, logger and checkpoints.
 
     Args:
         tmp: The folder that it may write to.
@@ -151,18 +151,21 @@ def new_trainer(
         "max_epochs": 1,
         "default_root_dir": str(tmp),
     }
-    chosen = strategy_argument(strategy, "trainer", options)
-    if chosen == "auto" and accelerator() not in (*KINDS_OF_LIGHTNING, "auto"):
-        chosen = SingleDeviceStrategy(torch.device(accelerator(), 0))  # for others, Lightning itself takes the CPU
-    return pl.Trainer(strategy=chosen, **{**quiet, **kwargs})
+    configured_strategy = strategy_argument(strategy, "trainer", options)
+    if configured_strategy == "auto" and accelerator() not in (*KINDS_OF_LIGHTNING, "auto"):
+        # Given an accelerator that it does not know, Lightning itself would take the CPU.
+        configured_strategy = SingleDeviceStrategy(torch.device(accelerator(), 0))
+    return pl.Trainer(strategy=configured_strategy, **{**quiet, **kwargs})
 
 
 def new_fabric(
     strategy: str, world_size: int = 2, options: Mapping[str, Any] | None = None, precision: Any = None
 ) -> Fabric:
     """A Fabric, launched. Its device and its arguments are those of :func:`new_trainer`."""
-    chosen = strategy_argument(strategy, "fabric", options)
-    fabric = Fabric(accelerator=accelerator(), strategy=chosen, precision=precision, **_devices(world_size))
+    configured_strategy = strategy_argument(strategy, "fabric", options)
+    fabric = Fabric(
+        accelerator=accelerator(), strategy=configured_strategy, precision=precision, **_devices(world_size)
+    )
     fabric.launch()
     return fabric
 
@@ -171,7 +174,7 @@ def means(losses: list[Tensor]) -> list[float]:
     """Each step's loss over all ranks."""
     if not losses:
         return []
-    values: list[float] = here().mean(torch.stack([loss.detach().cpu() for loss in losses]).float()).tolist()
+    values: list[float] = rank_context().mean(torch.stack([loss.detach().cpu() for loss in losses]).float()).tolist()
     return values
 
 
@@ -265,20 +268,20 @@ def fabric_fit(
     """
     fabric = new_fabric(strategy, world_size, options)
     net = new_net()
-    model, opt = fabric.setup(net, getattr(oracle, optimizer)(net))
+    model, fabric_optimizer = fabric.setup(net, getattr(oracle, optimizer)(net))
     data = fabric.setup_dataloaders(loader(steps, world_size))
     losses = []
     for i, (x, y) in enumerate(data):
-        stepping = (i + 1) % accumulate == 0
-        with fabric.no_backward_sync(model, enabled=not stepping):
+        is_last = (i + 1) % accumulate == 0
+        with fabric.no_backward_sync(model, enabled=not is_last):
             loss = mse_loss(model(x), y)
             losses.append(loss.detach())
             fabric.backward(loss / accumulate)
-        if stepping:
+        if is_last:
             if clip_norm is not None:
-                fabric.clip_gradients(model, opt, max_norm=clip_norm)
+                fabric.clip_gradients(model, fabric_optimizer, max_norm=clip_norm)
             if clip_value is not None:
-                fabric.clip_gradients(model, opt, clip_val=clip_value)
-            opt.step()
-            opt.zero_grad()
+                fabric.clip_gradients(model, fabric_optimizer, clip_val=clip_value)
+            fabric_optimizer.step()
+            fabric_optimizer.zero_grad()
     return means(losses), full_state(fabric.strategy)

@@ -125,17 +125,17 @@ class _Handle(FlatParamHandle):
 
     @outside_of_compilation
     def prepare_gradient_for_backward(self) -> None:
-        grad = self.flat_param.grad
-        is_offloaded = grad is not None and grad.device != self.device
-        is_reduced = is_offloaded and grad.shape == self.flat_param._local_shard.shape
+        flat: Any = self.flat_param
+        grad = flat.grad
+        is_reduced_on_host = grad is not None and grad.device != self.device and grad.shape == flat._local_shard.shape
         super().prepare_gradient_for_backward()  # type: ignore[no-untyped-call]
-        if is_reduced and not hasattr(self.flat_param, "_saved_grad_shard"):
+        if is_reduced_on_host and not hasattr(flat, "_saved_grad_shard"):
             # FSDP1 would forget it: a second backward pass would replace the gradient of the first
             on_device = grad.to(self.device, non_blocking=True)
             if self.uses_sharded_strategy:
-                self.flat_param._saved_grad_shard = on_device
+                flat._saved_grad_shard = on_device
             else:
-                self.flat_param.grad = on_device
+                flat.grad = on_device
 
     @outside_of_compilation
     def _reset_flat_param_grad_info_if_needed(self) -> None:

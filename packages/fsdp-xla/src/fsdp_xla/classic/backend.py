@@ -1,8 +1,8 @@
 """Sharding with torch_xla's ``XlaFullyShardedDataParallel``, one rank per XLA device. Independent of Lightning.
 
-Module and optimizer can be set up jointly, and an optimizer that was created before the set-up is re-pointed to the
-shards, as under every strategy. torch_xla requires the optimizer to be created after the module is wrapped;
-``rebind_optimizers`` does not, and because shards are 1-D the joint set-up is preferable.
+torch_xla requires an optimizer to be created after the module is wrapped. Here it may be created before, as under every
+strategy: ``rebind_optimizers`` re-points it to the shards. That is preferable, because the shards are 1-D and an
+optimizer may look at shapes.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from fsdp_core.sharding import (
     select_units,
 )
 from fsdp_core.state import ChunkedTensor
-from fsdp_xla.classic.lazy_state import gathered_in_turn
+from fsdp_xla.classic.lazy_state import gather_in_turn
 from fsdp_xla.classic.options import XLAFSDPOptions
 from fsdp_xla.classic.runtime import XLARuntime
-from fsdp_xla.classic.sharded import XLASharded, refused_in_backward
+from fsdp_xla.classic.sharded import XLASharded, call_in_backward_error
 from fsdp_xla.optimizer_init import FirstSteps
 from fsdp_xla.options import check_collectives
 from fsdp_xla.recomputation import recompute
@@ -114,24 +114,26 @@ class XLABackend(Backend):
         checkpoint_activations(module, plan, recompute)
         for submodule in module.modules():
             forward = submodule.__dict__.get("forward")
-            if forward is not None and not hasattr(forward, "__func__"):  # of activation checkpointing, or compiled
-                forward.__func__ = type(submodule).forward  # torch_xla looks for it
+            # A forward() that activation checkpointing or torch.compile has set lacks the attribute that torch_xla
+            # reads.
+            if forward is not None and not hasattr(forward, "__func__"):
+                forward.__func__ = type(submodule).forward
         orders = parameter_orders(module.modules())
         buffers: list[tuple[nn.Module, str, Tensor]] = []
         root: XlaFullyShardedDataParallel | None = None
         for unit in plan.split_by_unit(module):
             _materialize_on_device(unit.own, self.runtime)
             buffers += [(m, name, buffer) for m in unit.own for name, buffer in m.named_buffers(recurse=False)]
-            root = self._wrapped(unit.module)
+            root = self._wrap_unit(unit.module)
             units.free_originals(root)
             if unit.module is not module:
                 put_in_place(module, unit.module, root)
         assert root is not None
         if self.options.buffer_dtype is None:
             for owner, name, buffer in buffers:
-                owner._buffers[name] = buffer  # in its own dtype; torch_xla casts all buffers to one
+                owner._buffers[name] = buffer  # undoes torch_xla's cast of all buffers to one dtype
         for shard in units.shards_of(root):
-            # the root's own shards: an optimizer over module.parameters() would miss them otherwise
+            # Registered, so that an optimizer over module.parameters() gets the root's own shards too.
             module.register_parameter(shard._name, shard)
         units.reduce_pending(root)
         units.watch_calls(root)
@@ -142,12 +144,12 @@ class XLABackend(Backend):
         xla.settle()
         return XLASharded(root, module, orders)
 
-    def _wrapped(self, unit: nn.Module) -> XlaFullyShardedDataParallel:
+    def _wrap_unit(self, unit: nn.Module) -> XlaFullyShardedDataParallel:
         wrapped = XlaFullyShardedDataParallel(
             unit,
             **{
                 "compute_dtype": self.precision.compute,
-                # with pinned layouts an all-gather is a sum over padding: no faster, and a different program per rank
+                # With pinned layouts, an all-gather is a sum over padding: no faster, and another program on each rank.
                 "pin_layout_in_collective_ops": False,
                 **self.options.passed_on(),
             },
@@ -167,14 +169,14 @@ class XLABackend(Backend):
 
     def full_tensor(self, value: Any) -> Any:
         if self.options.sequential_save and isinstance(value, ChunkedTensor):
-            return gathered_in_turn(value, self.runtime)
+            return gather_in_turn(value, self.runtime)
         return super().full_tensor(value)
 
 
 def _before_call(root: nn.Module, args: Any) -> None:
     units.follow_freezing(root)
     if in_backward() and units.waits_for_backward(root):
-        raise refused_in_backward()
+        raise call_in_backward_error()
 
 
 def _materialize_on_device(modules: Sequence[nn.Module], runtime: XLARuntime) -> None:
@@ -187,21 +189,21 @@ def _materialize_on_device(modules: Sequence[nn.Module], runtime: XLARuntime) ->
     with runtime.building():
         materialize(modules, torch.device("cpu"))
     device = runtime.device
-    moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    new_and_old: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for module in modules:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) not in moved:
+            if id(parameter) not in new_and_old:
                 part_of_rank = let_go_of(parameter)
                 if part_of_rank is not None:
                     data = torch.cat(runtime.gather_objects(part_of_rank.part)).view(part_of_rank.shape)
                 else:
                     data = runtime.broadcast_object(parameter.data.cpu())
-                new = parameter_of(data.to(device), parameter.requires_grad)
-                new.__dict__.update(parameter.__dict__)
-                moved[id(parameter)] = (new, parameter)
-                # an optimizer that is re-pointed later still holds it: keep its shape, but free its memory
+                new_parameter = parameter_of(data.to(device), parameter.requires_grad)
+                new_parameter.__dict__.update(parameter.__dict__)
+                new_and_old[id(parameter)] = (new_parameter, parameter)
+                # An optimizer still holds the old parameter until it is re-pointed, so only its memory is freed.
                 parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
-            module._parameters[name] = moved[id(parameter)][0]
+            module._parameters[name] = new_and_old[id(parameter)][0]
         for name, buffer in list(module.named_buffers(recurse=False)):
             module._buffers[name] = runtime.broadcast_object(buffer.cpu()).to(device)
 

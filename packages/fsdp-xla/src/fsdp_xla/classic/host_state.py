@@ -1,4 +1,4 @@
-"""State of a rank in host memory, for checkpoints, and back to the device.
+"""A rank's state in host memory, for checkpoints, and its way back to the device.
 
 Slices and copies of state are made on the host, because on the device each would be a graph to compile. For the same
 reason a sharded root can adopt tensors into which a checkpoint was read (``Sharded.adopt_model_state``).
@@ -30,7 +30,7 @@ class HostOptimizer:
         optimizer: The optimizer on the device.
         layout: The parts of the user's parameters in its parameters.
         with_state: Whether to hold its state.
-        late: Whether to hold only the shapes of state with the layout of a shard.
+        shapes_only: Whether to hold state with the layout of a shard on the meta device, without values.
 
     Attributes:
         param_groups: The optimizer's param groups, over stand-in parameters.
@@ -39,26 +39,26 @@ class HostOptimizer:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, layout: Layout, *, with_state: bool = True, late: bool = False
+        self, optimizer: torch.optim.Optimizer, layout: Layout, *, with_state: bool = True, shapes_only: bool = False
     ) -> None:
         self._optimizer = optimizer
         self._stand_ins: dict[nn.Parameter, nn.Parameter] = {}
         self.layout: dict[nn.Parameter, Any] = {}
         for parameter, parts in layout.items():
-            self.layout[self._of(parameter)] = parts
+            self.layout[self._stand_in(parameter)] = parts
         self.param_groups = [
-            {**group, "params": [self._of(p) for p in group["params"]]} for group in optimizer.param_groups
+            {**group, "params": [self._stand_in(p) for p in group["params"]]} for group in optimizer.param_groups
         ]
         self.state: dict[nn.Parameter, dict[str, Any]] = {}
         if with_state:
             state: Any = optimizer.state
             for parameter, values in state.items():
-                self.state[self._of(parameter)] = {
-                    key: _host_value(value, parameter, late) if isinstance(value, Tensor) else value
+                self.state[self._stand_in(parameter)] = {
+                    key: _host_value(value, parameter, shapes_only) if isinstance(value, Tensor) else value
                     for key, value in values.items()
                 }
 
-    def _of(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
         if parameter not in self._stand_ins:
             data = torch.zeros((), dtype=parameter.dtype).expand(parameter.numel())
             self._stand_ins[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
@@ -83,11 +83,11 @@ class HostOptimizer:
                     key: _padding(value, parts[0].shape, parameter, key) for key, value in values.items()
                 }
 
-    def give_back(self) -> None:
+    def load_into_optimizer(self) -> None:
         """Load this state into the optimizer."""
         device_of = {stand_in: parameter for parameter, stand_in in self._stand_ins.items()}
-        for group, own_group in zip(self._optimizer.param_groups, self.param_groups, strict=True):
-            group.update({key: value for key, value in own_group.items() if key != "params"})
+        for group, host_group in zip(self._optimizer.param_groups, self.param_groups, strict=True):
+            group.update({key: value for key, value in host_group.items() if key != "params"})
         self._optimizer.state.clear()
         for stand_in, values in self.state.items():
             parameter = device_of[stand_in]
@@ -99,10 +99,10 @@ class HostOptimizer:
             }
 
 
-def _host_value(value: Tensor, parameter: nn.Parameter, late: bool) -> Tensor:
+def _host_value(value: Tensor, parameter: nn.Parameter, shapes_only: bool) -> Tensor:
     if value.shape != parameter.shape:
         return on_host(value)
-    return torch.empty(value.numel(), dtype=value.dtype, device="meta") if late else flat_on_host(value)
+    return torch.empty(value.numel(), dtype=value.dtype, device="meta") if shapes_only else flat_on_host(value)
 
 
 def _padding(value: Any, shape: tuple[int, ...], parameter: nn.Parameter, key: str) -> Any:

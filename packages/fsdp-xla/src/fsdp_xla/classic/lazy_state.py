@@ -1,8 +1,7 @@
 """State that stays on the device until it is written, for ranks that save one after another.
 
-With ``sequential_save`` a state holds sources instead of copies, which are read when they are written, and the ranks
-of a host save in turn. So the state of a rank is never in host memory as a whole, under Trainer and Fabric alike, and
-core's ``save`` only needs to take turns.
+With ``sequential_save``, a state holds sources instead of copies, which are read only when they are written, and core's
+``save`` lets the ranks of a host write in turn. So no rank's full state is ever in host memory.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from fsdp_core.checkpoint import gather_to_first
 from fsdp_core.state import Chunk, ChunkedTensor, Layout, Part
 from fsdp_xla.classic.host_state import flat_on_host
 
-__all__ = ["DeviceFlat", "gathered_in_turn", "read_late"]
+__all__ = ["DeviceFlat", "gather_in_turn", "read_late"]
 
 
 class DeviceFlat:
-    """A rank's shard of parameters, on its device. It is in host memory from its first read to the read of its end.
+    """A rank's shard of parameters on its device. It is copied to host memory from the first read to that of its end.
 
     Args:
         tensor: A shard, or optimizer state with the layout of one.
@@ -37,7 +36,7 @@ class DeviceFlat:
 
     def part(self, part: Part) -> ChunkedTensor:
         """The elements of one parameter, as boxes that are read when they are written."""
-        # shapes and offsets without memory: slices know their storage offset
+        # On the meta device: only the shapes of the boxes and their storage offsets are needed.
         boxes = cast(ChunkedTensor, part.of(torch.empty(self._tensor.numel(), dtype=self._tensor.dtype, device="meta")))
         chunks = tuple(
             Chunk(offsets=chunk.offsets, data=_Box(self, cast(Tensor, chunk.data))) for chunk in boxes.chunks
@@ -48,10 +47,10 @@ class DeviceFlat:
         """Return consecutive elements in host memory."""
         if self._host is None:
             self._host = flat_on_host(self._tensor)
-        run = self._host[start : start + length]
+        elements = self._host[start : start + length]
         if start + length >= self._end:
             self._host = None
-        return run
+        return elements
 
 
 class _Box:
@@ -62,34 +61,34 @@ class _Box:
         self.shape, self.dtype = tuple(box.shape), box.dtype
 
     def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """Read whole rows, or a part of one: elements that are contiguous here too."""
-        at = 0
+        """Read full rows, or a part of one row, which are consecutive elements of the shard."""
+        position = 0
         for offset, size in zip(offsets, self.shape, strict=True):
-            at = at * size + offset
-        return self._flat.read(self._start + at, prod(lengths)).view(tuple(lengths))
+            position = position * size + offset
+        return self._flat.read(self._start + position, prod(lengths)).view(tuple(lengths))
 
 
-def read_late(described: dict[str, Any], optimizer: torch.optim.Optimizer, layout: Layout) -> dict[str, Any]:
-    """An optimizer's state dict with tensors that are read when they are written.
+def read_late(named_state: dict[str, Any], optimizer: torch.optim.Optimizer, layout: Layout) -> dict[str, Any]:
+    """Replace the values of an optimizer's state by sources, which are read when they are written.
 
     Args:
-        described: The result of :func:`fsdp_core.state.optimizer_state`.
+        named_state: The result of :func:`fsdp_core.state.optimizer_state`, without values.
         optimizer: The optimizer on the device.
         layout: The parts of the user's parameters in its parameters.
     """
-    late: dict[str, dict[str, ChunkedTensor]] = {}
+    late_state: dict[str, dict[str, ChunkedTensor]] = {}
     for parameter, values in cast("dict[nn.Parameter, dict[str, Any]]", optimizer.state).items():
         for key, value in values.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 flat = DeviceFlat(value, layout[parameter])
                 for part in layout[parameter]:
                     if not part.is_empty:
-                        late.setdefault(part.name, {})[key] = flat.part(part)
-    state = {name: {**values, **late.get(name, {})} for name, values in described["state"].items()}
-    return {**described, "state": state}
+                        late_state.setdefault(part.name, {})[key] = flat.part(part)
+    state = {name: {**values, **late_state.get(name, {})} for name, values in named_state["state"].items()}
+    return {**named_state, "state": state}
 
 
-def gathered_in_turn(value: ChunkedTensor, runtime: Runtime) -> Tensor | None:
+def gather_in_turn(value: ChunkedTensor, runtime: Runtime) -> Tensor | None:
     """Gather a full tensor on rank 0, to which ranks send their parts one after another. All ranks must call it.
 
     Raises:
@@ -98,16 +97,16 @@ def gathered_in_turn(value: ChunkedTensor, runtime: Runtime) -> Tensor | None:
     full_tensor = torch.empty(value.shape, dtype=value.dtype) if runtime.rank == 0 else None
 
     def own_boxes() -> list[tuple[tuple[int, ...], Tensor]]:
-        return [(chunk.offsets, _in_memory(chunk.data)) for chunk in value.chunks] if value.replica == 0 else []
+        return [(chunk.offsets, _read_chunk(chunk.data)) for chunk in value.chunks] if value.replica == 0 else []
 
     for rank in range(runtime.world_size):
         step: Callable[[], Any] = own_boxes if rank == runtime.rank else lambda: None
-        sent = gather_to_first(runtime, "gathering a full checkpoint", step)
-        if sent is not None and full_tensor is not None:
-            for offsets, data in sent[rank]:
+        boxes_by_rank = gather_to_first(runtime, "gathering a full checkpoint", step)
+        if boxes_by_rank is not None and full_tensor is not None:
+            for offsets, data in boxes_by_rank[rank]:
                 full_tensor[tuple(slice(o, o + n) for o, n in zip(offsets, data.shape, strict=True))] = data
     return full_tensor
 
 
-def _in_memory(data: Any) -> Tensor:
+def _read_chunk(data: Any) -> Tensor:
     return data if isinstance(data, Tensor) else data.read((0,) * len(data.shape), data.shape)

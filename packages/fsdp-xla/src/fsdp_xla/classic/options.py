@@ -76,9 +76,9 @@ class XLAFSDPOptions(ShardingOptions):
     @classmethod
     def names_passed_on(cls) -> list[str]:
         """The options of torch_xla's ``XlaFullyShardedDataParallel``, in its order."""
-        common = {each.name for each in fields(ShardingOptions)}
-        ours = {"auto_wrap_policy", "activation_checkpointing_policy", "sequential_save"}
-        return [name for name in XLAFSDPOptions.__annotations__ if name not in common | ours]
+        common_names = {option_field.name for option_field in fields(ShardingOptions)}
+        own_names = {"auto_wrap_policy", "activation_checkpointing_policy", "sequential_save"}
+        return [name for name in XLAFSDPOptions.__annotations__ if name not in common_names | own_names]
 
     def passed_on(self) -> dict[str, Any]:
         """Those that have a value: the others get torch_xla's defaults."""

@@ -76,11 +76,13 @@ class XLARuntime(Runtime):
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         if self._communicator is None:
             return obj
-        on_device = any(isinstance(leaf, Tensor) and leaf.device.type == "xla" for leaf in xla.tree_flatten(obj)[0])
-        own = None if self.rank != src else _RunFirst() if on_device else obj
-        received = self._communicator.all_gather_object(self.rank, own)[src]
-        if isinstance(received, _RunFirst):
-            xla.sync()  # on all ranks, because the object may depend on a collective of all ranks
+        has_device_tensors = any(
+            isinstance(leaf, Tensor) and leaf.device.type == "xla" for leaf in xla.tree_flatten(obj)[0]
+        )
+        sent_object = None if self.rank != src else _DeviceObject() if has_device_tensors else obj
+        received = self._communicator.all_gather_object(self.rank, sent_object)[src]
+        if isinstance(received, _DeviceObject):
+            xla.sync()  # on all ranks, because the object's values may depend on a collective
             received = self._communicator.all_gather_object(self.rank, obj if self.rank == src else None)[src]
         return received
 
@@ -92,8 +94,10 @@ class XLARuntime(Runtime):
             return tensor
         stacked = torch.stack(self.gather_objects(xla.on_host(tensor)))
         reduced = stacked.sum(0) / len(stacked) if op == "mean" else _REDUCTIONS[str(op)](stacked)
-        with torch.no_grad():  # otherwise a backward pass would end at the reduced values, and give no gradient
-            tensor.copy_(reduced)  # integers keep their dtype by rounding towards zero, as in Lightning's reduction
+        # With gradients, the copy would cut the tensor off from what it was computed from. Integers are rounded towards
+        # zero, as in Lightning's reduction.
+        with torch.no_grad():
+            tensor.copy_(reduced)
         return tensor
 
     def building(self) -> AbstractContextManager[None]:
@@ -134,14 +138,14 @@ class XLARuntime(Runtime):
         xla.set_random_state(self.device, state)
 
 
-class _RunFirst:
-    """Sent instead of an object with device tensors: pending computations must run first."""
+class _DeviceObject:
+    """Is sent before an object with device tensors, so that all ranks run their pending computations first."""
 
 
 class _InGraph(XLARuntime):
-    def __init__(self, main: XLARuntime) -> None:
+    def __init__(self, runtime: XLARuntime) -> None:
         super().__init__()
-        self.__dict__.update(main.__dict__)
+        self.__dict__.update(runtime.__dict__)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp | str = "mean", group: Any | None = None) -> Tensor:
         return xla.all_reduce(tensor, str(op))

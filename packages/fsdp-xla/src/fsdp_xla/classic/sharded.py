@@ -23,7 +23,7 @@ from fsdp_core.state import (
     optimizer_state,
     state_by_name,
 )
-from fsdp_xla.classic.accumulated_gradients import forget_in_units, held_by_units, restore_to_units
+from fsdp_xla.classic.accumulated_gradients import copy_gradients, restore_gradients, zero_unreduced
 from fsdp_xla.classic.host_state import HostOptimizer, flat_on_host
 from fsdp_xla.classic.lazy_state import DeviceFlat, read_late
 from fsdp_xla.classic.unflattened import as_user_wrote, layout_of, named_members
@@ -34,11 +34,11 @@ from fsdp_xla.torch_xla_private.units import XlaFullyShardedDataParallel, is_sha
 if TYPE_CHECKING:
     from fsdp_xla.classic.backend import XLABackend
 
-__all__ = ["XLASharded", "refused_in_backward"]
+__all__ = ["XLASharded", "call_in_backward_error"]
 
 
-def refused_in_backward() -> UnsupportedCapabilityError:
-    """The error to raise for a call inside a backward pass that would free what that pass still needs."""
+def call_in_backward_error() -> UnsupportedCapabilityError:
+    """Return the error for a call inside a backward pass that would free what this pass still needs."""
     return UnsupportedCapabilityError(
         "the model was called inside a backward pass, and an earlier call still waits for its own: torch_xla's "
         "XlaFullyShardedDataParallel would free what that needs.\n"
@@ -47,7 +47,7 @@ def refused_in_backward() -> UnsupportedCapabilityError:
 
 
 class XLASharded(Sharded):
-    """A module of whose parameters each rank holds consecutive elements.
+    """A module whose parameters are sharded into runs of consecutive elements, one for each rank.
 
     Args:
         root: torch_xla's wrapper of the user's module.
@@ -61,8 +61,8 @@ class XLASharded(Sharded):
         super().__init__(root, module)
         self._orders = orders
         #: Whether backward passes or optimizer steps run inside the forward pass.
-        self._by_hand = False
-        self._loading = False
+        self._is_manual = False
+        self._is_loading = False
 
     # -- structure -------------------------------------------------------------------------------------------------
 
@@ -84,39 +84,40 @@ class XLASharded(Sharded):
         return units.no_reduction(self.root)
 
     def reshard(self) -> None:
-        if self._by_hand:
-            self._by_hand = False
+        if self._is_manual:
+            self._is_manual = False
             units.end_step(self.root)
         units.free_gathered(self.root)
 
     def suspend_forward(self, loss: Tensor | None = None) -> None:
-        self._by_hand = True
+        self._is_manual = True
         if loss is not None:  # an optimizer step needs nothing
             units.suspend_forward(self.root)
 
     def resume_forward(self) -> None:
-        self._by_hand = True
+        self._is_manual = True
         units.resume_forward(self.root)
 
     def follow_written_shards(self) -> None:
         units.follow_frozen_shards(self.root)
-        if self._by_hand:  # otherwise such writes are refused
+        if self._is_manual:  # in an automatic step, such writes are refused
             units.follow_written_shards(self.root)
 
     def watch_writes(self) -> StepWrites | None:
-        return units.Writes(self.root, lambda: self._by_hand)
+        return units.Writes(self.root, lambda: self._is_manual)
 
     def follow_requires_grad(self) -> None:
-        self._by_hand = True
+        self._is_manual = True
         units.follow_requires_grad(self.root)
 
     def gather_again(self) -> None:
-        # a recomputation has its parameters: torch_xla forgets that it has them when the first of them is freed
+        # During a recomputation the parameters are gathered, though torch_xla says otherwise once it has freed one of
+        # them.
         if not self.root.has_full_params and not is_recomputing():
-            raise refused_in_backward()
+            raise call_in_backward_error()
 
     def reset(self) -> None:
-        self._by_hand = False
+        self._is_manual = False
         units.reset(self.root)
 
     def clip_norm(
@@ -140,18 +141,18 @@ class XLASharded(Sharded):
     def model_state(self) -> dict[str, Any]:
         self.reshard()
         xla.settle()
-        late = self.backend.options.sequential_save and not self._loading  # the target of a load must be in memory
+        reads_late = self.backend.options.sequential_save and not self._is_loading  # a load fills chunks in memory
         shards: dict[str, ChunkedTensor] = {}
         for shard, parts in self.layout().items():
-            here = DeviceFlat(shard, parts).part if late else _on(flat_on_host(shard))
-            shards.update((part.name, here(part)) for part in parts)
+            part_of_shard = DeviceFlat(shard, parts).part if reads_late else _part_on_host(flat_on_host(shard))
+            shards.update((part.name, part_of_shard(part)) for part in parts)
         with self.unsharded_view():
-            user = self.module
-            state = {clean_name(name): value for name, value in type(user).state_dict(user).items()}
-            first = aliases(user)
+            user_module = self.module
+            state = {clean_name(name): value for name, value in type(user_module).state_dict(user_module).items()}
+            first_names = aliases(user_module)
         values: dict[str, Any] = {}
         for name, value in state.items():
-            first_name = first.get(name, name)
+            first_name = first_names.get(name, name)
             if first_name in shards:
                 values[name] = shards[first_name]
             else:
@@ -159,24 +160,24 @@ class XLASharded(Sharded):
         return values
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True, *, check_only: bool = False) -> None:
-        self._loading = True
+        self._is_loading = True
         try:
             super().load_model_state(state, strict, check_only=check_only)
         finally:
-            self._loading = False
+            self._is_loading = False
 
     def adopt_model_state(self, state: Mapping[str, Any]) -> None:
-        flats: dict[nn.Parameter, Tensor] = {}
+        flat_values: dict[nn.Parameter, Tensor] = {}
         for name, member in named_members(self.root):
             if name in state:
-                if member.shard not in flats:
-                    flats[member.shard] = flat_on_host(member.shard)
-                at = member.offset
+                if member.shard not in flat_values:
+                    flat_values[member.shard] = flat_on_host(member.shard)
+                position = member.offset
                 for chunk in state[name].chunks:
-                    flats[member.shard][at : at + chunk.data.numel()] = chunk.data.reshape(-1)
-                    at += chunk.data.numel()
-        for shard in xla.in_order(flats):  # to preserve their order
-            xla.replace(shard, flats[shard].view(shard.shape))
+                    flat_values[member.shard][position : position + chunk.data.numel()] = chunk.data.reshape(-1)
+                    position += chunk.data.numel()
+        for shard in xla.in_order(flat_values):  # so that the tensors' ids keep their order
+            xla.replace(shard, flat_values[shard].view(shard.shape))
         for name, buffer in self.module.named_buffers():
             loaded = state.get(clean_name(name))
             if isinstance(loaded, Tensor):
@@ -186,39 +187,39 @@ class XLASharded(Sharded):
     def accumulated_gradients(self) -> HeldGradients:
         self.reshard()
         xla.settle()
-        return held_by_units(self.root, self.layout())
+        return copy_gradients(self.root, self.layout())
 
     def forget_unreduced(self, names: Collection[str]) -> None:
-        forget_in_units(self.root, names)
+        zero_unreduced(self.root, names)
 
     def restore_gradients(
         self, own: Mapping[str, Callable[[], Tensor]], reduced: Mapping[str, Tensor | SavedTensor]
     ) -> None:
         self.reshard()
-        restore_to_units(self.root, self.layout(), own, reduced, self.runtime)
+        restore_gradients(self.root, self.layout(), own, reduced, self.runtime)
         xla.settle()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         self.reshard()
         xla.settle()
-        layout, late = self.layout(), self.backend.options.sequential_save
-        host: Any = HostOptimizer(optimizer, layout, late=late)
-        described = optimizer_state(host, host.layout, self.runtime)
-        return read_late(described, optimizer, layout) if late else described
+        layout, reads_late = self.layout(), self.backend.options.sequential_save
+        host_optimizer: Any = HostOptimizer(optimizer, layout, shapes_only=reads_late)
+        named_state = optimizer_state(host_optimizer, host_optimizer.layout, self.runtime)
+        return read_late(named_state, optimizer, layout) if reads_late else named_state
 
     def load_optimizer_state(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, check_only: bool = False
     ) -> None:
         self.reshard()
         xla.settle()
-        host: Any = HostOptimizer(optimizer, self.layout(), with_state=False)
-        load_optimizer_state(host, host.layout, state, check_only=check_only)
+        host_optimizer: Any = HostOptimizer(optimizer, self.layout(), with_state=False)
+        load_optimizer_state(host_optimizer, host_optimizer.layout, state, check_only=check_only)
         if check_only:
             return
-        host.complete(state_by_name(host, host.layout, state)["state"])
-        host.give_back()
+        host_optimizer.complete(state_by_name(host_optimizer, host_optimizer.layout, state)["state"])
+        host_optimizer.load_into_optimizer()
         xla.settle()
 
 
-def _on(flat: Tensor) -> Callable[[Part], Any]:
+def _part_on_host(flat: Tensor) -> Callable[[Part], Any]:
     return lambda part: part.of(flat)

@@ -62,7 +62,7 @@ class XLAFSDPStrategy(XLAFSDPRanks, TrainerOnXLA):
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             self.sharded.reshard()
-            sync()  # it may have taken no optimizer step, and the next one's graph would then continue this one
+            sync()  # without an optimizer step, the graph of the next training_step would continue this one
         return output
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:

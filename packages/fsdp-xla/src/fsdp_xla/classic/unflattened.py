@@ -39,8 +39,8 @@ def layout_of(root: nn.Module) -> Layout:
     """The parts of the user's parameters in each sharded parameter, flattened."""
     parts: dict[nn.Parameter, tuple[Part, ...]] = {}
     for name, member in named_members(root):
-        run = FlatRange(offset=member.offset, start=member.start, length=member.length)
-        part = Part(name=name, shape=member.shape, range=run, separated_by="flatten_parameters=False")
+        flat_range = FlatRange(offset=member.offset, start=member.start, length=member.length)
+        part = Part(name=name, shape=member.shape, range=flat_range, separated_by="flatten_parameters=False")
         parts[member.shard] = (*parts.get(member.shard, ()), part)
     return parts
 

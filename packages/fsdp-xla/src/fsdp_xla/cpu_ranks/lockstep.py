@@ -57,7 +57,7 @@ class Lockstep:
     def __init__(self, barrier: ThreadBarrier) -> None:
         self._barrier = barrier
         self._compiled = threading.Event()
-        self._before: tuple[int, int, int] | None = None  # what has been compiled, while ranks dispatch
+        self._counters_before: tuple[int, int, int] | None = None  # XLA's counters when the dispatch began
 
     def begin(self, after_failure: bool) -> None:
         """Clear what a failed run has left on this rank's device. Every rank calls it first.
@@ -67,19 +67,21 @@ class Lockstep:
         """
         device = _XLAC._xla_get_default_device()
         _XLAC._set_all_reduce_token(device, None)
-        if after_failure:  # its pending operations would become part of the next program, and differ between ranks
+        if after_failure:  # operations that the failed run left pending differ between ranks
             _XLAC._clear_pending_irs(device)
 
     def sync(self, wait: bool = False, reset_scope: bool = True, *, operation: str = "ends a step") -> None:
         """Do what ``torch_xla.sync`` does, on all ranks together."""
         device = _XLAC._xla_get_default_device()
-        self.together(lambda: _XLAC._xla_step_marker(device, [], wait=wait, reset_scope=reset_scope), operation)
+        self.dispatch_together(
+            lambda: _XLAC._xla_step_marker(device, [], wait=wait, reset_scope=reset_scope), operation
+        )
         if xm.is_master_ordinal():
             xm.ms.save_metrics()
         context = xm._run_step_closures()
         _XLAC._set_all_reduce_token(context.device, None)
 
-    def together(self, dispatch: Callable[[], None], operation: str = "ends a step") -> None:
+    def dispatch_together(self, dispatch: Callable[[], None], operation: str = "ends a step") -> None:
         """Call ``dispatch`` on every rank; on ranks other than 0 once rank 0's program is in the cache.
 
         Args:
@@ -95,35 +97,35 @@ class Lockstep:
                 finally:
                     self._compiled.set()
             else:
-                # ranks that have arrived continue even if one fails now: an incomplete collective never ends
+                # All ranks that have arrived must dispatch, even if one fails now: an incomplete collective never ends.
                 pause = 0.0005
                 while not self._is_cached() and not self._compiled.wait(pause):
-                    pause *= 1.1  # a program that takes long to compile is looked for less often
+                    pause *= 1.1  # look less often if the program takes long to compile
                 dispatch()
         except BaseException:
             self._barrier.abort()
             raise
-        self._barrier.wait(rank, operation, self._done)
+        self._barrier.wait(rank, operation, self._forget_counters)
 
-    def _done(self) -> None:
-        self._before = None
+    def _forget_counters(self) -> None:
+        self._counters_before = None
 
     def _prepare(self) -> None:
-        # graphs would differ if garbage were collected on one rank only
+        # Collected on all ranks at once: graphs would differ if tensors were freed on one rank only.
         gc.collect()
         self._compiled.clear()
-        self._before = _cache()
+        self._counters_before = _compile_counters()
 
     def _is_cached(self) -> bool:
-        assert self._before is not None
-        hits, misses, programs = _cache()
-        hits_before, misses_before, programs_before = self._before
+        assert self._counters_before is not None
+        hits, misses, programs = _compile_counters()
+        hits_before, misses_before, programs_before = self._counters_before
         if misses == misses_before:
             return hits > hits_before
         return programs > programs_before
 
 
-def _cache() -> tuple[int, int, int]:
+def _compile_counters() -> tuple[int, int, int]:
     counter = _XLAC._xla_counter_value
     return (
         counter("CachedCompile") or 0,
@@ -147,31 +149,31 @@ def lockstep(ranks: int, barrier: ThreadBarrier) -> Iterator[Lockstep]:
     steps = Lockstep(barrier)
     with ExitStack() as stack:
 
-        def put(owner: Any, name: str, value: Any) -> None:
+        def patch(owner: Any, name: str, value: Any) -> None:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
 
         stack.enter_context(operators_on_the_host())
         for owner in (torch_xla, torch_xla.torch_xla):
-            put(owner, "sync", steps.sync)
-        put(xm, "mark_step", steps.sync)
+            patch(owner, "sync", steps.sync)
+        patch(xm, "mark_step", steps.sync)
         for name in _FETCHES:
-            put(Tensor, name, _fetching(getattr(Tensor, name), steps))
-        # both are global to the process, but ranks are threads
+            patch(Tensor, name, _wrap_fetch(getattr(Tensor, name), steps))
+        # These flags are global to the process, and each rank is a thread and needs its own.
         status = _StatusOfThread()
         for owner in (xla_checkpoint, xla_fsdp):
-            put(owner, "chkpt_status", status)
-        # it checks a flag that another rank's backward pass sets
-        put(fabric_wrappers, "_backward_hook", lambda *_: None)
-        shared = _SharedPatches(vars(fabric_module)["_replace_dunder_methods"])
+            patch(owner, "chkpt_status", status)
+        # Fabric's hook checks a flag that another rank's backward pass may have set.
+        patch(fabric_wrappers, "_backward_hook", lambda *_: None)
+        shared_patches = _SharedPatches(vars(fabric_module)["_replace_dunder_methods"])
         for module in (fabric_module, data_connector):
-            put(module, "_replace_dunder_methods", shared.of)
-        put(migration, "_lock", _NoLock())
-        # patches for legacy checkpoints, not needed here: every rank would apply and remove them
-        put(migration.pl_legacy_patch, "__enter__", lambda self: self)
-        put(migration.pl_legacy_patch, "__exit__", lambda *_: None)
+            patch(module, "_replace_dunder_methods", shared_patches.patched)
+        patch(migration, "_lock", _NoLock())
+        # Lightning's patches for legacy checkpoints are left out: each rank would apply and remove them for all.
+        patch(migration.pl_legacy_patch, "__enter__", lambda self: self)
+        patch(migration.pl_legacy_patch, "__exit__", lambda *_: None)
         for function in {fabric_rank_zero_only, rank_zero_only}:
-            put(function, "rank", _RankOfThread())
+            patch(function, "rank", _RankOfThread())
         if not _is_frozen_elsewhere():
             gc.collect()
             gc.freeze()
@@ -203,12 +205,12 @@ def _check_environment(ranks: int) -> None:
         os.environ.setdefault(pool, str(max(8, 2 * ranks)))
 
 
-def _fetching(fetch: Callable[..., Any], steps: Lockstep) -> Callable[..., Any]:
-    """Wrap a fetch: reading a pending collective's result would compile a program on each rank separately."""
+def _wrap_fetch(fetch: Callable[..., Any], steps: Lockstep) -> Callable[..., Any]:
+    """Make a method that fetches values run pending collectives on all ranks first, as one program."""
 
     @functools.wraps(fetch)
     def fetch_when_run(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.device.type == "xla" and not (fetch.__name__ == "to" and _stays(*args, **kwargs)):
+        if self.device.type == "xla" and not (fetch.__name__ == "to" and _stays_on_device(*args, **kwargs)):
             text = _XLAC._get_xla_tensors_text([self])
             if any(name in text for name in _COLLECTIVES):
                 with random_numbers_kept():
@@ -218,14 +220,16 @@ def _fetching(fetch: Callable[..., Any], steps: Lockstep) -> Callable[..., Any]:
     return fetch_when_run
 
 
-def _stays(*args: Any, **kwargs: Any) -> bool:
+def _stays_on_device(*args: Any, **kwargs: Any) -> bool:
     """Whether ``Tensor.to`` with these arguments, as a cast for instance, leaves a tensor on its XLA device.
 
     Example:
-        >>> _stays(torch.float32), _stays("xla:0"), _stays("cpu"), _stays(device=torch.device("cpu"))
-        (True, True, False, False)
-        >>> _stays(torch.zeros(2)), _stays(other=torch.zeros(2)), _stays(dtype=torch.int8, copy=True)
-        (False, False, True)
+        >>> _stays_on_device(torch.float32), _stays_on_device("xla:0")
+        (True, True)
+        >>> _stays_on_device("cpu"), _stays_on_device(device=torch.device("cpu")), _stays_on_device(torch.zeros(2))
+        (False, False, False)
+        >>> _stays_on_device(dtype=torch.int8, copy=True)
+        True
     """
     target = kwargs.get("device", kwargs.get("other", args[0] if args else None))
     if isinstance(target, Tensor):
@@ -243,25 +247,25 @@ class _SharedPatches:
     """
 
     def __init__(self, patched: Callable[..., AbstractContextManager[None]]) -> None:
-        self._patched = patched
+        self._patch_class = patched
         self._lock = threading.Lock()
-        self._on: dict[type, tuple[int, AbstractContextManager[None]]] = {}
+        self._active: dict[type, tuple[int, AbstractContextManager[None]]] = {}
 
     @contextmanager
-    def of(self, base_cls: type, store_explicit_arg: str | None = None) -> Iterator[None]:
-        """Context in which a class and its subclasses are patched."""
+    def patched(self, base_cls: type, store_explicit_arg: str | None = None) -> Iterator[None]:
+        """A context in which a class and its subclasses are patched."""
         with self._lock:
-            count, context = self._on.get(base_cls) or (0, self._patched(base_cls, store_explicit_arg))
+            count, context = self._active.get(base_cls) or (0, self._patch_class(base_cls, store_explicit_arg))
             if not count:
                 context.__enter__()
-            self._on[base_cls] = count + 1, context
+            self._active[base_cls] = count + 1, context
         try:
             yield
         finally:
             with self._lock:
-                count, context = self._on.pop(base_cls)
+                count, context = self._active.pop(base_cls)
                 if count > 1:
-                    self._on[base_cls] = count - 1, context
+                    self._active[base_cls] = count - 1, context
                 else:
                     context.__exit__(None, None, None)
 

@@ -76,7 +76,7 @@ def accelerator_for(strategy: str, chosen: Any) -> Any:
     if isinstance(chosen, FabricCPUAccelerator) or name == "CPUAccelerator":
         if uses_cpu_devices():
             accelerator = XLACPUAccelerator()
-            chosen.setup_device = accelerator.setup_device  # Fabric keeps its own choice, and calls only this on it
+            chosen.setup_device = accelerator.setup_device  # Fabric calls this method of its own choice, and no other
             return accelerator
         raise StrategyUnavailableError(
             f"strategy {strategy!r} runs on XLA devices, and the accelerator is 'cpu'.\n"

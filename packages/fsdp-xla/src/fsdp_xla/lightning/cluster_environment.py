@@ -1,4 +1,4 @@
-"""The common part of the XLA strategies for Trainer and Fabric: rank numbers and launching."""
+"""Rank numbers and launching, for the XLA strategies of Trainer and Fabric."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class XLARanks(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        # on a TPU slice, XLA's own list of its hosts
+        # On a TPU slice, XLA lists the hosts.
         return os.environ.get("MASTER_ADDR") or os.environ.get("TPU_WORKER_HOSTNAMES", "127.0.0.1").split(",")[0]
 
     @property
@@ -100,9 +100,9 @@ class XLADeviceRanks(OnXLADevices):
                 f"num_nodes={self.num_nodes} and devices={self.num_processes} ask for {requested} ranks, and XLA has "
                 f"{here.world_size}.\nWrite the number of hosts of the TPU slice, and that of one host's devices."
             )
-        threads = getattr(xla.this_thread, "communicator", None)
-        if threads is None or threads.world_size == 1:
-            set_rank_zero(0 if here is None else here.rank)  # threads would share this global: see lockstep
+        thread_communicator = getattr(xla.this_thread, "communicator", None)
+        if thread_communicator is None or thread_communicator.world_size == 1:
+            set_rank_zero(0 if here is None else here.rank)  # for threads, which share the global, lockstep replaces it
 
     def _configure_launcher(self) -> None:
         if uses_cpu_devices():
@@ -121,7 +121,7 @@ class XLADeviceRanks(OnXLADevices):
         super()._join_world()  # type: ignore[misc]  # of core's adapter, which comes after this class
         if self.is_in_a_rank:
             meet_at_infinite_barriers(self.runtime.barrier)
-        self.runtime.barrier()  # ranks may share one host generator, which each has now seeded
+        self.runtime.barrier()  # so that no rank draws before all have seeded the generator that threads share
 
     def _shard(self, module: nn.Module) -> Sharded:
         if self.world_size > 1 and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):

@@ -1,12 +1,13 @@
 """Metrics of a Trainer on the host, where computing with them compiles no XLA program.
 
-Device tensors passed to ``self.log`` belong to the step's program. The rest must stay on the host:
+Device tensors that are passed to ``self.log`` belong to the step's program. Everything else must be on the host:
 
-- Lightning computes with logged values between steps: the mean of an epoch, and in callbacks the comparison with the
-  best value. On XLA each of these is a separate program, compiled in the middle of a run.
+- Lightning computes with logged values between steps: the mean of an epoch, or a callback's comparison with the best
+  value. On XLA, each of these is a separate program, compiled in the middle of a run.
 - Lightning puts numbers on the device. XLA treats 0 and 1 as constants, so a step that logs 1.0 would be a different
   program from one that logs 0.5, and the first step that adds to a sum a different one from the second.
-- Lightning puts counts, such as the lengths of dataloaders, on the device to reduce them. Each read would be a program.
+- Lightning puts counts, such as the lengths of dataloaders, on the device to reduce them. Reading one would run a
+  program.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ __all__ = ["compute_metrics_on_host", "count_on_host", "log_numbers_on_host", "r
 
 
 class _HostMetrics(LoggerConnector):
-    """Moves metrics to the host when they are read: an epoch's at its end, others on access.
+    """Moves the metrics of an epoch to the host at its end, and other metrics when they are read.
 
-    Until then, those of a step stay on the device, because reading them waits for the step.
+    Metrics of a step stay on the device until then, because moving them waits for the step.
     """
 
     @property
@@ -57,9 +58,11 @@ class _DataMetric(ResultMetric):
     """
 
     def to(self, *args: Any, **kwargs: Any) -> _DataMetric:
-        before: dict[str, Any] = {name: (getattr(self, name), default) for name, default in self._defaults.items()}
+        values_before: dict[str, Any] = {
+            name: (getattr(self, name), default) for name, default in self._defaults.items()
+        }
         super().to(*args, **kwargs)
-        for name, (value, default) in before.items():
+        for name, (value, default) in values_before.items():
             device = getattr(self, name).device
             if device.type == "xla" and value.device.type == "cpu":
                 setattr(self, name, as_data(value, device))
@@ -79,8 +82,8 @@ def compute_metrics_on_host(trainer: pl.Trainer) -> None:
     connector: Any = trainer._logger_connector
     if type(connector) is LoggerConnector:
         connector.__class__ = _HostMetrics
-    fitting = trainer.fit_loop.epoch_loop
-    for loop in (fitting, fitting.val_loop, trainer.validate_loop, trainer.test_loop):
+    training_loop = trainer.fit_loop.epoch_loop
+    for loop in (training_loop, training_loop.val_loop, trainer.validate_loop, trainer.test_loop):
         if type(loop._results) is ResultCollection:
             loop._results.__class__ = _Results
 
@@ -122,7 +125,7 @@ def reduce_metrics_over(runtime: Runtime, module: nn.Module) -> None:
         return
 
     def gather(state: Tensor, group: Any = None) -> list[Tensor]:
-        return [of_rank.to(state.device) for of_rank in runtime.gather_objects(on_host(state))]
+        return [state_of_rank.to(state.device) for state_of_rank in runtime.gather_objects(on_host(state))]
 
     for metric in module.modules():
         if isinstance(metric, Metric) and metric.dist_sync_fn is None:

@@ -40,10 +40,10 @@ class FabricXLALauncher(_XLALauncher):
     """Runs the function of ``fabric.launch(function)`` on every rank."""
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return run_ranks(self._ranks, _call, (function, args, kwargs))
+        return run_ranks(self._ranks, _call_function, (function, args, kwargs))
 
 
-def _call(job: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> Any:
+def _call_function(job: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> Any:
     function, args, kwargs = job
     return to_host(function(*args, **kwargs))
 
@@ -57,38 +57,38 @@ class TrainerXLALauncher(_XLALauncher):
             _refuse_tuners(trainer)
             arguments = inspect.signature(function).bind(*args, **kwargs).arguments
             module = arguments.get("model") or trainer.lightning_module
-            if arguments.get("ckpt_path") is None and module in _fitted and _fitted[module] == _weights(module):
-                _refuse_what_was_lost(trainer)
+            if arguments.get("ckpt_path") is None and module in _fitted and _fitted[module] == _weight_versions(module):
+                _refuse_lost_weights(trainer)
         try:
-            results, collected = run_ranks(self._ranks, _stage, (trainer, function, args, kwargs))
+            results, collected = run_ranks(self._ranks, _run_stage, (trainer, function, args, kwargs))
         except RankLostError as error:
-            mark_as_reported(error)  # no rank is left to report it
+            mark_as_reported(error)  # the ranks that could report it have ended
             raise
         if trainer is not None and collected is not None:
             if trainer.state.fn == TrainerFn.FITTING and module is not None:
-                _fitted[module] = _weights(module)
+                _fitted[module] = _weight_versions(module)
             apply_results(trainer, collected)
         return results
 
 
-#: Modules whose copies have been trained in ranks, with the versions of their own, untrained weights.
+#: Modules of this process whose copies were trained in ranks, with the versions of their untrained weights.
 _fitted: WeakKeyDictionary[nn.Module, list[tuple[int, int]]] = WeakKeyDictionary()
 
 
-def _weights(module: nn.Module) -> list[tuple[int, int]]:
-    """Parameter ids and versions, which change when weights are loaded."""
+def _weight_versions(module: nn.Module) -> list[tuple[int, int]]:
+    """Return the ids and versions of parameters, which change when weights are loaded."""
     return [(id(parameter), parameter._version) for parameter in module.parameters()]
 
 
-def _refuse_what_was_lost(trainer: pl.Trainer) -> None:
-    what = {TrainerFn.FITTING: "fit", TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}.get(
+def _refuse_lost_weights(trainer: pl.Trainer) -> None:
+    method = {TrainerFn.FITTING: "fit", TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}.get(
         trainer.state.fn or TrainerFn.VALIDATING, "validate"
     )
     raise UnsupportedCapabilityError(
-        f"trainer.{what}() was called after a fit of this module, whose ranks have ended, and their trained weights "
+        f"trainer.{method}() was called after a fit of this module, whose ranks have ended, and their trained weights "
         "with them: the module of this process is as it was before.\n"
-        f"Write trainer.{what}(model, ..., ckpt_path='best') (or 'last', or a path) to continue from a checkpoint, or "
-        "load one: model = MyModule.load_from_checkpoint(path). To start over, build the module again."
+        f"Write trainer.{method}(model, ..., ckpt_path='best') (or 'last', or a path) to continue from a checkpoint, "
+        "or load one: model = MyModule.load_from_checkpoint(path). To start over, build the module again."
     )
 
 
@@ -102,7 +102,9 @@ def _refuse_tuners(trainer: pl.Trainer) -> None:
             )
 
 
-def _stage(job: tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> tuple[Any, dict[str, Any] | None]:
+def _run_stage(
+    job: tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]],
+) -> tuple[Any, dict[str, Any] | None]:
     trainer, function, args, kwargs = job
     try:
         results = to_host(function(*args, **kwargs))
@@ -110,18 +112,18 @@ def _stage(job: tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]])
         raise
     except BaseException as error:
         if trainer is not None:
-            _report(trainer, error)
+            _report_in_rank(trainer, error)
         raise
     return results, None if trainer is None else collect_results(trainer)
 
 
-def _report(trainer: pl.Trainer, error: BaseException) -> None:
-    """Report an error to the rank's callbacks and strategy while they can still save, and only there."""
+def _report_in_rank(trainer: pl.Trainer, error: BaseException) -> None:
+    """Report an error to the callbacks and the strategy of this rank, which can still save, and nowhere else."""
     try:
         interrupt(trainer, error)
         trainer.strategy.teardown()
-    except BaseException as further:
-        error.add_note(f"Then on_exception() raised {type(further).__name__}: {further}")
+    except BaseException as callback_error:
+        error.add_note(f"Then on_exception() raised {type(callback_error).__name__}: {callback_error}")
     mark_as_reported(error)
 
 

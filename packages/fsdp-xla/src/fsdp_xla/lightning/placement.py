@@ -1,8 +1,8 @@
 """Placement of XLA strategies: XLA devices instead of Lightning's choice.
 
-A Trainer's XLA accelerator requires one of Lightning's XLA strategies, but only in its last check. If the strategy
-counted as one earlier, Lightning would choose its own XLA precision. So a strategy's class is registered as one when
-it is given that accelerator.
+A Trainer with Lightning's XLA accelerator accepts only Lightning's XLA strategies, which it checks last. If it took
+this strategy for one of them before, it would choose its own XLA precision. So the strategy's class is registered as
+one of them only when the strategy gets that accelerator.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ __all__ = ["OnXLADevices"]
 _registered: dict[type[Any], type[Any]] = {}
 
 
-def _seen_as_lightnings(strategy: Any) -> Any:
-    """A subclass that Lightning takes for one of its XLA strategies, the only ones that its XLA accelerator runs.
+def _as_lightnings_strategy(strategy: Any) -> Any:
+    """Return a subclass that Lightning takes for one of its own XLA strategies.
 
-    Lightning checks this after everything is chosen. If it recognized the class earlier, it would interpret
-    ``precision=`` by its own XLA precision, which has no mixed precision.
+    Only when the accelerator is set: Lightning's own XLA precision, which it would choose before, has no mixed
+    precision.
     """
     if strategy in _registered:
         return _registered[strategy]
     registered_class = type(
         strategy.__name__, (strategy,), {"__module__": strategy.__module__, "__doc__": strategy.__doc__}
     )
-    for lightnings in (XLAStrategy, FabricXLAFSDPStrategy):
-        lightnings.register(registered_class)
+    for lightning_class in (XLAStrategy, FabricXLAFSDPStrategy):
+        lightning_class.register(registered_class)
     _registered[strategy] = registered_class
     return registered_class
 
@@ -55,7 +55,7 @@ class OnXLADevices:
     def accelerator(self, accelerator: Any) -> None:
         self._accelerator = accelerator_for(self.strategy_name, accelerator)
         if isinstance(self._accelerator, XLAAccelerator):
-            self.__class__ = _seen_as_lightnings(type(self))
+            self.__class__ = _as_lightnings_strategy(type(self))
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:

@@ -65,17 +65,17 @@ def _interrupt_unless_reported(trainer: Any, error: BaseException) -> None:
     trainer.state.status = call.TrainerStatus.INTERRUPTED
 
 
-_of_thread = threading.local()
-_enter = InfiniteBarrier.__enter__
+_thread_state = threading.local()
+_enter_of_lightning = InfiniteBarrier.__enter__
 
 
 def meet_at_infinite_barriers(barrier: Callable[[], None]) -> None:
     """Make this thread's rank wait at ``barrier`` instead of Lightning's infinite barrier, as in rank_zero_first()."""
-    _of_thread.barrier = barrier
+    _thread_state.barrier = barrier
     InfiniteBarrier.__enter__ = _enter_barrier_of_thread  # type: ignore[method-assign, assignment]
 
 
 def _enter_barrier_of_thread(barrier: InfiniteBarrier) -> InfiniteBarrier:
-    _enter(barrier)
-    barrier.barrier = getattr(_of_thread, "barrier", barrier.barrier)
+    _enter_of_lightning(barrier)
+    barrier.barrier = getattr(_thread_state, "barrier", barrier.barrier)
     return barrier

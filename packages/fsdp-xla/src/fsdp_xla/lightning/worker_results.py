@@ -1,8 +1,7 @@
-"""Results that ranks return to the Trainer that started them. Ranks run with copies of it, which end with them.
+"""Small results that ranks return to the Trainer that started them, since their own copies of it end with them.
 
-Weights end with the ranks. They are not copied back into the script's module, which would be a full copy; an error
-says to continue from a checkpoint. Small results are returned: metrics, counters, the best checkpoints, and the
-version that a logger wrote.
+Returned are metrics, counters, the best checkpoints, and the version that a logger wrote. Weights are not, because that
+would be a full copy on the host; an error says to continue from a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from fsdp_xla.torch_xla_private.devices import on_host
 __all__ = ["apply_results", "collect_results", "to_host"]
 
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
-_OF_CHECKPOINTS = (
+_CHECKPOINT_ATTRIBUTES = (
     "best_k_models",
     "best_model_path",
     "best_model_score",
@@ -32,17 +31,20 @@ _OF_CHECKPOINTS = (
     "last_model_path",
 )
 #: Attributes in which loggers keep the identity of the run.
-_OF_LOGGERS = ("_version", "_run_id", "_id")
-#: The writer of Lightning's CSVLogger: a new one would begin by removing the files of this one.
-_WRITER = ("_experiment",)
+_LOGGER_ATTRIBUTES = ("_version", "_run_id", "_id")
+#: The writer of Lightning's CSVLogger is returned too, because a new one would remove the files of this one.
+_CSV_WRITER = ("_experiment",)
 
 
 def collect_results(trainer: pl.Trainer) -> dict[str, Any]:
     """Collect the results of a rank's Trainer after a stage: plain data, and tensors in host memory."""
     results = {
         "metrics": {name: dict(getattr(trainer, name)) for name in _METRICS},
-        "checkpoints": [_of(callback, _OF_CHECKPOINTS) for callback in trainer.checkpoint_callbacks],
-        "loggers": [_of(logger, _OF_LOGGERS + _WRITER * isinstance(logger, CSVLogger)) for logger in trainer.loggers],
+        "checkpoints": [_attributes_of(callback, _CHECKPOINT_ATTRIBUTES) for callback in trainer.checkpoint_callbacks],
+        "loggers": [
+            _attributes_of(logger, _LOGGER_ATTRIBUTES + _CSV_WRITER * isinstance(logger, CSVLogger))
+            for logger in trainer.loggers
+        ],
         "loops": [_progress(loop) for loop in _loops(trainer.fit_loop)],
     }
     return {"state": trainer.state, **to_host(results)}
@@ -67,19 +69,19 @@ def to_host(value: Any) -> Any:
     return apply_to_collection(value, Tensor, on_host)
 
 
-def _of(source: Any, names: tuple[str, ...]) -> dict[str, Any]:
+def _attributes_of(source: Any, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: vars(source)[name] for name in names if name in vars(source)}
 
 
 def _loops(loop: Any) -> Iterator[Any]:
     """A loop, and its inner loops."""
     yield loop
-    for inner in vars(loop).values():
-        if isinstance(inner, Loop):
-            yield from _loops(inner)
+    for attribute in vars(loop).values():
+        if isinstance(attribute, Loop):
+            yield from _loops(attribute)
 
 
 def _progress(loop: Any) -> dict[str, Any]:
     """The progress of a loop, from which ``trainer.global_step`` and ``current_epoch`` are read."""
-    counted = {name: value for name, value in vars(loop).items() if isinstance(value, BaseProgress)}
-    return {**counted, **_of(loop, ("_batches_that_stepped",))}
+    progress = {name: value for name, value in vars(loop).items() if isinstance(value, BaseProgress)}
+    return {**progress, **_attributes_of(loop, ("_batches_that_stepped",))}

@@ -33,7 +33,7 @@ class ThreadBarrier:
         timeout: How long a rank waits for the others.
 
     Attributes:
-        timeout: The same; it may be set at any time.
+        timeout: How long a rank waits for the others; it may be set at any time.
         building: The rank that is building its model while the others wait for their turn, or ``None``.
 
     Example:
@@ -45,21 +45,21 @@ class ThreadBarrier:
         self.building: int | None = None
         self._ranks = ranks
         self._condition = threading.Condition()
-        self._waiting: dict[int, tuple[str, int]] = {}  # what each rank waits to do, and in which thread
-        self._threads: dict[int, int] = {}  # in which each rank has waited before
+        self._waiting: dict[int, tuple[str, int]] = {}  # the operation and the thread of each rank that has arrived
+        self._threads: dict[int, int] = {}  # the thread in which each rank has last arrived
         self._ended: set[int] = set()
-        self._turn = 0
-        self._interrupted_turn = -1
-        self._interrupt = False
-        self._broken: str | None = None
+        self._round = 0
+        self._interrupted_round = -1
+        self._is_interrupted = False
+        self._failure: str | None = None
 
-    def wait(self, rank: int, operation: str, then: Callable[[], None] | None = None) -> None:
+    def wait(self, rank: int, operation: str, last_action: Callable[[], None] | None = None) -> None:
         """Wait for all ranks to arrive.
 
         Args:
             rank: The caller.
             operation: What it is about to do, as the end of the sentence "rank 0 ..."; all ranks must do the same.
-            then: Called by the last rank to arrive, before any rank continues.
+            last_action: Called by the last rank to arrive, before any rank continues.
 
         Raises:
             RankLostError: A rank has failed or ended, is about to do something else, or did not arrive in time.
@@ -73,99 +73,101 @@ class ThreadBarrier:
                     "ranks build their models one after another, and the others wait for it.\n"
                     "Call barrier(), broadcast() and reductions before or after init_module() and configure_model()."
                 )
-            turn = self._turn
+            current_round = self._round
             self._waiting[rank] = (operation, threading.get_ident())
             self._threads[rank] = threading.get_ident()
             if len(self._waiting) == self._ranks:
-                self._all_here(then)
+                self._release_all(last_action)
             elif self._ended:
-                self._break(self._never(self._ended, "has ended"))
-            end = time.monotonic() + self.timeout.total_seconds()
-            while turn == self._turn:
+                self._break(self._describe_missing(self._ended, "has ended"))
+            deadline = time.monotonic() + self.timeout.total_seconds()
+            while current_round == self._round:
                 self._check()
-                remaining = end - time.monotonic()
+                remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     self._break(
-                        self._never(
+                        self._describe_missing(
                             set(range(self._ranks)) - set(self._waiting),
                             f"did not arrive within {self.timeout.total_seconds():g} s",
                         )
                     )
                 self._condition.wait(min(remaining, threading.TIMEOUT_MAX))
-            if turn == self._interrupted_turn:
+            if current_round == self._interrupted_round:
                 raise KeyboardInterrupt
 
     def leave(self, rank: int) -> None:
         """Record that a rank has ended: ranks that wait for it, now or later, raise."""
         with self._condition:
             self._ended.add(rank)
-            if self._waiting and self._broken is None:
-                self._broken = self._never(self._ended, "has ended")
+            if self._waiting and self._failure is None:
+                self._failure = self._describe_missing(self._ended, "has ended")
             self._condition.notify_all()
 
     def interrupt(self) -> None:
         """Make all ranks raise ``KeyboardInterrupt`` at the next barrier. They can use the barrier again afterwards."""
         with self._condition:
-            self._interrupt = True
+            self._is_interrupted = True
 
     def abort(self) -> None:
-        """Raise in every rank that waits, now or later."""
+        """Make every rank that waits, now or later, raise an error."""
         with self._condition:
-            if self._broken is None:
-                self._broken = "another rank has failed.\nSee the other rank's error."
+            if self._failure is None:
+                self._failure = "another rank has failed.\nSee the other rank's error."
             self._condition.notify_all()
 
     @property
     def broken(self) -> bool:
         """Whether the barrier can't be used any more."""
-        return self._broken is not None
+        return self._failure is not None
 
-    def _all_here(self, then: Callable[[], None] | None) -> None:
+    def _release_all(self, last_action: Callable[[], None] | None) -> None:
         if len({operation for operation, _ in self._waiting.values()}) > 1:
-            self._break(f"ranks do different things: {self._waits()}.\n{_ALIKE}")
-        if then is not None:
-            then()
-        if self._interrupt:
-            self._interrupt, self._interrupted_turn = False, self._turn
+            self._break(f"ranks do different things: {self._describe_waiting()}.\n{_SAME_STEPS}")
+        if last_action is not None:
+            last_action()
+        if self._is_interrupted:
+            self._is_interrupted, self._interrupted_round = False, self._round
         self._waiting.clear()
-        self._turn += 1
+        self._round += 1
         self._condition.notify_all()
 
     def _check(self) -> None:
-        if self._broken is not None:
-            raise RankLostError(self._broken)
+        if self._failure is not None:
+            raise RankLostError(self._failure)
 
-    def _break(self, why: str) -> None:
-        self._broken = why
+    def _break(self, message: str) -> None:
+        self._failure = message
         self._condition.notify_all()
-        raise RankLostError(why)
+        raise RankLostError(message)
 
-    def _never(self, missing: set[int], how: str) -> str:
-        ranks = " and ".join(f"{rank}{_line(self._threads.get(rank, -1))}" for rank in sorted(missing))
-        return f"rank {ranks} {how}, while {self._waits()}.\nSee the other rank's error, if it has one. {_ALIKE}"
+    def _describe_missing(self, missing: set[int], reason: str) -> str:
+        ranks = " and ".join(f"{rank}{_user_line(self._threads.get(rank, -1))}" for rank in sorted(missing))
+        advice = f"See the other rank's error, if it has one. {_SAME_STEPS}"
+        return f"rank {ranks} {reason}, while {self._describe_waiting()}.\n{advice}"
 
-    def _waits(self) -> str:
+    def _describe_waiting(self) -> str:
         return ", ".join(
-            f"rank {rank} {operation}{_line(thread)}" for rank, (operation, thread) in sorted(self._waiting.items())
+            f"rank {rank} {operation}{_user_line(thread)}"
+            for rank, (operation, thread) in sorted(self._waiting.items())
         )
 
 
-_ALIKE = (
+_SAME_STEPS = (
     "Every rank must take the same steps: give all as many batches (a DistributedSampler, or drop_last=True), and call "
     "barrier(), self.log(sync_dist=True), print(loss) or .item() on all, not under `if rank == 0`. A rank that needs "
     "longer needs XLAFSDPStrategy(hang_timeout=timedelta(...))."
 )
 
-_LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("purelib", "platlib", "stdlib")})
+_LIBRARIES = tuple({sysconfig.get_path(path_name) for path_name in ("purelib", "platlib", "stdlib")})
 
 
-def _line(thread: int) -> str:
-    """The line of user code at which a thread is, in parentheses, to append to a sentence."""
+def _user_line(thread: int) -> str:
+    """Return the line of user code that a thread runs, in parentheses, to append to a sentence."""
     frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None:
         file = frame.f_code.co_filename
-        own = frame.f_globals.get("__name__", "").split(".")[0] in ("fsdp_core", "fsdp_xla")
-        if not own and not file.startswith((*_LIBRARIES, "<")):
+        is_own = frame.f_globals.get("__name__", "").split(".")[0] in ("fsdp_core", "fsdp_xla")
+        if not is_own and not file.startswith((*_LIBRARIES, "<")):
             return f" ({frame.f_code.co_name}, {Path(file).name} line {frame.f_lineno})"
         frame = frame.f_back
     return ""

@@ -71,7 +71,9 @@ class Communicator(ABC):
         Raises:
             RankLostError: A rank has failed, or did not arrive in time.
         """
-        return [sum(of_ranks) for of_ranks in zip(*self.all_gather_object(rank, list(numbers)), strict=True)]
+        return [
+            sum(numbers_of_ranks) for numbers_of_ranks in zip(*self.all_gather_object(rank, list(numbers)), strict=True)
+        ]
 
     def building(self, rank: int) -> AbstractContextManager[None]:
         """Context in which a rank builds its model."""
@@ -107,25 +109,25 @@ class ThreadCommunicator(Communicator):
     def __init__(self, world_size: int, timeout: timedelta = timedelta(minutes=30)) -> None:
         self.world_size = world_size
         self.barrier = ThreadBarrier(world_size, timeout)
-        self._slots: list[Any] = [None] * world_size
+        self._messages: list[Any] = [None] * world_size
         self._duplicates: list[ThreadCommunicator] = []
         self._lock = threading.RLock()
         self._random_states: list[Tensor] = []
-        self._built = [0] * world_size
+        self._build_counts = [0] * world_size
         self._claimed: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
     def all_gather_object(self, rank: int, value: Any) -> list[Any]:
-        # every rank gets copies of its own, as from another process
-        self._slots[rank] = to_bytes(value)
+        # Sent as bytes, so that every rank gets copies of its own, as from another process.
+        self._messages[rank] = to_bytes(value)
         self.barrier.wait(rank, _EXCHANGES)
-        gathered = [from_bytes(slot) for slot in self._slots]
+        gathered = [from_bytes(message) for message in self._messages]
         self.barrier.wait(rank, _EXCHANGES)
         return gathered
 
     def gather_object(self, rank: int, value: Any, dst: int) -> list[Any] | None:
-        self._slots[rank] = to_bytes(value)
+        self._messages[rank] = to_bytes(value)
         self.barrier.wait(rank, _EXCHANGES)
-        gathered = [from_bytes(slot) for slot in self._slots] if rank == dst else None
+        gathered = [from_bytes(message) for message in self._messages] if rank == dst else None
         self.barrier.wait(rank, _EXCHANGES)
         return gathered
 
@@ -148,16 +150,16 @@ class ThreadCommunicator(Communicator):
             RankLostError: A rank waits for the others inside the context, while they wait for their turn to build.
         """
         with self._lock:
-            outer, self.barrier.building = self.barrier.building, rank
-            turn = self._built[rank]
-            self._built[rank] += 1
-            if turn == len(self._random_states):
+            rank_before, self.barrier.building = self.barrier.building, rank
+            build_number = self._build_counts[rank]
+            self._build_counts[rank] += 1
+            if build_number == len(self._random_states):
                 self._random_states.append(torch.get_rng_state())
-            torch.set_rng_state(self._random_states[turn])
+            torch.set_rng_state(self._random_states[build_number])
             try:
                 yield
             finally:
-                self.barrier.building = outer
+                self.barrier.building = rank_before
 
     def claim(self, rank: int, module: nn.Module) -> None:
         with self._lock:
@@ -172,7 +174,7 @@ class ThreadCommunicator(Communicator):
                     )
 
     def abort(self) -> None:
-        """Raise in every rank that waits, now or later."""
+        """Make every rank that waits, now or later, raise an error."""
         self.barrier.abort()
         for other in self._duplicates:
             other.abort()
@@ -182,8 +184,8 @@ _EXCHANGES = "exchanges values (barrier, broadcast, reduction, checkpoint)"
 
 
 @contextmanager
-def _lost(rank: int) -> Iterator[None]:
-    """Context in which a rank waits for others in a store."""
+def _explain_lost_rank(rank: int) -> Iterator[None]:
+    """A context in which a rank waits for others in a store. It turns the store's error into ours."""
     try:
         yield
     except RuntimeError as error:
@@ -198,7 +200,7 @@ class StoreCommunicator(Communicator):
     Args:
         store: The store.
         world_size: The number of ranks.
-        host: A store to keep alive: the original of the clone ``store``, which may be the server.
+        host: The store of which ``store`` is a clone. It is kept alive, because it may be the server.
     """
 
     def __init__(self, store: Store, world_size: int, host: Store | None = None) -> None:
@@ -207,25 +209,27 @@ class StoreCommunicator(Communicator):
         self._host = host
         self._count = 0
         self._duplicate_count = 0
-        self._set: list[str] = []
+        self._earlier_keys: list[str] = []
 
     def all_gather_object(self, rank: int, value: Any) -> list[Any]:
         self._count += 1
         self._store.set(f"{self._count}/{rank}", to_bytes(value))
-        with _lost(rank):
-            gathered = [from_bytes(self._store.get(f"{self._count}/{r}")) for r in range(self.world_size)]
-        self._met(f"{self._count}/{rank}")
+        with _explain_lost_rank(rank):
+            gathered = [
+                from_bytes(self._store.get(f"{self._count}/{source_rank}")) for source_rank in range(self.world_size)
+            ]
+        self._delete_earlier_keys(f"{self._count}/{rank}")
         return gathered
 
-    def _met(self, *keys: str) -> None:
-        """Remove what this rank has set in earlier exchanges, after one in which all ranks have waited for all.
+    def _delete_earlier_keys(self, *keys: str) -> None:
+        """Delete this rank's keys of earlier exchanges, which all ranks have read: they have all arrived at this one.
 
         Args:
-            *keys: What it has set in this one, which others may still read.
+            *keys: The keys that it has set in this exchange, which others may still read.
         """
-        for key in self._set:
+        for key in self._earlier_keys:
             self._store.delete_key(key)
-        self._set = list(keys)
+        self._earlier_keys = list(keys)
 
     def gather_object(self, rank: int, value: Any, dst: int) -> list[Any] | None:
         self._count += 1
@@ -237,7 +241,7 @@ class StoreCommunicator(Communicator):
             if other == rank:
                 gathered.append(value)
                 continue
-            with _lost(rank):
+            with _explain_lost_rank(rank):
                 gathered.append(from_bytes(self._store.get(f"{self._count}/{other}")))
             self._store.delete_key(f"{self._count}/{other}")
         return gathered
@@ -250,15 +254,15 @@ class StoreCommunicator(Communicator):
             self._store.add(key, number)
         if self._store.add(arrived, 1) == self.world_size:
             self._store.set(complete, "")
-        with _lost(rank):
+        with _explain_lost_rank(rank):
             self._store.get(complete)
         sums = [self._store.add(key, 0) for key in keys]
-        self._met(*([*keys, arrived, complete] if rank == 0 else []))
+        self._delete_earlier_keys(*([*keys, arrived, complete] if rank == 0 else []))
         return sums
 
     def duplicate(self, rank: int) -> Communicator:
-        # a separate connection: a wait blocks its connection, so that a value from another thread of this rank, for
-        # which the others wait, would not get through
+        # The other thread needs a connection of its own. A wait blocks the connection, and would hold back a value of
+        # this rank for which the other ranks wait.
         self._duplicate_count += 1
-        separate = PrefixStore(f"{self._duplicate_count}", self._store.clone())
-        return StoreCommunicator(separate, self.world_size, self._store)
+        separate_store = PrefixStore(f"{self._duplicate_count}", self._store.clone())
+        return StoreCommunicator(separate_store, self.world_size, self._store)

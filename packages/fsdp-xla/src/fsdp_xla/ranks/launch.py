@@ -40,8 +40,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], arguments: Any) -> 
         StrategyUnavailableError: XLA has already been started, in an incompatible way.
     """
     if uses_cpu_devices():
-        return _on_threads(world_size, function, arguments)
-    return _on_processes(function, arguments)
+        return _run_on_threads(world_size, function, arguments)
+    return _run_on_processes(function, arguments)
 
 
 def check_cpu_devices(world_size: int) -> None:
@@ -51,11 +51,11 @@ def check_cpu_devices(world_size: int) -> None:
         StrategyUnavailableError: It has another number already, or ``CPU_NUM_DEVICES`` specifies another.
     """
     device_count = os.environ.get("CPU_NUM_DEVICES")
-    if _started_with and _started_with[0] != world_size:
+    if _device_counts and _device_counts[0] != world_size:
         raise StrategyUnavailableError(
-            f"devices={world_size} was requested, and XLA has {_started_with[0]} CPU devices since a run with "
-            f"devices={_started_with[0]} in this process (CPU_NUM_DEVICES={device_count}).\n"
-            f"Write devices={_started_with[0]}, or restart Python."
+            f"devices={world_size} was requested, and XLA has {_device_counts[0]} CPU devices since a run with "
+            f"devices={_device_counts[0]} in this process (CPU_NUM_DEVICES={device_count}).\n"
+            f"Write devices={_device_counts[0]}, or restart Python."
         )
     if device_count is not None and int(device_count) != world_size:
         raise StrategyUnavailableError(
@@ -70,59 +70,61 @@ def check_cpu_devices(world_size: int) -> None:
         )
 
 
-#: The number of devices with which the first run has started XLA, if no variable specified it before.
-_started_with: list[int] = []
+#: The number of devices with which the first run started XLA, if ``CPU_NUM_DEVICES`` did not specify it before.
+_device_counts: list[int] = []
 
 
-def _let_have_cpu_devices(world_size: int) -> None:
+def _set_cpu_device_count(world_size: int) -> None:
     check_cpu_devices(world_size)
     if "CPU_NUM_DEVICES" not in os.environ:
         os.environ["CPU_NUM_DEVICES"] = str(world_size)
-        _started_with.append(world_size)
+        _device_counts.append(world_size)
 
 
-def _on_threads(world_size: int, function: Callable[..., Any], arguments: Any) -> Any:
-    from fsdp_xla.cpu_ranks.lockstep import lockstep  # what the CPU client needs, and no TPU
+def _run_on_threads(world_size: int, function: Callable[..., Any], arguments: Any) -> Any:
+    from fsdp_xla.cpu_ranks.lockstep import lockstep  # imported here, since only the CPU client needs it
 
-    _check_not_interrupted()
-    _let_have_cpu_devices(world_size)
+    _check_usable()
+    _set_cpu_device_count(world_size)
     communicator = ThreadCommunicator(world_size)
     results: dict[int, Any] = {}
     failures: list[BaseException] = []
-    interrupted = False
-    ended = [threading.Event() for _ in range(world_size)]
+    was_interrupted = False
+    end_events = [threading.Event() for _ in range(world_size)]
     seed = torch.initial_seed()
-    copies = [copy.deepcopy(arguments) for _ in range(world_size)]  # not in ranks: copying may draw random numbers
+    copies = [
+        copy.deepcopy(arguments) for _ in range(world_size)
+    ]  # before the ranks start, since copying may draw random numbers
     with lockstep(world_size, communicator.barrier) if world_size > 1 else nullcontext() as steps:
 
-        def rank() -> None:
+        def run_rank() -> None:
             xla.this_thread.communicator = communicator
-            here = xla.rank_here()
-            assert here is not None
+            rank_here = xla.rank_here()
+            assert rank_here is not None
             try:
                 if steps is not None:
-                    steps.begin(after_failure=bool(_failed))
+                    steps.begin(after_failure=bool(_failed_runs))
                 _seed_device(seed)
-                results[here.rank] = function(copies[here.rank])
-                communicator.barrier.leave(here.rank)
+                results[rank_here.rank] = function(copies[rank_here.rank])
+                communicator.barrier.leave(rank_here.rank)
             except BaseException as error:
                 failures.append(error)
-                ended[here.rank].set()
-                # most failures occur on all ranks alike: let each raise its own, rather than a RankLostError
-                if not all(other.wait(_SECONDS_FOR_PEERS) for other in ended):
+                end_events[rank_here.rank].set()
+                # Most failures occur on all ranks: give each the time to raise its own, and not a RankLostError.
+                if not all(other.wait(_PEER_FAILURE_TIMEOUT) for other in end_events):
                     communicator.abort()
             finally:
-                ended[here.rank].set()
+                end_events[rank_here.rank].set()
 
         try:
-            xla.run_on_threads(rank, (communicator.barrier.interrupt, communicator.abort))
+            xla.run_on_threads(run_rank, (communicator.barrier.interrupt, communicator.abort))
         except KeyboardInterrupt:
-            interrupted = True
+            was_interrupted = True
     if failures:
-        _failed.append(world_size)
+        _failed_runs.append(world_size)
     if failures and (len(failures) < world_size or any(isinstance(error, RankLostError) for error in failures)):
-        _interrupted.append(world_size)
-    if interrupted:
+        _unusable_runs.append(world_size)
+    if was_interrupted:
         raise next((error for error in failures if isinstance(error, KeyboardInterrupt)), KeyboardInterrupt())
     if failures:
         raise next((error for error in failures if not isinstance(error, RankLostError)), failures[0])
@@ -137,39 +139,39 @@ def _seed_device(seed: int) -> None:
 
 
 #: How long a failed rank waits for the failures of other ranks.
-_SECONDS_FOR_PEERS = 1.0
+_PEER_FAILURE_TIMEOUT = 1.0
 
-#: Runs on CPU devices that failed in any way.
-_failed: list[int] = []
+#: The world sizes of runs on CPU devices that have failed.
+_failed_runs: list[int] = []
 
-#: Runs on CPU devices that ranks left at different places. What a rank had recorded stays with its device, so that the
-#: next run's graphs would differ between ranks, which would wait for each other until XLA ends the process.
-_interrupted: list[int] = []
+#: The world sizes of failed runs whose ranks ended at different places. What a rank had recorded stays with its device,
+#: so graphs of a later run would differ between ranks, which would wait for each other until XLA ends the process.
+_unusable_runs: list[int] = []
 
 
-def _check_not_interrupted() -> None:
-    if _interrupted:
+def _check_usable() -> None:
+    if _unusable_runs:
         raise StrategyUnavailableError(
             "a run on XLA's CPU devices has failed in this process before, on some ranks earlier than on others, and "
             "the devices can't be used again.\nRestart Python."
         )
 
 
-def _on_processes(function: Callable[..., Any], arguments: Any) -> Any:
+def _run_on_processes(function: Callable[..., Any], arguments: Any) -> Any:
     if xla.runtime_is_started():
         raise StrategyUnavailableError(
             "XLA has been used in this process before the ranks start, and a TPU can't be shared with them.\n"
             "Touch no XLA device (torch_xla.device(), tensor.to('xla')) before trainer.fit() or fabric.launch()."
         )
     with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer"
+        result_file = Path(folder) / "answer"
 
-        def rank() -> None:
+        def run_rank() -> None:
             _seed_device(torch.initial_seed())
             result = function(copy.deepcopy(arguments))
-            here = xla.rank_here()
-            if here is not None and here.local_rank == 0:
-                answer.write_bytes(to_bytes(result))
+            rank_here = xla.rank_here()
+            if rank_here is not None and rank_here.local_rank == 0:
+                result_file.write_bytes(to_bytes(result))
 
-        xla.run_on_processes(rank)
-        return from_bytes(answer.read_bytes())
+        xla.run_on_processes(run_rank)
+        return from_bytes(result_file.read_bytes())

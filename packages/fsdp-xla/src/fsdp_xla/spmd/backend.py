@@ -25,7 +25,7 @@ from fsdp_core.state import ChunkedTensor, named_parameters
 from fsdp_xla.optimizer_init import FirstSteps
 from fsdp_xla.recomputation import recompute
 from fsdp_xla.spmd.boundaries import Boundaries
-from fsdp_xla.spmd.options import XLASPMDOptions, described_plan
+from fsdp_xla.spmd.options import XLASPMDOptions, plain_plan
 from fsdp_xla.spmd.partitioning import PartitionSpec, batch_spec, parameter_spec, planned_dims, replicated_spec
 from fsdp_xla.spmd.runtime import FSDP_AXIS, XLASPMDRuntime
 from fsdp_xla.spmd.sharded import XLASPMDSharded
@@ -38,8 +38,8 @@ __all__ = ["XLASPMDBackend"]
 class XLASPMDBackend(Backend):
     """Shards parameters over the devices of this host, in place: each is marked along one of its dimensions.
 
-    There is one rank, which sees whole tensors; XLA manages their placement. Parameters that don't divide evenly are
-    padded, and 0-dim parameters are replicated on every device.
+    There is one rank, which sees full tensors; XLA places their shards. Parameters that don't divide evenly are padded,
+    and 0-dim parameters are replicated on every device.
 
     :class:`~fsdp_xla.spmd.options.XLASPMDOptions` documents the options. Between units, activations are sharded
     along the batch, and gradients are completed.
@@ -52,7 +52,7 @@ class XLASPMDBackend(Backend):
     def __init__(self, options: XLASPMDOptions) -> None:
         super().__init__(options)
         self.first_steps = FirstSteps(_zeros_like)
-        self._followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._optimizers_with_hook: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     @property
     def spmd(self) -> XLASPMDRuntime:
@@ -76,7 +76,7 @@ class XLASPMDBackend(Backend):
 
     def check_shardable(self, module: nn.Module) -> None:
         super().check_shardable(module)
-        if described_plan(self.options.tensor_plan) and self.spmd.tensor_parallel_size == 1:
+        if plain_plan(self.options.tensor_plan) and self.spmd.tensor_parallel_size == 1:
             raise UnsupportedCapabilityError(
                 "tensor_plan says how to shard weights along the mesh axis 'model', and there is none.\n"
                 "Write tensor_parallel_size=2 (or more) too, or leave tensor_plan out."
@@ -92,10 +92,10 @@ class XLASPMDBackend(Backend):
         return select_units(module, self.options.auto_wrap_policy)
 
     def details(self, module: nn.Module, units: Sequence[nn.Module]) -> dict[str, dict[str, Any]]:
-        return {"divided dimension": planned_dims(module, described_plan(self.options.tensor_plan))}
+        return {"divided dimension": planned_dims(module, plain_plan(self.options.tensor_plan))}
 
     def local_numels(self, parameters: Sequence[ParameterPlan]) -> list[int] | None:
-        """Of the first device, whose part the others pad theirs to."""
+        """Return the sizes of the first device's shards, to which the other devices pad theirs."""
         if self.options.tensor_plan:
             return None
         shards = self.spmd.device_mesh.shape()[FSDP_AXIS]
@@ -108,10 +108,10 @@ class XLASPMDBackend(Backend):
 
     def shard_module(self, module: nn.Module, plan: ShardingPlan) -> XLASPMDSharded:
         checkpoint_activations(module, plan, recompute)
-        divided = plan.details["divided dimension"]
-        dims = {id(parameter): divided.get(name) for name, parameter in named_parameters(module)}
-        placed: dict[int, nn.Parameter] = {}
-        replaced: list[nn.Parameter] = []  # kept alive: a freed parameter's id could be reused
+        planned_dim_of = plan.details["divided dimension"]
+        dims = {id(parameter): planned_dim_of.get(name) for name, parameter in named_parameters(module)}
+        sharded_parameters: dict[int, nn.Parameter] = {}
+        replaced_parameters: list[nn.Parameter] = []  # kept alive: a freed parameter's id could be reused
         units = plan.split_by_unit(module)
         for unit in units:
             own_tensors = (
@@ -120,8 +120,8 @@ class XLASPMDBackend(Backend):
             if any(tensor.is_meta for tensor in own_tensors):
                 dims.update(_materialize(unit.own, dims))
             for submodule in unit.own:
-                self._shard_parameters(submodule, dims, placed, replaced)
-        module.to(self.runtime.device)  # anything else that follows a module's device, such as metrics
+                self._shard_parameters(submodule, dims, sharded_parameters, replaced_parameters)
+        module.to(self.runtime.device)  # moves what is neither parameter nor buffer, such as metrics
         boundaries = Boundaries(module, [unit.module for unit in units[:-1]], self.spmd.device_mesh)
         sharded = XLASPMDSharded(module, boundaries)
         self.spmd.settle()
@@ -131,29 +131,29 @@ class XLASPMDBackend(Backend):
         self,
         module: nn.Module,
         dims: Mapping[int, int | None],
-        placed: dict[int, nn.Parameter],
-        replaced: list[nn.Parameter],
+        sharded_parameters: dict[int, nn.Parameter],
+        replaced_parameters: list[nn.Parameter],
     ) -> None:
         """Put a module's own parameters and buffers on the devices, in shards. Tied parameters stay tied."""
         shards = self.spmd.device_mesh.shape()[FSDP_AXIS]
         for name, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
-            if id(parameter) not in placed:
+            if id(parameter) not in sharded_parameters:
                 spec = parameter_spec(tuple(parameter.shape), shards, dims.get(id(parameter)))
-                on_devices = nn.Parameter(self.marked(parameter.detach(), spec), parameter.requires_grad)
+                on_devices = nn.Parameter(self.move_and_mark(parameter.detach(), spec), parameter.requires_grad)
                 on_devices.__dict__.update(parameter.__dict__)  # attributes that users have set on parameters
-                placed[id(parameter)] = on_devices
-                replaced.append(parameter)
-                # an optimizer that is re-pointed later still holds it: keep its shape, but free its memory
+                sharded_parameters[id(parameter)] = on_devices
+                replaced_parameters.append(parameter)
+                # An optimizer still holds the old parameter until it is re-pointed, so only its memory is freed.
                 parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
-            setattr(module, name, placed[id(parameter)])
+            setattr(module, name, sharded_parameters[id(parameter)])
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
-                setattr(module, name, self.marked(buffer, replicated_spec(buffer.ndim)))
+                setattr(module, name, self.move_and_mark(buffer, replicated_spec(buffer.ndim)))
 
-    def marked(self, tensor: Tensor, spec: PartitionSpec) -> Tensor:
-        """Move a tensor to the devices, of which each gets only its shard."""
+    def move_and_mark(self, tensor: Tensor, spec: PartitionSpec) -> Tensor:
+        """Move a tensor to the devices, and mark it, so that each gets only its shard."""
         moved = tensor.to(self.runtime.device)
         if not is_marked(moved):
             mark_as(moved, self.spmd.device_mesh, spec)
@@ -163,22 +163,23 @@ class XLASPMDBackend(Backend):
         """Shard a batch's tensor along its first dimension, which XLA pads if necessary. CPU tensors are unchanged."""
         if tensor.device.type != "xla":
             return tensor
-        return self.marked(tensor, batch_spec(tensor.ndim) if tensor.ndim and 0 not in tensor.shape else ())
+        return self.move_and_mark(tensor, batch_spec(tensor.ndim) if tensor.ndim and 0 not in tensor.shape else ())
 
     def rebind_optimizers(self, optimizers: Iterable[torch.optim.Optimizer], roots: Sequence[Sharded]) -> None:
         optimizers = list(optimizers)
         super().rebind_optimizers(optimizers, roots)
         for optimizer in optimizers:
-            if optimizer not in self._followed:
-                self._followed.add(optimizer)
+            if optimizer not in self._optimizers_with_hook:
+                self._optimizers_with_hook.add(optimizer)
                 optimizer.register_step_post_hook(self._lay_out_state)
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
-                        # in a step it may be the output of a recomputation's barrier, whose layout XLA doesn't know
+                        # Looked up now, because within a step a parameter may be the output of a recomputation's
+                        # barrier, whose layout XLA doesn't know.
                         _layouts[parameter] = layout_on_devices(parameter)
 
     def _lay_out_state(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Shard state that a step has created like its parameter, instead of leaving it to the partitioner."""
+        """Shard new state of an optimizer like its parameters. The partitioner might choose another layout."""
         for parameter, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, Tensor) and value.device.type == "xla" and not is_marked(value):
@@ -206,11 +207,11 @@ _layouts = WeakTensorKeyDictionary()
 
 def _materialize(modules: Sequence[nn.Module], dims: Mapping[int, int | None]) -> dict[int, int | None]:
     """Materialize modules from the meta device, and return the planned dimensions of the new parameters."""
-    places = [
+    owners = [
         (module, name, dims.get(id(p))) for module in modules for name, p in module.named_parameters(recurse=False)
     ]
     materialize(modules, torch.device("cpu"))
-    return {id(module._parameters[name]): dim for module, name, dim in places}
+    return {id(module._parameters[name]): dim for module, name, dim in owners}
 
 
 def _zeros_like(parameter: Tensor) -> Tensor | None:

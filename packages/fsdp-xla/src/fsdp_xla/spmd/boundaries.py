@@ -28,9 +28,9 @@ class Boundaries:
       that weights are gathered. On a mesh with an axis ``"model"`` this applies to units only, because a tensor plan
       shards activations inside them differently.
     - A gradient is sharded like its parameter, so that it is reduce-scattered.
-    - The backward pass of a unit ends before that of the previous unit begins, so that gradients don't accumulate.
-      ``torch_xla.distributed.spmd.xla_sharding.apply_backward_optimization_barrier`` serves the same purpose, but its
-      module hooks turn each output into a view, which torch does not allow to be modified in place.
+    - The backward pass of a unit ends before that of the previous unit begins, so that unreduced gradients don't pile
+      up. ``torch_xla.distributed.spmd.xla_sharding.apply_backward_optimization_barrier`` serves the same purpose, but
+      its module hooks turn each output into a view, which torch does not allow to be modified in place.
 
     Args:
         root: The root, which is also a unit.
@@ -40,7 +40,8 @@ class Boundaries:
 
     def __init__(self, root: nn.Module, units: Iterable[nn.Module], mesh: Any) -> None:
         self._with_gradient: list[weakref.ref[nn.Parameter]] = []
-        with_gradient = self._with_gradient  # hooks are deep-copied with a module, all but plain functions
+        # The hooks are plain functions over this list: a deep copy of the module shares them, but would copy objects.
+        with_gradient = self._with_gradient
 
         def shard(tensor: Tensor) -> None:
             if tensor.device.type == "xla" and tensor.ndim > 1 and 0 not in tensor.shape and not is_marked(tensor):
@@ -92,7 +93,7 @@ class Boundaries:
         for parameter in root.parameters():
             if parameter.is_floating_point():
                 required = parameter.requires_grad
-                parameter.requires_grad_(True)  # a frozen parameter may be trained later
+                parameter.requires_grad_(True)  # also of a frozen parameter, which may be trained later
                 parameter.register_post_accumulate_grad_hook(on_gradient)
                 parameter.requires_grad_(required)
 

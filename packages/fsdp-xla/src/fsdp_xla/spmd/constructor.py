@@ -61,8 +61,8 @@ class XLASPMDRanks(OnXLADevices, ShardedStrategy):
 
     def _configure_launcher(self) -> None:
         """Check the devices. There is nothing to launch."""
-        adapter: Any = self
-        check_devices(self.strategy_name, self.backend, self.parallel_devices, adapter.shard_precision)
+        strategy: Any = self
+        check_devices(self.strategy_name, self.backend, self.parallel_devices, strategy.shard_precision)
 
     def setup_environment(self) -> None:
         """Turn SPMD on."""

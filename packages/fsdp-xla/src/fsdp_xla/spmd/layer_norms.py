@@ -32,13 +32,13 @@ def _layer_norm(
     x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     dims = tuple(range(-len(shape), 0))
-    exact = x.to(torch.promote_types(x.dtype, torch.float32))  # like torch's own, which rounds once, at the end
-    mean = exact.mean(dims, keepdim=True)
-    centred = exact - mean
+    promoted = x.to(torch.promote_types(x.dtype, torch.float32))  # rounded once at the end, as in torch's own
+    mean = promoted.mean(dims, keepdim=True)
+    centred = promoted - mean
     scale = torch.rsqrt((centred * centred).mean(dims, keepdim=True) + eps)
-    normal = centred * scale
+    normalized = centred * scale
     if weight is not None:
-        normal = normal * weight
+        normalized = normalized * weight
     if bias is not None:
-        normal = normal + bias
-    return normal.to(x.dtype), mean, scale
+        normalized = normalized + bias
+    return normalized.to(x.dtype), mean, scale

@@ -13,7 +13,7 @@ __all__ = ["LEFT_OUT", "XLASPMDOptions"]
 LEFT_OUT = ("cluster_environment", "timeout", "hang_timeout", "scattered_save")
 
 
-def described_plan(plan: Mapping[str, int] | None) -> dict[str, int]:
+def plain_plan(plan: Mapping[str, int] | None) -> dict[str, int]:
     """The plan as plain data, for comparison between strategies."""
     return dict(plan or {})
 
@@ -33,6 +33,6 @@ class XLASPMDOptions(ShardingOptions):
     tensor_parallel_size: int = 1
     """The number of devices that share one part of the batch and shard weights by ``tensor_plan``. It must divide
     the number of devices."""
-    tensor_plan: Mapping[str, int] | None = option(None, part_of="units", describe=described_plan)
+    tensor_plan: Mapping[str, int] | None = option(None, part_of="units", describe=plain_plan)
     """By pattern of parameter names (``*`` matches anything), the dimension to shard over these devices, such as
     ``{"*.mlp.up.weight": 0, "*.mlp.down.weight": 1}``. Other parameters are replicated on them."""

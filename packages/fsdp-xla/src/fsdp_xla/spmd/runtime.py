@@ -43,7 +43,7 @@ class XLASPMDRuntime(Runtime):
                 f"tensor_parallel_size={tensor_parallel_size!r} is not a number of devices.\nWrite 1, or more."
             )
         self.tensor_parallel_size = tensor_parallel_size
-        self._expected: int | None = None
+        self._expected_devices: int | None = None
         self._device_mesh: Any = None
 
     def expect(self, devices: int, hosts: int = 1) -> None:
@@ -53,7 +53,7 @@ class XLASPMDRuntime(Runtime):
                 f"num_nodes={hosts} can't be used with 'xla_fsdp_spmd', which drives the devices of one host.\n"
                 "Write num_nodes=1, or strategy='xla_fsdp'."
             )
-        self._expected = devices
+        self._expected_devices = devices
 
     @property
     def device_mesh(self) -> Any:
@@ -84,8 +84,8 @@ class XLASPMDRuntime(Runtime):
                 "Build the model and the data on the CPU, or write torch_xla.runtime.use_spmd() before the first "
                 "tensor on an XLA device."
             )
-        if uses_cpu_devices() and self._expected is not None and not runtime_is_started():
-            os.environ.setdefault("CPU_NUM_DEVICES", str(self._expected))
+        if uses_cpu_devices() and self._expected_devices is not None and not runtime_is_started():
+            os.environ.setdefault("CPU_NUM_DEVICES", str(self._expected_devices))
         if not xr.is_spmd():
             xr.use_spmd()
         count = xr.global_runtime_device_count()
@@ -94,11 +94,13 @@ class XLASPMDRuntime(Runtime):
                 f"'xla_fsdp_spmd' drives the devices of one host, and XLA runs in {xr.process_count()} processes.\n"
                 "Use strategy='xla_fsdp' on several hosts."
             )
-        if self._expected not in (None, count):
-            how = f"set CPU_NUM_DEVICES={self._expected} before Python starts, or " if uses_cpu_devices() else ""
+        if self._expected_devices not in (None, count):
+            cpu_hint = (
+                f"set CPU_NUM_DEVICES={self._expected_devices} before Python starts, or " if uses_cpu_devices() else ""
+            )
             raise StrategyUnavailableError(
-                f"devices={self._expected} was requested, and XLA has {count}, all of which SPMD drives.\n"
-                f"To continue, {how}write devices={count}."
+                f"devices={self._expected_devices} was requested, and XLA has {count}, all of which SPMD drives.\n"
+                f"To continue, {cpu_hint}write devices={count}."
             )
         size = self.tensor_parallel_size
         if count % size:

@@ -25,7 +25,7 @@ from fsdp_core.state import (
 )
 from fsdp_xla.spmd.boundaries import Boundaries
 from fsdp_xla.spmd.partitioning import replicated_spec
-from fsdp_xla.spmd.shards import HostShards, held_by_devices
+from fsdp_xla.spmd.shards import HostShards, copy_shards
 from fsdp_xla.torch_xla_private.sharded_tensors import is_marked, local_boxes
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ class XLASPMDSharded(Sharded):
         self._boundaries = boundaries
 
     def bytes_held(self) -> int:
-        return sum(prod(local_boxes(p)[0][2]) * p.element_size() for p in self.layout())
+        first_boxes = ((p, local_boxes(p)[0]) for p in self.layout())  # of the first device: no other has more
+        return sum(prod(lengths) * p.element_size() for p, (*_, lengths) in first_boxes)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -78,11 +79,11 @@ class XLASPMDSharded(Sharded):
         error_if_nonfinite: bool = False,
     ) -> Tensor:
         if error_if_nonfinite:
-            # reading the norm must not be a separate program that computes the gradients again
+            # Otherwise reading the norm would be a program of its own that computes the gradients once more.
             self.backend.spmd.run_pending()
         norm = super().clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
         if error_if_nonfinite:
-            # torch_xla 2.9 mixes tensors up if one is read while the others' multiplication in place is pending
+            # torch_xla 2.9 confuses tensors if one is read while in-place multiplications of the others are pending.
             self.backend.spmd.run_pending()
         return norm
 
@@ -96,47 +97,48 @@ class XLASPMDSharded(Sharded):
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True, *, check_only: bool = False) -> None:
         self.backend.spmd.settle()
         root = self.root
-        named_tensors = (*root.named_parameters(**_EVERY), *root.named_buffers(**_EVERY))
+        named_tensors = (*root.named_parameters(**_WITH_TIES), *root.named_buffers(**_WITH_TIES))
         module_tensors = {clean_name(name): tensor for name, tensor in named_tensors}
-        live = super().model_state()
-        resized = self.resized_as_they_load(live, state)  # which load_state_dict() below loads
+        live_state = super().model_state()
+        resizing_names = self.resized_as_they_load(live_state, state)  # loaded below by the modules themselves
         targets: dict[str, Any] = {}
         shards: dict[str, HostShards] = {}
-        for name, value in live.items():
-            if not isinstance(value, Tensor) or name in resized:
+        for name, value in live_state.items():
+            if not isinstance(value, Tensor) or name in resizing_names:
                 continue
             if name in module_tensors and name in state and is_marked(module_tensors[name]):
                 shards[name] = HostShards(module_tensors[name])
                 targets[name] = shards[name].chunks
             else:
-                targets[name] = torch.empty(value.shape, dtype=value.dtype)  # empty_like() of XLA's has no memory
-        tensors: dict[str, Any] = {name: value for name, value in state.items() if isinstance(value, _TENSORS)}
-        tensors = {name: value for name, value in tensors.items() if name not in resized}
+                # On the host: empty_like() would be on the device.
+                targets[name] = torch.empty(value.shape, dtype=value.dtype)
+        tensors: dict[str, Any] = {name: value for name, value in state.items() if isinstance(value, _TENSOR_TYPES)}
+        tensors = {name: value for name, value in tensors.items() if name not in resizing_names}
         fill_all(targets, tensors, strict=strict, cast=not strict, check_only=check_only)
         if check_only:
             return
-        for name, of_name in shards.items():
-            module_tensors[name].data = of_name.tensor()
-        raw_names = {clean_name(name): name for name in type(root).state_dict(root)}
-        rest = {
-            raw_names[name]: targets.get(name, _full(value))
+        for name, host_shards in shards.items():
+            module_tensors[name].data = host_shards.tensor()
+        full_names = {clean_name(name): name for name in type(root).state_dict(root)}
+        remaining_state = {
+            full_names[name]: targets.get(name, _read_full(value))
             for name, value in state.items()
-            if name in live and name not in shards
+            if name in live_state and name not in shards
         }
-        if rest:
-            self.let_modules_load(root, rest, resized)
+        if remaining_state:
+            self.let_modules_load(root, remaining_state, resizing_names)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         self.backend.spmd.settle()
-        described = optimizer_state(optimizer, self.layout(), self.runtime)
+        named_state = optimizer_state(optimizer, self.layout(), self.runtime)
         return {
             "state": {
                 name: {key: _on_host(value) for key, value in values.items()}
-                for name, values in described["state"].items()
+                for name, values in named_state["state"].items()
             },
             "param_groups": [
                 {key: value.cpu() if isinstance(value, Tensor) else value for key, value in group.items()}
-                for group in described["param_groups"]
+                for group in named_state["param_groups"]
             ],
         }
 
@@ -149,7 +151,7 @@ class XLASPMDSharded(Sharded):
     def _restored_state(
         self, parameter: nn.Parameter, parts: Sequence[Part], group: Mapping[str, Any], key: str, values: Sequence[Any]
     ) -> Any:
-        """Place a value of an optimizer's state as a step would, so that the next step is the same program."""
+        """Lay out a value of an optimizer's state as a step does, so that the next step is the same program."""
         value = values[0]
         if not isinstance(value, SavedTensor | Tensor):
             return value
@@ -163,12 +165,12 @@ class XLASPMDSharded(Sharded):
         fill(full, value)
         if is_count and not (group.get("capturable") or group.get("fused")):
             return full
-        return self.backend.marked(full, replicated_spec(full.ndim))
+        return self.backend.move_and_mark(full, replicated_spec(full.ndim))
 
     def accumulated_gradients(self) -> HeldGradients:
         self.backend.spmd.settle()
         return HeldGradients(
-            reduced={name: held_by_devices(p.grad) for name, p in named_parameters(self.root) if p.grad is not None}
+            reduced={name: copy_shards(p.grad) for name, p in named_parameters(self.root) if p.grad is not None}
         )
 
     def restore_gradients(
@@ -186,16 +188,16 @@ class XLASPMDSharded(Sharded):
         for name, parameter in parameters.items():
             parameter.grad = None
             if name in own or name in reduced:
-                total = HostShards(parameter)
+                host_gradient = HostShards(parameter)
                 if name in reduced:
-                    fill(total.chunks, reduced[name], cast=True)
+                    fill(host_gradient.chunks, reduced[name], cast=True)
                 if name in own:
-                    _add(total.chunks, own[name]())
-                parameter.grad = total.tensor()
+                    _add(host_gradient.chunks, own[name]())
+                parameter.grad = host_gradient.tensor()
 
 
-_TENSORS = (Tensor, ChunkedTensor, SavedTensor)
-_EVERY: dict[str, Any] = {"remove_duplicate": False}
+_TENSOR_TYPES = (Tensor, ChunkedTensor, SavedTensor)
+_WITH_TIES: dict[str, Any] = {"remove_duplicate": False}
 
 
 def _add(chunks: ChunkedTensor, full: Tensor) -> None:
@@ -205,8 +207,8 @@ def _add(chunks: ChunkedTensor, full: Tensor) -> None:
 
 
 def _on_host(value: Any) -> Any:
-    return held_by_devices(value) if isinstance(value, Tensor) and value.device.type == "xla" else value
+    return copy_shards(value) if isinstance(value, Tensor) and value.device.type == "xla" else value
 
 
-def _full(value: Any) -> Any:
+def _read_full(value: Any) -> Any:
     return value.full() if isinstance(value, SavedTensor) else value

@@ -16,16 +16,16 @@ from fsdp_xla.torch_xla_private.sharded_tensors import (
     sharding_of,
 )
 
-__all__ = ["DeviceLayout", "HostShards", "held_by_devices", "layout_on_devices"]
+__all__ = ["DeviceLayout", "HostShards", "copy_shards", "layout_on_devices"]
 
 
-def held_by_devices(tensor: Tensor) -> ChunkedTensor:
+def copy_shards(tensor: Tensor) -> ChunkedTensor:
     """Copy a tensor to the host, shard by shard. It must not depend on pending computations."""
     tensor, shape = tensor.detach(), tuple(tensor.shape)
     boxes = local_boxes(tensor) if is_marked(tensor) else []
     if all(lengths == shape for _, _, lengths in boxes):
-        one_chunk = () if 0 in shape else (Chunk(offsets=(0,) * len(shape), data=tensor.cpu()),)
-        return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=one_chunk)
+        chunks_of_replica = () if 0 in shape else (Chunk(offsets=(0,) * len(shape), data=tensor.cpu()),)
+        return ChunkedTensor(shape=shape, dtype=tensor.dtype, chunks=chunks_of_replica)
     chunks = tuple(
         Chunk(offsets=offsets, data=_without_padding(shard, lengths))
         for shard, (replica, offsets, lengths) in zip(local_shards(tensor), boxes, strict=True)
@@ -69,20 +69,20 @@ class HostShards:
         self._sharding = layout.sharding
         self._buffers: list[Tensor] = []
         shape, dtype, boxes = layout.shape, dtype or layout.dtype, layout.boxes
-        # all shards are padded to the shape of the first, which is never padded itself
-        padded = tuple(max(0, length) for length in boxes[0][2])
-        by_place: dict[tuple[int, ...], Tensor] = {}
+        # All shards are padded to the shape of the first one, which has no padding.
+        padded_shape = tuple(max(0, length) for length in boxes[0][2])
+        buffer_by_offsets: dict[tuple[int, ...], Tensor] = {}
         chunks: list[Chunk] = []
         for _, offsets, lengths in boxes:
             is_empty = bool(lengths) and min(lengths) <= 0
-            if is_empty or offsets not in by_place:
-                buffer = torch.zeros(padded, dtype=dtype)
+            if is_empty or offsets not in buffer_by_offsets:
+                buffer = torch.zeros(padded_shape, dtype=dtype)
                 if not is_empty:
-                    by_place[offsets] = buffer
+                    buffer_by_offsets[offsets] = buffer
                     chunks.append(Chunk(offsets=offsets, data=_without_padding(buffer, lengths)))
                 self._buffers.append(buffer)
             else:
-                self._buffers.append(by_place[offsets])
+                self._buffers.append(buffer_by_offsets[offsets])
         #: Where to write the tensor's values.
         self.chunks = ChunkedTensor(shape=shape, dtype=dtype, chunks=tuple(chunks))
 

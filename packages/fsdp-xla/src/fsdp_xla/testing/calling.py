@@ -13,7 +13,7 @@ import torch_xla.runtime as xr
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from fsdp_core.testing import Answer, Here, answered, stand_on
+from fsdp_core.testing import Answer, RankContext, answer_of, set_rank_context
 from fsdp_xla.ranks.launch import run_ranks
 from fsdp_xla.torch_xla_private import devices as xla
 from fsdp_xla.torch_xla_private.sharded_tensors import is_marked, local_boxes
@@ -21,7 +21,7 @@ from fsdp_xla.torch_xla_private.sharded_tensors import is_marked, local_boxes
 __all__ = ["OnAllDevices", "OnThreads", "on_all_devices", "on_threads"]
 
 
-class OnThreads(Here):
+class OnThreads(RankContext):
     """Each rank is a thread of this process, or the process where there is one rank."""
 
     own_generators: ClassVar[bool] = False
@@ -44,7 +44,7 @@ class OnThreads(Here):
         return _memory(tensor, math.prod(tensor.shape))  # numel() does not change when a tensor is freed
 
 
-class OnAllDevices(Here):
+class OnAllDevices(RankContext):
     """This process drives all devices and is the only rank; what applies to a rank applies to each device."""
 
     @property
@@ -68,39 +68,39 @@ class OnAllDevices(Here):
 
 def on_threads(world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Answer]:
     """Call a function on a thread for each device, all in lockstep."""
-    stand_on(OnThreads())
+    set_rank_context(OnThreads())
     if world_size == 1:
-        return [answered(lambda: _on_host(function(*arguments)))]
+        return [answer_of(lambda: _on_host(function(*arguments)))]
     answers: dict[int, Answer] = {}
 
-    def rank(own: tuple[Any, ...]) -> None:
+    def rank(own_arguments: tuple[Any, ...]) -> None:
         here = xla.rank_here()
         assert here is not None
-        answer = answers[here.rank] = answered(lambda: _on_host(function(*own)))
+        answer = answers[here.rank] = answer_of(lambda: _on_host(function(*own_arguments)))
         if not answer[0]:
             raise RuntimeError("this rank has failed")  # so that no other waits for it
 
-    outcome = answered(partial(run_ranks, world_size, rank, arguments))
+    outcome = answer_of(partial(run_ranks, world_size, rank, arguments))
     return [answers.get(rank, outcome) for rank in range(world_size)]
 
 
 def on_all_devices(world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Answer]:
-    """Call a function once; its answer is each device's."""
-    stand_on(OnAllDevices())
+    """Call a function once, and return its answer for each device."""
+    set_rank_context(OnAllDevices())
     if not xr.is_spmd():
         xr.use_spmd()  # for the rest of the process, which runs only clauses of SPMD
-    return [answered(lambda: _on_host(function(*copy.deepcopy(arguments))))] * world_size
+    return [answer_of(lambda: _on_host(function(*copy.deepcopy(arguments))))] * world_size
 
 
-def _memory(tensor: Tensor, on_device: int) -> int:
+def _memory(tensor: Tensor, numel_on_device: int) -> int:
     """The bytes of a tensor. XLA's tensors have no storage that reports its size."""
     try:
         is_on_xla = tensor.device.type == "xla"
     except RuntimeError as error:
         if "does not have a device" not in str(error):
             raise
-        return 0  # found by the garbage collector while another rank's thread makes it: it holds nothing yet
-    return on_device * tensor.element_size() if is_on_xla else tensor.untyped_storage().nbytes()
+        return 0  # listed by the garbage collector while another rank's thread creates it
+    return numel_on_device * tensor.element_size() if is_on_xla else tensor.untyped_storage().nbytes()
 
 
 def _on_host(value: Any) -> Any:

@@ -26,11 +26,11 @@ QUICK = " ".join(
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
         "--xla_cpu_use_fusion_emitters=false",
-        "--xla_cpu_parallel_codegen_split_count=1",  # programs are small, and other processes use the cores
+        "--xla_cpu_parallel_codegen_split_count=1",  # programs are small, and other processes use the other cores
     ]
 )
 
-#: Lets torch compute the shape of each result on the device alone, and not a second time in Python to compare.
+#: Keeps torch from computing the shape of each result a second time in Python, to compare it with the device's.
 COMPUTED_ONCE = {"TORCH_DISABLE_FUNCTIONALIZATION_META_REFERENCE": "1"}
 
 

@@ -2,10 +2,10 @@
 
 Tested with torch_xla 2.9.0.
 
-Running a program does not advance random numbers (``random_numbers_kept``). To XLA every run is a step, and the next
-step's seed is derived from the one with which the last step began: a save, a read of a value or a recomputation within
-a step would change what dropout draws from then on. So each run restores the generator to the state that drawing has
-left.
+Running a program must not advance random numbers (``random_numbers_kept``). XLA takes every run for a step, and derives
+the next step's seed from the one with which the last step began. So a save, a read of a value or a recomputation within
+a step would change what dropout draws from then on. To prevent it, each run restores the generator to its state before
+the run.
 """
 
 from __future__ import annotations
@@ -110,38 +110,38 @@ def run_on_threads(
     Raises:
         KeyboardInterrupt: There was an interrupt.
     """
-    added = {"PJRT_LOCAL_PROCESS_RANK", "PJRT_LOCAL_PROCESS_COUNT"} - set(os.environ)
-    ended: list[threading.Event] = []
+    added_variables = {"PJRT_LOCAL_PROCESS_RANK", "PJRT_LOCAL_PROCESS_COUNT"} - set(os.environ)
+    end_events: list[threading.Event] = []
 
-    def rank(device: str, end: threading.Event) -> None:
+    def run_rank(device: str, end_event: threading.Event) -> None:
         try:
             compiled._xla_set_default_device(device)
             xr._init_world_size_ordinal()
             this_thread.is_rank = True
             function()
         finally:
-            end.set()
+            end_event.set()
 
     try:
         pjrt.initialize_multiprocess(0, 1)
         devices = xm.get_xla_supported_devices()
         _start_autograd(torch.device(devices[0]))
         for device in devices:
-            ended.append(threading.Event())
-            threading.Thread(target=rank, args=(device, ended[-1]), daemon=True).start()
-        _wait_for(ended, interrupts)
+            end_events.append(threading.Event())
+            threading.Thread(target=run_rank, args=(device, end_events[-1]), daemon=True).start()
+        _wait_for(end_events, interrupts)
     finally:
-        for variable in added:
+        for variable in added_variables:
             os.environ.pop(variable, None)
 
 
 def _start_autograd(device: torch.device) -> None:
-    """Take this process's first backward pass, which starts autograd's threads, before several ranks would at once.
+    """Take this process's first backward pass, which starts autograd's threads, before ranks do so at the same time.
 
     In a forked process torch then also makes its engine anew, which is not safe: about one start in fifty of three
     ranks crashed or hung in ``Engine::start_device_threads`` (torch 2.9.0).
     """
-    with suppress(RuntimeError):  # check_autograd() tells each rank
+    with suppress(RuntimeError):  # each rank raises this error in check_autograd()
         _take_backward_pass(device)
 
 
@@ -155,12 +155,12 @@ def _wait_for(events: Sequence[threading.Event], interrupts: Sequence[Callable[[
     for event in events:
         while not event.is_set():
             try:
-                event.wait(0.5)  # a signal between Python's look at signals and the wait is seen after the wait
+                event.wait(0.5)  # with a limit, since a signal that comes just before the wait is seen only after it
             except KeyboardInterrupt as error:
-                interrupt, how = error, next(remaining, None)
-                if how is None:
+                interrupt, on_interrupt = error, next(remaining, None)
+                if on_interrupt is None:
                     raise
-                how()
+                on_interrupt()
     if interrupt is not None:
         raise interrupt
 
@@ -168,21 +168,21 @@ def _wait_for(events: Sequence[threading.Event], interrupts: Sequence[Callable[[
 def run_on_processes(function: Callable[[], object]) -> None:
     """Call ``function`` in a process for each TPU chip of this host, forked from this one.
 
-    The processes inherit it. torch_xla pickles what it is given, and a function inside another can't be.
+    The processes inherit the function from this one, because torch_xla would pickle it, and nested functions can't be.
     """
-    _of_processes.append(function)
+    _functions_of_processes.append(function)
     try:
         xmp.spawn(_rank_of_process, start_method="fork")
     finally:
-        _of_processes.pop()
+        _functions_of_processes.pop()
 
 
-_of_processes: list[Callable[[], object]] = []
+_functions_of_processes: list[Callable[[], object]] = []
 
 
 def _rank_of_process(_: int) -> None:
     this_thread.is_rank = True
-    _of_processes[-1]()
+    _functions_of_processes[-1]()
 
 
 def default_device() -> torch.device:
@@ -197,7 +197,7 @@ def set_default_device(device: torch.device) -> None:
 
 
 def computes_all_gradients() -> bool:
-    """Whether the backward pass that runs is to all parameters, as ``loss.backward()`` is."""
+    """Whether the running backward pass computes the gradients of all parameters, as ``loss.backward()`` does."""
     return bool(torch.autograd._is_checkpoint_valid())
 
 
@@ -232,7 +232,7 @@ def check_autograd(device: torch.device, strategy: str, instead: str) -> None:
 def replace(tensor: Tensor, value: Tensor) -> None:
     """Replace a device tensor's value by a host tensor. A copy would be a graph to compile.
 
-    torch_xla's own function to replace a tensor is no alternative: results of in-place operations reappear.
+    torch_xla's own function to replace a tensor can't be used: results of in-place operations reappear.
     """
     tensor.data = value.to(tensor.device)
 
@@ -259,7 +259,7 @@ def put_in_order(tensors: Sequence[nn.Parameter]) -> bool:
 
 
 def as_data(value: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device that is never a constant of a program, as ``value.to(device)`` is for 0 and 1."""
+    """Copy a value to the device such that programs never take it for a constant, as they do for 0 and 1."""
     (copy,) = xm.send_cpu_data_to_device([value], str(device))
     assert isinstance(copy, Tensor)
     return copy
@@ -274,9 +274,7 @@ def runtime_is_started() -> bool:
 def random_numbers_kept() -> Iterator[None]:
     """Context in which running programs does not advance random numbers.
 
-    To XLA every run is a step, and the next step's seed is derived from the one with which the last step began. So
-    running a program to read or save values would change what dropout draws afterwards, as would recomputation, which
-    resets and restores the seed.
+    The module's docstring says why they would advance.
     """
     seed = xm.get_rng_state()
     yield
@@ -339,10 +337,10 @@ def communicator_of_ranks(
     rank: int, world_size: int, address: str, port: int, timeout: timedelta | None
 ) -> Communicator:
     """This rank's communicator: in this process if ranks are its threads, otherwise a store at rank 0's address."""
-    own: ThreadCommunicator | None = getattr(this_thread, "communicator", None)
-    if own is not None:
+    thread_communicator: ThreadCommunicator | None = getattr(this_thread, "communicator", None)
+    if thread_communicator is not None:
         if timeout is not None:
-            own.barrier.timeout = timeout
-        return own
+            thread_communicator.barrier.timeout = timeout
+        return thread_communicator
     store = TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout or timedelta(minutes=30))
     return StoreCommunicator(store, world_size)

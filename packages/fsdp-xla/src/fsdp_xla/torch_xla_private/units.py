@@ -5,8 +5,8 @@ torch_xla has no public API for any of this. Tested with torch_xla 2.9.0.
 The full parameters that torch_xla has sharded are freed here (``free_originals``), because it was observed to keep
 the whole model on every device.
 
-In a manual step, inside the root's forward pass, a backward pass is ended here, in the way torch_xla ends one whose
-loss its root has returned, and its hooks are put back on the same autograd nodes. Those have the shapes of full
+In a manual step, a backward pass runs inside the root's forward pass. It is ended here as torch_xla ends one that
+follows a forward pass, and then its hooks are put back on the same autograd nodes. These have the shapes of full
 parameters; new nodes would have the shapes of the placeholders, to which torch would silently reduce the gradients.
 """
 
@@ -69,8 +69,8 @@ class WrappedUnit(OutsideAttributes, XlaFullyShardedDataParallel):  # type: igno
         Raises:
             UnsupportedCapabilityError: A backward pass outside of the root's forward pass has create_graph=True.
         """
-        records = torch.is_grad_enabled() and in_backward() and self.training_state != TrainingState.FORWARD
-        root = self.__dict__[_ROOT]() if records else None
+        is_recorded = torch.is_grad_enabled() and in_backward() and self.training_state != TrainingState.FORWARD
+        root = self.__dict__[_ROOT]() if is_recorded else None
         if root is not None and root.training_state != TrainingState.FORWARD:
             raise UnsupportedCapabilityError(
                 "create_graph=True records a graph that holds parameters, which torch_xla's "
@@ -79,23 +79,28 @@ class WrappedUnit(OutsideAttributes, XlaFullyShardedDataParallel):  # type: igno
                 "training_step()."
             )
         if root is not None:
-            self.__dict__[_RECORDED] = True
+            self.__dict__[_KEPT_FOR_GRAPH] = True
         super()._rebuild_full_params(*args, **kwargs)
 
     def _free_full_params(self, params: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
-        """Free, but for what an earlier call of this pass still needs, in which it was frozen, and what a graph needs.
+        """Free gathered parameters, unless they are still needed after torch_xla would free them.
 
-        torch_xla frees the former when a later call has its gradient. A graph of ``create_graph=True`` is run
-        in an order that depends on the threads that have recorded it: perhaps before torch_xla gathers for the call.
+        They are if they were frozen in an earlier call of this pass: torch_xla frees them when a later call has its
+        gradient. And they are if a graph of ``create_graph=True`` holds them, which may run before torch_xla gathers
+        again: the order depends on the threads that have recorded the graph.
         """
-        if _RECORDED in self.__dict__:
+        if _KEPT_FOR_GRAPH in self.__dict__:
             return
-        own: Any = self.full_params
-        if params is None or _UNFROZEN not in self.__dict__ or all(params[0] is not full for full in own):
+        own_full_params: Any = self.full_params
+        if (
+            params is None
+            or _FREEZING_CHANGED not in self.__dict__
+            or all(params[0] is not full for full in own_full_params)
+        ):
             super()._free_full_params(params, *args, **kwargs)
 
     def _post_backward_hook(self, param: Any, *unused: Any) -> None:
-        """Refuse to reduce what was frozen since the forward pass, and has its gradient already.
+        """Refuse to reduce the gradient of a parameter that was frozen after the forward pass.
 
         Raises:
             UnsupportedCapabilityError: The parameter is frozen.
@@ -109,7 +114,7 @@ class WrappedUnit(OutsideAttributes, XlaFullyShardedDataParallel):  # type: igno
         super()._post_backward_hook(param, *unused)
 
     def assert_state(self, state: TrainingState | list[TrainingState]) -> None:
-        """Refuse what torch_xla asserts to be otherwise, in words about the step.
+        """Raise an error about the user's step where torch_xla's assertion would fail.
 
         Raises:
             UnsupportedCapabilityError: The unit is in another state.
@@ -157,10 +162,9 @@ def units_of(root: nn.Module) -> Iterator[XlaFullyShardedDataParallel]:
 def free_gathered(root: nn.Module) -> None:
     """Free parameters that units have gathered and kept."""
     for unit in units_of(root):
-        unit.__dict__.pop(_UNFROZEN, None)
-        unit.__dict__.pop(_RECORDED, None)
-        # torch_xla forgets that it has them when the first is freed: what was frozen in an earlier call is freed with
-        # the later one, and gathered again for the earlier
+        unit.__dict__.pop(_FREEZING_CHANGED, None)
+        unit.__dict__.pop(_KEPT_FOR_GRAPH, None)
+        # has_full_params becomes false when torch_xla frees the first parameter, so all are looked at.
         if unit.has_full_params or any(map(_is_gathered, unit.full_params)):
             unit._free_full_params()
 
@@ -188,8 +192,8 @@ def end_step(root: nn.Module) -> None:
                 hook[1].remove()
         unit.training_state = TrainingState.IDLE
         unit._pre_backward_hook_has_run = unit._post_backward_callback_queued = False
-        unit.__dict__.pop(_UNFROZEN, None)
-        unit.__dict__.pop(_RECORDED, None)
+        unit.__dict__.pop(_FREEZING_CHANGED, None)
+        unit.__dict__.pop(_KEPT_FOR_GRAPH, None)
         unit._free_full_params(apply_opt_barrier=False)
         if unit._output_pre_backward_hook_registered is not None:
             unit._output_pre_backward_hook_registered.clear()
@@ -205,18 +209,18 @@ class Writes:
 
     Args:
         root: The root.
-        by_hand: Returns whether the step is manual.
+        is_manual: Returns whether the step is manual.
     """
 
-    is_agreed_on = False  # a rank that waits for a value would get the error that another rank exchanges values
+    is_agreed_on = False  # exchanging names would break steps in which another rank waits for a value
 
-    def __init__(self, root: nn.Module, by_hand: Callable[[], bool]) -> None:
-        self._units, self._by_hand = list(units_of(root)), by_hand
+    def __init__(self, root: nn.Module, is_manual: Callable[[], bool]) -> None:
+        self._units, self._is_manual = list(units_of(root)), is_manual
         self._written_name: str | None = None
         for unit in self._units:
-            unit._rebuild_full_params = partial(_rebuild_and_note, unit)
-        self._hooks = [  # a unit frees at the end of its own forward pass
-            unit.module.register_forward_hook(partial(self._look, unit)) for unit in self._units
+            unit._rebuild_full_params = partial(_gather_and_note_ids, unit)
+        self._hooks = [  # compared after a unit's own forward pass, since the unit then frees its parameters
+            unit.module.register_forward_hook(partial(self._compare_ids, unit)) for unit in self._units
         ]
 
     def renew(self) -> None:
@@ -225,7 +229,7 @@ class Writes:
     def written(self) -> str | None:
         """The name of the first parameter that was written since it was gathered."""
         for unit in self._units:
-            self._look(unit)
+            self._compare_ids(unit)
         return self._written_name
 
     def stop(self) -> None:
@@ -233,41 +237,43 @@ class Writes:
         for hook in self._hooks:
             hook.remove()
 
-    def _look(self, unit: Any, *_: Any) -> None:
-        for parameters, values in unit.__dict__.get(_GATHERED, {}).items():
-            if self._written_name or not unit.has_full_params or (parameters == "sharded_params" and self._by_hand()):
+    def _compare_ids(self, unit: Any, *_: Any) -> None:
+        for parameters, gathered_ids in unit.__dict__.get(_GATHERED, {}).items():
+            if self._written_name or not unit.has_full_params or (parameters == "sharded_params" and self._is_manual()):
                 continue
-            for parameter, value, info in zip(getattr(unit, parameters), values, unit.full_param_infos, strict=True):
-                if compiled._xla_get_tensor_id(parameter) != value:
+            for parameter, gathered_id, info in zip(
+                getattr(unit, parameters), gathered_ids, unit.full_param_infos, strict=True
+            ):
+                if compiled._xla_get_tensor_id(parameter) != gathered_id:
                     self._written_name = f"{info[0]}.{info[2]}".removeprefix(".")
                     break
 
 
 _GATHERED, _ROOT = "_fsdp_xla_gathered", "_fsdp_xla_root"
 
-#: Of a unit that stays gathered to the end of the next backward pass that adds to gradients.
-_RECORDED = "_fsdp_xla_recorded"
+#: The mark of a unit that stays gathered until the end of the next backward pass that adds to gradients.
+_KEPT_FOR_GRAPH = "_fsdp_xla_recorded"
 
 
 def watch_calls(root: nn.Module) -> None:
     """Register the hooks of each unit's calls, around what torch_xla does in its forward pass."""
     for unit in units_of(root):
-        own = weakref.ref(unit)
+        unit_ref = weakref.ref(unit)
 
-        def show(tensors: list[Tensor], own: weakref.ref[Any] = own) -> None:
-            unit = own()
+        def register_backward_hooks(tensors: list[Tensor], unit_ref: weakref.ref[Any] = unit_ref) -> None:
+            unit = unit_ref()
             if unit is not None:
                 unit._register_pre_backward_hooks(tensors)
 
-        calls = UnitCalls(show)
-        if unit is not root:  # parameters may be frozen or unfrozen in a step
+        calls = UnitCalls(register_backward_hooks)
+        if unit is not root:  # within a step, parameters of units may be frozen and unfrozen
             unit.register_forward_pre_hook(lambda unit, _: follow_freezing(unit), prepend=True)
         unit.register_forward_pre_hook(calls.enter, with_kwargs=True, prepend=True)
         unit.module.register_forward_pre_hook(calls.begin, with_kwargs=True, prepend=True)
         unit.register_forward_hook(calls.leave, always_call=True)
 
 
-def _rebuild_and_note(unit: Any, *args: Any, **kwargs: Any) -> None:
+def _gather_and_note_ids(unit: Any, *args: Any, **kwargs: Any) -> None:
     was_gathered = unit.has_full_params
     type(unit)._rebuild_full_params(unit, *args, **kwargs)
     if not was_gathered:
@@ -279,14 +285,14 @@ def _rebuild_and_note(unit: Any, *args: Any, **kwargs: Any) -> None:
 def no_reduction(root: nn.Module) -> Iterator[None]:
     """Like ``root.no_sync()``, which does not allow a backward pass inside the root's forward pass."""
     units = list(units_of(root))
-    before = [unit._require_backward_grad_sync for unit in units]
+    previous_sync = [unit._require_backward_grad_sync for unit in units]
     for unit in units:
         unit._require_backward_grad_sync = False
     try:
         yield
     finally:
-        for unit, synced in zip(units, before, strict=True):
-            unit._require_backward_grad_sync = synced
+        for unit, was_synced in zip(units, previous_sync, strict=True):
+            unit._require_backward_grad_sync = was_synced
 
 
 def suspend_forward(root: Any) -> None:
@@ -303,14 +309,16 @@ def resume_forward(root: Any) -> None:
     """
     units = list(units_of(root))
     if root._pre_backward_hook_has_run:
-        waiting = [(u, p, p._shard_bwd_hook[0]) for u in units for p in u.full_params if hasattr(p, "_shard_bwd_hook")]
+        pending_hooks = [
+            (u, p, p._shard_bwd_hook[0]) for u in units for p in u.full_params if hasattr(p, "_shard_bwd_hook")
+        ]
         _end_backward(root, units)
-        for unit, parameter, node in waiting:  # the same node: a new one would belong to the placeholder
+        for unit, parameter, node in pending_hooks:  # on the same node: a new one would have the placeholder's shape
             hook = node.register_hook(partial(unit._post_backward_hook, parameter))
             parameter._shard_bwd_hook = (node, hook)
     for unit in units:
         if unit is root or not unit.reshard_after_forward:
-            unit.__dict__.pop(_RECORDED, None)
+            unit.__dict__.pop(_KEPT_FOR_GRAPH, None)
             unit._free_full_params(apply_opt_barrier=unit.optimization_barrier_in_forward)
             unit._rebuild_full_params(apply_opt_barrier=unit.optimization_barrier_in_forward)
     root._register_post_backward_hooks()
@@ -320,18 +328,23 @@ def resume_forward(root: Any) -> None:
 
 def follow_written_shards(root: Any) -> None:
     """Continue the root's forward pass with what was written to its shards since it gathered them."""
-    before = root.__dict__.get(_GATHERED, {}).get("sharded_params")
-    if root.has_full_params and before not in (None, list(map(compiled._xla_get_tensor_id, root.sharded_params))):
+    ids_when_gathered = root.__dict__.get(_GATHERED, {}).get("sharded_params")
+    if root.has_full_params and ids_when_gathered not in (
+        None,
+        list(map(compiled._xla_get_tensor_id, root.sharded_params)),
+    ):
         resume_forward(root)
 
 
 def _end_backward(root: Any, units: list[Any]) -> None:
     for unit in units:
-        unit.reduce_scatter_op.flush()  # it counts hooks, some of which may have run before this backward pass
+        unit.reduce_scatter_op.flush()  # does not wait for hooks that have run before this backward pass
         if unit._pre_backward_hook_has_run:
-            # torch_xla asserts that a backward pass reaches each parameter of a unit that it visits
-            trained = any(p.requires_grad for p in unit.full_params) and any(p.requires_grad for p in unit.parameters())
-            unit.training_state = TrainingState.BACKWARD_POST if trained else TrainingState.BACKWARD_PRE
+            # In this state, torch_xla does not assert that the pass has reached all parameters of the unit.
+            is_trained = any(p.requires_grad for p in unit.full_params) and any(
+                p.requires_grad for p in unit.parameters()
+            )
+            unit.training_state = TrainingState.BACKWARD_POST if is_trained else TrainingState.BACKWARD_PRE
     root._wait_for_post_backward()
 
 
@@ -343,11 +356,11 @@ def reduce_pending(root: Any) -> None:
     Args:
         root: The root. From now on, each of its backward passes ends with this reduction.
     """
-    end = root._wait_for_post_backward
+    end_backward = root._wait_for_post_backward
     for unit in units_of(root):
         unit.__dict__[_ROOT] = weakref.ref(root)
 
-    def reduce_and_end() -> None:
+    def reduce_then_end() -> None:
         if _end_without_gradients(root):
             return
         for unit in units_of(root):
@@ -358,12 +371,12 @@ def reduce_pending(root: Any) -> None:
                     unit._post_backward_hook(parameter)
                     unit.reduce_scatter_op.flush()
                     unit.training_state = state
-        end()
+        end_backward()
         for unit in units_of(root):
-            if unit.__dict__.pop(_RECORDED, False):
+            if unit.__dict__.pop(_KEPT_FOR_GRAPH, False):
                 unit._free_full_params()
 
-    root._wait_for_post_backward = reduce_and_end
+    root._wait_for_post_backward = reduce_then_end
 
 
 def _end_without_gradients(root: Any) -> bool:
@@ -373,8 +386,8 @@ def _end_without_gradients(root: Any) -> bool:
     at which it reduces their gradients, which the next pass through the same graph needs.
     """
     units = list(units_of(root))
-    waiting = any(parameter.grad is not None for unit in units for parameter in unit.full_params)
-    if waiting or any(unit.training_state == TrainingState.BACKWARD_POST for unit in units):
+    has_gradients = any(parameter.grad is not None for unit in units for parameter in unit.full_params)
+    if has_gradients or any(unit.training_state == TrainingState.BACKWARD_POST for unit in units):
         return False
     for unit in units:
         if unit._pre_backward_hook_has_run and unit.reshard_after_forward:
@@ -398,19 +411,20 @@ def _show_gathered(root: Any) -> None:
 
 
 def follow_frozen_shards(root: Any) -> None:
-    """Freeze and unfreeze what the root has gathered as the user has its shards, before a call inside a step."""
+    """Copy ``requires_grad`` from the root's shards to its gathered parameters, before a call inside a step."""
     if root.has_full_params and list(map(_is_trained, root.full_params)) != list(map(_is_trained, root.sharded_params)):
         for full, shard in zip(root.full_params, root.sharded_params, strict=True):
             full.requires_grad_(shard.requires_grad)
             shard._was_trained = shard.requires_grad
-        root.__dict__[_UNFROZEN] = True
+        root.__dict__[_FREEZING_CHANGED] = True
         root._register_post_backward_hooks()
 
 
 _is_trained = attrgetter("requires_grad")
 
-#: Whether parameters of the root were frozen or unfrozen in a step. Inner units are gathered again for an earlier call.
-_UNFROZEN = "_fsdp_xla_unfrozen"
+#: The mark of a root whose parameters were frozen or unfrozen in a step. Inner units need none: they are gathered
+#: again.
+_FREEZING_CHANGED = "_fsdp_xla_unfrozen"
 
 
 def follow_requires_grad(root: Any) -> None:
@@ -434,18 +448,18 @@ def free_originals(unit: Any) -> None:
         unit: The sharded unit. Only parameters that :func:`parameter_of` has created are freed.
     """
     for parameter in unit.full_params:
-        made_of = parameter.__dict__.pop(_MADE_OF, None)
-        if made_of is not None and not hasattr(parameter, "_param_infos"):
-            compiled._replace_xla_tensor(made_of, unit._dummy_data_placeholder)
+        source_tensor = parameter.__dict__.pop(_SOURCE_TENSOR, None)
+        if source_tensor is not None and not hasattr(parameter, "_param_infos"):
+            compiled._replace_xla_tensor(source_tensor, unit._dummy_data_placeholder)
 
 
-_MADE_OF = "_fsdp_xla_made_of"
+_SOURCE_TENSOR = "_fsdp_xla_made_of"
 
 
 def parameter_of(tensor: Tensor, requires_grad: bool) -> nn.Parameter:
     """Create a parameter that keeps its source tensor for :func:`free_originals`. The tensor must not be reused."""
     parameter = nn.Parameter(tensor, requires_grad=requires_grad)
-    parameter.__dict__[_MADE_OF] = tensor
+    parameter.__dict__[_SOURCE_TENSOR] = tensor
     return parameter
 
 
@@ -455,21 +469,22 @@ def follow_freezing(root: nn.Module) -> None:
     torch_xla reads it from the full parameters, created with their units, and never checks the shards again.
     """
     for unit in units_of(root):
-        before = list(map(_is_trained, unit.full_params))
+        trained_before = list(map(_is_trained, unit.full_params))
         for shard, full in zip(unit.sharded_params, unit.full_params, strict=True):
-            was = shard.__dict__.get("_was_trained", shard.requires_grad)
-            trained = shard.requires_grad if shard.requires_grad != was else full.requires_grad
-            shard.requires_grad_(trained)
-            full.requires_grad_(trained)
-            shard._was_trained = trained
-        if unit._is_root and before != list(map(_is_trained, unit.full_params)):
-            unit.__dict__[_UNFROZEN] = True
+            was_trained = shard.__dict__.get("_was_trained", shard.requires_grad)
+            is_trained = shard.requires_grad if shard.requires_grad != was_trained else full.requires_grad
+            shard.requires_grad_(is_trained)
+            full.requires_grad_(is_trained)
+            shard._was_trained = is_trained
+        if unit._is_root and trained_before != list(map(_is_trained, unit.full_params)):
+            unit.__dict__[_FREEZING_CHANGED] = True
 
 
 def show_shards(root: nn.Module, module: nn.Module) -> None:
     """Let modules in units have their shards as parameters, which torch_xla registers at units alone.
 
-    ``block.down.requires_grad_(False)`` would freeze nothing, and ``block.down.parameters()`` be empty, without a word.
+    Otherwise ``block.down.requires_grad_(False)`` would silently freeze nothing, and ``block.down.parameters()`` be
+    empty.
 
     Args:
         root: The root.
@@ -481,20 +496,20 @@ def show_shards(root: nn.Module, module: nn.Module) -> None:
                 _refuse_freezing_parts(unit, {module for _, module, _ in getattr(owner, attribute)._param_infos})
             else:
                 owner.__dict__.setdefault(_SHARDS, {})[attribute] = shard
-        for owner, attribute, first, first_attribute in tied_members(unit):
-            if _SHARDS in vars(first):
-                owner.__dict__.setdefault(_SHARDS, {})[attribute] = vars(first)[_SHARDS][first_attribute]
+        for owner, attribute, first_owner, first_attribute in tied_members(unit):
+            if _SHARDS in vars(first_owner):
+                owner.__dict__.setdefault(_SHARDS, {})[attribute] = vars(first_owner)[_SHARDS][first_attribute]
     for part in module.modules():
-        is_user = not isinstance(part, XlaFullyShardedDataParallel | XlaFlattenParamsWrapper)
-        if is_user and part is not module and any(_SHARDS in vars(inner) for inner in part.modules()):
+        is_user_module = not isinstance(part, XlaFullyShardedDataParallel | XlaFlattenParamsWrapper)
+        if is_user_module and part is not module and any(_SHARDS in vars(inner) for inner in part.modules()):
             part.__dict__["named_parameters"] = _named_parameters.__get__(part)
 
 
 def _refuse_freezing_parts(unit: Any, owners: set[nn.Module]) -> None:
-    """Refuse to freeze modules whose parameters are a part of a flattened one, of which they have none."""
-    own = unit.module.module
-    for name, part in own.named_modules():
-        if part is not own and not owners.isdisjoint(part.modules()):
+    """Refuse to freeze modules whose parameters are parts of a flattened one: they hold none themselves."""
+    user_module = unit.module.module
+    for name, part in user_module.named_modules():
+        if part is not user_module and not owners.isdisjoint(part.modules()):
             part.__dict__["requires_grad_"] = partial(_refuse_freezing, name)
 
 
@@ -518,7 +533,7 @@ def _named_parameters(
         yield name, parameter
     for path, owner in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
         for attribute, shard in vars(owner).get(_SHARDS, {}).items():
-            if shard not in yielded and attribute not in owner._parameters:  # where it is, a stand-in is in its place
+            if shard not in yielded and attribute not in owner._parameters:  # unless a stand-in replaces the shard
                 yielded.add(shard)
                 yield f"{path}.{attribute}".removeprefix("."), shard
 
@@ -534,38 +549,41 @@ def is_shard(parameter: Tensor) -> bool:
 
 
 def sharded_members(unit: XlaFullyShardedDataParallel) -> Iterator[ShardedMember]:
-    """The parameters that a unit has sharded, each once, under the first of its places."""
+    """Yield the parameters that a unit has sharded, each once, under the first of its names."""
     for shard, (_, owner, attribute) in zip(unit.sharded_params, unit.full_param_infos, strict=True):
-        local = shard.numel()
-        first = unit.rank * local
+        local_numel = shard.numel()
+        first_index = unit.rank * local_numel
         if owner is unit._fsdp_wrapped_module:
-            yield from _flattened(owner, attribute, shard, first, local)
+            yield from _flattened(owner, attribute, shard, first_index, local_numel)
             continue
         shape = tuple(shard._orig_size)
         size = torch.Size(shape).numel()
-        yield ShardedMember(owner, attribute, shape, shard, min(first, size), 0, max(0, min(local, size - first)))
+        yield ShardedMember(
+            owner, attribute, shape, shard, min(first_index, size), 0, max(0, min(local_numel, size - first_index))
+        )
 
 
 def _flattened(
-    wrapper: nn.Module, flat_name: str, shard: nn.Parameter, first: int, local: int
+    wrapper: nn.Module, flat_name: str, shard: nn.Parameter, first_index: int, local_numel: int
 ) -> Iterator[ShardedMember]:
     flat: Any = getattr(wrapper, flat_name)
-    begin = 0
+    flat_begin = 0
     for (owner, attribute), shape, size in zip(
         [(m, n) for _, m, n in flat._param_infos], flat._param_shapes, flat._param_numels, strict=True
     ):
-        start, end = max(first, begin), min(first + local, begin + size)
+        start = max(first_index, flat_begin)
+        end = min(first_index + local_numel, flat_begin + size)
         length = max(0, end - start)
         yield ShardedMember(
             owner,
             attribute,
             tuple(shape),
             shard,
-            start - begin if length else 0,
-            start - first if length else 0,
+            start - flat_begin if length else 0,
+            start - first_index if length else 0,
             length,
         )
-        begin += size
+        flat_begin += size
 
 
 def unreduced_gradients(unit: Any) -> Iterator[tuple[nn.Module, str, Tensor]]:
@@ -573,7 +591,7 @@ def unreduced_gradients(unit: Any) -> Iterator[tuple[nn.Module, str, Tensor]]:
     for full, (_, owner, attribute) in zip(unit.full_params, unit.full_param_infos, strict=True):
         if full.grad is not None:
             for owner_and_name, piece in zip(
-                _places(owner, attribute), _pieces(owner, attribute, full.grad), strict=True
+                _user_parameters(owner, attribute), _split_by_user_parameter(owner, attribute, full.grad), strict=True
             ):
                 yield *owner_and_name, piece
 
@@ -588,23 +606,23 @@ def set_unreduced_gradients(unit: Any, gradients: Mapping[tuple[int, str], Calla
     unit._rebuild_full_params()
     for full, (_, owner, attribute) in zip(unit.full_params, unit.full_param_infos, strict=True):
         full.grad = None
-        read = [gradients.get((id(module), name)) for module, name in _places(owner, attribute)]
-        if any(read):
+        readers = [gradients.get((id(module), name)) for module, name in _user_parameters(owner, attribute)]
+        if any(readers):
             grad = torch.zeros(full.shape, dtype=full.dtype)
-            for read_gradient, piece in zip(read, _pieces(owner, attribute, grad), strict=True):
+            for read_gradient, piece in zip(readers, _split_by_user_parameter(owner, attribute, grad), strict=True):
                 if read_gradient is not None:
                     piece.copy_(read_gradient())
             full.grad = grad.to(full.device)
     unit._free_full_params()
 
 
-def _places(owner: Any, attribute: str) -> list[tuple[nn.Module, str]]:
-    """The user's parameters that a full parameter consists of."""
+def _user_parameters(owner: Any, attribute: str) -> list[tuple[nn.Module, str]]:
+    """Return the user's parameters in a full parameter, as modules and names."""
     flat = getattr(owner, attribute)
     return [(module, name) for _, module, name in getattr(flat, "_param_infos", ())] or [(owner, attribute)]
 
 
-def _pieces(owner: Any, attribute: str, tensor: Tensor) -> list[Tensor]:
+def _split_by_user_parameter(owner: Any, attribute: str, tensor: Tensor) -> list[Tensor]:
     """Split a tensor with the layout of a full parameter into views of the user's shapes."""
     flat = getattr(owner, attribute)
     if not hasattr(flat, "_param_infos"):
@@ -614,7 +632,7 @@ def _pieces(owner: Any, attribute: str, tensor: Tensor) -> list[Tensor]:
 
 
 def tied_members(unit: XlaFullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
-    """The other places of a unit's tied parameters: owner and name, and those of the first place."""
+    """Yield the further names of a unit's tied parameters: module and name, and those of the first name."""
     for _, _, owner, attribute, first_owner, first_attribute in unit.shared_full_param_infos:
         yield owner, attribute, first_owner, first_attribute
     for _, _, owner, attribute, first_owner, first_attribute in unit._fsdp_wrapped_module._shared_param_infos:

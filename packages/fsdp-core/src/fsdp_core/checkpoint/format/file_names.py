@@ -27,11 +27,11 @@ Section = Literal["model", "optimizer", "state"]
 
 SECTIONS: tuple[Section, ...] = ("model", "optimizer", "state")
 
-_OF_RANK = re.compile(r"(.*-rank-)(\d{5,15})(\.safetensors)", re.DOTALL)
-_OF_RANKS = re.compile(r".*-rank-\*\.safetensors", re.DOTALL)
+_RANK_FILE = re.compile(r"(.*-rank-)(\d{5,15})(\.safetensors)", re.DOTALL)
+_RANK_FILES = re.compile(r".*-rank-\*\.safetensors", re.DOTALL)
 
 WRITER_TOKEN = r"[0-9a-f]{12}-[0-9a-f]{12}-[0-9a-f]{12}-[1-9]\d{0,8}-\d{1,20}-[A-Za-z0-9.-]{0,64}"
-"""A regular expression for what tells a writer, in the names of what it marks."""
+"""A regular expression for the token that identifies a writing process, in the names of the files that it marks."""
 
 #: The names of the files that saves write, each with the save's id where the name has one.
 _OUR_FILES = tuple(
@@ -102,7 +102,7 @@ def file_of_rank(files: str, rank: int) -> str:
     Raises:
         ValueError: There is no place for the rank in ``files``.
     """
-    if not _OF_RANKS.fullmatch(files):
+    if not _RANK_FILES.fullmatch(files):
         raise ValueError(f"{files!r} does not end in '-rank-*.safetensors'")
     return f"{files[: -len('*.safetensors')]}{rank:05d}.safetensors"
 
@@ -118,7 +118,7 @@ def file_name(section: Section, save_id: str, rank: int) -> str:
 
 
 def rank_in(name: str) -> tuple[str, int] | None:
-    """Return the files that a file of a rank is among, as :func:`files_of` names them, and the rank.
+    """Split the name of a rank's file into the rank, and the names of all ranks' files as of :func:`files_of`.
 
     Example:
         >>> rank_in("model/0123456789ab-rank-00003.safetensors")
@@ -126,7 +126,7 @@ def rank_in(name: str) -> tuple[str, int] | None:
         >>> rank_in("model/0123456789ab-rank-000003.safetensors") is None
         True
     """
-    match = _OF_RANK.fullmatch(name)
+    match = _RANK_FILE.fullmatch(name)
     if match is None or f"{int(match[2]):05d}" != match[2]:
         return None
     return f"{match[1]}*{match[3]}", int(match[2])

@@ -11,11 +11,11 @@ __all__ = [
     "MAX_JSON_BYTES",
     "check_text",
     "check_texts",
+    "integer",
     "json_list",
     "parse_text",
     "string",
     "strings",
-    "whole",
 ]
 
 MAX_JSON_BYTES = 2**28
@@ -94,8 +94,8 @@ def json_list(value: Any) -> list[Any]:
     return value
 
 
-def whole(number: Any) -> int:
+def integer(value: Any) -> int:
     """Return a value that must be an integer."""
-    if type(number) is not int:
-        raise ValueError(f"{number!r} is not an integer")
-    return number
+    if type(value) is not int:
+        raise ValueError(f"{value!r} is not an integer")
+    return value

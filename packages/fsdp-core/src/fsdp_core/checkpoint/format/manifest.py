@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from fsdp_core.checkpoint.format.chunks import StoredChunk
-from fsdp_core.checkpoint.format.json_text import check_text, json_list, parse_text, string, strings, whole
+from fsdp_core.checkpoint.format.json_text import check_text, integer, json_list, parse_text, string, strings
 from fsdp_core.checkpoint.format.pattern_reading import PatternedFiles, read_pattern
 from fsdp_core.checkpoint.format.patterns import Pattern, PatternedChunks
 from fsdp_core.checkpoint.format.places import PlaceOfRanks
@@ -42,7 +42,7 @@ MANIFEST = "manifest.json"
 FORMAT = "fsdp-checkpoint"
 FORMAT_VERSION = 2
 """The newest version. Version 1 has no patterns, and is written wherever none is needed."""
-MAX_WHOLE = 2**53 - 1
+MAX_INTEGER = 2**53 - 1
 """The largest number in a manifest: the largest integer that every JSON reader represents exactly."""
 
 
@@ -77,7 +77,7 @@ class StoredTensor:
             raise ValueError(f"{self.dtype_name!r} is not a dtype of this format")
         if not is_shape(self.shape):
             raise ValueError(f"no tensor has the shape {list(self.shape)}")
-        if isinstance(self.chunks, PatternedChunks):  # which cover the shape of their pattern
+        if isinstance(self.chunks, PatternedChunks):  # they are known to cover the shape of their pattern
             if self.chunks.pattern.shape != self.shape:
                 raise ValueError(f"its pieces do not cover the shape {list(self.shape)}")
             return
@@ -114,7 +114,7 @@ class FileEntry:
     checksum: str
 
     def __post_init__(self) -> None:
-        if not 0 <= self.size <= MAX_WHOLE or not re.fullmatch(r"xxh3:[0-9a-f]{16}", self.checksum):
+        if not 0 <= self.size <= MAX_INTEGER or not re.fullmatch(r"xxh3:[0-9a-f]{16}", self.checksum):
             raise ValueError(f"{self} is not a valid size with a checksum")
 
 
@@ -156,16 +156,16 @@ class Manifest:
         for name in self.files:
             check_name(name)
         for name in (self.state_file, *([] if self.state_tensors is None else [self.state_tensors])):
-            self._need(name, "the state")
+            self._require_file(name, "the state")
         patterned = PatternedFiles(self.files)
         for key, tensor in self.tensors.items():
             if isinstance(tensor.chunks, PatternedChunks):
-                lacking = patterned.lacking(tensor.chunks)
-                if lacking is not None:
-                    self._need(lacking, f"tensor {key!r}")
+                missing_file = patterned.missing_file(tensor.chunks)
+                if missing_file is not None:
+                    self._require_file(missing_file, f"tensor {key!r}")
                 continue
             for chunk in tensor.chunks:
-                self._need(chunk.file, f"tensor {key!r}")
+                self._require_file(chunk.file, f"tensor {key!r}")
         for alias, key in self.aliases.items():
             if key not in self.tensors:
                 raise ValueError(f"alias {alias!r} refers to {key!r}, which is not among the tensors")
@@ -173,9 +173,9 @@ class Manifest:
             if kind not in ("model", "optimizer"):
                 raise ValueError(f"{path!r} is of kind {kind!r}, which is neither 'model' nor 'optimizer'")
 
-    def _need(self, name: str, what: str) -> None:
+    def _require_file(self, name: str, content: str) -> None:
         if name not in self.files:
-            raise ValueError(f"{what} is in {name!r}, which is not among the files")
+            raise ValueError(f"{content} is in {name!r}, which is not among the files")
 
     @property
     def format_version(self) -> int:
@@ -212,8 +212,8 @@ class Manifest:
         files = {name: {"size": entry.size, "checksum": entry.checksum} for name, entry in self.files.items()}
         content = head | {"tensors": tensors, "aliases": dict(self.aliases), "files": files}
         lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
-        lines += _block("tensors", tensors, chunked=True) + _block("aliases", dict(self.aliases))
-        lines += [*_block("files", files), f' "checksum": "{content_checksum(content)}"']
+        lines += _block_lines("tensors", tensors, chunked=True) + _block_lines("aliases", dict(self.aliases))
+        lines += [*_block_lines("files", files), f' "checksum": "{content_checksum(content)}"']
         text = "\n".join(["{", *lines, "}"]) + "\n"
         try:
             check_text(text.encode())
@@ -253,19 +253,19 @@ class Manifest:
         try:
             return cls(
                 **strings({key: content[key] for key in ("save_id", "created", "strategy")}),
-                world_size=whole(content["world_size"]),
+                world_size=integer(content["world_size"]),
                 versions=strings(content["versions"]),
                 kinds=strings(content["kinds"]),
                 state_file=string(content["state"]["json"]),
                 state_tensors=None if content["state"]["tensors"] is None else string(content["state"]["tensors"]),
-                tensors={key: _tensor(key, entry, patterns) for key, entry in content["tensors"].items()},
+                tensors={key: _parse_tensor(key, entry, patterns) for key, entry in content["tensors"].items()},
                 aliases=strings(content["aliases"]),
                 files={
-                    name: FileEntry(size=whole(entry["size"]), checksum=string(entry["checksum"]))
+                    name: FileEntry(size=integer(entry["size"]), checksum=string(entry["checksum"]))
                     for name, entry in content["files"].items()
                 },
                 places=tuple(
-                    PlaceOfRanks.from_json(place, whole(content["world_size"]))
+                    PlaceOfRanks.from_json(place, integer(content["world_size"]))
                     for place in json_list(content.get("places", []))
                 ),
             )
@@ -275,7 +275,8 @@ class Manifest:
             raise ValueError(f"a value in it is of the wrong type: {error}") from error
 
 
-def _block(name: str, entries: Mapping[str, Any], *, chunked: bool = False) -> list[str]:
+def _block_lines(name: str, entries: Mapping[str, Any], *, chunked: bool = False) -> list[str]:
+    """Return the lines of an object, one for each entry, and one for each chunk of an entry."""
     lines = []
     for key, entry in entries.items():
         if chunked and isinstance(entry["chunks"], list) and len(entry["chunks"]) > 1:
@@ -293,28 +294,28 @@ def parse_object(text: bytes) -> Any:
     Raises:
         ValueError: It is not, or too large.
     """
-    return parse_text(text, object_pairs_hook=_object, parse_float=_no_number, parse_constant=_no_number)
+    return parse_text(text, object_pairs_hook=_object_of_members, parse_float=_no_number, parse_constant=_no_number)
 
 
 def content_checksum(content: Mapping[str, Any]) -> str:
     """Return the checksum of a content in RFC 8785 form: no spaces, UTF-8, keys sorted by UTF-16 code units."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     if not canonical.isascii():  # Python sorts by code points, which differs beyond U+FFFF
-        canonical = json.dumps(_in_order(content), separators=(",", ":"), ensure_ascii=False)
+        canonical = json.dumps(_sort_keys(content), separators=(",", ":"), ensure_ascii=False)
     return "xxh3:" + xxhash.xxh3_64_hexdigest(canonical.encode())
 
 
-def _in_order(value: Any) -> Any:
+def _sort_keys(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _in_order(value[key]) for key in sorted(value, key=lambda key: key.encode("utf-16-be"))}
-    return [_in_order(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {key: _sort_keys(value[key]) for key in sorted(value, key=lambda key: key.encode("utf-16-be"))}
+    return [_sort_keys(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object_of_members(members: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(members)
     if len(result) < len(members):
-        twice = Counter(key for key, _ in members).most_common(1)[0][0]
-        raise ValueError(f"{twice!r} occurs twice in one object")
+        duplicate = Counter(key for key, _ in members).most_common(1)[0][0]
+        raise ValueError(f"{duplicate!r} occurs twice in one object")
     return result
 
 
@@ -322,33 +323,33 @@ def _no_number(number: str) -> None:
     raise ValueError(f"{number} is not an integer")
 
 
-def _tensor(key: str, entry: Any, patterns: dict[str, Pattern] | None) -> StoredTensor:
+def _parse_tensor(key: str, entry: Any, patterns: dict[str, Pattern] | None) -> StoredTensor:
     """Read a tensor.
 
     Args:
-        key: Its key.
-        entry: Its entry.
+        key: The tensor's key.
+        entry: The tensor's entry in the manifest.
         patterns: The patterns that were read already, which tensors share; ``None`` in a version without patterns.
     """
     try:
-        shape = tuple(whole(size) for size in json_list(entry["shape"]))
+        shape = tuple(integer(size) for size in json_list(entry["shape"]))
         chunks = entry["chunks"]
         dtype_name = string(entry["dtype"])
         if patterns is None or not isinstance(chunks, dict):
-            return StoredTensor(shape=shape, dtype_name=dtype_name, chunks=_chunks(chunks))
+            return StoredTensor(shape=shape, dtype_name=dtype_name, chunks=_parse_chunks(chunks))
         patterned = PatternedChunks(key, string(chunks["files"]), read_pattern(shape, chunks, patterns))
         return StoredTensor(shape=shape, dtype_name=dtype_name, chunks=patterned)
     except ValueError as error:
         raise ValueError(f"tensor {key!r}: {error}") from error
 
 
-def _chunks(chunks: Any) -> tuple[StoredChunk, ...]:
+def _parse_chunks(chunks: Any) -> tuple[StoredChunk, ...]:
     return tuple(
         StoredChunk(
             file=string(chunk["file"]),
             key=string(chunk["key"]),
-            offsets=tuple(whole(offset) for offset in json_list(chunk["offsets"])),
-            lengths=tuple(whole(length) for length in json_list(chunk["lengths"])),
+            offsets=tuple(integer(offset) for offset in json_list(chunk["offsets"])),
+            lengths=tuple(integer(length) for length in json_list(chunk["lengths"])),
         )
         for chunk in json_list(chunks)
     )

@@ -33,38 +33,40 @@ def find_named_code(state: Any) -> list[tuple[tuple[str, ...], str]]:
         ('hyper_parameters', '_instantiator')
     """
     named_code: list[tuple[tuple[str, ...], str]] = []
-    waiting: list[tuple[_Way | None, Any]] = [(None, state)]
-    while waiting:
-        way, node = waiting.pop()
+    unvisited: list[tuple[_KeyPath | None, Any]] = [(None, state)]
+    while unvisited:
+        key_path, node = unvisited.pop()
         if type(node) is dict:
-            of_parameters = way is not None and way.key in _HYPER_PARAMETERS
-            if INSTANTIATOR in node and (not of_parameters or node[INSTANTIATOR] not in INSTANTIATORS):
-                named_code.append(((*_keys(way), INSTANTIATOR), _describe_import(node[INSTANTIATOR])))
+            is_in_hyper_parameters = key_path is not None and key_path.key in _HYPER_PARAMETERS
+            if INSTANTIATOR in node and (not is_in_hyper_parameters or node[INSTANTIATOR] not in INSTANTIATORS):
+                named_code.append(((*_keys(key_path), INSTANTIATOR), _describe_import(node[INSTANTIATOR])))
             urls = [name for name in _PATHS if _is_url(node.get(name))]
-            named_code += [((*_keys(way), name), _describe_fetch(node[name])) for name in urls]
-            waiting += [(_Way(way, key), item) for key, item in node.items() if type(item) in (dict, list)]
+            named_code += [((*_keys(key_path), name), _describe_fetch(node[name])) for name in urls]
+            unvisited += [(_KeyPath(key_path, key), item) for key, item in node.items() if type(item) in (dict, list)]
         elif type(node) is list:
             # A list of pairs may also form a dict; in a set, their order is arbitrary.
             if INSTANTIATOR in node:
-                named_code.append((_keys(way), _describe_import(node)))
+                named_code.append((_keys(key_path), _describe_import(node)))
             if len(node) == 2 and node[0] in _PATHS and _is_url(node[1]):
-                named_code.append((_keys(way), _describe_fetch(node[1])))
-            waiting += [(_Way(way, str(i)), item) for i, item in enumerate(node) if type(item) in (dict, list)]
+                named_code.append((_keys(key_path), _describe_fetch(node[1])))
+            unvisited += [
+                (_KeyPath(key_path, str(i)), item) for i, item in enumerate(node) if type(item) in (dict, list)
+            ]
     return named_code
 
 
-class _Way(NamedTuple):
-    """The keys that lead to a node, as the last of them and those before: a tuple for each could fill the memory."""
+class _KeyPath(NamedTuple):
+    """The keys that lead to a node: its own, and those of its container, which siblings share to save memory."""
 
-    before: _Way | None
+    container: _KeyPath | None
     key: str
 
 
-def _keys(way: _Way | None) -> tuple[str, ...]:
+def _keys(key_path: _KeyPath | None) -> tuple[str, ...]:
     keys = []
-    while way is not None:
-        keys.append(way.key)
-        way = way.before
+    while key_path is not None:
+        keys.append(key_path.key)
+        key_path = key_path.container
     return tuple(reversed(keys))
 
 

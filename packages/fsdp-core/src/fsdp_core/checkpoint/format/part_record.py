@@ -1,7 +1,7 @@
 """`parts/SAVE-rank-00003.json`: what one rank of a scattered save has written to a place without a manifest.
 
-A loader reads the manifest alone. This is for people and tools that find such a place: it says that its files are a
-part of a checkpoint, of which, and where the manifest is.
+A loader reads the manifest alone. The record is for people and tools that find such a place. It says to which
+checkpoint the files belong, and where its manifest is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fsdp_core.checkpoint.format.file_names import rank_in
-from fsdp_core.checkpoint.format.json_text import string, whole
+from fsdp_core.checkpoint.format.json_text import integer, string
 from fsdp_core.checkpoint.format.manifest import FileEntry, check_name, content_checksum, parse_object
 
 __all__ = ["MAX_RECORD_BYTES", "PartRecord"]
@@ -20,7 +20,7 @@ __all__ = ["MAX_RECORD_BYTES", "PartRecord"]
 FORMAT = "fsdp-checkpoint-part"
 FORMAT_VERSION = 1
 MAX_RECORD_BYTES = 2**20
-_LONGEST = 4096
+_MAX_NAME_LENGTH = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +58,12 @@ class PartRecord:
     def __post_init__(self) -> None:
         if not re.fullmatch("[0-9a-f]{12}", self.save_id) or not 0 <= self.rank < self.world_size:
             raise ValueError(f"no save has the id {self.save_id!r}, and rank {self.rank} of {self.world_size}")
-        if max(map(len, (self.host, self.path, self.manifest_host, self.manifest_path))) > _LONGEST:
-            raise ValueError(f"it has a name of more than {_LONGEST} characters")
+        if max(map(len, (self.host, self.path, self.manifest_host, self.manifest_path))) > _MAX_NAME_LENGTH:
+            raise ValueError(f"it has a name of more than {_MAX_NAME_LENGTH} characters")
         for name in self.files:
             check_name(name)
-            of_rank = rank_in(name)
-            if of_rank is None or of_rank[1] != self.rank or f"/{self.save_id}-rank-" not in name:
+            files_and_rank = rank_in(name)
+            if files_and_rank is None or files_and_rank[1] != self.rank or f"/{self.save_id}-rank-" not in name:
                 raise ValueError(f"{name!r} is no file of rank {self.rank} of save {self.save_id}")
 
     def to_json(self) -> str:
@@ -99,14 +99,14 @@ class PartRecord:
                 raise ValueError("its content does not have the checksum that it records: it was changed")
             return cls(
                 save_id=string(content["save_id"]),
-                rank=whole(content["rank"]),
-                world_size=whole(content["world_size"]),
+                rank=integer(content["rank"]),
+                world_size=integer(content["world_size"]),
                 host=string(content["host"]),
                 path=string(content["path"]),
                 manifest_host=string(content["manifest"]["host"]),
                 manifest_path=string(content["manifest"]["path"]),
                 files={
-                    name: FileEntry(size=whole(entry["size"]), checksum=string(entry["checksum"]))
+                    name: FileEntry(size=integer(entry["size"]), checksum=string(entry["checksum"]))
                     for name, entry in content["files"].items()
                 },
             )

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp_core.checkpoint.format.file_names import file_of_rank, rank_in
-from fsdp_core.checkpoint.format.json_text import json_list, whole
+from fsdp_core.checkpoint.format.json_text import integer, json_list
 from fsdp_core.checkpoint.format.patterns import Pattern, PatternedChunks, Ranks, Sizes
 
 __all__ = ["PatternedFiles", "read_pattern"]
 
 MAX_LOOKED_UP = 2**24
-"""How many files of patterns are looked up one by one, where those of other ranks are missing."""
+"""How many files may be looked up one by one, which is needed if some ranks between those of a pattern have no file."""
 
 
 def read_pattern(shape: tuple[int, ...], chunks: Mapping[str, Any], patterns: dict[str, Pattern]) -> Pattern:
@@ -34,7 +34,7 @@ def read_pattern(shape: tuple[int, ...], chunks: Mapping[str, Any], patterns: di
         rank_runs = map(json_list, json_list(chunks["ranks"]))
         patterns[cache_key] = Pattern(
             shape=shape,
-            ranks=Ranks(tuple((whole(first), whole(step), whole(count)) for first, step, count in rank_runs)),
+            ranks=Ranks(tuple((integer(first), integer(step), integer(count)) for first, step, count in rank_runs)),
             grid=None if grid is None else tuple(map(_sizes, json_list(grid))),
             runs=None if runs is None else _sizes(runs),
         )
@@ -42,7 +42,7 @@ def read_pattern(shape: tuple[int, ...], chunks: Mapping[str, Any], patterns: di
 
 
 def _sizes(runs: Any) -> Sizes:
-    return Sizes(tuple((whole(length), whole(count)) for length, count in map(json_list, json_list(runs))))
+    return Sizes(tuple((integer(length), integer(count)) for length, count in map(json_list, json_list(runs))))
 
 
 class PatternedFiles:
@@ -64,7 +64,7 @@ class PatternedFiles:
         self._complete: set[tuple[str, Ranks]] = set()
         self._lookups_left = MAX_LOOKED_UP
 
-    def lacking(self, chunks: PatternedChunks) -> str | None:
+    def missing_file(self, chunks: PatternedChunks) -> str | None:
         """Return the name of a file that does not exist; ``None`` if all do."""
         cache_key = chunks.files, chunks.pattern.ranks
         if cache_key in self._complete:
@@ -73,7 +73,7 @@ class PatternedFiles:
         for first, step, count in chunks.pattern.ranks.runs:
             last = first + step * (count - 1)
             begin, end = bisect_left(ranks_with_file, first), bisect_right(ranks_with_file, last)
-            if end - begin == last - first + 1:  # also those between
+            if end - begin == last - first + 1:  # every rank from the first to the last has a file
                 continue
             self._lookups_left -= 1 if step == 0 else count
             if self._lookups_left < 0:

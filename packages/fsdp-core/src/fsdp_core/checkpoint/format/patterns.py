@@ -1,4 +1,4 @@
-"""Chunks in a pattern: a grid, or runs of consecutive elements, whose files and places are computed when needed."""
+"""Chunks in a pattern: a grid, or runs of consecutive elements, whose files and offsets are computed when needed."""
 
 from __future__ import annotations
 
@@ -132,12 +132,12 @@ class Ranks:
 
     def pieces_of(self, rank: int) -> Iterator[int]:
         """The numbers of the pieces that a rank holds."""
-        for before, (first, step, count) in zip(self._counts, self.runs, strict=False):
+        for first_piece, (first, step, count) in zip(self._counts, self.runs, strict=False):
             if step == 0:
                 if rank == first:
-                    yield from range(before, before + count)
+                    yield from range(first_piece, first_piece + count)
             elif first <= rank <= first + step * (count - 1) and (rank - first) % step == 0:
-                yield before + (rank - first) // step
+                yield first_piece + (rank - first) // step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +188,7 @@ class Pattern:
         """The boxes of a piece."""
         if self.runs is not None:
             return tuple((offsets, lengths) for offsets, lengths, _ in boxes(self.shape, *self.runs.at(number)))
-        cell: list[tuple[int, int]] = []
+        cell: list[tuple[int, int]] = []  # where it begins and its length, by dimension, the last dimension first
         for sizes in reversed(self.grid or ()):
             number, index = divmod(number, sizes.count)
             cell.append(sizes.at(index))

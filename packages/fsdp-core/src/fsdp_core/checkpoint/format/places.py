@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_core.checkpoint.format.file_names import rank_in
-from fsdp_core.checkpoint.format.json_text import json_list, string, whole
+from fsdp_core.checkpoint.format.json_text import integer, json_list, string
 from fsdp_core.checkpoint.format.patterns import Ranks
 
 __all__ = ["PlaceOfRanks", "describe_ranks", "group_places", "place_of"]
 
-_LONGEST = 4096
+_MAX_NAME_LENGTH = 4096
 _MOST_SHOWN = 16
 
 
@@ -61,9 +61,9 @@ class PlaceOfRanks:
             ValueError: It is none, or names ranks that there are not.
         """
         host, path = string(entry["host"]), string(entry["path"])
-        if max(len(host), len(path)) > _LONGEST:
-            raise ValueError(f"a place has a name of more than {_LONGEST} characters")
-        runs = [[whole(number) for number in json_list(run)] for run in json_list(entry["ranks"])]
+        if max(len(host), len(path)) > _MAX_NAME_LENGTH:
+            raise ValueError(f"a place has a name of more than {_MAX_NAME_LENGTH} characters")
+        runs = [[integer(number) for number in json_list(run)] for run in json_list(entry["ranks"])]
         if any(len(run) != 3 for run in runs):
             raise ValueError("the ranks of a place are not in runs of first, step and count")
         ranks = Ranks(tuple((first, step, count) for first, step, count in runs))

@@ -40,7 +40,7 @@ _FACTORIES: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 _ALL_DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _MOST_SHOWN = 20
-_LARGEST = 10**MAX_DIGITS - 1
+_MAX_INTEGER = 10**MAX_DIGITS - 1
 
 
 def encode(value: Any, on_tensor: Callable[[Keys, TensorLeaf], Any]) -> Any:
@@ -84,10 +84,10 @@ class _Encoder:
 
     def encode(self, value: Any, keys: Keys) -> Any:
         if value is None or type(value) in (bool, int, str):
-            if type(value) is int and abs(value) > _LARGEST:
-                return self._too_long(keys)
+            if type(value) is int and abs(value) > _MAX_INTEGER:
+                return self._refuse_long_integer(keys)
             return value
-        if isinstance(value, (Tensor, ChunkedTensor)):  # most of a state; the checks for other types take longer
+        if isinstance(value, (Tensor, ChunkedTensor)):  # first, since most values of a state are tensors
             return self._leaf(value, keys)
         if isinstance(value, (Mapping, list, tuple, set, frozenset, argparse.Namespace)):
             if id(value) in self._inside:
@@ -99,7 +99,7 @@ class _Encoder:
                 self._inside.discard(id(value))
         return self._leaf(value, keys) if isinstance(value, TensorSource) else self._scalar(value, keys)
 
-    def _too_long(self, keys: Keys) -> None:
+    def _refuse_long_integer(self, keys: Keys) -> None:
         return self.refuse(keys, f"an integer of more than {MAX_DIGITS} digits; save it as a string or as bytes")
 
     def _leaf(self, value: TensorLeaf, keys: Keys) -> Any:
@@ -124,14 +124,14 @@ class _Encoder:
             return {"$counter": self._pairs(value, keys)}
         if isinstance(value, defaultdict):
             factory = value.default_factory
-            name = None if factory is None else next((n for n, f in _FACTORIES.items() if f is factory), "")
-            if name == "":
+            name = next((name for name, known_factory in _FACTORIES.items() if known_factory is factory), None)
+            if factory is not None and name is None:
                 return self.refuse(keys, f"a defaultdict over {factory!r} would need code to restore; pass dict(it)")
             return {"$defaultdict": [name, self._pairs(value, keys)]}
         if isinstance(value, OrderedDict):
             return {"$ordered": self._pairs(value, keys)}
         if not isinstance(value, dict):
-            return self.refuse(keys, f"{_type(value)} is a mapping, but not a dict; {_remedy(value)}")
+            return self.refuse(keys, f"{_type_name(value)} is a mapping, but not a dict; {_remedy(value)}")
         if all(isinstance(key, str) and not isinstance(key, Enum) and not key.startswith("$") for key in value):
             return {str(key): self.encode(item, (*keys, str(key))) for key, item in value.items()}
         return {"$dict": self._pairs(value, keys)}
@@ -150,7 +150,7 @@ class _Encoder:
     def _scalar(self, value: Any, keys: Keys) -> Any:
         numpy = sys.modules.get("numpy")
         if isinstance(value, Enum):
-            return self.refuse(keys, f"{_type(value)} is an enum, which needs code to restore; save its .value")
+            return self.refuse(keys, f"{_type_name(value)} is an enum, which needs code to restore; save its .value")
         if numpy is not None and isinstance(value, numpy.ndarray):
             if value.dtype.kind not in "biufc":
                 return self.refuse(keys, f"a numpy array of {value.dtype} can't be a tensor; save array.tolist()")
@@ -160,17 +160,17 @@ class _Encoder:
             except TypeError:
                 return self.refuse(keys, f"torch has no dtype for a numpy array of {value.dtype}; convert it")
         if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufc":
-            if isinstance(value.item(), numpy.generic):  # a long double
+            if isinstance(value.item(), numpy.generic):  # item() of a long double is not a number of Python's
                 return self.refuse(keys, f"Python has no number for numpy's {value.dtype}; convert it")
             return {"$numpy": [value.dtype.name, self.encode(value.item(), keys)]}
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
         for python_type, tag, write in _SCALARS:
             if isinstance(value, python_type):
-                if isinstance(value, int) and abs(value) > _LARGEST:
-                    return self._too_long(keys)
+                if isinstance(value, int) and abs(value) > _MAX_INTEGER:
+                    return self._refuse_long_integer(keys)
                 return write(value) if tag is None else {tag: write(value)}
-        return self.refuse(keys, f"{_type(value)} is neither plain data nor a tensor; {_remedy(value)}")
+        return self.refuse(keys, f"{_type_name(value)} is neither plain data nor a tensor; {_remedy(value)}")
 
     def refuse(self, keys: Keys, reason: str) -> None:
         self.refused.append(f"  {'/'.join(keys) or 'the state itself'!r}: {reason}.")
@@ -200,7 +200,7 @@ def _key_text(key: Any) -> str:
         return type(key).__name__
 
 
-def _type(value: Any) -> str:
+def _type_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 

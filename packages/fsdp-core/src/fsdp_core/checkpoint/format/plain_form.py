@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from fsdp_core.checkpoint.format.json_text import whole
+from fsdp_core.checkpoint.format.json_text import integer
 
 __all__ = ["MAX_DEPTH", "check_plain"]
 
 MAX_DEPTH = 500
-"""How deep lists and objects may be nested, which is deeper than Python's recursion lets them be saved."""
+"""How deep lists and objects may be nested. Saving fails at a lower depth, by Python's limit of recursion."""
 
+#: The tags by what they hold: a list of values, a list of keys with values, a string. ``_DICTS`` are all that make
+#: dicts.
 _ITEMS = ("$tuple", "$set", "$frozenset")
 _PAIRS = ("$dict", "$ordered", "$counter", "$namespace")
-_MAPS = (*_PAIRS, "$defaultdict")
+_DICTS = (*_PAIRS, "$defaultdict")
 _TEXTS = ("$float", "$bytes", "$path", "$datetime", "$date", "$time", "$dtype", "$device")
+#: The tags of values that can be hashed, and so be keys.
 _IN_KEYS = ("$tuple", "$frozenset", "$complex", "$timedelta", "$numpy", "$size", *_TEXTS)
 
 
@@ -36,12 +39,12 @@ def check_plain(state: Any, has_tensor: Callable[[str, str], bool]) -> None:
             ...
         ValueError: it refers to a tensor 'model/w' that does not exist
     """
-    if type(state) is not dict or any(key.startswith("$") and key not in _MAPS for key in state):
+    if type(state) is not dict or any(key.startswith("$") and key not in _DICTS for key in state):
         raise ValueError(f"it holds no state, but {'a tagged value' if type(state) is dict else type(state).__name__}")
-    level: list[Any] = [state]
+    nodes: list[Any] = [state]
     for _ in range(MAX_DEPTH):
-        level = [item for node in level for item in _parts(node, has_tensor) if type(item) in (dict, list)]
-        if not level:
+        nodes = [item for node in nodes for item in _parts(node, has_tensor) if type(item) in (dict, list)]
+        if not nodes:
             return
     raise ValueError("it is nested too deeply")
 
@@ -76,7 +79,7 @@ def _parts(node: Any, has_tensor: Callable[[str, str], bool]) -> Iterable[Any]:
         return (content,)
     elif tag in ("$size", "$timedelta"):
         for number in _require_list(tag, content, None if tag == "$size" else 3):
-            whole(number)
+            integer(number)
     elif tag == "$complex":
         for part in _require_list(tag, content, 2):
             _require_text(tag, part)

@@ -23,8 +23,10 @@ __all__ = ["HEADER_KEY", "STAGING_BYTES", "FileTensor", "parse_header", "read_bo
 STAGING_BYTES = 32 * 2**20
 """The maximum number of bytes that a write or a read copies at once."""
 
-# Smaller pieces would need more requests to remote files; larger ones would stay with malloc after they are freed.
+#: How much of a source is read at once. Reading less would need more requests to remote files; larger buffers would
+#: stay with malloc after they are freed.
 _SOURCE_BYTES = 16 * 2**20
+#: How long a part of a row must be to be read by itself, which skips the rest of the row.
 _DIRECT_RUN_BYTES = 256 * 2**10
 
 

@@ -107,9 +107,9 @@ def parse_header(read: Callable[[int, int], bytes], size: int, where: str) -> di
         CheckpointFormatError: It is not the header of a safetensors file of this size.
     """
     try:
-        length = size  # of a file too small for a header, which is refused below
-        if size >= 8:
-            length = int.from_bytes(read(0, 8), "little")
+        if size < 8:
+            raise ValueError(f"a file of {size} bytes is too short for a header")
+        length = int.from_bytes(read(0, 8), "little")
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"a header of {length} bytes does not fit a file of {size} bytes")
         header = json.loads(read(8, 8 + length))
@@ -137,7 +137,7 @@ def parse_header(read: Callable[[int, int], bytes], size: int, where: str) -> di
             position = end
         if position != size - 8 - length:
             raise ValueError(f"its tensors have {position} bytes, but the file has room for {size - 8 - length}")
-    except CheckpointFormatError:  # it can't be read at all
+    except CheckpointFormatError:  # raised by read(), which names the file already
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointFormatError(f"{where} is not a safetensors file: {error}. Restore it from a backup.") from error

@@ -38,19 +38,19 @@ def find_part(state: Any, path: str) -> Any:
     Raises:
         CheckpointValueError: The path does not exist; the message lists the existing keys.
     """
-    here = state
-    walked = list[str]()
-    for step in split_path(path):
+    node = state
+    walked_keys = list[str]()
+    for key in split_path(path):
         try:
-            here = here[step] if isinstance(here, Mapping) else here[int(step)]
+            node = node[key] if isinstance(node, Mapping) else node[int(key)]
         except (KeyError, IndexError, ValueError, TypeError):
-            at = f"{'/'.join(walked)!r}" if walked else "the state"
+            node_name = repr("/".join(walked_keys)) if walked_keys else "the state"
             keys: Iterable[Any] = ()
-            if isinstance(here, Mapping):
-                keys = here
-            elif hasattr(here, "__len__"):
-                keys = range(len(here))
-            there = ", ".join(map(str, keys)) or "nothing"
-            raise CheckpointValueError(f"no {path!r} in the state: {at} has {there}") from None
-        walked.append(step)
-    return here
+            if isinstance(node, Mapping):
+                keys = node
+            elif hasattr(node, "__len__"):
+                keys = range(len(node))
+            key_list = ", ".join(map(str, keys)) or "nothing"
+            raise CheckpointValueError(f"no {path!r} in the state: {node_name} has {key_list}") from None
+        walked_keys.append(key)
+    return node

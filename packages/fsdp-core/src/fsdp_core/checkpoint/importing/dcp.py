@@ -88,7 +88,7 @@ class _FileRange:
 class _Metadata:
     entries: Mapping[str, _Entry]
     paths: Mapping[str, tuple[Any, ...]]
-    places: Mapping[tuple[str, tuple[int, ...] | None], _FileRange]
+    ranges: Mapping[tuple[str, tuple[int, ...] | None], _FileRange]
 
     def path_of(self, name: str) -> tuple[Any, ...]:
         """Return the path of a flattened name in the nest."""
@@ -98,12 +98,14 @@ class _Metadata:
 
 @dataclass
 class _Leaves:
+    """Reads the values that the metadata lists, or makes sources for them."""
+
     folder: Folder
     prefix: str
     metadata: _Metadata
     reader: PlainReader
     files: dict[str, SourceFile] = field(default_factory=dict)
-    used: Counter[str] = field(default_factory=Counter)
+    bytes_used: Counter[str] = field(default_factory=Counter)
 
     def drops(self, path: tuple[Any, ...]) -> bool:
         """Return whether a leaf, or a container of it, is dropped."""
@@ -135,9 +137,10 @@ class _Leaves:
         return InPieces(name=name, shape=entry.shape, dtype=entry.dtype, pieces=pieces)
 
     def range_of(self, name: str, offsets: tuple[int, ...] | None) -> tuple[SourceFile, int, int]:
-        file_range = self.metadata.places.get((name, offsets)) or (
-            self.metadata.places.get((name, None)) if not any(offsets or ()) else None
-        )
+        ranges = self.metadata.ranges
+        file_range = ranges.get((name, offsets))
+        if file_range is None and not any(offsets or ()):  # a tensor in one piece may be listed without offsets
+            file_range = ranges.get((name, None))
         if file_range is None:
             raise CheckpointFormatError(f"{self.folder} does not name the file of {name!r} at {offsets}")
         if file_range.path not in self.files:
@@ -148,10 +151,10 @@ class _Leaves:
                 f"{file} has {file.size} bytes, but {name!r} should lie at {file_range.start} to "
                 f"{file_range.start + file_range.length}: it is truncated. Restore it from a backup."
             )
-        self.used[file_range.path] += file_range.length
-        if self.used[file_range.path] > file.size:
+        self.bytes_used[file_range.path] += file_range.length
+        if self.bytes_used[file_range.path] > file.size:
             raise CheckpointFormatError(
-                f"{file} has {file.size} bytes, and the metadata finds more in it, the same ones for several names: it "
+                f"{file} has {file.size} bytes, and the metadata lists more than these, so some for several names: it "
                 "is damaged. Restore it from a backup."
             )
         return file, file_range.start, file_range.start + file_range.length
@@ -178,7 +181,7 @@ class _SavedPiece:
 
     @cached_property
     def _tensor(self) -> StridedTensor:
-        with current_budget().returned():
+        with current_budget().released_at_exit():
             archive = TorchFile(self._file, self._start, self._end)
             reader = archive.reader()
             tensor = reader.read(archive.content)
@@ -215,71 +218,71 @@ def _with_lists(value: Any) -> Any:
     return [inner[key] for key in sorted(inner)] if inner and all(type(key) is int for key in inner) else inner
 
 
-# -- what the pickle of the metadata names --------------------------------------------------------------------------
+# -- what stands for the classes that the metadata's pickle names ----------------------------------------------------
 
 
-def _ints(value: Any) -> tuple[int, ...]:
+def _check_sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, Sequence) or any(type(n) is not int or not 0 <= n < 2**60 for n in value):
         raise ValueError(f"{value!r} is not a shape")
     return tuple(value)
 
 
-def _chunk(args: tuple[Any, ...], state: Any) -> Any:
-    return _ints(state["offsets"]), _ints(state["sizes"])
+def _make_box(args: tuple[Any, ...], state: Any) -> Any:
+    return _check_sizes(state["offsets"]), _check_sizes(state["sizes"])
 
 
-def _properties(args: tuple[Any, ...], state: Any) -> Any:
+def _make_dtype(args: tuple[Any, ...], state: Any) -> Any:
     dtype = state["dtype"] if isinstance(state, dict) else state[0]
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{dtype!r} is not a dtype")
     return dtype
 
 
-def _tensor(args: tuple[Any, ...], state: Any) -> _Entry:
-    shape = _ints(state["size"])
+def _make_entry(args: tuple[Any, ...], state: Any) -> _Entry:
+    shape = _check_sizes(state["size"])
     if not is_shape(shape):
         raise ValueError(f"{shape!r} is not a shape")
     return _Entry(shape=shape, dtype=state["properties"], boxes=tuple(state["chunks"]))
 
 
-def _index(args: tuple[Any, ...], state: Any) -> Any:
+def _make_index(args: tuple[Any, ...], state: Any) -> Any:
     offset = state.get("offset")
-    return state["fqn"], None if offset is None else _ints(offset)
+    return state["fqn"], None if offset is None else _check_sizes(offset)
 
 
-def _storage(args: tuple[Any, ...], state: Any) -> _FileRange:
+def _make_file_range(args: tuple[Any, ...], state: Any) -> _FileRange:
     if state.get("transform_descriptors"):
         raise CheckpointValueError(
             f"data transformed by {', '.join(map(str, state['transform_descriptors']))}; save it without extensions"
         )
-    start, length = _ints((state["offset"], state["length"]))
+    start, length = _check_sizes((state["offset"], state["length"]))
     if not isinstance(state["relative_path"], str):
         raise TypeError("a path that is not a string")
     return _FileRange(path=state["relative_path"], start=start, length=length)
 
 
-def _metadata(args: tuple[Any, ...], state: Any) -> _Metadata:
+def _make_metadata(args: tuple[Any, ...], state: Any) -> _Metadata:
     paths = state.get("planner_data")
     return _Metadata(
         entries={str(name): entry for name, entry in state["state_dict_metadata"].items()},
         paths=paths if isinstance(paths, dict) else {},
-        places=dict(state["storage_data"] or {}),
+        ranges=dict(state["storage_data"] or {}),
     )
 
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _RECORDS: dict[str, Make] = {
-    f"{_CHECKPOINT}.metadata.Metadata": _metadata,
-    f"{_CHECKPOINT}.metadata.MetadataIndex": _index,
-    f"{_CHECKPOINT}.metadata.TensorStorageMetadata": _tensor,
-    f"{_CHECKPOINT}.metadata.ChunkStorageMetadata": _chunk,
-    f"{_CHECKPOINT}.metadata.TensorProperties": _properties,
+    f"{_CHECKPOINT}.metadata.Metadata": _make_metadata,
+    f"{_CHECKPOINT}.metadata.MetadataIndex": _make_index,
+    f"{_CHECKPOINT}.metadata.TensorStorageMetadata": _make_entry,
+    f"{_CHECKPOINT}.metadata.ChunkStorageMetadata": _make_box,
+    f"{_CHECKPOINT}.metadata.TensorProperties": _make_dtype,
     f"{_CHECKPOINT}.metadata.BytesStorageMetadata": lambda args, state: _Entry(),
     f"{_CHECKPOINT}.metadata.StorageMeta": lambda args, state: None,
     f"{_CHECKPOINT}.metadata._MEM_FORMAT_ENCODING": lambda args, state: None,
-    f"{_CHECKPOINT}.filesystem._StorageInfo": _storage,
+    f"{_CHECKPOINT}.filesystem._StorageInfo": _make_file_range,
     # where torch 2.0 had them
-    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": _properties,
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties": _make_dtype,
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": lambda args, state: None,
     "torch.serialization._get_layout": lambda args, state: None,
 }

@@ -63,7 +63,7 @@ def source_of(path: StrPath) -> tuple[Folder, str | None]:
         CheckpointFormatError: The path does not exist.
     """
     folder = open_folder(path)
-    if folder.local:  # a link given by the user is followed; links inside of a folder must not leave it
+    if folder.local:  # the user's own path may be a link; links inside of the folder must not leave it
         folder = replace(folder, root=os.path.realpath(folder.root))
     source_type = folder.kind()
     if source_type == "missing":
@@ -77,17 +77,21 @@ def open_file(folder: Folder, name: str) -> SourceFile:
     """Return a file of a folder by a name from the source itself, which is not trusted.
 
     Raises:
-        CheckpointFormatError: The name leads out of the folder, or the file does not exist.
+        CheckpointFormatError: The name leads out of the folder, this user may not access the file, or it does not
+        exist.
     """
     if any(part in ("", ".", "..") for part in name.split("/")) or re.search(r"[\\:\x00-\x1f]", name):
         raise CheckpointFormatError(
             f"{folder} names a file {name!r} outside of itself, and nothing was read from it.\n"
             "Import a folder that you trust."
         )
-    try:
-        size = folder.size(name)
-    except CheckpointFormatError as error:
-        raise CheckpointFormatError(f"{error}\nType `cp -rL {folder} COPY` and import COPY.") from error
+    target = folder.target_outside(name)
+    if target is not None:
+        raise CheckpointFormatError(
+            f"{name!r} in {folder} is a link to {target}, outside of the source. Nothing was read from it.\n"
+            f"Type `cp -rL {folder} COPY` and import COPY."
+        )
+    size = folder.size(name)
     if size is None:
         raise CheckpointFormatError(f"{folder.path(name)} is missing: the source is not complete. Restore the file.")
     return SourceFile(folder=folder, name=name, size=size)
@@ -102,7 +106,7 @@ class Window(io.RawIOBase):
         self._file = file
         self._start = start
         self._end = end
-        self._at = start
+        self._position = start
 
     def readable(self) -> bool:
         return True
@@ -111,23 +115,23 @@ class Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: self._start, io.SEEK_CUR: self._at, io.SEEK_END: self._end}[whence]
+        base = {io.SEEK_SET: self._start, io.SEEK_CUR: self._position, io.SEEK_END: self._end}[whence]
         if base + offset < self._start:
             raise ValueError("a position before the beginning")
-        self._at = base + offset
-        return self._at - self._start
+        self._position = base + offset
+        return self._position - self._start
 
     @property
     def left(self) -> int:
         """How many bytes follow."""
-        return max(0, self._end - self._at)
+        return max(0, self._end - self._position)
 
     def tell(self) -> int:
-        return self._at - self._start
+        return self._position - self._start
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         count = min(len(buffer), self.left)
         if count:
-            buffer[:count] = self._file.read(self._at, self._at + count)
-        self._at += count
+            buffer[:count] = self._file.read(self._position, self._position + count)
+        self._position += count
         return count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -9,7 +10,13 @@ from typing import Any
 from fsdp_core.checkpoint.format.state_paths import find_part
 from fsdp_core.checkpoint.importing.dcp import read_dcp
 from fsdp_core.checkpoint.importing.files import open_file, source_of
-from fsdp_core.checkpoint.importing.layouts import KEPT_WITH_WEIGHTS, TRAINER_MARK, Imported, of_keys, of_trainer
+from fsdp_core.checkpoint.importing.layouts import (
+    KEPT_WITH_WEIGHTS,
+    TRAINER_MARK,
+    Imported,
+    convert_trainer_state,
+    convert_user_state,
+)
 from fsdp_core.checkpoint.importing.memory_budget import limited_memory
 from fsdp_core.checkpoint.importing.optimizer_states import ParameterOrder
 from fsdp_core.checkpoint.importing.recognition import LIGHTNING_META, Source, recognise
@@ -71,7 +78,7 @@ def import_checkpoint(
     check_apart(out, source_folder)
     if target.kind() != "missing" and not overwrite:
         raise CheckpointExistsError(f"{target} already exists: import to another path, or type --overwrite.")
-    with limited_memory(lambda: _size_of(source)):  # of pieces that are opened by the save, too
+    with limited_memory(lambda: _source_bytes(source)):  # covers the save too, which opens pieces of the source
         with _name_source_in_errors(source_folder):
             imported = read_source(source, weights_only=weights_only, drop=drop, parameter_order=parameter_order)
             imported = rename_parameters(imported, strip_prefix=strip_prefix, add_prefix=add_prefix)
@@ -102,14 +109,14 @@ def _save(imported: Imported, out: StrPath, *, overwrite: bool, on_bytes: Callab
     )
 
 
-def _size_of(source: StrPath) -> int:
-    """The bytes of a file, or of all files of a folder that are in it."""
+def _source_bytes(source: StrPath) -> int:
+    """Return the size of a file, or of all files in a folder; links that lead out of the folder are not counted."""
     folder, name = source_of(source)
     if name is not None:
         return folder.size(name) or 0
     total = 0
     for name in folder.files():
-        with suppress(CheckpointFormatError):  # a link that leads out of it
+        with suppress(CheckpointFormatError):  # a link that leads out of the folder
             total += folder.size(name) or 0
     return total
 
@@ -138,7 +145,7 @@ def read_source(
     parameter_order: Sequence[str] | None = None,
 ) -> Imported:
     """Read a source without its large tensors. The arguments are those of :func:`import_checkpoint`."""
-    with limited_memory(lambda: _size_of(source)):
+    with limited_memory(lambda: _source_bytes(source)):
         return _read_source(source, weights_only, drop, parameter_order)
 
 
@@ -156,25 +163,27 @@ def _read_source(
         return _import_torch_file(recognised.archives[0], order, drop, weights_only)
     if recognised.format == "xla":
         nest = read_xla(recognised.archives, order, drop=drop, weights_only=weights_only)
-        return of_keys(nest, order, f"{len(recognised.archives)} shards of torch_xla's FSDP", weights_only=weights_only)
+        return convert_user_state(
+            nest, order, f"{len(recognised.archives)} shards of torch_xla's FSDP", weights_only=weights_only
+        )
     if recognised.file is not None:
         tensors: Mapping[str, Any] = read_safetensors_file(recognised.file)
     else:
         tensors = read_safetensors_folder(recognised.folder)
-    return of_keys({"model": _drop_tensors(tensors, drop, source)}, order, "safetensors")
+    return convert_user_state({"model": _drop_tensors(tensors, drop, source)}, order, "safetensors")
 
 
 def _import_dcp(source: Source, order: ParameterOrder, drop: tuple[str, ...], weights_only: bool) -> Imported:
     trainer_state: dict[str, Any] = {}
-    of_lightning = source.folder.size(LIGHTNING_META) is not None
-    if of_lightning:
+    is_from_lightning = source.folder.size(LIGHTNING_META) is not None
+    if is_from_lightning:
         trainer_state, drop = _read_meta(TorchFile(open_file(source.folder, LIGHTNING_META)), drop, weights_only)
     nest = read_dcp(source.folder, drop=drop, tensors_only=weights_only)
     if TRAINER_MARK not in trainer_state:
-        name = "a folder of Lightning's Fabric" if of_lightning else "a folder of torch.distributed.checkpoint"
-        return of_keys({**trainer_state, **nest}, order, name, weights_only=weights_only)
-    key = "state_dict" if "state_dict" in nest else "model"  # ModelParallelStrategy's, and FSDPStrategy's
-    name = "ModelParallelStrategy" if key == "state_dict" else "FSDPStrategy"
+        name = "a folder of Lightning's Fabric" if is_from_lightning else "a folder of torch.distributed.checkpoint"
+        return convert_user_state({**trainer_state, **nest}, order, name, weights_only=weights_only)
+    # Which of Lightning's strategies wrote it shows in the key of the model.
+    key, name = ("state_dict", "ModelParallelStrategy") if "state_dict" in nest else ("model", "FSDPStrategy")
     if key not in nest:
         raise CheckpointFormatError(f"{source.folder} holds no model, but {', '.join(nest)}")
     model = nest.pop(key)
@@ -184,19 +193,19 @@ def _import_dcp(source: Source, order: ParameterOrder, drop: tuple[str, ...], we
         raise CheckpointFormatError(
             f"{source.folder} holds {', '.join(nest)}, which Lightning's {name} does not write."
         )
-    return of_trainer(model, optimizers, trainer_state, order, f"a folder of Lightning's {name}")
+    return convert_trainer_state(model, optimizers, trainer_state, order, f"a folder of Lightning's {name}")
 
 
 def _read_meta(archive: TorchFile, drop: tuple[str, ...], weights_only: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the data that Lightning saves next to the shards, and the paths to drop that are not in it."""
     if not isinstance(archive.content, dict):
         raise CheckpointFormatError(f"{archive.file} holds no dict, so it is none of Lightning's")
-    own_paths = tuple(path for path in drop if path.partition("/")[0] in archive.content)
-    other_paths = tuple(path for path in drop if path not in own_paths)
-    return _read(archive, own_paths, KEPT_WITH_WEIGHTS if weights_only else None), other_paths
+    paths_in_archive = tuple(path for path in drop if path.partition("/")[0] in archive.content)
+    other_paths = tuple(path for path in drop if path not in paths_in_archive)
+    return _read_archive(archive, paths_in_archive, KEPT_WITH_WEIGHTS if weights_only else None), other_paths
 
 
-def _read(archive: TorchFile, drop: tuple[str, ...], keep: Iterable[str] | None) -> Any:
+def _read_archive(archive: TorchFile, drop: tuple[str, ...], keep: Iterable[str] | None) -> Any:
     reader = archive.reader(drop)
     content = archive.content
     if keep is not None and isinstance(content, dict):
@@ -209,7 +218,7 @@ def _read(archive: TorchFile, drop: tuple[str, ...], keep: Iterable[str] | None)
 
 
 def _import_accelerate(source: Source, order: ParameterOrder, drop: tuple[str, ...], weights_only: bool) -> Imported:
-    """Read one torch checkpoint per model and optimizer; the key of the first of each has no number."""
+    """Read the folder of each model and optimizer; keys are ``model``, ``model_1``, …, and likewise of optimizers."""
     nest: dict[str, Any] = {}
     for part in source.parts:
         name, _, number = part.rstrip("/").rpartition("_")
@@ -218,7 +227,7 @@ def _import_accelerate(source: Source, order: ParameterOrder, drop: tuple[str, .
             continue
         content = read_dcp(source.folder, part, drop=drop, tensors_only=weights_only)
         nest[key if number == "0" else f"{key}_{number}"] = content.get(key, content)
-    return of_keys(nest, order, "a folder of accelerate's save_state", weights_only=weights_only)
+    return convert_user_state(nest, order, "a folder of accelerate's save_state", weights_only=weights_only)
 
 
 def _import_torch_file(
@@ -227,23 +236,25 @@ def _import_torch_file(
     content = archive.content
     if isinstance(content, dict) and TRAINER_MARK in content and "state_dict" in content:
         keep = KEPT_WITH_WEIGHTS | {"state_dict"} if weights_only else None
-        content_of_trainer = _read(archive, drop, keep)
-        model, optimizers = content_of_trainer.pop("state_dict"), content_of_trainer.pop("optimizer_states", None)
-        return of_trainer(model, optimizers, content_of_trainer, order, "a full checkpoint of Lightning's Trainer")
-    nest = _read_models(archive, drop) if weights_only else _read(archive, drop, None)
+        trainer_content = _read_archive(archive, drop, keep)
+        model, optimizers = trainer_content.pop("state_dict"), trainer_content.pop("optimizer_states", None)
+        return convert_trainer_state(
+            model, optimizers, trainer_content, order, "a full checkpoint of Lightning's Trainer"
+        )
+    nest = _read_models(archive, drop) if weights_only else _read_archive(archive, drop, None)
     if not isinstance(nest, dict):
         raise CheckpointFormatError(
             f"{archive.file} does not hold a dict, but {type(nest).__name__}: it contains no model."
         )
-    return of_keys(
+    return convert_user_state(
         {str(key): value for key, value in nest.items()}, order, "a file of torch.save", weights_only=weights_only
     )
 
 
 def _read_models(archive: TorchFile, drop: tuple[str, ...]) -> Any:
-    """Read the parts of a file that can be read; the others are not models."""
+    """Read those values of a file that hold only plain data and tensors; the others are not models."""
     if not isinstance(archive.content, dict):
-        return _read(archive, drop, None)
+        return _read_archive(archive, drop, None)
     state = {}
     for key, value in archive.content.items():
         reader = archive.reader(drop)
@@ -262,10 +273,7 @@ def _drop_tensors(tensors: Mapping[str, Any], drop: tuple[str, ...], source: Str
 
 def _sizes(value: Any) -> Iterable[int]:
     if isinstance(value, TensorSource):
-        count = 1
-        for size in value.shape:
-            count *= size
-        yield count * value.dtype.itemsize
+        yield math.prod(value.shape) * value.dtype.itemsize
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from _sizes(item)

@@ -11,9 +11,9 @@ from fsdp_core.checkpoint.format.state_paths import join_path
 from fsdp_core.checkpoint.importing.memory_budget import current_budget
 from fsdp_core.checkpoint.importing.optimizer_states import (
     ParameterOrder,
-    by_name,
     is_flattened,
     is_optimizer,
+    name_parameters,
     unflatten,
 )
 from fsdp_core.checkpoint.importing.tensors import StridedTensor, read_whole
@@ -21,7 +21,7 @@ from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
 from fsdp_core.state.chunks import TensorSource
 from fsdp_core.state.fqn import clean_name
 
-__all__ = ["KEPT_WITH_WEIGHTS", "Imported", "of_keys", "of_trainer"]
+__all__ = ["KEPT_WITH_WEIGHTS", "Imported", "convert_trainer_state", "convert_user_state"]
 
 TRAINER_MARK = "pytorch-lightning_version"
 
@@ -44,7 +44,7 @@ class Imported:
         kinds: Which parts of it are a model's or an optimizer's.
         aliases: Additional names of tied parameters.
         source: A description of the source, for people.
-        of_trainer: Whether it is the Trainer's nest.
+        is_trainer_state: Whether the nest is that of a Trainer checkpoint.
         notes: Notes for the user on how it was read.
     """
 
@@ -52,11 +52,11 @@ class Imported:
     kinds: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     source: str = ""
-    of_trainer: bool = False
+    is_trainer_state: bool = False
     notes: list[str] = field(default_factory=list)
 
 
-def of_trainer(
+def convert_trainer_state(
     model: Mapping[str, Any],
     optimizers: list[Any] | None,
     rest: Mapping[str, Any],
@@ -69,33 +69,37 @@ def of_trainer(
         model: The LightningModule's state dict.
         optimizers: The optimizers' states, if there are any.
         rest: The other data that the Trainer saves.
-        order: Names numbered parameters.
+        order: Gives numbered parameters their names.
         source: A description of the source.
 
     Raises:
-        CheckpointFormatError: A part is not what it should be.
+        CheckpointFormatError: The model is no state dict, or an optimizer's state does not have the form of one.
         CheckpointMismatchError: It is not certain which parameters an optimizer's state is of.
     """
-    state: dict[str, Any] = {"model": _clean(model)}
-    imported = Imported(state=state, kinds={"model": "model"}, source=source, of_trainer=True)
+    state: dict[str, Any] = {"model": _clean_names(model)}
+    imported = Imported(state=state, kinds={"model": "model"}, source=source, is_trainer_state=True)
     aliases = _aliases(state["model"])
     imported.aliases = {join_path("model", a): join_path("model", b) for a, b in aliases.items()}
     if optimizers is not None:
-        shapes = _shapes(state["model"], aliases)
-        state["optimizer"] = [_optimizer(f"optimizer {i}", o, shapes, order) for i, o in enumerate(optimizers)]
+        shapes = _parameter_shapes(state["model"], aliases)
+        state["optimizer"] = [
+            _name_optimizer_state(f"optimizer {i}", o, shapes, order) for i, o in enumerate(optimizers)
+        ]
         imported.kinds.update({f"optimizer/{i}": "optimizer" for i in range(len(optimizers))})
         order.check_all_used()
         imported.notes += order.notes
-    state["trainer"] = _in_memory(rest)
+    state["trainer"] = _read_into_memory(rest)
     return imported
 
 
-def of_keys(nest: Mapping[str, Any], order: ParameterOrder, source: str, *, weights_only: bool = False) -> Imported:
+def convert_user_state(
+    nest: Mapping[str, Any], order: ParameterOrder, source: str, *, weights_only: bool = False
+) -> Imported:
     """Keep the user's own keys, as under Fabric. Values other than models and optimizers are read into memory.
 
     Args:
         nest: The content of the source; a model's tensors may also be at its top level.
-        order: Names numbered parameters.
+        order: Gives numbered parameters their names.
         source: A description of the source.
         weights_only: Whether to keep only the models.
 
@@ -104,7 +108,7 @@ def of_keys(nest: Mapping[str, Any], order: ParameterOrder, source: str, *, weig
         CheckpointMismatchError: It is not certain which parameters an optimizer's state is of.
     """
     nest = _with_model(nest)
-    models = {key: _clean(value) for key, value in nest.items() if is_model(value)}
+    models = {key: _clean_names(value) for key, value in nest.items() if is_model(value)}
     if not models:
         raise CheckpointFormatError(
             f"{source} holds no model: none of {', '.join(map(repr, nest)) or 'its keys'} is a dict of tensors by name."
@@ -113,7 +117,7 @@ def of_keys(nest: Mapping[str, Any], order: ParameterOrder, source: str, *, weig
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     for key, model in models.items():
         aliases = _aliases(model)
-        shapes[key] = _shapes(model, aliases)
+        shapes[key] = _parameter_shapes(model, aliases)
         imported.kinds[join_path(key)] = "model"
         imported.aliases.update({join_path(key, a): join_path(key, b) for a, b in aliases.items()})
     for key, value in nest.items():
@@ -123,10 +127,12 @@ def of_keys(nest: Mapping[str, Any], order: ParameterOrder, source: str, *, weig
         elif weights_only:
             continue
         elif is_optimizer(optimizer):
-            imported.state[key] = _optimizer(f"optimizer {key!r}", optimizer, _only(shapes, key, optimizer), order)
+            imported.state[key] = _name_optimizer_state(
+                f"optimizer {key!r}", optimizer, _shapes_for_optimizer(shapes, key, optimizer), order
+            )
             imported.kinds[join_path(key)] = "optimizer"
         else:
-            imported.state[key] = _in_memory(value)
+            imported.state[key] = _read_into_memory(value)
     order.check_all_used()
     imported.notes += order.notes
     return imported
@@ -157,7 +163,7 @@ def _with_model(nest: Mapping[str, Any]) -> dict[str, Any]:
     return {"model": loose, **{key: value for key, value in nest.items() if key not in loose}}
 
 
-def _clean(model: Mapping[str, Any]) -> dict[str, Any]:
+def _clean_names(model: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(model, Mapping):
         raise CheckpointFormatError(f"the model's state is not a dict of tensors, but {type(model).__name__}")
     cleaned: dict[str, Any] = {}
@@ -166,63 +172,67 @@ def _clean(model: Mapping[str, Any]) -> dict[str, Any]:
             raise CheckpointFormatError(
                 f"the model's state holds {name!r} twice, with a wrapper in its name and without"
             )
-        cleaned[clean_name(str(name))] = leaf if isinstance(leaf, TensorSource) else _in_memory(leaf)
+        cleaned[clean_name(str(name))] = leaf if isinstance(leaf, TensorSource) else _read_into_memory(leaf)
     return cleaned
 
 
 def _aliases(model: Mapping[str, Any]) -> dict[str, str]:
-    """Further names of the same elements of a file."""
-    first: dict[StridedTensor, str] = {}
-    further = {}
+    """Return the additional names of tied parameters, each with the first name of the same tensor."""
+    first_names: dict[StridedTensor, str] = {}
+    aliases = {}
     for name, leaf in model.items():
-        if isinstance(leaf, StridedTensor) and 0 not in leaf.shape and first.setdefault(leaf, name) != name:
-            further[name] = first[leaf]
-    return further
+        if not isinstance(leaf, StridedTensor) or 0 in leaf.shape:
+            continue
+        if leaf in first_names:
+            aliases[name] = first_names[leaf]
+        else:
+            first_names[leaf] = name
+    return aliases
 
 
-def _shapes(model: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """What may be parameters: no further names, no integers."""
+def _parameter_shapes(model: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors that may be parameters: without aliases and integers."""
     return {name: tuple(leaf.shape) for name, leaf in model.items() if _trainable(leaf) and name not in aliases}
 
 
-def _only(
+def _shapes_for_optimizer(
     shapes: Mapping[str, dict[str, tuple[int, ...]]], key: str, optimizer: Mapping[str, Any]
 ) -> dict[str, tuple[int, ...]]:
-    """The shapes of the one model that an optimizer may be of."""
+    """Return the shapes of the model whose parameters an optimizer numbers; none are needed if it has their names."""
     if len(shapes) == 1:
         return next(iter(shapes.values()))
     if any(type(number) is int for group in optimizer["param_groups"] for number in group["params"]):
         raise CheckpointMismatchError(
             f"optimizer {key!r} numbers its parameters, and there are {len(shapes)} models: {', '.join(shapes)}.\n"
-            "Leave all but its model out by `--drop KEY`, or import the weights alone by `--weights-only`."
+            "Leave the other models out by `--drop KEY`, or import the weights alone by `--weights-only`."
         )
     return {}
 
 
-def _optimizer(what: str, value: Any, shapes: Mapping[str, tuple[int, ...]], order: ParameterOrder) -> Any:
+def _name_optimizer_state(title: str, value: Any, shapes: Mapping[str, tuple[int, ...]], order: ParameterOrder) -> Any:
     if not is_optimizer(value):
         raise CheckpointFormatError(
-            f"{what} does not have the form of optimizer.state_dict(), so its state can't be imported.\n"
+            f"{title} does not have the form of optimizer.state_dict(), so its state can't be imported.\n"
             "Import the weights alone with `--weights-only`."
         )
-    named = by_name(what, value, shapes, order)
+    named = name_parameters(title, value, shapes, order)
     state = {
-        name: {key: leaf if isinstance(leaf, TensorSource) else _in_memory(leaf) for key, leaf in values.items()}
+        name: {key: leaf if isinstance(leaf, TensorSource) else _read_into_memory(leaf) for key, leaf in values.items()}
         for name, values in named["state"].items()
     }
-    return {"state": state, "param_groups": _in_memory(named["param_groups"])}
+    return {"state": state, "param_groups": _read_into_memory(named["param_groups"])}
 
 
-def _in_memory(value: Any) -> Any:
+def _read_into_memory(value: Any) -> Any:
     """Return plain data with its tensors read into memory; they are small."""
     if isinstance(value, TensorSource):
         current_budget().charge(math.prod(value.shape) * value.dtype.itemsize)
         return read_whole(value)
     if type(value) is dict:
-        return {key: _in_memory(item) for key, item in value.items()}
+        return {key: _read_into_memory(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_in_memory(item) for item in value)
-    if isinstance(value, dict):
+        return type(value)(_read_into_memory(item) for item in value)
+    if isinstance(value, dict):  # a subclass such as OrderedDict or Counter, changed in place to keep its class
         for key, item in value.items():
-            value[key] = _in_memory(item)
+            value[key] = _read_into_memory(item)
     return value

@@ -1,4 +1,4 @@
-"""How much memory an import may take: what its source makes is estimated before and while it is made."""
+"""A limit for the memory of an import. Objects are charged by estimates, before or while they are made."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from fsdp_core.errors import CheckpointFormatError
 
 __all__ = ["MemoryBudget", "current_budget", "json_bytes", "limited_memory", "memory_of_json"]
 
-_TIMES_STORED = 4
+_SOURCE_FACTOR = 4
 _SPARE_BYTES = 64 * 2**20
-_ALWAYS = 4 * 2**20  # buffers, and what is imported late
+_BASE_BYTES = 4 * 2**20  # for buffers, and for modules that are imported during the import
 
 
 class MemoryBudget:
     """The memory of an import: at most 4 times the size of its source, and 64 MiB.
 
-    What is charged is what an object takes at the worst moment of the import, with the copies that are made of it until
-    it is written; tests compare the sum with what is allocated.
+    An object is charged with what it takes at the worst moment of the import, including the copies that are made until
+    it is written. Tests compare the sum with what is allocated.
 
     Args:
         source_bytes: Returns the size of the source. It is called if 64 MiB are not enough.
     """
 
     def __init__(self, source_bytes: Callable[[], int]) -> None:
-        self.used = _ALWAYS
+        self.used = _BASE_BYTES
         self._limit = _SPARE_BYTES
         self._source_bytes: Callable[[], int] | None = source_bytes
 
@@ -41,24 +41,24 @@ class MemoryBudget:
             self.require(0)
 
     def require(self, nbytes: int) -> None:
-        """Refuse to go on unless so much more could be charged.
+        """Raise unless this much more could be charged, without charging it.
 
         Raises:
             CheckpointFormatError: It could not.
         """
         if self._source_bytes is not None and self.used + nbytes > self._limit:
-            self._limit += _TIMES_STORED * self._source_bytes()
+            self._limit += _SOURCE_FACTOR * self._source_bytes()
             self._source_bytes = None
         if self.used + nbytes > self._limit:
             raise CheckpointFormatError(
-                f"reading it would take more than {self._limit >> 20} MiB of memory, {_TIMES_STORED} times its size "
+                f"reading it would take more than {self._limit >> 20} MiB of memory, {_SOURCE_FACTOR} times its size "
                 f"and {_SPARE_BYTES >> 20} MiB: it makes far more values than it has bytes, as no library's checkpoint "
                 "does. Import a checkpoint that you trust, or its weights alone by `--weights-only`."
             )
 
     @contextmanager
-    def returned(self) -> Iterator[None]:
-        """What is charged in the context is free again after it."""
+    def released_at_exit(self) -> Iterator[None]:
+        """Give back at the end of the context what was charged in it."""
         used = self.used
         try:
             yield
@@ -88,7 +88,7 @@ def limited_memory(source_bytes: Callable[[], int]) -> Iterator[None]:
 
 
 def json_bytes(text: str) -> int:
-    r"""At most how long a string is in JSON.
+    r"""Return an upper bound of the bytes of a string in JSON.
 
     Example:
         >>> json_bytes("a b"), json_bytes("\n") >= len('"\\n"'), json_bytes("\x00" * 9) >= 9 * len("\\u0000")
@@ -100,6 +100,6 @@ def json_bytes(text: str) -> int:
 
 
 def memory_of_json(text: bytes) -> int:
-    """At most how much memory a JSON text takes when it is parsed."""
-    counts = {b"{": 250, b"[": 100, b":": 100, b",": 70}
-    return len(text) + sum(cost * text.count(sign) for sign, cost in counts.items())
+    """Return an upper bound of the memory that parsing a JSON text takes."""
+    bytes_per_sign = {b"{": 250, b"[": 100, b":": 100, b",": 70}
+    return len(text) + sum(nbytes * text.count(sign) for sign, nbytes in bytes_per_sign.items())

@@ -11,7 +11,7 @@ from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
 from fsdp_core.state.chunks import TensorSource
 from fsdp_core.state.fqn import clean_name
 
-__all__ = ["ParameterOrder", "by_name", "is_flattened", "is_optimizer", "unflatten"]
+__all__ = ["ParameterOrder", "is_flattened", "is_optimizer", "name_parameters", "unflatten"]
 
 _STATE, _GROUPS = "state", "param_groups"
 
@@ -75,7 +75,9 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     groups: list[dict[str, Any]] = []
     for name, stored_settings in settings.items():
         param_settings = {key: _read_setting(value) for key, value in stored_settings.items()}
-        matching_groups = [group for group in groups if _settings(group) == _settings(param_settings)]
+        matching_groups = [
+            group for group in groups if _comparable_settings(group) == _comparable_settings(param_settings)
+        ]
         if matching_groups:
             matching_groups[0]["params"].append(clean_name(name))
         else:
@@ -99,11 +101,11 @@ class ParameterOrder:
         self._used_count = 0
         self.notes: list[str] = []
 
-    def names(self, what: str, state: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[int, str]:
-        """The name of each number.
+    def names(self, title: str, state: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[int, str]:
+        """Return the name of each numbered parameter.
 
         Args:
-            what: How errors call the optimizer.
+            title: What errors call the optimizer.
             state: The optimizer's state, with numbered parameters.
             shapes: The shapes of the model's parameters and buffers in their order, each tied one once.
 
@@ -113,13 +115,13 @@ class ParameterOrder:
         numbers = [number for group in state[_GROUPS] for number in group["params"]]
         state_shapes = [_state_shapes(state[_STATE].get(number, {})) for number in numbers]
         if self._listed_names is not None:
-            return self._use_given_order(what, numbers, state_shapes, shapes)
+            return self._use_given_order(title, numbers, state_shapes, shapes)
         if all(_has_param_names(group) for group in state[_GROUPS]):
             param_names = [clean_name(str(name)) for group in state[_GROUPS] for name in group["param_names"]]
             return dict(zip(numbers, param_names, strict=True))
         if len(state[_GROUPS]) > 1:
             raise CheckpointMismatchError(
-                f"{what} has {len(state[_GROUPS])} param groups of numbered parameters, and the file does not say "
+                f"{title} has {len(state[_GROUPS])} param groups of numbered parameters, and the file does not say "
                 f"which parameters they hold.\n{_HOW_TO_GIVE_ORDER}"
             )
         candidates = [name for name in shapes if not name.endswith(_BUFFERS)]
@@ -128,17 +130,17 @@ class ParameterOrder:
         latest = _find_latest_positions(state_shapes, candidate_shapes)
         if earliest is None or latest is None:
             raise CheckpointMismatchError(
-                f"{what} has {len(numbers)} numbered parameters whose shapes don't match the model's in their order: "
+                f"{title} has {len(numbers)} numbered parameters whose shapes don't match the model's in their order: "
                 f"they belong to another model or are in another order.\n{_HOW_TO_GIVE_ORDER}"
             )
         if earliest != latest:
             raise CheckpointMismatchError(
-                f"{what} has {len(numbers)} numbered parameters, the model has {len(candidates)}, and more than one "
+                f"{title} has {len(numbers)} numbered parameters, the model has {len(candidates)}, and more than one "
                 f"choice of them matches the shapes of the optimizer's state.\n{_HOW_TO_GIVE_ORDER}"
             )
         self.notes.append(
-            f"{what[0].upper()}{what[1:]} numbers its {len(numbers)} parameters: they were assumed to be in the model's"
-            " order, as in model.parameters(), which matches the shapes of all of its state."
+            f"{title[0].upper()}{title[1:]} numbers its {len(numbers)} parameters: they were assumed to be in the "
+            "model's order, as in model.parameters(), which matches the shapes of all of its state."
         )
         return {number: candidates[index] for number, index in zip(numbers, earliest, strict=True)}
 
@@ -180,11 +182,11 @@ class ParameterOrder:
             )
 
 
-def by_name(what: str, saved: Mapping[str, Any], shapes: Mapping[str, Shape], order: ParameterOrder) -> Any:
-    """An optimizer's state and param groups by parameter name.
+def name_parameters(title: str, saved: Mapping[str, Any], shapes: Mapping[str, Shape], order: ParameterOrder) -> Any:
+    """Return an optimizer's state and param groups, with names instead of the keys of parameters.
 
     Args:
-        what: How errors call the optimizer.
+        title: What errors call the optimizer.
         saved: A state for which :func:`is_optimizer` is true.
         shapes: The shapes of the model's parameters and buffers in their order, each tied one once.
         order: Maps numbers to names, if the parameters are numbered.
@@ -194,13 +196,15 @@ def by_name(what: str, saved: Mapping[str, Any], shapes: Mapping[str, Shape], or
     """
     state = {_STATE: saved.get(_STATE, {}), _GROUPS: saved[_GROUPS]}
     keys = {key for group in state[_GROUPS] for key in group["params"]}
-    are_numbered = any(type(key) is int for key in keys)
-    names: dict[Any, str]  # by the key of a parameter
-    names = order.names(what, state, shapes) if are_numbered else {str(key): clean_name(str(key)) for key in keys}
+    names: dict[Any, str]  # the parameter's name by its key in the state
+    if any(type(key) is int for key in keys):
+        names = order.names(title, state, shapes)
+    else:
+        names = {str(key): clean_name(str(key)) for key in keys}
     foreign = [key for key in state[_STATE] if key not in names]
     if foreign:
         raise CheckpointMismatchError(
-            f"{what} has state of {foreign[0]!r}, which is in none of its param groups: it is damaged. Import the "
+            f"{title} has state of {foreign[0]!r}, which is in none of its param groups: it is damaged. Import the "
             "weights alone with `--weights-only`."
         )
     groups = []
@@ -212,15 +216,15 @@ def by_name(what: str, saved: Mapping[str, Any], shapes: Mapping[str, Shape], or
 
 
 def _read_setting(value: Any) -> Any:
-    """A setting; a tensor, such as a learning rate, is read."""
+    """Return a setting of a param group, read into memory if it is a tensor, such as a learning rate."""
     if not isinstance(value, TensorSource):
         return value
     start = (0,) * len(value.shape)
     return value.read(start, value.shape)
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's settings, for a comparison by ``==``: of a tensor, such as a learning rate, its values."""
+def _comparable_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's settings without its parameters, and tensors as lists, so that ``==`` compares them."""
     settings = {key: value for key, value in group.items() if key != "params"}
     for key, value in settings.items():
         if isinstance(value, Tensor):
@@ -252,7 +256,7 @@ def _is_factor_of(state_shape: Shape, shape: Shape) -> bool:
 
 
 def _find_earliest_positions(state_shapes: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] | None:
-    """The first positions, in order, whose shapes fit; ``None`` if there are none."""
+    """Assign each parameter's state to the earliest position that fits, in order; ``None`` if that is impossible."""
     positions = list[int]()
     position = 0
     for shapes_of_state in state_shapes:
@@ -266,7 +270,7 @@ def _find_earliest_positions(state_shapes: Sequence[set[Shape]], shapes: Sequenc
 
 
 def _find_latest_positions(state_shapes: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] | None:
-    """The last positions, in order, whose shapes fit; ``None`` if there are none."""
+    """Assign each parameter's state to the latest position that fits, in order; ``None`` if that is impossible."""
     distances_from_end = _find_earliest_positions(state_shapes[::-1], shapes[::-1])
     if distances_from_end is None:
         return None

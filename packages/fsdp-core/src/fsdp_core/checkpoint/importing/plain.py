@@ -1,4 +1,4 @@
-"""Converts the names in a pickle to plain data and tensors; unknown ones are refused by path."""
+"""Converts the records of an unpickled file to plain data and tensors; unknown names are refused by path."""
 
 from __future__ import annotations
 
@@ -45,19 +45,18 @@ class Storage:
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _MOST_SHOWN = 20
 
-# What is charged for a value that is read, in bytes, as often as it is read: the copies that are made of it until it
-# is written as JSON. What a part holds is charged by itself.
-_VALUE = 48
-_CONTAINERS: dict[type, int] = {list: 260, tuple: 400, dict: 700, set: 460, frozenset: 460}
-_ENTRY = 200
-_NAMED = 800
-_TENSOR = 2500
-_TIMES_NAMED = 10  # the path of a tensor is in its name, and in those of its pieces
-_TIMES_JSON = 2.5
-_TIMES_BYTES = 6
-_FACTORIES = {
-    f"builtins.{kind.__name__}": kind for kind in (bool, dict, float, int, list, set, str, tuple)
-}  # what a defaultdict may be over
+# The bytes charged for a value each time that it is read: for the value and all copies that are made of it until it is
+# written as JSON. The values in a container are charged by themselves.
+_VALUE_BYTES = 48
+_CONTAINER_BYTES: dict[type, int] = {list: 260, tuple: 400, dict: 700, set: 460, frozenset: 460}
+_ENTRY_BYTES = 200
+_CALL_BYTES = 800
+_TENSOR_BYTES = 2500
+_PATH_COPIES = 10  # the path of a tensor is in its name, and in the names of its pieces
+_JSON_COPIES = 2.5
+_BYTES_COPIES = 6
+#: The default factories that a defaultdict may have.
+_FACTORIES = {f"builtins.{factory.__name__}": factory for factory in (bool, dict, float, int, list, set, str, tuple)}
 
 
 class PlainReader:
@@ -68,8 +67,8 @@ class PlainReader:
         drop: Paths to omit, such as ``hyper_parameters/loss``.
 
     Attributes:
-        refused: Values that are neither plain data nor tensors, by path; the first of them.
-        refusals: How many values are neither.
+        refused: Why the first values that are neither plain data nor tensors were refused, by path.
+        refusals: How many values were refused.
     """
 
     def __init__(self, further_makers: Mapping[str, Make] | None = None, drop: Iterable[str] = ()) -> None:
@@ -92,11 +91,11 @@ class PlainReader:
             raise CheckpointFormatError("it is nested too deeply to be a checkpoint, or contains itself") from error
 
     def _read(self, value: Any, keys: Keys) -> Any:
-        self._budget.charge(_memory_of(value))
+        self._budget.charge(_bytes_to_charge(value))
         if isinstance(value, Named):
-            return self._rebuild_named(value, keys)
+            return self._rebuild(value, keys)
         if isinstance(value, Name):
-            return self._constant(value, keys)
+            return self._read_name(value, keys)
         if isinstance(value, dict):
             return dict(self._pairs(value.items(), keys))
         if isinstance(value, list):
@@ -166,27 +165,27 @@ class PlainReader:
 
     def _pairs(self, pairs: Iterable[tuple[Any, Any]], keys: Keys) -> list[tuple[Any, Any]]:
         read = []
-        for raw, item in pairs:
-            key = self._read(raw, keys)
-            inner = (*keys, str(key))
+        for raw_key, item in pairs:
+            key = self._read(raw_key, keys)
+            item_keys = (*keys, str(key))
             try:
                 hash(key)
             except TypeError:
-                self.refuse(inner, f"a {type(key).__name__} can't be a key")
+                self.refuse(item_keys, f"a {type(key).__name__} can't be a key")
                 continue
-            if self.drops(inner):
+            if self.drops(item_keys):
                 continue
             if key == INSTANTIATOR and item not in INSTANTIATORS:
-                self.refuse(inner, "the name of code that Lightning would import and call")
+                self.refuse(item_keys, "the name of code that Lightning would import and call")
                 continue
-            read.append((key, self._read(item, inner)))
+            read.append((key, self._read(item, item_keys)))
         return read
 
     def _items(self, items: Iterable[Any], keys: Keys) -> list[Any]:
         return [self._read(item, (*keys, str(index))) for index, item in enumerate(items)]
 
-    def _constant(self, value: Name, keys: Keys) -> Any:
-        dtype = _dtype(value)
+    def _read_name(self, value: Name, keys: Keys) -> Any:
+        dtype = _dtype_of(value)
         if dtype is None:
             self.refuse(keys, f"{value.name}, which is code")
         return dtype
@@ -194,23 +193,23 @@ class PlainReader:
     def _argument(self, value: Any, keys: Keys) -> Any:
         """An argument of a call. It may also be a name or a storage, which the callee interprets."""
         if isinstance(value, Name):
-            return _dtype(value) or value
-        if isinstance(value, str):  # which is not written as it is
-            self._budget.charge(_VALUE + 2 * len(value))
+            return _dtype_of(value) or value
+        if isinstance(value, str):  # charged less than a value, since it is not written itself
+            self._budget.charge(_VALUE_BYTES + 2 * len(value))
             return value
         return value if isinstance(value, Storage) else self._read(value, keys)
 
-    def _rebuild_named(self, value: Named, keys: Keys) -> Any:
+    def _rebuild(self, value: Named, keys: Keys) -> Any:
         make = self._makers.get(value.name)
         if make is None or value.kwargs:
             self.refuse(keys, value.name)
             return None
-        before = self.refusals
+        refusals_before = self.refusals
         args = tuple(self._argument(arg, keys) for arg in value.args)
         state = self._read(value.state, keys)
         pairs = self._pairs(value.pairs, keys)
         items = self._items(value.items, keys)
-        if self.refusals > before:
+        if self.refusals > refusals_before:
             return None
         try:
             result = make(args, state)
@@ -221,33 +220,33 @@ class PlainReader:
         except (CheckpointFormatError, CheckpointValueError) as error:
             self.refuse(keys, str(error))
         except Exception as error:
-            self.refuse(keys, f"{value.name} over what it can't hold ({type(error).__name__}: {error})")
+            self.refuse(keys, f"{value.name} with arguments that it does not accept ({type(error).__name__}: {error})")
         else:
             if isinstance(result, TensorSource):
-                self._budget.charge(_TENSOR + _TIMES_NAMED * sum(map(len, keys)))
+                self._budget.charge(_TENSOR_BYTES + _PATH_COPIES * sum(map(len, keys)))
             elif isinstance(result, str | bytes):
-                self._budget.charge(_memory_of(result))
+                self._budget.charge(_bytes_to_charge(result))
             return result
         return None
 
 
-def _memory_of(value: Any) -> int:
-    """What a value takes that is read, without what it holds."""
+def _bytes_to_charge(value: Any) -> int:
+    """Return what to charge for a value, without the values in it."""
     value_type: type = type(value)
-    if value_type in _CONTAINERS:
-        return _CONTAINERS[value_type] + (_ENTRY * len(value) if value_type is dict else 0)
+    if value_type in _CONTAINER_BYTES:
+        return _CONTAINER_BYTES[value_type] + (_ENTRY_BYTES * len(value) if value_type is dict else 0)
     if isinstance(value, Named):
-        return _NAMED + _ENTRY * (len(value.pairs) + len(value.items))
+        return _CALL_BYTES + _ENTRY_BYTES * (len(value.pairs) + len(value.items))
     if value_type is str:
-        return _VALUE + len(value) + int(_TIMES_JSON * json_bytes(value))
+        return _VALUE_BYTES + len(value) + int(_JSON_COPIES * json_bytes(value))
     if value_type is bytes:
-        return 8 * _VALUE + _TIMES_BYTES * len(value)
+        return 8 * _VALUE_BYTES + _BYTES_COPIES * len(value)
     if value_type is int:
-        return _VALUE + int(value).bit_length()
-    return 2 * _VALUE if value_type is float else _VALUE
+        return _VALUE_BYTES + int(value).bit_length()
+    return 2 * _VALUE_BYTES if value_type is float else _VALUE_BYTES
 
 
-def _dtype(value: Name) -> torch.dtype | None:
+def _dtype_of(value: Name) -> torch.dtype | None:
     return _DTYPES.get(value.name)
 
 
@@ -346,6 +345,8 @@ _MAKERS: dict[str, Make] = {
     **_makers_in_modules((f"{core}.numeric" for core in _NUMPY), "_frombuffer", _numpy_buffer),
     **_makers_in_modules((f"{root}.utilities.parsing" for root in _LIGHTNING), "AttributeDict", _call_with_args(dict)),
     **_makers_in_modules((f"{root}.utilities.data" for root in _LIGHTNING), "AttributeDict", _call_with_args(dict)),
-    **{f"{m}.{kind}": _call_with_args(PurePosixPath) for m in _PATHS for kind in ("PosixPath", "PurePosixPath")},
-    **{f"{m}.{kind}": _call_with_args(PureWindowsPath) for m in _PATHS for kind in ("WindowsPath", "PureWindowsPath")},
+    **_makers_in_modules(_PATHS, "PosixPath", _call_with_args(PurePosixPath)),
+    **_makers_in_modules(_PATHS, "PurePosixPath", _call_with_args(PurePosixPath)),
+    **_makers_in_modules(_PATHS, "WindowsPath", _call_with_args(PureWindowsPath)),
+    **_makers_in_modules(_PATHS, "PureWindowsPath", _call_with_args(PureWindowsPath)),
 }

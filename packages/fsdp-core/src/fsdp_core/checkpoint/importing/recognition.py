@@ -55,7 +55,7 @@ def recognise(path: StrPath) -> Source:
     """
     folder, name = source_of(path)
     if name is not None:
-        return _file(open_file(folder, name))
+        return _recognise_file(open_file(folder, name))
     if holds_manifest(folder):
         raise CheckpointFormatError(
             f"{folder} is a checkpoint of this format already (it has a {MANIFEST}): use it as it is."
@@ -70,7 +70,7 @@ def recognise(path: StrPath) -> Source:
         )
     parts = [name.removesuffix(dcp.METADATA) for name in names if name.endswith(f"/{dcp.METADATA}")]
     if parts:
-        return _parts(folder, parts)
+        return _recognise_accelerate(folder, parts)
     if any(name.endswith((SUFFIX, INDEX_SUFFIX)) and "/" not in name for name in names):
         return Source(format="safetensors", folder=folder)
     files = [open_file(folder, name) for name in names if "/" not in name and name.endswith(_SHARD_SUFFIXES)]
@@ -88,7 +88,7 @@ def recognise(path: StrPath) -> Source:
     )
 
 
-def _file(file: SourceFile) -> Source:
+def _recognise_file(file: SourceFile) -> Source:
     if file.name == dcp.METADATA or file.name.endswith((".distcp", INDEX_SUFFIX)):
         raise CheckpointFormatError(f"{file} is one file of a checkpoint: import its folder, {file.folder}.")
     if is_torch_file(file):
@@ -108,13 +108,16 @@ def _file(file: SourceFile) -> Source:
     raise CheckpointFormatError(f"{file} can't be imported.\n{_KNOWN}")
 
 
-def _parts(folder: Folder, parts: list[str]) -> Source:
-    """The folder that accelerate's save_state writes: one of torch's checkpoints for each model, then optimizer."""
-    ours = [part for part in parts if part.startswith(("pytorch_model_fsdp_", "optimizer_")) and part.count("/") == 1]
-    if not ours:
+def _recognise_accelerate(folder: Folder, parts: list[str]) -> Source:
+    """Recognize a folder of accelerate's save_state, with a checkpoint of torch for each model and optimizer."""
+    accelerate_parts = [
+        part for part in parts if part.startswith(("pytorch_model_fsdp_", "optimizer_")) and part.count("/") == 1
+    ]
+    if not accelerate_parts:
         listed_paths = ", ".join(str(folder.path(part.rstrip("/"))) for part in parts[:8])
         raise CheckpointFormatError(f"{folder} holds several checkpoints: {listed_paths}.\nImport one of them.")
-    return Source(format="dcp-parts", folder=folder, parts=tuple(sorted(ours, reverse=True)))
+    models_then_optimizers = tuple(sorted(accelerate_parts, reverse=True))
+    return Source(format="dcp-parts", folder=folder, parts=models_then_optimizers)
 
 
 def _is_shard(archive: TorchFile) -> bool:

@@ -43,8 +43,8 @@ def rename_parameters(imported: Imported, *, strip_prefix: str = "", add_prefix:
     def rename_part(path: str, value: Any) -> Any:
         part_type = imported.kinds.get(path)
         if part_type is not None:
-            _refuse_outside(path, value, part_type, strip_prefix)
-            return _with_names(value, part_type, rename)
+            _require_prefix(path, value, part_type, strip_prefix)
+            return _rename_keys(value, part_type, rename)
         if type(value) is list:  # the Trainer's optimizers
             return [rename_part(f"{path}/{index}", item) for index, item in enumerate(value)]
         return value
@@ -55,12 +55,12 @@ def rename_parameters(imported: Imported, *, strip_prefix: str = "", add_prefix:
 
     imported.state = {key: rename_part(join_path(key), value) for key, value in imported.state.items()}
     imported.aliases = {rename_path(alias): rename_path(path) for alias, path in imported.aliases.items()}
-    if add_prefix and not imported.of_trainer:
-        return _as_trainers(imported)
+    if add_prefix and not imported.is_trainer_state:
+        return _lay_out_for_trainer(imported)
     return imported
 
 
-def _with_names(value: Mapping[str, Any], part_type: str, rename: Callable[[str], str]) -> dict[str, Any]:
+def _rename_keys(value: Mapping[str, Any], part_type: str, rename: Callable[[str], str]) -> dict[str, Any]:
     if part_type == "model":
         return {rename(name): leaf for name, leaf in value.items()}
     return {
@@ -71,23 +71,23 @@ def _with_names(value: Mapping[str, Any], part_type: str, rename: Callable[[str]
     }
 
 
-def _refuse_outside(path: str, value: Mapping[str, Any], part_type: str, prefix: str) -> None:
+def _require_prefix(path: str, value: Mapping[str, Any], part_type: str, prefix: str) -> None:
     if part_type == "model":
         parameter_names = list(value)
     else:
         parameter_names = [name for group in value["param_groups"] for name in group["params"]]
-    outside = [name for name in parameter_names if not name.startswith(prefix)]
-    if outside:
-        more = f", and {len(outside) - 1} more don't" if len(outside) > 1 else ""
+    names_without_prefix = [name for name in parameter_names if not name.startswith(prefix)]
+    if names_without_prefix:
+        more = f", and {len(names_without_prefix) - 1} more don't" if len(names_without_prefix) > 1 else ""
         prefixes = sorted({name.split(".")[0] + "." for name in parameter_names if "." in name})
         raise CheckpointMismatchError(
-            f"{outside[0]!r} of {path} does not begin with {prefix!r}{more}. Names there begin with "
+            f"{names_without_prefix[0]!r} of {path} does not begin with {prefix!r}{more}. Names there begin with "
             f"{' or '.join(prefixes) or 'nothing in common'}.\n"
             "Type another --strip-prefix, leave these parts out with --drop, or optimizers with --weights-only."
         )
 
 
-def _as_trainers(imported: Imported) -> Imported:
+def _lay_out_for_trainer(imported: Imported) -> Imported:
     """Lay the state out as the Trainer does, so that ``ckpt_path=`` and ``load_from_checkpoint`` open it."""
     models, optimizers = list[str](), list[str]()
     other_state: dict[str, Any] = {}
@@ -133,6 +133,6 @@ def _as_trainers(imported: Imported) -> Imported:
         kinds=kinds,
         aliases={move_into_model(alias): move_into_model(path) for alias, path in imported.aliases.items()},
         source=imported.source,
-        of_trainer=True,
+        is_trainer_state=True,
         notes=imported.notes,
     )

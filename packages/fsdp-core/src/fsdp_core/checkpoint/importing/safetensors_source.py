@@ -21,8 +21,8 @@ INDEX_SUFFIX = ".safetensors.index.json"
 
 _MAX_INDEX_BYTES = 2**28
 _SHARDING = "DCP_SHARDING_INFO"
-_TENSOR = 2500  # bytes that a tensor takes in memory until it is saved, without its name
-_TIMES_NAMED = 10
+_TENSOR_BYTES = 2500  # the memory that a tensor takes until it is saved, without its data and its name
+_NAME_COPIES = 10
 
 
 def read_safetensors_file(file: SourceFile) -> dict[str, StridedTensor]:
@@ -35,12 +35,12 @@ def read_safetensors_file(file: SourceFile) -> dict[str, StridedTensor]:
 
     def read(start: int, end: int) -> bytes:
         data = file.read(start, end)
-        if start:  # the header; before it comes its length
+        if start:  # the header itself; the read from 0 is of its length
             budget.charge(memory_of_json(data))
         return data
 
     header = parse_header(read, file.size, str(file))
-    budget.charge(sum(_TENSOR + _TIMES_NAMED * len(name) for name in header))
+    budget.charge(sum(_TENSOR_BYTES + _NAME_COPIES * len(name) for name in header))
     return {
         name: StridedTensor(
             file=file,
@@ -79,18 +79,20 @@ def read_safetensors_folder(folder: Folder) -> dict[str, StridedTensor | InPiece
     pieces: dict[str, list[Piece]] = {}
     tensors: dict[str, StridedTensor | InPieces] = {}
     for file in files:
-        begins = _read_offsets(file)
+        offsets_of_pieces = _read_offsets(file)
         for name, tensor in read_safetensors_file(file).items():
             if file_of_tensor is not None and file_of_tensor.get(name) != file.name:
                 continue
-            if name in begins:
-                pieces.setdefault(name, []).append(Piece(offsets=begins[name], lengths=tensor.shape, source=tensor))
+            if name in offsets_of_pieces:
+                pieces.setdefault(name, []).append(
+                    Piece(offsets=offsets_of_pieces[name], lengths=tensor.shape, source=tensor)
+                )
             elif name in tensors:
                 raise CheckpointFormatError(
                     f"{name!r} is in {file} and in another file of {folder}.\n"
                     "Import a folder with the files of one model."
                 )
-            tensors[name] = tensor
+            tensors[name] = tensor  # in the place of a tensor in pieces, which is built below
     expected_names = () if file_of_tensor is None else tuple(file_of_tensor)
     missing_names = [name for name in expected_names if name not in tensors]
     if missing_names:
@@ -99,18 +101,18 @@ def read_safetensors_folder(folder: Folder) -> dict[str, StridedTensor | InPiece
             "tensors that its files don't hold. Restore the files."
         )
     for name, parts in pieces.items():
-        # each offset once: every rank writes the copies that it holds
+        # Several ranks may have written a piece that is replicated; one of each is taken.
         distinct_parts = {part.offsets: part for part in parts if 0 not in part.lengths}
         tensors[name] = InPieces(
             name=name,
-            shape=_whole_shape(parts),
+            shape=_full_shape(parts),
             dtype=parts[0].source.dtype,
             pieces=tuple(distinct_parts.values()),
         )
     return tensors
 
 
-def _whole_shape(parts: list[Piece]) -> tuple[int, ...]:
+def _full_shape(parts: list[Piece]) -> tuple[int, ...]:
     """The smallest shape that holds all pieces."""
     ends = [[offset + length for offset, length in zip(part.offsets, part.lengths, strict=True)] for part in parts]
     return tuple(map(max, zip(*ends, strict=True)))
@@ -131,12 +133,12 @@ def _read_index(file: SourceFile) -> dict[str, str]:
 
 
 def _read_offsets(file: SourceFile) -> dict[str, tuple[int, ...]]:
-    """The offsets of a file's tensors in the whole ones, if torch.distributed.checkpoint has written it."""
+    """Return the offsets of a file's tensors in the full tensors, if torch.distributed.checkpoint has written it."""
     length = int.from_bytes(file.read(0, 8), "little") if file.size >= 8 else 0
     if length > min(file.size - 8, MAX_HEADER_BYTES):
-        return {}  # the error is raised where its tensors are read
+        return {}  # read_safetensors_file raises the error
     try:
-        with current_budget().returned():
+        with current_budget().released_at_exit():
             text = file.read(8, 8 + length)
             current_budget().charge(memory_of_json(text))
             metadata = json.loads(text).get("__metadata__") or {}

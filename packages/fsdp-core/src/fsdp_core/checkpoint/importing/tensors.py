@@ -43,6 +43,7 @@ class StridedTensor:
         out = torch.empty(tuple(lengths), dtype=self.dtype)
         if not out.numel():
             return out
+        # the dimensions as they are nested in memory, from the outermost
         order = sorted(range(len(self.shape)), key=lambda dim: (-self.stride[dim], self.shape[dim] == 1))
         if self._is_dense(order):
             entry = FileTensor(
@@ -50,6 +51,7 @@ class StridedTensor:
             )
             read_box(self.file.fill, entry, tuple(offsets[dim] for dim in order), out.permute(order))
             return out
+        # Read everything from the first element of the box to the last, and pick the box from it.
         first = sum(offset * step for offset, step in zip(offsets, self.stride, strict=True))
         span = 1 + sum((length - 1) * step for length, step in zip(lengths, self.stride, strict=True))
         flat = torch.empty(span, dtype=self.dtype)
@@ -76,7 +78,7 @@ class Piece:
     Attributes:
         offsets: Where it begins in the larger tensor.
         lengths: Its shape.
-        source: What holds it; where that is larger, the box is its beginning.
+        source: The source of its elements. If the source is larger than the box, the box is its beginning.
     """
 
     offsets: tuple[int, ...]
@@ -104,7 +106,8 @@ class InPieces:
         fault = find_fault(self.shape, [(piece.offsets, piece.lengths) for piece in self.pieces])
         if fault is not None:
             raise CheckpointFormatError(
-                f"{self.name!r} of shape {self.shape} is not whole in the source: {fault}. Restore the files that lack."
+                f"{self.name!r} of shape {self.shape} is not complete in the source: {fault}. "
+                "Restore the missing files."
             )
 
     def read(self, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
@@ -114,9 +117,11 @@ class InPieces:
             common = overlap((piece.offsets, piece.lengths), (tuple(offsets), tuple(lengths)))
             if common is None:
                 continue
-            inside = tuple(slice(a - o, a - o + n) for a, n, o in zip(*common, offsets, strict=True))
-            begin = tuple(a - o for a, o in zip(common[0], piece.offsets, strict=True))
-            out[inside] = piece.source.read(begin, common[1])
+            begins, sizes = common
+            starts_in_out = [begin - offset for begin, offset in zip(begins, offsets, strict=True)]
+            starts_in_piece = tuple(begin - offset for begin, offset in zip(begins, piece.offsets, strict=True))
+            inside = tuple(slice(start, start + size) for start, size in zip(starts_in_out, sizes, strict=True))
+            out[inside] = piece.source.read(starts_in_piece, sizes)
         return out
 
 
@@ -151,12 +156,12 @@ class FlatRange:
         return out
 
     def _read_box(self, out: Tensor, start: int, shape: tuple[int, ...], offsets: tuple[int, ...]) -> None:
-        row = math.prod(shape[1:])
+        row_length = math.prod(shape[1:])
         if tuple(out.shape[1:]) == shape[1:]:
-            self._read_run(out.view(-1), start + (offsets[0] * row if shape else 0))
+            self._read_run(out.view(-1), start + (offsets[0] * row_length if shape else 0))
             return
         for index in range(out.shape[0]):
-            self._read_box(out[index], start + (offsets[0] + index) * row, shape[1:], offsets[1:])
+            self._read_box(out[index], start + (offsets[0] + index) * row_length, shape[1:], offsets[1:])
 
     def _read_run(self, out: Tensor, start: int) -> None:
         length = self.pieces[0].shape[0]

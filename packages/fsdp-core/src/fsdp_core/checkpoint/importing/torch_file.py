@@ -37,8 +37,8 @@ _STORAGES = {
 }
 
 
-_TIMES_STORED = 16
-_TIMES_DIRECTORY = 13  # what zipfile makes of an entry of the least length
+_MAX_EXPANSION = 16  # of expanded tensors, which have more elements than their storage
+_DIRECTORY_FACTOR = 13  # the memory that zipfile takes for an entry of the minimum length, by the entry's bytes
 _SPARE_BYTES = 16 * 2**20
 
 
@@ -61,9 +61,9 @@ class TorchFile:
         self.file = file
         self._start = start
         stop = file.size if end is None else end
-        # Expanded tensors have more elements than their storage; a whole file may always hold a few small ones.
-        self._room = (stop - start) * _TIMES_STORED + (_SPARE_BYTES if end is None else 0)
-        self._counted: set[tuple[Any, ...]] = set()
+        # A file by itself may hold a few expanded tensors, however small it is; a range of one may not.
+        self._tensor_bytes_left = (stop - start) * _MAX_EXPANSION + (_SPARE_BYTES if end is None else 0)
+        self._charged_tensors: set[tuple[Any, ...]] = set()
         stream = io.BufferedReader(_Directory(file, start, stop))
         try:
             with zipfile.ZipFile(stream) as archive:
@@ -87,11 +87,13 @@ class TorchFile:
             raise CheckpointFormatError(
                 f"{file} was saved on a big-endian machine: load it there, and save it as safetensors."
             )
-        self.content = unpickle(self._bytes("data.pkl", None), str(file), self._storage)
+        self.content = unpickle(self._bytes("data.pkl", None), str(file), self._resolve_storage)
 
     def reader(self, drop: Iterable[str] = ()) -> PlainReader:
         """A reader that converts :attr:`content` to plain data and tensors, without the paths in ``drop``."""
-        return PlainReader({**self._rebuilding(), "torch._tensor._rebuild_from_type_v2": self._of_type}, drop)
+        return PlainReader(
+            {**self._tensor_makers(), "torch._tensor._rebuild_from_type_v2": self._rebuild_from_type}, drop
+        )
 
     def _bytes(self, name: str, default: bytes | None) -> bytes:
         info = self._entries.get(f"{self._root}/{name}")
@@ -116,7 +118,7 @@ class TorchFile:
             raise CheckpointFormatError(f"{self.file} is truncated: {name!r} extends beyond its end")
         return start, info.file_size
 
-    def _storage(self, pid: Any) -> Storage:
+    def _resolve_storage(self, pid: Any) -> Storage:
         if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], Name)):
             raise CheckpointFormatError(
                 f"{self.file} refers to a {type(pid).__name__} outside of its pickle that is not a tensor's storage"
@@ -130,17 +132,17 @@ class TorchFile:
         dtype = _STORAGES.get(name)
         return Storage(key=key, dtype=dtype, nbytes=count * (1 if dtype is None else dtype.itemsize))
 
-    def _rebuilding(self) -> dict[str, Make]:
+    def _tensor_makers(self) -> dict[str, Make]:
         return {
-            "torch._utils._rebuild_tensor": lambda args, _: self._tensor(args[:4]),
-            "torch._utils._rebuild_tensor_v2": lambda args, _: self._tensor(args[:4], marks=args[6:]),
-            "torch._utils._rebuild_tensor_v3": lambda args, _: self._tensor(args[:4], args[6], args[7:]),
+            "torch._utils._rebuild_tensor": lambda args, _: self._make_tensor(args[:4]),
+            "torch._utils._rebuild_tensor_v2": lambda args, _: self._make_tensor(args[:4], marks=args[6:]),
+            "torch._utils._rebuild_tensor_v3": lambda args, _: self._make_tensor(args[:4], args[6], args[7:]),
             "torch._utils._rebuild_parameter": lambda args, _: args[0],
             "torch._utils._rebuild_parameter_with_state": lambda args, _: args[0],
             "torch._utils._rebuild_device_tensor_from_cpu_tensor": lambda args, _: args[0],
         }
 
-    def _of_type(self, args: tuple[Any, ...], state: Any) -> Any:
+    def _rebuild_from_type(self, args: tuple[Any, ...], state: Any) -> Any:
         """A tensor with attributes, or of a subclass."""
         make, tensor_class, inner = args[:3]
         if tensor_class.name not in (
@@ -150,9 +152,11 @@ class TorchFile:
             "torch.nn.parameter.Buffer",
         ):
             raise CheckpointValueError(f"{tensor_class.name}, not a plain tensor; save the plain tensors in it instead")
-        return self._rebuilding()[make.name](inner, None)
+        return self._tensor_makers()[make.name](inner, None)
 
-    def _tensor(self, description: tuple[Any, ...], dtype: Any = None, marks: tuple[Any, ...] = ()) -> StridedTensor:
+    def _make_tensor(
+        self, description: tuple[Any, ...], dtype: Any = None, marks: tuple[Any, ...] = ()
+    ) -> StridedTensor:
         storage, first, shape, stride = description
         if not isinstance(storage, Storage):
             raise CheckpointValueError("a tensor without a storage")
@@ -174,7 +178,7 @@ class TorchFile:
             raise CheckpointFormatError(
                 f"a tensor of shape {tuple(shape)} beyond the {min(size, storage.nbytes)} bytes of its storage"
             )
-        self._count(start + first * dtype.itemsize, tuple(shape), tuple(stride), dtype)
+        self._charge_tensor(start + first * dtype.itemsize, tuple(shape), tuple(stride), dtype)
         return StridedTensor(
             file=self.file,
             start=start + first * dtype.itemsize,
@@ -183,29 +187,29 @@ class TorchFile:
             dtype=dtype,
         )
 
-    def _count(self, start: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
+    def _charge_tensor(self, start: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
         """Refuse tensors whose elements would take far more bytes than the file stores."""
-        if (start, shape, stride, dtype) in self._counted:  # tied: saved once
+        if (start, shape, stride, dtype) in self._charged_tensors:  # a tied tensor, which is saved once
             return
-        self._counted.add((start, shape, stride, dtype))
-        self._room -= math.prod(shape) * dtype.itemsize
-        if self._room < 0:
+        self._charged_tensors.add((start, shape, stride, dtype))
+        self._tensor_bytes_left -= math.prod(shape) * dtype.itemsize
+        if self._tensor_bytes_left < 0:
             raise CheckpointFormatError(
                 f"a tensor of shape {shape} and strides {stride} in {self.file}, whose tensors would take more than "
-                f"{_TIMES_STORED} times their stored bytes; save tensor.contiguous()"
+                f"{_MAX_EXPANSION} times their stored bytes; save tensor.contiguous()"
             )
 
 
 class _Directory(Window):
-    """A zip archive whose directory is to be read: what is made of it is charged before."""
+    """A stream of a zip archive whose directory is to be read, which charges for what zipfile makes of it."""
 
     def __init__(self, file: SourceFile, start: int, end: int) -> None:
         super().__init__(file, start, end)
-        self._free = 2 * io.DEFAULT_BUFFER_SIZE  # where it ends, before it is known how long it is
+        self._uncharged = 2 * io.DEFAULT_BUFFER_SIZE  # zipfile first looks for the end of the directory
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        current_budget().charge(_TIMES_DIRECTORY * max(0, min(len(buffer), self.left) - self._free))
-        self._free = max(0, self._free - len(buffer))
+        current_budget().charge(_DIRECTORY_FACTOR * max(0, min(len(buffer), self.left) - self._uncharged))
+        self._uncharged = max(0, self._uncharged - len(buffer))
         return super().readinto(buffer)
 
 

@@ -18,9 +18,9 @@ __all__ = ["MAX_PICKLE_BYTES", "Name", "Named", "unpickle"]
 MAX_PICKLE_BYTES = 2**28
 """The maximum size of a pickle; tensors are stored outside of it."""
 
-_TOO_LARGE = 10**MAX_DIGITS  # Python could not even show it
+_MIN_REFUSED_INTEGER = 10**MAX_DIGITS  # Python does not write it in digits, so no message could show it
 
-# The modules that Python 2 had for what a pickle of protocol 2 still names so.
+# The modules of Python 2 whose names pickles of protocol 2 still use.
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
 
@@ -104,7 +104,7 @@ def unpickle(data: bytes, where: str, on_persistent: Callable[[Any], Any] | None
     budget = current_budget()
     try:
         budget.charge(2 * len(data))
-        _charge(data, budget)
+        _charge_operations(data, budget)
         return _Recorder(data, on_persistent).load()
     except CheckpointFormatError:
         raise
@@ -124,12 +124,12 @@ class _Recorder(Unpickler):
 
     def find_class(self, module: str, name: str) -> Name:
         """Return a record of the name, the same one each time."""
-        full = f"{_OLD_MODULES.get(module, module)}.{name}"
-        if full not in self._names:
-            if len(full) > _LONGEST_NAME:
-                raise ValueError(f"a name of more than {_LONGEST_NAME} characters")
-            self._names[full] = Name("Named", (Named,), {"__slots__": (), "name": full})
-        return self._names[full]
+        full_name = f"{_OLD_MODULES.get(module, module)}.{name}"
+        if full_name not in self._names:
+            if len(full_name) > _MAX_NAME_LENGTH:
+                raise ValueError(f"a name of more than {_MAX_NAME_LENGTH} characters")
+            self._names[full_name] = Name("Named", (Named,), {"__slots__": (), "name": full_name})
+        return self._names[full_name]
 
     def persistent_load(self, pid: Any) -> Any:
         """Return what a persistent id stands for."""
@@ -138,43 +138,43 @@ class _Recorder(Unpickler):
         return self._on_persistent(pid)
 
 
-# -- memory, before anything is made -----------------------------------------------------------------------------------
+# -- charging memory before anything is made ---------------------------------------------------------------------------
 
-# What is charged, in bytes, beside the size of an object itself: at most what CPython allocates.
-_LONGEST_NAME = 1000
-_MARK = 100
-_SLOT = 26  # in a list that grows, and in the list that is made of what is on the stack
-_MADE = 220  # an empty list, tuple, dict or set
-_ENTRY = 110  # of a dict that grows
-_FIRST_ENTRY = 170
-_ITEM = 100  # of a set that grows
-_MEMO = 16  # of the unpickler's memo, an array
-_NAME = 2000  # a class
-_NAMED = 400  # an object of this module with its parts
-_LONG = 2**16  # an argument that is worth a look before it is read
-_TIMES_LONG = 5  # a text of which one character is not Latin takes four bytes for each
-_MOST_HASHED = 2**40
+# What is charged, in bytes, beside the size of an object itself: CPython allocates no more.
+_MAX_NAME_LENGTH = 1000
+_MARK_BYTES = 100
+_SLOT_BYTES = 26  # of a value on the stack, which is a list that grows, and in the list that is made from it
+_CONTAINER_BYTES = 220  # an empty list, tuple, dict or set
+_ENTRY_BYTES = 110  # of a dict that grows
+_FIRST_ENTRY_BYTES = 170
+_ITEM_BYTES = 100  # of a set that grows
+_MEMO_BYTES = 16  # of the unpickler's memo, an array
+_NAME_BYTES = 2000  # a class
+_CALL_BYTES = 400  # an object of this module with its parts
+_LONG_ARGUMENT = 2**16  # longer arguments are compared with the budget before they are read
+_TEXT_FACTOR = 5  # a text takes four bytes for each character if one is not Latin, and is read from its bytes
+_MAX_WEIGHT = 2**40
 
 _PUTS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
 _GETS = ("GET", "BINGET", "LONG_BINGET")
 _TUPLES = ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3")
-_KEYED = ("DICT", "SETITEM", "SETITEMS")
-_OF_ITEMS = ("FROZENSET", "ADDITEMS")
-_COSTS = {
-    **dict.fromkeys(("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "EMPTY_TUPLE"), _MADE),
-    **dict.fromkeys(("LIST", "DICT", "FROZENSET", *_TUPLES), _MADE),
-    **dict.fromkeys(("GLOBAL", "STACK_GLOBAL", "INST"), _NAME),
-    **dict.fromkeys(("REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "PERSID", "BINPERSID"), _NAMED),
-    "MARK": _MARK,
+_MAKE_ENTRIES = ("DICT", "SETITEM", "SETITEMS")
+_MAKE_ITEMS = ("FROZENSET", "ADDITEMS")
+_BYTES_PER_OPERATION = {
+    **dict.fromkeys(("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "EMPTY_TUPLE"), _CONTAINER_BYTES),
+    **dict.fromkeys(("LIST", "DICT", "FROZENSET", *_TUPLES), _CONTAINER_BYTES),
+    **dict.fromkeys(("GLOBAL", "STACK_GLOBAL", "INST"), _NAME_BYTES),
+    **dict.fromkeys(("REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "PERSID", "BINPERSID"), _CALL_BYTES),
+    "MARK": _MARK_BYTES,
 }
 _REFUSED = ("EXT1", "EXT2", "EXT4", "BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER")
 
 
-def _charge(data: bytes, budget: MemoryBudget) -> None:
-    """Charge for all that a pickle would make. The stack here holds a weight for each value, not the value.
+def _charge_operations(data: bytes, budget: MemoryBudget) -> None:
+    """Charge for all that a pickle would make, by a stack that holds a weight in the place of each value.
 
-    A weight is how many objects are hashed with a value: a tuple is hashed with what it holds, as often as it holds it.
-    Operations take from the stack and put there what :mod:`pickletools` documents of them.
+    The weight is how many objects are hashed to hash the value: of a tuple, also those in it, as often as they are in
+    it. :mod:`pickletools` documents how many values each operation takes from the stack, and how many it puts there.
     """
     stack: list[int] = []
     marks: list[int] = []
@@ -184,14 +184,14 @@ def _charge(data: bytes, budget: MemoryBudget) -> None:
         name = operation.name
         if name in _REFUSED:
             raise ValueError(f"{name} has no place in a checkpoint")
-        if type(argument) is int and abs(argument) >= _TOO_LARGE:
+        if type(argument) is int and abs(argument) >= _MIN_REFUSED_INTEGER:
             raise ValueError(f"an integer of more than {MAX_DIGITS} digits")
-        budget.charge(_COSTS.get(name, 0) + _SLOT * len(operation.stack_after))
+        budget.charge(_BYTES_PER_OPERATION.get(name, 0) + _SLOT_BYTES * len(operation.stack_after))
         if name in _PUTS:
-            at = len(memo) if argument is None else int(argument)
-            memo[at] = stack[-1] if stack else 1
-            budget.charge(_ENTRY + _MEMO * max(0, at + 1 - memo_length))
-            memo_length = max(memo_length, at + 1)
+            index = len(memo) if argument is None else int(argument)
+            memo[index] = stack[-1] if stack else 1
+            budget.charge(_ENTRY_BYTES + _MEMO_BYTES * max(0, index + 1 - memo_length))
+            memo_length = max(memo_length, index + 1)
             continue
         if name in _GETS:
             stack.append(memo.get(argument, 1))
@@ -199,35 +199,35 @@ def _charge(data: bytes, budget: MemoryBudget) -> None:
         if name == "POP" and marks and marks[-1] == len(stack):
             marks.pop()
             continue
-        below = operation.stack_before  # what is taken from the stack, without what lies above a mark
-        if pickletools.markobject in below:
+        operands = operation.stack_before
+        if pickletools.markobject in operands:  # it takes all values above the last mark, and the operands below it
             begin = marks.pop() if marks else 0
-            below = below[: below.index(pickletools.markobject)]
+            operands = operands[: operands.index(pickletools.markobject)]
             items = stack[begin:]
             del stack[begin:]
         else:
-            items = stack[max(0, len(stack) - len(below)) :]
-        del stack[max(0, len(stack) - len(below)) :]
+            items = stack[max(0, len(stack) - len(operands)) :]
+        del stack[max(0, len(stack) - len(operands)) :]
         if name == "MARK":
             marks.append(len(stack))
             continue
         if argument is not None:
             budget.charge(sys.getsizeof(argument))
-        if name in _KEYED:
+        if name in _MAKE_ENTRIES:
             keys = items[-2:-1] if name == "SETITEM" else items[::2]
-            budget.charge(_FIRST_ENTRY + _ENTRY * len(keys) + _SLOT * sum(keys))
-        elif name in _OF_ITEMS:
-            budget.charge(_ITEM * len(items) + _SLOT * sum(items))
+            budget.charge(_FIRST_ENTRY_BYTES + _ENTRY_BYTES * len(keys) + _SLOT_BYTES * sum(keys))
+        elif name in _MAKE_ITEMS:
+            budget.charge(_ITEM_BYTES * len(items) + _SLOT_BYTES * sum(items))
         weight = 1
         if name in _TUPLES:
-            weight = min(1 + sum(items), _MOST_HASHED)
+            weight = min(1 + sum(items), _MAX_WEIGHT)
         elif name == "DUP":
             weight = items[-1]
         stack += [weight] * len(operation.stack_after)
 
 
 def _operations(data: bytes, budget: MemoryBudget) -> Iterator[tuple[pickletools.OpcodeInfo, Any]]:
-    """Yield each operation with its argument, as :func:`pickletools.genops` does, but look at long ones before."""
+    """Yield operations with their arguments, as :func:`pickletools.genops`. A long argument must fit the budget."""
     stream = io.BytesIO(data)
     while True:
         code = stream.read(1)
@@ -238,22 +238,22 @@ def _operations(data: bytes, budget: MemoryBudget) -> Iterator[tuple[pickletools
         if operation.arg is None:
             yield operation, None
         else:
-            at = stream.tell()
-            if (length := min(_length(data, at, operation.arg), len(data) - at)) > _LONG:
-                budget.require(_TIMES_LONG * length)
+            index = stream.tell()
+            if (length := min(_length(data, index, operation.arg), len(data) - index)) > _LONG_ARGUMENT:
+                budget.require(_TEXT_FACTOR * length)
             yield operation, operation.arg.reader(stream)
         if operation.name == "STOP":
             return
 
 
-def _length(data: bytes, at: int, argument: pickletools.ArgumentDescriptor) -> int:
-    """How many bytes an argument takes that begins here; 0 for those of a few bytes."""
+def _length(data: bytes, index: int, argument: pickletools.ArgumentDescriptor) -> int:
+    """Return the length in bytes of the argument at an index; 0 for types of a few bytes."""
     if argument.n == pickletools.UP_TO_NEWLINE:
-        end = at
+        end = index
         for _ in range(2 if argument.name.endswith("_pair") else 1):
             end = data.find(b"\n", end) + 1 or len(data)
-        return end - at
-    return int.from_bytes(data[at : at + _LENGTH_BYTES.get(argument.n, 0)], "little")
+        return end - index
+    return int.from_bytes(data[index : index + _LENGTH_BYTES.get(argument.n, 0)], "little")
 
 
 _OPERATIONS = {operation.code.encode("latin-1"): operation for operation in pickletools.opcodes}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fsdp_core.checkpoint.importing.files import SourceFile
-from fsdp_core.checkpoint.importing.optimizer_states import ParameterOrder, by_name, is_optimizer
+from fsdp_core.checkpoint.importing.optimizer_states import ParameterOrder, is_optimizer, name_parameters
 from fsdp_core.checkpoint.importing.tensors import Cast, FlatRange, InPieces, Piece
 from fsdp_core.checkpoint.importing.torch_file import TorchFile
 from fsdp_core.errors import CheckpointFormatError, CheckpointMismatchError
@@ -23,8 +23,8 @@ __all__ = ["METADATA", "read_xla"]
 METADATA = "shard_metadata"
 
 _MOST_SHOWN = 20
-_SHARD = "_fsdp_shard"
-_FLAT = "_fsdp_wrapped_module.flat_param_"
+_SHARD_PREFIX = "_fsdp_shard"
+_FLAT_PARAMETER = "_fsdp_wrapped_module.flat_param_"
 
 
 def read_xla(
@@ -50,7 +50,7 @@ def read_xla(
         CheckpointFormatError: A rank is missing or duplicated, or the metadata does not match the shards.
         CheckpointMismatchError: It is ambiguous which parameters an optimizer's state belongs to.
     """
-    ranks = _by_rank([_Rank.read(archive, drop) for archive in archives])
+    ranks = _order_by_rank([_Rank.read(archive, drop) for archive in archives])
     first = ranks[0].content
     models = [key for key, value in first.items() if _is_sharded_model(value)]
     if not models:
@@ -59,7 +59,7 @@ def read_xla(
     state: dict[str, Any] = {}
     for key, value in first.items():
         if key in models:
-            state[key] = layout.model([_part(rank, key) for rank in ranks])
+            state[key] = layout.model([_content_of(rank, key) for rank in ranks])
         elif weights_only or key == METADATA:
             continue
         elif is_optimizer(value):
@@ -68,7 +68,7 @@ def read_xla(
                     f"{key!r} belongs to one of several models ({', '.join(models)}), and the files do not say which. "
                     "Import the weights alone with `--weights-only`."
                 )
-            parts = [_part(rank, models[0]) for rank in ranks], [_part(rank, key) for rank in ranks]
+            parts = [_content_of(rank, models[0]) for rank in ranks], [_content_of(rank, key) for rank in ranks]
             state[key] = layout.optimizer(key, *parts, order)
         else:
             state[key] = value
@@ -96,7 +96,7 @@ class _Rank:
         return cls(file=archive.file, content=content, metadata=metadata)
 
 
-def _by_rank(ranks: Sequence[_Rank]) -> list[_Rank]:
+def _order_by_rank(ranks: Sequence[_Rank]) -> list[_Rank]:
     rank_by_number: dict[int, _Rank] = {}
     world = ranks[0].metadata["world_size"]
     for rank in ranks:
@@ -120,17 +120,19 @@ def _by_rank(ranks: Sequence[_Rank]) -> list[_Rank]:
 
 
 def _is_sharded_model(value: Any) -> bool:
-    return isinstance(value, Mapping) and any(isinstance(key, str) and _split(key) is not None for key in value)
+    return isinstance(value, Mapping) and any(
+        isinstance(key, str) and _split_shard_name(key) is not None for key in value
+    )
 
 
-def _split(name: str) -> tuple[str, str] | None:
-    """The wrapper that a shard belongs to, and the shard's name in it; ``None`` if the name is not a shard's."""
+def _split_shard_name(name: str) -> tuple[str, str] | None:
+    """Split a shard's name into its wrapper's name and the name in the wrapper; ``None`` if it is no shard's name."""
     parts = name.split(".")
-    shard_index = next((index for index, part in enumerate(parts) if part.startswith(_SHARD)), None)
+    shard_index = next((index for index, part in enumerate(parts) if part.startswith(_SHARD_PREFIX)), None)
     return None if shard_index is None else (".".join(parts[:shard_index]), ".".join(parts[shard_index:]))
 
 
-def _part(rank: _Rank, key: str) -> Any:
+def _content_of(rank: _Rank, key: str) -> Any:
     if key not in rank.content:
         raise CheckpointFormatError(f"{rank.file} lacks {key!r}, which rank 0 has: it belongs to another checkpoint.")
     return rank.content[key]
@@ -146,6 +148,8 @@ class _Parameter:
 
 
 class _Layout:
+    """Which parameters the shards hold, by the metadata of rank 0."""
+
     def __init__(self, rank: _Rank, world_size: int) -> None:
         self.file = rank.file
         self.world_size = world_size
@@ -154,9 +158,10 @@ class _Layout:
         self.buffers = {clean_name(str(name)): info for name, info in rank.metadata.get("buffer_info", {}).items()}
 
     def model(self, by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return a model's state, with sources of full tensors."""
         state: dict[str, Any] = {}
         for name, value in by_rank[0].items():
-            if _split(name) is None:
+            if _split_shard_name(name) is None:
                 state[clean_name(name)] = self._buffer(clean_name(name), value)
             else:
                 state.update(self._join_shards(name, [self._shard_of(part, name) for part in by_rank]))
@@ -169,25 +174,34 @@ class _Layout:
         states: Sequence[Mapping[str, Any]],
         order: ParameterOrder,
     ) -> Any:
-        shards = {name: tuple(value.shape) for name, value in models[0].items() if _split(name) is not None}
-        named = [by_name(f"the optimizer {key!r}", states[0], {clean_name(n): s for n, s in shards.items()}, order)]
-        raw = {clean_name(name): name for name in shards}
+        """Return an optimizer's state by parameter name, with sources of full tensors.
+
+        Args:
+            key: The optimizer's key in the files.
+            models: By rank, the state of the model that it updates.
+            states: By rank, its own state.
+            order: Maps numbers to names.
+        """
+        shards = {name: tuple(value.shape) for name, value in models[0].items() if _split_shard_name(name) is not None}
+        shapes = {clean_name(name): shape for name, shape in shards.items()}
+        named_groups = name_parameters(f"the optimizer {key!r}", states[0], shapes, order)["param_groups"]
+        shard_names = {clean_name(name): name for name in shards}
         numbers = [number for group in states[0]["param_groups"] for number in group["params"]]
-        parameter_names = [name for group in named[0]["param_groups"] for name in group["params"]]
+        parameter_names = [name for group in named_groups for name in group["params"]]
         state: dict[str, dict[str, Any]] = {}
         for number, name in zip(numbers, parameter_names, strict=True):
-            parameters = self._parameters(raw[name])
+            parameters = self._parameters(shard_names[name])
             for state_key, value in states[0].get("state", {}).get(number, {}).items():
-                if isinstance(value, TensorSource) and tuple(value.shape) == shards[raw[name]]:
+                if isinstance(value, TensorSource) and tuple(value.shape) == shards[shard_names[name]]:
                     parts = [self._shard_of(part.get("state", {}).get(number, {}), state_key) for part in states]
-                    values = self._join_shards(raw[name], parts)
+                    values = self._join_shards(shard_names[name], parts)
                 else:
                     values = {parameter.name: value for parameter in parameters}
                 for parameter, parameter_value in values.items():
                     state.setdefault(parameter, {})[state_key] = parameter_value
         groups = [
-            {**group, "params": [p.name for name in group["params"] for p in self._parameters(raw[name])]}
-            for group in named[0]["param_groups"]
+            {**group, "params": [p.name for name in group["params"] for p in self._parameters(shard_names[name])]}
+            for group in named_groups
         ]
         return {"state": state, "param_groups": groups}
 
@@ -204,16 +218,16 @@ class _Layout:
         return value
 
     def _parameters(self, name: str) -> list[_Parameter]:
-        split = _split(name)
+        split = _split_shard_name(name)
         assert split is not None
         prefix, suffix = split
         try:
             info = self.shards[prefix][suffix]
-            full = f"{prefix}.{info['_orig_name']}" if prefix else str(info["_orig_name"])
-            if _FLAT not in full:
-                return [_Parameter(name=clean_name(full), shape=tuple(info["_orig_size"]), start=0)]
-            names, shapes, numels = self.flattened[full]
-            outer = full.rpartition(".")[0]
+            full_name = f"{prefix}.{info['_orig_name']}" if prefix else str(info["_orig_name"])
+            if _FLAT_PARAMETER not in full_name:
+                return [_Parameter(name=clean_name(full_name), shape=tuple(info["_orig_size"]), start=0)]
+            names, shapes, numels = self.flattened[full_name]
+            outer = full_name.rpartition(".")[0]
             start = 0
             parameters = []
             for inner, shape, numel in zip(names, shapes, numels, strict=True):

@@ -98,8 +98,8 @@ def check_folder(out: StrPath, *, overwrite: bool, own_files: str) -> None:
 
     Args:
         out: The path.
-        overwrite: Whether a folder that holds only such files may be replaced; in an object store, none may.
-        own_files: A regular expression for the names of such a folder's files.
+        overwrite: Whether a local folder whose files all match ``own_files`` may be replaced.
+        own_files: A regular expression for the names of the files in a folder that may be replaced.
 
     Raises:
         CheckpointExistsError: The path holds something that must not be replaced.
@@ -121,10 +121,10 @@ def check_folder(out: StrPath, *, overwrite: bool, own_files: str) -> None:
 
 
 def _refuse_foreign(folder: Folder, own_files: str, name: str) -> None:
-    foreign = [file for file in folder.files() if not re.fullmatch(own_files, file)]
-    if foreign:
-        listed = ", ".join(foreign[:_MOST_SHOWN]) + (
-            f" and {len(foreign) - _MOST_SHOWN} more" if len(foreign) > _MOST_SHOWN else ""
+    foreign_files = [file for file in folder.files() if not re.fullmatch(own_files, file)]
+    if foreign_files:
+        listed = ", ".join(foreign_files[:_MOST_SHOWN]) + (
+            f" and {len(foreign_files) - _MOST_SHOWN} more" if len(foreign_files) > _MOST_SHOWN else ""
         )
         raise CheckpointExistsError(
             f"{name} is a folder with something else in it ({listed}), which is not replaced: choose another path, or "
@@ -141,7 +141,7 @@ def new_folder(out: StrPath, *, overwrite: bool, own_files: str) -> Iterator[Fol
     Args:
         out: The path.
         overwrite: As in :func:`check_folder`, which is to be called before.
-        own_files: As there.
+        own_files: As in :func:`check_folder`.
 
     Raises:
         CheckpointExistsError: Something has appeared there since, which must not be replaced.
@@ -180,11 +180,11 @@ class NewFolder:
         return cls(final=final, folder=folder, token=token)
 
     def put(self, *, overwrite: bool, own_files: str) -> None:
-        """Move it to its path, where there may be an empty folder.
+        """Move the folder to its final path, where there may be an empty folder.
 
         Args:
-            overwrite: Whether to replace a folder there that holds only files of this kind.
-            own_files: A regular expression for the names of these files.
+            overwrite: As in :func:`check_folder`.
+            own_files: As in :func:`check_folder`.
 
         Raises:
             CheckpointExistsError: Something else is there by now. It is unchanged.
@@ -192,7 +192,7 @@ class NewFolder:
         self.folder.sync()
         if self.final.local:
             aside = f"{self.final.root}.{self.token}.replaced"
-            _take_place(self.folder, self.final, aside, own_files if overwrite else None)
+            _move_to_final(self.folder, self.final, aside, own_files if overwrite else None)
 
     def discard(self) -> None:
         """Remove what was written."""
@@ -200,7 +200,7 @@ class NewFolder:
             self.folder.remove_all()
 
 
-def _take_place(folder: Folder, final: Folder, aside: str, replaceable: str | None) -> None:
+def _move_to_final(folder: Folder, final: Folder, aside: str, replaceable: str | None) -> None:
     try:
         folder.move_to(final, aside=aside, expected=None)
         return
@@ -211,9 +211,9 @@ def _take_place(folder: Folder, final: Folder, aside: str, replaceable: str | No
                 "since, which is not replaced: choose another path"
             ) from error
     os.rename(final.root, aside)
-    replaced = replace(final, root=aside)
+    former_folder = replace(final, root=aside)
     try:
-        _refuse_foreign(replaced, replaceable, str(final))  # it may have changed since that was checked
+        _refuse_foreign(former_folder, replaceable, str(final))  # it may have changed since check_folder()
         try:
             folder.move_to(final, aside=aside, expected=None)
         except FileExistsError as error:
@@ -225,7 +225,7 @@ def _take_place(folder: Folder, final: Folder, aside: str, replaceable: str | No
         with suppress(OSError):  # a new owner of the path keeps it
             os.rename(aside, final.root)
         raise
-    replaced.remove_all()
+    former_folder.remove_all()
     sync_directory(os.path.dirname(final.root) or ".")
 
 

@@ -28,13 +28,13 @@ from fsdp_core.checkpoint.storage.recognition import (
 from fsdp_core.checkpoint.storage.writers import Writer, new_writer, writer_of, writers_by_name, writers_in
 from fsdp_core.errors import CheckpointExistsError
 
-__all__ = ["SaveTarget", "another_was_saved", "choose_target", "clean_beside", "files_named"]
+__all__ = ["SaveTarget", "another_was_saved", "choose_target", "files_named", "remove_dead_partials"]
 
 #: Object store folders that this process has already searched for leftovers, which takes a request per checkpoint.
-_looked_into: set[str] = set()
-_MOST_LOOKED_AT = 100
+_searched_folders: set[str] = set()
+_MAX_SEARCHED = 100
 
-_APART = "Give each job paths of its own, such as another dirpath= in ModelCheckpoint."
+_SEPARATE_PATHS = "Give each job paths of its own, such as another dirpath= in ModelCheckpoint."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,19 +44,20 @@ class SaveTarget:
     Attributes:
         path: The requested path.
         writer: The writer of the save.
-        aside: Whether to write next to the path and to move there at the end: if nothing is at the path, so that it
-            never holds a partial checkpoint, or if a file or a link is to be replaced.
-        before: The fingerprint of the manifest that was at the path.
+        is_written_beside: Whether to write to a folder next to the path, which is moved there at the end. That is done
+        if nothing
+            is at the path, so that it never holds a partial checkpoint, or if a file or a link is to be replaced.
+        fingerprint_before: The fingerprint of the manifest that was at the path.
         expected: The identity of the file or link that was at the path.
-        earlier: The scattered saves of which there were parts at the path.
+        earlier_saves: The ids of saves of which there were files at the path.
     """
 
     path: str
     writer: Writer
-    aside: bool
-    before: str | None
+    is_written_beside: bool
+    fingerprint_before: str | None
     expected: tuple[int, int] | None
-    earlier: frozenset[str] = frozenset()
+    earlier_saves: frozenset[str] = frozenset()
 
     @property
     def save_id(self) -> str:
@@ -72,13 +73,13 @@ class SaveTarget:
     def folder(self) -> Folder:
         """The folder to write to."""
         final = self.final
-        if not self.aside:
+        if not self.is_written_beside:
             return final
         return replace(final, root=posixpath.join(os.path.dirname(final.root), self.writer.partial))
 
     def begin(self) -> None:
         """Record the writer, before the first file is written."""
-        if not self.aside:
+        if not self.is_written_beside:
             self.folder.mark(self.writer.mark)
 
     def commit(self, manifest: bytes, files: Collection[str]) -> bytes | None:
@@ -97,7 +98,7 @@ class SaveTarget:
         """
         folder, final = self.folder, self.final
         temporary = temporary_manifest(self.save_id)
-        if self.aside:
+        if self.is_written_beside:
             folder.commit(MANIFEST, manifest, temporary=temporary)
             with final.locked():
                 try:
@@ -107,18 +108,21 @@ class SaveTarget:
             return None
         with final.locked():
             previous = manifest_bytes(final)
-            if previous is not None and fingerprint(previous) != self.before:
+            if previous is not None and fingerprint(previous) != self.fingerprint_before:
                 raise another_was_saved(final)
-            there = set(final.files())
-            if any(name not in there and final.size(name) is None for name in files):
+            present_files = set(final.files())
+            if any(name not in present_files and final.size(name) is None for name in files):
                 raise CheckpointExistsError(
-                    f"another job has removed {final} and files of this save while this one saved there.\n{_APART}"
+                    f"another job has removed {final} and files of this save while this one saved there.\n"
+                    f"{_SEPARATE_PATHS}"
                 )
             folder.commit(MANIFEST, manifest, temporary=temporary)
             # Without a lock, another job may have committed in between.
             if manifest_bytes(final) != manifest:
                 names = final.files()
-                for name in _files_of(previous, names, _saves_with_mark(names)):  # which the other job doesn't know
+                # The other job does not know the manifest that this one has just replaced, so its files are removed
+                # here.
+                for name in _files_of(previous, names, _saves_with_mark(names)):
                     final.remove(name)
                 raise another_was_saved(final)
             return previous
@@ -142,15 +146,15 @@ class SaveTarget:
             if save_id_of(name) == self.save_id and (of_rank is None or f"-rank-{of_rank:05d}." in name):
                 self.folder.remove(name)
 
-    def leave(self) -> None:
+    def remove_marks(self) -> None:
         """Remove the writer's mark, after all other files, and empty folders."""
-        if self.aside:
+        if self.is_written_beside:
             self.folder.remove(MANIFEST)
         else:
             self.folder.remove(self.writer.mark)
         self.folder.remove_empty()
 
-    def tidy(self, manifest: bytes, previous: bytes | None) -> None:
+    def remove_leftovers(self, manifest: bytes, previous: bytes | None) -> None:
         """Remove the leftovers of earlier saves: files of the manifest that was replaced, and of dead writers.
 
         Args:
@@ -162,13 +166,13 @@ class SaveTarget:
             names = final.files()
             writers = writers_by_name(names)
             standings = {name: writer.standing() for name, writer in writers.items()}
-            dead_saves = _saves_of(writer for name, writer in writers.items() if standings[name] == "gone")
+            dead_saves = _saves_and_replaced(writer for name, writer in writers.items() if standings[name] == "gone")
             files_to_remove = _files_of(previous, names, _saves_with_mark(names))
-            # Read after the listing: a writer that died after committing has replaced this manifest by now.
+            # Read after the listing. If a writer committed and then died, this manifest is no longer the current one.
             is_current = manifest_bytes(final) == manifest
             if is_current:
                 running_saves = {writer.save_id for writer in writers.values()} - dead_saves
-                replaced_saves = self.earlier - running_saves
+                replaced_saves = self.earlier_saves - running_saves
                 saves_to_remove = (dead_saves | replaced_saves) - {self.save_id}
                 files_to_remove |= {name for name in names if save_id_of(name) in saves_to_remove}
             for name in names:
@@ -179,10 +183,12 @@ class SaveTarget:
                     final.remove(name)
             final.remove_empty()
             if is_current:
-                living_saves = _saves_of(writer for name, writer in writers.items() if standings[name] == "lives")
+                living_saves = _saves_and_replaced(
+                    writer for name, writer in writers.items() if standings[name] == "lives"
+                )
                 remaining_files = set(names) - files_to_remove
-                _warn_of_others(final, remaining_files, living_saves | {self.save_id}, writers.values())
-            clean_beside(final)
+                _warn_about_other_saves(final, remaining_files, living_saves | {self.save_id}, writers.values())
+            remove_dead_partials(final)
         except OSError as error:
             warnings.warn(f"{final} is saved, but files of an earlier save remain in it: {error}", stacklevel=4)
 
@@ -210,7 +216,7 @@ def choose_target(path: StrPath, save_id: str, *, overwrite: bool) -> SaveTarget
         )
     if final_type == "folder" and not holds_manifest(final):
         foreign = [name for name in final.files() if not is_ours(name)]
-        # checked again, because another job may have committed since
+        # Looked up again, because another job may have committed in the meantime.
         if foreign or (final.size(MANIFEST) is not None and not holds_manifest(final)):
             more = f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
             foreign_names = ", ".join((foreign or [MANIFEST])[:5]) + more
@@ -218,14 +224,14 @@ def choose_target(path: StrPath, save_id: str, *, overwrite: bool) -> SaveTarget
                 f"{final} is a folder with something else in it ({foreign_names}), which a save does not replace: "
                 "save to another path, or move it away"
             )
-    there = manifest_bytes(final) if final_type == "folder" else None
+    manifest_at_path = manifest_bytes(final) if final_type == "folder" else None
     return SaveTarget(
         path=os.fspath(path),
-        writer=new_writer(save_id, None if there is None else save_id_in(there)),
-        aside=final.local and final_type != "folder",
-        before=fingerprint(there),
+        writer=new_writer(save_id, None if manifest_at_path is None else save_id_in(manifest_at_path)),
+        is_written_beside=final.local and final_type != "folder",
+        fingerprint_before=fingerprint(manifest_at_path),
         expected=final.identity() if final_type in ("file", "link") else None,
-        earlier=frozenset(saves_in(final.files())) if final_type == "folder" else frozenset(),
+        earlier_saves=frozenset(saves_in(final.files())) if final_type == "folder" else frozenset(),
     )
 
 
@@ -233,7 +239,7 @@ def another_was_saved(final: Folder) -> CheckpointExistsError:
     """Return the error for a path at which another job has committed since a save began."""
     return CheckpointExistsError(
         f"another job has saved to {final} while this one did: the other job's checkpoint is in place, and nothing of "
-        f"this save is left.\n{_APART}"
+        f"this save is left.\n{_SEPARATE_PATHS}"
     )
 
 
@@ -242,7 +248,7 @@ def _saves_with_mark(names: Collection[str]) -> set[str]:
     return {writer.save_id for writer in writers_by_name(names).values()}
 
 
-def _saves_of(writers: Iterable[Writer]) -> set[str]:
+def _saves_and_replaced(writers: Iterable[Writer]) -> set[str]:
     """Return the ids of the saves that writers write, and of those that these replace."""
     save_ids: set[str] = set()
     for writer in writers:
@@ -261,13 +267,13 @@ def _files_of(manifest: bytes | None, names: Collection[str], marked: Collection
     if manifest is None:
         return set()
     try:
-        named = set(Manifest.from_json(manifest).files)
-    except ValueError:  # it is damaged, or of another version: files that no writer has marked were its own
-        named = {name for name in names if save_id_of(name) not in marked}
-    return {name for name in named if save_id_of(name) is not None}
+        named_files = set(Manifest.from_json(manifest).files)
+    except ValueError:  # damaged, or of another version: files of saves without a mark were those of this manifest
+        named_files = {name for name in names if save_id_of(name) not in marked}
+    return {name for name in named_files if save_id_of(name) is not None}
 
 
-def _warn_of_others(
+def _warn_about_other_saves(
     final: Folder, names: Collection[str], recognized_saves: Collection[str], writers: Collection[Writer]
 ) -> None:
     """Warn of files that may be leftovers of other saves.
@@ -278,7 +284,7 @@ def _warn_of_others(
         recognized_saves: This save, other running saves and the ones those have replaced: their jobs remove the files.
         writers: The writers with a mark in the folder.
     """
-    by_id = {writer.save_id: writer for writer in writers}
+    writer_of_save = {writer.save_id: writer for writer in writers}
     file_of_save: dict[str, str] = {}  # of each save that is not recognized, one of its files
     for name in names:
         save_id = save_id_of(name)
@@ -287,17 +293,17 @@ def _warn_of_others(
     for save_id, name in sorted(file_of_save.items()):
         if final.size(name) is None:  # its own job has removed it in the meantime
             continue
-        writer = by_id.get(save_id)
-        whose = "its writer is not recorded" if writer is None else f"by {writer}, of which nothing is known here"
+        writer = writer_of_save.get(save_id)
+        writer_text = "its writer is not recorded" if writer is None else f"by {writer}, of which nothing is known here"
         warnings.warn(
-            f"{final} is saved, but it also holds files of another save ({save_id}, {whose}), which are kept.\nIf no "
-            f"other job saves there now, remove those with {save_id} in their names. {_APART}",
+            f"{final} is saved, but it also holds files of another save ({save_id}, {writer_text}), which are kept.\n"
+            f"If no other job saves there now, remove those with {save_id} in their names. {_SEPARATE_PATHS}",
             stacklevel=5,
         )
 
 
 def files_named(manifest: bytes, names: Collection[str]) -> set[str]:
-    """Return the files of a manifest that is to go, limited to names that a save gives.
+    """Return the files of a manifest that is to be removed, limited to names that a save gives.
 
     Args:
         manifest: The manifest.
@@ -306,9 +312,9 @@ def files_named(manifest: bytes, names: Collection[str]) -> set[str]:
     return _files_of(manifest, names, _saves_with_mark(names))
 
 
-def clean_beside(final: Folder) -> None:
+def remove_dead_partials(final: Folder) -> None:
     """Remove the partial folders that saves of dead writers have left in the checkpoint's parent directory."""
-    parent = final.beside
+    parent = final.parent
     if parent is None:
         return
     if final.local:
@@ -321,24 +327,26 @@ def clean_beside(final: Folder) -> None:
                     if all(writer.standing() == "gone" for writer in writers):
                         _remove_ours(partial)
         return
-    if str(parent) not in _looked_into:
-        _looked_into.add(str(parent))
+    if str(parent) not in _searched_folders:
+        _searched_folders.add(str(parent))
         entries = [entry for entry in parent.fs.ls(parent.root, detail=True) if entry["type"] == "directory"]
         roots = {str(entry["name"]).rstrip("/") for entry in entries} - {final.root}
-        alike = sorted(root for root in roots if posixpath.splitext(root)[1] == posixpath.splitext(final.root)[1])
-        for root in alike[:_MOST_LOOKED_AT]:
+        similar_roots = sorted(
+            root for root in roots if posixpath.splitext(root)[1] == posixpath.splitext(final.root)[1]
+        )
+        for root in similar_roots[:_MAX_SEARCHED]:
             folder = replace(parent, root=root)
-            if folder.size(MANIFEST) is None and is_interrupted(folder) and _is_left(folder):
+            if folder.size(MANIFEST) is None and is_interrupted(folder) and _is_leftover(folder):
                 _remove_ours(folder)
 
 
-def _is_left(folder: Folder) -> bool:
+def _is_leftover(folder: Folder) -> bool:
     """Return whether all files in a folder are of saves whose writers are provably gone."""
     names = folder.files()
     writers = writers_by_name(names)
     if not writers or any(writer.standing() != "gone" for writer in writers.values()):
         return False
-    recorded_saves = _saves_of(writers.values())
+    recorded_saves = _saves_and_replaced(writers.values())
     return all(name in writers or save_id_of(name) in recorded_saves for name in names)
 
 

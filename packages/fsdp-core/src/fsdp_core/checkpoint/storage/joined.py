@@ -21,7 +21,7 @@ Paths = StrPath | Sequence[StrPath]
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedFolder(Folder):
-    """Several folders, of which each file is read from one.
+    """Several folders as one. A file that several hold is read from one of them.
 
     Attributes:
         places: The folders. ``root`` and ``fs`` are those of the one with the manifest.
@@ -38,19 +38,23 @@ class JoinedFolder(Folder):
 
     def holders(self, name: str) -> list[int]:
         """Return the numbers of the places that have a file of this name."""
-        return [number for number, file_names_of_place in enumerate(self.file_names) if name in file_names_of_place]
+        return [
+            place_number
+            for place_number, file_names_of_place in enumerate(self.file_names)
+            if name in file_names_of_place
+        ]
 
     def holder(self, name: str) -> Folder:
         """Return the place to read a file from; the first if none has it."""
         if name == MANIFEST:
-            return Folder(fs=self.fs, root=self.root, local=self._local_manifest)
+            return Folder(fs=self.fs, root=self.root, local=self._manifest_is_local)
         if name in self.chosen:
             return self.places[self.chosen[name]]
         holders = self.holders(name)
         return self.places[holders[0] if holders else 0]
 
     @property
-    def _local_manifest(self) -> bool:
+    def _manifest_is_local(self) -> bool:
         places_with_manifest = [place for place in self.places if place.fs == self.fs and place.root == self.root]
         return places_with_manifest[0].local
 
@@ -74,8 +78,8 @@ def shown_paths(paths: Paths) -> str:
 
 def paths_of(paths: Paths) -> str | list[str]:
     """Return a path, or the only one of several, as text, and several as a list of texts."""
-    texts = [os.fspath(path) for path in _each_path(paths)]
-    return texts[0] if len(texts) == 1 else texts
+    path_texts = [os.fspath(path) for path in _each_path(paths)]
+    return path_texts[0] if len(path_texts) == 1 else path_texts
 
 
 def open_places(paths: Paths) -> Folder:
@@ -84,12 +88,12 @@ def open_places(paths: Paths) -> Folder:
     Raises:
         CheckpointFormatError: None of several holds a manifest, or they hold different saves.
     """
-    texts = list(dict.fromkeys(os.fspath(path) for path in _each_path(paths)))
-    if len(texts) == 1:
-        return open_folder(texts[0])
-    if not texts:
+    path_texts = list(dict.fromkeys(os.fspath(path) for path in _each_path(paths)))
+    if len(path_texts) == 1:
+        return open_folder(path_texts[0])
+    if not path_texts:
         raise CheckpointFormatError("no checkpoint was given: pass a path, or the places of a scattered save.")
-    folders = [open_folder(path) for path in texts]
+    folders = [open_folder(path) for path in path_texts]
     for folder in folders:
         if not folder.fs.isdir(folder.root):
             raise CheckpointFormatError(
@@ -119,10 +123,10 @@ def _each_path(paths: Paths) -> Iterator[StrPath]:
 def _find_manifest(folders: Sequence[Folder], file_names: Sequence[frozenset[str]]) -> tuple[int, str]:
     """Return the number of the place that has the manifest, and the id of its save."""
     manifest_ids: dict[int, str] = {}  # by the number of the place; empty if the manifest can't be read
-    for number, folder in enumerate(folders):
+    for place_number, folder in enumerate(folders):
         data = manifest_bytes(folder)
         if data is not None:
-            manifest_ids[number] = save_id_in(data) or ""
+            manifest_ids[place_number] = save_id_in(data) or ""
     if not manifest_ids:
         hint = ""
         for folder, names in zip(folders, file_names, strict=True):
@@ -135,24 +139,24 @@ def _find_manifest(folders: Sequence[Folder], file_names: Sequence[frozenset[str
             f"none of {' and '.join(map(str, folders))} holds the manifest of a scattered save{hint}.\n"
             "Give the place of rank 0 too."
         )
-    # a place may hold an earlier checkpoint too, if the save was killed before it could remove it
+    # A place may also hold the manifest of an earlier checkpoint, if the save was killed before it could remove that.
     shared_ids = set(manifest_ids.values())
-    for number, names in enumerate(file_names):
+    for place_number, names in enumerate(file_names):
         ids_of_place = _save_ids(names)
-        if number in manifest_ids:
-            ids_of_place.add(manifest_ids[number])
+        if place_number in manifest_ids:
+            ids_of_place.add(manifest_ids[place_number])
         shared_ids &= ids_of_place
     candidate_ids = shared_ids or set(manifest_ids.values())
     if len(candidate_ids) > 1:
         manifests = ", and ".join(
-            f"{folders[number]} that of save {save_id}" for number, save_id in manifest_ids.items()
+            f"{folders[place_number]} that of save {save_id}" for place_number, save_id in manifest_ids.items()
         )
         raise CheckpointFormatError(
             f"the places hold different checkpoints, which can't be joined: of the manifests, {manifests}.\n"
             "Give the places of one save."
         )
     (save_id,) = candidate_ids
-    numbers = [number for number, manifest_id in manifest_ids.items() if manifest_id == save_id]
+    numbers = [place_number for place_number, manifest_id in manifest_ids.items() if manifest_id == save_id]
     return numbers[0], save_id
 
 

@@ -22,7 +22,7 @@ StrPath = str | os.PathLike[str]
 
 _PIECE_BYTES = 8 * 2**20
 _ATTEMPTS = 5
-_SECONDS_FOR_LOCK = 30.0
+_LOCK_TIMEOUT = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class Folder:
             # A name that ends in a slash is a web console's placeholder for an empty folder.
             return sorted(name for name in paths if name and not name.endswith("/"))
         paths = list[str]()
-        for folder, folders, names in os.walk(self.root, onerror=_refuse_closed):
+        for folder, folders, names in os.walk(self.root, onerror=_refuse_unlistable):
             # A link to a folder is listed, not followed: its target is not part of this folder.
             links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
             paths += [os.path.relpath(os.path.join(folder, name), self.root) for name in names + links]
@@ -95,10 +95,10 @@ class Folder:
             except FileNotFoundError:
                 return None
             return int(entry["size"]) if entry["type"] == "file" else None
-        root, real = os.path.realpath(self.root), os.path.realpath(path)
-        if os.path.commonpath([root, real]) != root:
+        target = self.target_outside(name)
+        if target is not None:
             raise CheckpointFormatError(
-                f"{name!r} in {self} is a link to {real}, outside of the checkpoint. Nothing was read from it."
+                f"{name!r} in {self} is a link to {target}, outside of the checkpoint. Nothing was read from it."
             )
         try:
             status = os.stat(path)
@@ -107,6 +107,13 @@ class Folder:
         except OSError:
             return None
         return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def target_outside(self, name: str) -> str | None:
+        """Return the path outside of the folder to which a link at ``name`` leads; ``None`` if none does."""
+        if not self.local:
+            return None
+        root, real = os.path.realpath(self.root), os.path.realpath(self.path(name))
+        return None if os.path.commonpath([root, real]) == root else real
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """Return the bytes of a file from ``start`` to ``end``."""
@@ -128,12 +135,11 @@ class Folder:
             with _uploading(self.fs, path) as stream:
                 yield stream
             return
-        parent = os.path.dirname(path)
-        root, real = os.path.realpath(self.root), os.path.realpath(parent)
-        if os.path.commonpath([root, real]) != root:
+        target = self.target_outside(posixpath.dirname(name))
+        if target is not None:
             raise CheckpointError(
-                f"can't write {name!r} in {self}: {parent} is a link to {real}, outside of the checkpoint, which no "
-                "load would follow.\nSave to another path, or link the whole folder instead."
+                f"can't write {name!r} in {self}: {os.path.dirname(path)} is a link to {target}, outside of "
+                "the checkpoint, which no load would follow.\nSave to another path, or link the whole folder instead."
             )
         with _create_file(path) as file:
             yield file
@@ -200,7 +206,7 @@ class Folder:
         for folder, _, _ in os.walk(self.root, topdown=False):
             with suppress(FileNotFoundError):
                 if not os.listdir(folder):
-                    with _still_empty():
+                    with _ignore_not_empty():
                         os.rmdir(folder)
 
     def remove_link_or_file(self) -> None:
@@ -211,7 +217,7 @@ class Folder:
             self.fs.rm_file(self.root)
 
     @property
-    def beside(self) -> Folder | None:
+    def parent(self) -> Folder | None:
         """The parent folder; ``None`` for a bucket."""
         parent = os.path.dirname(self.root) if self.local else posixpath.dirname(self.root.rstrip("/"))
         if not self.local and not parent.strip("/"):
@@ -248,15 +254,15 @@ class Folder:
 
         Args:
             other: The target: a missing path, an empty folder, a file or a link.
-            aside: Where a file or a link is kept until this folder is in its place.
+            aside: The path to which a file or a link at the target is moved before this folder takes its place.
             expected: The identity of that file or link; ``None`` if there is none.
-            keep: Whether it stays there afterwards.
+            keep: Whether it stays at ``aside`` afterwards; otherwise it is removed.
 
         Raises:
             FileExistsError: Something else is at the target by now, and is kept.
         """
         if expected is None:
-            self._take_free(other)
+            self._rename_to(other)
         else:
             if other.identity() != expected:
                 raise FileExistsError(errno.EEXIST, "another file has taken the place", other.root)
@@ -267,7 +273,7 @@ class Folder:
             try:
                 if replace(other, root=aside).identity() != expected:
                     raise FileExistsError(errno.EEXIST, "another file has taken the place", other.root)
-                self._take_free(other)
+                self._rename_to(other)
             except BaseException:
                 with suppress(FileExistsError, IsADirectoryError):  # a new owner of the path keeps it
                     os.rename(aside, other.root)
@@ -276,7 +282,7 @@ class Folder:
                 os.unlink(aside)
         sync_directory(os.path.dirname(other.root) or ".")
 
-    def _take_free(self, other: Folder) -> None:
+    def _rename_to(self, other: Folder) -> None:
         try:
             os.rename(self.root, other.root)
         except OSError as error:
@@ -292,7 +298,7 @@ class Folder:
             self.fs.rm(self.root, recursive=True)
 
 
-def _refuse_closed(error: OSError) -> None:
+def _refuse_unlistable(error: OSError) -> None:
     """Refuse a folder that this user may not list; a folder that another process has removed counts as empty."""
     if isinstance(error, PermissionError):
         raise unreadable(str(error.filename), error) from error
@@ -323,7 +329,7 @@ def open_folder(path: StrPath) -> Folder:
 
 
 def _create_file(path: str) -> BinaryIO:
-    """Create a new file, and again if another process has removed the empty folder that was created for it."""
+    """Create a new file and its folder, again if another process has removed the folder while it was empty."""
     for attempt in range(_ATTEMPTS):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         try:
@@ -335,8 +341,8 @@ def _create_file(path: str) -> BinaryIO:
 
 
 @contextmanager
-def _still_empty() -> Iterator[None]:
-    """Ignore that a folder is no longer empty."""
+def _ignore_not_empty() -> Iterator[None]:
+    """Ignore that a folder can't be removed because another process has put something into it."""
     try:
         yield
     except OSError as error:
@@ -352,12 +358,12 @@ def _lock_folder(path: str) -> int | None:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
         return None
-    end = time.monotonic() + _SECONDS_FOR_LOCK
+    deadline = time.monotonic() + _LOCK_TIMEOUT
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() < end:
+            if time.monotonic() < deadline:
                 time.sleep(0.005)
                 continue
         except OSError:

@@ -1,11 +1,11 @@
-"""The places of a scattered save: where a rank writes that may not see rank 0's folder, and who looks after it.
+"""The folders that the ranks of a scattered save write to, and which rank leads in each: it publishes and cleans up.
 
-Ranks that stand in one folder share a place. Which of them do can't be told from paths: hosts may share a disk or not.
-So the ranks of a place claim it, by creating one name that all of them know; a file system lets one of them do so,
-which then leads. The claims of a save are its leftovers too, if it is killed: beside them lies the mark of the leader,
-whose host can tell whether it still runs.
+Paths don't say which ranks share a folder, since hosts may share a disk or not. So each rank tries to claim its folder
+by creating a file, or the folder itself, under a name that all ranks derive alike. The file system lets one of them
+succeed, and that rank leads. A killed save leaves its claims behind, beside the mark of the leader, by which the
+leader's host can tell whether the process still runs.
 
-A place other than rank 0's never gets a manifest. What was there before, a part of an earlier save or a checkpoint, is
+A folder other than rank 0's never gets a manifest. What it held before, a part of an earlier save or a checkpoint, is
 removed after rank 0 has committed the manifest.
 """
 
@@ -20,7 +20,13 @@ import xxhash
 
 from fsdp_core.checkpoint.format.file_names import save_id_of
 from fsdp_core.checkpoint.format.manifest import MANIFEST
-from fsdp_core.checkpoint.storage.commit import SaveTarget, another_was_saved, choose_target, clean_beside, files_named
+from fsdp_core.checkpoint.storage.commit import (
+    SaveTarget,
+    another_was_saved,
+    choose_target,
+    files_named,
+    remove_dead_partials,
+)
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath
 from fsdp_core.checkpoint.storage.recognition import fingerprint, manifest_bytes
 from fsdp_core.checkpoint.storage.writers import Writer, writer_of, writers_by_name
@@ -33,61 +39,61 @@ class LocalTarget:
     """Where one rank of a scattered save writes.
 
     Attributes:
-        target: Its place. Its writer is the name by which ranks claim the place, not a process.
-        own: This process as the writer.
-        first: The writer that rank 0 is.
+        target: The folder. The target's ``writer`` is the name by which ranks claim it, and no process.
+        own_writer: This process as the writer.
+        first_writer: Rank 0's process as the writer.
     """
 
     target: SaveTarget
-    own: Writer
-    first: Writer
+    own_writer: Writer
+    first_writer: Writer
 
     @property
     def host(self) -> str:
         """The name of this host."""
-        return self.own.host
+        return self.own_writer.host
 
     @property
     def path(self) -> str:
-        """The place for people on this host: an absolute path, or a URL."""
+        """The final path, as people write it on this host: an absolute path, or a URL."""
         final = self.target.final
         return os.path.abspath(final.root) if final.local else str(final)
 
-    def claim_first(self) -> None:
-        """Claim the place for rank 0, before others claim theirs."""
+    def claim_for_first(self) -> None:
+        """Claim the folder for rank 0, and mark it as rank 0's, before other ranks claim theirs."""
         self.claim()
         self.target.folder.mark(self._mark_of_first)
 
     def claim(self) -> bool:
-        """Claim the place, and return whether this rank leads there. Ranks that stand with rank 0 need not."""
+        """Claim the folder, and return whether this rank leads there. Ranks in rank 0's folder do not call it."""
         target, folder = self.target, self.target.folder
-        if not folder.local:  # no rank can tell that it was the first, so each leads
-            folder.mark(self.own.mark)
+        if not folder.local:  # an object store does not say which rank was the first, so each leads
+            folder.mark(self.own_writer.mark)
             return True
         try:
-            if target.aside:
+            if target.is_written_beside:
                 os.makedirs(os.path.dirname(folder.root) or ".", exist_ok=True)
                 os.mkdir(folder.root)
             else:
                 folder.mark(target.writer.mark)
         except FileExistsError:
             return False
-        folder.mark(self.own.mark)
+        folder.mark(self.own_writer.mark)
         return True
 
-    def is_with_first(self) -> bool:
-        """Whether rank 0, which has claimed its place already, stands in this one."""
+    def shares_with_first(self) -> bool:
+        """Whether this is rank 0's folder, which rank 0 has marked already."""
         return self.target.folder.size(self._mark_of_first) is not None
 
     def publish(self) -> None:
-        """Move what all ranks of a place have written to its path. Not for rank 0's place.
+        """Move the folder with the files of all its ranks to its final path. Not for rank 0's folder.
 
         Raises:
             CheckpointExistsError: Another job has saved there in the meantime.
         """
         target, final = self.target, self.target.final
-        if not target.aside:
-            if fingerprint(manifest_bytes(final)) != target.before:
+        if not target.is_written_beside:
+            if fingerprint(manifest_bytes(final)) != target.fingerprint_before:
                 raise another_was_saved(final)
             final.sync()
             return
@@ -100,35 +106,35 @@ class LocalTarget:
 
     def remove_files(self, rank: int) -> None:
         """Remove what one rank has written in a save that has failed."""
-        for folder in self._folders():
+        for folder in self._folders_with_files():
             for name in folder.files():
                 if save_id_of(name) == self.target.save_id and f"-rank-{rank:05d}." in name:
                     folder.remove(name)
 
-    def leave(self) -> None:
-        """Remove the leader's marks after all files of a save that has failed, and put back what was at the path."""
-        for folder in self._folders():
-            self._unmark(folder)
+    def remove_marks(self) -> None:
+        """Remove the marks of a save that has failed, after its files, and put back what was at the path."""
+        for folder in self._folders_with_files():
+            self._remove_claims(folder)
             folder.remove_empty()
         if self.target.expected is not None and os.path.lexists(self._path_aside):
             with suppress(OSError):  # a new owner of the path keeps it
                 if not os.path.lexists(self.target.final.root):
                     os.rename(self._path_aside, self.target.final.root)
 
-    def tidy(self) -> None:
-        """Remove what the place held before, and the marks. Not for rank 0's place, which has a manifest to go by."""
+    def remove_earlier_save(self) -> None:
+        """Remove the folder's earlier save and the marks. In rank 0's folder, SaveTarget.remove_leftovers does it."""
         final = self.target.final
         try:
             file_names = final.files()
             writers = writers_by_name(file_names).values()
             dead_saves = {writer.save_id for writer in writers if writer.standing() == "gone"}
             running_saves = {writer.save_id for writer in writers} - dead_saves
-            replaced_saves = set(self.target.earlier) - running_saves
+            replaced_saves = set(self.target.earlier_saves) - running_saves
             killed_saves = dead_saves - {self.target.save_id}
             removable_saves = replaced_saves | killed_saves
             previous = manifest_bytes(final)
             removable_files = {name for name in file_names if save_id_of(name) in removable_saves}
-            if previous is not None and fingerprint(previous) == self.target.before:
+            if previous is not None and fingerprint(previous) == self.target.fingerprint_before:
                 final.remove(MANIFEST)
                 removable_files |= files_named(previous, file_names)
             for name in sorted(removable_files):
@@ -137,30 +143,30 @@ class LocalTarget:
                 writer = writer_of(name)
                 if writer is not None and writer.save_id in removable_saves:
                     final.remove(name)
-            self._unmark(final)
+            self._remove_claims(final)
             final.remove_empty()
             if self.target.expected is not None:
                 with suppress(FileNotFoundError):
                     os.unlink(self._path_aside)
-            clean_beside(final)
+            remove_dead_partials(final)
         except OSError as error:
             warnings.warn(f"{final} is saved, but files of an earlier save remain in it: {error}", stacklevel=4)
 
     @property
     def _mark_of_first(self) -> str:
-        """A mark in rank 0's place alone, whoever leads elsewhere: ranks may be threads of one process."""
-        return _rename_writer(self.first, "rank 0").mark
+        """The name of the mark in rank 0's folder. It has rank 0 in it, since ranks may be threads of one process."""
+        return _writer_for(self.first_writer, "rank 0").mark
 
     @property
     def _path_aside(self) -> str:
         return f"{self.target.final.root}.{self.target.save_id}.replaced"
 
-    def _folders(self) -> list[Folder]:
-        """Where the files of this save are: where they were written to, or where they were moved."""
-        folders = [self.target.folder, self.target.final] if self.target.aside else [self.target.final]
+    def _folders_with_files(self) -> list[Folder]:
+        """The folders that may hold files of this save: where they were written, and where they were moved."""
+        folders = [self.target.folder, self.target.final] if self.target.is_written_beside else [self.target.final]
         return [folder for folder in folders if folder.kind() == "folder"]
 
-    def _unmark(self, folder: Folder) -> None:
+    def _remove_claims(self, folder: Folder) -> None:
         for name in folder.files():
             writer = writer_of(name)
             if writer is not None and writer.save_id == self.target.save_id:
@@ -168,8 +174,8 @@ class LocalTarget:
 
 
 def first_local_target(target: SaveTarget) -> LocalTarget:
-    """Return rank 0's local target at a place that was chosen for a save."""
-    return LocalTarget(target=_with_claim(target, target.writer), own=target.writer, first=target.writer)
+    """Return rank 0's local target, at the target that was chosen for the save."""
+    return LocalTarget(target=_with_claim(target, target.writer), own_writer=target.writer, first_writer=target.writer)
 
 
 def choose_local_target(path: StrPath, first: LocalTarget, *, overwrite: bool) -> LocalTarget:
@@ -184,14 +190,15 @@ def choose_local_target(path: StrPath, first: LocalTarget, *, overwrite: bool) -
         CheckpointExistsError: The path holds something that must not be replaced.
     """
     target = choose_target(path, first.target.save_id, overwrite=overwrite)
-    return LocalTarget(target=_with_claim(target, first.first), own=target.writer, first=first.first)
+    claimed_target = _with_claim(target, first.first_writer)
+    return LocalTarget(target=claimed_target, own_writer=target.writer, first_writer=first.first_writer)
 
 
-def _with_claim(target: SaveTarget, first: Writer) -> SaveTarget:
-    """Name the place as all ranks do that stand in it: paths in one folder differ in their last step."""
-    return replace(target, writer=_rename_writer(first, f"claim of {os.path.basename(target.final.root)}"))
+def _with_claim(target: SaveTarget, first_writer: Writer) -> SaveTarget:
+    """Give a target the writer that names its claim, by the path's last step: the same for all ranks in a folder."""
+    return replace(target, writer=_writer_for(first_writer, f"claim of {os.path.basename(target.final.root)}"))
 
 
-def _rename_writer(writer: Writer, what: str) -> Writer:
-    """A name with a writer's save and process, for something else than a mark of that process."""
-    return replace(writer, replaces=xxhash.xxh3_64_hexdigest(what.encode("utf-8", "surrogateescape"))[:12])
+def _writer_for(writer: Writer, purpose: str) -> Writer:
+    """Return a writer whose mark differs from that of the process, so that it can serve another purpose."""
+    return replace(writer, replaces=xxhash.xxh3_64_hexdigest(purpose.encode("utf-8", "surrogateescape"))[:12])

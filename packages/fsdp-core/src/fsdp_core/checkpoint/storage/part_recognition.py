@@ -20,7 +20,7 @@ _MOST_SHOWN = 4
 
 
 def saves_in(names: Collection[str]) -> dict[str, list[int]]:
-    """Return the ranks of which a place has records, by save.
+    """Return the ranks whose records a place holds, by save id.
 
     Example:
         >>> saves_in(["parts/0123456789ab-rank-00003.json", "model/0123456789ab-rank-00003.safetensors"])
@@ -95,7 +95,7 @@ def describe_part(folder: Folder, names: Collection[str]) -> str | None:
     more = f" and of {len(saves) - _MOST_SHOWN} more" if len(saves) > _MOST_SHOWN else ""
     unfinished = ""
     if not holds_part(names):
-        unfinished = " That save has not ended here, or was interrupted."
+        unfinished = " That save is still running, or was interrupted."
     return f"{'; '.join(sentences)}{more}.{unfinished}\n{gather_command([str(folder)])}"
 
 

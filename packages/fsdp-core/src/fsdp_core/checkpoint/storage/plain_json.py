@@ -19,7 +19,7 @@ __all__ = ["children", "leaves", "part_at", "read_plain", "scalar", "tensor_of"]
 
 _MOST_SHOWN = 20
 _DAMAGED = "It is damaged: restore it from a copy, or use an earlier checkpoint."
-_MOST_CHARACTERS = 2**28
+_MAX_PATH_CHARACTERS = 2**28
 _MAPPINGS = ("$dict", "$ordered", "$counter", "$namespace")
 _SEQUENCES = ("$tuple",)
 _TENSORS = ("$saved", "$tensor")
@@ -37,7 +37,7 @@ def read_plain(files: StoredFiles) -> Any:
     def has_tensor(tag: str, name: str) -> bool:
         if tag == "$saved":
             return manifest.aliases.get(name, name) in manifest.tensors
-        return manifest.state_tensors is not None  # which is read only when the tensor is
+        return manifest.state_tensors is not None  # whether that file has the tensor shows when it is read
 
     entry = manifest.files[manifest.state_file]
     try:
@@ -124,23 +124,23 @@ def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         >>> list(leaves({"a": [1, {}], "b": {"$float": "inf"}}))
         [('a/0', 1), ('a/1', {}), ('b', {'$float': 'inf'})]
     """
-    waiting = [(path, node)]
+    unvisited = [(path, node)]
     characters = 0
-    while waiting:
-        path, node = waiting.pop()
+    while unvisited:
+        path, node = unvisited.pop()
         entries = children(node)
         if not entries:
             yield path, node
             continue
         steps = [join_path(name) for name, _ in entries]
         characters += sum(map(len, steps)) + len(steps) * len(path)
-        if characters > _MOST_CHARACTERS:
+        if characters > _MAX_PATH_CHARACTERS:
             raise CheckpointFormatError(
-                f"the paths of its plain data have more than {_MOST_CHARACTERS} characters together, since the keys of "
-                "many values are long. Save them under shorter keys."
+                f"the paths of its plain data have more than {_MAX_PATH_CHARACTERS} characters together, since the "
+                "keys of many values are long. Save them under shorter keys."
             )
         paths = [f"{path}/{step}" for step in steps] if path else steps
-        waiting += zip(reversed(paths), (item for _, item in reversed(entries)), strict=True)
+        unvisited += zip(reversed(paths), (item for _, item in reversed(entries)), strict=True)
 
 
 def part_at(node: Any, keys: list[str]) -> Any:

@@ -101,12 +101,12 @@ def _explain_no_manifest(folder: Folder) -> str:
             f"no complete checkpoint at {folder}: a save began and was interrupted before it was committed "
             f"(there is {listed}, but no {MANIFEST}). Load an earlier checkpoint."
         )
-    remedy = "Check the path."
+    advice = "Check the path."
     for name_pattern, description in _OTHER_FORMATS:
         if any(name_pattern.search(name) for name in file_names if not is_ours(name)):
-            remedy = f"It looks like {description}: type `fsdp checkpoint import {folder} NEW`, and load NEW."
+            advice = f"It looks like {description}: type `fsdp checkpoint import {folder} NEW`, and load NEW."
             break
-    return f"{folder} is not a checkpoint of this format: it has no {MANIFEST} (there is {listed}).\n{remedy}"
+    return f"{folder} is not a checkpoint of this format: it has no {MANIFEST} (there is {listed}).\n{advice}"
 
 
 def is_place(path: StrPath) -> bool:
@@ -121,9 +121,9 @@ def holds_ours(path: StrPath) -> bool:
 
 
 def is_sharded(path: StrPath) -> bool:
-    """Return whether a path is a folder that saves have written: a checkpoint, a part of one, or what was interrupted.
+    """Return whether a path is a folder that saves have written: a checkpoint, a part of one, or an interrupted save.
 
-    A folder that something else has written, or that is empty, is none.
+    An empty folder, or one with files of something else, is not.
     """
     folder = open_folder(path)
     return is_checkpoint(path) or is_place(path) or (is_interrupted(folder) and bool(folder.files()))

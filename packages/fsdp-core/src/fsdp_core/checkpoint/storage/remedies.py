@@ -44,8 +44,8 @@ def remedy(error: Exception) -> str:
         return ""
     if error.errno in _BY_NUMBER:
         return _BY_NUMBER[error.errno]
-    fitting = (what for error_class, what in _BY_CLASS.items() if isinstance(error, error_class))
-    return next(fitting, "Check the disk or the connection, and try again.")
+    remedies = (text for error_class, text in _BY_CLASS.items() if isinstance(error, error_class))
+    return next(remedies, "Check the disk or the connection, and try again.")
 
 
 def unreadable(path: str, error: OSError) -> CheckpointFormatError:

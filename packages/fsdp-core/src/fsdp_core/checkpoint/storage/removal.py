@@ -22,8 +22,8 @@ def remove(path: StrPath) -> None:
     """Remove a checkpoint: a folder of this format (also of an interrupted save), a single file, or a link to either.
 
     The manifest is removed first, so an interrupted removal does not leave a partial checkpoint that looks complete. Of
-    a link, only the link is removed. Files in the folder that no save has written are kept. One rank calls this, or
-    several at once, of a scattered save, each for what it sees. Does nothing if the path does not exist.
+    a link, only the link is removed. Files in the folder that no save has written are kept. Does nothing if the path
+    does not exist. One rank calls this; of a scattered save, one rank of each host, which may do so at once.
 
     Args:
         path: A local path or an fsspec URL.
@@ -58,28 +58,29 @@ def _remove(folder: Folder) -> None:
                 return
             names = folder.files()
             if not holds_manifest(folder) and not (names and all(map(is_ours, names)) and MANIFEST not in names):
-                there = ", ".join(names[:5]) or "nothing"
+                shown_names = ", ".join(names[:5]) or "nothing"
                 raise CheckpointExistsError(
-                    f"{folder} is not a checkpoint of this format (in it: {there}), so it was not removed: "
+                    f"{folder} is not a checkpoint of this format (in it: {shown_names}), so it was not removed: "
                     "check the path, or remove it by hand"
                 )
             writers = writers_by_name(names).values()
-            living = {writer.save_id for writer in writers if writer.standing() == "lives"}  # these will be committed
+            # Files of saves that are still running are kept, because these saves will commit.
+            running_saves = {writer.save_id for writer in writers if writer.standing() == "lives"}
             removed_save = save_id_in(manifest_bytes(folder) or b"")
             if removed_save is not None:
                 remover = replace(remover, replaces=removed_save)
-            if folder.local and not living and all(map(is_ours, names)) and _move_aside(folder, remover):
+            if folder.local and not running_saves and all(map(is_ours, names)) and _move_aside(folder, remover):
                 folder = replace(folder, root=os.path.join(os.path.dirname(folder.root), remover.partial))
-            elif folder.kind() == "missing":  # the same, where there are no locks
+            elif folder.kind() == "missing":  # another rank was faster, where there are no locks
                 return
             else:
                 folder.mark(remover.mark)
                 folder.remove(MANIFEST)
                 names.append(remover.mark)
-        for name in sorted(names, key=lambda name: writer_of(name) is not None):
+        for name in sorted(names, key=lambda name: writer_of(name) is not None):  # marks of writers last
             writer = writer_of(name)
             save_id = save_id_of(name) if writer is None else writer.save_id
-            if is_ours(name) and save_id not in living:
+            if is_ours(name) and save_id not in running_saves:
                 folder.remove(name)
         folder.remove_empty()
 

@@ -13,7 +13,7 @@ from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder
 from fsdp_core.checkpoint.storage.recognition import fingerprint, manifest_bytes
 from fsdp_core.errors import CheckpointFormatError
 
-__all__ = ["ATTEMPTS", "begins_anew", "pause", "read_again", "seen", "too_often"]
+__all__ = ["ATTEMPTS", "current_fingerprint", "pause", "read_again", "replaced_too_often", "retries_if_replaced"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -21,14 +21,14 @@ T = TypeVar("T")
 ATTEMPTS = 20
 """How many times a read is attempted before it fails."""
 
-_SECONDS = 0.01
+_PAUSE_SECONDS = 0.01
 
 
 class _ReplacedTooOften(CheckpointFormatError):
     """A read has failed after its last attempt. An enclosing read does not start it again."""
 
 
-def begins_anew(*parameters: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def retries_if_replaced(*parameters: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Run a function that reads checkpoints again if one of them was replaced in the meantime.
 
     Args:
@@ -37,18 +37,18 @@ def begins_anew(*parameters: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
-        def reading(*args: P.args, **kwargs: P.kwargs) -> T:
+        def read_with_retries(*args: P.args, **kwargs: P.kwargs) -> T:
             arguments = inspect.signature(function).bind(*args, **kwargs).arguments
             folders = [open_places(arguments[name]) for name in parameters]
             return read_again(folders, lambda: function(*args, **kwargs))
 
-        return reading
+        return read_with_retries
 
     return decorate
 
 
-def read_again(folders: list[Folder], read: Callable[[], T], *, is_right: Callable[[T], bool] = lambda _: True) -> T:
-    """Read until there is no fault, or the fault was not caused by another save.
+def read_again(folders: list[Folder], read: Callable[[], T], *, is_intact: Callable[[T], bool] = lambda _: True) -> T:
+    """Call a reader again as long as it meets a fault while another save is replacing a checkpoint.
 
     A save removes files only after its manifest has replaced the one that names them. So a fault that occurs while the
     manifest stays the same is a fault of the checkpoint.
@@ -56,7 +56,7 @@ def read_again(folders: list[Folder], read: Callable[[], T], *, is_right: Callab
     Args:
         folders: The checkpoints that are read.
         read: Reads them from the beginning.
-        is_right: Whether the result has no fault, for faults that ``read`` does not raise.
+        is_intact: Whether the result has no fault, for faults that ``read`` reports in its result instead of raising.
 
     Returns:
         The result of ``read``.
@@ -65,22 +65,22 @@ def read_again(folders: list[Folder], read: Callable[[], T], *, is_right: Callab
         CheckpointFormatError: The checkpoints are replaced faster than they are read.
     """
     for attempt in range(ATTEMPTS):
-        before = [seen(folder) for folder in folders]
+        fingerprints_before = [current_fingerprint(folder) for folder in folders]
         try:
             result = read()
         except _ReplacedTooOften:
             raise
         except (CheckpointFormatError, OSError):
-            if [seen(folder) for folder in folders] == before:
+            if [current_fingerprint(folder) for folder in folders] == fingerprints_before:
                 raise
         else:
-            if is_right(result) or [seen(folder) for folder in folders] == before:
+            if is_intact(result) or [current_fingerprint(folder) for folder in folders] == fingerprints_before:
                 return result
         pause(attempt)
-    raise too_often(folders)
+    raise replaced_too_often(folders)
 
 
-def seen(folder: Folder) -> str | None:
+def current_fingerprint(folder: Folder) -> str | None:
     """Return the fingerprint of the current manifest; ``None`` if there is none that can be read."""
     try:
         return fingerprint(manifest_bytes(folder))
@@ -90,10 +90,10 @@ def seen(folder: Folder) -> str | None:
 
 def pause(attempt: int) -> None:
     """Wait before the next attempt, longer after each one."""
-    time.sleep(_SECONDS * attempt)
+    time.sleep(_PAUSE_SECONDS * attempt)
 
 
-def too_often(folders: list[Folder]) -> CheckpointFormatError:
+def replaced_too_often(folders: list[Folder]) -> CheckpointFormatError:
     """Return the error to raise after the last attempt."""
     return _ReplacedTooOften(
         f"{' or '.join(map(str, folders))} was replaced {ATTEMPTS} times while it was read, each time before the read "

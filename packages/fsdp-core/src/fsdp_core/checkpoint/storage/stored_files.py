@@ -92,7 +92,7 @@ class StoredFiles:
         """
         source = self.header(name).get(key)
         if source is None:
-            raise CheckpointFormatError(self._changed(name, f"it holds no {key!r}"))
+            raise CheckpointFormatError(self._explain_change(name, f"it holds no {key!r}"))
         return source
 
     def fill(self, name: str, key: str, buffer: memoryview, start: int) -> None:
@@ -107,21 +107,21 @@ class StoredFiles:
             raise self._unreadable(name, error) from error
         if filled != len(buffer):
             raise CheckpointFormatError(
-                self._changed(name, f"it ended before byte {start + len(buffer)} while {key!r} was read")
+                self._explain_change(name, f"it ended before byte {start + len(buffer)} while {key!r} was read")
             )
 
     def _unreadable(self, name: str, error: OSError) -> CheckpointFormatError:
         if isinstance(error, FileNotFoundError) or error.errno == errno.ESTALE:
-            return CheckpointFormatError(self._changed(name, "it is gone"))
+            return CheckpointFormatError(self._explain_change(name, "it is gone"))
         reason = f"{type(error).__name__}: {error}. {remedy(error)}".rstrip()
         return CheckpointFormatError(f"can't read {self.folder.path(name)}: {reason}")
 
-    def _changed(self, name: str, fault: str) -> str:
+    def _explain_change(self, name: str, fault: str) -> str:
         try:
-            replaced = read_manifest(self.folder).save_id != self.manifest.save_id
+            is_replaced = read_manifest(self.folder).save_id != self.manifest.save_id
         except CheckpointFormatError:
-            replaced = True
-        if replaced:
+            is_replaced = True
+        if is_replaced:
             return (
                 f"another run has replaced or removed {self.folder} since the load began ({fault}), so tensors may be "
                 "partly filled. Load again."

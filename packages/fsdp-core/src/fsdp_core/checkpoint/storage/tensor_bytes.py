@@ -76,36 +76,36 @@ class TensorBytes:
             CheckpointFormatError: A file does not match the manifest.
         """
         stored = self.manifest.tensors[key]
-        item = ITEM_BYTES[stored.dtype_name]
+        item_bytes = ITEM_BYTES[stored.dtype_name]
         requested: Box = tuple(offsets), tuple(lengths)
-        out = bytearray(math.prod(lengths) * item)
+        out = bytearray(math.prod(lengths) * item_bytes)
         for chunk in stored.overlapping(requested):
             common = overlap((chunk.offsets, chunk.lengths), requested)
             assert common is not None
             for span in _contiguous(chunk, common):
-                offsets_in_box = tuple(a - b for a, b in zip(span[0], offsets, strict=True))
-                self._read_span(chunk, span, item, memoryview(out), tuple(lengths), offsets_in_box)
+                offsets_in_box = tuple(begin - offset for begin, offset in zip(span[0], offsets, strict=True))
+                self._read_span(chunk, span, item_bytes, memoryview(out), tuple(lengths), offsets_in_box)
         return out
 
     def _read_span(
         self,
         chunk: StoredChunk,
         span: Box,
-        item: int,
+        item_bytes: int,
         out: memoryview,
         shape: tuple[int, ...],
         offsets_in_box: tuple[int, ...],
     ) -> None:
-        first = 0
+        first = 0  # the index of the span's first element in the chunk, in row-major order
         for offset, begin, length in zip(span[0], chunk.offsets, chunk.lengths, strict=True):
             first = first * length + offset - begin
-        start = self.files.locate(chunk.file, chunk.key).start + first * item
+        start = self.files.locate(chunk.file, chunk.key).start + first * item_bytes
         if span[1] == shape:
             self.files.fill(chunk.file, chunk.key, out, start)
             return
-        part = memoryview(bytearray(math.prod(span[1]) * item))
-        self.files.fill(chunk.file, chunk.key, part, start)
-        copy_into(out, shape, offsets_in_box, part, item, span[1])
+        span_bytes = memoryview(bytearray(math.prod(span[1]) * item_bytes))
+        self.files.fill(chunk.file, chunk.key, span_bytes, start)
+        copy_into(out, shape, offsets_in_box, span_bytes, item_bytes, span[1])
 
     def source(self, key: str, rows: tuple[int, int] | None = None, *, dtype_name: str | None = None) -> BytesSource:
         """Return a tensor as a source for writing.
@@ -144,7 +144,7 @@ class TensorBytes:
 
         return BytesSource(shape=header_entry.shape, dtype_name=header_entry.dtype_name, blocks=blocks)
 
-    def copied(self, name: str) -> Iterator[bytes]:
+    def blocks_of_file(self, name: str) -> Iterator[bytes]:
         """Yield the bytes of a whole file."""
         size = self.manifest.files[name].size
         for start in range(0, size, self.block_bytes):
@@ -157,9 +157,12 @@ def _contiguous(chunk: StoredChunk, box: Box) -> Iterator[Box]:
     axis = len(lengths)
     while axis > 0 and lengths[axis - 1] == chunk.lengths[axis - 1]:
         axis -= 1
-    axis = max(axis - 1, 0)
-    for outer in itertools.product(*(range(o, o + n) for o, n in zip(offsets[:axis], lengths[:axis], strict=True))):
-        yield (*outer, *offsets[axis:]), (*(1,) * axis, *lengths[axis:])
+    # The axes after the last one that is cut are full, so a part may extend along that one: axes before it are looped
+    # over.
+    loop_axes = max(axis - 1, 0)
+    outer_ranges = [range(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True)][:loop_axes]
+    for outer_indices in itertools.product(*outer_ranges):
+        yield (*outer_indices, *offsets[loop_axes:]), (*(1,) * loop_axes, *lengths[loop_axes:])
 
 
 def _convert_block(block: bytearray, dtype_name: str, target_dtype: str) -> bytearray:

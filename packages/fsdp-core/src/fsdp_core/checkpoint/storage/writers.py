@@ -22,13 +22,13 @@ Standing = Literal["gone", "lives", "unknown"]
 """The status of a save's writer, as known to this process."""
 
 _NAMED = re.compile(rf"\.(?:writer|partial)-(?P<token>{WRITER_TOKEN})")
-_NOBODY = "0" * 12
+_NO_SAVE = "0" * 12
 
 #: The saves and removals that are running in this process.
-_active: set[str] = set()
+_running_saves: set[str] = set()
 
-#: The system id if the system has no boot id: it is known to this process only.
-_of_this_process = secrets.token_hex(6)
+#: The system id where the system has no boot id. No other process has the same.
+_fallback_system = secrets.token_hex(6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Writer:
     def partial(self) -> str:
         """The name of the folder that is written to, next to the path.
 
-        It contains neither the checkpoint's name nor anything else that searches for checkpoints look for.
+        It contains nothing by which checkpoints are searched for, such as the name of this one.
         """
         return f".partial-{self._token}"
 
@@ -77,11 +77,11 @@ class Writer:
         ``"gone"`` and ``"lives"`` are certain. ``"unknown"`` is returned for another host, another boot of this one,
         and a container with another PID namespace.
         """
-        here = new_writer(self.save_id)
-        if (self.system, self.host) != (here.system, here.host):
+        this_process = new_writer(self.save_id)
+        if (self.system, self.host) != (this_process.system, this_process.host):
             return "unknown"
-        if self.pid == here.pid:
-            return "lives" if self.started == here.started and self.save_id in _active else "gone"
+        if self.pid == this_process.pid:
+            return "lives" if self.started == this_process.started and self.save_id in _running_saves else "gone"
         if not sys.platform.startswith("linux"):
             return "unknown"
         try:
@@ -91,7 +91,7 @@ class Writer:
         except OSError:
             pass  # another user's process
         try:
-            started, ended = _process(self.pid)
+            started, ended = _read_process(self.pid)
         except OSError:
             return "unknown"
         return "gone" if ended or started != self.started else "lives"
@@ -100,14 +100,14 @@ class Writer:
 def new_writer(save_id: str, replaces: str | None = None) -> Writer:
     """Return this process as the writer of a save."""
     try:
-        started = _process(os.getpid())[0]
-        system = _system()
+        started = _read_process(os.getpid())[0]
+        system = _system_id()
     except OSError:
         started = 0
-        system = _of_this_process
+        system = _fallback_system
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:64]
     return Writer(
-        save_id=save_id, replaces=replaces or _NOBODY, system=system, pid=os.getpid(), started=started, host=host
+        save_id=save_id, replaces=replaces or _NO_SAVE, system=system, pid=os.getpid(), started=started, host=host
     )
 
 
@@ -147,21 +147,21 @@ def writers_in(names: Iterable[str], named: Writer | None) -> list[Writer]:
 @contextmanager
 def writing(writer: Writer) -> Iterator[None]:
     """Mark a save as running in this process for the block; afterwards, its writer counts as gone."""
-    _active.add(writer.save_id)
+    _running_saves.add(writer.save_id)
     try:
         yield
     finally:
-        _active.discard(writer.save_id)
+        _running_saves.discard(writer.save_id)
 
 
-def _system() -> str:
+def _system_id() -> str:
     """Return an id for this boot of the Linux kernel and this PID namespace: a container may have its own."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as stream:
         start = stream.read().strip()
     return xxhash.xxh3_64_hexdigest(f"{start} {os.readlink('/proc/self/ns/pid')}".encode())[:12]
 
 
-def _process(pid: int) -> tuple[int, bool]:
+def _read_process(pid: int) -> tuple[int, bool]:
     """Return the start time of a process, and whether it has ended but has not been waited for yet."""
     with open(f"/proc/{pid}/stat", "rb") as stream:
         fields = stream.read().rpartition(b")")[2].split()

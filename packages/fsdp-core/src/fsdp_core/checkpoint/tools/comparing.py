@@ -10,7 +10,7 @@ from typing import Any
 from fsdp_core.checkpoint.format.manifest import Manifest
 from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath
 from fsdp_core.checkpoint.storage.plain_json import children, leaves, read_plain, scalar, tensor_of
-from fsdp_core.checkpoint.storage.rereading import begins_anew
+from fsdp_core.checkpoint.storage.rereading import retries_if_replaced
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
 from fsdp_core.checkpoint.storage.tensor_bytes import BLOCK_BYTES, TensorBytes, open_files
 from fsdp_core.checkpoint.tools.conversion import OnProgress, counter
@@ -79,7 +79,7 @@ class Differences:
         return bool(self.only_a or self.only_b or self.tied or self.tensors or self.plain)
 
 
-@begins_anew("a", "b")
+@retries_if_replaced("a", "b")
 def compare(
     a: StrPath, b: StrPath, *, rtol: float = 0.0, atol: float = 0.0, on_progress: OnProgress | None = None
 ) -> Differences:
@@ -116,13 +116,14 @@ def compare(
         content, facts = without_run_facts(dict(leaves(read_plain(files))))
         plain.append(content)
         run_facts.append(facts)
-    for path in run_facts[0].keys() ^ run_facts[1].keys():  # that one side alone has something there is content
+    # A fact that only one side has is a difference of the content.
+    for path in run_facts[0].keys() ^ run_facts[1].keys():
         for content, facts in zip(plain, run_facts, strict=True):
             if path in facts:
                 content[path] = facts.pop(path)
-    tensors = [_tensors(files, difference) for files, difference in zip(sides, plain, strict=True)]
+    tensors = [_compared_tensors(files, difference) for files, difference in zip(sides, plain, strict=True)]
     ties = [_ties(files.manifest) for files in sides]
-    common_keys = [key for key in tensors[0] if key in tensors[1] and not _is_further_name(key, *sides)]
+    common_keys = [key for key in tensors[0] if key in tensors[1] and not _is_alias_in_both(key, *sides)]
     on_bytes = counter(sum(tensors[0][key].nbytes for key in common_keys), on_progress)
     differences = []
     for key in common_keys:
@@ -144,7 +145,7 @@ def compare(
 def _differing_facts(
     sides: Sequence[StoredFiles], run_facts: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return what differs of the facts in both manifests, and of those at the same paths of both plain data."""
+    """Return the facts that differ, from both manifests and from the same paths of both plain data."""
     differing: dict[str, tuple[Any, Any]] = {}
     for fact in _RUN_FIELDS:
         fact_of_a, fact_of_b = (getattr(files.manifest, fact) for files in sides)
@@ -169,7 +170,7 @@ def _differing_ties(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Tensor:
+class _ComparedTensor:
     """A tensor to compare.
 
     Attributes:
@@ -188,13 +189,13 @@ class _Tensor:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype_name]
 
 
-def _tensors(files: StoredFiles, plain: Mapping[str, Any]) -> dict[str, _Tensor]:
+def _compared_tensors(files: StoredFiles, plain: Mapping[str, Any]) -> dict[str, _ComparedTensor]:
     manifest = files.manifest
     reader = TensorBytes(files)
 
-    def stored_tensor(key: str) -> _Tensor:
+    def stored_tensor(key: str) -> _ComparedTensor:
         tensor = manifest.tensors[key]
-        return _Tensor(
+        return _ComparedTensor(
             shape=tensor.shape,
             dtype_name=tensor.dtype_name,
             read=lambda offsets, lengths, start: reader.read(key, offsets, lengths),
@@ -209,18 +210,18 @@ def _tensors(files: StoredFiles, plain: Mapping[str, Any]) -> dict[str, _Tensor]
     return tensors
 
 
-def _small_tensor(files: StoredFiles, name: str) -> _Tensor:
+def _small_tensor(files: StoredFiles, name: str) -> _ComparedTensor:
     assert files.manifest.state_tensors is not None
     file = files.manifest.state_tensors
     header_entry = files.locate(file, name)
-    item = ITEM_BYTES[header_entry.dtype_name]
+    item_bytes = ITEM_BYTES[header_entry.dtype_name]
 
     def read(offsets: tuple[int, ...], lengths: tuple[int, ...], start: int) -> bytearray:
-        block = bytearray(math.prod(lengths) * item)
-        files.fill(file, name, memoryview(block), header_entry.start + start * item)
+        block = bytearray(math.prod(lengths) * item_bytes)
+        files.fill(file, name, memoryview(block), header_entry.start + start * item_bytes)
         return block
 
-    return _Tensor(shape=header_entry.shape, dtype_name=header_entry.dtype_name, read=read)
+    return _ComparedTensor(shape=header_entry.shape, dtype_name=header_entry.dtype_name, read=read)
 
 
 def _ties(manifest: Manifest) -> dict[str, tuple[str, ...]]:
@@ -231,12 +232,12 @@ def _ties(manifest: Manifest) -> dict[str, tuple[str, ...]]:
     return {name: tuple(sorted(group - {name})) for group in groups.values() for name in group}
 
 
-def _is_further_name(key: str, a: StoredFiles, b: StoredFiles) -> bool:
-    """Return whether it is an alias of the same name in both, under which it is compared."""
+def _is_alias_in_both(key: str, a: StoredFiles, b: StoredFiles) -> bool:
+    """Return whether a name is an alias of the same key in both checkpoints, so that the key alone is compared."""
     return key in a.manifest.aliases and a.manifest.aliases[key] == b.manifest.aliases.get(key)
 
 
-def _compare(key: str, a: _Tensor, b: _Tensor, rtol: float, atol: float) -> TensorDifference | None:
+def _compare(key: str, a: _ComparedTensor, b: _ComparedTensor, rtol: float, atol: float) -> TensorDifference | None:
     has_same_dtype = a.dtype_name == b.dtype_name
     difference = TensorDifference(key=key, shapes=(a.shape, b.shape), dtypes=(a.dtype_name, b.dtype_name))
     if a.shape != b.shape:
@@ -246,13 +247,13 @@ def _compare(key: str, a: _Tensor, b: _Tensor, rtol: float, atol: float) -> Tens
     first: tuple[int, ...] | None = None
     values: tuple[Any, Any] | None = None
     block_start = 0
-    item = max(ITEM_BYTES[a.dtype_name], ITEM_BYTES[b.dtype_name])
-    for offsets, lengths in cut(a.shape, item, BLOCK_BYTES):
+    item_bytes = max(ITEM_BYTES[a.dtype_name], ITEM_BYTES[b.dtype_name])
+    for offsets, lengths in cut(a.shape, item_bytes, BLOCK_BYTES):
         blocks = a.read(offsets, lengths, block_start), b.read(offsets, lengths, block_start)
         if not has_same_dtype or blocks[0] != blocks[1]:
             block_difference = _compare_blocks(blocks, (a.dtype_name, b.dtype_name), rtol, atol)
             if block_difference.count and first is None:
-                first = _index(block_start + block_difference.first, a.shape)
+                first = _unravel_index(block_start + block_difference.first, a.shape)
                 values = block_difference.values
             count += block_difference.count
             max_abs = max(max_abs, block_difference.max_abs)
@@ -278,30 +279,30 @@ def _compare_blocks(
     from fsdp_core.state.dtypes import DTYPES
 
     tensors = [torch.frombuffer(block, dtype=DTYPES[name]) for block, name in zip(blocks, dtypes, strict=True)]
-    wide = torch.complex128 if any(tensor.is_complex() for tensor in tensors) else torch.float64
-    x, y = (tensor.to(wide) for tensor in tensors)
-    inexact = any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
-    if inexact or rtol or atol:
+    wide_dtype = torch.complex128 if any(tensor.is_complex() for tensor in tensors) else torch.float64
+    x, y = (tensor.to(wide_dtype) for tensor in tensors)
+    is_inexact = any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+    if is_inexact or rtol or atol:
         unequal = ~torch.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True)
     elif dtypes[0] == dtypes[1]:
         # float64 does not hold every int64, and torch compares unsigned integers of some widths only.
-        width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[ITEM_BYTES[dtypes[0]]]
-        unequal = tensors[0].view(width) != tensors[1].view(width)
+        integer_dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[ITEM_BYTES[dtypes[0]]]
+        unequal = tensors[0].view(integer_dtype) != tensors[1].view(integer_dtype)
     else:
         unequal = tensors[0].to(torch.int64) != tensors[1].to(torch.int64)
     count = int(unequal.sum())
     if not count:
         return _BlockDifference(count=0)
     first = int(unequal.to(torch.uint8).argmax())
-    gaps = (x - y).abs()[unequal].nan_to_num(nan=math.inf, posinf=math.inf)
+    absolute_differences = (x - y).abs()[unequal].nan_to_num(nan=math.inf, posinf=math.inf)
     values = tensors[0][first].item(), tensors[1][first].item()
-    return _BlockDifference(count=count, first=first, values=values, max_abs=float(gaps.max()))
+    return _BlockDifference(count=count, first=first, values=values, max_abs=float(absolute_differences.max()))
 
 
-def _index(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _unravel_index(flat_index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     index: list[int] = []
     for size in reversed(shape):
-        flat, position = divmod(flat, size)
+        flat_index, position = divmod(flat_index, size)
         index.insert(0, position)
     return tuple(index)
 

@@ -13,7 +13,7 @@ from fsdp_core.checkpoint.format.state_paths import split_path
 from fsdp_core.checkpoint.storage.atomic import check_apart, check_file, check_folder, new_file, new_folder
 from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath
 from fsdp_core.checkpoint.storage.plain_json import children, part_at, read_plain, tensor_of
-from fsdp_core.checkpoint.storage.rereading import begins_anew
+from fsdp_core.checkpoint.storage.rereading import retries_if_replaced
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
 from fsdp_core.checkpoint.storage.tensor_bytes import BytesSource, TensorBytes, open_files, write_sources
 from fsdp_core.checkpoint.tools.conversion import FLOATING, OnProgress, check_dtype, counter, refuse_damaged
@@ -43,7 +43,7 @@ class Consolidated:
     left_out: Mapping[str, str]
 
 
-@begins_anew("path")
+@retries_if_replaced("path")
 def consolidate_safetensors(
     path: StrPath,
     out: StrPath,
@@ -96,7 +96,7 @@ def consolidate_safetensors(
     return weights.report([os.path.basename(os.fspath(out))])
 
 
-@begins_anew("path")
+@retries_if_replaced("path")
 def consolidate_huggingface(
     path: StrPath,
     out: StrPath,
@@ -176,13 +176,13 @@ class _Weights:
         self.aliases: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
         self._keys: set[str] = set()
-        first: dict[str, str] = {}
+        first_names: dict[str, str] = {}
         reader = TensorBytes(files)
-        outside = 0
-        for full_name, node in children(self._part(key)) or []:
+        skipped_count = 0
+        for full_name, node in children(self._model_node(key)) or []:
             if not full_name.startswith(strip_prefix):
                 self.left_out[full_name] = f"does not begin with {strip_prefix!r}"
-                outside += 1
+                skipped_count += 1
                 continue
             name = full_name.removeprefix(strip_prefix)
             tensor = tensor_of(node)
@@ -194,22 +194,22 @@ class _Weights:
                     f"{files.folder} holds {full_name!r} of its model among its plain data, where no save puts it: it "
                     "is damaged. Restore it from a copy, or use an earlier checkpoint."
                 )
-            stored = files.manifest.aliases.get(tensor[1], tensor[1])
-            if stored in first and not copy_tied:
-                self.aliases[name] = first[stored]
+            stored_key = files.manifest.aliases.get(tensor[1], tensor[1])
+            if stored_key in first_names and not copy_tied:
+                self.aliases[name] = first_names[stored_key]
                 continue
-            first.setdefault(stored, name)
-            self._keys.add(stored)
-            floating = files.manifest.tensors[stored].dtype_name in FLOATING
-            self.sources[name] = reader.source(stored, dtype_name=dtype if floating else None)
+            first_names.setdefault(stored_key, name)
+            self._keys.add(stored_key)
+            is_floating = files.manifest.tensors[stored_key].dtype_name in FLOATING
+            self.sources[name] = reader.source(stored_key, dtype_name=dtype if is_floating else None)
         if not self.sources:
             left_out_names = list(self.left_out)
             listed = ", ".join(left_out_names[:_MOST_SHOWN]) + (
                 f" and {len(left_out_names) - _MOST_SHOWN} more" if len(left_out_names) > _MOST_SHOWN else ""
             )
-            begin = f" that begins with {strip_prefix!r}" if outside else ""
+            prefix_text = f" that begins with {strip_prefix!r}" if skipped_count else ""
             raise CheckpointMismatchError(
-                f"the model in {files.folder} has no tensor{begin}; it has {listed or 'nothing'}.\n"
+                f"the model in {files.folder} has no tensor{prefix_text}; it has {listed or 'nothing'}.\n"
                 "Pass another prefix (--strip-prefix), or another model's path (--key)."
             )
 
@@ -218,9 +218,9 @@ class _Weights:
         """The size of the tensors to write."""
         return sum(source.nbytes for source in self.sources.values())
 
-    def _part(self, key: str | None) -> object:
+    def _model_node(self, key: str | None) -> object:
         manifest = self.files.manifest
-        models = {path: split_path(path) for path, kind in manifest.kinds.items() if kind == "model"}
+        models = {path: split_path(path) for path, part_type in manifest.kinds.items() if part_type == "model"}
         listed = ", ".join(repr("/".join(keys)) for keys in models.values()) or "none"
         if key is None and len(models) != 1:
             raise CheckpointMismatchError(
@@ -242,8 +242,8 @@ class _Weights:
 
     def prepare(self, *, verify: bool) -> int:
         """Return the number of bytes to verify and to write."""
-        verified = sum(self.files.manifest.files[name].size for name in self._needed_files()) if verify else 0
-        return self.nbytes + verified
+        bytes_to_verify = sum(self.files.manifest.files[name].size for name in self._needed_files()) if verify else 0
+        return self.nbytes + bytes_to_verify
 
     def verify(self, checksums: bool, on_bytes: Callable[[int], None]) -> None:
         """Refuse damaged files."""

@@ -10,15 +10,15 @@ from fsdp_core.checkpoint.format.manifest import Manifest
 from fsdp_core.checkpoint.format.state_paths import join_path, split_path
 from fsdp_core.checkpoint.storage.joined import Paths
 from fsdp_core.checkpoint.storage.plain_json import children, part_at, read_plain, scalar, tensor_of
-from fsdp_core.checkpoint.storage.rereading import begins_anew
+from fsdp_core.checkpoint.storage.rereading import retries_if_replaced
 from fsdp_core.checkpoint.storage.tensor_bytes import open_files
 
 __all__ = ["PartFinder", "describe"]
 
-_LONGEST = 200
+_MAX_LENGTH = 200
 
 
-@begins_anew("path")
+@retries_if_replaced("path")
 def describe(path: Paths) -> dict[str, Any]:
     """Describe a checkpoint without reading tensors: its origin, tensors, files and plain data.
 
@@ -54,7 +54,7 @@ def describe(path: Paths) -> dict[str, Any]:
             for key, tensor in manifest.tensors.items()
         },
         "aliases": dict(manifest.aliases),
-        "plain": list(_plain(read_plain(files), manifest.kinds)),
+        "plain": list(_plain_entries(read_plain(files), manifest.kinds)),
         "files": {name: {"bytes": entry.size, "checksum": entry.checksum} for name, entry in manifest.files.items()},
     }
 
@@ -102,31 +102,31 @@ def _parts(manifest: Manifest) -> list[dict[str, Any]]:
     return list(parts.values())
 
 
-def _plain(state: Any, kinds: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def _plain_entries(state: Any, kinds: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """Yield an entry for each value at the first two levels outside of models and optimizers, and each param group."""
     parents: set[str] = set()  # the paths at the first two levels that hold a model or an optimizer
     for path in kinds:
-        steps = path.split("/")[:-1]
-        if steps:
-            parents |= {steps[0], "/".join(steps[:2])}
+        parent_keys = path.split("/")[:-1]
+        if parent_keys:
+            parents |= {parent_keys[0], "/".join(parent_keys[:2])}
     for name, node in children(state) or []:
         path = join_path(name)
-        inner = children(node)
+        entries_of_node = children(node)
         if path in kinds:
             continue
-        if inner is None or (isinstance(node, list) and path not in parents):
+        if entries_of_node is None or (isinstance(node, list) and path not in parents):
             yield _entry(path, node)
             continue
-        for step, item in inner:
-            deeper = f"{path}/{join_path(step)}"
-            if deeper not in kinds and deeper not in parents:
-                yield _entry(deeper, item)
+        for item_name, item in entries_of_node:
+            item_path = f"{path}/{join_path(item_name)}"
+            if item_path not in kinds and item_path not in parents:
+                yield _entry(item_path, item)
     for path in (path for path, kind in kinds.items() if kind == "optimizer"):
         groups = children(part_at(state, [*split_path(path), "param_groups"])) or []
-        yield from (_group(f"{path}/param_groups/{index}", group) for index, group in groups)
+        yield from (_group_entry(f"{path}/param_groups/{index}", group) for index, group in groups)
 
 
-def _group(path: str, group: Any) -> dict[str, Any]:
+def _group_entry(path: str, group: Any) -> dict[str, Any]:
     options = dict(children(group) or [])
     count = len(children(options.pop("params", None)) or [])
     facts = [
@@ -144,5 +144,5 @@ def _entry(path: str, node: Any) -> dict[str, Any]:
         return {"path": path, "tensor": tensor[1]}
     if entries is None:
         value = scalar(node)
-        return {"path": path, "value": value if not isinstance(value, str) else value[:_LONGEST]}
-    return {"path": path, "entries": len(entries), "names": [name for name, _ in entries][:_LONGEST]}
+        return {"path": path, "value": value if not isinstance(value, str) else value[:_MAX_LENGTH]}
+    return {"path": path, "entries": len(entries), "names": [name for name, _ in entries][:_MAX_LENGTH]}

@@ -36,15 +36,15 @@ class Gathered:
         manifest: The manifest of the checkpoint.
         linked: How many files are hard links to those of the places, which take no further room.
         copied: How many were copied.
-        duplicates: The places that hold a file, by name, of those that several hold.
-        spoiled: The fault of a file that was passed over for a good one in another place, by its path.
+        duplicates: The places of each file that several places hold, by the file's name.
+        damaged: The fault of each file that was replaced by a good one from another place, by its path.
     """
 
     manifest: Manifest
     linked: int
     copied: int
     duplicates: dict[str, list[str]]
-    spoiled: dict[str, str]
+    damaged: dict[str, str]
 
 
 def gather(
@@ -92,20 +92,20 @@ def gather(
             "another path, or remove it"
         )
     size = sum(entry.size for entry in manifest.files.values())
-    on_bytes = counter(size * (1 + verify), on_progress)
+    on_bytes = counter(2 * size if verify else size, on_progress)  # each byte is written, and may be verified before
     files = StoredFiles(folder, manifest)
-    spoiled = _choose_undamaged(files, verify=verify, on_bytes=on_bytes)
+    damaged = _choose_undamaged(files, verify=verify, on_bytes=on_bytes)
     duplicates = {}
     if isinstance(folder, JoinedFolder):
         places_of_file = {name: folder.holders(name) for name in manifest.files}
         duplicates = {
             name: [str(folder.places[number]) for number in numbers]
             for name, numbers in places_of_file.items()
-            if numbers[1:]
+            if len(numbers) > 1
         }
-    # the file names carry the save's id, so it stays that save
+    # File names contain the save's id, so the new checkpoint keeps it.
     save_target = choose_target(out, manifest.save_id, overwrite=True)
-    gathered = replace(manifest, places=())
+    new_manifest = replace(manifest, places=())
     linked = 0
     data: bytes | None = None
     with named_errors(f"write {target}"), writing(save_target.writer):
@@ -118,21 +118,21 @@ def gather(
                     on_bytes(entry.size)
                 else:
                     _copy(source, save_target.folder, name, entry, on_bytes)
-            data = gathered.to_json().encode()
-            previous = save_target.commit(data, gathered.files)
+            data = new_manifest.to_json().encode()
+            previous = save_target.commit(data, new_manifest.files)
         except BaseException:
             with suppress(OSError):
                 if save_target.withdraw(data):
                     save_target.remove_files()
-                    save_target.leave()
+                    save_target.remove_marks()
             raise
-        save_target.tidy(data, previous)
+        save_target.remove_leftovers(data, previous)
     return Gathered(
-        manifest=gathered,
+        manifest=new_manifest,
         linked=linked,
         copied=len(manifest.files) - linked,
         duplicates=duplicates,
-        spoiled=spoiled,
+        damaged=damaged,
     )
 
 
@@ -143,7 +143,7 @@ def _choose_undamaged(files: StoredFiles, *, verify: bool, on_bytes: Callable[[i
         CheckpointFormatError: There is none for some file.
     """
     folder = files.folder
-    spoiled = dict[str, str]()
+    damaged = dict[str, str]()
     names = list(files.manifest.files)
     while names:
         faults = find_damage(
@@ -152,18 +152,16 @@ def _choose_undamaged(files: StoredFiles, *, verify: bool, on_bytes: Callable[[i
         names = []
         if isinstance(folder, JoinedFolder):
             for name in list(faults):
-                later_places = [
-                    number
-                    for number in folder.holders(name)
-                    if number > folder.chosen.get(name, folder.holders(name)[0])
-                ]
+                holders = folder.holders(name)
+                damaged_place = folder.chosen.get(name, holders[0])
+                later_places = [number for number in holders if number > damaged_place]
                 if later_places:
-                    spoiled[folder.path(name)] = faults.pop(name)
+                    damaged[folder.path(name)] = faults.pop(name)
                     folder.chosen[name] = later_places[0]
                     files.forget(name)
                     names.append(name)
         refuse_damage(files, faults)
-    return spoiled
+    return damaged
 
 
 def _link(source: Folder, target: Folder, name: str) -> bool:
@@ -173,7 +171,7 @@ def _link(source: Folder, target: Folder, name: str) -> bool:
     path = target.path(name)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     try:
-        os.link(os.path.realpath(source.path(name)), path)  # not a link's own name, if a place has links inside
+        os.link(os.path.realpath(source.path(name)), path)  # realpath, since a place may contain symbolic links
     except FileExistsError:
         raise
     except OSError:  # other disks, or a file system without hard links

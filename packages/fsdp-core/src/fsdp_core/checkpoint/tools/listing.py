@@ -23,10 +23,10 @@ from fsdp_core.errors import CheckpointError, CheckpointFormatError
 __all__ = ["ListedCheckpoint", "State", "find_checkpoints"]
 
 State = Literal["whole", "damaged", "unfinished", "scattered"]
-
-#: Where a checkpoint says its step: Lightning's Trainer, and scripts with Fabric.
-_STEPS = (["trainer", "global_step"], ["global_step"], ["step"])
 """``unfinished``: an interrupted or running save or removal. ``scattered``: files of it are in other places."""
+
+#: The keys that lead to the step in a checkpoint of the Trainer, and in those of scripts with Fabric.
+_STEPS = (["trainer", "global_step"], ["global_step"], ["step"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,9 @@ class ListedCheckpoint:
 
     Attributes:
         path: Its path.
-        state: Whether it is whole: all files of the manifest exist with the right sizes. Contents are not compared.
-        step: The Trainer's global step at which it was saved. Of one that a script has saved itself, the whole number
-            that it calls ``"global_step"`` or ``"step"``, if there is one.
+        state: ``"whole"`` if all files of the manifest exist with the right sizes. Contents are not compared.
+        step: The Trainer's global step at which it was saved. If a script has saved it by Fabric, the integer under the
+            key ``"global_step"`` or ``"step"``, if there is one.
         nbytes: The size of its files in bytes.
         time: When it was saved; for an unfinished one, when a file was last written.
         remark: The fault, or the writer.
@@ -138,7 +138,7 @@ def _describe_complete(folder: Folder) -> ListedCheckpoint:
         )
 
     try:
-        return read_again([folder], read, is_right=lambda checkpoint: checkpoint.state == "whole")
+        return read_again([folder], read, is_intact=lambda checkpoint: checkpoint.state == "whole")
     except CheckpointFormatError as error:
         return ListedCheckpoint(
             path=str(folder),
@@ -151,7 +151,7 @@ def _describe_complete(folder: Folder) -> ListedCheckpoint:
 
 
 def _in_one_line(text: str) -> str:
-    """The sentences in one line. An entry of a list, which is indented, is set off from what follows."""
+    """Join the lines of a message. The indented entries of a list end with a semicolon."""
     return " ".join(f"{line.strip()};" if line.startswith("  ") else line for line in text.splitlines())
 
 

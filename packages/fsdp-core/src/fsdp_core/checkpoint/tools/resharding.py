@@ -23,7 +23,7 @@ from fsdp_core.checkpoint.storage.atomic import OVERWRITE, check_apart, named_er
 from fsdp_core.checkpoint.storage.commit import choose_target
 from fsdp_core.checkpoint.storage.local_or_remote_folder import Folder, StrPath, open_folder
 from fsdp_core.checkpoint.storage.plain_json import read_plain
-from fsdp_core.checkpoint.storage.rereading import begins_anew
+from fsdp_core.checkpoint.storage.rereading import retries_if_replaced
 from fsdp_core.checkpoint.storage.tensor_bytes import BytesSource, TensorBytes, open_files, write_sources
 from fsdp_core.checkpoint.storage.writers import writing
 from fsdp_core.checkpoint.tools.conversion import OnProgress, counter, refuse_damaged
@@ -33,11 +33,11 @@ from fsdp_core.errors import CheckpointExistsError, CheckpointValueError
 __all__ = ["check_target", "reshard"]
 
 _MOST_SHOWN = 5
-_ALWAYS_FILES = 1024  # allowed even if some files hold no tensor
-_MOST_FILES = 100_000  # the limit of the five digits in their names
+_ALLOWED_FILES = 1024  # allowed even if some files hold no tensor
+_MAX_FILES = 100_000  # the limit of the five digits in their names
 
 
-@begins_anew("path")
+@retries_if_replaced("path")
 def reshard(
     path: StrPath,
     out: StrPath,
@@ -79,17 +79,17 @@ def reshard(
     check_target(target, overwrite=overwrite)
     manifest_before = source.manifest
     rows = max((tensor.shape[0] for tensor in manifest_before.tensors.values() if tensor.shape), default=1)
-    most = min(max(rows, _ALWAYS_FILES), _MOST_FILES)
-    if files > most:
+    max_files = min(max(rows, _ALLOWED_FILES), _MAX_FILES)
+    if files > max_files:
         raise CheckpointValueError(
             f"{source.folder} can't be written in {files} files: no tensor in it has more than {rows} rows to divide "
-            f"between them. Pass {most} or less."
+            f"between them. Pass {max_files} or less."
         )
     tensor_bytes = sum(tensor.nbytes for tensor in manifest_before.tensors.values())
     file_bytes = sum(entry.size for entry in manifest_before.files.values()) if verify else 0
     on_bytes = counter(tensor_bytes + file_bytes, on_progress)
     refuse_damaged(source, manifest_before.files, checksums=verify, on_bytes=on_bytes)
-    read_plain(source)  # which is copied, and refused here if it is not of the form that is saved
+    read_plain(source)  # raises if the plain data, which is copied as it is, does not have the form of a save
     save_target = choose_target(out, secrets.token_hex(6), overwrite=True)
     data: bytes | None = None
     with named_errors(f"write {target}"), writing(save_target.writer):
@@ -102,9 +102,9 @@ def reshard(
             with suppress(OSError):
                 if save_target.withdraw(data):
                     save_target.remove_files()
-                    save_target.leave()
+                    save_target.remove_marks()
             raise
-        save_target.tidy(data, previous)
+        save_target.remove_leftovers(data, previous)
     return manifest
 
 
@@ -161,7 +161,7 @@ def _write(reader: TensorBytes, target: Folder, save_id: str, count: int, on_byt
         new_names[source_manifest.state_tensors] = state_tensors_file(save_id)
     for name, new_name in new_names.items():
         with target.writing(new_name) as stream:
-            for block in reader.copied(name):
+            for block in reader.blocks_of_file(name):
                 stream.write(block)
         files[new_name] = source_manifest.files[name]
     return replace(
@@ -196,15 +196,15 @@ def _lay_out(manifest: Manifest, save_id: str, count: int) -> dict[str, StoredTe
     section_sizes = {section: [0] * count for section in sections.values()}
     chunks: dict[str, list[StoredChunk]] = {}
     # Tensors that fill all files equally come first, so that the others balance the rest.
-    for key in sorted(manifest.tensors, key=lambda key: -_pieces(manifest.tensors[key].shape, count)):
+    for key in sorted(manifest.tensors, key=lambda key: -_piece_count(manifest.tensors[key].shape, count)):
         tensor = manifest.tensors[key]
         section = sections[key]
-        pieces = _pieces(tensor.shape, count)
+        pieces = _piece_count(tensor.shape, count)
         sizes = section_sizes[section]
         order = range(count) if pieces == count else sorted(range(count), key=lambda number: (sizes[number], number))
         chunks[key] = []
         for piece, number in zip(range(pieces), order, strict=False):
-            offsets, lengths = _rows(tensor.shape, piece, pieces)
+            offsets, lengths = _box_of_piece(tensor.shape, piece, pieces)
             chunks[key].append(
                 StoredChunk(
                     file=file_name(section, save_id, number),
@@ -217,13 +217,13 @@ def _lay_out(manifest: Manifest, save_id: str, count: int) -> dict[str, StoredTe
     return {key: replace(tensor, chunks=tuple(chunks[key])) for key, tensor in manifest.tensors.items()}
 
 
-def _pieces(shape: Sequence[int], count: int) -> int:
+def _piece_count(shape: Sequence[int], count: int) -> int:
     if 0 in shape:
         return 0
     return min(count, shape[0]) if shape else 1
 
 
-def _rows(shape: tuple[int, ...], piece: int, pieces: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _box_of_piece(shape: tuple[int, ...], piece: int, pieces: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if not shape:
         return (), ()
     first, last = piece * shape[0] // pieces, (piece + 1) * shape[0] // pieces

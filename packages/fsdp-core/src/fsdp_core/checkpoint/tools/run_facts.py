@@ -1,4 +1,4 @@
-"""Separates what a Trainer's plain data says of the run itself from its content: ids, folders, seconds. No torch."""
+"""Separates the facts of a run in a Trainer's plain data (ids, folders, seconds) from its content. No torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fsdp_core.checkpoint.format.state_paths import escape, split_path
 __all__ = ["without_run_facts"]
 
 _CALLBACK = r"(trainer/callbacks/[^/]+)/"
-_FACT = re.compile(rf"trainer/fsdp_core/attempts/\d+/id|{_CALLBACK}(dirpath|time_elapsed/[^/]+)")
-_IN_CALLBACK = re.compile(_CALLBACK)
-_BEST = "best_k_models"
-_VERSION = re.compile(r"-v\d+(?=(\.[^./\\]*)?$)")  # which ModelCheckpoint adds where a file of that name exists
+_FACT_PATH = re.compile(rf"trainer/fsdp_core/attempts/\d+/id|{_CALLBACK}(dirpath|time_elapsed/[^/]+)")
+_CALLBACK_PATH = re.compile(_CALLBACK)
+_BEST_MODELS = "best_k_models"
+_VERSION = re.compile(r"-v\d+(?=(\.[^./\\]*)?$)")  # ModelCheckpoint adds it if a file of that name exists
 
 
 def without_run_facts(leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -35,7 +35,7 @@ def without_run_facts(leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
         >>> content, facts
         ({'trainer/callbacks/M/best_model_path': 'epoch=1.ckpt'}, {'trainer/callbacks/M/dirpath': '/runs/a'})
     """
-    facts = {path: node for path, node in leaves.items() if _FACT.fullmatch(path)}
+    facts = {path: node for path, node in leaves.items() if _FACT_PATH.fullmatch(path)}
     folders = {
         path.removesuffix("/dirpath"): node
         for path, node in facts.items()
@@ -43,7 +43,7 @@ def without_run_facts(leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     }
     by_callback: dict[str, dict[str, Any]] = {callback: {} for callback in folders}
     for path, node in leaves.items():
-        match = _IN_CALLBACK.match(path)
+        match = _CALLBACK_PATH.match(path)
         if match is not None and match[1] in folders:
             by_callback[match[1]][path[match.end() :]] = node
     content = {}
@@ -51,30 +51,32 @@ def without_run_facts(leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     for path, node in leaves.items():
         if path in facts:
             continue
-        match = _IN_CALLBACK.match(path)
+        match = _CALLBACK_PATH.match(path)
         if match is None or match[1] not in folders:
             content[path] = node
             continue
         new_names = renamed[match[1]]
-        key, _, file = path[match.end() :].partition("/")
-        if key == _BEST and file:
-            (file_path,) = split_path(file) if "/" not in file else ("",)
-            path = f"{match[1]}/{key}/{escape(new_names[file_path])}" if file_path in new_names else path
+        key, _, escaped_file = path[match.end() :].partition("/")
+        if key == _BEST_MODELS and escaped_file and "/" not in escaped_file:
+            (file_path,) = split_path(escaped_file)
+            if file_path in new_names:
+                path = f"{match[1]}/{key}/{escape(new_names[file_path])}"
         content[path] = new_names.get(node, node) if isinstance(node, str) else node
     return content, facts
 
 
 def _rename_paths(state: Mapping[str, Any], folder: str) -> dict[str, str]:
-    """The names in a folder of the files that a callback's state names, by their paths."""
+    """Return the names, relative to a folder, of the files that a callback's state names, by their paths."""
     paths = {node for node in state.values() if isinstance(node, str)}
     for key in state:
-        if key.startswith(f"{_BEST}/"):
+        if key.startswith(f"{_BEST_MODELS}/"):
             paths.update(split_path(key)[1:])
-    names = {path: _name_in(path, folder) or path for path in paths}
-    short_names = {path: _VERSION.sub("", name) if name != path else path for path, name in names.items()}
-    for candidate in (short_names, names):
-        if len(set(candidate.values())) == len(paths):  # no two become one
-            return candidate
+    names_in_folder = {path: name for path in paths if (name := _name_in(path, folder))}
+    names = {path: names_in_folder.get(path, path) for path in paths}
+    short_names = names | {path: _VERSION.sub("", name) for path, name in names_in_folder.items()}
+    for candidate_names in (short_names, names):
+        if len(set(candidate_names.values())) == len(paths):  # all names are still distinct
+            return candidate_names
     return {}
 
 

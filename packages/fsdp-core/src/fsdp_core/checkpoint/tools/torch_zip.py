@@ -91,11 +91,11 @@ class TorchZip:
             on_bytes: Called with the number of bytes that have just been written.
         """
         with zipfile.ZipFile(cast("BinaryIO", _Counted(stream)), "w") as archive:
-            _add(archive, "archive/data.pkl", [self._pickled])
-            _add(archive, "archive/byteorder", [sys.byteorder.encode()])
+            _add_file(archive, "archive/data.pkl", [self._pickled])
+            _add_file(archive, "archive/byteorder", [sys.byteorder.encode()])
             for number, tensor in enumerate(self._tensors):
-                _add(archive, f"archive/data/{number}", tensor.source.blocks(), on_bytes)
-            _add(archive, "archive/version", [b"3\n"])
+                _add_file(archive, f"archive/data/{number}", tensor.source.blocks(), on_bytes)
+            _add_file(archive, "archive/version", [b"3\n"])
 
 
 class _Pickler(Pickler):
@@ -107,7 +107,7 @@ class _Pickler(Pickler):
         self._numbers: dict[str, int] = {}
 
     def persistent_id(self, obj: Any) -> Any:
-        return obj.place if isinstance(obj, _Storage) else None
+        return obj.address if isinstance(obj, _Storage) else None
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, TensorToWrite):
@@ -118,18 +118,18 @@ class _Pickler(Pickler):
         count = math.prod(source.shape)
         # An empty tensor shows how torch rebuilds a tensor of this dtype.
         rebuild, (storage, *_) = torch.empty(0, dtype=DTYPES[source.dtype_name]).__reduce_ex__(_PROTOCOL)[:2]
-        typed = not isinstance(storage, torch.UntypedStorage)
-        kind = _STORAGES[source.dtype_name] if typed else torch.UntypedStorage
-        place = ("storage", kind, str(number), "cpu", count if typed else source.nbytes)
+        is_typed = not isinstance(storage, torch.UntypedStorage)
+        storage_class = _STORAGES[source.dtype_name] if is_typed else torch.UntypedStorage
+        address = ("storage", storage_class, str(number), "cpu", count if is_typed else source.nbytes)
         stride = tuple(math.prod(source.shape[axis + 1 :]) for axis in range(len(source.shape)))
         hooks: OrderedDict[str, Any] = OrderedDict()
-        args = _Storage(place), 0, source.shape, stride, False, hooks
-        return rebuild, args if typed else (*args, DTYPES[source.dtype_name])
+        args = _Storage(address), 0, source.shape, stride, False, hooks
+        return rebuild, args if is_typed else (*args, DTYPES[source.dtype_name])
 
 
 @dataclass(frozen=True)
 class _Storage:
-    place: tuple[Any, ...]
+    address: tuple[Any, ...]
 
 
 class _Counted:
@@ -154,13 +154,13 @@ class _Counted:
         return
 
 
-def _add(
+def _add_file(
     archive: zipfile.ZipFile, name: str, blocks: Iterable[Any], on_bytes: Callable[[int], None] | None = None
 ) -> None:
     entry = zipfile.ZipInfo(name)
     # A zip entry's data begins after 30 bytes, its name and its extra field, to which zipfile adds 20 for large files.
-    begin = archive.fp.tell() + 30 + len(name) + 20 + 4  # type: ignore[union-attr]
-    padding = -begin % _ALIGNMENT
+    data_start = archive.fp.tell() + 30 + len(name) + 20 + 4  # type: ignore[union-attr]
+    padding = -data_start % _ALIGNMENT
     entry.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
     with archive.open(entry, "w", force_zip64=True) as member:
         for block in blocks:

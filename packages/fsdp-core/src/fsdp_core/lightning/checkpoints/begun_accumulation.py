@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_core.errors import ShardingError
 from fsdp_core.sharding.sharded import sharded_of
-from fsdp_core.state.held_gradients import described, of_this_rank
+from fsdp_core.state.held_gradients import describe_gradients, gradients_of_rank
 
 __all__ = ["AccumulatedGradients"]
 
@@ -44,9 +44,9 @@ class AccumulatedGradients:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gradients of all ranks. All ranks must call it."""
-        return described(self._sharded.accumulated_gradients(), self._sharded.runtime) or {}
+        return describe_gradients(self._sharded.accumulated_gradients(), self._sharded.runtime) or {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the current gradients by saved ones."""
         if state:
-            self._sharded.restore_gradients(of_this_rank(state, self._sharded.runtime), state["reduced"])
+            self._sharded.restore_gradients(gradients_of_rank(state, self._sharded.runtime), state["reduced"])

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.lightning.features.feature import Feature
-from fsdp_core.lightning.outside_steps.exporting import whole_state
+from fsdp_core.lightning.outside_steps.exporting import gather_state
 from fsdp_core.sharding.sharded import Sharded
 from fsdp_core.state.fqn import clean_name
 
@@ -80,7 +80,7 @@ def _exchange_sharded_state(module: nn.Module, prefix: str, sharded: Sharded, *,
 
     def state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
         own_buffers = dict(module.named_buffers(recurse=False)) if prefix else {}
-        state = whole_state(sharded) if full else sharded.model_state()
+        state = gather_state(sharded) if full else sharded.model_state()
         return {**own_buffers, **{prefix + name: value for name, value in state.items()}}
 
     def load_state_dict(state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:

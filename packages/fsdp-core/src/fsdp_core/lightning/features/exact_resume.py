@@ -15,7 +15,7 @@ from fsdp_core.lightning.features.feature import Feature
 from fsdp_core.lightning.loaders.trainer_loaders import TrainingLoaders
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.sharded import Sharded
-from fsdp_core.state.held_gradients import described, of_this_rank
+from fsdp_core.state.held_gradients import describe_gradients, gradients_of_rank
 from fsdp_core.state.random_state import random_state, set_random_state, state_of_rank
 
 __all__ = ["KEY", "ExactResume"]
@@ -68,7 +68,9 @@ class ExactResume(Feature):
             "attempts": self._attempts.state(),
         }
         gradients = (
-            described(sharded.accumulated_gradients(), self._runtime) if self._optimizers_with_gradients else None
+            describe_gradients(sharded.accumulated_gradients(), self._runtime)
+            if self._optimizers_with_gradients
+            else None
         )
         return state if gradients is None else {**state, "gradients": gradients}
 
@@ -123,7 +125,7 @@ class ExactResume(Feature):
     def prepare_loader(self, loader: object, trainer: pl.Trainer) -> object:
         """Track a loader that Lightning has prepared for training; for another stage, copy one that is tracked."""
         if not trainer.training:
-            return self._loaders.apart(loader)
+            return self._loaders.prepare_other(loader)
         loader = self._loaders.prepare(loader, trainer)
         self._set_state_for_iterators()
         return loader
@@ -133,7 +135,7 @@ class ExactResume(Feature):
         gradients = self._gradients
         self._gradients = None
         if gradients is not None:
-            sharded.restore_gradients(of_this_rank(gradients, self._runtime), gradients["reduced"])
+            sharded.restore_gradients(gradients_of_rank(gradients, self._runtime), gradients["reduced"])
             self.after_backward(trainer.optimizers)
         self._set_state_for_iterators()
         self._loaders.start(trainer)

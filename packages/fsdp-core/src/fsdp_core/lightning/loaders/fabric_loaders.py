@@ -14,12 +14,12 @@ from fsdp_core.checkpoint.collective import gather_to_first
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.lightning.loaders.loader_states import (
     describe_loader,
-    entry,
+    explain_unknown_order,
     follow_loader,
     has_state,
     is_finished,
-    of_unknown_order,
     own_state,
+    saved_entry,
     states_in,
 )
 from fsdp_core.lightning.loaders.position import position_of, sampler_of
@@ -40,21 +40,21 @@ class FabricEpochs:
     """
 
     def __init__(self, sampler: Any) -> None:
-        self._set = sampler.set_epoch
-        self._shift = self._next = 0
+        self._set_sampler_epoch = sampler.set_epoch
+        self._epoch_offset = self._next_epoch = 0
         self.current = 0
         sampler.set_epoch = self.set
 
     def set(self, epoch: int) -> None:
-        """Set the sampler's epoch to what ``epoch`` is after :meth:`resume`."""
-        self._next = epoch + 1
-        self.current = epoch + self._shift
-        self._set(self.current)
+        """Set the sampler's epoch: ``epoch`` as Fabric counts it, plus the offset from :meth:`resume`."""
+        self._next_epoch = epoch + 1
+        self.current = epoch + self._epoch_offset
+        self._set_sampler_epoch(self.current)
 
     def resume(self, epoch: int) -> None:
-        """Make this the next epoch."""
-        self._shift = epoch - self._next
-        self._set(epoch)
+        """Make ``epoch`` the one that Fabric's next epoch sets."""
+        self._epoch_offset = epoch - self._next_epoch
+        self._set_sampler_epoch(epoch)
 
 
 def follow_in_fabric(loader: object, split: Callable[[Any], Any] | None) -> None:
@@ -80,7 +80,7 @@ def _epochs_of(loader: Any) -> FabricEpochs | None:
 
 
 def is_loader(obj: object) -> bool:
-    """Whether an object under Fabric is a data loader, whose state each rank has its own of."""
+    """Whether an object under Fabric is a data loader, of which each rank has another state."""
     return isinstance(obj, DataLoader) or (
         has_state(obj) and isinstance(obj, Iterable) and not isinstance(obj, nn.Module)
     )
@@ -110,7 +110,7 @@ def is_left_out(key: str, obj: object, runtime: Runtime) -> bool:
 
 
 def loader_state(key: str, loader: Any, runtime: Runtime) -> dict[str, Any]:
-    """The position of a loader under Fabric: of all ranks on rank 0, which writes it, and otherwise this rank's.
+    """Return the position of a loader under Fabric: on rank 0, which writes it, that of all ranks; elsewhere its own.
 
     All ranks must call it.
 
@@ -127,7 +127,9 @@ def loader_state(key: str, loader: Any, runtime: Runtime) -> dict[str, Any]:
 
     states = gather_to_first(runtime, f"reading the position of {key!r}", read)
     epochs = _epochs_of(loader)
-    saved = entry(describe_loader(loader), own_states if states is None else runtime.by_data_parallel_rank(states))
+    saved = saved_entry(
+        describe_loader(loader), own_states if states is None else runtime.by_data_parallel_rank(states)
+    )
     if epochs is not None:
         saved["epoch"] = epochs.current
     return {"world_size": runtime.data_parallel_world_size, "loaders": [saved]}
@@ -155,21 +157,21 @@ def load_loader(loader: Any, saved: Any, runtime: Runtime, *, check_only: bool =
         saved = {"world_size": 1, "loaders": [{"loader": describe_loader(loader), "ranks": [saved]}]}
     world_size = saved["world_size"]
     (saved_loader,) = saved["loaders"]
-    finished = all(map(is_finished, states_in(saved_loader)))
-    fits = "all" in saved_loader or world_size == runtime.data_parallel_world_size
+    all_finished = all(map(is_finished, states_in(saved_loader)))
+    can_be_divided = "all" in saved_loader or world_size == runtime.data_parallel_world_size
     position = position_of(loader)
     epochs = _epochs_of(loader)
-    state = None if finished and not fits else own_state(saved_loader, world_size, runtime)
-    if position is not None and state is not None and not finished:
+    state = None if all_finished and not can_be_divided else own_state(saved_loader, world_size, runtime)
+    if position is not None and state is not None and not all_finished:
         position.check(state)
     if check_only:
         return
     if epochs is not None and "epoch" in saved_loader:
-        epochs.resume(saved_loader["epoch"] + finished)
-    if position is not None and finished:
+        epochs.resume(saved_loader["epoch"] + all_finished)
+    if position is not None and all_finished:
         position.restart()
-    elif state is not None:  # None at the end of an epoch with another world size: a full epoch begins
+    elif state is not None:  # otherwise an epoch was at its end, on another number of ranks, and the next one begins
         loader.load_state_dict(state)
-        doubt = None if finished or runtime.rank else of_unknown_order(loader)
-        if doubt is not None:
-            warnings.warn(f"The checkpoint was saved within an epoch. {doubt}", stacklevel=2)
+        explanation = None if all_finished or runtime.rank else explain_unknown_order(loader)
+        if explanation is not None:
+            warnings.warn(f"The checkpoint was saved within an epoch. {explanation}", stacklevel=2)

@@ -21,13 +21,13 @@ from fsdp_core.runtime import Runtime
 
 __all__ = [
     "describe_loader",
-    "entry",
+    "explain_unknown_order",
     "follow_loader",
     "has_state",
     "is_at_end",
     "is_finished",
-    "of_unknown_order",
     "own_state",
+    "saved_entry",
     "states_in",
 ]
 
@@ -40,13 +40,13 @@ def follow_loader(loader: object) -> LoaderPosition | None:
     """
     if not isinstance(loader, DataLoader):
         return None
-    order = sampler_of(loader)
-    if type(order) is DistributedSamplerWrapper and _is_plain_shuffle(wrapped_sampler(order)):
-        # Each rank would shuffle with its own seed, which each process draws again.
-        order = DistributedSampler(
-            loader.dataset, order.num_replicas, order.rank, seed=order.seed, drop_last=order.drop_last
+    sampler = sampler_of(loader)
+    if type(sampler) is DistributedSamplerWrapper and _is_plain_shuffle(wrapped_sampler(sampler)):
+        # torchdata's own shuffle takes a seed that each process draws anew, so it is replaced by torch's sampler.
+        sampler = DistributedSampler(
+            loader.dataset, sampler.num_replicas, sampler.rank, seed=sampler.seed, drop_last=sampler.drop_last
         )
-    return follow(loader, order)
+    return follow(loader, sampler)
 
 
 def _is_plain_shuffle(sampler: Any) -> bool:
@@ -65,43 +65,41 @@ def has_state(obj: object) -> bool:
     return callable(getattr(obj, "state_dict", None)) and callable(getattr(obj, "load_state_dict", None))
 
 
-def of_unknown_order(loader: object) -> str | None:
-    """Why samples may come in another order after a resume, though the loader has a state: a sampler that has none.
+def explain_unknown_order(loader: object) -> str | None:
+    """Explain why a loader with a state may resume with other samples: its sampler has no state.
 
-    torchdata's loader then takes as many samples from the sampler as were used, and yields those after them. They are
-    those that were left only if the sampler's order is the same in a new process. It is if it follows from torch's own
-    random numbers, which are restored, or from ``set_epoch``.
+    To resume, torchdata's loader skips as many samples of the sampler as were used. The samples after them are those
+    that were left only if the sampler yields the same order in a new process. That is so if the order follows from
+    torch's own random numbers, which are restored, or from ``set_epoch``.
 
     Args:
         loader: A loader.
 
     Returns:
-        What to tell the user; ``None`` if there is no such sampler.
+        The explanation with what to do; ``None`` if there is no such sampler.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or position_of(loader):
         return None
-    state_of_its_own = getattr(type(loader), "state_dict", None)
-    if state_of_its_own is None or not state_of_its_own.__module__.startswith("torchdata."):
-        return None  # the user's own, which may know
+    own_state_dict = getattr(type(loader), "state_dict", None)
+    if own_state_dict is None or not own_state_dict.__module__.startswith("torchdata."):
+        return None  # a class of the user's, whose state may hold the order
     sampler = sampler_of(loader)
-    remedy = "give it"
-    if type(sampler) is DistributedSamplerWrapper:  # neither an epoch nor a state reaches what it wraps
-        unknown = [wrapped_sampler(sampler)]
-        remedy = "pass use_distributed_sampler=False, let it draw this rank's samples alone, and give it"
+    advice = "give it"
+    if type(sampler) is DistributedSamplerWrapper:  # Lightning's wrapper passes neither epochs nor states on
+        suspect_samplers = [wrapped_sampler(sampler)]
+        advice = "pass use_distributed_sampler=False, let it draw this rank's samples alone, and give it"
     elif has_state(loader.batch_sampler) or callable(getattr(sampler, "set_epoch", None)):
-        unknown = []
+        suspect_samplers = []
     else:
-        unknown = [
-            drawn_from
-            for drawn_from in (loader.batch_sampler, sampler)
-            if drawn_from is not None and not has_state(drawn_from)
+        suspect_samplers = [
+            suspect for suspect in (loader.batch_sampler, sampler) if suspect is not None and not has_state(suspect)
         ]
-    for drawn_from in unknown:
-        if not _repeats_with_torch(drawn_from):
+    for suspect in suspect_samplers:
+        if not _repeats_with_torch(suspect):
             return (
-                f"{type(drawn_from).__name__}, the sampler of {describe_loader(loader)}, has no state that restores "
+                f"{type(suspect).__name__}, the sampler of {describe_loader(loader)}, has no state that restores "
                 "its order within an epoch: as many samples as were used are skipped of those that it yields now, and "
-                f"others are left if it draws another order.\nTo resume exactly, {remedy} state_dict() and "
+                f"others are left if it draws another order.\nTo resume exactly, {advice} state_dict() and "
                 "load_state_dict(), or a set_epoch(epoch) that its order follows from; or resume from "
                 "a checkpoint of the end of an epoch."
             )
@@ -122,20 +120,24 @@ def describe_loader(loader: Any) -> str:
     return type(loader).__name__ + ("" if dataset is None else f" over {type(dataset).__name__}")
 
 
-def entry(name: str, states: Sequence[Any]) -> dict[str, Any]:
-    """What is saved for a loader.
+def saved_entry(name: str, states: Sequence[Any]) -> dict[str, Any]:
+    """Return the entry of a loader in a checkpoint.
 
     Args:
-        name: The loader, as :func:`describe_loader`.
+        name: The loader's description, from :func:`describe_loader`.
         states: Its states on all ranks.
     """
-    first = states[0]
-    shared = isinstance(first, Mapping) and first.keys() == {POSITION} and all(state == first for state in states)
-    return {"loader": name, **({"all": first} if shared else {"ranks": list(states)})}
+    first_state = states[0]
+    is_shared = (
+        isinstance(first_state, Mapping)
+        and first_state.keys() == {POSITION}
+        and all(state == first_state for state in states)
+    )
+    return {"loader": name, **({"all": first_state} if is_shared else {"ranks": list(states)})}
 
 
 def states_in(saved: Mapping[str, Any]) -> Sequence[Any]:
-    """The states in what :func:`entry` returned."""
+    """Return the states in the entry of a loader."""
     states: Sequence[Any] = saved["ranks"] if "ranks" in saved else [saved["all"]]
     return states
 
@@ -144,7 +146,7 @@ def own_state(saved: Mapping[str, Any], world_size: int, runtime: Runtime) -> An
     """This rank's state of a loader.
 
     Args:
-        saved: What :func:`entry` returned.
+        saved: What :func:`saved_entry` returned.
         world_size: The number of data-parallel ranks that saved it.
         runtime: The current ranks.
 

@@ -1,4 +1,4 @@
-"""The position of a data loader over a map-style dataset: the same on all ranks, and divisible over any number.
+"""The position of a data loader over a map-style dataset: one number for all ranks, from which any number can resume.
 
 The order of an epoch's samples follows from a seed and the epoch's number, and the ranks take turns in it. So one
 number, how many samples all ranks together have seen, determines what is left, on any number of ranks.
@@ -18,7 +18,15 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from fsdp_core.errors import CheckpointMismatchError
 from fsdp_core.torch_private.dataloaders import batches_yielded, is_exhausted, iterates_as_torch, watch_iterators
 
-__all__ = ["POSITION", "LoaderPosition", "ResumableSampler", "apart", "follow", "position_of", "sampler_of"]
+__all__ = [
+    "POSITION",
+    "LoaderPosition",
+    "ResumableSampler",
+    "copy_without_position",
+    "follow",
+    "position_of",
+    "sampler_of",
+]
 
 #: The key that distinguishes a position from the states of other loaders.
 POSITION = "position"
@@ -57,8 +65,8 @@ class ResumableSampler(DistributedSampler[Any]):
         drop_last: bool = False,
     ) -> None:
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
-        self._resume: tuple[int, int] | None = None
-        self._began = (0, 0)
+        self._resume_point: tuple[int, int] | None = None
+        self._last_start = (0, 0)
 
     @property
     def size(self) -> int:
@@ -66,22 +74,22 @@ class ResumableSampler(DistributedSampler[Any]):
         return len(cast(Sized, self.dataset))
 
     @property
-    def began(self) -> tuple[int, int]:
+    def last_start(self) -> tuple[int, int]:
         """The epoch of the last iteration that yielded a sample, and how many samples had been seen before it."""
-        return self._began
+        return self._last_start
 
     @property
-    def begins(self) -> tuple[int, int]:
-        """The same for an iteration that has yielded none yet, or whose first samples are not used yet."""
-        for epoch, start in (self._resume or (-1, 0), self._began):
+    def next_start(self) -> tuple[int, int]:
+        """The next iteration's epoch, and the samples seen before it; or those of an iteration not used yet."""
+        for epoch, start in (self._resume_point or (-1, 0), self._last_start):
             if epoch == self.epoch:
                 return epoch, start
         return self.epoch, 0
 
     def resume(self, epoch: int, start: int) -> None:
         """Make the next iteration, if it is of this epoch, begin after ``start`` samples of all ranks."""
-        self._resume = (epoch, start)
-        self._began = (-1, 0)
+        self._resume_point = (epoch, start)
+        self._last_start = (-1, 0)
 
     def per_rank(self, start: int) -> int:
         """How many samples each rank gets after ``start`` samples of all ranks."""
@@ -89,25 +97,23 @@ class ResumableSampler(DistributedSampler[Any]):
         return remaining // self.num_replicas if self.drop_last else math.ceil(remaining / self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        # A generator: a loader may create iterators that it never draws from; these must not consume the resume point.
-        start = self._resume[1] if self._resume is not None and self._resume[0] == self.epoch else 0
-        self._resume = None
-        self._began = (self.epoch, start)
+        # This is a generator, so an iterator that a loader creates but never draws from leaves the resume point alone.
+        start = self._resume_point[1] if self._resume_point is not None and self._resume_point[0] == self.epoch else 0
+        self._resume_point = None
+        self._last_start = (self.epoch, start)
         if self.shuffle:
             order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed + self.epoch))
         else:
             order = torch.arange(self.size)
-        turns = self.per_rank(start) * self.num_replicas
-        remaining = order[start : start + turns]
-        while len(remaining) < turns:
-            remaining = torch.cat([remaining, order[: turns - len(remaining)]])
+        total = self.per_rank(start) * self.num_replicas
+        remaining = order[start : start + total]
+        while len(remaining) < total:
+            remaining = torch.cat([remaining, order[: total - len(remaining)]])
         yield from remaining[self.rank :: self.num_replicas].tolist()
 
 
 class LoaderPosition:
-    """The position of a loader, in samples of all ranks. Created by :func:`follow`.
-
-    It is that of the loader's last iterator, as long as that is alive.
+    """The position of a loader's last iterator, in samples of all ranks. Created by :func:`follow`.
 
     Args:
         loader: The loader, which draws from ``sampler``.
@@ -125,38 +131,38 @@ class LoaderPosition:
         self._iterator: weakref.ref[Any] | None = None
         self._loader = weakref.ref(loader)
         self.restored: int | None = None
-        watch_iterators(loader, self._note)
+        watch_iterators(loader, self._keep_iterator)
 
-    def _note(self, iterator: Any) -> None:
+    def _keep_iterator(self, iterator: Any) -> None:
         self._iterator = weakref.ref(iterator)
 
-    def batches_done(self, samples: int, limit: float) -> int:
-        """How many batches each rank has done, if it were of all ranks' ``samples`` and of a whole epoch.
+    def batches_after_samples(self, samples: int, limit: float) -> int:
+        """Convert a number of samples of all ranks to the number of batches that each rank has taken of the epoch.
 
         Args:
-            samples: How many samples all ranks have seen.
-            limit: The largest number of batches of an epoch that are used.
+            samples: How many samples all ranks together have seen.
+            limit: How many batches of an epoch the Trainer uses at most.
         """
-        batches = self._batches(0)
+        batches = self._batches_after(0)
         if limit >= batches:
-            return batches - self._batches(samples)
+            return batches - self._batches_after(samples)
         return min(math.ceil(samples / (self._batch_size * self._sampler.num_replicas)), int(limit))
 
-    def _batches(self, start: int) -> int:
+    def _batches_after(self, start: int) -> int:
         """How many batches each rank gets after ``start`` samples of all ranks."""
         batches = self._sampler.per_rank(start) / self._batch_size
         return math.floor(batches) if self._drop_last else math.ceil(batches)
 
     def state_dict(self, unused: int = 0) -> dict[str, Any]:
-        """What :meth:`load_state_dict` takes, on any number of ranks.
+        """Return the position, which :meth:`load_state_dict` takes on any number of ranks.
 
         Args:
-            unused: How many of the returned batches count as not returned.
+            unused: How many of the last returned batches training has not used yet.
         """
         sampler = self._sampler
         iterator = self._iterator() if self._iterator is not None else None
         yielded = 0 if iterator is None else batches_yielded(iterator)
-        epoch, start = sampler.began if yielded else sampler.begins
+        epoch, start = sampler.last_start if yielded else sampler.next_start
         used = max(yielded - unused, 0) * self._batch_size
         samples_used = min(used, sampler.per_rank(start)) * sampler.num_replicas
         return {
@@ -211,7 +217,7 @@ class LoaderPosition:
         self.restored = saved["seen"]
         loader: Any = self._loader()
         if hasattr(type(loader), "load_state_dict"):
-            type(loader).load_state_dict(loader, {})  # torchdata's drops an iterator that it created ahead
+            type(loader).load_state_dict(loader, {})  # torchdata's loader drops an iterator that it has created ahead
 
     def restart(self) -> None:
         """Forget the restored position: the next iteration is a full one."""
@@ -225,27 +231,27 @@ def position_of(loader: object) -> LoaderPosition | None:
     return position if isinstance(position, LoaderPosition) else None
 
 
-def apart(loader: Any) -> Any:
-    """A loader of the same samples whose iterators are not those of a loader with a position.
+def copy_without_position(loader: Any) -> Any:
+    """Copy a loader, so that iterating over the copy does not move the original's position.
 
     Args:
         loader: A loader that is iterated over in training and in validation, both within an epoch.
 
     Returns:
-        A copy that shares the dataset, and has a sampler of its own where :func:`follow` has replaced it.
+        A copy with the same dataset, and with its own sampler if :func:`follow` has replaced the original's.
     """
-    copied = copy.copy(loader)
-    for name in ("_get_iterator", "state_dict", "load_state_dict"):  # of the loader it was copied from
-        vars(copied).pop(name, None)
+    copy_of_loader = copy.copy(loader)
+    for name in ("_get_iterator", "state_dict", "load_state_dict"):  # these belong to the original
+        vars(copy_of_loader).pop(name, None)
     sampler = sampler_of(loader)
     if isinstance(sampler, ResumableSampler):
         own_sampler = copy.copy(sampler)
         own_sampler.resume(-1, 0)
-        object.__setattr__(copied, "sampler", own_sampler)
-        if copied.batch_sampler is not None:
-            object.__setattr__(copied, "batch_sampler", copy.copy(copied.batch_sampler))
-            copied.batch_sampler.sampler = own_sampler
-    return copied
+        object.__setattr__(copy_of_loader, "sampler", own_sampler)
+        if copy_of_loader.batch_sampler is not None:
+            object.__setattr__(copy_of_loader, "batch_sampler", copy.copy(copy_of_loader.batch_sampler))
+            copy_of_loader.batch_sampler.sampler = own_sampler
+    return copy_of_loader
 
 
 def sampler_of(loader: DataLoader[Any]) -> Any:
@@ -271,22 +277,22 @@ def follow(loader: DataLoader[Any], order: Any) -> LoaderPosition | None:
     dataset: Any = loader.dataset
     if (
         isinstance(dataset, IterableDataset)
-        or not _is(order, (DistributedSampler, ResumableSampler), "StatefulDistributedSampler")
-        or not (loader.batch_sampler is None or _is(loader.batch_sampler, (BatchSampler,), "BatchSampler"))
+        or not _is_exactly(order, (DistributedSampler, ResumableSampler), "StatefulDistributedSampler")
+        or not (loader.batch_sampler is None or _is_exactly(loader.batch_sampler, (BatchSampler,), "BatchSampler"))
     ):
         return None
     sampler = ResumableSampler(
         dataset, order.num_replicas, order.rank, shuffle=order.shuffle, seed=order.seed, drop_last=order.drop_last
     )
     sampler.set_epoch(order.epoch)
-    # torch forbids setting it on a loader, since a batch sampler would keep the old one; here both change
+    # torch forbids setting the sampler of a loader, whose batch sampler would keep the old one. Here both are set.
     object.__setattr__(loader, "sampler", sampler)
     if loader.batch_sampler is not None:
         loader.batch_sampler.sampler = sampler  # type: ignore[attr-defined]
-    state_of_its_own = getattr(type(loader), "state_dict", None)
+    own_state_dict = getattr(type(loader), "state_dict", None)
     if (
         callable(getattr(dataset, "state_dict", None))
-        or not (state_of_its_own is None or state_of_its_own.__module__.startswith("torchdata."))
+        or not (own_state_dict is None or own_state_dict.__module__.startswith("torchdata."))
         or not iterates_as_torch(loader)
     ):
         return None
@@ -296,7 +302,9 @@ def follow(loader: DataLoader[Any], order: Any) -> LoaderPosition | None:
     return position
 
 
-def _is(obj: object, classes: tuple[type, ...], torchdata: str) -> bool:
+def _is_exactly(obj: object, classes: tuple[type, ...], torchdata_name: str) -> bool:
     """Whether an object is of exactly one of the classes, or of torchdata's class of that name."""
-    cls = type(obj)
-    return cls in classes or (cls.__name__ == torchdata and cls.__module__.startswith("torchdata."))
+    obj_class = type(obj)
+    return obj_class in classes or (
+        obj_class.__name__ == torchdata_name and obj_class.__module__.startswith("torchdata.")
+    )

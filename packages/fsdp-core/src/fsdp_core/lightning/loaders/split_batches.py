@@ -23,12 +23,12 @@ def split_in_fabric(loader: Any, split: Callable[[Any], Any]) -> Any:
     """Make a loader yield parts of its batches. It stays the object that it was, so that its position can be saved.
 
     Args:
-        loader: The loader, changed in place. What another strategy has made of it is replaced.
+        loader: The loader, changed in place. It replaces the split of an earlier strategy.
         split: From a batch to this rank's part.
     """
     loader_class = type(loader)
     if _SPLIT not in vars(loader):
-        # it creates torch's iterators, so the loader's position can be followed as before
+        # It calls the class's own method, which the position of a loader relies on.
         @wraps(loader_class.__iter__)
         def split_batches(self: Any) -> Iterator[Any]:
             return map(vars(self)[_SPLIT], loader_class.__iter__(self))
@@ -39,7 +39,7 @@ def split_in_fabric(loader: Any, split: Callable[[Any], Any]) -> Any:
 
 
 def refuse_loader_steps(module: LightningModule, strategy: str) -> None:
-    """Refuse steps that take the dataloader's iterator, and so batches that no one has split.
+    """Refuse steps that take the dataloader's iterator, since batches that they draw from it are not split.
 
     Raises:
         UnsupportedCapabilityError: There is such a step.

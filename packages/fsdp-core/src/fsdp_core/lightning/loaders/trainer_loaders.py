@@ -16,15 +16,15 @@ from torch.utils.data import DataLoader
 from fsdp_core.checkpoint.collective import gather_to_first
 from fsdp_core.lightning.loaders.loader_states import (
     describe_loader,
-    entry,
+    explain_unknown_order,
     follow_loader,
     has_state,
     is_at_end,
-    of_unknown_order,
     own_state,
+    saved_entry,
     states_in,
 )
-from fsdp_core.lightning.loaders.position import apart, position_of
+from fsdp_core.lightning.loaders.position import copy_without_position, position_of
 from fsdp_core.lightning.private import (
     always_load_loader_states,
     before_each_fetch,
@@ -50,11 +50,11 @@ class TrainingLoaders:
     def __init__(self) -> None:
         self._epoch = 0
         self._epoch_is_over = self._last_batch_was_done = False
-        self._interrupted = False
+        self._is_mid_epoch = False
         self._restored: list[Any] = []
-        self._before_fetch: list[Any] | None = None
-        self._last: list[Any] | None = None
-        self._followed, self._elsewhere = WeakSet[DataLoader[Any]](), WeakSet[DataLoader[Any]]()
+        self._states_before_fetch: list[Any] | None = None
+        self._states_after_fit: list[Any] | None = None
+        self._training_loaders, self._other_loaders = WeakSet[DataLoader[Any]](), WeakSet[DataLoader[Any]]()
 
     # -- in the course of a fit ------------------------------------------------------------------------------------
 
@@ -65,29 +65,30 @@ class TrainingLoaders:
             The loader; or a copy of it, if it is also the one for validation.
         """
         if isinstance(loader, DataLoader):
-            tracked: DataLoader[Any] = apart(loader) if loader in self._elsewhere else loader
+            tracked: DataLoader[Any] = copy_without_position(loader) if loader in self._other_loaders else loader
             follow_loader(tracked)
-            self._followed.add(tracked)
+            self._training_loaders.add(tracked)
             loader = tracked
-        # Lightning sets it only after the first iterator is created, whose order would be that of epoch 0.
-        self._epoch = _epochs_done(trainer) + self._last_batch_was_done
+        # Lightning sets the epoch only after the first iterator is created, which would have the order of epoch 0.
+        # After the last batch of an epoch, Lightning counts the epoch as done only once it has created the loaders.
+        self._epoch = _epochs_done(trainer) + (1 if self._last_batch_was_done else 0)
         set_sampler_epoch(loader, self._epoch)
-        self._last = None
+        self._states_after_fit = None
         return loader
 
-    def apart(self, loader: object) -> object:
-        """Take a loader that Lightning has prepared for validation, tests or predictions.
+    def prepare_other(self, loader: object) -> object:
+        """Note a loader that Lightning has prepared for validation, tests or predictions.
 
         Returns:
-            The loader; or a copy of it, if it is also the one for training, whose position is that of its iterators.
+            The loader; or a copy of it if it is also the one for training, whose position its iterators would move.
         """
         if not isinstance(loader, DataLoader):
             return loader
-        self._elsewhere.add(loader)
-        return apart(loader) if loader in self._followed else loader
+        self._other_loaders.add(loader)
+        return copy_without_position(loader) if loader in self._training_loaders else loader
 
     def progress_restored(self, trainer: pl.Trainer) -> None:
-        """Handle that Lightning has restored the progress of its loops."""
+        """Begin the next epoch, after Lightning has restored its loops' progress, if the last one is over."""
         if self._epoch_is_over:
             begin_an_epoch(trainer.fit_loop)
 
@@ -99,8 +100,9 @@ class TrainingLoaders:
         if combined is None or fetcher is None:
             return
         epoch = _epochs_done(trainer)
-        late = has_states_to_load(loop)
-        if late or epoch != self._epoch:  # they were created early, for trainer.estimated_stepping_batches
+        has_pending_states = has_states_to_load(loop)
+        # The loaders may have been created early, for trainer.estimated_stepping_batches.
+        if has_pending_states or epoch != self._epoch:
             for loader in combined.flattened:
                 set_sampler_epoch(loader, epoch)
             load_loader_states(loop)
@@ -108,40 +110,40 @@ class TrainingLoaders:
             self._epoch = epoch
         if loop.restarting:
             if loop.epoch_loop.batch_progress.is_last_batch and not self._last_batch_was_done:
-                # Lightning runs the end of the epoch, and then creates new iterators.
+                # Lightning first ends the epoch, then creates new iterators: only these must get the states.
                 load_loader_states(loop, self._restored)
             _recount_batches(loop, combined)
-        if self._interrupted:
+        if self._is_mid_epoch:
             _warn_of_starting_over(combined, has_states=bool(self._restored))
-        self._epoch_is_over = self._last_batch_was_done = self._interrupted = False
+        self._epoch_is_over = self._last_batch_was_done = self._is_mid_epoch = False
         self._restored = []
-        self._before_fetch = None
+        self._states_before_fetch = None
         if fetcher.length is None:
-            # The loaders are then one batch ahead of training.
+            # Lightning fetches a batch ahead to find the end, so the positions before each fetch are kept.
             before_each_fetch(loop, lambda: self._note_states(loop))
 
     def _note_states(self, loop: Any) -> None:
         states = _states(loop)
-        self._before_fetch = copy.deepcopy(states) if states else states
+        self._states_before_fetch = copy.deepcopy(states) if states else states
 
     def finish(self, trainer: pl.Trainer) -> None:
         """Record the positions while the loaders have them; a checkpoint may be saved after the fit."""
         fetcher = fetcher_of(trainer.fit_loop)
         if trainer.state.fn == TrainerFn.FITTING and fetcher is not None and fetcher.iterator is not None:
-            self._last = self._states(trainer)
+            self._states_after_fit = self._states(trainer)
 
     def _states(self, trainer: pl.Trainer) -> list[Any]:
         loop = trainer.fit_loop
         if fetcher_of(loop) is None:
-            return self._last or []
-        if self._before_fetch is not None and has_fetched_ahead(loop):
-            return self._before_fetch
+            return self._states_after_fit or []
+        if self._states_before_fetch is not None and has_fetched_ahead(loop):
+            return self._states_before_fetch
         return _states(loop)
 
     # -- in a checkpoint -------------------------------------------------------------------------------------------
 
     def save(self, checkpoint: Mapping[str, Any], trainer: pl.Trainer, runtime: Runtime) -> dict[str, Any]:
-        """Replace this rank's positions by those of all ranks, on rank 0, which writes them. All ranks must call it.
+        """Return the checkpoint with the positions of all ranks on rank 0, which writes it. All ranks must call it.
 
         Args:
             checkpoint: Lightning's checkpoint dict. It is not changed.
@@ -161,7 +163,7 @@ class TrainingLoaders:
         states = gather_to_first(runtime, "reading the positions of the data loaders", read)
         ranks = [own_states] if states is None else runtime.by_data_parallel_rank(states)
         names = [describe_loader(loader) for loader in combined.flattened if has_state(loader)]
-        loaders = [entry(name, states) for name, *states in zip(names, *ranks, strict=False)]
+        loaders = [saved_entry(name, states) for name, *states in zip(names, *ranks, strict=False)]
         progress = {key: value for key, value in loop["state_dict"].items() if key != "combined_loader"}
         return {
             **_with_loop(checkpoint, {**loop, "state_dict": progress}),
@@ -182,32 +184,32 @@ class TrainingLoaders:
         loop = checkpoint.get("loops", {}).get("fit_loop")
         if loop is None or trainer.state.fn != TrainerFn.FITTING:
             return checkpoint
-        saved = checkpoint.get(_KEY) or {"world_size": 1, "loaders": _of_other_strategies(loop["state_dict"])}
-        # where no loader has a position, the count of batches alone tells, and Lightning's own is not looked into
+        is_from_lightning = _KEY not in checkpoint
+        saved = checkpoint.get(_KEY) or {"world_size": 1, "loaders": _entries_of_lightning(loop["state_dict"])}
         ends_reached = [is_at_end(state) for saved_loader in saved["loaders"] for state in states_in(saved_loader)]
-        at_end = all(ends_reached) and (bool(ends_reached) or _KEY not in checkpoint)
-        loop = _with_true_epochs(loop, at_end or _KEY not in checkpoint)
+        # If no loader has a state in our checkpoint, only the count of batches says whether the epoch is over.
+        are_at_end = all(ends_reached) and (bool(ends_reached) or is_from_lightning)
+        loop = _with_true_epochs(loop, are_at_end or is_from_lightning)
         batches = loop["epoch_loop.batch_progress"]
         self._epoch_is_over = _epoch_is_over(loop)
-        self._interrupted = _is_mid_epoch(loop)
-        # if so, Lightning will count the epoch as done, after it has created the loaders
+        self._is_mid_epoch = _is_within_epoch(loop)
         self._last_batch_was_done = (
             not self._epoch_is_over
             and batches["is_last_batch"]
             and batches["total"]["completed"] < batches["total"]["processed"]
         )
         states: list[Any] = []
-        if self._interrupted or (at_end and saved["world_size"] == runtime.data_parallel_world_size):
-            # where an epoch begins, states of another world size, or of loaders that were not exhausted, are of no use
+        if self._is_mid_epoch or (are_at_end and saved["world_size"] == runtime.data_parallel_world_size):
+            # Otherwise an epoch begins, which needs no states of another world size or of loaders with samples left.
             states = [own_state(saved_loader, saved["world_size"], runtime) for saved_loader in saved["loaders"]]
-        if at_end:
+        if are_at_end:
             always_load_loader_states(trainer.fit_loop)
         self._restored = states
         return _with_loop(checkpoint, {**loop, "state_dict": {**loop["state_dict"], "combined_loader": states}})
 
 
 def warn_of_lost_positions(checkpoint: Mapping[str, Any]) -> None:
-    """Warn that a strategy which does not read our positions starts the epoch's samples over.
+    """Warn that a strategy that does not read our positions begins the epoch's samples again.
 
     Lightning itself warns of loaders without a state.
 
@@ -218,7 +220,7 @@ def warn_of_lost_positions(checkpoint: Mapping[str, Any]) -> None:
     if (
         loop is not None
         and checkpoint.get(_KEY, {}).get("loaders")
-        and _is_mid_epoch(_with_true_epochs(loop, at_end=False))
+        and _is_within_epoch(_with_true_epochs(loop, are_at_end=False))
     ):
         rank_zero_warn(
             "The checkpoint was saved within an epoch, and this strategy does not restore the positions that it holds "
@@ -228,12 +230,12 @@ def warn_of_lost_positions(checkpoint: Mapping[str, Any]) -> None:
 
 
 def _warn_of_starting_over(combined: Any, *, has_states: bool) -> None:
-    """Warn of loaders that do not go on where an interrupted epoch's samples were left."""
-    lost = [describe_loader(loader) for loader in combined.flattened if not has_state(loader)]
-    if lost or not has_states:
-        which = f" ({', '.join(dict.fromkeys(lost))})" if lost else ""
+    """Warn of loaders that don't resume an interrupted epoch at the sample where it was interrupted."""
+    loaders_without_state = [describe_loader(loader) for loader in combined.flattened if not has_state(loader)]
+    if loaders_without_state or not has_states:
+        scope = f" ({', '.join(dict.fromkeys(loaders_without_state))})" if loaders_without_state else ""
         rank_zero_warn(
-            f"The checkpoint was saved within an epoch and does not hold the position of the data loader{which}, so "
+            f"The checkpoint was saved within an epoch and does not hold the position of the data loader{scope}, so "
             "the loader starts over: the batches that are left of that epoch are its first ones again, and its last "
             "ones are not seen. Resume from a checkpoint that was saved at the end of an epoch; or give "
             "the loader a position: leave the sampler to Lightning, or write state_dict() and load_state_dict()."
@@ -241,9 +243,9 @@ def _warn_of_starting_over(combined: Any, *, has_states: bool) -> None:
     if not has_states:
         return
     for loader in combined.flattened:
-        doubt = of_unknown_order(loader)
-        if doubt is not None:
-            rank_zero_warn(f"The checkpoint was saved within an epoch. {doubt}")
+        explanation = explain_unknown_order(loader)
+        if explanation is not None:
+            rank_zero_warn(f"The checkpoint was saved within an epoch. {explanation}")
 
 
 def _epoch_is_over(loop: Mapping[str, Any]) -> bool:
@@ -251,7 +253,7 @@ def _epoch_is_over(loop: Mapping[str, Any]) -> bool:
     return bool(epochs["ready"] == epochs["started"] == epochs["processed"])
 
 
-def _is_mid_epoch(loop: Mapping[str, Any]) -> bool:
+def _is_within_epoch(loop: Mapping[str, Any]) -> bool:
     return not _epoch_is_over(loop) and not loop["epoch_loop.batch_progress"]["is_last_batch"]
 
 
@@ -270,7 +272,7 @@ def _states(loop: Any) -> list[Any]:
 
 
 def _epochs_done(trainer: pl.Trainer) -> int:
-    """The epoch that Lightning sets on samplers; ``trainer.current_epoch`` is behind it while one ends."""
+    """Return the epoch that Lightning sets on samplers; ``trainer.current_epoch`` is one less at an epoch's end."""
     progress: Any = trainer.fit_loop.epoch_progress.current
     return int(progress.processed)
 
@@ -279,26 +281,26 @@ def _with_loop(checkpoint: Mapping[str, Any], loop: Mapping[str, Any]) -> dict[s
     return {**checkpoint, "loops": {**checkpoint["loops"], "fit_loop": loop}}
 
 
-def _with_true_epochs(loop: Mapping[str, Any], at_end: bool) -> dict[str, Any]:
-    """The progress of a fit with the true count of finished epochs, from which Lightning derives what is left.
+def _with_true_epochs(loop: Mapping[str, Any], are_at_end: bool) -> dict[str, Any]:
+    """Return the progress of a fit with the true count of finished epochs, by which Lightning resumes.
 
     Args:
         loop: What Lightning saves.
-        at_end: Whether the loaders have nothing left of their epoch, as far as is known.
+        are_at_end: Whether the loaders have nothing left of their epoch, as far as is known.
     """
-    epochs = {which: dict(counts) for which, counts in loop["epoch_progress"].items()}
+    epochs = {scope: dict(counts) for scope, counts in loop["epoch_progress"].items()}
     batches = loop["epoch_loop.batch_progress"]
     total = epochs["total"]
     if total["ready"] == total["started"] + 1:
-        # Saved as an epoch began, but the count of batches is that of the previous one.
+        # It was saved when an epoch had begun, while the count of batches was still that of the epoch before.
         for counts in epochs.values():
             counts["ready"] -= 1
     elif (
         total["ready"] == total["processed"]
         and batches["current"]["ready"]
-        and not (batches["is_last_batch"] or at_end)
+        and not (batches["is_last_batch"] or are_at_end)
     ):
-        # max_steps or a callback has ended the fit, and Lightning has counted the epoch as done.
+        # max_steps or a callback has ended the fit within an epoch, which Lightning has counted as done.
         for counts in epochs.values():
             counts["processed"] -= 1
             counts["completed"] = min(counts["completed"], counts["processed"])
@@ -310,23 +312,24 @@ def _recount_batches(loop: Any, combined: Any) -> None:
     progress = loop.epoch_loop.batch_progress
     batches = loop.max_batches
     batch_was_done = loop.epoch_loop.restarted_on_train_batch_end
-    counted = batches_done = progress.current.completed + batch_was_done  # where Lightning will continue
+    counted_batches = progress.current.completed + batch_was_done  # after these, Lightning would continue
+    true_batches = counted_batches
     position = position_of(deciding_loader(combined))
     if progress.is_last_batch and batches == math.inf:
-        if batch_was_done:  # without a length Lightning would continue counting
+        if batch_was_done:  # without a known length, Lightning would not start the count again
             for moment in ("ready", "started", "processed", "completed"):
-                setattr(progress.current, moment, getattr(progress.current, moment) - counted)
+                setattr(progress.current, moment, getattr(progress.current, moment) - counted_batches)
     elif progress.is_last_batch:
-        batches_done = batches
+        true_batches = batches
     elif position is not None and position.restored is not None:
-        batches_done = position.batches_done(position.restored, batches)
+        true_batches = position.batches_after_samples(position.restored, batches)
     for counts in (progress.total, progress.current):
         for moment in ("ready", "started", "processed", "completed"):
-            setattr(counts, moment, getattr(counts, moment) + batches_done - counted)
+            setattr(counts, moment, getattr(counts, moment) + true_batches - counted_batches)
 
 
-def _of_other_strategies(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What Lightning saves: the states of rank 0."""
+def _entries_of_lightning(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the entries for a checkpoint of Lightning's own strategies, which holds the states of rank 0."""
     return [
         {"loader": "the data loader", "ranks": [state_of_loader]}
         for state_of_loader in state.get("combined_loader", [])

@@ -13,7 +13,7 @@ from fsdp_core.sharding.sharded import Sharded, sharded_around
 from fsdp_core.state.full_tensor import check_not_gathered
 from fsdp_core.torch_private.dtensors import refuse_unreduced_values
 
-__all__ = ["full_state_dict", "refuse_values_of_parts", "whole_state", "written_of"]
+__all__ = ["full_state_dict", "gather_state", "refuse_values_of_parts", "written_of"]
 
 
 @normal_tensors()
@@ -51,7 +51,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
     owner_and_prefix = sharded_around(written_of(module))
     if owner_and_prefix is None:
         if dist.is_initialized() and dist.get_rank():
-            return _OnRankZero()
+            return _NoWeights()
         state = written_of(module).state_dict()
         return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
     sharded, prefix = owner_and_prefix
@@ -61,10 +61,10 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
             "full_state_dict() was called inside a step, whose forward pass needs the gathered parameters.\n"
             "Call it in a hook before or after it, such as on_train_batch_end() or on_train_end()."
         )
-    return whole_state(sharded, prefix)
+    return gather_state(sharded, prefix)
 
 
-def whole_state(sharded: Sharded, prefix: str = "") -> dict[str, Any]:
+def gather_state(sharded: Sharded, prefix: str = "") -> dict[str, Any]:
     """Gather the state of a sharded root, or of a part of one, on rank 0's CPU. All ranks must call it.
 
     Args:
@@ -77,25 +77,26 @@ def whole_state(sharded: Sharded, prefix: str = "") -> dict[str, Any]:
     Raises:
         ShardingError: Another rank did not call it.
     """
-    sharded.runtime.rendezvous("a gathering of whole weights, of which all ranks hold parts,")
-    first = sharded.aliases()
+    sharded.runtime.rendezvous("a gathering of full weights, of which all ranks hold parts,")
+    first_names = sharded.aliases()
     gathered: dict[str, Any] = {}  # on every rank, since all must gather the same
     for name, value in sharded.model_state().items():
         if name.startswith(prefix):
-            original = first.get(name, name)
-            if original not in gathered:
-                full = sharded.backend.full_tensor(value)  # a replicated tensor is this rank's own
-                gathered[original] = full.clone() if isinstance(full, Tensor) else full
-            gathered[name] = gathered[original]
+            first_name = first_names.get(name, name)
+            if first_name not in gathered:
+                full_value = sharded.backend.full_tensor(value)
+                # Cloned, since full_tensor() returns a replicated tensor itself.
+                gathered[first_name] = full_value.clone() if isinstance(full_value, Tensor) else full_value
+            gathered[name] = gathered[first_name]
     if sharded.runtime.rank:
-        return _OnRankZero()
+        return _NoWeights()
     return {name.removeprefix(prefix): value for name, value in gathered.items() if name.startswith(prefix)}
 
 
-class _OnRankZero(dict[str, Any]):
-    """The full weights on ranks other than 0: empty. Reading a name raises an error that says where they are.
+class _NoWeights(dict[str, Any]):
+    """An empty dictionary for ranks other than 0. Reading a name raises an error that says where the weights are.
 
-    Names may be removed and set, as in hooks that run on every rank but matter on rank 0 only.
+    Names may be removed and set, because hooks do so on every rank although it matters on rank 0 only.
     """
 
     def __missing__(self, name: str) -> Any:
@@ -105,7 +106,7 @@ class _OnRankZero(dict[str, Any]):
         )
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if value is not None:  # None comes from pop(), where rank 0 renames
+        if value is not None:  # None is what pop() returned here, when a hook renames weights
             super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:
@@ -119,11 +120,11 @@ class _OnRankZero(dict[str, Any]):
 
 
 def refuse_values_of_parts(on: bool) -> None:
-    """Set whether reading a value that hooks computed from shards raises until it is reduced over the ranks."""
-    refuse_unreduced_values(_of_parts if on else None)
+    """Set whether reading a value that was computed from this rank's shards alone, and is not reduced, raises."""
+    refuse_unreduced_values(_unreduced_value_error if on else None)
 
 
-def _of_parts() -> ShardingError:
+def _unreduced_value_error() -> ShardingError:
     return ShardingError(
         "a value was read from a DTensor that this rank computed from its shards alone, such as a norm or a sum.\n"
         "Write float(value.full_tensor()), on all ranks; or compute it from full tensors, which "
@@ -134,5 +135,5 @@ def _of_parts() -> ShardingError:
 
 def written_of(module: nn.Module) -> nn.Module:
     """The user's module inside the one that Fabric returned."""
-    original = getattr(module, "_original_module", None)
-    return original if isinstance(original, nn.Module) else module
+    first_name = getattr(module, "_original_module", None)
+    return first_name if isinstance(first_name, nn.Module) else module

@@ -1,4 +1,4 @@
-"""What forward passes write to gathered parameters under Fabric, before the first step of an optimizer."""
+"""Checks of what forward passes write to gathered parameters under Fabric, until an optimizer's first step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FirstForwards:
     """Refuses what the forward passes of a root write to its gathered parameters, which is lost when they are freed.
 
     Under the Trainer, which knows where a step begins, the strategy does the same for the first ``training_step``. Only
-    passes that record gradients are watched: others, such as a validation, train nothing.
+    passes that record gradients are watched, since others, such as a validation, train nothing.
 
     Args:
         sharded: The root.
@@ -32,12 +32,13 @@ class FirstForwards:
     def __init__(self, sharded: Sharded) -> None:
         self._sharded = ref(sharded)
         has_parts = any(isinstance(p, DTensor) or sharded.holds_part(p) for p in sharded.layout())
-        self._ranks = sharded.runtime if has_parts else None  # otherwise a rank may call it alone
+        # None if each rank has the full model and may call it alone.
+        self._ranks = sharded.runtime if has_parts else None
         self._name = sharded.plan.class_name
         self._writes: StepWrites | None = None
         self._has_begun = False
         _watched[sharded.root] = _watched[sharded.module] = self
-        # the first before a library's hooks gather, the second before they free
+        # The first hook runs before a library's hooks gather parameters, the second before they free them.
         self._hooks = [
             sharded.root.register_forward_pre_hook(_begin, prepend=True),
             sharded.module.register_forward_hook(_end, prepend=True),
@@ -52,7 +53,7 @@ class FirstForwards:
             self._has_begun = True
 
     def check(self) -> None:
-        """Refuse what was written since the last forward pass began. All ranks call it at its end, and at its backward.
+        """Refuse writes since the last forward pass began. All ranks call this after the forward and backward passes.
 
         Raises:
             ShardingError: Something was written.
@@ -62,7 +63,7 @@ class FirstForwards:
         if self._writes is not None:
             check_writes(self._writes, self._ranks, by=by, instead="after optimizer.step()")
         elif self._has_begun and (sharded is None or sharded.root not in gathered_modules):
-            # all ranks compare also where one has no such model any more: the garbage collector takes it when it likes
+            # All ranks take part, also one whose model was collected as garbage, which happens at another time on each.
             values = WrittenValues() if sharded is None else sharded.written_values
             values.are_compared = self._ranks is not None
             if sharded is not None:
@@ -71,7 +72,7 @@ class FirstForwards:
                 values.check_same(values.take(), self._ranks, by)
 
     def stop(self) -> bool:
-        """After an optimizer's step, watch no longer, if there was a forward pass. Returns whether there was."""
+        """After an optimizer's step, stop watching if there was a forward pass, and return whether there was."""
         if self._has_begun:
             for hook in self._hooks:
                 hook.remove()
@@ -88,7 +89,7 @@ class FirstForwards:
             self._writes = None
 
 
-#: By root, and by the module that it stands for. A copy of them has the hooks, and is not watched.
+#: By root, and by the user's module in it. A copy of such a module has the hooks too, but is not watched.
 _watched: WeakKeyDictionary[nn.Module, FirstForwards] = WeakKeyDictionary()
 
 

@@ -1,4 +1,4 @@
-"""What Fabric calls instead of a root that is sharded in place."""
+"""The module that Fabric calls in place of a root that is sharded in place."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["ShardedForward", "root_around", "set_up_model", "sharded_in"]
 class ShardedForward(nn.Module):
     """Calls a sharded root, as a module of its own.
 
-    Fabric sends a step method through the wrapper's forward, and so through the root's hooks, only if the strategy's
-    module is not the user's own. It holds no parameters itself, so FQNs stay the user's, and shows the user's own. But
-    functions of torch that traverse a module, such as ``FullyShardedDataParallel.summon_full_params``, find the root as
-    its child.
+    Fabric sends a step method through its wrapper's forward, and so through the root's hooks, only if the module that
+    the strategy returned is not the user's own. This module holds no parameters itself, so that FQNs stay the user's,
+    and shows the user's parameters as its own. Functions of torch that traverse a module, such as
+    ``FullyShardedDataParallel.summon_full_params``, find the root as its child.
 
     Args:
         sharded: The sharded root.
@@ -43,7 +43,8 @@ class ShardedForward(nn.Module):
         root = self.sharded.root
         if root in gathered_modules:
             return self.sharded.module(*args, **kwargs)
-        is_inside = in_backward()  # a hook, or a recomputation: the rest of the backward pass needs what is gathered
+        # If a hook or a recomputation calls the root, the rest of the backward pass needs the gathered parameters.
+        is_inside = in_backward()
         if is_inside:
             self.sharded.is_called_in_backward = True
         try:
@@ -73,16 +74,17 @@ class ShardedForward(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the user's module, for code that calls ``strategy.setup_module()`` itself.
+        """Yield the parameters of the user's module, for code that calls ``strategy.setup_module()`` itself.
 
-        Fabric's wrapper, which is around this and the user's module, finds them in the latter alone.
+        Fabric's own wrapper takes them from the user's module, and does not call this.
         """
         return self.sharded.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def children(self) -> Iterator[nn.Module]:
         yield self.sharded.root
 
-    # what traverses children() and changes parameters reaches them through the user's own module, and only once
+    # The methods below change parameters of children(). Fabric's wrapper also calls them on the user's module, so here
+    # they do nothing, and no parameter is changed twice.
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         fn(self)

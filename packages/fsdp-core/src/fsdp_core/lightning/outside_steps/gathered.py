@@ -19,7 +19,7 @@ from fsdp_core.lightning.outside_steps.redirection import is_inside_forward, nor
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.sharded import Sharded, sharded_around
 from fsdp_core.state.fqn import clean_name
-from fsdp_core.state.full_tensor import each_whole, gathered_modules
+from fsdp_core.state.full_tensor import gather_each, gathered_modules
 from fsdp_core.torch_private.modules import not_managed
 
 __all__ = ["gathered"]
@@ -67,42 +67,46 @@ def gathered(module: nn.Module, modifier_rank: int | None = None) -> Iterator[No
                 dist.broadcast(parameter.data, modifier_rank)
         return
     sharded, prefix = owner_and_prefix
-    _check_at_rest(sharded.root)
+    _check_outside_step(sharded.root)
     sharded.reshard()
-    first = sharded.aliases()
-    tensors = _whole_parameters(sharded, prefix, first)
-    before = {name: _digest(tensor) for name, tensor in tensors.items()}
+    first_names = sharded.aliases()
+    tensors = _gather_parameters(sharded, prefix, first_names)
+    digests_before = {name: _digest(tensor) for name, tensor in tensors.items()}
     values: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
-    raised: BaseException | None = None
+    own_error: BaseException | None = None
     with sharded.unmanaged(), ExitStack() as cleanup:
-        user = sharded.module
-        part = next(inner for raw, inner in user.named_modules() if clean_name(raw) == prefix.removesuffix("."))
+        user_module = sharded.module
+        part = next(
+            inner
+            for full_name, inner in user_module.named_modules()
+            if clean_name(full_name) == prefix.removesuffix(".")
+        )
         cleanup.enter_context(not_managed(part))
-        replacements = _put_in_place(part, prefix, tensors, first)
-        cleanup.callback(_take_back, replacements, {inner: dict(inner._modules) for inner in part.modules()})
-        _refuse_others(user, part, cleanup)
-        gathered_by_now = {sharded.root, user, *part.modules()}
-        gathered_modules.update(gathered_by_now)
-        cleanup.callback(gathered_modules.difference_update, gathered_by_now)
+        replacements = _replace_parameters(part, prefix, tensors, first_names)
+        cleanup.callback(_restore_shards, replacements, {inner: dict(inner._modules) for inner in part.modules()})
+        _refuse_other_modules(user_module, part, cleanup)
+        newly_gathered = {sharded.root, user_module, *part.modules()}
+        gathered_modules.update(newly_gathered)
+        cleanup.callback(gathered_modules.difference_update, newly_gathered)
         cleanup.enter_context(_plain_buffers(part))
         buffers = {prefix + clean_name(name): buffer for name, buffer in part.named_buffers()}
-        before |= {name: _digest(buffer) for name, buffer in buffers.items()}
+        digests_before |= {name: _digest(buffer) for name, buffer in buffers.items()}
         problems: list[str] = []
         try:
             yield
-            problems = _problems(replacements, part)
+            problems = _find_problems(replacements, part)
         except Exception as error:  # reported to the other ranks, which wait for this one
-            raised = error
+            own_error = error
             problems = [f"{type(error).__name__} was raised: {error}"]
         values = {replacement.name: replacement.full.detach() for replacement in replacements}
-    changed = _agree_on_changes(sharded.runtime, values, buffers, before, problems, raised, modifier_rank)
+    changed = _agree_on_changes(sharded.runtime, values, buffers, digests_before, problems, own_error, modifier_rank)
     if changed:
         with normal_tensors():
             sharded.load_model_state(changed, strict=False)
 
 
-def _check_at_rest(root: nn.Module) -> None:
+def _check_outside_step(root: nn.Module) -> None:
     if is_inside_forward(root):
         raise ShardingError(
             "gathered() was called inside a step, whose forward pass needs the gathered parameters.\n"
@@ -116,18 +120,18 @@ def _check_at_rest(root: nn.Module) -> None:
 
 
 @normal_tensors()
-def _whole_parameters(sharded: Sharded, prefix: str, first: Mapping[str, str]) -> dict[str, Tensor]:
-    """The parameters of a part of a root, each once, on this rank's device."""
+def _gather_parameters(sharded: Sharded, prefix: str, first_names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Gather the parameters of a part of a root, each once, on this rank's device."""
     state = sharded.model_state()
-    names = dict.fromkeys(first.get(name, name) for name in sharded.plan.parameters if name.startswith(prefix))
-    wholes = each_whole({name: state[name] for name in names}, sharded.runtime)
-    # a copy, for parameters that are not sharded are the module's own
-    return {name: full.to(sharded.runtime.device, copy=True) for name, full in wholes}
+    names = dict.fromkeys(first_names.get(name, name) for name in sharded.plan.parameters if name.startswith(prefix))
+    full_tensors = gather_each({name: state[name] for name in names}, sharded.runtime)
+    # Copied, because for parameters that are not sharded the module's own tensors were returned.
+    return {name: full.to(sharded.runtime.device, copy=True) for name, full in full_tensors}
 
 
 @contextmanager
 def _plain_buffers(part: nn.Module) -> Iterator[None]:
-    """Show buffers of which tensor-parallel ranks hold copies as what this rank holds, as the parameters are."""
+    """Replace DTensor buffers, which tensor parallelism makes, by plain tensors, like the parameters."""
     dtensor_buffers = [
         (inner, name, buffer)
         for inner in part.modules()
@@ -163,15 +167,15 @@ class _Replacement:
     full: nn.Parameter
 
 
-def _put_in_place(
-    part: nn.Module, prefix: str, tensors: Mapping[str, Tensor], first: Mapping[str, str]
+def _replace_parameters(
+    part: nn.Module, prefix: str, tensors: Mapping[str, Tensor], first_names: Mapping[str, str]
 ) -> list[_Replacement]:
     full_parameters: dict[str, nn.Parameter] = {}
     replacements: list[_Replacement] = []
-    for raw, owner in part.named_modules():
+    for full_name, owner in part.named_modules():
         for attribute, parameter in owner._parameters.items():
-            name = prefix + clean_name(f"{raw}.{attribute}" if raw else attribute)
-            name = first.get(name, name)
+            name = prefix + clean_name(f"{full_name}.{attribute}" if full_name else attribute)
+            name = first_names.get(name, name)
             if parameter is None or name not in tensors:
                 continue
             if name not in full_parameters:
@@ -182,7 +186,9 @@ def _put_in_place(
     return replacements
 
 
-def _take_back(replacements: list[_Replacement], children: Mapping[nn.Module, Mapping[str, nn.Module | None]]) -> None:
+def _restore_shards(
+    replacements: list[_Replacement], children: Mapping[nn.Module, Mapping[str, nn.Module | None]]
+) -> None:
     for replacement in replacements:
         replacement.owner._parameters[replacement.attribute] = replacement.sharded
     for module, previous in children.items():
@@ -191,9 +197,9 @@ def _take_back(replacements: list[_Replacement], children: Mapping[nn.Module, Ma
             module._modules.update(previous)
 
 
-def _refuse_others(user: nn.Module, part: nn.Module, cleanup: ExitStack) -> None:
-    """Make the rest of the module, which has no values meanwhile, raise when it is called."""
-    inside = set(part.modules())
+def _refuse_other_modules(user_module: nn.Module, part: nn.Module, cleanup: ExitStack) -> None:
+    """Make modules outside of the gathered part, which have no full parameters meanwhile, raise when called."""
+    modules_inside = set(part.modules())
 
     def refuse(module: nn.Module, args: Any) -> NoReturn:
         raise ShardingError(
@@ -201,19 +207,19 @@ def _refuse_others(user: nn.Module, part: nn.Module, cleanup: ExitStack) -> None
             "not in.\nPass gathered() the module that contains both."
         )
 
-    for module in user.modules():
-        if module not in inside and any(p is not None for p in module._parameters.values()):
+    for module in user_module.modules():
+        if module not in modules_inside and any(p is not None for p in module._parameters.values()):
             cleanup.callback(module.register_forward_pre_hook(refuse).remove)
 
 
-def _problems(replacements: list[_Replacement], part: nn.Module) -> list[str]:
-    """Changes to full parameters that can't be written back to shards."""
+def _find_problems(replacements: list[_Replacement], part: nn.Module) -> list[str]:
+    """Describe the changes to full parameters that can't be written back to shards."""
     problems = []
-    inside = set(part.modules())
+    modules_inside = set(part.modules())
     for replacement in replacements:
         current = replacement.owner._parameters.get(replacement.attribute)
         if (
-            replacement.owner not in inside
+            replacement.owner not in modules_inside
             or current is not replacement.full
             or current.shape != replacement.sharded.shape
         ):
@@ -239,31 +245,41 @@ def _agree_on_changes(
     runtime: Runtime,
     values: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
-    before: Mapping[str, str],
+    digests_before: Mapping[str, str],
     problems: list[str],
-    raised: BaseException | None,
+    own_error: BaseException | None,
     modifier_rank: int | None,
 ) -> dict[str, Tensor]:
-    """The parameters that all ranks take over, by name; buffers are copied right away. All ranks must call it."""
-    after = {name: _digest(tensor) for name, tensor in {**values, **buffers}.items()}
-    changed = {name: digest for name, digest in after.items() if digest != before[name]}
-    everyones: list[tuple[dict[str, str], list[str]]] = runtime.gather_objects((changed, problems))
-    if raised is not None:
-        raise raised
-    for rank, (_, reported) in enumerate(everyones):
-        if reported:
+    """Return the changed parameters by name, and copy changed buffers at once. All ranks must call it.
+
+    Args:
+        runtime: The ranks.
+        values: The full parameters by name.
+        buffers: The buffers by name.
+        digests_before: The digests of both when the context was entered.
+        problems: What this rank can't write back.
+        own_error: The exception that this rank raised in the context.
+        modifier_rank: The rank whose changes all ranks take; ``None`` if there must be none.
+    """
+    digests_after = {name: _digest(tensor) for name, tensor in {**values, **buffers}.items()}
+    changed = {name: digest for name, digest in digests_after.items() if digest != digests_before[name]}
+    changes_by_rank: list[tuple[dict[str, str], list[str]]] = runtime.gather_objects((changed, problems))
+    if own_error is not None:
+        raise own_error
+    for rank, (_, problems_of_rank) in enumerate(changes_by_rank):
+        if problems_of_rank:
             raise ShardingError(
-                f"within gathered(), on rank {rank}, {reported[0]}.\nNothing was changed in the shards."
+                f"within gathered(), on rank {rank}, {problems_of_rank[0]}.\nNothing was changed in the shards."
             )
-    final_digests = {} if modifier_rank is None else everyones[modifier_rank][0]
-    for rank, (digests, _) in enumerate(everyones):
+    final_digests = {} if modifier_rank is None else changes_by_rank[modifier_rank][0]
+    for rank, (digests, _) in enumerate(changes_by_rank):
         for name, digest in digests.items():
             if name in values and digest != final_digests.get(name):  # each rank has buffers of its own
-                instead = (
+                expectation = (
                     "no rank was to change" if modifier_rank is None else f"rank {modifier_rank} did not change so"
                 )
                 raise ShardingError(
-                    f"within gathered(), rank {rank} changed {name!r}, which {instead}. Nothing was changed in the "
+                    f"within gathered(), rank {rank} changed {name!r}, which {expectation}. Nothing was changed in the "
                     f"shards.\nWrite gathered(module, modifier_rank={rank}), and change it on that rank."
                 )
     agreed: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Lightning's ``grad_norm`` over sharded modules, of which it would only see one rank's shards.
+"""Lightning's ``grad_norm`` over sharded modules: without this, it would see one rank's shards only.
 
 Checked on Lightning 2.6.6: ``lightning.pytorch.utilities`` imports the function from its ``grads`` before a strategy
 exists, and Lightning itself does not call it.
@@ -21,19 +21,19 @@ def install_grad_norm() -> None:
     """Wrap the function in the modules of Lightning that are imported by now. Idempotent; never undone."""
     for package in ("lightning.pytorch", "pytorch_lightning"):
         for submodule in ("utilities.grads", "utilities"):
-            replace_function(sys.modules.get(f"{package}.{submodule}"), "grad_norm", _counts_all_ranks)
+            replace_function(sys.modules.get(f"{package}.{submodule}"), "grad_norm", _with_all_ranks)
 
 
 @cache
-def _counts_all_ranks(grad_norm: Callable[..., Any]) -> Callable[..., Any]:
+def _with_all_ranks(grad_norm: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(grad_norm)
-    def of_all_ranks(module: Any, norm_type: float | int | str, group_separator: str = "/") -> Any:
+    def grad_norm_over_ranks(module: Any, norm_type: float | int | str, group_separator: str = "/") -> Any:
         owner_and_prefix = _sharded_around(module)
         if owner_and_prefix is None or not float(norm_type) > 0:
             return grad_norm(module, norm_type, group_separator)
         return _grad_norm(module, *owner_and_prefix, float(norm_type), group_separator)
 
-    return mark_wrapper(of_all_ranks, grad_norm, _counts_all_ranks)
+    return mark_wrapper(grad_norm_over_ranks, grad_norm, _with_all_ranks)
 
 
 def _sharded_around(module: Any) -> tuple[Any, str] | None:

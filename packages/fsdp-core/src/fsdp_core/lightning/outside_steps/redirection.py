@@ -42,17 +42,17 @@ __all__ = [
 #: By module that needs parameters of a root: the root, and the module's FQN there.
 _parts: WeakKeyDictionary[nn.Module, tuple[ref[nn.Module], str]] = WeakKeyDictionary()
 
-#: By root whose calls are followed: whether all ranks must make them.
-_followed: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+#: By root that :func:`follow_calls` follows: whether all ranks must make calls outside of a step.
+_needs_all_ranks: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
-#: By module with a running call outside of a step: the exception that was being handled when the call began.
-_watched: WeakKeyDictionary[nn.Module, tuple[BaseException | None]] = WeakKeyDictionary()
+#: By module with a running call outside of a step: the exception that was already being handled when it began.
+_exceptions_before: WeakKeyDictionary[nn.Module, tuple[BaseException | None]] = WeakKeyDictionary()
 
-#: Roots of which a part is called anew in a backward pass, after their forward pass.
-_called_again: WeakSet[nn.Module] = WeakSet()
+#: Roots of which the user's code calls a part during a backward pass that follows their forward pass.
+_called_in_backward: WeakSet[nn.Module] = WeakSet()
 
-#: Where a module's own ``forward``, which is not a method of its class, is kept while it has ours.
-_FORWARD = "_fsdp_core_forward"
+#: The attribute that keeps a ``forward`` that was set on the module itself, while ours is in its place.
+_OWN_FORWARD = "_fsdp_core_forward"
 
 
 def call_inside_forward(root: nn.Module, module: nn.Module, call: Callable[[], Any]) -> Any:
@@ -80,26 +80,26 @@ def call_inside_forward(root: nn.Module, module: nn.Module, call: Callable[[], A
     forward: Callable[..., Any] = module.forward
     has_own_forward = "forward" in module.__dict__
 
-    def put_back() -> None:
+    def restore_forward() -> None:
         if has_own_forward:
             module.forward = forward
         else:
             module.__dict__.pop("forward", None)
 
-    def step() -> Any:
-        put_back()  # the call may itself call forward
+    def call_once() -> Any:
+        restore_forward()  # because the call may itself call forward
         return call()
 
-    module.forward = step
+    module.forward = call_once
     with called_as_written(root, module), normal_tensors():
         try:
             return root()
         finally:
-            put_back()
+            restore_forward()
 
 
 def is_inside_forward(module: nn.Module) -> bool:
-    """Whether a forward pass is running of a root, or of the root that stands for a module."""
+    """Whether a forward pass is running of a root, given the root or the user's module in it."""
     return module in running_forwards
 
 
@@ -125,12 +125,12 @@ def called_as_written(*modules: nn.Module) -> Iterator[None]:
         *modules: Roots, and the modules that these stand for.
     """
     for module in modules:
-        _enter(module)
+        _count_forward(module)
     try:
         yield
     finally:
         for module in modules:
-            _leave(module)
+            _uncount_forward(module)
 
 
 @contextmanager
@@ -146,80 +146,81 @@ def normal_tensors() -> Iterator[None]:
         yield
 
 
-def follow_calls(sharded: Sharded, *, meet: bool) -> None:
+def follow_calls(sharded: Sharded, *, on_all_ranks: bool) -> None:
     """Let a root, and parts of it, be called outside of its forward pass: in hooks, and after training.
 
-    The root's own parameters are gathered for its forward pass, so a call of a part that may need them becomes one; so
-    does a call of a unit that a library has wrapped. Roots and units that are the user's own modules are watched. After
-    the call, parameters are resharded, for hooks that read them. Idempotent.
+    The root's own parameters are gathered only for its forward pass. So a call of a part that may need them is made
+    inside a forward pass of the root, and so is a call of a unit that a library has wrapped. Calls of roots and of
+    units that are the user's own modules are left as they are, and watched. After each call, parameters are resharded,
+    because hooks may read them. Idempotent.
 
     Args:
-        sharded: Of the root.
-        meet: Whether all ranks must make such a call; not if each has the full model.
+        sharded: The sharded root.
+        on_all_ranks: Whether all ranks must make such a call. They need not if each has the full model.
     """
     root, user_modules = sharded.root, sharded.user_modules
-    if root in _followed:
+    if root in _needs_all_ranks:
         return
-    _followed[root] = meet
+    _needs_all_ranks[root] = on_all_ranks
     unwrapped = set(user_modules.values())
     wrappers: dict[str, nn.Module] = {}
-    for raw, module in root.named_modules():
+    for full_name, module in root.named_modules():
         if module not in unwrapped:
-            wrappers.setdefault(clean_name(raw), module)
+            wrappers.setdefault(clean_name(full_name), module)
     units = {name: user_modules[name] for name in sharded.plan.units}
     in_units = {inner for unit in units.values() for inner in unit.modules()}
-    for name, part in user_modules.items():
-        if part not in in_units and sharded.plan.has_parameters(name):
-            _parts[part] = ref(root), clean_name(name)
-            _let_forward_ask(part)
+    for name, message_part in user_modules.items():
+        if message_part not in in_units and sharded.plan.has_parameters(name):
+            _parts[message_part] = ref(root), clean_name(name)
+            _redirect_forward(message_part)
     for name, unit in units.items():
-        called = wrappers.get(clean_name(name), unit)
-        _parts[called] = ref(root), clean_name(name)
-        if called is unit:
+        called_module = wrappers.get(clean_name(name), unit)
+        _parts[called_module] = ref(root), clean_name(name)
+        if called_module is unit:
             _watch(unit)
         else:
-            _let_forward_ask(called)
+            _redirect_forward(called_module)
     _parts[root] = ref(root), ""
     _watch(root)
 
 
 def _watch(module: nn.Module) -> None:
-    module.register_forward_pre_hook(_enter_watched, prepend=True)
-    module.register_forward_hook(_leave_watched, always_call=True)
+    module.register_forward_pre_hook(_before_watched_call, prepend=True)
+    module.register_forward_hook(_after_watched_call, always_call=True)
 
 
 @outside_of_compilation
-def _enter_watched(module: nn.Module, args: Any) -> None:
+def _before_watched_call(module: nn.Module, args: Any) -> None:
     root = _root_of(module)
     if root is None or in_backward():
         return
     is_outside = root not in running_forwards and module not in gathered_modules
     if module is root:
-        _enter(root)
+        _count_forward(root)
     if is_outside:
-        _watched[module] = (sys.exc_info()[1],)
-        _begin(root, module)
+        _exceptions_before[module] = (sys.exc_info()[1],)
+        _begin_outside_call(root, module)
     if module is root and root not in gathered_modules:
         _sharded_root(root).mend_interrupted()
 
 
 @outside_of_compilation
-def _leave_watched(module: nn.Module, args: Any, output: Any) -> None:
+def _after_watched_call(module: nn.Module, args: Any, output: Any) -> None:
     root = _root_of(module)
     if root is None or in_backward():
         return
     if module is root:
-        _leave(root)
-    before = _watched.pop(module, None)
-    if before is not None:
-        _end(root, failed=sys.exc_info()[1] is not before[0])
+        _uncount_forward(root)
+    exception_before = _exceptions_before.pop(module, None)
+    if exception_before is not None:
+        _end_outside_call(root, failed=sys.exc_info()[1] is not exception_before[0])
 
 
-def _enter(module: nn.Module) -> None:
+def _count_forward(module: nn.Module) -> None:
     running_forwards[module] = running_forwards.get(module, 0) + 1
 
 
-def _leave(module: nn.Module) -> None:
+def _uncount_forward(module: nn.Module) -> None:
     depth = running_forwards.pop(module, 0)
     if depth > 1:
         running_forwards[module] = depth - 1
@@ -238,7 +239,7 @@ def _sharded_root(root: nn.Module) -> Sharded:
 
 
 #: Torch's errors when a shard is used as if it were the parameter: a DTensor, or a rank's piece as a plain tensor.
-_OF_SHARDS = re.compile(
+_SHARD_ERRORS = re.compile(
     "mixed torch.Tensor and DTensor|Contracting dimension sizes|must be a matrix|must be 2-D|size mismatch"
     "|same shape as normalized_shape|must match the size of tensor|inconsistent tensor size"
     "|doesn't match the broadcast shape"
@@ -247,37 +248,39 @@ _OF_SHARDS = re.compile(
 )
 
 
-#: Torch's error when one of a tensor and a DTensor is written to with the other.
-_OF_MIXED_WRITES = re.compile(r"aten\.\w*[a-z]_\.\w+ got mixed torch.Tensor and DTensor")
+#: Torch's error when a tensor is written to a DTensor, or a DTensor to a tensor.
+_MIXED_WRITE_ERROR = re.compile(r"aten\.\w*[a-z]_\.\w+ got mixed torch.Tensor and DTensor")
 
-#: Where DTensors compute.
-_DTENSORS = Path(torch.distributed.tensor.__file__).parent
+#: The folder of torch's code for DTensors.
+_DTENSOR_FOLDER = Path(torch.distributed.tensor.__file__).parent
 
 
 #: Torch's errors when a function's backward pass differentiates with respect to a unit's parameters.
-_OF_FUNCTIONS = re.compile("mixed torch.Tensor and DTensor|setStorage|not have been used in the graph")
+_FUNCTION_ERRORS = re.compile("mixed torch.Tensor and DTensor|setStorage|not have been used in the graph")
 
 
-#: Torch's errors when what a unit is called with is written to in place.
-_OF_VIEWS = re.compile("RegisterPostBackwardFunction.* inplace|inplace.* created inside a custom Function", re.DOTALL)
+#: Torch's errors when a unit's input, which fully_shard has made a view, is written to in place.
+_VIEW_ERRORS = re.compile(
+    "RegisterPostBackwardFunction.* inplace|inplace.* created inside a custom Function", re.DOTALL
+)
 
 
-#: Torch's errors when a graph needs a tensor that was written since, or whose memory was freed.
-_OF_GRAPHS = re.compile("modified by an inplace operation|modified inplace|setStorage")
+#: Torch's errors when a graph needs a tensor that was written to or freed after the graph had recorded it.
+_GRAPH_ERRORS = re.compile("modified by an inplace operation|modified inplace|setStorage")
 
-#: The shape in torch's error about a tensor that was written to since it was saved, and how often it was.
-_OF_VERSIONS = re.compile(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\].* is at version (\d+);")
+#: In torch's error about a saved tensor that was written to: the tensor's shape, and the number of writes.
+_VERSION_ERROR = re.compile(r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\].* is at version (\d+);")
 
-_RESIZED = (
+_RESIZE_NOTE = (
     "fsdp-core: a parameter gets another shape after sharding, as resize_token_embeddings() of transformers gives it: "
     "the optimizer and the other ranks hold parts of the old one.\n"
     "Do it before sharding: where the model is made, in __init__ or configure_model; under Fabric, before "
     "fabric.setup()."
 )
 
-#: What to write where torch raises an error of one of its own limits in a step, by a part of the error's message.
-_WAYS_OUT = {
-    "Cannot writeback when the parameter shape changes": _RESIZED,
+#: Notes for errors that torch raises in a step because of its own limits, by a part of the error's message.
+_NOTES_BY_MESSAGE = {
+    "Cannot writeback when the parameter shape changes": _RESIZE_NOTE,
     "setStorage: sizes": (
         "fsdp-core: this may be FSDP1's limit for bf16-mixed and 16-mixed without sharding: with NO_SHARD, and on one "
         "rank with every strategy, it frees what a second graph still needs.\n"
@@ -316,8 +319,8 @@ _WAYS_OUT = {
     ),
 }
 
-#: What a library has put at a parameter and looks for at another object.
-_OF_OBJECTS = re.compile(r"'(_Shown|Gathered)(Tensor|Parameter|DTensor)' object has no attribute")
+#: The error of a library that has set an attribute on a parameter, and looks for it on the gathered one.
+_OBJECT_ERROR = re.compile(r"'(_Shown|Gathered)(Tensor|Parameter|DTensor)' object has no attribute")
 
 
 def explain_views(exception: BaseException) -> bool:
@@ -336,7 +339,7 @@ def explain_views(exception: BaseException) -> bool:
             "Write to one after the other, average.lerp_(parameter, 0.1); or to shards, in on_train_batch_end()."
         )
         return True
-    if _OF_VIEWS.search(str(exception)) is None:
+    if _VIEW_ERRORS.search(str(exception)) is None:
         return False
     exception.add_note(
         "fsdp-core: what a unit is called with reaches its forward() as a view that fully_shard has made, and torch "
@@ -366,11 +369,11 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
         >>> error.__notes__[0].splitlines()[0]
         'fsdp-core: outside of a step, parameters are shards, and this may be about one.'
     """
-    for part, note in _WAYS_OUT.items():
-        if part in str(exception):
+    for message_part, note in _NOTES_BY_MESSAGE.items():
+        if message_part in str(exception):
             exception.add_note(note)
             return
-    if _OF_OBJECTS.search(str(exception)):
+    if _OBJECT_ERROR.search(str(exception)):
         exception.add_note(
             "fsdp-core: in a step a module holds gathered parameters, which are not the objects at which a library has "
             "left something, as opacus and BackPACK leave gradients of examples.\n"
@@ -379,17 +382,17 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
         return
     codes = [frame.f_code for frame, _ in traceback.walk_tb(exception.__traceback__)]
     if any(code.co_name == "resize_token_embeddings" for code in codes):
-        exception.add_note(_RESIZED)
+        exception.add_note(_RESIZE_NOTE)
         return
-    if _OF_GRAPHS.search(str(exception)) and any(root.has_freed_graph for root in sharded):
+    if _GRAPH_ERRORS.search(str(exception)) and any(root.has_freed_graph for root in sharded):
         exception.add_note(
             "fsdp-core: a graph that create_graph=True has recorded holds parameters, which were freed since: at the "
             "end of the next backward pass, or by a step.\n"
             "Add what was computed with it to the loss of that backward pass: one backward() for both."
         )
         return
-    in_engine = any(code.co_name == "_engine_run_backward" for code in codes)
-    names = _written_since(str(exception), sharded) if in_engine else []
+    is_in_engine = any(code.co_name == "_engine_run_backward" for code in codes)
+    names = _parameters_written_since(str(exception), sharded) if is_in_engine else []
     if names:
         exception.add_note(
             f"fsdp-core: {_list_names(names)} was written to between the forward pass and this backward "
@@ -399,7 +402,7 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
         return
     if explain_views(exception):
         return
-    if _OF_FUNCTIONS.search(str(exception)) and any(code is BackwardCFunction.apply.__code__ for code in codes):
+    if _FUNCTION_ERRORS.search(str(exception)) and any(code is BackwardCFunction.apply.__code__ for code in codes):
         exception.add_note(
             "fsdp-core: this was raised in the backward() of a torch.autograd.Function, as that of torchdiffeq's "
             "odeint_adjoint and of reversible blocks, and may be about parameters of a unit, which are shards there.\n"
@@ -407,7 +410,7 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
             "write auto_wrap_policy=None, for one unit; and let it keep parameters by ctx.save_for_backward()."
         )
         return
-    if in_engine and _is_of_torch(codes[-1]) and "mixed torch.Tensor and DTensor" in str(exception):
+    if is_in_engine and _is_raised_by_torch(codes[-1]) and "mixed torch.Tensor and DTensor" in str(exception):
         exception.add_note(
             "fsdp-core: the loss was computed with a parameter, or a value of one, outside of the unit that it belongs "
             "to: there it is a DTensor, a shard.\n"
@@ -417,10 +420,10 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
         )
         return
     is_in_step = is_inside or any(code is call_inside_forward.__code__ for code in codes)
-    # of what has one element torch raises an AssertionError without a word
-    is_of_dtensors = bool(codes) and Path(codes[-1].co_filename).is_relative_to(_DTENSORS)
+    # For tensors of one element, torch raises an AssertionError without a message.
+    is_of_dtensors = bool(codes) and Path(codes[-1].co_filename).is_relative_to(_DTENSOR_FOLDER)
     is_silent = isinstance(exception, AssertionError) and not str(exception) and is_of_dtensors
-    if is_in_step and (is_silent or _OF_MIXED_WRITES.search(str(exception))):
+    if is_in_step and (is_silent or _MIXED_WRITE_ERROR.search(str(exception))):
         exception.add_note(
             "fsdp-core: a tensor and a DTensor were mixed in a write: in a step a parameter of no unit is gathered, "
             "and its gradient is a shard, as of self.parameters() in p.add_(p.grad).\n"
@@ -435,8 +438,8 @@ def explain_shards(exception: BaseException, sharded: Iterable[Sharded] = (), *,
             "Write norm = norm.full_tensor(), on all ranks, and compute with that."
         )
         return
-    if not _OF_SHARDS.search(str(exception)) or any(code.co_name == "_engine_run_backward" for code in codes[-1:]):
-        return  # in a backward pass it is about what has happened before
+    if not _SHARD_ERRORS.search(str(exception)) or any(code.co_name == "_engine_run_backward" for code in codes[-1:]):
+        return  # raised by autograd's engine, so its cause is in an earlier forward pass and not a shard here
     if is_in_step:
         exception.add_note(
             "fsdp-core: this may be about a layer or a parameter inside a unit, such as self.blocks[0].norm, that is "
@@ -466,9 +469,9 @@ def _list_names(names: list[str]) -> str:
     return listing if len(names) <= 3 else f"{listing} or one of {len(names) - 3} more"
 
 
-def _written_since(message: str, sharded: Iterable[Sharded]) -> list[str]:
-    """The names of parameters about which torch's error may be that what a graph has saved was written to."""
-    match = _OF_VERSIONS.search(message)
+def _parameters_written_since(message: str, sharded: Iterable[Sharded]) -> list[str]:
+    """Return the parameters that torch's error about a saved tensor that was written to may be about."""
+    match = _VERSION_ERROR.search(message)
     if match is None:
         return []
     numel = math.prod(map(int, re.findall(r"\d+", match[1])))
@@ -476,57 +479,59 @@ def _written_since(message: str, sharded: Iterable[Sharded]) -> list[str]:
     return [name for root in sharded for name in root.written_since_gathered(numel, times)]
 
 
-def _is_of_torch(code: CodeType) -> bool:
-    """Whether torch has raised this itself, in its engine or in DTensor's operations."""
-    return code.co_name == "_engine_run_backward" or Path(code.co_filename).is_relative_to(_DTENSORS)
+def _is_raised_by_torch(code: CodeType) -> bool:
+    """Whether an error comes from autograd's engine or DTensor's operations, by the code that raised it."""
+    return code.co_name == "_engine_run_backward" or Path(code.co_filename).is_relative_to(_DTENSOR_FOLDER)
 
 
-def _let_forward_ask(module: nn.Module) -> None:
-    """Replace a module's ``forward`` by a method of the same signature that checks where it is called."""
+def _redirect_forward(module: nn.Module) -> None:
+    """Replace a module's ``forward`` by a method of the same signature that calls it inside the root's forward pass."""
     own_forward = module.__dict__.get("forward")
     if own_forward is None:
-        function = _asking(type(module).forward)
+        function = _redirected_method(type(module).forward)
     else:
-        module.__dict__[_FORWARD] = own_forward
+        module.__dict__[_OWN_FORWARD] = own_forward
 
         def function(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return _forward(self, self.__dict__[_FORWARD], args, kwargs)
+            return _call_or_redirect(self, self.__dict__[_OWN_FORWARD], args, kwargs)
 
         signature = inspect.signature(own_forward)
-        this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        function.__dict__["__signature__"] = signature.replace(parameters=[this, *signature.parameters.values()])
+        self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        function.__dict__["__signature__"] = signature.replace(
+            parameters=[self_parameter, *signature.parameters.values()]
+        )
         function.__name__ = "forward"  # pickle finds it by this name
     module.__dict__["forward"] = function.__get__(module)
 
 
 @functools.cache
-def _asking(method: Callable[..., Any]) -> Callable[..., Any]:
+def _redirected_method(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _forward(self, functools.partial(method, self), args, kwargs)
+        return _call_or_redirect(self, functools.partial(method, self), args, kwargs)
 
     forward.__name__ = "forward"
     return forward
 
 
-def _forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _call_or_redirect(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     root = _root_of(module)
     if root is None or module in gathered_modules:
         return forward(*args, **kwargs)
     if root in running_forwards or (in_backward() and not _sharded_root(root).is_idle()):
-        if in_backward():  # the recomputation of a call, or a new one
+        if in_backward():  # activation checkpointing repeats a call, or the user's code makes a new one
             _sharded_root(root).gather_again()
-            if root not in running_forwards and root not in _called_again and not is_recomputing():
-                return _call_again(root, forward, args, kwargs)
+            if root not in running_forwards and root not in _called_in_backward and not is_recomputing():
+                return _call_in_backward(root, forward, args, kwargs)
         else:
             sharded = _sharded_root(root)
             if sharded.is_interrupted:  # by an exception that the step has caught
                 sharded.mend_inside()
             sharded.follow_written_shards()
         return forward(*args, **kwargs)
-    _begin(root, module)
+    _begin_outside_call(root, module)
     sharded = _sharded_root(root)
     failed = True
     try:
@@ -535,33 +540,33 @@ def _forward(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: 
             output = call_inside_forward(root, sharded.module, call)
         failed = False
     finally:
-        _end(root, failed=failed)
+        _end_outside_call(root, failed=failed)
     return output
 
 
-def _call_again(root: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Make a new call in the backward pass that follows a step, in the dtype in which units compute."""
+def _call_in_backward(root: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Make a new call in the backward pass that follows a step, in the units' compute dtype."""
     sharded = _sharded_root(root)
-    _called_again.add(root)
+    _called_in_backward.add(root)
     try:
         with compute_context(sharded.precision, sharded.runtime.device.type):
             return forward(*args, **kwargs)
     finally:
-        _called_again.discard(root)
+        _called_in_backward.discard(root)
 
 
-def _begin(root: nn.Module, module: nn.Module) -> None:
+def _begin_outside_call(root: nn.Module, module: nn.Module) -> None:
     """Begin a call outside of a step."""
     path = _parts[module][1]
     name = f"{type(module).__name__} ({path!r})" if path else type(module).__name__
     check_not_gathered(root, f"a call of {name}, which is not gathered,")
-    if _followed.get(root):
+    if _needs_all_ranks.get(root):
         call = f"a call of {name} outside of a step, which gathers shards of all ranks,"
         _sharded_root(root).runtime.rendezvous(call)
 
 
-def _end(root: nn.Module, *, failed: bool) -> None:
-    """End a call outside of a step. A backward pass that follows gathers again what it needs."""
+def _end_outside_call(root: nn.Module, *, failed: bool) -> None:
+    """End a call outside of a step. A later backward pass gathers again what it needs."""
     sharded = _sharded_root(root)
     if failed:
         sharded.abandon_forward()

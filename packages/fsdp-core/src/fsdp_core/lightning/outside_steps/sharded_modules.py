@@ -31,7 +31,7 @@ def guard_module(sharded: Sharded, strategy_name: str) -> None:
     layout = sharded.layout()
     has_parts = any(isinstance(p, DTensor) or sharded.holds_part(p) for p in layout)
     if has_parts or sharded.module is not sharded.root:
-        follow_calls(sharded, meet=has_parts)
+        follow_calls(sharded, on_all_ranks=has_parts)
     if any(isinstance(p, DTensor) for p in layout):
         write_through_copied_views()
     refuse_state_dicts(sharded.root, sharded.plan.names, layout, strategy_name)

@@ -21,7 +21,7 @@ from fsdp_core.sharding.optimizers.owner_failures import OwnerFailure, failed_in
 from fsdp_core.sharding.optimizers.trial import moves_without_gradients
 from fsdp_core.state.chunks import ChunkedTensor, chunked
 from fsdp_core.state.coverage import Box
-from fsdp_core.state.full_tensor import each_whole
+from fsdp_core.state.full_tensor import gather_each
 from fsdp_core.state.layout import Layout, Part
 from fsdp_core.state.owned import Owners, set_owners
 from fsdp_core.torch_private.optimizer_steps import replace_step
@@ -187,7 +187,7 @@ def _move_initial_state(optimizer: torch.optim.Optimizer, members: Sequence[_Mem
             for key, value in state.items()
             if isinstance(value, Tensor) and value.ndim and value.shape == member.sharded.shape
         }
-        full_state = dict(each_whole(sharded_state, runtime))
+        full_state = dict(gather_each(sharded_state, runtime))
         if member.owner == runtime.rank:
             optimizer.state[member.sharded] = {key: full_state.get(key, value) for key, value in state.items()}
 

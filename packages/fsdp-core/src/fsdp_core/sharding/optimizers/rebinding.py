@@ -15,7 +15,7 @@ from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.optimizers.copying import nested_values
 from fsdp_core.sharding.optimizers.owner_compute import step_on_owners
 from fsdp_core.sharding.optimizers.trial import check_steps
-from fsdp_core.state.layout import Layout, Part, how_to_separate
+from fsdp_core.state.layout import Layout, Part, separation_hint
 from fsdp_core.state.owned import owners_of
 
 __all__ = ["rebind_optimizer"]
@@ -209,5 +209,5 @@ def _divided_group_error(optimizer: torch.optim.Optimizer, parts: Sequence[Part]
     return OptimizerMismatchError(
         f"{names} are one flat parameter here, and {type(optimizer).__name__} has them in "
         "different param groups, or has not all of them.\n"
-        f"Give the optimizer all of them, in one group; or {how_to_separate(parts[0])}"
+        f"Give the optimizer all of them, in one group; or {separation_hint(parts[0])}"
     )

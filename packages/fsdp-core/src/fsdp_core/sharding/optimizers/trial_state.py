@@ -21,10 +21,10 @@ from fsdp_core.sharding.optimizers.copying import nested_values
 from fsdp_core.sharding.optimizers.known import is_of_torch
 from fsdp_core.sharding.optimizers.small_params import Key, SmallParam, Specs, View, as_dtensor, as_unsharded
 from fsdp_core.sharding.optimizers.trial_run import COARSE, STEPS, TrialRun, allclose, run_steps, shard_values
-from fsdp_core.state.block_quantised import is_of_blocks, quantises
+from fsdp_core.state.block_quantised import is_quantised, quantises
 from fsdp_core.state.chunks import chunked
 from fsdp_core.state.layout import Layout, Part
-from fsdp_core.state.optimizer import holder_of_state, load_optimizer_state, optimizer_state
+from fsdp_core.state.optimizer import load_optimizer_state, optimizer_state, stateful_optimizer
 from fsdp_core.state.owned import Owners, set_owners
 
 __all__ = ["layout_of_small_params", "why_not_resumed", "why_not_saved"]
@@ -44,7 +44,7 @@ def why_not_saved(run: TrialRun, *, is_sharded: bool) -> str | None:
         is_sharded: Whether the state is that of shards, and not of whole parameters.
     """
     names = {param: part.name for param, (part,) in layout_of_small_params(run.small_params).items()}
-    state = holder_of_state(run.optimizer).state
+    state = stateful_optimizer(run.optimizer).state
     has_own_format = isinstance(run.optimizer, torch.optim.LBFGS)
     if is_sharded and not has_own_format:
         for param in [param for param in state if param in names]:
@@ -61,7 +61,7 @@ def why_not_saved(run: TrialRun, *, is_sharded: bool) -> str | None:
             return _lost(f"it keeps state of no parameter, under {word}")
 
     def check_tensor(keys: Any, tensor: Any) -> None:
-        chunks = () if is_of_blocks(local_tensor(tensor)) else chunked(tensor).chunks
+        chunks = () if is_quantised(local_tensor(tensor)) else chunked(tensor).chunks
         for reason in filter(None, (unsavable(chunk.data) for chunk in chunks)):
             raise CheckpointValueError(reason)
 
@@ -141,7 +141,7 @@ def _load_from_checkpoint(
     with torch.no_grad():
         saved = decode(encode(state, take_tensor), lambda tag, number: tensors[number])
     layout = layout_of_small_params(small_params)
-    if not any(isinstance(param, DTensor) for param in layout) and holder_of_state(optimizer) is optimizer:
+    if not any(isinstance(param, DTensor) for param in layout) and stateful_optimizer(optimizer) is optimizer:
         set_owners(optimizer, Owners(rank=0, by_parameter=dict.fromkeys(layout, 0)))
     load_optimizer_state(optimizer, layout, saved)
 

@@ -27,10 +27,10 @@ __all__ = [
     "RankError",
     "StartedRanks",
     "answer_calls",
-    "answered",
+    "answer_of",
     "describe_silence",
+    "freeze_modules",
     "import_function",
-    "leave_out_of_collections",
     "raise_failures",
     "restored_environment",
     "send_call",
@@ -42,7 +42,7 @@ Answer = tuple[bool, Any]
 WAITED_FOR_FAILED = "ended, because it waited for a rank that failed"
 """The summary of the failure of a rank that has not failed itself."""
 
-_NOT_MET = "RuntimeError: Gloo connectFullMesh failed"
+_CONNECT_FAILURE = "RuntimeError: Gloo connectFullMesh failed"
 
 
 class RankError(AssertionError):
@@ -61,9 +61,9 @@ class Failure:
     traceback: str = ""
 
     @property
-    def is_of_meeting(self) -> bool:
+    def is_connect_failure(self) -> bool:
         """Whether gloo failed to connect this rank with the others, which is unrelated to what ranks run."""
-        return self.summary.startswith(_NOT_MET) or self.summary == WAITED_FOR_FAILED
+        return self.summary.startswith(_CONNECT_FAILURE) or self.summary == WAITED_FOR_FAILED
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
@@ -76,7 +76,7 @@ class Failure:
             source_line = traceback.extract_tb(error.__traceback__)[-1].line or ""
             if source_line.startswith("assert "):
                 lines[0] += f": {source_line}"
-        # the location of a syntax error precedes it, indented
+        # Indented lines before it are the location of a syntax error.
         return cls(next(line for line in lines if not line.startswith(" ")), traceback.format_exc())
 
     @property
@@ -86,7 +86,7 @@ class Failure:
 
 
 def describe_silence(process: BaseProcess, connection: Connection, timeout: float) -> Failure:
-    """The failure of a process that has not answered within so many seconds, with what its threads are doing."""
+    """Return the failure of a process that has not answered in time, with the stacks of its threads."""
     summary = f"no answer within {timeout:g} s"
     stacks = read_stacks(process, connection)
     return Failure(summary, f"{summary}, in these calls:\n{stacks}" if stacks else "")
@@ -108,7 +108,7 @@ class StartedRanks(ABC):
         self.close()
 
 
-def answered(call: Callable[[], Any]) -> Answer:
+def answer_of(call: Callable[[], Any]) -> Answer:
     """Call a function, and return its result or failure."""
     try:
         return True, call()
@@ -116,28 +116,29 @@ def answered(call: Callable[[], Any]) -> Answer:
         return False, Failure.of(error)
 
 
-def send_call(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...], *numbers: int) -> None:
+def send_call(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...], *extra_values: int) -> None:
     """Send a call to a process that runs :func:`answer_calls`.
 
     Args:
         connection: The connection to it.
         function: A function that it can import by module and name.
         args: The function's arguments.
-        *numbers: What else the process must know of the call.
+        *extra_values: Further values that the function which answers the call needs.
 
     Raises:
         OSError: The process has ended.
     """
-    connection.send((function.__module__, function.__qualname__, sys.path, *numbers))
-    connection.send(args)  # which the process can take only when it knows where to import from
+    connection.send((function.__module__, function.__qualname__, sys.path, *extra_values))
+    connection.send(args)  # by itself, since the process can unpickle it only when it has set sys.path
 
 
-def answer_calls(connection: Connection, answer: Callable[..., list[Answer]]) -> None:
+def answer_calls(connection: Connection, answer_call: Callable[..., list[Answer]]) -> None:
     """Receive calls and answer them, until ``None`` arrives or the other process has ended. The main loop of a process.
 
     Args:
         connection: The connection to the process that sends calls.
-        answer: Called with a function that receives the arguments, and what :func:`send_call` has sent before them.
+        answer_call: Called with a function that receives the arguments, and with the values that :func:`send_call` has
+            sent before them.
     """
     lead_session(connection)
     while True:
@@ -147,7 +148,7 @@ def answer_calls(connection: Connection, answer: Callable[..., list[Answer]]) ->
             return
         if call is None:
             return
-        answers = answer(connection.recv, *call)
+        answers = answer_call(connection.recv, *call)
         try:
             _send_by_value(connection, answers)
         except Exception as error:  # what a rank returned can't be pickled
@@ -167,8 +168,8 @@ class _ByValue(Pickler):
 def _send_by_value(connection: Connection, value: Any) -> None:
     """Send what :meth:`Connection.recv` unpickles, with the numbers of tensors.
 
-    ``send`` would share the memory of each tensor, through a file and a connection of its own: of small ones, that
-    takes ten times as long.
+    ``send`` would share each tensor's memory through a file and another connection, which takes ten times as long for
+    small ones.
     """
     buffer = io.BytesIO()
     _ByValue(buffer).dump(value)
@@ -182,14 +183,14 @@ def restored_environment(kept: Collection[str] = ()) -> Iterator[None]:
     Args:
         kept: The names of variables that stay as they were set in it.
     """
-    before = dict(os.environ)
+    variables_before = dict(os.environ)
     try:
         yield
     finally:
         kept_variables = {name: os.environ[name] for name in kept if name in os.environ}
-        for variable in os.environ.keys() - before.keys() - kept_variables.keys():
+        for variable in os.environ.keys() - variables_before.keys() - kept_variables.keys():
             del os.environ[variable]
-        os.environ.update(before | kept_variables)
+        os.environ.update(variables_before | kept_variables)
 
 
 def raise_failures(function: Callable[..., Any], failures: Mapping[int, Failure], world_size: int) -> NoReturn:
@@ -204,8 +205,8 @@ def raise_failures(function: Callable[..., Any], failures: Mapping[int, Failure]
         RankError: Always.
     """
     __tracebackhide__ = True
-    first, failure = next(iter(failures.items()))
-    message = [failure.summary, f"on rank {first} of {world_size}, in {function.__qualname__}:"]
+    first_rank, failure = next(iter(failures.items()))
+    message = [failure.summary, f"on rank {first_rank} of {world_size}, in {function.__qualname__}:"]
     message += [f"--- rank {rank} of {world_size}\n{failures[rank].report}" for rank in sorted(failures)]
     raise RankError("\n".join(message))
 
@@ -218,13 +219,13 @@ def import_function(module: str, name: str) -> Any:
     return function
 
 
-_modules_left_out = 0
+_frozen_module_count = 0
 
 
-def leave_out_of_collections() -> None:
-    """Exclude what modules hold from garbage collection: with torch and Lightning, it takes 0.2 s per collection."""
-    global _modules_left_out
-    if len(sys.modules) != _modules_left_out:
-        _modules_left_out = len(sys.modules)
+def freeze_modules() -> None:
+    """Exclude objects of imported modules from garbage collection, which otherwise takes 0.2 s each time."""
+    global _frozen_module_count
+    if len(sys.modules) != _frozen_module_count:
+        _frozen_module_count = len(sys.modules)
         gc.collect()
         gc.freeze()

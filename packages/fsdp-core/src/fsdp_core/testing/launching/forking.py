@@ -32,9 +32,9 @@ __all__ = [
     "lead_session",
     "prepare",
     "read_stacks",
+    "scaled_limit",
     "start_process",
     "start_script",
-    "within",
 ]
 
 #: How a rank's process is started; as in :mod:`multiprocessing`.
@@ -53,7 +53,7 @@ preloads: list[str] = []
 #: The exit code that multiprocessing reports if the fork server, which alone knows its children's, has died.
 _UNKNOWN_EXIT_CODE = 255
 
-#: Asks a process for its stacks. No library here uses it; macOS and Windows have none like it.
+#: The signal that asks a process for its stacks. No library here uses it; macOS and Windows lack it.
 _STACKS_SIGNAL: signal.Signals | None = getattr(signal, "SIGRTMAX", None)
 
 #: Seconds until a process begins to write its stacks, and between two pieces of them.
@@ -72,12 +72,12 @@ _SERVER_DIED = (
     'In a script, call RankPool under `if __name__ == "__main__":`, in a file; then start it again.'
 )
 
-#: An environment variable: by how much all time limits of the suite are multiplied, for slow devices and simulators.
+#: The environment variable with a factor for all time limits of the suite, for slow devices and simulators.
 PATIENCE = "FSDP_PATIENCE"
 
 
-def within(seconds: float) -> float:
-    """A time limit, as it was written for a machine of two cores, multiplied by :data:`PATIENCE`."""
+def scaled_limit(seconds: float) -> float:
+    """Multiply a time limit, which is for a machine of two cores, by the factor in :data:`PATIENCE`."""
     return seconds * float(os.environ.get(PATIENCE, "1"))
 
 
@@ -107,7 +107,7 @@ def start_process(
         method = "spawn"
     if method == "forkserver":
         _ensure_running()
-    return _start(method, work, arguments, {**os.environ, **environment})
+    return _start_daemon(method, work, arguments, {**os.environ, **environment})
 
 
 def allow_children() -> None:
@@ -139,8 +139,8 @@ def start_script(
             are forked before it runs, and begin when it starts them as Lightning's launcher and torchrun's agent do:
             ``subprocess.Popen([sys.executable, "-u", "script.py", ...], env=..., cwd=..., start_new_session=...)``.
             Processes that it starts in another way, or beyond this number, start as usual.
-        prelude: A function that the process can import by module and name; called before the ranks are forked, which
-            so have what it imports.
+        prelude: A function that the process can import by module and name. It is called before the ranks are forked, so
+            that they have the modules that it imports.
 
     Returns:
         The process. It ends with this one, and its exit status is that of the script. It leads a session of its own,
@@ -149,7 +149,7 @@ def start_script(
     method: StartMethod = "forkserver" if _can_fork() and _forks_without_threads() else "spawn"
     if method == "forkserver":
         _ensure_running()
-    process, connection = _start(
+    process, connection = _start_daemon(
         method,
         _run_script,
         (str(path), arguments, str(folder), str(output), ranks if method == "forkserver" else 1, prelude),
@@ -222,31 +222,36 @@ def _fork_ranks(number: int) -> None:
     Returns in this process at once, and in a forked one when it is started. One that is never started ends with this
     process.
     """
-    waiting: list[_ForkedRank] = []
+    unstarted_ranks: list[_ForkedRank] = []
     for _ in range(number):
         rank_pipe, pipe = multiprocessing.Pipe()
         pid = os.fork()
         if not pid:
-            for parent_pipe in (pipe, *(rank.pipe for rank in waiting)):
+            for parent_pipe in (pipe, *(rank.pipe for rank in unstarted_ranks)):
                 parent_pipe.close()
             _wait_to_be_started(rank_pipe)
             return
         rank_pipe.close()
-        waiting.append(_ForkedRank(pid, pipe))
+        unstarted_ranks.append(_ForkedRank(pid, pipe))
 
     def start(cls: Any, args: Any = (), *positional: Any, **options: Any) -> Any:
         interpreter, *words = args if isinstance(args, (list, tuple)) and args else [None]
         words = words[1:] if words[:1] == ["-u"] else words
         runs_script = interpreter == sys.executable and words and str(words[0]).endswith(".py")
-        as_usual = positional or options.pop("stdout", None) or options.pop("stderr", None)
-        if not waiting or not runs_script or as_usual or options.keys() - {"env", "cwd", "start_new_session"}:
+        needs_popen = positional or options.pop("stdout", None) or options.pop("stderr", None)
+        if (
+            not unstarted_ranks
+            or not runs_script
+            or needs_popen
+            or options.keys() - {"env", "cwd", "start_new_session"}
+        ):
             return object.__new__(cls)
-        rank = waiting.pop(0)
+        rank = unstarted_ranks.pop(0)
         session = options.get("start_new_session", False)
         environment = dict(options.get("env") or os.environ)
         rank.pipe.send((list(map(str, words)), environment, options.get("cwd") or os.getcwd(), session))
         with contextlib.suppress(EOFError, ConnectionError):
-            rank.pipe.recv()  # its session can be ended as soon as this returns
+            rank.pipe.recv()  # sent when its session exists, which callers may end as soon as this returns
         return rank
 
     subprocess.Popen.__new__ = start  # type: ignore[method-assign]
@@ -279,7 +284,7 @@ def lead_session(connection: Connection) -> None:
 
 
 def read_stacks(process: BaseProcess, connection: Connection) -> str:
-    """The stacks of a process that does not answer, also of one whose thread holds Python's lock.
+    """Read the stacks of a process that does not answer, even if one of its threads holds Python's lock.
 
     Nothing else can be read from the pipe afterwards.
 
@@ -338,12 +343,12 @@ def end_process(process: BaseProcess, connection: Connection, patience: float = 
     return process.exitcode
 
 
-def _start(
+def _start_daemon(
     method: StartMethod, work: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str]
 ) -> tuple[BaseProcess, Connection]:
     context: Any = multiprocessing.get_context(method)
     connection, child_connection = context.Pipe()
-    process = context.Process(target=_work, args=(work, child_connection, arguments, environment))
+    process = context.Process(target=_run_work, args=(work, child_connection, arguments, environment))
     process.daemon = True
     with _extra_variables(environment) if method == "spawn" else contextlib.nullcontext():
         try:
@@ -356,7 +361,7 @@ def _start(
     return process, connection
 
 
-def _work(
+def _run_work(
     work: Callable[..., None], connection: Connection, arguments: tuple[Any, ...], environment: dict[str, str]
 ) -> None:
     _prepare_process(environment)
@@ -376,11 +381,11 @@ def _prepare_process(environment: Mapping[str, str]) -> None:
 
 
 def _schedule_as_batch() -> None:
-    """Let the threads of this process, and of all that it starts, not preempt each other when they wake up.
+    """Schedule this process, and all that it starts, such that a waking thread does not preempt another one.
 
-    gloo's thread, woken by a message, asks the system for it again and again while another thread of its rank sends.
-    Where there are fewer cores than threads, it often preempts that very thread. Of a small fit on two ranks, on two
-    cores that other work shared, that was four tenths of the CPU seconds; on quiet ones it is less.
+    gloo's thread wakes up at each message, and polls for it while another thread of the rank is still sending. With
+    fewer cores than threads, it often preempts that very thread. In a small fit on two ranks, on two busy cores, this
+    took four tenths of the CPU seconds; on idle cores it is less.
     """
     if sys.platform == "linux":
         with contextlib.suppress(PermissionError):
@@ -394,10 +399,10 @@ def _end_with_parent() -> None:
     """
     parent = multiprocessing.parent_process()
     if parent is not None:
-        threading.Thread(target=_exit_with, args=(parent,), name="ends with its parent", daemon=True).start()
+        threading.Thread(target=_exit_after, args=(parent,), name="ends with its parent", daemon=True).start()
 
 
-def _exit_with(parent: BaseProcess) -> None:
+def _exit_after(parent: BaseProcess) -> None:
     parent.join()
     if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)  # and what it has started
@@ -405,37 +410,39 @@ def _exit_with(parent: BaseProcess) -> None:
 
 
 def _can_fork() -> bool:
-    # on macOS, system libraries have threads; a device may not survive a fork, though it was not used before
+    # Only on Linux, since system libraries of macOS have threads; and on the CPU, since a device may not survive a
+    # fork.
     is_on_cpu = os.environ.get("FSDP_TESTS_ACCELERATOR", "cpu") == "cpu"
     return sys.platform == "linux" and (is_on_cpu or os.environ.get("FSDP_TESTS_FORK") == "1")
 
 
-_threads: list[str] | None = None
+_server_threads: list[str] | None = None
 
 
 def _forks_without_threads() -> bool:
     """Whether the fork server has no threads, queried once; warns if it has."""
-    global _threads
-    if _threads is None:
+    global _server_threads
+    if _server_threads is None:
         _ensure_running()
-        process, connection = _start("forkserver", _send_threads, (), dict(os.environ))
+        process, connection = _start_daemon("forkserver", _send_threads, (), dict(os.environ))
         try:
-            _threads, failures = connection.recv()
+            _server_threads, failures = connection.recv()
         except EOFError:
             raise RuntimeError(_SERVER_DIED) from None
         end_process(process, connection)
         for name, reason in failures.items():
             warnings.warn(f"fsdp_preload names {name!r}, which can't be imported: {reason}", stacklevel=2)
-        if _threads:
+        if _server_threads:
+            modules = ", ".join(["torch", "Lightning", *preloads])
             warnings.warn(
-                f"Importing {', '.join(['torch', 'Lightning', *preloads])} starts threads ({', '.join(_threads)}), "
-                "which a forked process would lack. So each rank of the tests is spawned, which takes seconds.\n"
+                f"Importing {modules} starts threads ({', '.join(_server_threads)}), which a forked process would "
+                "lack. So each rank of the tests is spawned, which takes seconds.\n"
                 "Remove the modules that start them from fsdp_preload. "
                 'To avoid this warning, write start_method = "spawn" in a subclass of RankPool, and name it as '
                 "rank_pool in the suite's class.",
                 stacklevel=2,
             )
-    return not _threads
+    return not _server_threads
 
 
 def _send_threads(connection: Connection) -> None:
@@ -465,11 +472,11 @@ def _ensure_running() -> None:
 @contextlib.contextmanager
 def _extra_variables(environment: Mapping[str, str]) -> Iterator[None]:
     """A context with additional environment variables."""
-    restored = dict(os.environ)
+    variables_before = dict(os.environ)
     os.environ.update(environment)
     try:
         yield
     finally:
-        for name in set(os.environ) - set(restored):
+        for name in set(os.environ) - set(variables_before):
             del os.environ[name]
-        os.environ.update(restored)
+        os.environ.update(variables_before)

@@ -17,13 +17,13 @@ from fsdp_core.testing.launching.calls import (
     StartedRanks,
     answer_calls,
     describe_silence,
+    freeze_modules,
     import_function,
-    leave_out_of_collections,
     raise_failures,
     restored_environment,
     send_call,
 )
-from fsdp_core.testing.launching.forking import StartMethod, end_process, kill_process, start_process, within
+from fsdp_core.testing.launching.forking import StartMethod, end_process, kill_process, scaled_limit, start_process
 from fsdp_core.testing.launching.process_ranks import RankKind
 
 __all__ = ["OneProcessRanks"]
@@ -82,7 +82,7 @@ class OneProcessRanks(StartedRanks):
             self._start(world_size)
         process, connection = self._workers[world_size]
         answers: list[Answer]
-        limit = within(self.patience * timeout)
+        limit = scaled_limit(self.patience * timeout)
         try:
             send_call(connection, function, args, world_size)
             if connection.poll(limit):
@@ -94,14 +94,14 @@ class OneProcessRanks(StartedRanks):
             answers = [(False, Failure(f"the process died with exit code {process.exitcode}"))]
         except BaseException:
             kill_process(process)
-            self._end(world_size)  # or its answer would be taken for the answer to the next call
+            self._end(world_size)  # otherwise its answer would be taken for that to the next call
             raise
-        failures = {rank: value for rank, (ok, value) in enumerate(answers) if not ok}
+        failures = {rank: value for rank, (has_returned, value) in enumerate(answers) if not has_returned}
         if failures:
             self._end(world_size)
-            # a rank that waited for a failed one reports a consequence, not the cause
-            first = sorted(failures, key=lambda rank: self.follows_from_another(failures[rank]))
-            raise_failures(function, {rank: failures[rank] for rank in first}, world_size)
+            # Causes first: a rank that waited for a failed one reports only a consequence.
+            causes_first = sorted(failures, key=lambda rank: self.follows_from_another(failures[rank]))
+            raise_failures(function, {rank: failures[rank] for rank in causes_first}, world_size)
         return [value for _, value in answers]
 
     def follows_from_another(self, failure: Failure) -> bool:
@@ -116,14 +116,14 @@ class OneProcessRanks(StartedRanks):
     def _start(self, world_size: int) -> None:
         variables = {"OMP_NUM_THREADS": "1", **self.environment(world_size)}
         self._workers[world_size] = start_process(
-            _work, self.caller, self.keeps, method=self.start_method, environment=variables
+            _answer_calls, self.caller, self.keeps, method=self.start_method, environment=variables
         )
 
     def _end(self, world_size: int) -> None:
         end_process(*self._workers.pop(world_size))
 
 
-def _work(connection: Connection, caller: str, keeps: Collection[str]) -> None:
+def _answer_calls(connection: Connection, caller: str, keeps: Collection[str]) -> None:
     """Answer calls in the process of the ranks."""
     answer_calls(connection, partial(_call, caller, keeps))
 
@@ -144,10 +144,10 @@ def _call(
 
             torch.set_num_threads(1)
             torch.manual_seed(0)
-            call = import_function(*caller.split(":"))
+            call_on_ranks = import_function(*caller.split(":"))
             function = import_function(module, name)
-            leave_out_of_collections()
-            answers: list[Answer] = call(world_size, function, receive())
+            freeze_modules()
+            answers: list[Answer] = call_on_ranks(world_size, function, receive())
         return answers
     except BaseException as error:
         return [(False, Failure.of(error))]

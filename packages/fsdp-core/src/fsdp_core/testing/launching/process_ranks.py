@@ -21,15 +21,15 @@ from fsdp_core.testing.launching.calls import (
     Failure,
     StartedRanks,
     answer_calls,
-    answered,
+    answer_of,
     describe_silence,
+    freeze_modules,
     import_function,
-    leave_out_of_collections,
     raise_failures,
     restored_environment,
     send_call,
 )
-from fsdp_core.testing.launching.forking import StartMethod, end_process, kill_process, start_process, within
+from fsdp_core.testing.launching.forking import StartMethod, end_process, kill_process, scaled_limit, start_process
 
 __all__ = ["RankKind", "RankPool", "Ranks", "ranks_are_nodes"]
 
@@ -37,7 +37,7 @@ __all__ = ["RankKind", "RankPool", "Ranks", "ranks_are_nodes"]
 RankKind = Literal["processes", "threads", "one controller"]
 
 
-_MEETINGS = 3
+_ATTEMPTS = 3
 
 
 class Ranks(Protocol):
@@ -104,11 +104,11 @@ class RankPool(StartedRanks):
             RankError: A rank raised, died, or took too long.
         """
         __tracebackhide__ = True  # pytest then shows the calling test and the ranks' errors
-        for meeting in range(1, _MEETINGS + 1):
-            results, failures = self._run_once(world_size, function, args, within(timeout))
+        for attempt in range(1, _ATTEMPTS + 1):
+            results, failures = self._run_once(world_size, function, args, scaled_limit(timeout))
             if not failures:
                 break
-            if meeting == _MEETINGS or not all(failure.is_of_meeting for failure in failures.values()):
+            if attempt == _ATTEMPTS or not all(failure.is_connect_failure for failure in failures.values()):
                 raise_failures(function, failures, world_size)
             summary = next(failure.summary for failure in failures.values() if failure.summary != WAITED_FOR_FAILED)
             warnings.warn(
@@ -122,12 +122,14 @@ class RankPool(StartedRanks):
         """Make one call; the processes are terminated if a rank fails."""
         self._replace_lost()
         while len(self._workers) < world_size:
-            self._workers.append(start_process(_work, method=self.start_method, environment={"OMP_NUM_THREADS": "1"}))
+            self._workers.append(
+                start_process(_answer_calls, method=self.start_method, environment={"OMP_NUM_THREADS": "1"})
+            )
         try:
             with _reserved_port() as port:
                 results, failures = self._call(port, world_size, function, args, timeout)
         except BaseException:
-            self._abandon()  # or their answers would be taken for answers to the next call
+            self._abandon()  # otherwise their answers would be taken for those to the next call
             raise
         if failures:
             self._abandon()
@@ -147,30 +149,30 @@ class RankPool(StartedRanks):
         deadline = time.monotonic() + timeout
         while len(results) + len(failures) < world_size:
             open_ranks = [r for r in range(world_size) if r not in results and r not in failures]
-            waiting: dict[Any, int] = {self._workers[r][1]: r for r in open_ranks}
-            # after a failure, peers wait in a collective that no one will join: give them a moment to fail too
-            end = min(deadline, time.monotonic() + 5.0) if failures else deadline
-            ready = wait(list(waiting), timeout=max(end - time.monotonic(), 0.0))
+            rank_of_connection: dict[Any, int] = {self._workers[r][1]: r for r in open_ranks}
+            # After a failure, other ranks may wait in a collective forever, or fail too: they get five seconds for it.
+            wait_limit = min(deadline, time.monotonic() + 5.0) if failures else deadline
+            ready = wait(list(rank_of_connection), timeout=max(wait_limit - time.monotonic(), 0.0))
             if not ready:
-                is_late = end == deadline
+                is_late = wait_limit == deadline
                 for rank in open_ranks:
                     failures[rank] = (
                         describe_silence(*self._workers[rank], timeout) if is_late else Failure(WAITED_FOR_FAILED)
                     )
             for connection in ready:
-                rank = waiting[connection]
-                ok: bool
+                rank = rank_of_connection[connection]
+                has_returned: bool
                 value: Any
                 try:
-                    ((ok, value),) = self._workers[rank][1].recv()
+                    ((has_returned, value),) = self._workers[rank][1].recv()
                 except (EOFError, ConnectionResetError):
-                    ok = False
+                    has_returned = False
                     value = Failure(f"the process died with exit code {self._exit_code(rank)}")
                 except Exception as error:
                     reason = f"what it returned can't be unpickled here: {type(error).__name__}: {error}"
-                    ok = False
+                    has_returned = False
                     value = Failure(reason, traceback.format_exc())
-                (results if ok else failures)[rank] = value
+                (results if has_returned else failures)[rank] = value
         return results, failures
 
     def _abandon(self) -> None:
@@ -188,12 +190,12 @@ class RankPool(StartedRanks):
     def _replace_lost(self) -> None:
         """Terminate all processes if one of them has died since the last call."""
         for process, connection in self._workers:
-            if connection.poll():  # nothing is sent between two calls: it is the end of the pipe
-                process.join(timeout=10)  # which may be known before the process's own
-        lost = {process.pid: process.exitcode for process, _ in self._workers if not process.is_alive()}
-        if lost:
-            ended = ", ".join(f"process {pid} with exit code {status}" for pid, status in lost.items())
-            warnings.warn(f"Ranks have died between two calls ({ended}); new ones are started.", stacklevel=4)
+            if connection.poll():  # nothing is sent between two calls, so the pipe has ended
+                process.join(timeout=10)  # the process may end a moment later than its pipe
+        dead_processes = {process.pid: process.exitcode for process, _ in self._workers if not process.is_alive()}
+        if dead_processes:
+            description = ", ".join(f"process {pid} with exit code {status}" for pid, status in dead_processes.items())
+            warnings.warn(f"Ranks have died between two calls ({description}); new ones are started.", stacklevel=4)
             self.close()
 
     def _exit_code(self, rank: int) -> int | None:
@@ -215,12 +217,12 @@ def _reserved_port() -> Iterator[int]:
         yield int(port_holder.getsockname()[1])
 
 
-def _work(connection: Connection) -> None:
+def _answer_calls(connection: Connection) -> None:
     """Answer calls in a rank's process."""
     import torch
 
     torch.set_num_threads(1)
-    answer_calls(connection, lambda *call: [answered(partial(_call, *call))])
+    answer_calls(connection, lambda *call: [answer_of(partial(_call, *call))])
 
 
 def _call(
@@ -236,7 +238,7 @@ def _call(
             try:
                 args = receive()
                 function = import_function(module, name)
-                leave_out_of_collections()
+                freeze_modules()
                 torch.manual_seed(0)
                 return _in_host_memory(function(*args))
             finally:
@@ -250,7 +252,7 @@ def _call(
 
 
 def _in_host_memory(result: Any) -> Any:
-    """A result with copies of the tensors of a device: no process can read that memory when its owner has ended."""
+    """Copy a result's device tensors to the host: no process can read device memory when its owner has ended."""
     from torch import Tensor
 
     from fsdp_core.devices import is_accelerator
@@ -263,7 +265,7 @@ def _in_host_memory(result: Any) -> Any:
 
 
 def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """The variables of a rank, as ``torchrun`` sets them: of one host with all ranks, or of a host for each rank."""
+    """Return the variables of a rank, as ``torchrun`` sets them for one host with all ranks or a host for each."""
     variables = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),

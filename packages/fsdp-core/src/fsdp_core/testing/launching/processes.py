@@ -18,13 +18,13 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from fsdp_core.testing.launching.forking import within
+from fsdp_core.testing.launching.forking import scaled_limit
 
-__all__ = ["SECONDS", "Ended", "fresh_environment", "interruptible", "start"]
+__all__ = ["TIME_LIMIT", "FinishedScript", "fresh_environment", "interruptible", "start"]
 
-SECONDS = 120  # per script, which takes about ten
-_TOKEN = "FSDP_TESTS_STARTED_THIS"
-#: The variables that launchers set for ranks; training in the tests' own process leaves some of them behind.
+TIME_LIMIT = 120  # per script, which takes about ten
+_TOKEN_VARIABLE = "FSDP_TESTS_STARTED_THIS"
+#: The variables that launchers set for ranks. Some are left in the tests' own process, if that has trained.
 _RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "TORCHELASTIC_RUN_ID", "TORCH_DEVICE_BACKEND_AUTOLOAD"),
@@ -32,7 +32,7 @@ _RANK_VARIABLES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class FinishedScript:
     """The result of a script that has ended.
 
     Attributes:
@@ -46,20 +46,20 @@ class Ended:
     seconds: float
 
     @property
-    def said(self) -> list[dict[str, Any]]:
+    def json_lines(self) -> list[dict[str, Any]]:
         """The lines of JSON that its processes wrote."""
         return [json.loads(line) for line in self.output.splitlines() if line.startswith("{")]
 
     def reports(self, front_end: str) -> list[dict[str, Any]]:
         """The final report of each rank, by rank."""
         return sorted(
-            (report for report in self.said if report.get("front_end") == front_end),
+            (report for report in self.json_lines if report.get("front_end") == front_end),
             key=lambda report: int(report["rank"]),
         )
 
 
 def fresh_environment() -> dict[str, str]:
-    """The environment variables of this process, without those that a script would mistake for its launcher's."""
+    """Return this process's environment variables, without those that a script would take for its launcher's."""
     return {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
 
 
@@ -68,7 +68,7 @@ def _find_started(token: str) -> list[psutil.Process]:
     running = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(_TOKEN) == token and process.status() != psutil.STATUS_ZOMBIE:
+            if process.environ().get(_TOKEN_VARIABLE) == token and process.status() != psutil.STATUS_ZOMBIE:
                 running.append(process)
         except psutil.Error:
             continue
@@ -96,7 +96,7 @@ def start(
     folder: Path | None = None,
     meanwhile: Callable[[subprocess.Popen[bytes], Path], None] | None = None,
     **environ: str,
-) -> Ended:
+) -> FinishedScript:
     """Run Python with a command line, and check that it leaves no process behind.
 
     Args:
@@ -107,13 +107,19 @@ def start(
         **environ: Environment variables.
     """
     token = uuid.uuid4().hex
-    began = time.monotonic()
+    start_time = time.monotonic()
     file = tmp / f"{token}.txt"
     with file.open("wb") as out, interruptible():
         process = subprocess.Popen(
             [sys.executable, *command],
             cwd=folder or tmp,
-            env={**fresh_environment(), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", _TOKEN: token, **environ},
+            env={
+                **fresh_environment(),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONUNBUFFERED": "1",
+                _TOKEN_VARIABLE: token,
+                **environ,
+            },
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -122,15 +128,15 @@ def start(
     try:
         if meanwhile is not None:
             meanwhile(process, file)
-        status = process.wait(timeout=within(SECONDS))
-        seconds = time.monotonic() - began
-        # a rank may end a little after the one that started it
+        status = process.wait(timeout=scaled_limit(TIME_LIMIT))
+        seconds = time.monotonic() - start_time
+        # A rank may end a moment after the process that started it.
         _, survivors = psutil.wait_procs(_find_started(token), timeout=10)
         assert not survivors, f"{survivors} were left behind:\n{file.read_text()}"
     except subprocess.TimeoutExpired:
-        pytest.fail(f"{command} did not end within {within(SECONDS):g} s:\n{file.read_text()}")
+        pytest.fail(f"{command} did not end within {scaled_limit(TIME_LIMIT):g} s:\n{file.read_text()}")
     finally:
         for remaining in _find_started(token):
             remaining.kill()
         process.wait()
-    return Ended(status=status, output=file.read_text(), seconds=seconds)
+    return FinishedScript(status=status, output=file.read_text(), seconds=seconds)

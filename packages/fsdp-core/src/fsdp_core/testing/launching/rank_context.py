@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fsdp_core.gradients.clipping import local_tensor
 
-__all__ = ["Here", "here", "stand_on"]
+__all__ = ["RankContext", "rank_context", "set_rank_context"]
 
 
-class Here:
+class RankContext:
     """A rank in its own process, as ``torchrun`` starts it. For other ranks, a backend provides a subclass.
 
     Attributes:
@@ -54,19 +54,19 @@ class Here:
         return self.local(tensor).numel()
 
 
-_here = Here()
+_context = RankContext()
 
 
-def here() -> Here:
-    """The calling rank."""
-    return _here
+def rank_context() -> RankContext:
+    """Return the context of the calling rank."""
+    return _context
 
 
-def stand_on(ranks: Here) -> None:
-    """Set what this process runs the suite's functions on; called once, before the first of them.
+def set_rank_context(ranks: RankContext) -> None:
+    """Set the context of this process's ranks. Called once, before the suite's first function.
 
     Args:
-        ranks: The object for all ranks of this process; if they are threads, it must answer for the calling one.
+        ranks: The context. If ranks are threads, its members must answer for the thread that calls them.
     """
-    global _here
-    _here = ranks
+    global _context
+    _context = ranks

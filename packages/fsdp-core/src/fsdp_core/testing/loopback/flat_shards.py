@@ -49,7 +49,7 @@ class FlatShard:
         self.gathered: nn.Parameter | None = None
         self.was_trained = self.local.requires_grad
         self.gradient: Tensor | None = None
-        # an optimizer that waits to be re-pointed still holds it
+        # An optimizer still holds it until it is re-pointed, so only its memory is freed.
         parameter.data = parameter.data.new_empty(()).expand(self.shape)
         self.give_to_owners(self.local)
 
@@ -60,7 +60,7 @@ class FlatShard:
         return Part(name=self.names[0], shape=self.shape, range=FlatRange(offset=0, start=self.start, length=length))
 
     def padded(self, full: Tensor) -> Tensor:
-        """A tensor of the parameter's shape as ``length`` elements for each rank, one rank after the other."""
+        """Flatten a tensor of the parameter's shape, and pad it to ``length`` elements for each rank."""
         return pad(full.reshape(-1), (0, self.length * self.runtime.world_size - self.numel))
 
     def local_range(self, full: Tensor) -> Tensor:
@@ -80,10 +80,11 @@ class FlatShard:
         return self.runtime.reduce_scatter(self.padded(gradient).view(self.runtime.world_size, self.length))
 
     def take_gradient(self, gathered: Tensor) -> None:
-        """Add the gathered parameter's gradient to ``gradient``: it may be freed before gradients are reduced."""
+        """Add the gathered parameter's gradient to ``gradient``: the parameter may be freed before the reduction."""
+        # By the descriptor: in a manual step, the attribute may show a shard's gradient.
         grad = _GRAD.__get__(gathered)
-        _GRAD.__set__(gathered, None)  # not the attribute, which may show a shard's gradient in a step by hand
-        if grad is not None:  # it was frozen since the forward pass
+        _GRAD.__set__(gathered, None)
+        if grad is not None:  # None if the parameter was frozen after the forward pass
             self.gradient = grad if self.gradient is None else self.gradient + grad
 
     def give_to_owners(self, parameter: nn.Parameter) -> None:

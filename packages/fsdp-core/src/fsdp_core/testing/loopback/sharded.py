@@ -48,10 +48,10 @@ class LoopbackSharded(Sharded):
         runtime: The ranks.
 
     Attributes:
-        shards: Of its parameters, in the module's order.
-        replicated: Its 0-dim parameters, which stay whole.
-        end: Tells when to reduce gradients.
-        step: What gathered parameters show for their gradients inside a step by hand.
+        shards: The shards of its parameters, in the module's order.
+        replicated: Its 0-dim parameters, which are not sharded.
+        end: Calls the reduction at the end of a backward pass.
+        step: The gradients that gathered parameters show within a manual step.
     """
 
     def __init__(self, module: nn.Module, shard_class: type[FlatShard], runtime: Runtime) -> None:
@@ -62,7 +62,7 @@ class LoopbackSharded(Sharded):
         self.replicated = ReplicatedParameters(replicated, module, runtime)
         self.end = EndOfBackward([], module, lambda: self._after_backward())
         self.step = StepGradients(module)
-        self._times_written = 0
+        self._writes_when_gathered = 0
         self._watch: StepWrites | None = None
         module.register_forward_pre_hook(_gather)
 
@@ -101,24 +101,24 @@ class LoopbackSharded(Sharded):
                 self.end.follow(shard.gathered)
                 shard.was_trained = not shard.local.requires_grad
                 shard.give_to_owners(shard.gathered)
-            if shard.was_trained != shard.local.requires_grad:  # it was frozen, or unfrozen, since
+            if shard.was_trained != shard.local.requires_grad:  # frozen or unfrozen since it was gathered
                 shard.was_trained = shard.local.requires_grad
                 shard.gathered.requires_grad_(shard.was_trained)
-        self._times_written = self._times_shards_written()
+        self._writes_when_gathered = self._count_shard_writes()
 
     def _after_backward(self) -> None:
         self.reduce()
         self.reshard()
-        if self.root in running_forwards:  # the forward pass that this pass is inside of continues
+        if self.root in running_forwards:  # the backward pass was inside a forward pass, which continues
             self.resume_forward()
             self.inner_pass_ended()
 
     def reduce(self) -> None:
         """Add the mean of the ranks' gradients to the gradients of the shards. All ranks must call it."""
-        has = torch.tensor([float(shard.gradient is not None) for shard in self.shards])
-        some_rank_has = self.runtime.all_reduce(has, "max")
-        for shard, used in zip(self.shards, some_rank_has.tolist(), strict=True):
-            if used:
+        has_gradient = torch.tensor([float(shard.gradient is not None) for shard in self.shards])
+        used_on_any_rank = self.runtime.all_reduce(has_gradient, "max")
+        for shard, is_used in zip(self.shards, used_on_any_rank.tolist(), strict=True):
+            if is_used:
                 gradient = shard.local.new_zeros(shard.shape) if shard.gradient is None else shard.gradient
                 reduced = shard.reduce_scatter(gradient.detach())
                 shard.local.grad = reduced if shard.local.grad is None else shard.local.grad + reduced
@@ -135,7 +135,9 @@ class LoopbackSharded(Sharded):
     def reshard(self) -> None:
         for shard in self.shards:
             if shard.gathered is not None:
-                if shard.gathered.requires_grad != shard.was_trained:  # users set it there
+                if (
+                    shard.gathered.requires_grad != shard.was_trained
+                ):  # users have frozen or unfrozen the gathered parameter
                     shard.local.requires_grad_(shard.gathered.requires_grad)
                 shard.gathered = None
                 shard.give_to_owners(shard.local)
@@ -144,7 +146,7 @@ class LoopbackSharded(Sharded):
         self.step.on = False
 
     def follow_written_shards(self) -> None:
-        if self._times_shards_written() != self._times_written:
+        if self._count_shard_writes() != self._writes_when_gathered:
             self.resume_forward()
             if self._watch is not None:
                 self._watch.renew()
@@ -152,7 +154,7 @@ class LoopbackSharded(Sharded):
     def gather_again(self) -> None:
         self.gather()
 
-    def _times_shards_written(self) -> int:
+    def _count_shard_writes(self) -> int:
         return sum(shard.local._version for shard in self.shards)
 
     def resume_forward(self) -> None:

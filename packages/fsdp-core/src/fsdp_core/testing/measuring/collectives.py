@@ -37,12 +37,12 @@ def count_collectives(work: Callable[[], object], name: str) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         work()
     profiler: Any = profile.profiler
-    names = [event.name() for event in profiler.kineto_results.events()]  # key_averages() would take far longer
+    names = [event.name() for event in profiler.kineto_results.events()]  # faster than key_averages()
     return sum("c10d::" in event_name and name in event_name for event_name in names)
 
 
 def count_in_steps(strategy: str, shard_by_hand: Callable[[nn.Module], nn.Module]) -> tuple[dict[str, Any], ...]:
-    """Count the gathers and the reductions of some steps, each after one of its kind, on each of two ranks.
+    """Count the gathers and the reductions of some steps on each of two ranks. Each step is taken once before.
 
     Args:
         strategy: The name of the strategy, which shards each :class:`Layer` under Fabric.
@@ -53,30 +53,34 @@ def count_in_steps(strategy: str, shard_by_hand: Callable[[nn.Module], nn.Module
     """
     fabric = new_fabric(strategy, 2, {"auto_wrap_policy": {Layer}})
     nets = [_new_layers(), _new_layers()]
-    of_fabric = [fabric.setup(net, oracle.sgd(net))[0] for net in nets]
-    by_hand = [shard_by_hand(_new_layers()) for _ in nets]
-    return _count(of_fabric, fabric.backward), _count(by_hand, Tensor.backward)
+    fabric_models = [fabric.setup(net, oracle.sgd(net))[0] for net in nets]
+    hand_sharded = [shard_by_hand(_new_layers()) for _ in nets]
+    return _count(fabric_models, fabric.backward), _count(hand_sharded, Tensor.backward)
 
 
 def _count(nets: Sequence[Callable[[Tensor], Tensor]], backward: Callable[[Tensor], Any]) -> dict[str, Any]:
-    """Of two modules, the second of which generates what the first judges."""
+    """Count the gathers and reductions of steps with two modules; the second generates what the first judges."""
     judge, generate = nets
     x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
 
-    def plain() -> None:
+    def plain_step() -> None:
         backward(mse_loss(judge(x), x.flip(1)))
 
-    def of_input() -> None:
+    def input_gradient() -> None:
         point = x.clone().requires_grad_(True)
         torch.autograd.grad(judge(point).sum(), point)
 
-    def adversarial() -> None:
+    def adversarial_steps() -> None:
         generated = generate(x)
         backward(judge(x).mean() - judge(generated.detach()).mean())
         backward(-judge(generate(x)).mean())
 
     counts = {}
-    for name, step in {"plain": plain, "gradient of an input": of_input, "two networks": adversarial}.items():
+    for name, step in {
+        "plain": plain_step,
+        "gradient of an input": input_gradient,
+        "two networks": adversarial_steps,
+    }.items():
         step()
         counts[name] = tuple(count_collectives(step, collective) for collective in ("allgather", "reduce_scatter"))
     return counts

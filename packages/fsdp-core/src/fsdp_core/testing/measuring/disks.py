@@ -49,6 +49,11 @@ class Disk:
                 raise OSError(errno.ENOSPC, "No space left on device")
 
 
+_lock = threading.Lock()
+#: The shared disk and its patch, once for each context that is entered.
+_users: list[tuple[Disk, pytest.MonkeyPatch]] = []
+
+
 @contextmanager
 def disk(*, seconds: float = 0.0, room: int | None = None, opened: bool = True) -> Iterator[Disk]:
     """A context in which this process writes checkpoints through a :class:`Disk`.
@@ -62,17 +67,17 @@ def disk(*, seconds: float = 0.0, room: int | None = None, opened: bool = True) 
     """
     with _lock:
         if not _users:
-            used = Disk()
-            used.seconds, used.room = seconds, room
+            shared_disk = Disk()
+            shared_disk.seconds, shared_disk.room = seconds, room
             if not opened:
-                used.opened.clear()
+                shared_disk.opened.clear()
             patch = pytest.MonkeyPatch()
-            patch.setattr(Folder, "writing", _through(used, Folder.writing))
+            patch.setattr(Folder, "writing", _writing_through(shared_disk, Folder.writing))
         else:
-            used, patch = _users[-1]
-        _users.append((used, patch))
+            shared_disk, patch = _users[-1]
+        _users.append((shared_disk, patch))
     try:
-        yield used
+        yield shared_disk
     finally:
         with _lock:
             _users.pop()
@@ -80,24 +85,20 @@ def disk(*, seconds: float = 0.0, room: int | None = None, opened: bool = True) 
                 patch.undo()
 
 
-_lock = threading.Lock()
-_users: list[tuple[Disk, pytest.MonkeyPatch]] = []
-
-
-def _through(used: Disk, writing: Any) -> Any:
+def _writing_through(shared_disk: Disk, writing: Any) -> Any:
     @contextmanager
-    def watched(folder: Folder, name: str) -> Iterator[BinaryIO]:
-        used.wait()
+    def writing_to_disk(folder: Folder, name: str) -> Iterator[BinaryIO]:
+        shared_disk.wait()
         with writing(folder, name) as stream:
-            yield cast("BinaryIO", _Stream(stream, used))
+            yield cast("BinaryIO", _Stream(stream, shared_disk))
 
-    return watched
+    return writing_to_disk
 
 
 class _Stream:
-    def __init__(self, stream: BinaryIO, used: Disk) -> None:
-        self._stream, self._used = stream, used
+    def __init__(self, stream: BinaryIO, shared_disk: Disk) -> None:
+        self._stream, self._disk = stream, shared_disk
 
     def write(self, piece: Any) -> int:
-        self._used.take(len(piece))
+        self._disk.take(len(piece))
         return self._stream.write(piece)

@@ -41,16 +41,16 @@ def peak_of(work: Callable[[], Any]) -> int:
     """The peak memory of this process during ``work``, in bytes above what it used before."""
     start = _start()
     work()
-    return _status("VmHWM") - start
+    return _read_status("VmHWM") - start
 
 
 def _start() -> int:
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
+    return _read_status("VmRSS")
 
 
-def _status(field: str) -> int:
+def _read_status(field: str) -> int:
     lines = Path("/proc/self/status").read_text(errors="replace").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
@@ -99,10 +99,10 @@ def built_under_fabric(strategy: str, world_size: int, blocks: int) -> tuple[int
             net = Deep(blocks, width)
         return fabric.setup(net)
 
-    warm = [build(2, 8)]  # allocates what is needed only once
-    peak = peak_of(lambda: warm.append(build(blocks)))
-    ours: Any = fabric.strategy
-    return peak, first_rows(full_state(ours, ours.roots[-1]))
+    kept_models = [build(2, 8)]  # a small model first, which allocates what is needed only once
+    peak = peak_of(lambda: kept_models.append(build(blocks)))
+    strategy_of_fabric: Any = fabric.strategy
+    return peak, first_rows(full_state(strategy_of_fabric, strategy_of_fabric.roots[-1]))
 
 
 class _Configured(Lit):
@@ -118,7 +118,7 @@ class _Configured(Lit):
                 self.net = Deep(self.blocks, self.width)
 
     def on_train_start(self) -> None:
-        self.status = _status("VmHWM")
+        self.status = _read_status("VmHWM")
         self.state = first_rows(full_state(self.trainer.strategy))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
@@ -127,7 +127,7 @@ class _Configured(Lit):
 
 
 def configured_under_trainer(strategy: str, tmp: str, world_size: int, blocks: int) -> tuple[int, dict[str, Tensor]]:
-    """The same for ``configure_model()`` under the Trainer, up to the start of training."""
+    """The peak memory of building in ``configure_model()`` up to the start of training, and the first rows."""
 
     def fit(module: _Configured) -> None:
         new_trainer(tmp, strategy, world_size, max_steps=1).fit(module, loader(1, world_size))
@@ -150,11 +150,11 @@ def assert_built_in_a_shard_and_a_layer(ranks: RankPool, tmp: str, strategy: str
     blocks = 16  # 128 MiB
     with oracle.seeded(1):
         unsharded = first_rows(Deep(blocks).state_dict())
-    for world_size, built in (
+    for world_size, results in (
         (2, ranks.run(2, built_under_fabric, strategy, 2, blocks, timeout=200)),
         (4, ranks.run(4, configured_under_trainer, strategy, tmp, 4, blocks, timeout=200)),
     ):
-        for peak, rows in built:
+        for peak, rows in results:
             assert peak <= 1.25 * (blocks / world_size + 1) * BLOCK_BYTES, f"{peak / 2**20:.0f} MiB"
             for name, tensor in unsharded.items():
                 assert torch.equal(rows[name], tensor), name

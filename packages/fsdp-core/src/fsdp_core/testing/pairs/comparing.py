@@ -15,34 +15,34 @@ from fsdp_core.testing.pairs.unsharded_run import Run
 
 __all__ = ["DOUBLE_TOLERANCE", "differences", "differing_bits"]
 
-#: fp64: the order of additions differs between one process and several; measured differences stay below 1e-15, and
-#: a fault that is one part in a thousand million of a gradient shows.
+#: For fp64. The order of additions differs between one process and several; measured differences stay below 1e-15, and
+#: a fault of a billionth of a gradient is detected.
 DOUBLE_TOLERANCE = 1e-12
 
-#: By label of the precision, where it is not half precision: how far a tensor may be from the oracle's, as a part of
-#: its norm, and of the largest norm among tensors of its kind: gradients that cancel out are as inexact as what they
-#: are the sums of.
+#: By label of a precision that is not half: how far a tensor may be from the oracle's, relative to its own norm plus a
+#: tenth of the largest norm of its quantity. The latter is for sums that cancel out, which are as inexact as their
+#: terms.
 _TOLERANCES: Mapping[str, float] = {"double": DOUBLE_TOLERANCE, "32-true": FP32_TOLERANCE}
 
-#: In half precision, an element below what gradients are clipped to by value is as inexact as those above were.
+#: The factor for half precision with clipping by value: clipping makes large elements small, but not their errors.
 _CLIPPED_BY_VALUE = 10.0
 
 Array = np.ndarray[Any, Any]
 
 
 def _join(pieces_of_ranks: Sequence[Piece | None], name: str, messages: list[str]) -> Array:
-    """One copy of a tensor, from the parts of all ranks; what is wrong with the parts is added to ``messages``."""
+    """Join the pieces of all ranks to one tensor, and add what is wrong with the pieces to ``messages``."""
     pieces = {rank: piece for rank, piece in enumerate(pieces_of_ranks) if piece is not None}
     full: Array = np.zeros(next(iter(pieces.values())).shape)
-    times: Array = np.zeros(full.shape, dtype=int)
+    copy_counts: Array = np.zeros(full.shape, dtype=int)
     for piece in pieces.values():
         own_boxes = piece.boxes if piece.replica == 0 else ()
         for offsets, data in own_boxes:
             box = tuple(slice(o, o + n) for o, n in zip(offsets, data.shape, strict=True))
             full[box] = data
-            times[box] += 1
-    if (times != 1).any():
-        messages.append(f"{name}: some elements are held {sorted(set(times.ravel().tolist()))} times by copy 0")
+            copy_counts[box] += 1
+    if (copy_counts != 1).any():
+        messages.append(f"{name}: some elements are held {sorted(set(copy_counts.ravel().tolist()))} times by copy 0")
     for rank, piece in pieces.items():
         for offsets, data in piece.boxes:
             box = tuple(slice(o, o + n) for o, n in zip(offsets, data.shape, strict=True))
@@ -52,7 +52,7 @@ def _join(pieces_of_ranks: Sequence[Piece | None], name: str, messages: list[str
 
 
 def _join_all(pieces_of_ranks: Sequence[Pieces], quantity: str, messages: list[str]) -> dict[Any, Array]:
-    # a rank that holds nothing of a tensor may not name it
+    # All ranks' names, since a rank that holds nothing of a tensor may not have its name.
     names = dict.fromkeys(name for pieces in pieces_of_ranks for name in pieces)
     return {
         name: _join([pieces.get(name) for pieces in pieces_of_ranks], f"{quantity} of {name}", messages)
@@ -103,12 +103,14 @@ def differences(outcomes: Sequence[Outcome], want: Run, configuration: Configura
     for index, (loss, wanted) in enumerate(zip(losses, want.losses[begun:], strict=True)):
         if not abs(loss - wanted) <= tolerance * (1 + abs(wanted)):
             messages.append(f"loss of micro-batch {begun + index}: {loss} instead of {wanted}")
-    skipped = sum(is_last(index, accumulate) for index in range(begun))
-    if configuration["front_end"] != "by hand":  # whose steps are within a forward pass
+    skipped_steps = sum(is_last(index, accumulate) for index in range(begun))
+    if (
+        configuration["front_end"] != "by hand"
+    ):  # manual steps are inside a forward pass, where gradients are not recorded
         for step, (wanted_gradients, *pieces_of_ranks) in enumerate(
-            zip(want.gradients[skipped:], *[outcome.gradients for outcome in outcomes], strict=True)
+            zip(want.gradients[skipped_steps:], *[outcome.gradients for outcome in outcomes], strict=True)
         ):
-            quantity = f"gradient in step {skipped + step}"
+            quantity = f"gradient in step {skipped_steps + step}"
             messages += _compare(
                 _join_all(pieces_of_ranks, quantity, messages), _arrays(wanted_gradients), quantity, tolerance
             )
@@ -145,12 +147,12 @@ def differing_bits(resumed: Sequence[Outcome], uninterrupted: Sequence[Outcome])
             messages += [
                 f"{quantity} of {name} on rank {rank}, after the resume"
                 for name in want
-                if name not in got or not _same(got[name], want[name])
+                if name not in got or not _is_bit_equal(got[name], want[name])
             ]
     return messages
 
 
-def _same(a: Piece, b: Piece) -> bool:
+def _is_bit_equal(a: Piece, b: Piece) -> bool:
     return (a.shape, a.dtype, a.replica, len(a.boxes)) == (b.shape, b.dtype, b.replica, len(b.boxes)) and all(
         box_a[0] == box_b[0] and np.array_equal(box_a[1], box_b[1], equal_nan=True)
         for box_a, box_b in zip(a.boxes, b.boxes, strict=True)

@@ -26,7 +26,7 @@ class Value:
     Attributes:
         options: The strategy's options that it sets.
         needs: Capabilities, or names of options, that the strategy must declare, besides what ``options`` request.
-        seldom: Whether it takes seconds, so that it is drawn only where thousands are.
+        seldom: Whether a run with it takes seconds. It is then drawn only if thousands of configurations are.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -67,7 +67,7 @@ def of_option(name: str, *values: Any, seldom: bool = False) -> Dimension:
 _ACCUMULATES = (Capability.GRADIENT_ACCUMULATION,)
 _MIXED = (Capability.MIXED_PRECISION,)
 
-#: What is drawn for every strategy that declares it. The mesh, and options of one strategy alone, are added to it.
+#: The dimensions of all strategies, from which undeclared values are left out. Added are the mesh and a strategy's own.
 DIMENSIONS: tuple[Dimension, ...] = (
     Dimension(
         name="front_end",
@@ -139,7 +139,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
     of_option("async_save", True),
 )
 
-#: What can't be: labels of some dimensions, several of one dimension as a tuple, and the reason.
+#: Combinations that are impossible: labels by dimension, several of one dimension as a tuple, and the reason.
 FORBIDDEN: tuple[tuple[Mapping[str, str | tuple[str, ...]], str], ...] = (
     ({"front_end": "trainer", "optimizer": "two"}, "Lightning takes several optimizers for manual optimization alone"),
     ({"front_end": ("trainer", "by hand"), "clip": "largest"}, "the Trainer clips by norms of order 2"),

@@ -1,4 +1,4 @@
-"""Draws configurations that together cover pairs of values: every two values of different dimensions that can meet."""
+"""Draws configurations that together cover all possible pairs of values of different dimensions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Pair", "Rule", "coverage", "draw", "forbids", "pairs_of"]
 #: Two labels, each with its dimension.
 Pair = frozenset[tuple[str, str]]
 
-#: Labels that can't be together; several of one dimension as a tuple.
+#: Labels by dimension that can't occur together; several of one dimension as a tuple.
 Rule = Mapping[str, str | tuple[str, ...]]
 
-#: Attempts to complete a pair before it is taken for one that can't be.
+#: Attempts to complete a pair before it is taken to be impossible.
 _ATTEMPTS = 60
 
 
@@ -35,18 +35,19 @@ def forbids(rule: Rule, configuration: Configuration) -> bool:
 
 def pairs_of(configuration: Configuration) -> set[Pair]:
     """The pairs of values that a configuration combines."""
-    return {frozenset(two) for two in combinations(configuration.items(), 2)}
+    return {frozenset(pair_of_items) for pair_of_items in combinations(configuration.items(), 2)}
 
 
 def draw(dimensions: Sequence[Dimension], rules: Sequence[Rule], seed: int) -> Iterator[dict[str, str]]:
-    """Draw configurations without end: first those that cover all pairs that can be, then any.
+    """Draw configurations without end: first such that they cover all possible pairs, then any.
 
-    Each is completed from a pair that none has covered yet, value by value, with what covers most of the others.
+    Each begins with a pair that no configuration has covered yet. The other values are chosen one by one, each such
+    that it covers the most of the remaining pairs.
 
     Args:
         dimensions: What is combined.
-        rules: What can't be.
-        seed: Of the draw: the same gives the same configurations.
+        rules: Combinations that are impossible.
+        seed: The seed of the draw; the same seed gives the same configurations.
 
     Yields:
         One label for each dimension.
@@ -77,14 +78,14 @@ def draw(dimensions: Sequence[Dimension], rules: Sequence[Rule], seed: int) -> I
 
 
 def coverage(drawn: Sequence[Configuration], dimensions: Sequence[Dimension], rules: Sequence[Rule]) -> tuple[int, int]:
-    """How many pairs configurations cover, and how many can be."""
+    """Return how many pairs the configurations cover, and how many are possible."""
     labels = {dimension.name: list(dimension.values) for dimension in dimensions}
     rng = random.Random(0)
     covered = set[Pair]().union(*map(pairs_of, drawn)) if drawn else set()
-    can_be = covered | {
+    possible_pairs = covered | {
         pair for pair in _all_pairs(labels) - covered if _complete(dict(pair), labels, rules, None, rng) is not None
     }
-    return len(covered), len(can_be)
+    return len(covered), len(possible_pairs)
 
 
 def _all_pairs(labels: Mapping[str, Sequence[str]]) -> set[Pair]:
@@ -97,34 +98,37 @@ def _all_pairs(labels: Mapping[str, Sequence[str]]) -> set[Pair]:
 
 
 def _complete(
-    begun: dict[str, str],
+    fixed_labels: dict[str, str],
     labels: Mapping[str, Sequence[str]],
     rules: Sequence[Rule],
     covered: set[Pair] | None,
     rng: random.Random,
 ) -> dict[str, str] | None:
-    """Add the dimensions that are missing, in any order; ``None`` if no attempt gives what is allowed."""
-    if any(forbids(rule, begun) for rule in rules):
+    """Add the missing dimensions, in any order; ``None`` if no attempt gives an allowed configuration."""
+    if any(forbids(rule, fixed_labels) for rule in rules):
         return None
     for _ in range(_ATTEMPTS):
-        drawn = dict(begun)
-        for name in rng.sample([name for name in labels if name not in begun], len(labels) - len(begun)):
-            allowed = [
+        drawn = dict(fixed_labels)
+        missing_names = [name for name in labels if name not in fixed_labels]
+        for name in rng.sample(missing_names, len(missing_names)):
+            allowed_labels = [
                 label
                 for label in rng.sample(labels[name], len(labels[name]))
                 if not any(forbids(rule, {**drawn, name: label}) for rule in rules)
             ]
-            if not allowed:
+            if not allowed_labels:
                 break
             drawn[name] = (
-                allowed[0] if covered is None else max(allowed, key=lambda label: _new(drawn, name, label, covered))
+                allowed_labels[0]
+                if covered is None
+                else max(allowed_labels, key=lambda label: _count_new_pairs(drawn, name, label, covered))
             )
         else:
             return {name: drawn[name] for name in labels}
     return None
 
 
-def _new(drawn: Mapping[str, str], name: str, label: str, covered: set[Pair]) -> int:
+def _count_new_pairs(drawn: Mapping[str, str], name: str, label: str, covered: set[Pair]) -> int:
     return sum(frozenset({(name, label), other}) not in covered for other in drawn.items())
 
 

@@ -17,7 +17,7 @@ __all__ = ["CLIP", "MICRO_BATCHES", "PairsNet", "batches", "is_last", "loss_of",
 #: Micro-batches of a run. Neither 2 nor 3 divides them, so that the last step of an accumulation has fewer.
 MICRO_BATCHES = 5
 
-#: What gradients are clipped to, small enough to do so in every step.
+#: The limits for clipping, so small that gradients are clipped in every step.
 CLIP = {"norm": 0.05, "largest": 0.01, "value": 0.003}
 
 
@@ -51,12 +51,12 @@ class PairsNet(nn.Module):
         self.register_buffer("calls", torch.tensor(0))
 
     def forward(self, x: Tensor, index: int) -> Tensor:
-        """What the net makes of the micro-batch of this number."""
+        """Return the output for the micro-batch of this index."""
         if self.training:
             self.calls += 1
         rows = self.table((x > 0).sum(-1))
         x = self.inp(x)
-        x = x * self.scale.to(x.dtype) + rows  # under mixed precision too, what goes from layer to layer is half
+        x = x * self.scale.to(x.dtype) + rows  # keeps activations in half precision under mixed precision
         for block in self.blocks:
             x = block(x)
         if not self.seldom or index % 2 == 0:
@@ -83,7 +83,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def is_last(index: int, accumulate: int) -> bool:
-    """Whether a step follows the micro-batch of this number, as under the Trainer, whose last step may have fewer."""
+    """Whether a step follows this micro-batch, as under the Trainer: the last step may have fewer micro-batches."""
     return (index + 1) % accumulate == 0 or index + 1 == MICRO_BATCHES
 
 

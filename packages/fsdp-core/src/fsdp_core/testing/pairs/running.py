@@ -23,7 +23,7 @@ from fsdp_core.errors import UnsupportedCapabilityError
 from fsdp_core.gradients.step_gradients import plain
 from fsdp_core.state.chunks import ChunkedTensor, chunked
 from fsdp_core.state.layout import Layout
-from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.oracle import BATCH
 from fsdp_core.testing.pairs.dimensions import Configuration
 from fsdp_core.testing.pairs.net import CLIP, MICRO_BATCHES, batches, is_last, loss_of, new_net, optimizers
@@ -68,7 +68,7 @@ class Piece:
     """What one rank holds of a tensor.
 
     Attributes:
-        shape: The whole tensor's.
+        shape: The shape of the full tensor.
         dtype: Its dtype.
         replica: Which copy the boxes belong to.
         boxes: The offsets of each box, and its elements in fp64.
@@ -89,13 +89,13 @@ class Outcome:
     """What one rank has of a run.
 
     Attributes:
-        losses: Of each micro-batch, of this rank's share.
-        gradients: Of each step; empty where a step is within a forward pass.
-        norms: Of each step and optimizer, as ``clip_gradients`` returns them.
-        weights: At the end.
+        losses: The loss of each micro-batch, on this rank's share.
+        gradients: The gradients of each step; empty if steps are inside a forward pass.
+        norms: The norm of each step and optimizer, as ``clip_gradients`` returns it.
+        weights: The weights at the end.
         moments: The optimizers' state at the end, by name and key.
-        refused: The message, if what was asked is refused as unsupported.
-        failed: The traceback, if anything else was raised.
+        refused: The message, if the configuration is refused as unsupported.
+        failed: The traceback, if any other error was raised.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -129,8 +129,10 @@ def run_all(requests: Sequence[RunRequest], tmp: str) -> list[Outcome]:
     return outcomes
 
 
-def _piece(value: Any) -> Piece:
-    chunks = value if isinstance(value, ChunkedTensor) else chunked(plain(torch.as_tensor(value)), rank=here().rank)
+def _to_piece(value: Any) -> Piece:
+    chunks = (
+        value if isinstance(value, ChunkedTensor) else chunked(plain(torch.as_tensor(value)), rank=rank_context().rank)
+    )
     boxes = tuple((chunk.offsets, np.array(plain(chunk.data).detach().cpu().double())) for chunk in chunks.chunks)  # type: ignore[arg-type]
     return Piece(shape=tuple(chunks.shape), dtype=str(chunks.dtype), replica=chunks.replica, boxes=boxes)
 
@@ -139,18 +141,20 @@ def _gradients(layout: Layout, optimizer: Any) -> Pieces:
     """The gradients of what an optimizer trains."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     gradients: Pieces = {}
-    here().settle()
+    rank_context().settle()
     for parameter, parts in layout.items():
         if parameter.grad is not None and id(parameter) in trained:
-            gradients.update({part.name.removeprefix("net."): _piece(part.of(plain(parameter.grad))) for part in parts})
+            gradients.update(
+                {part.name.removeprefix("net."): _to_piece(part.of(plain(parameter.grad))) for part in parts}
+            )
     return gradients
 
 
-def _end(strategy: Any, steppers: Sequence[torch.optim.Optimizer], outcome: Outcome) -> None:
+def _record_end(strategy: Any, steppers: Sequence[torch.optim.Optimizer], outcome: Outcome) -> None:
     sharded = sharded_by(strategy)
-    here().settle()
+    rank_context().settle()
     outcome.weights = {
-        name.removeprefix("net."): _piece(value)
+        name.removeprefix("net."): _to_piece(value)
         for name, value in sharded.model_state().items()
         if isinstance(value, (Tensor, ChunkedTensor))
     }
@@ -159,7 +163,7 @@ def _end(strategy: Any, steppers: Sequence[torch.optim.Optimizer], outcome: Outc
         for name, values in state.items():
             for key, value in values.items():
                 if value is not None:
-                    outcome.moments[name.removeprefix("net."), key] = _piece(value)
+                    outcome.moments[name.removeprefix("net."), key] = _to_piece(value)
 
 
 def _precision(request: RunRequest, plugin: Any) -> Any:
@@ -177,7 +181,7 @@ def _net(request: RunRequest) -> Any:
     return net
 
 
-def _look_at(model: Any, net: Any, x: Tensor, how: str) -> None:
+def _use_between_batches(model: Any, net: Any, x: Tensor, how: str) -> None:
     """Use the model between two micro-batches, which must change nothing."""
     if how == "nothing":
         return
@@ -231,17 +235,17 @@ def _under_fabric(request: RunRequest, tmp: str, outcome: Outcome) -> None:
                 optimizer.step()
             for optimizer in wrapped:
                 optimizer.zero_grad(set_to_none=chosen["zeroed"] == "to none")
-        _look_at(model, net, x, chosen["between"])
+        _use_between_batches(model, net, x, chosen["between"])
         state["batch"] += 1
         if request.saves is not None and state["batch"] == request.saved_after:
             fabric.save(request.saves, state)
     used.wait_for_saves()
-    _end(used, steppers, outcome)
+    _record_end(used, steppers, outcome)
     used.teardown()
 
 
 def _before_step(optimizer: Any, steppers: Sequence[torch.optim.Optimizer], layout: Layout, outcome: Outcome) -> None:
-    """Take the gradients that an optimizer steps with: they are unscaled and clipped by then."""
+    """Record the gradients that an optimizer steps with, which are unscaled and clipped at that point."""
     if optimizer is steppers[0]:
         outcome.gradients.append({})
     outcome.gradients[-1].update(_gradients(layout, optimizer))
@@ -275,7 +279,7 @@ class LitPairs(pl.LightningModule):
         self.automatic_optimization = not self.by_hand
         self.accumulate = int(request.configuration["accumulate"])
         self.steppers: list[torch.optim.Optimizer] = []
-        self.seen: list[Tensor] = []
+        self.batch_losses: list[Tensor] = []
 
     def train_dataloader(self) -> Any:
         assert self.trainer is not None
@@ -298,7 +302,7 @@ class LitPairs(pl.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
         x, y = batch
         loss = loss_of(self.net(x, batch_idx), y)
-        self.seen.append(loss.detach())
+        self.batch_losses.append(loss.detach())
         if not self.by_hand:
             return loss
         used: Any = self.optimizers()
@@ -319,10 +323,10 @@ class LitPairs(pl.LightningModule):
         optimizer.zero_grad(set_to_none=self.request.configuration["zeroed"] == "to none")
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        _look_at(self, self.net, batch[0], self.request.configuration["between"])
+        _use_between_batches(self, self.net, batch[0], self.request.configuration["between"])
 
 
-class _Saves(pl.Callback):
+class _SaveCallback(pl.Callback):
     def __init__(self, request: RunRequest) -> None:
         self.request = request
 
@@ -333,7 +337,7 @@ class _Saves(pl.Callback):
 
 def _under_trainer(request: RunRequest, tmp: str, outcome: Outcome) -> None:
     chosen = request.configuration
-    arguments: dict[str, Any] = {"callbacks": [_Saves(request)]}
+    arguments: dict[str, Any] = {"callbacks": [_SaveCallback(request)]}
     if chosen["front_end"] == "trainer":
         arguments["accumulate_grad_batches"] = int(chosen["accumulate"])
         if chosen["clip"] != "nothing":
@@ -344,5 +348,5 @@ def _under_trainer(request: RunRequest, tmp: str, outcome: Outcome) -> None:
     trainer = new_trainer(tmp, request.strategy, request.ranks, request.options["net."], **arguments)
     trainer.fit(module, ckpt_path=request.loads)
     strategy: Any = trainer.strategy
-    outcome.losses = [loss.item() for loss in module.seen]
-    _end(strategy, module.steppers, outcome)
+    outcome.losses = [loss.item() for loss in module.batch_losses]
+    _record_end(strategy, module.steppers, outcome)

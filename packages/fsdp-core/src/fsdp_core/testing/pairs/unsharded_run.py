@@ -18,10 +18,10 @@ class Run:
     """What a run has computed, tensors in fp64.
 
     Attributes:
-        losses: Of each micro-batch.
-        gradients: Of each step, as the optimizers get them, by parameter name; without those that have none.
-        norms: Of each step's gradients before clipping, of each optimizer, where they are clipped by norm.
-        weights: At the end, by name; buffers too.
+        losses: The loss of each micro-batch.
+        gradients: The gradients of each step, as the optimizers get them, by name of the parameters that have one.
+        norms: The norm of each step and optimizer before clipping, if gradients are clipped by norm.
+        weights: The weights and buffers at the end, by name.
         moments: The optimizers' state at the end, by parameter name and key.
     """
 

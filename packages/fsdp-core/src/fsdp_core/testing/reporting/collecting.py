@@ -16,12 +16,12 @@ from fsdp_core.testing.launching.process_ranks import RankKind
 if TYPE_CHECKING:
     from fsdp_core.testing.suite.base_class import Clauses
 
-__all__ = ["CLAUSE", "chosen", "clauses_of", "refuse_left_out"]
+__all__ = ["CLAUSE", "choose_clauses", "clauses_of", "refuse_skipped"]
 
 #: The description of a clause for the report, on its pytest item.
 CLAUSE = pytest.StashKey[dict[str, Any]]()
 
-#: The folder of the suite: its clauses may skip themselves.
+#: The kit's folder. Code in it may skip a clause; other code may not.
 _KIT = str(Path(__file__).parent.parent)
 
 
@@ -33,7 +33,7 @@ def clauses_of(cls: object) -> type[Clauses] | None:
     return cls
 
 
-def chosen(cls: type[Clauses], items: list[Any]) -> list[Any]:
+def choose_clauses(cls: type[Clauses], items: list[Any]) -> list[Any]:
     """Select from the tests that pytest has collected in a class, and mark the expected failures.
 
     Args:
@@ -57,12 +57,16 @@ def chosen(cls: type[Clauses], items: list[Any]) -> list[Any]:
         )
     info = registry.describe(cls.strategy)
     names = set(cls.clauses())
-    applying = [item for item in items if item.originalname not in names or _applies(item, info)]
-    order = {base: index for index, base in enumerate(cls.__mro__)}  # pytest begins with the last base
-    applying.sort(key=lambda item: next(order[base] for base in cls.__mro__ if item.originalname in vars(base)))
-    clauses = [item for item in applying if item.originalname in names]
-    lacks = {item: _lacks(item, info, cls.rank_pool.kind) for item in clauses}
-    _check_expected(cls, [item for item in clauses if not lacks[item]])
+    applicable = [item for item in items if item.originalname not in names or _applies(item, info)]
+    position_of_base = {
+        base: index for index, base in enumerate(cls.__mro__)
+    }  # pytest itself begins with the last base
+    applicable.sort(
+        key=lambda item: next(position_of_base[base] for base in cls.__mro__ if item.originalname in vars(base))
+    )
+    clauses = [item for item in applicable if item.originalname in names]
+    skip_reasons = {item: _skip_reason(item, info, cls.rank_pool.kind) for item in clauses}
+    _check_expected(cls, [item for item in clauses if not skip_reasons[item]])
     for item in clauses:
         needs = [str(need) for need in _needs(item)]
         refuses = [str(mark.args[0]) for mark in item.iter_markers("fsdp_undeclared")]
@@ -79,16 +83,16 @@ def chosen(cls: type[Clauses], items: list[Any]) -> list[Any]:
             "needs": needs,
             "refuses": refuses,
             "expected_failure": expected,
-            "does_not_apply": lacks[item],
+            "does_not_apply": skip_reasons[item],
         }
-        if lacks[item]:
-            item.add_marker(pytest.mark.skip(reason=lacks[item]))
+        if skip_reasons[item]:
+            item.add_marker(pytest.mark.skip(reason=skip_reasons[item]))
         elif expected is not None:
             item.add_marker(pytest.mark.xfail(reason=expected, strict=True), append=False)
-    return applying
+    return applicable
 
 
-def refuse_left_out(item: pytest.Item, report: pytest.TestReport) -> None:
+def refuse_skipped(item: pytest.Item, report: pytest.TestReport) -> None:
     """Fail a clause that something other than the suite has skipped or marked as an expected failure.
 
     Args:
@@ -98,16 +102,16 @@ def refuse_left_out(item: pytest.Item, report: pytest.TestReport) -> None:
     clause = item.stash.get(CLAUSE, None)
     if clause is None or not report.skipped:
         return
-    excused = getattr(report, "wasxfail", None)
-    if excused is not None:
-        allowed = clause["expected_failure"] is not None
-        reason = excused
+    xfail_reason = getattr(report, "wasxfail", None)
+    if xfail_reason is not None:
+        is_allowed = clause["expected_failure"] is not None
+        reason = xfail_reason
     else:
         path, _, reason = report.longrepr if isinstance(report.longrepr, tuple) else ("", 0, str(report.longrepr))
         reason = reason.removeprefix("Skipped: ")
-        allowed = bool(clause["does_not_apply"]) or _skips_itself(item, str(path), reason)
-    if not allowed:
-        if excused is not None:
+        is_allowed = bool(clause["does_not_apply"]) or _skips_itself(item, str(path), reason)
+    if not is_allowed:
+        if xfail_reason is not None:
             del report.wasxfail
         report.outcome = "failed"
         report.longrepr = (
@@ -118,7 +122,7 @@ def refuse_left_out(item: pytest.Item, report: pytest.TestReport) -> None:
 
 
 def _skips_itself(item: Any, path: str, reason: str) -> bool:
-    """Whether the suite itself skips a clause here, because something outside the strategy is missing."""
+    """Whether the suite itself has skipped a clause, because something that it needs is missing on this machine."""
     own_marks = [mark for mark in getattr(item.function, "pytestmark", ()) if mark.name in ("skip", "skipif")]
     all_marks = [mark for mark in item.iter_markers() if mark.name in ("skip", "skipif")]
     if all_marks:
@@ -134,8 +138,8 @@ def _applies(item: Any, info: StrategyInfo) -> bool:
     return not any(mark.args[0] in info.capabilities for mark in item.iter_markers("fsdp_undeclared"))
 
 
-def _lacks(item: Any, info: StrategyInfo, kind: RankKind) -> str:
-    """Why a clause does not apply to a strategy; empty where it does."""
+def _skip_reason(item: Any, info: StrategyInfo, kind: RankKind) -> str:
+    """Return why a clause does not apply to a strategy; an empty string if it does."""
     for mark in item.iter_markers("fsdp_ranks"):
         if kind not in mark.args:
             return f"about ranks that are {' or '.join(mark.args)}, and those of {info.name!r} are {kind} here"
@@ -143,9 +147,9 @@ def _lacks(item: Any, info: StrategyInfo, kind: RankKind) -> str:
     needs = _needs(item)
     undeclared = [str(need) for need in needs if isinstance(need, Capability) and need not in info.capabilities]
     missing = [need for need in needs if not isinstance(need, Capability) and need not in options]
-    lacking = [f"does not declare {', '.join(undeclared)}"] * bool(undeclared)
-    lacking += [f"has no option {', '.join(missing)}"] * bool(missing)
-    return f"{info.name!r} {' and '.join(lacking)}" if lacking else ""
+    reasons = [f"does not declare {', '.join(undeclared)}"] * bool(undeclared)
+    reasons += [f"has no option {', '.join(missing)}"] * bool(missing)
+    return f"{info.name!r} {' and '.join(reasons)}" if reasons else ""
 
 
 def _check_expected(cls: type[Clauses], items: list[Any]) -> None:

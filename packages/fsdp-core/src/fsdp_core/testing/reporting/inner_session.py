@@ -16,7 +16,7 @@ import pytest
 from fsdp_core.plugins.discovery import discover
 from fsdp_core.testing.suite.numerics.pairs import COUNT, SEED
 
-__all__ = ["Outcome", "run_clauses", "searched_first"]
+__all__ = ["Outcome", "plugins_in", "run_clauses"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +25,11 @@ class Outcome:
 
     Attributes:
         result: ``"passed"``, ``"failed"`` or ``"skipped"``.
-        said: The lines that failed, and what was wrong with them.
+        failing_lines: The lines that failed, with pytest's explanation.
     """
 
     result: str
-    said: str
+    failing_lines: str
 
 
 @dataclass
@@ -51,20 +51,20 @@ class _Session:
         report = yield
         if report.when == "call" or not report.passed:
             lines = str(report.longrepr).splitlines()
-            said = "\n".join(line for line in lines if line.startswith((">", "E")))
+            failing_lines = "\n".join(line for line in lines if line.startswith((">", "E")))
             self.outcomes[item.cls.strategy, item.name] = Outcome(
-                result=report.outcome, said=said or str(report.longrepr)
+                result=report.outcome, failing_lines=failing_lines or str(report.longrepr)
             )
         return report
 
 
 @contextmanager
-def searched_first(*folders: Path) -> Iterator[None]:
-    """A context in which plugins are looked for in folders too, by this process, its ranks and its subprocesses."""
+def plugins_in(*folders: Path) -> Iterator[None]:
+    """A context in which this process, its ranks and its subprocesses look for plugins in further folders."""
     paths = list(map(str, folders))
-    searched = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
-    with mock.patch.object(sys, "path", [*paths, *sys.path]), mock.patch.dict(os.environ, PYTHONPATH=searched):
-        for variable in (COUNT, SEED):  # what is chosen is of the draw that the suite makes by itself
+    search_path = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+    with mock.patch.object(sys, "path", [*paths, *sys.path]), mock.patch.dict(os.environ, PYTHONPATH=search_path):
+        for variable in (COUNT, SEED):  # the clauses' names are those of the suite's own draw
             os.environ.pop(variable, None)
         discover.cache_clear()
         try:
@@ -87,10 +87,10 @@ def run_clauses(folder: Path, source: str, chosen: Iterable[tuple[str, str]]) ->
     session = _Session(set(chosen))
     file = folder / "test_clauses.py"
     file.write_text(source)
-    # plugins that would take over what is this session's: output, timers, handlers
-    without = ("cacheprovider", "xdist", "timeout", "faulthandler", "unraisableexception", "threadexception")
-    quiet = [word for name in without for word in ("-p", f"no:{name}")]
-    words = ["-vv", "-s", f"--rootdir={folder}", "-c", os.devnull, f"--basetemp={folder / 'tmp'}", *quiet]
-    pytest.main([str(file), *words], plugins=[session])
+    # These plugins would change the outer session's output, timers and handlers.
+    disabled_plugins = ("cacheprovider", "xdist", "timeout", "faulthandler", "unraisableexception", "threadexception")
+    plugin_options = [word for name in disabled_plugins for word in ("-p", f"no:{name}")]
+    arguments = ["-vv", "-s", f"--rootdir={folder}", "-c", os.devnull, f"--basetemp={folder / 'tmp'}", *plugin_options]
+    pytest.main([str(file), *arguments], plugins=[session])
     assert not session.errors, "\n".join(session.errors)
     return session.outcomes

@@ -29,7 +29,7 @@ class Results:
 
     Attributes:
         expected: The description of each collected clause, by test ID, whether or not it was run.
-        interrupted: Whether the session was, and clauses may be missing.
+        interrupted: Whether the session was interrupted, so that clauses may be missing.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Results:
     def take(self, report: pytest.TestReport) -> None:
         """Record pytest's report of one phase of a test: setup, call or teardown."""
         clause: dict[str, Any] | None = getattr(report, "fsdp_clause", None)
-        if clause is not None:  # pytest-xdist's workers send all of them at their end, which an interrupt cuts off
+        if clause is not None:  # pytest-xdist's workers send all clauses only at their end, which an interrupt prevents
             self.expected.setdefault(report.nodeid, clause)
         entry = self._outcomes.setdefault(report.nodeid, {"outcome": "passed", "reason": "", "seconds": 0.0})
         entry["seconds"] += report.duration

@@ -19,7 +19,7 @@ Front = Literal["automatic", "by hand", "fabric"]
 #: Parts of the net that are called by themselves: all take and return a row of features for each row.
 PARTS = ("net.blocks[0]", "net.blocks[1]", "net.blocks[2]", "net.inp", "net.out", "net.frozen", "net.teachers[1]")
 
-#: Parameters with respect to which a step differentiates, to which it writes, and that have hooks, with their part.
+#: The parameters that steps differentiate, write to and give hooks, with the part that holds each.
 PARAMETERS = {
     "net.inp.weight": "net.inp",
     "net.frozen.weight": "net.frozen",
@@ -93,9 +93,9 @@ class _Value:
     """A tensor of a program.
 
     Attributes:
-        calls: What its graph goes through, by number.
-        sources: The tensors and parameters that it can be differentiated with respect to.
-        order: How often it was differentiated.
+        calls: The numbers of the calls and operations in its graph.
+        sources: The tensors and parameters with respect to which it can be differentiated.
+        order: How many times it was differentiated.
     """
 
     calls: frozenset[int] = frozenset()
@@ -126,12 +126,12 @@ class _Composer:
         return f"{letter}{len(self.lines)}"
 
     def row(self) -> str:
-        """A tensor of rows, which can still be differentiated; the later ones more often."""
+        """Choose a tensor of rows that can still be differentiated, later ones more often."""
         usable = [name for name, value in self.rows.items() if self.is_careless or not value.calls & self.freed]
         return self.rng.choice(usable[-3:] + usable)
 
     def trained_row(self) -> str:
-        """A tensor of rows that a loss should depend on."""
+        """Choose a tensor of rows for a loss: mostly one that depends on parameters."""
         usable = [name for name, value in self.rows.items() if value.sources and not value.calls & self.freed]
         return self.rng.choice(usable) if usable and self.rng.random() < 0.85 else self.row()
 
@@ -151,7 +151,8 @@ class _Composer:
     def add_call(self) -> None:
         part = self.rng.choice(["net"] * 6 + list(PARTS))
         if self.has_norms and self.front != "fabric" and self.rng.random() < 0.05:
-            # a layer inside of a unit, which is refused; under Fabric the error is torch's, and one rank may compute on
+            # A layer inside of a unit, which is refused. Not under Fabric, where torch raises, perhaps on some ranks
+            # only.
             part = "net.blocks[1].norm"
         source = self.row()
         name = self.name("h")
@@ -163,11 +164,11 @@ class _Composer:
         self.rows[name] = self._called(part, name, self.rows[source])
 
     def _called(self, part: str, name: str, value: _Value) -> _Value:
-        reached = {p for p, of in PARAMETERS.items() if part == "net" or of == part or part == f"{of}.norm"}
+        reached = {p for p, owner in PARAMETERS.items() if part == "net" or owner == part or part == f"{owner}.norm"}
         if part == "net.out":
             reached = {"net.inp.weight"}
-        if part == "net":
-            reached.discard("net.frozen.weight") if "net.frozen" in self.frozen else None
+        if part == "net" and "net.frozen" in self.frozen:
+            reached.discard("net.frozen.weight")
         trained = {p for p in reached if PARAMETERS[p] not in self.frozen}
         if not trained and not value.sources and part not in ("net", "net.blocks[1].norm"):
             return _Value()
@@ -202,7 +203,8 @@ class _Composer:
         targets = sorted(value.sources - self.losses.keys() if not self.is_careless else {*self.rows, *PARAMETERS})
         target = self.rng.choice(targets)
         name = self.name("g")
-        creates = value.order < (0 if self.has_norms else 1) + 1 and self.rng.random() < 0.3
+        max_order = 1 if self.has_norms else 2
+        creates = value.order < max_order and self.rng.random() < 0.3
         retains = not creates and self.rng.random() < 0.5
         options = ", create_graph=True" if creates else ", retain_graph=True" if retains else ""
         self.lines.append(f"({name},) = torch.autograd.grad({loss}, {target}{options})")
@@ -243,13 +245,13 @@ class _Composer:
 
     def add_freeze(self) -> None:
         part = self.rng.choice(["net.blocks[0]", "net.blocks[1]", "net.blocks[2]", "net.inp", "net.frozen"])
-        frozen = part not in self.frozen
-        what = part
+        freezes = part not in self.frozen
+        target = part
         if part.startswith("net.blocks") and self.rng.random() < 0.3:
-            what = f"{part}.down"
+            target = f"{part}.down"  # part of a block, of which the other layers stay as they are
         else:
-            (self.frozen.add if frozen else self.frozen.discard)(part)
-        self.lines.append(f"{what}.requires_grad_({not frozen})")
+            self.frozen ^= {part}
+        self.lines.append(f"{target}.requires_grad_({not freezes})")
 
     def add_zero_grad(self) -> None:
         self.lines.append("zero_grad()")
@@ -268,7 +270,7 @@ class _Composer:
                 self.lines.append(f"{loss}.register_hook(lambda g: train_inside({part}, x, g))")
         elif not self.frozen >= set(PARAMETERS.values()):
             handle = self.name("hook")
-            parameter = self.rng.choice([p for p, of in sorted(PARAMETERS.items()) if of not in self.frozen])
+            parameter = self.rng.choice([p for p, owner in sorted(PARAMETERS.items()) if owner not in self.frozen])
             if self.rng.random() < 0.5:
                 self.lines.append(f"{handle} = {parameter}.register_hook(lambda g: 0.5 * g)")
             else:
@@ -282,23 +284,24 @@ class _Composer:
             line = "net.scale.mul_(1.1)"
             part = "net.inp"
         elif kind < 0.4:
-            of = self.rng.randrange(2)
-            parameters = f"zip(net.teachers[{of}].parameters(), net.blocks[{of}].parameters())"
+            number = self.rng.randrange(2)
+            parameters = f"zip(net.teachers[{number}].parameters(), net.blocks[{number}].parameters())"
             line = f"with torch.no_grad(): [t.lerp_(p, 0.1) for t, p in {parameters}]"
-            part = f"net.teachers[{of}]"
+            part = f"net.teachers[{number}]"
         elif kind < 0.7:
             line = f"{parameter}.data.mul_(0.9)"
             part = PARAMETERS[parameter]
         else:
             line = f"with torch.no_grad(): {parameter}.mul_(0.9)"
             part = PARAMETERS[parameter]
-        # What a graph holds is written to: torch refuses to differentiate it, or computes with values of two times.
-        touched = {part, "net.out"} if part == "net.inp" else {part}
-        touched |= set() if part.startswith("net.teachers") else {"net"}
-        is_held = any(called in touched for called in self.parts)
-        if not (is_held and ".data" in line and self.is_careless):
+        # After a write to a tensor that a graph holds, torch refuses a backward pass, or computes with old and new
+        # values.
+        written_parts = {part, "net.out"} if part == "net.inp" else {part}
+        written_parts |= set() if part.startswith("net.teachers") else {"net"}
+        is_in_graph = any(called_part in written_parts for called_part in self.parts)
+        if not (is_in_graph and ".data" in line and self.is_careless):
             self.lines.append(line)
-            self.freed |= {number for number, called in enumerate(self.parts, 1) if called in touched}
+            self.freed |= {number for number, called_part in enumerate(self.parts, 1) if called_part in written_parts}
 
     def finish(self) -> None:
         """Add up the loss of the step, from one or more that can be differentiated."""
@@ -322,23 +325,23 @@ def compose(seed: int, front: Front) -> Program:
         True
     """
     rng = random.Random(f"{seed} {front}")
-    one = _Composer(rng=rng, front=front, has_norms=rng.random() < 0.5, is_careless=rng.random() < CARELESS)
+    composer = _Composer(rng=rng, front=front, has_norms=rng.random() < 0.5, is_careless=rng.random() < CARELESS)
     operations = {
-        one.add_leaf: 3,
-        one.add_call: 7,
-        one.add_mix: 2,
-        one.add_loss: 4,
-        one.add_gradient: 5,
-        one.add_backward: 4,
-        one.add_freeze: 2,
-        one.add_zero_grad: 1,
-        one.add_hook: 2,
-        one.add_write: 2,
+        composer.add_leaf: 3,
+        composer.add_call: 7,
+        composer.add_mix: 2,
+        composer.add_loss: 4,
+        composer.add_gradient: 5,
+        composer.add_backward: 4,
+        composer.add_freeze: 2,
+        composer.add_zero_grad: 1,
+        composer.add_hook: 2,
+        composer.add_write: 2,
     }
     if rng.random() < 0.7:
-        one.add_leaf()
-    one.add_call()
+        composer.add_leaf()
+    composer.add_call()
     for operation in rng.choices(list(operations), list(operations.values()), k=rng.randint(3, 10)):
         operation()
-    one.finish()
-    return Program(lines=tuple(one.lines), has_norms=one.has_norms, seed=seed)
+    composer.finish()
+    return Program(lines=tuple(composer.lines), has_norms=composer.has_norms, seed=seed)

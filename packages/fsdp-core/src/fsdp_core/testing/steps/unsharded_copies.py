@@ -29,7 +29,7 @@ def new_net(program: Program) -> oracle.Net:
 
 
 def sgd(net: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer to which no gradient and one of zeros are the same, for backends that don't distinguish them."""
+    """SGD without state: for it, no gradient is the same as zeros, since not all backends distinguish the two."""
     return torch.optim.SGD(net.parameters(), lr=0.05)
 
 
@@ -38,7 +38,7 @@ def train_in_one_process(program: Program, front: Front, shares: int) -> Outcome
 
     Args:
         program: The program.
-        front: Automatic optimization forgets what a step has added to gradients before its backward pass.
+        front: What runs the steps. Automatic optimization clears gradients of the step's own before its backward pass.
         shares: Into how many parts each batch is divided.
     """
     nets = [new_net(program) for _ in range(shares)]
@@ -47,17 +47,17 @@ def train_in_one_process(program: Program, front: Front, shares: int) -> Outcome
     losses = []
     try:
         for batch in oracle.global_batches(BATCHES):
-            of_shares = []
+            losses_of_shares = []
             for rank, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
                 x, y = (tensor[rank::shares] for tensor in batch)
                 if front != "automatic":
                     optimizer.zero_grad()
                 loss = step(net, x, y, torch.Tensor.backward, optimizer.zero_grad)
-                of_shares.append(loss.item())
+                losses_of_shares.append(loss.item())
                 if front == "automatic":
                     optimizer.zero_grad()
                 loss.backward()
-            losses.append(sum(of_shares) / shares)
+            losses.append(sum(losses_of_shares) / shares)
             _average(nets)
             for optimizer in optimizers:
                 optimizer.step()

@@ -63,12 +63,12 @@ def starts_scripts(clause: Callable[..., None]) -> Callable[..., None]:
 
 
 def each_ranks(ranks: Ranks, results: list[Any]) -> list[Any]:
-    """The results of Lightning's ranks; only the first if one controller drives all devices."""
+    """Select one result for each of Lightning's ranks: only the first if one controller drives all devices."""
     return results[:1] if ranks.kind == "one controller" else results
 
 
 def shares_of(ranks: Ranks, world_size: int) -> int:
-    """The number of shares into which data are divided; see :meth:`fsdp_core.testing.Here.shares`."""
+    """The number of shares into which data are divided; see :meth:`fsdp_core.testing.RankContext.shares`."""
     return 1 if ranks.kind == "one controller" else world_size
 
 

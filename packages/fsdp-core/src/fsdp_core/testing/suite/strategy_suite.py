@@ -1,4 +1,4 @@
-"""The suite in classes: for a strategy, and for a preset of one."""
+"""The whole suite, as a class for a strategy and a class for a preset of one."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class StrategySuite(
 ):
     """All requirements of a strategy, on real ranks, under Trainer and Fabric.
 
-    What all strategies inherit from core, core tests by itself.
+    Behaviour that all strategies inherit from core is tested by core's own tests.
 
     Example:
         .. code-block:: python
@@ -80,7 +80,7 @@ class StrategySuite(
 
 
 class PresetSuite(ListingSuite, ContractSuite, CapabilitiesSuite, LeftoversSuite, PresetClauses):
-    """The tests for a preset, which only fixes options of another strategy, for which the whole suite runs.
+    """The tests for a preset, which only fixes options of a strategy that the whole suite tests.
 
     They check that it is listed and implements the contracts, trains as the oracle does, saves and resumes, declares
     what it can do, and leaves nothing behind.

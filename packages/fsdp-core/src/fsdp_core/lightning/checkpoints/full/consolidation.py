@@ -12,7 +12,7 @@ from fsdp_core.checkpoint.format.state_paths import split_path
 from fsdp_core.checkpoint.storage.atomic import check_apart, check_file, new_file
 from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath
 from fsdp_core.checkpoint.storage.plain_json import read_plain
-from fsdp_core.checkpoint.storage.rereading import begins_anew
+from fsdp_core.checkpoint.storage.rereading import retries_if_replaced
 from fsdp_core.checkpoint.storage.stored_files import StoredFiles
 from fsdp_core.checkpoint.storage.tensor_bytes import TensorBytes, open_files
 from fsdp_core.checkpoint.tools.consolidation import Consolidated
@@ -24,7 +24,7 @@ from fsdp_core.lightning.checkpoints.full.layout import as_trainers_file, from_f
 __all__ = ["consolidate_lightning"]
 
 
-@begins_anew("path")
+@retries_if_replaced("path")
 def consolidate_lightning(
     path: StrPath,
     out: StrPath,

@@ -22,7 +22,7 @@ from fsdp_core.checkpoint.storage.recognition import is_place
 from fsdp_core.errors import CheckpointExistsError, CheckpointFormatError
 from fsdp_core.runtime import Runtime
 from fsdp_core.sharding.backend import Backend
-from fsdp_core.state.block_quantised import is_saved_in_blocks, whole_again
+from fsdp_core.state.block_quantised import is_saved_quantised, join_quantised
 
 __all__ = ["gather_full", "read_full_file", "replace_by", "write_full", "write_on_rank_zero"]
 
@@ -35,8 +35,8 @@ def gather_full(value: Any, backend: Backend) -> Any:
     """
     if isinstance(value, dict):
         children = {k: gather_full(value[k], backend) for k in sorted(value, key=str)}  # in one order on all ranks
-        if is_saved_in_blocks(value) and backend.runtime.rank == 0:
-            return whole_again(children)
+        if is_saved_quantised(value) and backend.runtime.rank == 0:
+            return join_quantised(children)
         return {k: children[k] for k in value}
     if isinstance(value, list):
         return [gather_full(v, backend) for v in value]

@@ -11,7 +11,7 @@ from torch import Tensor
 from fsdp_core.checkpoint import SavedTensor, load, read_manifest
 from fsdp_core.checkpoint.format.state_paths import join_path
 from fsdp_core.checkpoint.storage.local_or_remote_folder import StrPath
-from fsdp_core.checkpoint.storage.rereading import begins_anew
+from fsdp_core.checkpoint.storage.rereading import retries_if_replaced
 from fsdp_core.lightning.checkpoints.full.layout import as_trainers_file, number_parameters
 
 __all__ = ["MapLocation", "read_whole"]
@@ -20,7 +20,7 @@ __all__ = ["MapLocation", "read_whole"]
 MapLocation = torch.device | str | Mapping[str, str] | Callable[[Any, str], Any] | None
 
 
-@begins_anew("path")
+@retries_if_replaced("path")
 def read_whole(path: StrPath, map_location: MapLocation = None) -> dict[str, Any]:
     """Read a whole sharded folder in one process.
 

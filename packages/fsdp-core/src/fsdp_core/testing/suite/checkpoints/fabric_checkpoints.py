@@ -147,7 +147,7 @@ def _goes_back(strategy: str, kind: str, path: str) -> list[dict[str, Any]]:
 
 
 def _four_steps(loop: Loop, first: int, last: int) -> None:
-    """Take some of four steps. In the second step, the first block is frozen."""
+    """Take the steps from ``first`` to ``last`` of four. In the second one, the first block is frozen."""
     for index, (x, y) in enumerate(loop.whole_batches(last)):
         if index >= first:
             loop.net.blocks[0].requires_grad_(index != 1)

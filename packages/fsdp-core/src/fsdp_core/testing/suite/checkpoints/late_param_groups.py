@@ -110,7 +110,7 @@ def _outcome(module: Any, run: pl.Trainer) -> dict[str, Any]:
 
 
 def _continue_run(strategy: str, tmp: str, how: str, kind: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Why the callback was refused, and the outcomes of an uninterrupted and of a resumed run, after the stop."""
+    """Return why the callback was refused, or the outcomes after the stop: without an interruption, and resumed."""
 
     def module() -> Any:
         return Thawed() if how == "finetuning" else Growing(lr=0.005 if how == "rates set in each step" else None)

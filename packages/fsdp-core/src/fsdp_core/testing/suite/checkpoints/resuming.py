@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import fsdp_core
 from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import BATCH, FEATURES, RESUME_TOLERANCE
 from fsdp_core.testing.state import full_optimizer_state, full_state
@@ -118,7 +118,7 @@ class Scheduled(Lit):
         torch.rand(1)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if here().own_generators:
+        if rank_context().own_generators:
             self.drawn.append(random.random())
 
     def configure_optimizers(self) -> Any:
@@ -175,8 +175,8 @@ class Saving(pl.Callback):
 def noisy_batches(world_size: int, seeded: bool) -> DataLoader[Any]:
     """A loader shuffled by Lightning's sampler, or by a seed that the loader draws itself."""
     loader_class = SeedingLoader if seeded else DataLoader
-    size = BATCH // here().shares(world_size) if not seeded else BATCH
-    return loader_class(Noisy(noise=here().own_generators), batch_size=size, shuffle=True)
+    size = BATCH // rank_context().shares(world_size) if not seeded else BATCH
+    return loader_class(Noisy(noise=rank_context().own_generators), batch_size=size, shuffle=True)
 
 
 def fit_seeded(
@@ -190,9 +190,9 @@ def fit_seeded(
     options: Mapping[str, Any] | None = None,
     **trainer: Any,
 ) -> tuple[dict[str, Any], pl.Trainer]:
-    """Fit with each rank's random generators seeded; the outcome, and the Trainer."""
-    rank = here().rank  # every rank draws its own numbers
-    with oracle.seeded(seed + rank):  # locked, as a rank that is a thread shares the generators
+    """Fit with each rank's random generators seeded, and return the outcome and the Trainer."""
+    rank = rank_context().rank  # every rank draws its own numbers
+    with oracle.seeded(seed + rank):  # locked, since ranks that are threads share the generators
         random.seed(seed + rank)
         numpy.random.seed(seed + rank)
     accumulating = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3} if module.automatic_optimization else {}
@@ -235,8 +235,8 @@ def continued(
 def _plain_data(world_size: int) -> DataLoader[Any]:
     """The same global batches on any number of ranks, without noise."""
     data: Any = Noisy(noise=False)
-    shares = here().shares(world_size)
-    sampler: Any = DistributedSampler(data, shares, here().rank, seed=3)
+    shares = rank_context().shares(world_size)
+    sampler: Any = DistributedSampler(data, shares, rank_context().rank, seed=3)
     return DataLoader(data, batch_size=BATCH // shares, sampler=sampler)
 
 

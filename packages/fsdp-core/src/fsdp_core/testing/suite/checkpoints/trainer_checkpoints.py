@@ -31,7 +31,7 @@ def two_epochs(
     options: Mapping[str, Any] | None = None,
     max_epochs: int = 2,
 ) -> dict[str, Any]:
-    """Fit epochs of two steps, optionally resuming or saving; the losses, and the whole state at the end."""
+    """Fit epochs of two steps, optionally resuming or saving; return the losses, and the full state at the end."""
     module = Lit(optimizer)
     names = _spoil_buffers(module) if resume else set(module.state_dict())
     run = new_trainer(tmp, strategy, world_size, options, max_epochs=max_epochs)
@@ -50,7 +50,7 @@ def two_epochs(
 def loaded(
     strategy: str, tmp: str, world_size: int, optimizer: str, path: Any, options: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What a checkpoint of the first epoch restores, before any step."""
+    """Return the state that a checkpoint of the first epoch restores, before any step."""
     module = Lit(optimizer)
     names = _spoil_buffers(module)
     run = new_trainer(tmp, strategy, world_size, options, max_epochs=1)
@@ -62,7 +62,7 @@ def loaded(
 
 
 def _spoil_buffers(module: torch.nn.Module) -> set[str]:
-    """Zero all buffers, so that only a checkpoint can restore them; the names in the module's state."""
+    """Zero all buffers, so that only a checkpoint can restore them; return the names in the module's state."""
     for buffer in module.buffers():
         buffer.zero_()
     return set(module.state_dict())
@@ -142,7 +142,7 @@ def _model_checkpoint(strategy: str, tmp: str, kind: str) -> dict[str, Any]:
     return {"names": names, "best": best, "score": score, "epoch": run.current_epoch}
 
 
-# world size of the save, kind and optimizer; the cases combine each with the others
+# The world size of the save, the kind of checkpoint, and the optimizer. Each pair of values occurs in some case.
 _SHARDED = [
     (1, "sharded", "adamw_groups"),
     (2, "sharded", "momentum"),

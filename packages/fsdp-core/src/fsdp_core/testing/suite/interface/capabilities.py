@@ -175,7 +175,7 @@ ASKED: dict[Capability, dict[FrontEnd, list[Ask]]] = {
 
 
 def _refusals(strategy: str, tmp: str, front_end: FrontEnd, capability: Capability) -> list[str]:
-    """The error messages, with the strategy given by name and as an instance of its class."""
+    """Return the error messages, with the strategy given by name and as an instance of its class."""
     named: list[dict[str, Any] | None] = [None, {}]
     return [
         refusal(UnsupportedCapabilityError, lambda ask=ask, options=options: ask(Chosen(strategy, options), tmp))  # type: ignore[misc]
@@ -184,7 +184,7 @@ def _refusals(strategy: str, tmp: str, front_end: FrontEnd, capability: Capabili
     ]
 
 
-def _gathers(strategy: str, tmp: str, options: Mapping[str, Any]) -> int:
+def _count_gathers(strategy: str, tmp: str, options: Mapping[str, Any]) -> int:
     """The number of all-gathers in a training step."""
     run = new_trainer(tmp, strategy, 2, options)
     return count_collectives(lambda: run.fit(Lit("sgd"), loader(1, 2)), "allgather")
@@ -214,8 +214,13 @@ class CapabilitiesSuite(Clauses):
         """The default of an option must not request a capability that the plugin does not declare."""
         info = fsdp_core.describe(self.strategy)
         asks = {option.name: capability_of(option.name, option.default) for option in info.options}
-        undone = [f"{name} ({need})" for name, need in asks.items() if need and need not in info.capabilities]
-        assert not undone, f"options without their capability: {', '.join(undone)}; declare it, or remove the option"
+        options_without_capability = [
+            f"{name} ({need})" for name, need in asks.items() if need and need not in info.capabilities
+        ]
+        assert not options_without_capability, (
+            f"options without their capability: {', '.join(options_without_capability)}; "
+            "declare it, or remove the option"
+        )
 
     @requires(Capability.RESHARD_AFTER_FORWARD)
     def test_units_that_stay_gathered_leave_numbers_alone(self, ranks: Ranks, tmp_path: Path) -> None:
@@ -224,7 +229,7 @@ class CapabilitiesSuite(Clauses):
         assert_numbers_alone(ranks, tmp_path, self.strategy, options)
         if ranks.kind != "processes":
             return
-        stay = ranks.run(2, _gathers, self.strategy, str(tmp_path), options)
-        usual = ranks.run(2, _gathers, self.strategy, str(tmp_path), {})
-        message = f"{stay[0]} all-gathers per step with {options}, and {usual[0]} without, which should be more"
-        assert 0 < stay[0] < usual[0], message
+        gathers_if_kept = ranks.run(2, _count_gathers, self.strategy, str(tmp_path), options)[0]
+        usual_gathers = ranks.run(2, _count_gathers, self.strategy, str(tmp_path), {})[0]
+        message = f"{gathers_if_kept} all-gathers per step with {options}, and {usual_gathers} without"
+        assert 0 < gathers_if_kept < usual_gathers, f"{message}, which should be more"

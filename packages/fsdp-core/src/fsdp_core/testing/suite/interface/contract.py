@@ -58,10 +58,13 @@ def misfits(implementation: type, contract: type) -> list[str]:
         if not _is_method(theirs) or isinstance(ours, property) != isinstance(theirs, property):
             messages.append(f"{implementation.__name__}.{name} is {type(theirs).__name__}, not {type(ours).__name__}")
         elif not isinstance(ours, property):
-            called, taken = (inspect.signature(getattr(cls, name)) for cls in (contract, implementation))
-            reasons = _reasons(called, taken)
+            contract_signature, signature = (
+                inspect.signature(getattr(cls, name)) for cls in (contract, implementation)
+            )
+            reasons = _reasons(contract_signature, signature)
             if reasons:
-                head = f"{implementation.__name__}.{name}{_plain(taken)} is called as {name}{_plain(called)}:"
+                own = f"{implementation.__name__}.{name}{_plain(signature)}"
+                head = f"{own} is called as {name}{_plain(contract_signature)}:"
                 messages.append("\n  ".join([head, *reasons]))
     return messages
 
@@ -69,14 +72,14 @@ def misfits(implementation: type, contract: type) -> list[str]:
 def accelerators_disagree(
     named: Collection[str], devices: Collection[str], chosen: Mapping[str, str] | None = None
 ) -> str:
-    """How a plugin's and its backend's accelerators disagree; empty if they agree.
+    """Describe how a plugin's and its backend's accelerators disagree; an empty string if they agree.
 
     Args:
         named: The plugin's accelerators, by Lightning's names. A third-party accelerator may have any one device
             type, whatever its name.
-        devices: The backend's, by torch's device types.
-        chosen: The device types that the front end has chosen on this machine, by accelerator, where they are not
-            Lightning's defaults.
+        devices: The backend's accelerators, by torch's device types.
+        chosen: The device types that the front end chooses on this machine instead of Lightning's defaults, by
+            accelerator.
 
     Example:
         >>> accelerators_disagree(("tpu", "cpu"), ("cpu", "xla")), accelerators_disagree(("theirs",), ("npu",))
@@ -88,47 +91,48 @@ def accelerators_disagree(
         >>> accelerators_disagree(("tpu", "cpu"), ("xla",), {"cpu": "xla"})
         ''
     """
-    stands_for = {name: (chosen or {}).get(name) or kind_of(name) or name for name in named}
-    claimed = [name for name, device in stands_for.items() if device not in devices]
-    unclaimed = [device for device in devices if device not in stands_for.values()]
-    theirs = [name for name in claimed if kind_of(name) is None][: len(unclaimed)]
-    claimed = [name for name in claimed if name not in theirs]
-    unclaimed = unclaimed[len(theirs) :]
-    messages = [f"the plugin names {', '.join(map(repr, claimed))}, and the backend runs on no such device"] * bool(
-        claimed
-    )
-    if unclaimed:
+    device_types = {name: (chosen or {}).get(name) or kind_of(name) or name for name in named}
+    extra_names = [name for name, device in device_types.items() if device not in devices]
+    extra_devices = [device for device in devices if device not in device_types.values()]
+    # The name of a third-party accelerator says nothing about its device: each may stand for one of the extra devices.
+    third_party_names = [name for name in extra_names if kind_of(name) is None][: len(extra_devices)]
+    extra_names = [name for name in extra_names if name not in third_party_names]
+    extra_devices = extra_devices[len(third_party_names) :]
+    messages = []
+    if extra_names:
+        messages.append(f"the plugin names {', '.join(map(repr, extra_names))}, and the backend runs on no such device")
+    if extra_devices:
         messages.append(
-            f"the backend runs on {', '.join(map(repr, unclaimed))}, and the plugin names no such accelerator"
+            f"the backend runs on {', '.join(map(repr, extra_devices))}, and the plugin names no such accelerator"
         )
     return "; ".join(messages)
 
 
-def _reasons(called: inspect.Signature, taken: inspect.Signature) -> list[str]:
+def _reasons(contract_signature: inspect.Signature, signature: inspect.Signature) -> list[str]:
     """Why calls with one signature don't match the other."""
-    kinds = {parameter.kind for parameter in taken.parameters.values()}
-    any_position = inspect.Parameter.VAR_POSITIONAL in kinds
-    any_name = inspect.Parameter.VAR_KEYWORD in kinds
-    positional = [parameter for parameter in taken.parameters.values() if parameter.kind in _POSITIONAL]
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    takes_any_position = inspect.Parameter.VAR_POSITIONAL in kinds
+    takes_any_name = inspect.Parameter.VAR_KEYWORD in kinds
+    positional = [parameter for parameter in signature.parameters.values() if parameter.kind in _POSITIONAL]
     reasons = []
-    met = set()
+    matched_names = set()
     position = -1
-    for name, parameter in called.parameters.items():
+    for name, parameter in contract_signature.parameters.items():
         position += parameter.kind in _POSITIONAL
-        other = taken.parameters.get(name)
-        if parameter.kind in _POSITIONAL and not any_position:
-            there = positional[position] if position < len(positional) else None
-            if there is not None and there.name != name and not (other is not None and other in positional):
-                reasons.append(f"{name!r} is called {there.name!r} there")
-                met.add(there.name)
+        other = signature.parameters.get(name)
+        if parameter.kind in _POSITIONAL and not takes_any_position:
+            actual = positional[position] if position < len(positional) else None
+            if actual is not None and actual.name != name and not (other is not None and other in positional):
+                reasons.append(f"{name!r} is called {actual.name!r} there")
+                matched_names.add(actual.name)
                 continue
-            if there is not None and there.name != name:
+            if actual is not None and actual.name != name:
                 reasons.append(f"{name!r} is not at the same position")
         if other is None:
-            if not (any_name and (any_position or parameter.kind not in _POSITIONAL)):
+            if not (takes_any_name and (takes_any_position or parameter.kind not in _POSITIONAL)):
                 reasons.append(f"{name!r} is missing")
             continue
-        met.add(name)
+        matched_names.add(name)
         if parameter.default is not parameter.empty and other.default is other.empty:
             reasons.append(f"{name!r} has no default")
         elif parameter.default is not parameter.empty and other.default != parameter.default:
@@ -136,8 +140,8 @@ def _reasons(called: inspect.Signature, taken: inspect.Signature) -> list[str]:
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return reasons + [
         f"{name!r} has no default"
-        for name, parameter in taken.parameters.items()
-        if name not in met and name not in called.parameters
+        for name, parameter in signature.parameters.items()
+        if name not in matched_names and name not in contract_signature.parameters
         if parameter.default is parameter.empty and parameter.kind not in variable
     ]
 

@@ -11,7 +11,7 @@ import pytest
 import fsdp_core
 from fsdp_core.plugins import registry
 from fsdp_core.plugins.strategy_info import FrontEnd
-from fsdp_core.testing.launching.forking import within
+from fsdp_core.testing.launching.forking import scaled_limit
 from fsdp_core.testing.suite.base_class import Clauses
 
 __all__ = ["ListingSuite"]
@@ -48,6 +48,6 @@ class ListingSuite(Clauses):
             f"import {package}; print({{'torch', 'lightning', 'numpy'}} & set(sys.modules))"
         )
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=within(60), check=True
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=scaled_limit(60), check=True
         )
         assert done.stdout == "set()\n"

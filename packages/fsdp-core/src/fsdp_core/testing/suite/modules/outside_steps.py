@@ -315,7 +315,7 @@ class OutsideStepsSuite(Clauses):
     def test_a_call_by_one_rank_alone(self, ranks: Ranks, tmp_path: Path) -> None:
         """A collective that only one rank calls must raise an error soon: it must neither hang nor mix up data."""
         (called, exported), _ = ranks.run(2, _calls_of_one_rank, self.strategy, str(tmp_path))
-        assert_says(exported, "rank 0 waited 1 s in a gathering of whole weights", "what rank 1 did not do")
+        assert_says(exported, "rank 0 waited 1 s in a gathering of full weights", "what rank 1 did not do")
         if was_refused(called):  # otherwise the call needs no collective
             assert_says(
                 called, "rank 0 waited 1 s in a call of Net ('net') outside of a step", "what rank 1 did not do"

@@ -280,12 +280,12 @@ class Teacher(Lit):
 
 
 def _train_with_teacher(strategy: str, tmp: str, by_hand: bool) -> Trained | str:
-    # torch_xla's own error too, whose parameters are shards also inside a step
+    # RuntimeError too, which torch_xla raises: its parameters are shards also inside a step.
     errors = (ShardingError, RuntimeError)
     return result_or_refusal(errors, partial(fit_module, strategy, tmp, Teacher(by_hand), 3, validation_steps=1))
 
 
-#: What steps compute of parameters that a unit may hold in pieces.
+#: Ways in which a step computes with parameters outside of their unit.
 USES = ("other weights of a block", "other weights of the root's", "a penalty", "a norm in a hook")
 
 
@@ -325,7 +325,7 @@ class UsesOfParameters(Lit):
 
 def _train_with_uses(strategy: str, tmp: str) -> dict[str, Trained | str]:
     """By use, the losses and norms with the state, or the error."""
-    # torch's own errors too: DTensors and plain tensors don't mix
+    # RuntimeError too, which torch raises where DTensors and plain tensors are mixed.
     errors = (ShardingError, UnsupportedCapabilityError, RuntimeError)
 
     def train(use: str) -> Trained:
@@ -343,7 +343,7 @@ def _train_clamped_in_forward(strategy: str, clamping_rank: int | None) -> Train
     loop.model.eval()
     x, _ = loop.whole_batches(1)[0]
     with torch.no_grad():
-        loop.model(x)  # is not watched: it trains nothing
+        loop.model(x)  # not watched for writes, since it trains nothing
     clamps = clamping_rank is None or clamping_rank == loop.fabric.global_rank
     loop.model.train(clamps)
     return result_or_refusal(ShardingError, lambda: loop.train(loop.batches(3)))

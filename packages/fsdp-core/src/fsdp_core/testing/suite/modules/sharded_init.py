@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fsdp_core import wrap
 from fsdp_core.errors import ShardingError
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.oracle import FEATURES, WIDE, Block
 from fsdp_core.testing.refusals import assert_says
 from fsdp_core.testing.state import full_state
@@ -103,14 +103,14 @@ def _built_otherwise(strategy: str, case: str) -> str | list[float]:
     fabric = new_fabric(strategy)
     with fabric.init_module():
         layer = nn.Linear(FEATURES, FEATURES)
-        nn.init.constant_(layer.weight, 1.0 + (here().rank if case == "values" else 0))
-        if case == "values" or here().rank == 1:
+        nn.init.constant_(layer.weight, 1.0 + (rank_context().rank if case == "values" else 0))
+        if case == "values" or rank_context().rank == 1:
             wrap(layer)
         net = nn.Sequential(layer, nn.Linear(FEATURES, 1))
     try:
         fabric.setup(net)
-    except ShardingError as told:
-        return str(told)
+    except ShardingError as error:
+        return str(error)
     values: list[float] = full_state(fabric.strategy)["0.weight"].unique().tolist()
     return values
 
@@ -118,7 +118,7 @@ def _built_otherwise(strategy: str, case: str) -> str | list[float]:
 def _train_seeded_otherwise(strategy: str) -> tuple[dict[str, Tensor], Tensor]:
     """The model that differently seeded ranks build, and a random number that each draws afterwards."""
     fabric = new_fabric(strategy)
-    torch.manual_seed(5 + here().rank)
+    torch.manual_seed(5 + rank_context().rank)
     with fabric.init_module():
         net = nn.Sequential(wrap(nn.Linear(FEATURES, FEATURES)), nn.Linear(FEATURES, 1))
     drawn = torch.rand(1)
@@ -157,7 +157,7 @@ class BuiltInPartsSuite(Clauses):
         drawn.append([torch.rand(1)])
         torch.manual_seed(6)
         nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1))
-        drawn[1].append(torch.rand(1))  # where a rank builds all by itself before it gets rank 0's values
+        drawn[1].append(torch.rand(1))  # if rank 1 builds its own model before it gets rank 0's values
         for (state, got), expected in zip(ranks.run(2, _train_seeded_otherwise, self.strategy), drawn, strict=True):
             assert got in expected
             for name, tensor in want.items():

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fsdp_core.errors import CheckpointMismatchError, ShardingError, UnsupportedCapabilityError
 from fsdp_core.lightning.outside_steps.exporting import full_state_dict
-from fsdp_core.state.full_tensor import whole
+from fsdp_core.state.full_tensor import gather_full
 from fsdp_core.testing import Ranks, oracle
 from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, Trained
@@ -62,7 +62,7 @@ class Exporting(Lit):
 
 
 def _export(strategy: str, tmp: str) -> list[str]:
-    """The errors of refused exports. The others are compared with whole values."""
+    """Return the errors of refused exports, and compare the others with full values."""
     module = Exporting()
     run = new_trainer(tmp, strategy, 2)
     run.fit(module, loader(1, 2))
@@ -78,12 +78,12 @@ def _export(strategy: str, tmp: str) -> list[str]:
         prefix = f"{part}." if part else ""
         expected = {name.removeprefix(prefix): value for name, value in want.items() if name.startswith(prefix)}
         assert got.keys() == expected.keys(), f"{call} holds {list(got)} instead of {list(expected)}"
-        full = {name: whole(got[name], used_strategy.runtime) for name in expected}
+        full = {name: gather_full(got[name], used_strategy.runtime) for name in expected}
         for name, value in expected.items():
             shape = tuple(value.shape)
             shape_read = tuple(full[name].shape)
             assert shape_read == shape, f"{call} shows {name} of {shape} as {shape_read}"
-        if "configure" in hook:  # where the values may still be placeholders
+        if "configure" in hook:  # the values may still be placeholders then
             continue
         for name, value in expected.items():
             assert torch.equal(full[name].cpu(), value.cpu()), f"{call}: {name}"
@@ -287,7 +287,7 @@ def _hand_on(strategy: str, tmp: str) -> list[str]:
 
 
 def _wrong_copies(strategy: str) -> list[str]:
-    """What is wrong of copies of a sharded module: they don't hold whole parameters, or were refused without help."""
+    """Describe faults of copies of a sharded module: they lack full parameters, or are refused without advice."""
     loop = Loop(strategy, oracle.sgd)
     shapes = {name: tuple(p.shape) for name, p in oracle.new_net().named_parameters()}
     originals = {"deepcopy of the user's module": loop.net, "deepcopy of what Fabric has returned": loop.model}
@@ -305,7 +305,7 @@ def _wrong_copies(strategy: str) -> list[str]:
 
 
 def _load_own_state(strategy: str) -> list[str]:
-    """What fails if a root loads the state that it returned itself, which may be one rank's part."""
+    """Return what fails if a root loads the state that it returned itself, which may be one rank's part."""
     loop = Loop(strategy)
     loop.train(loop.batches(1))
     used_strategy = loop.fabric.strategy
@@ -339,7 +339,7 @@ def _is_same(got: Any, want: Any) -> bool:
 
 
 class Carrier:
-    """What a block returns that is no tensor, and no container."""
+    """An object that a block returns, neither a tensor nor a container."""
 
     __slots__ = ("hidden",)
 
@@ -371,12 +371,12 @@ EXCHANGES = (
     "a penalty in an attribute",
 )
 
-#: Those that compute when a block has returned, which may be refused.
+#: The exchanges that compute only after a block has returned. They may be refused.
 LATER = ("a closure over a layer", "a generator")
 
 
 class ExchangingBlock(nn.Linear):
-    """Takes and gives its tensors in another way than as arguments and results.
+    """Exchanges its tensors with the model in other ways than as arguments and results.
 
     Args:
         how: One of :data:`EXCHANGES`.

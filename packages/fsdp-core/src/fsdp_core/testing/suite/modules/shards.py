@@ -24,7 +24,7 @@ from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.sharding.backend import Backend
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, WIDE, Block, Trained
 from fsdp_core.testing.refusals import assert_says, refusal
@@ -59,9 +59,9 @@ def _largest_tensor(strategy: str) -> int:
     net = nn.Sequential(nn.Linear(512, 512))
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
     largest: list[int] = []
-    while len(largest) < 10:  # a gloo thread may keep a broadcast tensor for a moment
+    while len(largest) < 10:  # repeated, since gloo's thread may keep a broadcast tensor for a moment
         gc.collect()
-        largest.append(max(here().memory(t) for t in gc.get_objects() if isinstance(t, Tensor)))
+        largest.append(max(rank_context().memory(t) for t in gc.get_objects() if isinstance(t, Tensor)))
         time.sleep(0.05)
     del model, optimizer
     return min(largest)
@@ -265,7 +265,7 @@ def _logger(front_end: FrontEnd) -> logging.Logger:
 
 @contextmanager
 def _announcements(front_end: FrontEnd) -> Iterator[list[str]]:
-    """What this rank, a process or a thread, logs of sharded modules through a front end's logger in the context."""
+    """Collect what this rank, a process or a thread, logs about sharded modules through a front end's logger."""
     lines: list[str] = []
     thread = threading.get_ident()
 
@@ -318,11 +318,11 @@ def _announce(strategy: str, tmp: str, front_end: FrontEnd) -> Announced:
         set_up(Wide())
         used_strategy.barrier()
     logger.setLevel(level)
-    return Announced(here().rank, lines, silenced_lines, units, elements)
+    return Announced(rank_context().rank, lines, silenced_lines, units, elements)
 
 
 def _drawn_after_setup(strategy: str) -> tuple[list[float], list[float]]:
-    """What a rank that has a seed of its own draws after the set-up of a model, and what it draws without."""
+    """Return what a rank with a seed of its own draws after the set-up of a model, and without a set-up."""
     fabric = new_fabric(strategy)
     net = oracle.new_net()
 
@@ -341,7 +341,7 @@ def _drawn_after_setup(strategy: str) -> tuple[list[float], list[float]]:
 
 
 class Planned(NamedTuple):
-    """What a rank has planned for a module, on the meta device and with values, and what it then holds."""
+    """A rank's plan for a module on the meta device and for one with values, and what the rank then holds."""
 
     on_meta: dict[str, str]
     with_values: dict[str, str]
@@ -462,7 +462,7 @@ class ShardsSuite(Clauses):
     @requires(Capability.META_INIT)
     def test_a_model_built_empty_is_initialised_as_without(self, ranks: Ranks, tmp_path: Path) -> None:
         """A model built with ``empty_init`` must get the values that it gets without, bit for bit."""
-        with torch.device(accelerator()), oracle.seeded(3):  # which draws random numbers of its own
+        with torch.device(accelerator()), oracle.seeded(3):  # an accelerator draws other random numbers than the CPU
             net = Initialising()
         want = net.cpu().state_dict()
         ((x, y),) = oracle.global_batches(1)

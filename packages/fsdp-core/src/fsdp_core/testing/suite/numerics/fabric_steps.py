@@ -15,7 +15,7 @@ from fsdp_core.testing.oracle import FP32_TOLERANCE
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.training import new_fabric, own_share
 
-__all__ = ["METHODS", "WAITING", "assert_gradients_wait", "assert_whole_steps"]
+__all__ = ["ACCUMULATIONS", "METHODS", "assert_gradients_wait", "assert_whole_steps"]
 
 
 class _Stepping(nn.Module):
@@ -58,7 +58,7 @@ class _Stepping(nn.Module):
         return self.once(x, y, backward, optimizers)
 
     def adversaries(self, x: Tensor, y: Tensor, backward: Any, optimizers: Any) -> Tensor:
-        """Two optimizers. A step of the critic's writes to no shard of the root on a rank that holds no part of it."""
+        """Take steps of two optimizers. A rank may hold no part of the critic, so that its step writes to no shard."""
         generator, critic = optimizers
         fake = self.net(x)
         critic.zero_grad()
@@ -110,8 +110,9 @@ def assert_whole_steps(ranks: Ranks, strategy: str) -> None:
             torch.testing.assert_close(outcomes[name], (losses, module.state_dict()), atol=FP32_TOLERANCE, rtol=0)
 
 
-#: Parts of steps within ``no_backward_sync``, and those after it that reduce: passes of the net, and of a block alone.
-WAITING: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+#: What a step does within ``no_backward_sync``, and after it, where gradients are reduced: backward passes of the net
+#: or of a block alone, and others.
+ACCUMULATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cleared, before a block's": (("net", "clear"), ("block",)),
     "cleared after the context, before a block's": (("net",), ("clear", "block")),
     "kept, before a block's": (("net",), ("block",)),
@@ -125,8 +126,8 @@ WAITING: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def _waiting(strategy: str | None) -> dict[str, dict[str, Tensor]]:
-    return {name: _accumulate(strategy, name) for name in WAITING}
+def _accumulate_all(strategy: str | None) -> dict[str, dict[str, Tensor]]:
+    return {name: _accumulate(strategy, name) for name in ACCUMULATIONS}
 
 
 def _accumulate(strategy: str | None, name: str) -> dict[str, Tensor]:
@@ -144,11 +145,11 @@ def _accumulate(strategy: str | None, name: str) -> dict[str, Tensor]:
                 x, y = next(batches)
                 loop.backward(loop.loss(x, y) if part == "net" else loop.net.blocks[0](x).square().mean())
 
-    waiting, reducing = WAITING[name]
+    unreduced_parts, reduced_parts = ACCUMULATIONS[name]
     for _ in range(2):
         with loop.unreduced():
-            run(waiting)
-        run(reducing)
+            run(unreduced_parts)
+        run(reduced_parts)
         loop.step()
     return loop.state()
 
@@ -160,6 +161,6 @@ def assert_gradients_wait(ranks: Ranks, strategy: str) -> None:
         ranks: The ranks.
         strategy: The name of the strategy.
     """
-    want = _waiting(None)
-    for got in ranks.run(2, _waiting, strategy):
+    want = _accumulate_all(None)
+    for got in ranks.run(2, _accumulate_all, strategy):
         torch.testing.assert_close(got, want, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE)

@@ -36,22 +36,22 @@ class Repeating(Net):
         return output
 
 
-class LeavingOut(Net):
+class SkippingNet(Net):
     """Leaves out a block in some of its forward passes, as nets do that drop layers or add them while they train.
 
     Args:
-        call: The number of such a forward pass.
-        of: After how many it is left out again.
+        call: The index of the forward pass that leaves the block out.
+        period: After how many forward passes that repeats.
     """
 
-    def __init__(self, call: int, of: int) -> None:
+    def __init__(self, call: int, period: int) -> None:
         super().__init__()
         self.call = call
-        self.of = of
+        self.period = period
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        left_out = self.blocks[1] if self.calls % self.of == self.call else None
+        left_out = self.blocks[1] if self.calls % self.period == self.call else None
         self.calls += 1
         x = self.inp(x) * self.scale
         for block in self.blocks:
@@ -174,9 +174,9 @@ def _repeating() -> Repeating:
         return Repeating()
 
 
-def _leaving_out(call: int, of: int) -> LeavingOut:
+def _new_skipping_net(call: int, period: int) -> SkippingNet:
     with oracle.seeded(1):
-        return LeavingOut(call, of)
+        return SkippingNet(call, period)
 
 
 def _assert_same_updates(ranks: list[Trained], want: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> None:
@@ -219,7 +219,7 @@ class PassesSuite(Clauses):
     def test_a_unit_that_the_first_micro_batch_leaves_out(self, ranks: Ranks, precision: str) -> None:
         """A unit that was never called before an accumulation must be trained by its later micro-batches."""
         order = "a forward pass within no_backward_sync"
-        new_net = partial(_leaving_out, 0, of=2 * STEPS)
+        new_net = partial(_new_skipping_net, 0, period=2 * STEPS)
         _, want = _train(None, order, None, new_net)
         got = ranks.run(2, _train, self.strategy, order, precision, new_net)
         _assert_same_updates(got, want, new_net().state_dict())
@@ -230,7 +230,7 @@ class PassesSuite(Clauses):
     )
     def test_a_unit_that_the_last_micro_batch_leaves_out(self, ranks: Ranks, order: str, batches: int) -> None:
         """Gradients must not be lost if the backward pass that reduces them does not visit their unit."""
-        new_net = partial(_leaving_out, batches - 1, of=batches)
+        new_net = partial(_new_skipping_net, batches - 1, period=batches)
         got = ranks.run(2, _train, self.strategy, order, None, new_net)
         assert_same(got, _train(None, order, None, new_net))
 

@@ -50,14 +50,14 @@ __all__ = [
 
 @dataclass(kw_only=True)
 class Step:
-    """What a step works with.
+    """The net, batch and optimizer that a step works with.
 
     Attributes:
         net: Calls the net.
-        module: The user's module, which under Fabric is not the one that ``fabric.setup`` has returned.
+        module: The user's module. Under Fabric, ``net`` is the wrapper that ``fabric.setup`` has returned for it.
         x: Inputs.
         y: Targets.
-        backward: Runs a backward pass from a loss, as the front end wants it.
+        backward: The front end's function for a backward pass, such as ``fabric.backward``.
         optimizer: The optimizer.
     """
 
@@ -210,14 +210,14 @@ def _solved(step: Step) -> Tensor:
 
 
 def _solved_beside_a_later_call(step: Step) -> Tensor:
-    """The later call is differentiated first: the pass inside of its pass calls units that have been visited."""
+    """Autograd visits the later call first. So the backward pass inside ``_solved`` calls units already visited."""
     return _solved(step) + step.loss(0.5 * step.x)
 
 
 def _recomputed_inside(step: Step) -> Tensor:
-    """Two calls of units that are computed again in a backward pass of their own, as by a reentrant checkpoint.
+    """Two calls of units that a backward pass of their own recomputes, as a reentrant checkpoint does.
 
-    torch's has no device module for XLA.
+    It is written out here since torch's checkpoint has no device module for XLA.
     """
 
     class Recomputed(torch.autograd.Function):
@@ -242,7 +242,7 @@ def _recomputed_inside(step: Step) -> Tensor:
 
 
 def _recomputed(step: Step) -> Tensor:
-    """Calls of the whole net that its backward pass computes again, beside one that it does not."""
+    """Two calls of the whole net that are recomputed in their backward passes, beside a call that is not."""
 
     def loss(x: Tensor) -> Tensor:
         if x.device.type == "xla":  # for which torch's checkpoint has no device module
@@ -270,7 +270,7 @@ def _frozen_for_a_call(step: Step) -> Tensor:
 
 
 def _frozen_for_an_attack(step: Step) -> Tensor:
-    """All parameters are frozen while inputs are looked for, and the module is called that the user has written."""
+    """All parameters are frozen during the attack; the user's own module is called, not Fabric's wrapper."""
     with _freeze(*(parameter for parameter in step.module.parameters() if parameter.requires_grad)):
         x = _differentiable(step.x)
         (gradient,) = torch.autograd.grad((step.module(x) - step.y).square().sum(), x)
@@ -278,21 +278,21 @@ def _frozen_for_an_attack(step: Step) -> Tensor:
 
 
 def _frozen_in_one_of_two_calls(step: Step) -> Tensor:
-    """A block has the gradient of the call in which it is trained alone."""
+    """The block's gradient comes from the call alone in which it is not frozen."""
     with _freeze(*step.blocks[0].parameters()):
         first = step.loss(step.x)
     return first + step.loss(step.x.flip(1))
 
 
 def _parts_frozen_in_one_of_two_calls(step: Step) -> Tensor:
-    """Parts of a block."""
+    """As ``_frozen_in_one_of_two_calls``, with parts of blocks."""
     with _freeze(step.blocks[1].down, step.blocks[0].norm):
         first = step.loss(step.x)
     return first + step.loss(step.x.flip(1))
 
 
 def _frozen_before_a_forgotten_backward_pass(step: Step) -> Tensor:
-    """What is frozen has a gradient, which ``zero_grad()`` clears; the tied pair at the root is frozen too."""
+    """The frozen parameters, among them the tied pair at the root, have a gradient that ``zero_grad()`` clears."""
     step.backward(step.loss(step.x))
     loss = step.loss(step.x.flip(1))
     with _freeze(step.module.inp, step.blocks[1]):
@@ -302,7 +302,7 @@ def _frozen_before_a_forgotten_backward_pass(step: Step) -> Tensor:
 
 
 def _frozen_before_the_backward_pass(step: Step) -> Tensor:
-    """A gradient is not added to what was frozen since the forward pass."""
+    """A parameter that was frozen after the forward pass gets no gradient."""
     step.blocks[1].requires_grad_(True)
     loss = step.loss(step.x)
     step.blocks[1].requires_grad_(False)
@@ -310,7 +310,7 @@ def _frozen_before_the_backward_pass(step: Step) -> Tensor:
 
 
 def _unfrozen_before_the_backward_pass(step: Step) -> Tensor:
-    """What was frozen in the forward pass has no gradient, as a discriminator in the generator's turn."""
+    """A parameter that was frozen in the forward pass gets no gradient, as a discriminator in the generator's turn."""
     with _freeze(step.blocks[1].down):
         loss = step.loss(step.x)
     return loss + 0.5 * step.input_gradient(_differentiable(step.x)).square().mean()
@@ -328,7 +328,7 @@ def _hook_through_the_same_block(step: Step) -> Tensor:
 
 
 def _frozen_after_a_backward_pass(step: Step) -> Tensor:
-    """The gradients that it has stay, and the step is made with them."""
+    """The block keeps the gradients of the first pass, and the optimizer steps with them."""
     step.backward(step.loss(step.x))
     step.blocks[2].requires_grad_(False)
     return step.loss(step.x.flip(1))
@@ -348,13 +348,13 @@ def _backward_forgotten(step: Step) -> Tensor:
 
 
 def _backward_kept(step: Step) -> Tensor:
-    """Its gradients are those of the step, if it is in the front end's hands to forget them, or none."""
+    """The first pass's gradients are added to the second's, unless the front end clears them before the second."""
     step.backward(step.loss(step.x))
     return step.loss(step.x.flip(1))
 
 
 def _caught_in_a_backward_pass(step: Step) -> Tensor:
-    """An exception ends a backward pass in the middle; the step forgets it, and runs another one, as out of memory."""
+    """An exception ends a backward pass in the middle. The step clears the gradients and runs another pass."""
     output = step.net(step.x)
     inner = step.blocks[0](step.x)
     inner.register_hook(_fail)
@@ -366,7 +366,7 @@ def _caught_in_a_backward_pass(step: Step) -> Tensor:
 
 
 def _caught_in_a_call(step: Step) -> Tensor:
-    """An exception ends a call in the middle, while a graph waits that holds parameters."""
+    """An exception ends a call in the middle, while a graph that holds parameters is still to be differentiated."""
     x = _differentiable(step.x)
     output = step.net(x)
     (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
@@ -383,11 +383,11 @@ def _fail(*_: Any) -> None:
 
 
 class _CaughtError(Exception):
-    """What a step catches."""
+    """The exception that steps raise and catch."""
 
 
 def _two_passes_through_a_loss(step: Step) -> Tensor:
-    """The first pass leaves nothing at the loss by which the second one would be taken for one of the net."""
+    """Two passes through a loss of inputs alone: neither may be taken for a backward pass of the net."""
     x = _differentiable(step.x)
     another = x.mean()
     loss = step.loss(step.x)
@@ -397,7 +397,7 @@ def _two_passes_through_a_loss(step: Step) -> Tensor:
 
 
 def _optimizers_parameters_written(step: Step) -> Tensor:
-    """As decay by hand does, and SAM for its second pass: the next call computes with what was written."""
+    """Decay by hand, and SAM before its second pass, write to parameters: the next call computes with new values."""
     with torch.no_grad():
         before = step.net(step.x)
         for parameter in trained_by(step.optimizer):
@@ -409,7 +409,7 @@ def _optimizers_parameters_written(step: Step) -> Tensor:
 
 
 def _converted_to_what_it_is(step: Step) -> Tensor:
-    """As libraries do that make sure of it: before the first call nothing is gathered, under Fabric."""
+    """Libraries convert modules to make sure of their device. Under Fabric, nothing is gathered before a first call."""
     step.module.to(step.x.device)
     loss = step.loss(step.x)
     step.blocks[1].to(step.x.device)
@@ -417,7 +417,7 @@ def _converted_to_what_it_is(step: Step) -> Tensor:
     return loss + step.loss(step.x.flip(1))
 
 
-#: What steps do, by a name.
+#: The kinds of steps, by name: each is a function that returns the loss.
 STEPS: dict[str, Callable[[Step], Tensor]] = {
     "adversarial example": _adversarial,
     "adversarial example of several steps": _adversarial_several_times,
@@ -454,7 +454,8 @@ STEPS: dict[str, Callable[[Step], Tensor]] = {
     "module converted to the device that it is on": _converted_to_what_it_is,
 }
 
-#: What torch's checkpoint refuses: the recomputation saves other tensors than the forward pass has.
+#: The kinds of steps that torch's checkpoint refuses, because the recomputation saves other tensors than the forward
+#: pass.
 _RECOMPUTED_OTHERWISE = {
     "parameters frozen in one of two calls",
     "parts of blocks frozen in one of two calls",
@@ -465,28 +466,28 @@ _RECOMPUTED_OTHERWISE = {
 
 BATCHES = 3
 
-#: What gradients are clipped to.
+#: The limits that gradients are clipped to, by what is clipped.
 _CLIP: Mapping[str, float] = {"norm": 0.3, "value": 0.02}
 
-#: Half precision: how far the weights' whole move may be from that in fp32, as a part of it. Measured: below 0.03. A
-#: gradient that is lost or counted twice is a third or more.
-_PART_OF_MOVE = 0.05
+#: In half precision, how far the weights' change in training may be from that in fp32, relative to its norm. Measured:
+#: below 0.03. If a gradient is lost or counted twice, it is a third or more.
+_MAX_RELATIVE_ERROR = 0.05
 
-#: A loss scale with which no gradient of the net overflows, so that no step is skipped.
+#: An initial loss scale with which no gradient of the net overflows, so that no step is skipped.
 _SCALE = 2.0**8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How a step is trained, besides what it does.
+    """How steps are trained, whatever their kind.
 
     Attributes:
         options: The strategy's options.
         ranks: The number of ranks.
         accumulate: The number of micro-batches of an optimizer's step.
-        clip: What is clipped, if anything.
-        precision: Lightning's name of the precision.
-        needs: The capabilities that it needs, besides those of the options.
+        clip: Whether gradients' norm or values are clipped, if any.
+        precision: Lightning's name of the precision; fp32 if ``None``.
+        needs: The capabilities that the setting needs, besides those of the options.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -497,14 +498,14 @@ class Setting:
     needs: tuple[Capability, ...] = ()
 
     def kinds(self) -> list[str]:
-        """The kinds of steps that torch can train so, but for what docs/what-a-step-may-do.md says is not right yet."""
+        """The names of the kinds of steps that plain torch can train in this setting."""
         left_out: set[str] = set()
         if self.options.get("activation_checkpointing_policy") is not None:
             left_out |= _RECOMPUTED_OTHERWISE
-        return [what for what in STEPS if what not in left_out]
+        return [kind for kind in STEPS if kind not in left_out]
 
     def unsharded(self) -> Setting:
-        """The setting of one process in fp32."""
+        """The same setting in one unsharded process in fp32."""
         return Setting(ranks=1, accumulate=self.accumulate, clip=self.clip)
 
     def precision_of(self, plugin: Any) -> dict[str, Any]:
@@ -521,7 +522,7 @@ class Setting:
 _ACCUMULATES = Capability.GRADIENT_ACCUMULATION
 _MIXED = Capability.MIXED_PRECISION
 
-#: Settings that differ from the default, by a name.
+#: Settings that differ from the default, by name. "its own" stands for the strategy's ``own_step_options``.
 SETTINGS: Mapping[str, Setting] = {
     "accumulated and clipped by norm": Setting(
         accumulate=2, clip="norm", needs=(_ACCUMULATES, Capability.CLIP_BY_NORM)
@@ -545,21 +546,21 @@ SETTINGS: Mapping[str, Setting] = {
 }
 
 
-def _prepare(net: oracle.Net, what: str) -> None:
+def _prepare(net: oracle.Net, kind: str) -> None:
     """Take the layer norms out of a net that is differentiated three times: torch's third derivative is not exact."""
-    if what == "second derivative":
+    if kind == "second derivative":
         for block in net.blocks:
             block.norm = nn.Identity()
 
 
-class _Automatic(Lit):
-    def __init__(self, what: str) -> None:
+class _AutomaticModule(Lit):
+    def __init__(self, kind: str) -> None:
         super().__init__("momentum")
-        self.what = what
-        _prepare(self.net, what)
+        self.kind = kind
+        _prepare(self.net, kind)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        loss = STEPS[self.what](self.new_step(batch, Tensor.backward))
+        loss = STEPS[self.kind](self.new_step(batch, Tensor.backward))
         self.losses.append(loss.detach())
         return loss
 
@@ -568,9 +569,9 @@ class _Automatic(Lit):
         return Step(net=self.net, module=self.net, x=x, y=y, backward=backward, optimizer=self.optimizers())
 
 
-class _ByHand(_Automatic):
-    def __init__(self, what: str, setting: Setting, *, raw: bool) -> None:
-        super().__init__(what)
+class _ManualModule(_AutomaticModule):
+    def __init__(self, kind: str, setting: Setting, *, raw: bool) -> None:
+        super().__init__(kind)
         self.automatic_optimization = False
         self.setting, self.raw = setting, raw
 
@@ -580,7 +581,7 @@ class _ByHand(_Automatic):
         accumulate, clip = self.setting.accumulate, self.setting.clip
         if batch_idx % accumulate == 0:
             optimizer.zero_grad()
-        loss = STEPS[self.what](self.new_step(batch, backward))
+        loss = STEPS[self.kind](self.new_step(batch, backward))
         self.losses.append(loss.detach())
         backward(loss / accumulate)
         if (batch_idx + 1) % accumulate == 0:
@@ -589,9 +590,9 @@ class _ByHand(_Automatic):
             optimizer.step()
 
 
-def _fit(strategy: str, tmp: str, front: str, what: str, setting: Setting, batches: int = BATCHES) -> Trained:
+def _fit(strategy: str, tmp: str, front: str, kind: str, setting: Setting, batches: int = BATCHES) -> Trained:
     arguments: dict[str, Any] = setting.precision_of(MixedPrecision)
-    module = _ByHand(what, setting, raw="raw" in front) if "by hand" in front else _Automatic(what)
+    module = _ManualModule(kind, setting, raw="raw" in front) if "by hand" in front else _AutomaticModule(kind)
     if module.automatic_optimization:
         arguments["accumulate_grad_batches"] = setting.accumulate
         if setting.clip is not None:
@@ -602,17 +603,17 @@ def _fit(strategy: str, tmp: str, front: str, what: str, setting: Setting, batch
     return means(module.losses), {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
-def _fabric(strategy: str, what: str, setting: Setting, batches: int = BATCHES) -> Trained:
+def _fabric_fit(strategy: str, kind: str, setting: Setting, batches: int = BATCHES) -> Trained:
     options = setting.options or None
     if setting.precision == "16-mixed":
-        chosen = strategy_argument(strategy, "fabric", options)
+        configured_strategy = strategy_argument(strategy, "fabric", options)
         plugins = setting.precision_of(FabricMixedPrecision)
-        fabric = Fabric(accelerator="cpu", devices=setting.ranks, strategy=chosen, **plugins)
+        fabric = Fabric(accelerator="cpu", devices=setting.ranks, strategy=configured_strategy, **plugins)
         fabric.launch()
     else:
         fabric = new_fabric(strategy, setting.ranks, options, setting.precision)
     net = oracle.new_net()
-    _prepare(net, what)
+    _prepare(net, kind)
     model, optimizer = fabric.setup(net, oracle.momentum(net))
     losses = []
     for index, batch in enumerate(oracle.global_batches(batches)):
@@ -622,7 +623,7 @@ def _fabric(strategy: str, what: str, setting: Setting, batches: int = BATCHES) 
             optimizer.zero_grad()
         with fabric.no_backward_sync(model, enabled=not is_last):
             step = Step(net=model, module=net, x=x, y=y, backward=fabric.backward, optimizer=optimizer)
-            loss = STEPS[what](step)
+            loss = STEPS[kind](step)
             losses.append(loss.detach())
             fabric.backward(loss / setting.accumulate)
         if is_last and setting.clip == "norm":
@@ -637,20 +638,20 @@ def _fabric(strategy: str, what: str, setting: Setting, batches: int = BATCHES) 
 def _train_each(
     strategy: str, tmp: str, front: str, kinds: Collection[str], setting: Setting, batches: int
 ) -> dict[str, Trained | str]:
-    """What kinds of steps come to: losses and weights, or the message of a refusal."""
+    """For each kind of step, the losses and weights after training, or the message of a refusal."""
     outcomes: dict[str, Trained | str] = {}
-    for what in kinds:
+    for kind in kinds:
         try:
             if front == "fabric":
-                outcomes[what] = _fabric(strategy, what, setting, batches)
+                outcomes[kind] = _fabric_fit(strategy, kind, setting, batches)
             else:
-                outcomes[what] = _fit(strategy, tmp, front, what, setting, batches)
+                outcomes[kind] = _fit(strategy, tmp, front, kind, setting, batches)
         except FSDPError as error:
-            outcomes[what] = str(error)
-        except RuntimeError as error:  # torch's own, to which we have added what to write
+            outcomes[kind] = str(error)
+        except RuntimeError as error:  # torch's own error counts as a refusal if a note says what to write instead
             if not getattr(error, "__notes__", ()):
                 raise
-            outcomes[what] = "\n".join([str(error), *error.__notes__])
+            outcomes[kind] = "\n".join([str(error), *error.__notes__])
     return outcomes
 
 
@@ -659,11 +660,11 @@ class NeededPart:
     """A part of a library without which a kind of step is wrong.
 
     Attributes:
-        target: The module or the class whose attribute it is.
+        target: The module or the class that has the part as an attribute.
         name: The name of the attribute.
-        instead: What stands in for it.
+        instead: What replaces it.
         front: The front end.
-        what: The kind of step.
+        what: The kind of step that is then wrong, a key of :data:`STEPS`.
     """
 
     target: Any
@@ -676,21 +677,19 @@ class NeededPart:
 def assert_needed(
     ranks: Ranks, tmp_path: Path, strategy: str, parts: Callable[[], Mapping[str, NeededPart]], name: str
 ) -> None:
-    """Check that the clause of steps of many passes finds a part of a library missing.
+    """Check that :class:`ManyPassesSuite` would notice if a part of a library were missing.
 
     Args:
         ranks: The ranks.
         tmp_path: A folder.
         strategy: The name of the strategy.
-        parts: A function of a module that returns the parts, by a name.
+        parts: A function that returns the parts, by name. Each rank calls it, so it must be picklable.
         name: The name of the part.
     """
     part = parts()[name]
     want = _fit("auto", str(tmp_path), "by hand" if part.front == "fabric" else part.front, part.what, _ALONE)
     for got in ranks.run(2, _train_without, parts, name, strategy, str(tmp_path)):
-        assert _differences(got, want) is not None, (
-            "the clause of steps of many passes would not see that it is missing"
-        )
+        assert _differences(got, want) is not None, "ManyPassesSuite would not see that it is missing"
 
 
 _ALONE = Setting().unsharded()
@@ -701,7 +700,7 @@ def _train_without(parts: Callable[[], Mapping[str, NeededPart]], name: str, str
     with mock.patch.object(part.target, part.name, part.instead):
         try:
             if part.front == "fabric":
-                return _fabric(strategy, part.what, Setting())
+                return _fabric_fit(strategy, part.what, Setting())
             return _fit(strategy, tmp, part.front, part.what, Setting())
         except Exception as error:
             return f"{type(error).__name__}: {error}"
@@ -717,11 +716,11 @@ def assert_right_on_one_rank(ranks: Ranks, tmp_path: Path, strategy: str, what: 
         what: The kind of step.
     """
     setting = Setting(ranks=1, options={"state_dict_type": "full"})
-    (got,) = ranks.run(1, _fabric, strategy, what, setting)
+    (got,) = ranks.run(1, _fabric_fit, strategy, what, setting)
     assert _differences(got, _fit("auto", str(tmp_path), "by hand", what, _ALONE)) is None
 
 
-#: What writes to parameters between a forward pass and its backward pass, in :func:`assert_writes_are_seen`.
+#: What may write to parameters between a forward pass and its backward pass, in :func:`assert_writes_are_seen`.
 WRITTEN_BEFORE_BACKWARD = ("by hand", "by hand between two calls", "an optimizer's step", "a checkpoint", "a bias")
 
 
@@ -732,7 +731,7 @@ def assert_writes_are_seen(ranks: Ranks, tmp_path: Path, strategy: str, how: str
         ranks: The ranks.
         tmp_path: A folder.
         strategy: The name of the strategy.
-        how: One of :data:`WRITTEN_BEFORE_BACKWARD`. No graph needs the values of a bias.
+        how: One of :data:`WRITTEN_BEFORE_BACKWARD`. Writes to a bias are not refused: no graph needs its values.
     """
     for got in ranks.run(2, _write_before_backward, strategy, str(tmp_path / "saved"), how):
         if how == "a bias":
@@ -746,7 +745,7 @@ def assert_writes_are_seen(ranks: Ranks, tmp_path: Path, strategy: str, how: str
 
 
 def _write_before_backward(strategy: str, folder: str, how: str) -> str | dict[str, Tensor]:
-    """The error with its notes, or the weights after a step where there is none."""
+    """Return the error with its notes, or the weights after the step if there is none."""
     loop = Loop(strategy, oracle.sgd, _net_without_gains())
     loop.fabric.save(folder, {"model": loop.model})
     losses = _write_after_forward(loop, how)
@@ -762,7 +761,7 @@ def _write_before_backward(strategy: str, folder: str, how: str) -> str | dict[s
 
 
 def _net_without_gains() -> oracle.Net:
-    """0-dim parameters are not sharded, and torch's error is about the first that a pass needs."""
+    """Return a net without 0-dim parameters, writes to which torch itself refuses: they are not sharded."""
     net = oracle.new_net()
     for block in net.blocks:
         del block.gain
@@ -771,7 +770,7 @@ def _net_without_gains() -> oracle.Net:
 
 
 def _write_after_forward(loop: Loop, how: str) -> Tensor:
-    """Two losses of blocks, between or after whose calls is written."""
+    """Call blocks, write to parameters, and return the loss; "by hand between two calls", a call follows the write."""
     blocks = loop.net.blocks
     ((x, y),) = loop.batches(1)
     first = mse_loss(blocks[1](blocks[0](x)), y)
@@ -799,17 +798,17 @@ def assert_recovers_without_fabric(ranks: Ranks, strategy: str) -> None:
 
 
 def _backward_without_fabric(strategy: str) -> tuple[dict[str, Tensor], str]:
-    """The weights after a step where gradients were forgotten after the exception, and the refusal where not."""
+    """Return the weights if gradients were cleared after the exception, and the refusal if they were not."""
     loop = Loop(strategy, oracle.sgd)
     weights = _step_by_raw_gradients(loop)
-    loss = _interrupted_before(loop, clears=False)
+    loss = _loss_before_interruption(loop, clears=False)
     message = refusal(ShardingError, loss.backward)
     nn.Linear(2, 1)(torch.ones(1, 2)).sum().backward()  # of another model
     return weights, message
 
 
 def _step_by_raw_gradients(loop: Loop) -> dict[str, Tensor]:
-    _interrupted_before(loop, clears=True).backward()
+    _loss_before_interruption(loop, clears=True).backward()
     with torch.no_grad():
         for parameter in loop.net.parameters():
             if parameter.grad is not None:
@@ -817,8 +816,8 @@ def _step_by_raw_gradients(loop: Loop) -> dict[str, Tensor]:
     return loop.state()
 
 
-def _interrupted_before(loop: Loop, *, clears: bool) -> Tensor:
-    """A loss whose graph is older than a backward pass that an exception has ended, and cleared gradients if asked."""
+def _loss_before_interruption(loop: Loop, *, clears: bool) -> Tensor:
+    """Compute a loss, then let an exception end a backward pass of another loss, and return the first loss."""
     blocks = loop.net.blocks
     ((x, y),) = loop.batches(1)
     loss = mse_loss(blocks[1](x), y)
@@ -834,7 +833,7 @@ def _interrupted_before(loop: Loop, *, clears: bool) -> Tensor:
 def _differences(got: Trained | str, want: Trained, precision: str | None = None) -> str | None:
     if isinstance(got, str):
         return f"refused: {got}"
-    # torch's maxima: one of Python passes over NaN
+    # torch.max() returns NaN if there is one; Python's max() may pass over it.
     losses = float((torch.tensor(got[0]) - torch.tensor(want[0])).abs().max())
     weights = float(torch.stack([(got[1][name].cpu() - tensor).abs().max() for name, tensor in want[1].items()]).max())
     if precision is None:
@@ -843,7 +842,7 @@ def _differences(got: Trained | str, want: Trained, precision: str | None = None
         before = {f"net.{name}": tensor for name, tensor in oracle.new_net().state_dict().items()}
         error = sum(float((got[1][name].cpu().float() - tensor).square().sum()) for name, tensor in want[1].items())
         moved = sum(float((before[name] - tensor).square().sum()) for name, tensor in want[1].items())
-        is_right = error <= _PART_OF_MOVE**2 * moved
+        is_right = error <= _MAX_RELATIVE_ERROR**2 * moved
     return None if is_right else f"losses differ by {losses:.1e}, weights by {weights:.1e}"
 
 
@@ -859,8 +858,8 @@ def _seed() -> int:
     return int(os.environ.get(SEED, "17"))
 
 
-def _in_turn(kinds: list[str], parts: int, name: str) -> list[str]:
-    """The part of the kinds of steps whose turn it is: as many seeds in a row as there are parts have all."""
+def _draw_part(kinds: list[str], parts: int, name: str) -> list[str]:
+    """Draw one of ``parts`` parts of the kinds of steps by the seed. As many seeds in a row draw each part once."""
     return kinds[(_seed() + zlib.crc32(name.encode())) % parts :: parts]
 
 
@@ -868,12 +867,12 @@ class ManyPassesSuite(Clauses):
     """A step may do what a step of plain torch may.
 
     Attributes:
-        own_step_options: Options of this strategy alone, of which a run of the suite trains one with all kinds of
-            steps, by a name.
-        refused_steps: Kinds of steps that may be refused, or raise an error of torch with a note, by setting or front
-            end.
-        step_parts: In how many parts the kinds of steps are divided, of which a run without options trains one, that
-            is drawn. A backend that compiles a program for each kind may set it to 3, and have all in three runs.
+        own_step_options: Meshes with options of this strategy alone, by name. Each run of the suite draws one.
+        refused_steps: By setting or front end, the kinds of steps that may be refused, or raise an error of torch with
+            a note.
+        step_parts: The number of parts that the kinds of steps are divided in. A test without options trains one of
+            them, which is drawn. A backend that compiles a program for each kind may set it to 3, so that three runs
+            train all kinds.
     """
 
     own_step_options: ClassVar[Mapping[str, DeclaredMesh]] = {}
@@ -893,14 +892,16 @@ class ManyPassesSuite(Clauses):
     def test_steps_of_many_passes(self, ranks: Ranks, tmp_path: Path, front: str) -> None:
         """Losses and weights must be those of one unsharded process, whatever a step differentiates and calls."""
         setting = Setting(accumulate=BATCHES - 1 if front == "accumulated" else 1)
-        self._assert_right(ranks, tmp_path, front, _in_turn(setting.kinds(), self.step_parts, front), setting, BATCHES)
+        self._assert_right(
+            ranks, tmp_path, front, _draw_part(setting.kinds(), self.step_parts, front), setting, BATCHES
+        )
 
     @pytest.mark.everything
     @pytest.mark.parametrize("name", [_parameter_set(name, setting) for name, setting in SETTINGS.items()])
     def test_steps_of_many_passes_with_options(self, ranks: Ranks, tmp_path: Path, name: str) -> None:
-        """So must they with options, under one front end and for a third of the kinds of steps, which are drawn.
+        """With options too, losses and weights must be those of one unsharded process.
 
-        Three seeds in a row have all kinds with each of the options.
+        One front end and a third of the kinds of steps are drawn; three seeds in a row cover all kinds.
         """
         draw = random.Random(f"{_seed()} {name}")
         fronts = ["fabric", "automatic"]
@@ -908,7 +909,7 @@ class ManyPassesSuite(Clauses):
             fronts.append("by hand")
         front = draw.choice(fronts)
         setting = SETTINGS[name]
-        parameters = name
+        test_name = name
         if name == "its own":
             if not self.own_step_options:
                 pytest.skip("the strategy's tests name no options of its own")
@@ -917,7 +918,7 @@ class ManyPassesSuite(Clauses):
             setting = Setting(ranks=mesh.ranks, options=mesh.options_for("" if front == "fabric" else "net."))
         elif "reshard_after_forward" in setting.options:
             setting = Setting(options=self.asks.get(Capability.RESHARD_AFTER_FORWARD, setting.options))
-        kinds = _in_turn(setting.kinds(), 3, parameters)
+        kinds = _draw_part(setting.kinds(), 3, test_name)
         self._assert_right(ranks, tmp_path, front, kinds, setting, max(BATCHES, 2 * setting.accumulate), name)
 
     def _assert_right(
@@ -930,16 +931,16 @@ class ManyPassesSuite(Clauses):
         batches: int,
         name: str = "",
     ) -> None:
-        how = "by hand" if front == "fabric" else front
-        plain = setting.unsharded()
-        wanted = {what: _fit("auto", str(tmp_path), how, what, plain, batches) for what in kinds}
+        trainer_front = "by hand" if front == "fabric" else front
+        unsharded = setting.unsharded()
+        expected = {kind: _fit("auto", str(tmp_path), trainer_front, kind, unsharded, batches) for kind in kinds}
         refused = {*self.refused_steps.get(name, ()), *self.refused_steps.get(front, ())}
         trained = ranks.run(setting.ranks, _train_each, self.strategy, str(tmp_path), front, kinds, setting, batches)
         for outcomes in trained:
             wrong = {
-                what: message
-                for what, outcome in outcomes.items()
-                if not (isinstance(outcome, str) and what in refused)
-                and (message := _differences(outcome, wanted[what], setting.precision))
+                kind: message
+                for kind, outcome in outcomes.items()
+                if not (isinstance(outcome, str) and kind in refused)
+                and (message := _differences(outcome, expected[kind], setting.precision))
             }
             assert wrong == {}, f"steps that are wrong, under {front}, {name or 'by default'}: {wrong}"

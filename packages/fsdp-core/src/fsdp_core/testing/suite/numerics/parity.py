@@ -42,7 +42,7 @@ def assert_same(got: Iterable[Trained], want: Trained) -> None:
 
 
 def assert_same_or_refused(outcomes: Iterable[Trained | str], want: Trained, *words: str) -> None:
-    """Assert that every rank has trained as the oracle does, or was refused in a message that contains all parts."""
+    """Assert that every rank has trained as the oracle does, or was refused in a message that contains all words."""
     for outcome in outcomes:
         if isinstance(outcome, str):
             assert_says(outcome, *words)
@@ -51,21 +51,21 @@ def assert_same_or_refused(outcomes: Iterable[Trained | str], want: Trained, *wo
 
 
 def assert_state_close(state: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
-    """Assert that a rank's state equals the oracle's, but for the order of additions."""
+    """Assert that a rank's state equals the oracle's up to rounding errors."""
     for name, tensor in want.items():
         torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=name)
 
 
 def assert_numbers_alone(ranks: Ranks, tmp_path: Path, strategy: str, options: Mapping[str, Any]) -> None:
-    """Assert that options don't change losses and weights. Backends may pass their own options."""
+    """Assert that options don't change losses and weights; for tests of a backend's own options, too."""
     got = ranks.run(2, fit, strategy, str(tmp_path), 2, 3, "momentum", options)
     assert_same(got, train_plain(3, oracle.momentum))
 
 
-class Remembering(nn.Module):
+class BufferBlock(nn.Module):
     """A block whose output depends on buffers that it writes to: in place, by assignment, and through ``.data``."""
 
-    seen: Tensor
+    step_count: Tensor
     drift: Tensor
     mask: Tensor
     queue: Tensor
@@ -74,41 +74,41 @@ class Remembering(nn.Module):
         super().__init__()
         self.linear = nn.Linear(FEATURES, FEATURES)
         self.norm = nn.BatchNorm1d(FEATURES)
-        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("step_count", torch.zeros(()))
         self.register_buffer("drift", torch.ones(FEATURES))
-        self.register_buffer("mask", torch.ones(600, 600))  # of more than 1 MiB
+        self.register_buffer("mask", torch.ones(600, 600))  # more than 1 MiB
         self.register_buffer("queue", torch.ones(600, 600))
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = self.drift / (1 + self.seen) * self.queue[0, 0] * self.mask[0, 0]
+        scale = self.drift / (1 + self.step_count) * self.queue[0, 0] * self.mask[0, 0]
         output: Tensor = x + torch.tanh(self.norm(self.linear(x))) * scale
         if self.training:
-            self.seen = self.seen + 0.25
+            self.step_count = self.step_count + 0.25
             with torch.no_grad():
                 self.drift.lerp_(output.mean(0), 0.1)
             self.queue.data[0] *= 0.9
         return output
 
 
-def _new_remembering() -> nn.Sequential:
+def _new_buffer_net() -> nn.Sequential:
     with oracle.seeded(2):
-        return nn.Sequential(*(Remembering() for _ in range(2)))
+        return nn.Sequential(*(BufferBlock() for _ in range(2)))
 
 
-def _remember(strategy: str, options: Mapping[str, Any]) -> Trained:
+def _train_recomputed(strategy: str, options: Mapping[str, Any]) -> Trained:
     """Train on the same batches on all ranks, with activations that are computed again."""
-    recomputed: dict[str, Any] = {"activation_checkpointing_policy": {Remembering}}
+    base_options: dict[str, Any] = {"activation_checkpointing_policy": {BufferBlock}}
     if Capability.WRAP_POLICY in registry.strategies()[strategy].capabilities:
-        recomputed["auto_wrap_policy"] = {Remembering}
-    loop = Loop(strategy, oracle.momentum, _new_remembering(), options={**recomputed, **options})
+        base_options["auto_wrap_policy"] = {BufferBlock}
+    loop = Loop(strategy, oracle.momentum, _new_buffer_net(), options={**base_options, **options})
     return loop.train(loop.whole_batches(4))
 
 
 def assert_buffers_alone(ranks: Ranks, strategy: str, options: Mapping[str, Any]) -> None:
-    """Assert that recomputation writes to no buffer. Backends may pass their own options."""
-    losses, want = train_plain(4, oracle.momentum, net=_new_remembering())
-    got = ranks.run(2, _remember, strategy, options)
-    if "xla" in strategy:  # whose batch norm keeps the biased variance, unlike torch's
+    """Assert that recomputation writes to no buffer; for tests of a backend's own options, too."""
+    losses, want = train_plain(4, oracle.momentum, net=_new_buffer_net())
+    got = ranks.run(2, _train_recomputed, strategy, options)
+    if "xla" in strategy:  # XLA's batch norm keeps the biased variance, unlike torch's
         for state in (want, *(state for _, state in got)):
             for name in [name for name in state if name.endswith("running_var")]:
                 del state[name]
@@ -179,5 +179,5 @@ class NumbersSuite(Clauses):
 
     @requires(Capability.ACTIVATION_CHECKPOINTING)
     def test_recomputation_leaves_buffers_alone(self, ranks: Ranks) -> None:
-        """Where activations are computed again, buffers must be written to once, and be read as the first time."""
+        """Recomputation must read the buffers' values of the forward pass, and must not write to them again."""
         assert_buffers_alone(ranks, self.strategy, {})

@@ -30,75 +30,75 @@ DTYPES = {
 }
 
 
-class Spying(Lit):
-    """Records the dtypes that a block sees."""
+class DtypeRecorder(Lit):
+    """Records the dtypes of a block's weight, input, output, shards and gradients."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.seen: dict[str, Any] = {}
-        self.net.blocks[1].register_forward_pre_hook(self.look)
-        self.net.blocks[1].up.register_forward_hook(self.look_at_output)
+        self.dtypes: dict[str, Any] = {}
+        self.net.blocks[1].register_forward_pre_hook(self.record_inputs)
+        self.net.blocks[1].up.register_forward_hook(self.record_output)
 
-    def look(self, block: Any, args: Any) -> None:
+    def record_inputs(self, block: Any, args: Any) -> None:
         """Called before a forward pass of the block."""
-        self.seen |= {"weight": block.up.weight.dtype, "input": args[0].dtype}
+        self.dtypes |= {"weight": block.up.weight.dtype, "input": args[0].dtype}
 
-    def look_at_output(self, layer: Any, args: Any, output: Any) -> None:
+    def record_output(self, layer: Any, args: Any, output: Any) -> None:
         """Called after a forward pass of a layer of the block."""
-        self.seen["output"] = output.dtype
+        self.dtypes["output"] = output.dtype
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         parameters = trained_by(optimizer)
         grads = [local(p.grad) for p in parameters if p.grad is not None]
         assert all(torch.isfinite(grad.cpu()).all() for grad in grads)  # on XLA, each check would be a program
-        self.seen |= {"shards": {p.dtype for p in parameters}, "grads": {grad.dtype for grad in grads}}
+        self.dtypes |= {"shards": {p.dtype for p in parameters}, "grads": {grad.dtype for grad in grads}}
 
 
 def seen_by_a_block(strategy: str, tmp: str, precision: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Fit on two ranks; the losses, and the dtypes of a block's shards, gradients, weight, input and output."""
-    module = Spying("sgd")
+    """Fit on two ranks; return the losses, and the dtypes that :class:`DtypeRecorder` has recorded."""
+    module = DtypeRecorder("sgd")
     losses, _ = fit_module(strategy, tmp, module, 3, options=options, precision=precision, gradient_clip_val=10.0)
-    return {"losses": losses, **module.seen}
+    return {"losses": losses, **module.dtypes}
 
 
-class CalledByParts(Lit):
-    """A net that its step calls as a whole, by its attribute, or layer by layer."""
+class CalledInParts(Lit):
+    """A module whose step calls the module itself, its net, or each layer of the net."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, callee: str) -> None:
         super().__init__("momentum")
-        self.how = how
+        self.callee = callee
         with oracle.seeded(1):
             self.net = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, FEATURES))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Targets stay in fp32."""
+        """Only inputs are cast: targets stay in fp32."""
         x, y = batch
-        if self.how == "the module":
+        if self.callee == "the module":
             x = self(x)
-        elif self.how == "its net":
+        elif self.callee == "its net":
             x = self.net(x)
         else:
             for layer in self.net:
                 x = layer(x)
         assert x.dtype in (torch.bfloat16, torch.float16)
         assert y.dtype is torch.float32
-        loss = mse_loss(x.to(y.dtype), y)  # of two dtypes, it has no backward pass before torch 2.13
+        loss = mse_loss(x.to(y.dtype), y)  # before torch 2.13, mse_loss of two dtypes has no backward pass
         self.losses.append(loss.detach())
         return loss
 
 
 def trained_by_parts(strategy: str, tmp: str, options: dict[str, Any]) -> dict[str, tuple[list[float], dict[str, Any]]]:
-    """Losses and weights where a step calls the module, its net, or each layer, with fp32 inputs."""
+    """For each callee of the step, the losses and weights after training on fp32 inputs."""
     calls = ("the module", "its net", "each layer")
-    return {how: fit_module(strategy, tmp, CalledByParts(how), 3, options=options) for how in calls}
+    return {callee: fit_module(strategy, tmp, CalledInParts(callee), 3, options=options) for callee in calls}
 
 
 def assert_parts_equal(trained: dict[str, tuple[list[float], dict[str, Any]]]) -> None:
     """Whatever the step called, losses and weights must be the same to the bit."""
     losses, weights = trained["the module"]
-    for how, (other_losses, state) in trained.items():
-        assert other_losses == losses, how
-        assert all(torch.equal(state[name], tensor) for name, tensor in weights.items()), how
+    for callee, (other_losses, state) in trained.items():
+        assert other_losses == losses, callee
+        assert all(torch.equal(state[name], tensor) for name, tensor in weights.items()), callee
 
 
 def _train_under_fabric(strategy: str, precision: Any) -> dict[str, Any]:
@@ -118,13 +118,13 @@ def _train_under_fabric(strategy: str, precision: Any) -> dict[str, Any]:
     return {"losses": means(losses), "shards": {p.dtype for p in loop.net.blocks[1].parameters()}}
 
 
-class Summed(nn.Module):
-    """A linear layer: if rows of its output are multiplied by factors, and summed, its bias's gradient is their sum."""
+class SummedLayer(nn.Module):
+    """A linear layer. If a loss sums rows of its output times factors, its bias's gradient is the factors' sum."""
 
-    #: Two factors. bf16 can represent 256, 1, 512 and 2, but neither 256 + 1 nor 512 + 2.
+    #: Two such factors. bf16 can represent 256, 1, 512 and 2, but neither 256 + 1 nor 512 + 2.
     LARGE, SMALL = 256.0, 1.0
 
-    fine: Tensor  # more digits than bf16 has
+    fine: Tensor  # its value has more digits than bf16
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Summed(nn.Module):
 
 
 def _train_summed(strategy: str, accumulated: bool) -> dict[str, Tensor]:
-    net = Summed()
+    net = SummedLayer()
     loop = Loop(strategy, lambda module: torch.optim.SGD(module.parameters(), lr=1.0), net, precision="bf16-mixed")
     row = loop.fabric.to_device(torch.ones(1, FEATURES))
     if accumulated:
@@ -153,8 +153,8 @@ def _train_summed(strategy: str, accumulated: bool) -> dict[str, Tensor]:
     return loop.state()
 
 
-class Overflowing(Spying):
-    """In the first step, one element of the gradient is infinite, in the last rank's shard."""
+class Overflowing(DtypeRecorder):
+    """Has a gradient with one infinite element in the first step, in the last rank's shard."""
 
     is_poisoned = False
 
@@ -164,10 +164,10 @@ class Overflowing(Spying):
             block = self.net.blocks[1]
             parameters = [*block.up.parameters(), *block.down.parameters()]
             is_last_rank = self.global_rank == self.trainer.world_size - 1
-            poison_gradient(parameters, float("inf"), here_too=is_last_rank)
+            poison_gradient(parameters, float("inf"), on_this_rank=is_last_rank)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        pass  # without the check of the base class that all gradients are finite
+        pass  # the base class would assert that all gradients are finite
 
 
 def _overflow(strategy: str, tmp: str) -> tuple[list[float], list[float], float]:
@@ -204,7 +204,8 @@ class PrecisionSuite(Clauses):
             assert (got["shards"], got["grads"]) == ({storage}, {storage})
             assert got["output"] is compute
 
-    @requires(Capability.CLIP_BY_NORM, Capability.WRAP_POLICY)  # without units, autocast may be all that casts
+    # Without units, autocast alone may cast, inside the block.
+    @requires(Capability.CLIP_BY_NORM, Capability.WRAP_POLICY)
     @precisions("bf16-mixed", "16-mixed")
     def test_weights_and_inputs_are_cast_before_a_block_sees_them(
         self, ranks: Ranks, tmp_path: Path, precision: str
@@ -236,7 +237,7 @@ class PrecisionSuite(Clauses):
     def test_gradients_are_added_in_full_precision(self, ranks: Ranks, accumulated: bool) -> None:
         """Gradients must be summed in float32, over ranks and micro-batches, and buffers must keep their dtype."""
         for state in ranks.run(2, _train_summed, self.strategy, accumulated):
-            assert torch.equal(state["layer.bias"], torch.full((FEATURES,), -(Summed.LARGE + Summed.SMALL)))
+            assert torch.equal(state["layer.bias"], torch.full((FEATURES,), -(SummedLayer.LARGE + SummedLayer.SMALL)))
             buffer = state["fine"].item()
             assert buffer == 1.0 + 2.0**-10, f"a buffer of {1.0 + 2.0**-10} became {buffer}"
 
@@ -247,7 +248,7 @@ class PrecisionSuite(Clauses):
         assert (losses, weights, scale) == other
         assert scale == 2.0**15, f"the scale is {scale}, not half of torch's initial {2.0**16}"
         assert all(torch.isfinite(torch.tensor(weights)))
-        # the first step was skipped: the second batch is seen with the initial weights
+        # The first step was skipped, so the second loss is that of the initial weights.
         net = oracle.new_net()
         x, y = oracle.global_batches(2)[1]
         assert losses[1] == pytest.approx(mse_loss(net(x), y).item(), rel=HALF_TOLERANCE)

@@ -26,16 +26,17 @@ COUNT, SEED = "FSDP_STEPS", "FSDP_STEPS_SEED"
 #: The time limit of one program, which takes half a second if ranks have the processors to themselves.
 _SECONDS_PER_PROGRAM = 30.0
 
-#: Programs of one test, which share a start of the ranks: the first test is run with every change.
-_FIRST, _TOGETHER = 3, 7
+#: The number of programs in the first test, which is run with every change, and in each of the others. The ranks are
+#: started once for a test.
+_PROGRAMS_IN_FIRST, _PROGRAMS_PER_TEST = 3, 7
 
 _FRONTS: tuple[Front, ...] = ("fabric", "automatic", "by hand")
 
 
-def _parts() -> list[Any]:
-    """Which programs are run together, for each front end."""
+def _parameter_sets() -> list[Any]:
+    """Divide the programs of each front end among tests."""
     count, first = int(os.environ.get(COUNT, "10")), int(os.environ.get(SEED, "0"))
-    bounds = sorted({0, *range(_FIRST, count, _TOGETHER), count})
+    bounds = sorted({0, *range(_PROGRAMS_IN_FIRST, count, _PROGRAMS_PER_TEST), count})
     return [
         pytest.param(
             front,
@@ -51,10 +52,10 @@ def _parts() -> list[Any]:
 class RandomStepsSuite(Clauses):
     """A step that is composed at random ends as in plain torch, or is refused in words."""
 
-    @pytest.mark.parametrize(("front", "programs"), _parts())
+    @pytest.mark.parametrize(("front", "programs"), _parameter_sets())
     def test_random_steps(self, ranks: Ranks, tmp_path: Path, front: Front, programs: list[Program]) -> None:
-        """Losses and weights must be those of one process to 1e-5, or the step be refused in words: no rank crashes."""
-        messages = _train(ranks, self.strategy, tmp_path, front, programs)
+        """Losses and weights must be those of one process to 1e-5, unless the step is refused in words on all ranks."""
+        messages = _find_faults(ranks, self.strategy, tmp_path, front, programs)
         failed = [
             f"{program}\n# {front}, {SEED}={program.seed}: {message}\n"
             for program, message in zip(programs, messages, strict=True)
@@ -63,42 +64,48 @@ class RandomStepsSuite(Clauses):
         assert not failed, f"{len(failed)} of {len(programs)} steps:\n\n" + "\n".join(failed)
 
 
-def _train(ranks: Ranks, strategy: str, tmp_path: Path, front: Front, programs: Sequence[Program]) -> list[str | None]:
-    """What is wrong with each program; ``None`` where nothing is."""
+def _find_faults(
+    ranks: Ranks, strategy: str, tmp_path: Path, front: Front, programs: Sequence[Program]
+) -> list[str | None]:
+    """Run programs, and describe what is wrong with each; ``None`` if nothing is."""
     limit = _SECONDS_PER_PROGRAM * len(programs)
     try:
         results = ranks.run(2, run_all, strategy, str(tmp_path), front, programs, timeout=limit)
-    except RankError as error:  # one of them has ended the ranks: which, is known if each runs alone
+    except RankError as error:  # one program has ended the ranks: run each alone, to find out which
         if len(programs) == 1:
             return [f"the ranks have ended: {error}"]
-        return [_train(ranks, strategy, tmp_path, front, [program])[0] for program in programs]
-    wanted = [train_in_one_process(program, front, shares_of(ranks, 2)) for program in programs]
-    by_program = zip(*each_ranks(ranks, results), strict=True)
-    return [_judge(of_ranks, want) for of_ranks, want in zip(by_program, wanted, strict=True)]
+        return [_find_faults(ranks, strategy, tmp_path, front, [program])[0] for program in programs]
+    expected_outcomes = [train_in_one_process(program, front, shares_of(ranks, 2)) for program in programs]
+    outcomes_by_program = zip(*each_ranks(ranks, results), strict=True)
+    return [_find_fault(*outcomes) for outcomes in zip(outcomes_by_program, expected_outcomes, strict=True)]
 
 
-def _judge(of_ranks: Sequence[Trained | Raised], want: Outcome) -> str | None:
-    """What is wrong with what a program came to on each rank."""
-    raised = [outcome[1] for outcome in of_ranks if isinstance(outcome[0], bool)]
-    if raised and len(raised) < len(of_ranks):
+def _find_fault(rank_outcomes: Sequence[Trained | Raised], expected: Outcome) -> str | None:
+    """Describe what is wrong with the ranks' outcomes of a program, if anything is."""
+    # A ``Raised`` begins with a bool: whether its message is a refusal in words. A ``Trained`` begins with losses.
+    raised = [outcome[1] for outcome in rank_outcomes if isinstance(outcome[0], bool)]
+    if raised and len(raised) < len(rank_outcomes):
         return f"some ranks have raised, and others have not: {raised[0]}"
     if raised:
-        is_fine = isinstance(want, str) or all(outcome[0] for outcome in of_ranks)
-        return None if is_fine else f"neither right nor refused in words: {raised[0]}"
-    if isinstance(want, str):
-        return f"plain torch raises, and the ranks have not: {want}"
-    return next((message for outcome in of_ranks if (message := _differences(outcome, want))), None)
+        is_right = isinstance(expected, str) or all(outcome[0] for outcome in rank_outcomes)
+        return None if is_right else f"neither right nor refused in words: {raised[0]}"
+    if isinstance(expected, str):
+        return f"plain torch raises, and the ranks have not: {expected}"
+    return next((message for outcome in rank_outcomes if (message := _differences(outcome, expected))), None)
 
 
-def _differences(got: Trained | Raised, want: Trained) -> str | None:
-    losses, weights = got
+def _differences(trained: Trained | Raised, expected: Trained) -> str | None:
+    losses, weights = trained
     assert not isinstance(losses, bool) and not isinstance(weights, str)
-    off = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(losses, want[0], strict=True)]
-    of_weights = {
+    expected_losses, expected_weights = expected
+    loss_errors = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(losses, expected_losses, strict=True)]
+    weight_errors = {
         name: float((weights[name].cpu() - tensor).abs().max()) / max(1.0, float(tensor.abs().max()))
-        for name, tensor in want[1].items()
+        for name, tensor in expected_weights.items()
     }
-    wrong = [name for name, difference in of_weights.items() if not difference <= FP32_TOLERANCE]
-    if all(difference <= FP32_TOLERANCE for difference in off) and not wrong:  # NaN is not
+    wrong = [name for name, error in weight_errors.items() if not error <= FP32_TOLERANCE]
+    if all(error <= FP32_TOLERANCE for error in loss_errors) and not wrong:  # false for NaN
         return None
-    return f"losses are {losses}, and {want[0]} in one process; weights that differ: {', '.join(wrong) or 'none'}"
+    return (
+        f"losses are {losses}, and {expected_losses} in one process; weights that differ: {', '.join(wrong) or 'none'}"
+    )

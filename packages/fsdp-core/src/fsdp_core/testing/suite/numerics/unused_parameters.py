@@ -28,7 +28,7 @@ FIRST: Experts = ("first",)
 SECOND: Experts = ("second",)
 BOTH: Experts = ("first", "second")
 
-#: By case, what rank 0 and rank 1 use in each of two micro-batches. Both always call the unit, as they must.
+#: By case, the experts of rank 0 and rank 1 in each of two micro-batches. Both always call the unit, as they must.
 CASES: dict[str, Sequence[tuple[Experts, Experts]]] = {
     "unused on one rank": [(BOTH, FIRST), (BOTH, FIRST)],
     "unused on all ranks": [(FIRST, FIRST), (FIRST, FIRST)],

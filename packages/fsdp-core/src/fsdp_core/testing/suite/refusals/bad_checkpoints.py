@@ -40,7 +40,7 @@ WIDTH = 50
 
 
 def new_lit(**net: Any) -> Lit:
-    """The module that a valid checkpoint is of."""
+    """A module like the one that valid checkpoints are saved from."""
     return Lit("adamw_groups", width=WIDTH, **net)
 
 
@@ -53,7 +53,7 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 class Keeper(Callback):
-    """Has state, and records whether it was restored."""
+    """A callback with state, which records whether it was restored."""
 
     def __init__(self) -> None:
         self.seen = 7
@@ -120,7 +120,7 @@ def refused_by_fabric(
 
 
 class Renamed(Lit):
-    """Has a block less than the checkpoint, and an additional layer."""
+    """Has one block less than the checkpoint, and an additional layer."""
 
     def __init__(self) -> None:
         super().__init__("adamw_groups", width=WIDTH, blocks=2)
@@ -176,7 +176,7 @@ class MoreGroups(Lit):
         )
 
 
-#: Modules into which the checkpoint is loaded, and parts of the error.
+#: Modules that don't match the checkpoint, with parts of the error.
 MISFITS: dict[type[Lit], list[str]] = {
     Renamed: ["2 are missing in it:\n    extra.weight", "7 are only in it:\n    net.blocks.2.gain", "nothing was"],
     Resized: [
@@ -196,7 +196,7 @@ MISFITS: dict[type[Lit], list[str]] = {
 
 
 def load_misfit(strategy: str, tmp: str, path: str, front_end: str, module_class: Callable[[], Lit]) -> str:
-    """The error of a load into a module that the checkpoint is not of."""
+    """The error of a load into a module that does not match the checkpoint."""
     if front_end == "trainer":
         return refused_by_trainer(strategy, tmp, path, module_class(), CheckpointMismatchError)
     return refused_by_fabric(strategy, path, module_class(), CheckpointMismatchError)
@@ -207,7 +207,7 @@ def _load_misfit_weights(strategy: str, path: str, module_class: Callable[[], Li
 
 
 class SavesOnce(Clauses):
-    """Clauses of one class share a checkpoint, of which each damages or loads a copy."""
+    """Saves one checkpoint per kind and front end for all tests of a class; each test damages or loads a copy."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -256,7 +256,7 @@ class BadCheckpointsSuite(SavesOnce):
     def test_another_models_weights_without_an_optimizer(
         self, ranks: Ranks, tmp_path: Path, saved: SavedAt, module_class: type[Lit]
     ) -> None:
-        """Weights that don't match must be refused where no optimizer is loaded with them, whose names would tell."""
+        """Weights that don't match must be refused also without an optimizer, whose names would not match either."""
         path = tmp_path / "checkpoint"
         saved("fabric", "sharded", path)
         for message in ranks.run(2, _load_misfit_weights, self.strategy, str(path), module_class):

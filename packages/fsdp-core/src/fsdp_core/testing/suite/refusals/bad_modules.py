@@ -24,7 +24,7 @@ from fsdp_core.testing.training import Lit, loader, new_fabric, new_trainer, who
 __all__ = ["BadModulesSuite"]
 
 
-def _on_other_terms(strategy: str, tmp: str, options: dict[str, Any]) -> str:
+def _refuse_changed_options(strategy: str, tmp: str, options: dict[str, Any]) -> str:
     lit = Lit()
     new_trainer(tmp, strategy).fit(lit, loader(1, 1))
     lit.losses.clear()
@@ -40,16 +40,16 @@ def _two_dtypes(strategy: str) -> tuple[str, bool]:
     dtypes = {name: parameter.dtype for name, parameter in net.named_parameters()}
     state_dtypes: dict[str, torch.dtype] = {}
 
-    def set_up_and_look() -> None:
+    def set_up_and_record_dtypes() -> None:
         fabric.setup(net)
         state = sharded_by(fabric.strategy).model_state()
         state_dtypes.update((name, state[name].dtype) for name in dtypes)
 
-    return refusal(ShardingError, set_up_and_look), state_dtypes == dtypes
+    return refusal(ShardingError, set_up_and_record_dtypes), state_dtypes == dtypes
 
 
 class OverIntegers(nn.Module):
-    """Low-rank layers beside a frozen weight that is stored as bytes, as adapters are trained."""
+    """Trained low-rank layers beside a frozen weight that is stored as bytes, as in adapters of quantised models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class OverIntegers(nn.Module):
 
 
 def over_integers() -> nn.Module:
-    """Two of these layers, always the same."""
+    """Two :class:`OverIntegers` layers in a row, always with the same weights."""
     with oracle.seeded(3):
         return nn.Sequential(OverIntegers(), OverIntegers())
 
@@ -74,7 +74,7 @@ def over_integers() -> nn.Module:
 def steps_over_integers(
     model: nn.Module, optimizer: Any, batches: Any, backward: Callable[[Tensor], Any]
 ) -> list[float]:
-    """The losses of some steps."""
+    """Train a step on each batch, and return the losses."""
     losses = []
     for x, y in batches:
         loss = nn.functional.mse_loss(model(x), y)
@@ -86,7 +86,7 @@ def steps_over_integers(
 
 
 def train_over_integers(strategy: str, precision: str | None = None) -> tuple[str, list[float], dict[str, Tensor]]:
-    """The refusal; or the losses of three steps on whole batches, and the state from then on."""
+    """Train three steps on whole batches; return the refusal if there is one, the losses, and the state."""
     fabric = new_fabric(strategy, precision=precision)
     net = over_integers()
     losses: list[float] = []
@@ -114,10 +114,10 @@ class BadModulesSuite(Clauses):
     )
     def test_module_sharded_on_other_terms(self, ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
         """A sharded module must refuse other options, with an error that names the option and both values."""
-        (message,) = ranks.run(1, _on_other_terms, self.strategy, str(tmp_path), options)
+        (message,) = ranks.run(1, _refuse_changed_options, self.strategy, str(tmp_path), options)
         ((name, value),) = options.items()
-        now = value if isinstance(value, bool) else describe_policy(value)
-        assert_says(message, f"{name} ", f", now {now!r}", "Use the same options", "build the module again")
+        described_value = value if isinstance(value, bool) else describe_policy(value)
+        assert_says(message, f"{name} ", f", now {described_value!r}", "Use the same options", "build the module again")
 
     def test_two_dtypes_in_a_unit(self, ranks: Ranks, tmp_path: Path) -> None:
         """A unit with parameters of two dtypes must be refused, or keep the dtype of each."""
@@ -125,9 +125,9 @@ class BadModulesSuite(Clauses):
             if not are_same:
                 assert_says(message, "torch.bfloat16", "torch.float32", "one dtype")
 
-    @on_ranks("processes")  # XLA would compile its steps, and refuses other dtypes than fp32
+    @on_ranks("processes")  # XLA would compile the steps, and refuses other dtypes than fp32
     def test_frozen_integers_keep_their_values(self, ranks: Ranks) -> None:
-        """Frozen parameters of integers must keep their bytes and dtype, and others be trained, or be refused."""
+        """Frozen integer parameters must keep their bytes and dtype while others are trained, or be refused."""
         net = over_integers()
         optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
         want = steps_over_integers(net, optimizer, oracle.global_batches(3), Tensor.backward)
@@ -137,5 +137,5 @@ class BadModulesSuite(Clauses):
                 continue
             assert losses == pytest.approx(want, abs=oracle.FP32_TOLERANCE), message
             for name, tensor in net.state_dict().items():
-                exact = 0.0 if tensor.dtype == torch.uint8 else oracle.FP32_TOLERANCE
-                torch.testing.assert_close(state[name], tensor, atol=exact, rtol=exact)
+                tolerance = 0.0 if tensor.dtype == torch.uint8 else oracle.FP32_TOLERANCE
+                torch.testing.assert_close(state[name], tensor, atol=tolerance, rtol=tolerance)

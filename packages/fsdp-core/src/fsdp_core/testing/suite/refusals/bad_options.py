@@ -1,4 +1,4 @@
-"""How tests assert that options are refused; backends assert it of their own."""
+"""Assertions that options are refused, for core's clauses and for backends' own tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOTH = pytest.mark.parametrize("front_end", ["trainer", "fabric"])
 
 
 class Wrapping(Lit):
-    """Wraps any module for the Trainer."""
+    """A LightningModule around any module, for the Trainer."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def set_up(
 
 
 def assert_refused_at_once(constructor: Callable[..., Any], options: Mapping[str, Any], words: list[str]) -> None:
-    """Assert that the constructor refuses options. Backends may pass their own options."""
+    """Assert that the constructor refuses options with an error that contains all words."""
     assert_says(refusal(UnsupportedCapabilityError, lambda: constructor(**options)), *words)
 
 
@@ -51,9 +51,9 @@ def unfit_options(
 ) -> tuple[str, bool]:
     """The error for options that don't fit the suite's model, and whether the model is unchanged."""
 
-    def described(module: nn.Module) -> list[Any]:
+    def describe_parameters(module: nn.Module) -> list[Any]:
         return [(name, type(p), tuple(p.shape)) for name, p in module.named_parameters()]
 
     net = oracle.new_net()
     message = refusal(error, lambda: set_up(strategy, tmp, front_end, net, options))
-    return message, described(net) == described(oracle.new_net())
+    return message, describe_parameters(net) == describe_parameters(oracle.new_net())

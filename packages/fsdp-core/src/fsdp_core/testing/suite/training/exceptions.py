@@ -67,7 +67,7 @@ def _refuse_after_forward(strategy: str, tmp: str) -> tuple[str, list[float]]:
     return message, fit_module(strategy, tmp, Lit("sgd"), 2)[0]
 
 
-def _steps_after_backward(strategy: str, refused: bool) -> tuple[str, dict[str, float]]:
+def _steps_after_backward(strategy: str, is_refused: bool) -> tuple[str, dict[str, float]]:
     """The error for the interrupted module if it is refused, or else its 0-dim parameters after three steps."""
     loop = Loop(strategy, sgd_of_gains, Gains())
     ones = loop.fabric.to_device(torch.ones(2, FEATURES)).requires_grad_()
@@ -75,7 +75,7 @@ def _steps_after_backward(strategy: str, refused: bool) -> tuple[str, dict[str, 
     with pytest.raises(ZeroDivisionError):
         loop.backward(loop.model(inputs).sum())
     sharded_by(loop.fabric.strategy).reset()
-    if refused:
+    if is_refused:
         return refusal(ShardingError, lambda: loop.fabric.setup(loop.net)), {}
     loop.optimizer.zero_grad()
     _, state = loop.train(loop.batches(3))
@@ -83,7 +83,7 @@ def _steps_after_backward(strategy: str, refused: bool) -> tuple[str, dict[str, 
 
 
 class RaisesWithoutSync(Lit):
-    """Raises in a context without reduction, catches it, and continues training."""
+    """Raises and catches an exception in a context without reduction, then trains."""
 
     def on_train_start(self) -> None:
         strategy: Any = self.trainer.strategy
@@ -92,7 +92,7 @@ class RaisesWithoutSync(Lit):
 
 
 def _losses_after_no_sync(strategy: str, tmp: str, owner: str) -> list[float]:
-    """The losses of three steps after an exception in a front end's or the backend's context without reduction."""
+    """The losses of three steps after an exception in the context without reduction that ``owner`` has."""
     if owner == "trainer":
         return fit_module(strategy, tmp, RaisesWithoutSync("sgd"), 3)[0]
     loop = Loop(strategy, oracle.sgd)

@@ -17,7 +17,7 @@ from fsdp_core.errors import ShardingError
 from fsdp_core.plugins.capabilities import Capability
 from fsdp_core.plugins.strategy_info import FrontEnd
 from fsdp_core.testing import Ranks, oracle
-from fsdp_core.testing.launching.rank_context import here
+from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.measuring.collectives import count_collectives
 from fsdp_core.testing.oracle import BATCH, FEATURES, FP32_TOLERANCE, WIDE, Block, Trained
@@ -41,7 +41,7 @@ class NanGradient(Lit):
         sharded_by(used).clip_norm(trained_by(optimizer), 1.0, error_if_nonfinite=True)
 
 
-def _nonfinite(strategy: str, tmp: str) -> list[str]:
+def _clip_nan_gradients(strategy: str, tmp: str) -> list[str]:
     """The errors of clipping under the Trainer and under Fabric."""
     run = new_trainer(tmp, strategy, 2)
     under_trainer = refusal(RuntimeError, lambda: run.fit(NanGradient(), loader(1, 2)))
@@ -54,13 +54,13 @@ def _nonfinite(strategy: str, tmp: str) -> list[str]:
 
 
 def _infinite_norm(strategy: str) -> str:
-    # a net of which every rank holds something, whatever a library pads shards to
+    # Wide enough that every rank holds a part of it, whatever a library pads shards to.
     loop = Loop(strategy, oracle.sgd, oracle.new_net(width=WIDE))
     fabric = loop.fabric
     loop.backward(loop.model(fabric.to_device(torch.ones(2, FEATURES))).sum())
     layout = sharded_by(fabric.strategy).layout()
     linear = [p for p, parts in layout.items() if any(".up." in part.name or ".down." in part.name for part in parts)]
-    poison_gradient(linear, torch.nan, here_too=fabric.global_rank == fabric.world_size - 1)
+    poison_gradient(linear, torch.nan, on_this_rank=fabric.global_rank == fabric.world_size - 1)
     clip = partial(fabric.clip_gradients, loop.model, loop.optimizer, max_norm=1.0, norm_type=float("inf"))
     return refusal(RuntimeError, clip)
 
@@ -85,7 +85,7 @@ def every_stage(strategy: str, tmp: str, options: dict[str, Any]) -> dict[str, A
         "policy": new_policy is policy is options.get("auto_wrap_policy", "auto"),
         "elements": held_by(sharded_by(used_strategy).root.parameters()),
         "predictions": torch.cat(predictions),
-        "rows": 2 * BATCH // here().shares(2),
+        "rows": 2 * BATCH // rank_context().shares(2),
     }
 
 
@@ -116,12 +116,15 @@ def _averaging_oracle(batches: list[tuple[Tensor, Tensor]], decay: float) -> dic
     average: dict[str, Tensor] = {}
     for x, y in batches:
         loop.step_on(x, y)
-        now = loop.state()
-        average = {n: decay * average[n] + (1 - decay) * now[n] for n in now} if average else now
+        state = loop.state()
+        if average:
+            average = {name: decay * average[name] + (1 - decay) * tensor for name, tensor in state.items()}
+        else:
+            average = state
     return average
 
 
-def _reductions(strategy: str, tmp: str, batches: int, options: Mapping[str, Any]) -> tuple[int, int]:
+def _count_reductions(strategy: str, tmp: str, batches: int, options: Mapping[str, Any]) -> tuple[int, int]:
     def under_trainer() -> None:
         fit(strategy, tmp, 2, batches, "sgd", options, {"accumulate_grad_batches": batches})
 
@@ -132,7 +135,7 @@ def _reductions(strategy: str, tmp: str, batches: int, options: Mapping[str, Any
 
 
 def _step_without_reduction(strategy: str) -> tuple[str, dict[str, Tensor]]:
-    """The error of a step inside an accumulation, and the state after a step that follows."""
+    """The error of a step before gradients were reduced, and the state after the next step, which has reduced them."""
     loop = Loop(strategy, oracle.sgd)
     ((x, y),) = loop.batches(1)
 
@@ -150,7 +153,7 @@ def _step_without_reduction(strategy: str) -> tuple[str, dict[str, Tensor]]:
 
 
 def _state_after_steps(passes_by_step: Sequence[int]) -> dict[str, Tensor]:
-    """The state of one process after steps, each with a number of backward passes."""
+    """The state of one process after steps, each with the given number of backward passes."""
     loop = Loop(None, oracle.sgd)
     ((x, y),) = loop.batches(1)
     for passes in passes_by_step:
@@ -170,7 +173,7 @@ def _norm_after(strategy: str, enabled: bool) -> float:
 
 
 class WithoutLogging(Lit):
-    """torch 2.13 can't trace Lightning's self.log, under any strategy."""
+    """Does not call Lightning's ``self.log``, which torch 2.13 can't trace under any strategy."""
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -187,7 +190,7 @@ def _train_compiled(strategy: str, tmp: str, front_end: FrontEnd) -> list[float]
     return means(module.losses)
 
 
-def _recomputation(strategy: str, tmp: str, options: dict[str, Any]) -> int:
+def _count_block_calls(strategy: str, tmp: str, options: dict[str, Any]) -> int:
     """The number of calls of blocks' layers in a step."""
     calls: list[nn.Module] = []
     module = Lit("sgd")
@@ -197,7 +200,7 @@ def _recomputation(strategy: str, tmp: str, options: dict[str, Any]) -> int:
     return len(calls)
 
 
-def _dropout(strategy: str, tmp: str, checkpointing: bool) -> Trained:
+def _train_with_dropout(strategy: str, tmp: str, checkpointing: bool) -> Trained:
     options = {"activation_checkpointing_policy": {Block}} if checkpointing else {}
     with oracle.seeded(5):
         pl.seed_everything(5, verbose=False)
@@ -210,7 +213,7 @@ class BrokenElsewhereSuite(Clauses):
     @requires(Capability.CLIP_BY_NORM)
     def test_error_if_nonfinite_is_honoured(self, ranks: Ranks, tmp_path: Path) -> None:
         """Clipping must raise on a NaN norm, and ``error_if_nonfinite=False`` must turn that off."""
-        for messages in ranks.run(2, _nonfinite, self.strategy, str(tmp_path)):
+        for messages in ranks.run(2, _clip_nan_gradients, self.strategy, str(tmp_path)):
             for message in messages:
                 assert_says(message, "total norm", "is nan", "error_if_nonfinite=False")
 
@@ -258,15 +261,14 @@ class BrokenElsewhereSuite(Clauses):
     def test_accumulation_skips_the_reduction(self, ranks: Ranks, tmp_path: Path, options: dict[str, Any]) -> None:
         """Gradient accumulation must reduce once per step, or with ``sync_each_batch`` once per micro-batch."""
         tmp = str(tmp_path)
-        one_batch = ranks.run(2, _reductions, self.strategy, tmp, 1, options)
+        one_batch = ranks.run(2, _count_reductions, self.strategy, tmp, 1, options)
+        four_batches = ranks.run(2, _count_reductions, self.strategy, tmp, 4, options)
         times = 4 if options else 1
-        for (one_of_trainer, one_of_fabric), (of_trainer, of_fabric) in zip(
-            one_batch, ranks.run(2, _reductions, self.strategy, tmp, 4, options), strict=True
-        ):
-            assert one_of_trainer > 0, "torch's profiler saw no reduce-scatter in a step under the Trainer"
-            assert one_of_fabric > 0, "torch's profiler saw no reduce-scatter in a step under Fabric"
+        for (trainer_of_one, fabric_of_one), accumulated in zip(one_batch, four_batches, strict=True):
+            assert trainer_of_one > 0, "torch's profiler saw no reduce-scatter in a step under the Trainer"
+            assert fabric_of_one > 0, "torch's profiler saw no reduce-scatter in a step under Fabric"
             message = f"reduce-scatters of four micro-batches under Trainer and Fabric: not {times} × those of one"
-            assert (of_trainer, of_fabric) == (times * one_of_trainer, times * one_of_fabric), message
+            assert accumulated == (times * trainer_of_one, times * fabric_of_one), message
 
     @requires(Capability.CLIP_BY_NORM)
     @pytest.mark.parametrize("enabled", [pytest.param(True, marks=requires(Capability.GRADIENT_ACCUMULATION)), False])
@@ -281,7 +283,7 @@ class BrokenElsewhereSuite(Clauses):
 
     @requires(Capability.GRADIENT_ACCUMULATION)
     def test_a_step_inside_an_accumulation(self, ranks: Ranks) -> None:
-        """A step inside ``no_backward_sync`` must be of all ranks' gradients, or refused; it is right once they are."""
+        """A step before gradients are reduced must use all ranks' gradients, or be refused until they are reduced."""
         for message, state in ranks.run(2, _step_without_reduction, self.strategy):
             if was_refused(message):
                 assert_says(message, "while gradients of Net are not reduced", "enabled=is_accumulating")
@@ -301,12 +303,12 @@ class BrokenElsewhereSuite(Clauses):
     ) -> None:
         """Each checkpointed block must run once forward and once in the backward pass, whatever the wrap policy."""
         options = {**options, "activation_checkpointing_policy": {Block}}
-        assert ranks.run(2, _recomputation, self.strategy, str(tmp_path), options) == [6, 6]
+        assert ranks.run(2, _count_block_calls, self.strategy, str(tmp_path), options) == [6, 6]
 
     @requires(Capability.ACTIVATION_CHECKPOINTING)
     def test_activation_checkpointing_repeats_dropout(self, ranks: Ranks, tmp_path: Path) -> None:
         """Recomputed blocks must use the same dropout masks: losses and weights must not change."""
-        ((plain, state),) = ranks.run(1, _dropout, self.strategy, str(tmp_path), False)
-        ((recomputed, again),) = ranks.run(1, _dropout, self.strategy, str(tmp_path), True)
+        ((plain, state),) = ranks.run(1, _train_with_dropout, self.strategy, str(tmp_path), False)
+        ((recomputed, recomputed_state),) = ranks.run(1, _train_with_dropout, self.strategy, str(tmp_path), True)
         assert recomputed == plain
-        assert all(torch.equal(state[n], again[n]) for n in state)
+        assert all(torch.equal(state[n], recomputed_state[n]) for n in state)

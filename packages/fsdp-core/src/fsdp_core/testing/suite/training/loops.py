@@ -46,7 +46,7 @@ class Gan(Lit):
         self.untoggle_optimizer(first)
         self.toggle_optimizer(second)
         critic_loss = (self.critic(self.net(x).detach()) ** 2).mean()
-        self.manual_backward(critic_loss)  # the pass before it must have left no gradients in the critic
+        self.manual_backward(critic_loss)  # the first pass must have left no gradients in the critic
         self.clip_gradients(second, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
         second.step()
         second.zero_grad()
@@ -83,11 +83,11 @@ def _manual_clip(strategy: str, tmp: str) -> list[float]:
 
 
 def plain_number(value: Any) -> float:
-    """A norm that torch has computed, as a number; a DTensor may hold a part of it."""
+    """A norm that torch has computed, as a number. Of a DTensor, each rank may hold a part of the value."""
     return float(value.full_tensor() if hasattr(value, "full_tensor") else value)
 
 
-class LooksAtGradients(Lit):
+class GradientReader(Lit):
     """Uses torch's own functions on gradients, in its training step.
 
     Args:
@@ -121,11 +121,11 @@ class LooksAtGradients(Lit):
         optimizer.zero_grad()
 
 
-#: What :class:`LooksAtGradients` does with them.
+#: The uses of gradients that :class:`GradientReader` knows.
 USES = ["clipped", "after a forward pass", "accumulated", "scaled", "zeroed"]
 
 
-class HooksLook(Lit):
+class HookReader(Lit):
     """Computes the norm of all gradients in hooks before a step, where users log it.
 
     Args:
@@ -158,7 +158,7 @@ class HooksLook(Lit):
 Norms = tuple[list[float], list[float]]
 
 
-def _fit_with_norms(strategy: str, tmp: str, module: LooksAtGradients | HooksLook) -> Norms | str:
+def _fit_with_norms(strategy: str, tmp: str, module: GradientReader | HookReader) -> Norms | str:
     """Losses and norms, or the error message."""
 
     def fit() -> Norms:
@@ -169,11 +169,11 @@ def _fit_with_norms(strategy: str, tmp: str, module: LooksAtGradients | HooksLoo
 
 
 def _fit_with_each_use(strategy: str, tmp: str) -> dict[str, Norms | str]:
-    return {use: _fit_with_norms(strategy, tmp, LooksAtGradients(use)) for use in USES}
+    return {use: _fit_with_norms(strategy, tmp, GradientReader(use)) for use in USES}
 
 
 def _fit_with_hooks(strategy: str, tmp: str, automatic: bool, alone: bool) -> Norms | str:
-    return _fit_with_norms(strategy, tmp, HooksLook(automatic, alone))
+    return _fit_with_norms(strategy, tmp, HookReader(automatic, alone))
 
 
 def _gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -181,7 +181,7 @@ def _gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def norm_of_all(parameters: list[nn.Parameter]) -> float:
-    """What torch says of all gradients, as users write it for plain tensors and for DTensors."""
+    """The norm of all gradients by torch's function, as users write it for plain tensors and DTensors."""
     return plain_number(nn.utils.get_total_norm(_gradients_of(parameters)))
 
 
@@ -191,17 +191,17 @@ def norms_one_by_one(parameters: list[nn.Parameter]) -> float:
 
 
 def clip_by_norm(parameters: list[nn.Parameter]) -> float:
-    """What torch's clipping says the norm was."""
+    """Clip gradients by torch's function, and return the norm that it has computed."""
     return plain_number(nn.utils.clip_grad_norm_(parameters, 0.1))
 
 
 def clip_by_value(parameters: list[nn.Parameter]) -> float:
-    """Nothing that is computed of several elements, which is right on pieces too."""
+    """Clip gradients by value, which is right on pieces too; return a dummy."""
     nn.utils.clip_grad_value_(parameters, 0.05)
     return 0.0
 
 
-#: What scripts under Fabric do with gradients between ``fabric.backward()`` and the step, or after it.
+#: The uses of gradients in scripts under Fabric, before or after the optimizer's step. Each returns a norm.
 FABRIC_USES: dict[str, Callable[[list[nn.Parameter]], float]] = {
     "clipped": clip_by_norm,
     "clipped by value": clip_by_value,
@@ -211,7 +211,7 @@ FABRIC_USES: dict[str, Callable[[list[nn.Parameter]], float]] = {
 
 
 def _train_with_use(strategy: str | None, use: str, is_stepped: bool) -> tuple[list[float], Trained] | str:
-    """What was computed of gradients before or after steps, and what was trained; or the error message."""
+    """The norms computed before or after steps, with losses and weights; or the error message."""
     loop = Loop(strategy)
     parameters = list(loop.model.parameters())
 
@@ -256,7 +256,7 @@ def root_used_twice(strategy: str, tmp: str, options: dict[str, Any]) -> list[fl
 
 
 def assert_root_stays_gathered(ranks: Ranks, tmp_path: Path, strategy: str, options: dict[str, Any]) -> None:
-    """Assert that a step may call the root, then use its parameter. Backends may pass their own options."""
+    """Assert that a step may call the root, then use its parameter; for tests of a backend's own options, too."""
     want, _ = fit_plainly(tmp_path, UsesRootTwice(), 3)
     for losses in ranks.run(2, root_used_twice, strategy, str(tmp_path), options):
         assert losses == pytest.approx(want, abs=FP32_TOLERANCE)
@@ -285,7 +285,7 @@ def _fabric_step_method(strategy: str) -> list[float]:
     return losses
 
 
-def _collectives(strategy: str) -> dict[str, Any]:
+def _call_collectives(strategy: str) -> dict[str, Any]:
     fabric = new_fabric(strategy)
     rank = fabric.global_rank
     source = fabric.to_device(torch.full((2,), float(rank))).requires_grad_()
@@ -331,7 +331,7 @@ class LoopsSuite(Clauses):
         """Torch's functions on gradients inside a step must work, or be refused on every rank, never ignored."""
         outcomes = ranks.run(2, _fit_with_each_use, self.strategy, str(tmp_path))
         for use in USES:
-            module = LooksAtGradients(use)
+            module = GradientReader(use)
             losses, _ = fit_plainly(tmp_path, module, 2)
             for outcome in [outcome_by_use[use] for outcome_by_use in outcomes]:
                 if isinstance(outcome, str):
@@ -350,7 +350,7 @@ class LoopsSuite(Clauses):
         self, ranks: Ranks, tmp_path: Path, automatic: bool, alone: bool
     ) -> None:
         """A norm computed from gradients in a hook must be that of whole gradients, or be refused."""
-        module = HooksLook(automatic, alone)
+        module = HookReader(automatic, alone)
         losses, _ = fit_plainly(tmp_path, module, 2)
         norms = 2 * (1 + automatic)
         message = f"the hooks on one device computed {len(module.norms)} norms instead of {norms}"
@@ -366,7 +366,7 @@ class LoopsSuite(Clauses):
     @pytest.mark.parametrize("is_stepped", [False, True], ids=["before the step", "after it"])
     @pytest.mark.parametrize("use", FABRIC_USES)
     def test_torchs_functions_on_gradients_under_fabric(self, ranks: Ranks, use: str, is_stepped: bool) -> None:
-        """What torch computes of gradients between two steps must be of whole ones, or be refused on every rank."""
+        """Norms that torch computes between two steps must be of whole gradients, or be refused on every rank."""
         want = _train_with_use(None, use, is_stepped)
         assert not isinstance(want, str)
         for outcome in ranks.run(2, _train_with_use, self.strategy, use, is_stepped):
@@ -409,4 +409,4 @@ class LoopsSuite(Clauses):
             "grad": [float(count)] * 2,
             "object": {"from": count - 1, "path": Path("x")},
         }
-        assert ranks.run(2, _collectives, self.strategy) == [want, want]
+        assert ranks.run(2, _call_collectives, self.strategy) == [want, want]

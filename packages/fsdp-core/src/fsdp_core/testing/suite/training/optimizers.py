@@ -27,15 +27,15 @@ from fsdp_core.testing.training import Lit, fit_module, loader, means, new_fabri
 __all__ = ["OptimizersSuite", "assert_all_trained", "built_after_evaluation", "built_before_sharding"]
 
 
-class ListsInInit(Lit):
+class GroupsInInit(Lit):
     """Builds its param groups before sharding."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lists = oracle.adamw_groups(self).param_groups
+        self.groups = oracle.adamw_groups(self).param_groups
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.lists, lr=0.01, eps=1e-3)
+        return torch.optim.AdamW(self.groups, lr=0.01, eps=1e-3)
 
 
 class OptimizerInInit(Lit):
@@ -49,7 +49,7 @@ class OptimizerInInit(Lit):
         return self.optimizer
 
 
-class OfTrainersModel(Lit):
+class BuiltFromTrainerModel(Lit):
     """Builds its optimizer over ``self.trainer.model``."""
 
     def configure_optimizers(self) -> Any:
@@ -64,29 +64,29 @@ class ForeignParameter(Lit):
         return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.zeros(5))], lr=0.1)
 
 
-class OfACopy(Lit):
+class BuiltFromCopy(Lit):
     """Its optimizer holds the parameters of a copy of the model."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden = [copy.deepcopy(self.net)]  # a module in a list is not a submodule
+        self.copies = [copy.deepcopy(self.net)]  # a module in a list is not a submodule
 
     def configure_optimizers(self) -> Any:
-        return oracle.sgd(self.hidden[0])
+        return oracle.sgd(self.copies[0])
 
 
-class Stale(Lit):
+class BuiltFromReplaced(Lit):
     """Its optimizer holds parameters that ``configure_model()`` has replaced."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.listed = list(self.parameters())
+        self.replaced_parameters = list(self.parameters())
 
     def configure_model(self) -> None:
         self.net = oracle.new_net()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.listed, lr=0.1)
+        return torch.optim.SGD(self.replaced_parameters, lr=0.1)
 
 
 class WithAdagrad(Lit):
@@ -104,7 +104,7 @@ TORCH_OPTIMIZERS = sorted(
 )
 
 
-#: Those that compute each element by itself.
+#: Optimizers of torch that compute each element by itself.
 ELEMENTWISE = {"Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD"}
 
 
@@ -196,7 +196,7 @@ def assert_all_trained(got: Trained, optimizer: str = "adamw_groups", **net: Any
 def _refusals(strategy: str, tmp: str) -> dict[str, list[str]]:
     """The errors for optimizers over other parameters, and for one that has stepped."""
 
-    def under_trainer(module: Lit) -> str:
+    def refused_by_trainer(module: Lit) -> str:
         message = refusal(OptimizerMismatchError, lambda: new_trainer(tmp, strategy).fit(module, loader(1, 1)))
         assert not module.losses
         return message
@@ -204,20 +204,20 @@ def _refusals(strategy: str, tmp: str) -> dict[str, list[str]]:
     fabric = new_fabric(strategy, 1)
     net = oracle.new_net()
     other = oracle.new_net()
-    stepped = oracle.new_net()
-    has_stepped = oracle.momentum(stepped)
-    stepped(oracle.global_batches(1)[0][0]).sum().backward()
-    has_stepped.step()
-    weight = stepped.inp.weight.detach().clone()
+    stepped_net = oracle.new_net()
+    stepped_optimizer = oracle.momentum(stepped_net)
+    stepped_net(oracle.global_batches(1)[0][0]).sum().backward()
+    stepped_optimizer.step()
+    weight = stepped_net.inp.weight.detach().clone()
     messages = {
         "foreign": [
-            under_trainer(ForeignParameter()),
-            under_trainer(OfACopy()),
-            under_trainer(Stale()),
+            refused_by_trainer(ForeignParameter()),
+            refused_by_trainer(BuiltFromCopy()),
+            refused_by_trainer(BuiltFromReplaced()),
             refusal(OptimizerMismatchError, lambda: fabric.setup(net, oracle.sgd(other))),
             refusal(OptimizerMismatchError, lambda: fabric.setup_optimizers(oracle.sgd(other))),
         ],
-        "stepped": [refusal(OptimizerMismatchError, lambda: fabric.setup(stepped, has_stepped))],
+        "stepped": [refusal(OptimizerMismatchError, lambda: fabric.setup(stepped_net, stepped_optimizer))],
     }
     used_strategy: Any = fabric.strategy
     assert torch.equal(full_state(used_strategy, used_strategy.roots[-1])["inp.weight"], weight)
@@ -227,30 +227,31 @@ def _refusals(strategy: str, tmp: str) -> dict[str, list[str]]:
 def _add_group_and_step(strategy: str) -> tuple[str, dict[str, Any]]:
     """Add a block to an optimizer that is set up, and step it without the strategy: the error, and the weights."""
     loop = Loop(strategy, lambda net: torch.optim.SGD(net.blocks[0].parameters(), lr=0.1))
-    plain = loop.optimizer.optimizer  # torch's, and not Fabric's, which re-points first
-    plain.add_param_group({"params": list(loop.net.blocks[1].parameters())})
+    torch_optimizer = loop.optimizer.optimizer  # not Fabric's wrapper, which would rebind parameters first
+    torch_optimizer.add_param_group({"params": list(loop.net.blocks[1].parameters())})
     ((x, y),) = loop.batches(1)
     loop.backward(loop.loss(x, y))
-    return refusal(OptimizerMismatchError, plain.step), loop.state()
+    return refusal(OptimizerMismatchError, torch_optimizer.step), loop.state()
 
 
 class OptimizersSuite(Clauses):
     """No optimizer trains parameters that are no longer the model's."""
 
     @pytest.mark.parametrize(
-        ("module_class", "epochs"), [(ListsInInit, 1), (ListsInInit, 2), (OptimizerInInit, 1), (OfTrainersModel, 2)]
+        ("module_class", "epochs"),
+        [(GroupsInInit, 1), (GroupsInInit, 2), (OptimizerInInit, 1), (BuiltFromTrainerModel, 2)],
     )
     def test_parameters_from_before_sharding_are_trained(
         self, ranks: Ranks, tmp_path: Path, module_class: type[Lit], epochs: int
     ) -> None:
-        """An optimizer built from parameters of before sharding must train the shards."""
+        """An optimizer that was built from the unsharded parameters must train the shards."""
         for got in ranks.run(2, _fit_epochs, self.strategy, str(tmp_path), module_class, epochs):
             assert_all_trained(got)
             assert len(got[0]) == 2 * epochs, f"{len(got[0])} steps were trained instead of {2 * epochs}"
 
     @pytest.mark.parametrize("joint", [True, False])
     def test_fabrics_optimizer_from_before_sharding_is_rebound(self, ranks: Ranks, joint: bool) -> None:
-        """Fabric must rebind_optimizers an optimizer built before sharding to this rank's shards."""
+        """Fabric must rebind an optimizer built before sharding to this rank's shards."""
         got = ranks.run(2, built_before_sharding, self.strategy, joint)
         for trained, _ in got:
             assert_all_trained(trained, width=WIDE)
@@ -275,7 +276,7 @@ class OptimizersSuite(Clauses):
                     assert_says(outcome, optimizer, "Use")
                 continue
             want_losses, want = oracle.train_plain(2, partial(any_optimizer, optimizer))
-            # Muon computes in bf16, where directions without a gradient get those of rounding errors
+            # Muon computes in bf16, where rounding errors decide directions that have no gradient.
             tolerance = 1e-2 if optimizer == "Muon" else FP32_TOLERANCE
             for losses, state in outcomes:
                 assert losses == pytest.approx(want_losses, abs=tolerance), name
@@ -294,8 +295,8 @@ class OptimizersSuite(Clauses):
             if was_refused(message):
                 assert_says(message, "SGD")
             for name, tensor in (start if was_refused(message) else net.state_dict()).items():
-                added = f"{name}, of a param group that was added after set-up and stepped by hand"
-                torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=added)
+                weight = f"{name}, of a param group that was added after set-up and stepped by hand"
+                torch.testing.assert_close(state[name], tensor, atol=FP32_TOLERANCE, rtol=FP32_TOLERANCE, msg=weight)
 
     def test_optimizers_over_other_parameters_are_refused(self, ranks: Ranks, tmp_path: Path) -> None:
         """Optimizers over other parameters, or with a step taken before sharding, must be refused."""

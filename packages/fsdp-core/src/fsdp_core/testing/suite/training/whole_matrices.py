@@ -22,7 +22,7 @@ from fsdp_core.testing.training import means, new_fabric
 
 __all__ = ["OwnMuon", "Steps", "WholeMatricesSuite", "make_muon", "plain_steps", "steps_on"]
 
-#: Losses, weights, the optimizer's state by parameter name, and how many matrices this rank has orthogonalised.
+#: Losses, weights, the optimizer's state by parameter name, and the number of matrices that this rank orthogonalised.
 Steps = tuple[list[float], dict[str, Tensor], dict[str, dict[str, Any]], int]
 
 
@@ -62,7 +62,7 @@ class OwnMuon(torch.optim.Optimizer):
         return scaled
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
-        """Newton-Schulz, of which three iterations are enough to see a difference. See https://kellerjordan.github.io/posts/muon."""
+        """Three iterations of Newton-Schulz (https://kellerjordan.github.io/posts/muon): enough to see differences."""
         type(self).matrices += 1
         x: Tensor = matrix / (matrix.norm() + 1e-7)
         for _ in range(3):
@@ -72,7 +72,7 @@ class OwnMuon(torch.optim.Optimizer):
 
 
 def make_muon(net: nn.Module) -> OwnMuon:
-    """The optimizer, with matrices in two groups of other learning rates, and a group of all else."""
+    """The optimizer, with matrices in two groups of different learning rates, and a third group of all else."""
     trained = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
     up = [p for name, p in trained if p.ndim == 2 and "up" in name]
     matrices = [p for name, p in trained if p.ndim == 2 and "up" not in name]
@@ -83,7 +83,7 @@ def make_muon(net: nn.Module) -> OwnMuon:
 
 
 def plain_steps(steps: int, *, width: int = 7) -> Steps:
-    """Train in this process."""
+    """Train unsharded in this process."""
     net = oracle.new_net(width=width)
     optimizer = make_muon(net)
     schedule = StepLR(optimizer, 2, 0.5)
@@ -124,29 +124,29 @@ def steps_on(
         save: Where to save one at the end.
 
     Returns:
-        What was trained; or the refusal.
+        The trained steps, or the message of the refusal.
     """
     OwnMuon.matrices = 0
     fabric = new_fabric(strategy, world_size, options)
-    used: Any = fabric.strategy
+    used_strategy: Any = fabric.strategy
     net = oracle.new_net(width=width)
     try:
         model, optimizer = fabric.setup(net, make_muon(net))
-    except OptimizerMismatchError as refused:
-        return str(refused)
-    OwnMuon.matrices = 0  # without those of the trial
-    plain: Any = optimizer.optimizer
-    schedule = StepLR(plain, 2, 0.5)
+    except OptimizerMismatchError as error:
+        return str(error)
+    OwnMuon.matrices = 0  # does not count the trial run of the set-up
+    torch_optimizer: Any = optimizer.optimizer
+    schedule = StepLR(torch_optimizer, 2, 0.5)
     losses = []
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
     if load is not None:
         fabric.load(load, state)
-    runtime = used.runtime
+    runtime = used_strategy.runtime
     shares = runtime.data_parallel_world_size
-    share = runtime.data_parallel_rank
+    row_block = runtime.data_parallel_rank
     size = BATCH // shares
     for x, y in oracle.global_batches(last)[first:]:
-        x, y = (fabric.to_device(rows[share * size : (share + 1) * size]) for rows in (x, y))
+        x, y = (fabric.to_device(rows[row_block * size : (row_block + 1) * size]) for rows in (x, y))
 
         def evaluate(x: Tensor = x, y: Tensor = y) -> Tensor:
             loss = mse_loss(model(x), y)
@@ -160,19 +160,21 @@ def steps_on(
         schedule.step()
     if save is not None:
         fabric.save(save, state)
-    return means(losses), full_state(used), full_optimizer_state(used, optimizer), OwnMuon.matrices
+    return means(losses), full_state(used_strategy), full_optimizer_state(used_strategy, optimizer), OwnMuon.matrices
 
 
-def assert_same_steps(got: Any, want: Steps, first: int = 0, tolerance: float = FP32_TOLERANCE) -> None:
+def assert_same_steps(trained: Any, want: Steps, first: int = 0, tolerance: float = FP32_TOLERANCE) -> None:
     """Assert that losses, weights and the optimizer's state are those of one process."""
-    assert not isinstance(got, str), got
-    assert got[0] == pytest.approx(want[0][first:], abs=tolerance)
-    torch.testing.assert_close(got[1], want[1], atol=tolerance, rtol=tolerance)
-    assert got[2].keys() == want[2].keys()
+    assert not isinstance(trained, str), trained
+    assert trained[0] == pytest.approx(want[0][first:], abs=tolerance)
+    torch.testing.assert_close(trained[1], want[1], atol=tolerance, rtol=tolerance)
+    assert trained[2].keys() == want[2].keys()
     for name, values in want[2].items():
-        assert got[2][name].keys() == values.keys(), name
+        assert trained[2][name].keys() == values.keys(), name
         for key, value in values.items():
-            torch.testing.assert_close(got[2][name][key], value, atol=tolerance, rtol=tolerance, msg=f"{name} {key}")
+            torch.testing.assert_close(
+                trained[2][name][key], value, atol=tolerance, rtol=tolerance, msg=f"{name} {key}"
+            )
 
 
 class WholeMatricesSuite(Clauses):
@@ -183,11 +185,11 @@ class WholeMatricesSuite(Clauses):
         """A user's Muon must train as in one process, also when resumed on another number of ranks, or be refused."""
         folder = str(tmp_path / "checkpoint")
         outcomes = ranks.run(2, steps_on, self.strategy, 2, 0, 2, None, 7, None, folder)
-        if any(isinstance(of_rank, str) for of_rank in outcomes):
-            for of_rank in outcomes:
-                assert_says(of_rank, "OwnMuon", "Use")
+        if any(isinstance(outcome, str) for outcome in outcomes):
+            for outcome in outcomes:
+                assert_says(outcome, "OwnMuon", "Use")
             return
-        for of_rank in outcomes:
-            assert_same_steps(of_rank, plain_steps(2))
-        for of_rank in ranks.run(3, steps_on, self.strategy, 3, 2, 4, None, 7, folder):
-            assert_same_steps(of_rank, plain_steps(4), first=2)
+        for outcome in outcomes:
+            assert_same_steps(outcome, plain_steps(2))
+        for outcome in ranks.run(3, steps_on, self.strategy, 3, 2, 4, None, 7, folder):
+            assert_same_steps(outcome, plain_steps(4), first=2)
