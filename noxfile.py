@@ -161,7 +161,7 @@ def example(session: nox.Session) -> None:
     """Run the whole suite over strangers' packages, `tests-integration/example-backend/` and `example-zero2/`."""
     python = envs.make_layer(session, "example", [PACKAGES["fsdp-core"]])
     for folder in (folders := ("tests-integration/example-backend", "tests-integration/example-zero2")):
-        envs.install_with_pip(session, python, "--no-deps", "--no-build-isolation", f"--editable=./{folder}")
+        envs.install_with_uv(session, python, "--no-deps", "--no-build-isolation", f"--editable=./{folder}")
     for folder in folders:  # one after the other, for the files have one name
         session.run(python, "-m", "pytest", *CLAUSES_SIDE_BY_SIDE, f"{folder}/tests", *session.posargs)
     session.run(python, "-m", "pytest", "tests-integration/example-tests", *session.posargs, success_codes=[0, 5])
@@ -189,7 +189,7 @@ def hardware(session: nox.Session) -> None:
         else:
             session.log(f"The whole suites need 4 GPUs, and {gpus} are here: ranks have shared them")
     elif devices:
-        run_on_device(session, devices[0], *words)
+        run_on_device(session, devices[0], *CLAUSES_SIDE_BY_SIDE, *words)
     else:
         session.error("type python -m nox -s hardware -- xla, -- cuda, -- fake, or a vendor's kind, such as -- npu")
 
@@ -238,11 +238,10 @@ def build(session: nox.Session) -> None:
     wheels = envs.build_wheels(session)
     python = envs.make_clean(session, "build")
     list_names = (str(Path(python).parent / "fsdp"), "list")
-    envs.install_with_pip(session, python, *(wheel for wheel in wheels if "fsdp_core-" in wheel))
+    envs.install_with_uv(session, python, *(wheel for wheel in wheels if "fsdp_core-" in wheel))
     session.log("fsdp-core alone: no torch, no strategy, and the command says what to install")
     session.run(*list_names)
-    envs.install_with_pip(session, python, "torch")
-    envs.install_with_pip(session, python, "lightning", *wheels)
+    envs.install_with_uv(session, python, "torch", "lightning", *wheels)
     session.run(*list_names)
     listing = json.loads(str(session.run(*list_names, "--json", silent=True)))["strategies"]
     missing = {name for package in SHARING for name in package.strategies} - {row["name"] for row in listing}

@@ -242,13 +242,17 @@ def test_a_layer_imports_what_is_below_and_is_made_again_when_that_was(
         return envs.keep_environment(session, "below", requirements, lambda python: None)
 
     monkeypatch.setattr(envs, "make_third_party", make_below)
-    monkeypatch.setattr(envs, "install_with_pip", lambda session, python, *words: installs.append(words))
-    package = envs.PACKAGES["fsdp-core"]
+    monkeypatch.setattr(envs, "install_with_uv", lambda session, python, *words: installs.append(words))
+    package, below = envs.PACKAGES["fsdp-core"], Path(envs.find_site_packages(session, make_below(session)))
+    (below / "torch_of_ours-2.13.0+cpu.dist-info").mkdir()
+    (below / "torch_of_ours-2.13.0+cpu.dist-info/METADATA").write_text("Name: torch-of-ours\nVersion: 2.13.0+cpu\n")
     python = envs.make_layer(session, "layer", [package], "numpy")
     assert envs.make_layer(session, "layer", [package], "numpy") == python
-    assert installs == [("numpy",), ("--no-deps", "--no-build-isolation", package.editable)]
+    excludes = root / ".nox/layer/below.txt"
+    assert installs == [(f"--excludes={excludes}", "numpy"), ("--no-deps", "--no-build-isolation", package.editable)]
+    assert excludes.read_text() == "torch-of-ours\n"
 
-    (Path(envs.find_site_packages(session, make_below(session))) / "torch_stand_in.py").touch()
+    (below / "torch_stand_in.py").touch()
     assert subprocess.run([python, "-c", "import torch_stand_in"], check=False).returncode == 0
 
     requirements.append("lightning")

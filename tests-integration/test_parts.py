@@ -163,6 +163,7 @@ def test_three_seeds_in_a_row_draw_all_sets_of_parameters_and_each_seed_some(tmp
 
 STUBBORN = """
 def test_stubborn():
+    costs._GRACE = 0.3
     for _ in range(10**9):
         try:
             sum(number for number in range(10**5))

@@ -29,8 +29,10 @@ __all__ = [
     "run_random_steps",
 ]
 
-# Multi-rank tests mostly start interpreters and wait for each other. Tests of a file may share what takes long to make.
-# Most of a backend's are clauses of one file, which share nothing, or a class's ranks, which keep what they compile.
+# Core's tests mostly run in one process, or start interpreters and wait for them; those of a file may share what takes
+# long to make. The ranks of backends use the cores by themselves: a worker more would cost its imports, those of the
+# process that its ranks are forked from, and a tenth of the CPU seconds. Where all of a suite is run, it pays: clauses
+# of a file share nothing, but XLA's ranks, which are threads of one process and keep what they compile, are a class's.
 # A worker that a test has ended is not replaced: pytest-xdist gives the same file to the new one, without end.
 TWO = ("--numprocesses=2", "--max-worker-restart=0")
 FILES_SIDE_BY_SIDE = (*TWO, "--dist=loadfile", "--no-loadscope-reorder")  # see tools/costs.py
@@ -63,7 +65,7 @@ def choose_packages(session: nox.Session) -> tuple[list[Package], list[str]]:
         session: The session, which fails if the words begin with something else.
 
     Returns:
-        The packages, all if none is named; and the words for pytest.
+        The packages, all if none is named, in the order in which they are tested; and the words for pytest.
     """
     words = [word for word in session.posargs if word not in PACKAGES]
     for word in takewhile(lambda word: not word.startswith("-"), session.posargs):
@@ -74,7 +76,9 @@ def choose_packages(session: nox.Session) -> tuple[list[Package], list[str]]:
             )
     named = [package for name, package in PACKAGES.items() if name in session.posargs]
     holding = [package for package in PACKAGES.values() if any(_is_of(package, word) for word in words)]
-    return named or holding or list(PACKAGES.values()), words
+    chosen = named or holding or list(PACKAGES.values())
+    # First those whose tests have one worker: of two, both would compile what the first process of all imports.
+    return sorted(chosen, key=lambda package: not package.strategies), words
 
 
 def _file_of(word: str) -> Path:
@@ -133,7 +137,7 @@ def run_on_device(session: nox.Session, kind: str, *words: str) -> None:
         environment |= {"FSDP_FAKE_DEVICE_DELAY": "300", "FSDP_FAKE_DEVICE_HELD": held}
     session.run(python, "-m", "fsdp_core", "doctor", "--device", kind, env=environment)
     suite = f"{PACKAGES['fsdp-fsdp2'].path}/tests/test_conformance.py"
-    arguments = (*CLAUSES_SIDE_BY_SIDE, "--part=tests", *words, suite)
+    arguments = ("--part=tests", *words, suite)
     steps.run_pytest(session, python, f"device-{kind}", *arguments, env=environment)
 
 
@@ -148,10 +152,13 @@ def run_package(session: nox.Session, package: Package, part: str, *words: str, 
         pairs: How many pairs of options the conformance suite draws.
     """
     python = envs.make_tests_environment(session, package)
-    suite_side_by_side: tuple[str, ...] = CLASSES_SIDE_BY_SIDE if package in PINNED_APART else CLAUSES_SIDE_BY_SIDE
-    side_by_side = suite_side_by_side if package.strategies else FILES_SIDE_BY_SIDE
-    if part == "everything":  # ranks use the cores: a worker more costs its imports and those of its fork server
+    side_by_side: tuple[str, ...]
+    if part == "everything" or (part == "tests" and package.strategies):
         side_by_side = ()
+    elif not package.strategies:
+        side_by_side = FILES_SIDE_BY_SIDE
+    else:
+        side_by_side = CLASSES_SIDE_BY_SIDE if package in PINNED_APART else CLAUSES_SIDE_BY_SIDE
     environment = {"FSDP_PAIRS": str(pairs), "FSDP_PAIRS_SEED": SEED}
     if package.requires_apart:
         folder = envs.make_folder_apart(session, f"{package.name}-apart", *package.requires_apart)

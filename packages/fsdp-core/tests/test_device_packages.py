@@ -67,7 +67,7 @@ def test_doctor_notes_a_package_without_a_device(site: Site) -> None:
 def test_without_a_device_auto_is_the_cpu_and_the_kind_is_refused(site: Site) -> None:
     install(site, WITHOUT_DEVICE)
     site.provide("any-plugin", 'name="anywhere", trainer="a:B", accelerators=("any", "cpu"), summary="s"')
-    done = site.python(
+    done = site.forked(
         """
         import lightning as L
         from fsdp_core import devices
@@ -111,7 +111,7 @@ def test_the_random_state_is_asked_of_torch_where_torch_has_a_function(site: Sit
             torch._register_device_module("npu", Module)
         """,
     )
-    done = site.python(
+    done = site.forked(
         f"""
         import types
         import torch

@@ -115,55 +115,39 @@ class Gan(Lit):
 MODES = ["one by one", "zeroed last", "both", "closure"]
 
 
-def assert_played(
-    ranks: RankPool,
-    tmp_path: Path,
-    mode: str,
-    options: dict[str, Any],
-    *,
-    world_size: int = 2,
-    precision: Any = None,
-    gated: bool = True,
+@pytest.mark.parametrize(
+    ("mode", "options", "run"),
+    [
+        *((mode, options, {}) for mode in MODES for options in ({}, FLAT, WHOLE)),
+        *((mode, {"auto_wrap_policy": None}, {}) for mode in ("one by one", "closure")),
+        *((mode, {"auto_wrap_policy": {Block, nn.Linear}}, {}) for mode in ("zeroed last", "both")),
+        *((mode, SHARD_GRAD_OP, {}) for mode in ("one by one", "both")),
+        *((mode, {**FLAT, **WHOLE}, {}) for mode in ("zeroed last", "closure")),
+        *((mode, {"backward_prefetch": None}, {}) for mode in ("one by one", "both")),
+        *((mode, options, {"ranks": n}) for mode in MODES for n, options in ((1, {}), (1, FLAT), (3, {}))),
+        *((mode, HYBRID, {"ranks": 4}) for mode in ("one by one", "both")),
+        # a root that has nothing to gather, whose units still wait for backward passes inside its forward pass
+        *((mode, IN_UNITS, {"gated": False}) for mode in ("one by one", "both")),
+        *((mode, {}, {"precision": precision}) for mode in MODES for precision in ("bf16-mixed", "16-mixed")),
+        *(("both", options, {"precision": "bf16-mixed"}) for options in (FLAT, WHOLE)),
+        ("one by one", FLAT, {"precision": "16-mixed"}),
+    ],
+    ids=show_parameter,
+)
+def test_losses_and_weights_equal_plain(
+    ranks: RankPool, tmp_path: Path, mode: str, options: dict[str, Any], run: dict[str, Any]
 ) -> None:
-    new_module = partial(Gan, mode, gated)
+    """Also on other numbers of ranks, over replicas, and in half precision."""
+    new_module = partial(Gan, mode, run.get("gated", True))
     want = fit_module(new_module, "auto", str(tmp_path), 1, 3)
-    arguments = ("fsdp_native", str(tmp_path), world_size, 3, options)
+    world_size, precision = run.get("ranks", 2), run.get("precision")
     loop: dict[str, Any] = {"precision": precision}
     if precision == "16-mixed":  # a scale from which no step overflows, so that none is left out
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
         loop = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
-    got = ranks.run(world_size, fit_module, new_module, *arguments, loop, True)
+    arguments = ("fsdp_native", str(tmp_path), world_size, 3, options, loop, True)
+    got = ranks.run(world_size, fit_module, new_module, *arguments)
     assert_moved_alike(got, want, FP32_TOLERANCE if precision is None else HALF_TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    ("mode", "options"),
-    [
-        *((mode, options) for mode in MODES for options in ({}, FLAT, WHOLE)),
-        *((mode, {"auto_wrap_policy": None}) for mode in ("one by one", "closure")),
-        *((mode, {"auto_wrap_policy": {Block, nn.Linear}}) for mode in ("zeroed last", "both")),
-        *((mode, SHARD_GRAD_OP) for mode in ("one by one", "both")),
-        *((mode, {**FLAT, **WHOLE}) for mode in ("zeroed last", "closure")),
-        *((mode, {"backward_prefetch": None}) for mode in ("one by one", "both")),
-    ],
-    ids=show_parameter,
-)
-def test_losses_and_weights_equal_plain(ranks: RankPool, tmp_path: Path, mode: str, options: dict[str, Any]) -> None:
-    assert_played(ranks, tmp_path, mode, options)
-
-
-@pytest.mark.parametrize(("world_size", "options"), [(1, {}), (1, FLAT), (3, {})], ids=show_parameter)
-@pytest.mark.parametrize("mode", MODES)
-def test_other_numbers_of_ranks(
-    ranks: RankPool, tmp_path: Path, mode: str, world_size: int, options: dict[str, Any]
-) -> None:
-    assert_played(ranks, tmp_path, mode, options, world_size=world_size)
-
-
-@pytest.mark.parametrize("mode", ["one by one", "both"])
-def test_root_without_parameters(ranks: RankPool, tmp_path: Path, mode: str) -> None:
-    """It has nothing to gather, and its units still wait for backward passes inside its forward pass."""
-    assert_played(ranks, tmp_path, mode, IN_UNITS, gated=False)
 
 
 def refused_prefetch(tmp: str) -> str:
@@ -175,25 +159,6 @@ def test_forward_prefetch_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     """It would use units that were gathered before a step."""
     for message in ranks.run(2, refused_prefetch, str(tmp_path)):
         assert_says(message, "forward_prefetch=True", "manual optimization", "Leave forward_prefetch out")
-
-
-@pytest.mark.parametrize("mode", ["one by one", "both"])
-def test_replicas(ranks: RankPool, tmp_path: Path, mode: str) -> None:
-    assert_played(ranks, tmp_path, mode, HYBRID, world_size=4)
-
-
-@pytest.mark.parametrize(
-    ("mode", "precision", "options"),
-    [
-        *((mode, precision, {}) for mode in MODES for precision in ("bf16-mixed", "16-mixed")),
-        ("both", "bf16-mixed", FLAT),
-        ("both", "bf16-mixed", WHOLE),
-        ("one by one", "16-mixed", FLAT),
-    ],
-    ids=show_parameter,
-)
-def test_half_precision(ranks: RankPool, tmp_path: Path, mode: str, precision: str, options: dict[str, Any]) -> None:
-    assert_played(ranks, tmp_path, mode, options, precision=precision)
 
 
 def assert_moved_alike(got: list[Trained], want: Trained, tolerance: float = FP32_TOLERANCE) -> None:
@@ -444,24 +409,19 @@ POINTS = ["in the forward", "in the backward", "after the backward"]
 
 
 @pytest.mark.parametrize(
-    ("mode", "point", "options"),
+    ("mode", "point", "options", "gated"),
     [
-        *((mode, point, {}) for mode in ("one by one", "both") for point in POINTS),
-        ("zeroed last", "in the backward", {}),
-        ("closure", "in the forward", {}),
-        *(("one by one", point, FLAT) for point in POINTS),
-        *(("both", point, WHOLE) for point in POINTS),
+        *((mode, point, {}, True) for mode in ("one by one", "both") for point in POINTS),
+        ("zeroed last", "in the backward", {}, True),
+        ("closure", "in the forward", {}, True),
+        *(("one by one", point, FLAT, True) for point in POINTS),
+        *(("both", point, WHOLE, True) for point in POINTS),
+        ("one by one", "in the backward", IN_UNITS, False),
     ],
     ids=show_parameter,
 )
 def test_fit_again_after_an_exception(
-    ranks: RankPool, tmp_path: Path, mode: str, point: str, options: dict[str, Any]
+    ranks: RankPool, tmp_path: Path, mode: str, point: str, options: dict[str, Any], gated: bool
 ) -> None:
-    want = fit_again(mode, point, str(tmp_path), None)
-    assert_moved_alike(ranks.run(2, fit_again, mode, point, str(tmp_path), options), want)
-
-
-def test_fit_again_with_a_root_without_parameters(ranks: RankPool, tmp_path: Path) -> None:
-    want = fit_again("one by one", "in the backward", str(tmp_path), None, False)
-    got = ranks.run(2, fit_again, "one by one", "in the backward", str(tmp_path), IN_UNITS, False)
-    assert_moved_alike(got, want)
+    want = fit_again(mode, point, str(tmp_path), None, gated)
+    assert_moved_alike(ranks.run(2, fit_again, mode, point, str(tmp_path), options, gated), want)

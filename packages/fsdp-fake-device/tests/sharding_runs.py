@@ -131,15 +131,20 @@ def run_case(rank: int, size: int, device_type: str, name: str) -> dict[str, Any
     return {"losses": losses, "weights": gather(module)}
 
 
-def compare_cases(rank: int, size: int, names: list[str], delay: tuple[int, str]) -> dict[str, float]:
-    """How far the weights of each case are from those of the CPU."""
+#: For how long kernels are held back, and on which streams.
+DELAYS = [(0, "all"), (20_000, "all"), (20_000, "default")]
+
+
+def compare_cases(rank: int, size: int, names: list[str]) -> dict[tuple[str, tuple[int, str]], float]:
+    """How far the weights of each case, with each delay, are from those of the CPU."""
     differences = {}
     for name in names:
-        with fsdp_fake_device.with_delay(*delay):
-            fake = run_case(rank, size, "fake", name)
         cpu = run_case(rank, size, "cpu", name)
-        differences[name] = (fake["weights"] - cpu["weights"]).abs().max().item()
-        assert fake["losses"] == cpu["losses"], (name, fake["losses"], cpu["losses"])
+        for delay in DELAYS:
+            with fsdp_fake_device.with_delay(*delay):
+                fake = run_case(rank, size, "fake", name)
+            differences[name, delay] = (fake["weights"] - cpu["weights"]).abs().max().item()
+            assert fake["losses"] == cpu["losses"], (name, delay, fake["losses"], cpu["losses"])
     return differences
 
 
@@ -205,6 +210,10 @@ def find_faults(rank: int, size: int) -> dict[str, bool]:
     return is_right
 
 
+def count_steps(rank: int, size: int, names: list[str]) -> dict[str, dict[str, Any]]:
+    return {name: count_step(rank, size, name) for name in names}
+
+
 def count_step(rank: int, size: int, name: str) -> dict[str, Any]:
     """What the device counts in a step of a case, after one that sets up."""
     module = shard(rank, size, "fake", **CASES[name])
@@ -229,30 +238,32 @@ def count_step(rank: int, size: int, name: str) -> dict[str, Any]:
     }
 
 
-def compare_wrappers(rank: int, size: int, delay: tuple[int, str]) -> dict[str, float]:
-    """FSDP1 and DDP on the device, beside the CPU."""
+def compare_wrappers(rank: int, size: int) -> dict[tuple[str, tuple[int, str]], float]:
+    """FSDP1 and DDP on the device, with each delay, beside the CPU."""
     differences = {}
     for name in ("ddp", "fsdp1"):
-        weights = {}
-        for device_type in ("fake", "cpu"):
-            device = choose_device(device_type, rank)
-            torch.manual_seed(0)
-            module: nn.Module = Net().to(device)
+        cpu = train_wrapped(rank, "cpu", name)
+        for delay in DELAYS:
             with fsdp_fake_device.with_delay(*delay):
-                if name == "ddp":
-                    module = nn.parallel.DistributedDataParallel(
-                        module, device_ids=[rank] if device_type == "fake" else None
-                    )
-                    train(module, device, rank)
-                    weights[device_type] = gather(module)
-                else:
-                    policy = lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, Block)  # noqa: E731
-                    module = FSDP(module, device_id=device, use_orig_params=True, auto_wrap_policy=policy)
-                    train(module, device, rank)
-                    with FSDP.summon_full_params(module):
-                        weights[device_type] = gather(module)
-        differences[name] = (weights["fake"] - weights["cpu"]).abs().max().item()
+                weights = train_wrapped(rank, "fake", name)
+            differences[name, delay] = (weights - cpu).abs().max().item()
     return differences
+
+
+def train_wrapped(rank: int, device_type: str, name: str) -> torch.Tensor:
+    """The weights after three steps."""
+    device = choose_device(device_type, rank)
+    torch.manual_seed(0)
+    module: nn.Module = Net().to(device)
+    if name == "ddp":
+        module = nn.parallel.DistributedDataParallel(module, device_ids=[rank] if device_type == "fake" else None)
+        train(module, device, rank)
+        return gather(module)
+    policy = lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, Block)  # noqa: E731
+    module = FSDP(module, device_id=device, use_orig_params=True, auto_wrap_policy=policy)
+    train(module, device, rank)
+    with FSDP.summon_full_params(module):
+        return gather(module)
 
 
 def move_checkpoint(rank: int, size: int, folder: str) -> bool:

@@ -16,7 +16,7 @@ import torch
 SOURCES = Path(__file__).parent / "csrc"
 NAME = "fsdp_fake_device_C"
 COMPLETE = "complete"  # the file that says that the folder's module is whole
-FLAGS = ("-O0", "-std=c++20", "-fvisibility=hidden", "-w")
+FLAGS = ("-O1", "-std=c++20", "-fvisibility=hidden", "-w")
 
 
 def load_extension() -> ModuleType:
