@@ -59,45 +59,29 @@ def ends_for_torch_alone(unused: Any, of: Any) -> None:
 
 
 def needed() -> dict[str, NeededPart]:
-    """What steps of many passes need, by a name."""
+    """What steps of many passes need, by a name: what is replaced by what, and the step that is then wrong."""
     return {
         "forward passes go on": NeededPart(
-            target=unused_parameters,
-            name="running_states",
-            instead=lambda state: [],
-            front="automatic",
-            what="adversarial example",
+            unused_parameters, "running_states", lambda state: [], "automatic", "adversarial example"
         ),
         "frozen and unfrozen shards": NeededPart(
-            target=frozen_shards,
-            name="carry_requires_grad",
-            instead=lambda group: None,
-            front="automatic",
-            what="parameters frozen for a call",
+            frozen_shards, "carry_requires_grad", lambda group: None, "automatic", "parameters frozen for a call"
         ),
         "ends of all units": NeededPart(
-            target=unused_parameters,
-            name="_agree_last",
-            instead=ends_for_torch_alone,
-            front="fabric",
-            what="product of two calls",
+            unused_parameters, "_agree_last", ends_for_torch_alone, "fabric", "product of two calls"
         ),
         "new calls in a backward pass": NeededPart(
-            target=FSDP2Sharded, name="is_idle", instead=lambda sharded: False, front="automatic", what="cached loss"
+            FSDP2Sharded, "is_idle", lambda sharded: False, "automatic", "cached loss"
         ),
         "passes without gradients": NeededPart(
-            target=unused_parameters.UnusedParameters,
-            name="accumulates",
-            instead=lambda unused: True,
-            front="fabric",
-            what="adversarial example",
+            unused_parameters.UnusedParameters, "accumulates", lambda unused: True, "fabric", "adversarial example"
         ),
         "shards that the user writes": NeededPart(
-            target=FSDP2Sharded,
-            name="follow_written_shards",
-            instead=lambda sharded: None,
-            front="automatic",
-            what="optimizer's parameters written between two calls",
+            FSDP2Sharded,
+            "follow_written_shards",
+            lambda sharded: None,
+            "automatic",
+            "optimizer's parameters written between two calls",
         ),
     }
 
