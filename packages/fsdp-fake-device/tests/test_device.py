@@ -292,3 +292,15 @@ def test_views_of_one_memory_are_set_to_each_other():
     assert values.is_set_to(values.view(4))
     assert not values.is_set_to(values.clone())
     assert not values.is_set_to(values[1:])
+
+
+def test_gradients_that_nobody_asks_for_and_of_half_precision():
+    inputs = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    norm = torch.nn.BatchNorm1d(4).to("fake")
+    norm(inputs.to("fake")).square().sum().backward()  # of the inputs, no gradient is needed
+    plain = torch.nn.BatchNorm1d(4)
+    plain(inputs).square().sum().backward()
+    torch.testing.assert_close(norm.weight.grad.cpu(), plain.weight.grad)
+    half = inputs.half().to("fake").requires_grad_()
+    torch.nn.functional.mse_loss(half, torch.zeros_like(half)).float().backward()
+    assert half.grad.dtype == torch.float16

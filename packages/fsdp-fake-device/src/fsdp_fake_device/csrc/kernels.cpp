@@ -152,11 +152,19 @@ struct Call {
 // ---------------------------------------------------------------- shapes
 
 // The kernels for meta tensors speak of other devices than the CPU, whose norms give statistics in the dtype of their
-// parameters.
+// parameters; and give gradients that nobody asked for.
 void correct_meta_results(const Call& call, std::vector<IValue>& results) {
   static const std::set<std::string> with_statistics{"aten::native_layer_norm",       "aten::native_group_norm",
                                                      "aten::native_batch_norm",       "aten::_native_batch_norm_legit",
                                                      "aten::_batch_norm_with_update", "aten::_fused_rms_norm"};
+  for (size_t index = 0; index < call.arguments.size(); ++index) {
+    if (call.schema.arguments()[index].name() != "output_mask") continue;
+    const auto is_wanted = call.arguments[index].toBoolList();
+    for (size_t number = 0; number < std::min(results.size(), is_wanted.size()); ++number)
+      if (!is_wanted[number] && results[number].isTensor()) results[number] = at::Tensor();
+  }
+  if (call.schema.name() == "aten::mse_loss_backward")  // a gradient without dimensions decides no dtype
+    results[0] = results[0].toTensor().to(call.arguments[1].toTensor().scalar_type());
   if (!with_statistics.count(call.schema.name())) return;
   const auto& input = call.arguments[0].toTensor();
   auto dtype = input.scalar_type();
