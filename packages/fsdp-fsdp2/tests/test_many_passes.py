@@ -77,7 +77,7 @@ def needed() -> dict[str, NeededPart]:
         ),
         "ends of all units": NeededPart(
             target=unused_parameters,
-            name="_agree_last",
+            name="_final_callback",
             instead=ends_for_torch_alone,
             front="fabric",
             what="product of two calls",
