@@ -72,12 +72,12 @@ def as_user_wrote(root: FullyShardedDataParallel, orders: ParameterOrders) -> It
         The stand-in parameters by the user's names.
     """
     units = list(units_of(root))
-    members = {name: (member, member.optimizer_param) for name, member in named_members(root)}
-    stand_in_params = {name: stand_in(member.shape, parameter) for name, (member, parameter) in members.items()}
+    members = dict(named_members(root))
+    stand_in_params = {name: stand_in(member.shape, member.optimizer_param) for name, member in members.items()}
     with (
         stand_ins_in_place(
             stand_in_params,
-            members,
+            {name: (member, member.optimizer_param) for name, member in members.items()},
             ties=[tie for unit in units for tie in tied_members(unit)],
             orders=orders,
             holders=[unit.module for unit in units],

@@ -249,11 +249,10 @@ class FSDP2Backend(Backend):
         ranks, index = mesh.size(axes), mesh.coordinate(self.runtime.rank, axes)
         numels = []
         for parameter in parameters:
-            rows = -(
-                -parameter.shape[0] // ranks
-            )  # rounded up, as in torch.chunk: the last ranks have less, or nothing
-            local_rows = max(0, min(rows, parameter.shape[0] - index * rows))
-            numels.append(local_rows * (parameter.numel // parameter.shape[0]))
+            rows = parameter.shape[0]
+            rows_per_rank = -(-rows // ranks)  # rounded up, as in torch.chunk: the last ranks have less, or nothing
+            local_rows = max(0, min(rows_per_rank, rows - index * rows_per_rank))
+            numels.append(local_rows * (parameter.numel // rows))
         return numels
 
     def _styles(self, module: nn.Module) -> dict[str, ParallelStyle]:
@@ -275,6 +274,7 @@ class FSDP2Backend(Backend):
             compute_in_float8(module, self.options.float8, self.options.float8_filter, self.runtime.device)
             return plan
         note_built(module)
+        # modules on the meta device get their values when they are sharded
         place([part for part in module.modules() if not _has_meta_tensors(part)], self.runtime)
         call_parallelize_fn(self.options.parallelize_fn, module, self.device_mesh, self._function_arguments(module))
 
@@ -322,7 +322,8 @@ class FSDP2Backend(Backend):
         if is_by_user:
             check_meshes(module, self.runtime, self._fsdp_mesh)
             size = self.runtime.mesh.tensor_parallel
-            if size > 1 and (is_by_function or self.options.tp_plan is None) and not is_divided(module, self.runtime):
+            has_plan = self.options.tp_plan is not None and not is_by_function  # a function applies it, or does not
+            if size > 1 and not has_plan and not is_divided(module, self.runtime):
                 raise missing_plan(size)
         users_units = [part for part in module.modules() if isinstance(part, FSDPModule)]
         offloaded_ids = {id(parameter) for unit in users_units for parameter in offloaded_parameters(unit)}
@@ -365,7 +366,7 @@ class FSDP2Backend(Backend):
         refuse_dtensors_outside_units(module, kept_whole, is_planned=bool(styles))
         if styles:
             explain_errors(module)
-        casts = self._mp_policy().param_dtype is not None or is_by_user
+        casts = self._mp_policy().param_dtype is not None or is_by_user  # the user's fully_shard may cast
         sharded = FSDP2Sharded(module, unit_modules, kept_whole, casts=casts, runtime=self.runtime)
         sharded.context = None if self.sequence is None else ContextParallel(module)
         policy = self.options.mp_policy
@@ -428,9 +429,9 @@ def _check_sharded_by_user(module: nn.Module) -> None:
 
 
 def _check_bases(cls: type[nn.Module]) -> None:
-    """Refuse a class whose instances ``fully_shard`` can't make instances of a subclass, with ``FSDPModule`` in front.
+    """Refuse a class to whose instances ``fully_shard`` can't give another class, derived from ``FSDPModule`` and it.
 
-    Python refuses that if the two lay out memory differently, as where the first base is a class without attributes.
+    Python refuses to if the two lay out memory differently, as where the first base is a class without attributes.
     """
     if _can_become_fsdp_module(cls):
         return

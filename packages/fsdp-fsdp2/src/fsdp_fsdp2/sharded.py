@@ -162,7 +162,7 @@ class FSDP2Sharded(Sharded):
         self.gathering.reshard()
 
     def suspend_forward(self, loss: Tensor | None = None) -> None:
-        if loss is not None:  # None before an optimizer's step, whose hooks may still read gradients
+        if loss is not None:  # without one, a step of an optimizer follows, whose hooks may still read gradients
             self.step.on = False
             self.unused.begin()
 
@@ -224,9 +224,9 @@ class FSDP2Sharded(Sharded):
             self.replicated.forget()
         if not has_run(self._fsdp):
             return
-        reset = getattr(self.root, "reset_iter_state", None)
-        if reset is not None:
-            reset()
+        reset_iter_state = getattr(self.root, "reset_iter_state", None)  # from torch 2.13 on
+        if reset_iter_state is not None:
+            reset_iter_state()
         else:
             self.interrupted = True
 

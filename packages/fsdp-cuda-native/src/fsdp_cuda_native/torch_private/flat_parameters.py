@@ -113,7 +113,7 @@ STAY_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_
 
 @contextmanager
 def flattening_parts(parts: Mapping[nn.Parameter, KeptPart]) -> Iterator[None]:
-    """Context in which FSDP1 flattens parameters without memory, of which each rank has kept a part.
+    """Context in which FSDP1 can flatten parameters without memory, of which each rank has kept a part.
 
     FSDP1 would copy full parameters into one flat tensor, so that a unit exists twice. Here the parts are gathered
     directly into the flat tensor.
@@ -277,7 +277,8 @@ def place_pieces(unit: FullyShardedDataParallel, names: Mapping[nn.Module, str])
     flat, size = handle.flat_param, handle.flat_param._local_shard.numel()
     position: dict[str, Any] = {"shard": handle.rank, "replicas": getattr(unit, "_inter_node_pg", None)}
     if flat._params is None:
-        place_piece(flat, PiecePlace(names[unit.module], (size, *flat._shapes), **position))
+        layout = (size, *flat._shapes)  # units of the same shapes are divided alike
+        place_piece(flat, PiecePlace(names[unit.module], layout, **position))
         return
     for parameter, info, shape, numel, start in zip(
         flat._params, flat._param_infos, flat._shapes, flat._numels, handle.offsets(), strict=True
@@ -285,8 +286,9 @@ def place_pieces(unit: FullyShardedDataParallel, names: Mapping[nn.Module, str])
         first_rank, last_rank = start // size, (start + max(numel, 1) - 1) // size
         # where in the parameter the elements of the next rank begin
         boundaries = tuple(rank * size - start for rank in range(first_rank + 1, last_rank + 1))
+        layout = (tuple(shape), first_rank, boundaries)
         name = f"{names[info.module]}.{info.param_name}".removeprefix(".")
-        place_piece(parameter, PiecePlace(name, (tuple(shape), first_rank, boundaries), **position))
+        place_piece(parameter, PiecePlace(name, layout, **position))
 
 
 def unguard_during_calls(units: Sequence[FullyShardedDataParallel]) -> None:
@@ -409,7 +411,7 @@ class GatheredWrites:
         if (
             flat._params is not None
             and unit is not None
-            and (_is_between_calls(self._handle) or shows_parameters(unit))
+            and (_is_between_calls(self._handle) or shows_parameters(unit))  # not in the middle of a call
         ):
             with without_torch_function():  # parameters may be guarded
                 is_trained = any(map(_is_trained, flat._params))
@@ -430,14 +432,12 @@ class GatheredWrites:
         current: Any = module._parameters.get(attribute, module.__dict__.get(attribute))
         if getattr(current, "_fsdp_value", None) is not value:
             return
-        view, is_trained = value.unfrozen(current), value.is_trained()
-        is_view_of_trained = current is view
-        if is_trained == is_view_of_trained:
-            return
-        if not is_trained and needs_gradient(view):
-            self._replace_view(index, value.frozen(view))
-        else:
-            self._replace_view(index, view if is_view_of_trained else value.replaced(current, view))
+        own_view, is_trained = value.unfrozen(current), value.is_trained()
+        is_detached = current is not own_view
+        if is_trained and is_detached:
+            self._replace_view(index, value.replaced(current, own_view))
+        elif not is_trained and not is_detached:
+            self._replace_view(index, value.frozen(own_view) if needs_gradient(own_view) else own_view)
 
     def _replace_view(self, index: int, view: Tensor) -> None:
         """Let modules hold another view. No name is removed: the user's loop over parameters may be running."""
@@ -492,9 +492,10 @@ class GatheredWrites:
                 attributes.pop(attribute, None)  # FSDP1 sets both; functional_call() replaces the one in _parameters
             else:
                 view = attributes.get(attribute)
+            # any tensor but a parameter; isinstance() of parameters takes several calls, so it is asked last
             if (
                 type(view) is Tensor
-                or getattr(view, "_fsdp_value", None) is value  # isinstance() of parameters takes torch several calls
+                or getattr(view, "_fsdp_value", None) is value
                 or (view is not None and not isinstance(view, nn.Parameter))
             ):
                 times = times_written(view) if times is None else times
@@ -540,8 +541,8 @@ class GatheredWrites:
         if not written_views:
             return
         flat = self._handle.flat_param
-        is_copy = self._handle.uses_sharded_strategy or flat.dtype != flat._local_shard.dtype
-        part = _gathered_part(self._handle) if is_copy else flat._local_shard
+        has_own_memory = self._handle.uses_sharded_strategy or flat.dtype != flat._local_shard.dtype
+        part = _gathered_part(self._handle) if has_own_memory else flat._local_shard
         if part is None:  # FSDP1 has freed the memory of the views
             return
         for value, view, is_certain in written_views:
@@ -791,18 +792,19 @@ _SHOWS_SAVED = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
 
 
 def _saved_by(node: Any) -> Iterator[Tensor]:
+    """The tensors that an autograd node has saved; without those that hooks have packed, if that can be told."""
     for name in dir(node):
-        if not _SHOWS_SAVED and name.startswith("_saved_"):
-            with suppress(RuntimeError):  # freed, or of a custom function
-                value = getattr(node, name)
-                yield from (
-                    each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, Tensor)
-                )
-        elif _SHOWS_SAVED and name.startswith("_raw_saved_"):
-            raw = getattr(node, name)
-            for saved in raw if isinstance(raw, tuple) else (raw,):
+        if _SHOWS_SAVED and name.startswith("_raw_saved_"):
+            for saved in _as_tuple(getattr(node, name)):
                 if saved is not None and saved.unpack_hook is None and isinstance(saved.data, Tensor):
                     yield saved.data
+        elif not _SHOWS_SAVED and name.startswith("_saved_"):
+            with suppress(RuntimeError):  # freed, or of a custom function
+                yield from (saved for saved in _as_tuple(getattr(node, name)) if isinstance(saved, Tensor))
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def free_before_call(root: FullyShardedDataParallel) -> None:
@@ -881,21 +883,21 @@ _REFUSED = RefusedTransforms(
 
 
 def watch_calls(
-    unit: FullyShardedDataParallel, show_first: Callable[[FullyShardedDataParallel, list[Tensor]], None]
+    unit: FullyShardedDataParallel, before_hooks: Callable[[FullyShardedDataParallel, list[Tensor]], None]
 ) -> None:
     """Register the hooks of a unit's calls, around what FSDP1 does in its forward pass.
 
     Args:
         unit: The unit.
-        show_first: Called with the unit and tensors that leave its call where FSDP1 does not look, such as in objects,
-            before FSDP1 registers its hooks on them.
+        before_hooks: Called with the unit and tensors that leave its call where FSDP1 does not look, such as in
+            objects, before FSDP1's hooks are registered with these.
     """
     unit_ref = weakref.ref(unit)
 
-    def show(tensors: list[Tensor]) -> None:
+    def register_hooks(tensors: list[Tensor]) -> None:
         unit = unit_ref()
         if unit is not None:
-            show_first(unit, tensors)
+            before_hooks(unit, tensors)
             _register_pre_backward_hooks(unit, unit.module, tensors, handle_of(unit))
 
     def abandon() -> None:
@@ -903,7 +905,7 @@ def watch_calls(
         if unit is not None:
             _abandon_call(unit)
 
-    calls = UnitCalls(show, unit.module.modules(), _REFUSED, abandon)
+    calls = UnitCalls(register_hooks, unit.module.modules(), _REFUSED, abandon)
     unit.register_forward_pre_hook(calls.enter, with_kwargs=True, prepend=True)
     unit.module.register_forward_pre_hook(calls.begin, with_kwargs=True, prepend=True)
     unit.register_forward_hook(calls.leave, always_call=True)
@@ -925,13 +927,13 @@ def reduce_unused(unit: FullyShardedDataParallel) -> None:
     """Let a unit take part in the reduction of its gradients even if this rank has used none of its parameters.
 
     FSDP1 reduces when the flat parameter gets a gradient. A rank whose backward pass goes through the unit but reaches
-    none of its parameters would leave the other ranks waiting, or exchange the next unit's gradients with them.
+    none of its parameters would leave the other ranks waiting, or exchange the next unit's gradients with them. Here it
+    reduces zeros when the backward pass arrives at the unit's inputs, where it has a hook.
 
-    So the end of the unit's backward pass is noticed at its inputs. A tensor may be the input of a unit and an output,
-    of this unit, as of a layer that is skipped, or of the one before. Then it would have the hooks of both, which run
-    in the order in which they were registered, that of the forward pass. Therefore inputs are replaced by views, and so
-    are outputs that are inputs: the hook of an output gathers the parameters, and at the input it would run only after
-    the backward pass of all that the unit computes from that input.
+    An input may be the output of another unit, or of the same one, as of a layer that is skipped. One tensor would have
+    two hooks then, which run in the order of the forward pass, not of the backward pass. Therefore inputs are replaced
+    by views. Outputs that are inputs are replaced as well: their hook gathers the parameters, and at the input it would
+    run too late, after the backward pass of all else that the unit computes from that input.
     """
     if handle_of(unit) is not None:
         unit.register_forward_pre_hook(_view_inputs, with_kwargs=True)
@@ -941,7 +943,7 @@ def reduce_unused(unit: FullyShardedDataParallel) -> None:
 
 
 def _view_inputs(unit: FullyShardedDataParallel, args: Any, kwargs: Any) -> Any:
-    # FSDP1 gives the flat parameter a hook in the first call, which a backward pass visits last
+    # the flat parameter has no hook of FSDP1 before the first call, at which the unit's backward pass ends
     handle = handle_of(unit)
     unit.__dict__[_FIRST_CALL] = not hasattr(handle.flat_param, "_post_backward_hook_state")
     if not torch.is_grad_enabled():
@@ -991,18 +993,19 @@ def _needs_no_view(value: Any) -> bool:
 
 
 def _view_returned_inputs(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """Replace outputs that are inputs by views of them."""
     if not torch.is_grad_enabled():
         return None
-    returned = [output] if type(output) is Tensor else tree_leaves(output)
-    candidates = [leaf for leaf in returned if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not candidates:
+    leaves = [output] if type(output) is Tensor else tree_leaves(output)
+    outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not outputs:
         return None
-    values = [*args, *kwargs.values()]
-    passed = values if all(map(_is_leaf, values)) else tree_leaves(values)
-    returned_inputs = {id(candidate) for candidate in candidates if _is_among(candidate, passed)}
-    if not returned_inputs:
+    arguments = [*args, *kwargs.values()]
+    inputs = arguments if all(map(_is_leaf, arguments)) else tree_leaves(arguments)
+    returned_ids = {id(tensor) for tensor in outputs if _is_among(tensor, inputs)}
+    if not returned_ids:
         return None
-    return tree_map_only(Tensor, lambda leaf: leaf.view_as(leaf) if id(leaf) in returned_inputs else leaf, output)
+    return tree_map_only(Tensor, lambda leaf: leaf.view_as(leaf) if id(leaf) in returned_ids else leaf, output)
 
 
 def tensors_in(output: Any) -> list[Tensor]:
@@ -1250,12 +1253,13 @@ def _is_reduced(handle: Any) -> bool:
     FSDP1's training state does not always tell: a call of the unit inside the pass changes it.
     """
     flat = handle.flat_param
-    if not flat.requires_grad:
+    if not flat.requires_grad:  # frozen since then: the pass itself reduces nothing
         return flat.grad is None
     if handle._training_state == HandleTrainingState.BACKWARD_POST:
         return True
-    is_unreduced = flat.grad is not None and flat.grad.shape == flat._unpadded_unsharded_size
-    return bool(handle.uses_sharded_strategy and not is_unreduced)
+    if not handle.uses_sharded_strategy:  # a reduced gradient looks the same, and may be averaged again
+        return False
+    return bool(flat.grad is None or flat.grad.shape != flat._unpadded_unsharded_size)
 
 
 def _reduce_unvisited(units: Sequence[FullyShardedDataParallel]) -> None:
@@ -1391,9 +1395,10 @@ def finish_frozen(root: FullyShardedDataParallel) -> None:
     flat_params = [handle_of(unit).flat_param for unit in units]
     for flat in flat_params:
         _forget_unfit_hooks(flat)
-        if flat._params is None and flat.requires_grad and state._sync_gradients and hasattr(flat, "_saved_grad_shard"):
-            # FSDP1 has set an earlier gradient aside, and gives it back at the end only to units that were visited;
-            # with original parameters it finds the gradient in these
+        is_set_aside = hasattr(flat, "_saved_grad_shard")  # an earlier gradient
+        if is_set_aside and flat._params is None and flat.requires_grad and state._sync_gradients:
+            # let FSDP1 take the unit for visited: only then it gives a flat parameter that optimizers hold its gradient
+            # back; original parameters hold theirs themselves
             flat._post_backward_called = True
     if gathered_frozen := [
         unit for unit in units if not (is_sharded(unit) or handle_of(unit).flat_param.requires_grad)
@@ -1498,8 +1503,10 @@ def follow_requires_grad(root: FullyShardedDataParallel) -> bool:
         return False
     flat = handle_of(root).flat_param
     views = [getattr(param_info.module, param_info.param_name) for param_info in flat._param_infos]
-    # a view of a frozen tensor may require a gradient after unfreezing, but FSDP1 has registered no hook for it
-    views_require = required_gradient and any(needs_gradient(vars(view).get("_fsdp_trained", view)) for view in views)
+    # a detached view of a frozen parameter stands for this one
+    views = [vars(view).get("_fsdp_trained", view) for view in views]
+    # views that were made of a frozen tensor may require a gradient by now, but FSDP1 has registered no hook for it
+    views_require = required_gradient and any(map(needs_gradient, views))
     return views_require != bool(flat.requires_grad)
 
 

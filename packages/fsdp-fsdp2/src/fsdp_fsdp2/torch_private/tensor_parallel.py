@@ -21,17 +21,18 @@ def _correct_sums_of_partials() -> None:
     math, pointwise = cast("Any", _math_ops), cast("Any", _pointwise_ops)
     norm_class = getattr(math, "_NormPartial", None)
     if norm_class is None or not norm_class(2).is_partial("sum"):
-        return
+        return  # this torch no longer takes a norm for a sum
     op_strategies: dict[Any, Any] = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
     aten = torch.ops.aten
 
-    def strategy(linearity: int, op_schema: Any) -> Any:  # 1: an addition, 2: a multiplication
+    def strategy(linearity: int, op_schema: Any) -> Any:
+        # linearity is torch's number: 1 for an addition, 2 for a multiplication, -1 to reduce arguments first
         args_placements = [
             arg.strategies[0].output_spec.placements for arg in op_schema.args_schema if hasattr(arg, "strategies")
         ]
         waits = any(placement.is_partial() for placements in args_placements for placement in placements)
         is_norm = any(isinstance(placement, norm_class) for placements in args_placements for placement in placements)
-        is_linear = not is_norm and (linearity == 2 or len(args_placements) == 2)  # two: no plain number is added
+        is_linear = not is_norm and (linearity == 2 or len(args_placements) == 2)  # a sum of two DTensors
         if waits and not is_linear and op_schema.is_inplace_op():
             raise RuntimeError(
                 f"{op_schema.op} on a DTensor that waits for a reduction is wrong in torch {torch.__version__}: "

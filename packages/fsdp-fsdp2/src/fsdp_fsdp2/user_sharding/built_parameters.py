@@ -19,7 +19,7 @@ __all__ = ["follow_building", "has_noted", "is_dtensor", "note_built", "noted_pa
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether a parameter is a DTensor: mypy takes it for impossible, since neither class inherits from the other."""
+    """Whether a parameter is a DTensor. A function, because mypy takes ``isinstance(parameter, DTensor)`` for false."""
     return isinstance(tensor, DTensor)
 
 

@@ -18,7 +18,7 @@ ParallelizeFunction = Callable[..., nn.Module]
 
 
 def check_parallelize_fn(function: object, options_given: Collection[str], arguments: Collection[str]) -> None:
-    """Refuse a ``parallelize_fn`` that can't be called with a module and a mesh, or takes no option that was given.
+    """Refuse a ``parallelize_fn`` that can't be called with a module and a mesh, or lacks an option that was given.
 
     Args:
         function: The option.
