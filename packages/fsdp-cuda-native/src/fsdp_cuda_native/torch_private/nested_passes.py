@@ -47,8 +47,8 @@ class NestedPasses:
 
     - ``torch.autograd.grad`` adds to no parameter's gradient. FSDP1 would set the gradients of the last step aside, and
       give them back only at the end of a pass of the whole root. Here units are gathered, and reduce nothing.
-    - For a backward pass inside the root's forward pass, FSDP1 begins one of the root; the forward pass then goes on.
-    - So it does for a pass that reaches a unit, or its parameters, without passing through the root's output.
+    - For a backward pass inside the root's forward pass, one of the root is begun; the forward pass then goes on.
+    - So it is for a pass that reaches a unit, or its parameters, without passing through the root's output.
     - With ``create_graph=True`` a pass records a graph of its own. That holds parameters, and calls no hook of FSDP1
       when it is differentiated: all units stay gathered until they are resharded explicitly.
 
@@ -157,12 +157,15 @@ class NestedPasses:
             handle._ran_pre_backward_hook = False
             unit.training_state = TrainingState.IDLE
         self._task_of_unit[unit] = self._last_task
-        if not _has_begun(handle) and not _is_gathered(handle):
-            handle._needs_pre_backward_unshard = not lacks_views(handle)
-            if not handle._needs_pre_backward_unshard:
-                _gather(unit)
-        elif not _is_gathered(handle):  # frozen: FSDP1 frees it when the pass has visited one of its calls
+        if _is_gathered(handle):
+            return
+        if _has_begun(handle):  # frozen: FSDP1 frees it when the pass has visited one of its calls
             _gather(unit)
+        elif lacks_views(handle):
+            handle._needs_pre_backward_unshard = False
+            _gather(unit)
+        else:
+            handle._needs_pre_backward_unshard = True  # FSDP1 gathers it
 
     def gather_again(self) -> None:
         """Gather the root's own parameters for a call inside a backward pass, which may have freed them."""
@@ -258,7 +261,7 @@ def _gather(unit: FullyShardedDataParallel, *, anew: bool = False) -> None:
 
 @outside_of_compilation
 def _gather_to_recompute(unit_ref: weakref.ref[FullyShardedDataParallel], module: nn.Module, args: Any) -> None:
-    """Gather a unit for a call of a module inside a backward pass, as activation checkpointing makes them."""
+    """Gather a unit for a call of a module inside a backward pass, such as activation checkpointing makes."""
     unit = unit_ref()
     if unit is not None and torch._C._current_graph_task_id() != -1 and shows_parameters(unit):
         _gather(unit, anew=True)

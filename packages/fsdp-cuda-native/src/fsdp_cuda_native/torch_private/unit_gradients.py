@@ -102,7 +102,7 @@ class _ShownGradients:
         handle: Any = self._handle()
         params = handle.flat_param._params
         kept_gradients = {} if all(map(_is_trained, params)) else self._gradients_of_frozen(params)
-        reduced_now = self._frozen_before_reduction(params)
+        reduced_now = self._take_frozen_before_reduction(params)
         type(handle)._use_sharded_grad_views(handle)
         self._note_shown(params)
         if reduced_now or kept_gradients:
@@ -133,8 +133,11 @@ class _ShownGradients:
                 gradients[index] = gradient
         return gradients
 
-    def _frozen_before_reduction(self, params: Sequence[nn.Parameter]) -> list[int]:
-        """The indices of parameters that were frozen between a backward pass and the reduction, which is done now."""
+    def _take_frozen_before_reduction(self, params: Sequence[nn.Parameter]) -> list[int]:
+        """The indices of parameters that were frozen between a backward pass and the reduction, which is done now.
+
+        From then on, no parameter waits for the reduction.
+        """
         indices = [i for i in self._unreduced if params[i].grad is not None and not params[i].requires_grad]
         self._unreduced = set()
         return indices

@@ -235,7 +235,7 @@ class UnusedParameters:
 
     def finish(self, state: Any) -> None:
         """End a backward pass: reduce what is pending, and agree on what was used. All ranks must call it."""
-        self._step.on = False  # no unit was reached since another pass, in a hook of this one's loss, has set it
+        self._step.on = False  # a pass in a hook of this one's loss may have set it, and no unit was reached since
         accumulates = self.accumulates()
         states_in_forward = running_states(state)
         outermost_state = state._state_ctx.iter_forward_root
