@@ -65,11 +65,9 @@ def _named_parameters(
     self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
     name, lacking, running = self.__dict__[_LACKING]
+    # within gathered() and as_user_wrote() parameters are there
     absent = [
-        attribute
-        for owner, attribute in lacking
-        if (recurse or owner is self)
-        and attribute not in owner._parameters  # it is there in gathered() and as_user_wrote()
+        attribute for owner, attribute in lacking if (recurse or owner is self) and attribute not in owner._parameters
     ]
     if absent and not running:
         raise UnsupportedCapabilityError(
@@ -110,7 +108,8 @@ class _FreedView:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with without_torch_function():
             is_safe = func in _SAFE_ATTRIBUTES or getattr(func, "__name__", "") in _SAFE_METHODS
-            for view in () if is_safe else _views_in((args, kwargs or {})):
+            views = () if is_safe else _views_in((args, kwargs or {}))
+            for view in views:
                 tensor = cast("Tensor", view)
                 if tensor.numel() and not tensor.untyped_storage().size():
                     raise UnsupportedCapabilityError(

@@ -348,7 +348,8 @@ class FSDP2Backend(Backend):
             ]
             if styles:
                 tensor_parallelize(unit.own, styles, self.device_mesh["tensor_parallel"])
-                tie_again([owners for owners in ties if owners[0][0] in unit.own], module)
+                ties_of_unit = [owners for owners in ties if owners[0][0] in unit.own]  # by the first module
+                tie_again(ties_of_unit, module)
             if unit.module in styles:
                 return_no_view(unit.module)
             if not isinstance(unit.module, FSDPModule):  # otherwise the user has applied fully_shard to it

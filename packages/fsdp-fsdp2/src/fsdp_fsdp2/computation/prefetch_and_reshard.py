@@ -49,10 +49,12 @@ def prefetch(root: nn.Module, units: Sequence[nn.Module], forward: int | None, b
     # a forward pass gathers a unit before those inside it, and leaves it after them, where the backward pass begins
     forward_order: list[Any] = [module for module in root.modules() if id(module) in unit_ids]
     backward_order: list[Any] = [root, *reversed(units)]
-    for index, unit in enumerate(forward_order if forward else ()):
-        unit.set_modules_to_forward_prefetch(forward_order[index + 1 : index + 1 + (forward or 0)])
-    for index, unit in enumerate(backward_order if backward else ()):
-        unit.set_modules_to_backward_prefetch(backward_order[index + 1 : index + 1 + (backward or 0)])
+    if forward is not None:
+        for index, unit in enumerate(forward_order, start=1):
+            unit.set_modules_to_forward_prefetch(forward_order[index : index + forward])
+    if backward is not None:
+        for index, unit in enumerate(backward_order, start=1):
+            unit.set_modules_to_backward_prefetch(backward_order[index : index + backward])
 
 
 def check_reshard(policy: object) -> None:
