@@ -31,7 +31,7 @@ class FSDP2Strategy(FSDP2Ranks, ShardedFabricStrategy):
         self.device_mesh  # noqa: B018  # makes it on all ranks now: later, one rank alone may ask for it
 
     def parallelize(self) -> None:
-        """Do nothing but check: ``fabric.setup(model)`` has sharded the model. It is for code written for the Trainer.
+        """Only check: ``fabric.setup(model)`` has sharded the model. For code that is written for the Trainer.
 
         Raises:
             ShardingError: No model was set up yet.

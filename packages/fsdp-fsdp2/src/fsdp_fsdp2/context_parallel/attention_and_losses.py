@@ -107,10 +107,8 @@ class ContextParallel:
         if ended.first_pass is not None:
             ended.first_pass.end()
         torch.backends.mha.set_fastpath_enabled(ended.outer_fast_path)
-        if (
-            ended.outer_split is None and not torch.is_grad_enabled()
-        ):  # otherwise a loss and a backward pass may need it
-            use_split(None)
+        if ended.outer_split is None and not torch.is_grad_enabled():
+            use_split(None)  # otherwise a loss and a backward pass, which may recompute, still need it
         if not self._running:
             self.is_calling_torch, self.models_with_positions = False, 0
         if failed:
