@@ -20,7 +20,6 @@ from tools import environments as envs
 from tools import steps
 from tools.environments import PACKAGES, PINNED_APART, ROOT, SHARING
 from tools.suites import (
-    CLAUSES_ON_DEVICE,
     CLAUSES_SIDE_BY_SIDE,
     CORE,
     SEED,
@@ -89,7 +88,7 @@ def everything(session: nox.Session) -> None:
     }
     run |= {part.name: partial(part, session) for part in (integration, launchers, versions, typecheck, docs, build)}
     run["card"] = partial(rehearse_run_on_card, session, "--turn", SEED)
-    run["device"] = partial(run_on_device, session, "fake", "-k", CLAUSES_ON_DEVICE)
+    run["device"] = partial(run_on_device, session, "fake", in_short=True)
     steps.fail_if_one_has(session, steps.run_steps(session, run))
 
 

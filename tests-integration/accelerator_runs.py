@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 import fsdp_fake_device
 import fsdp_fsdp2
@@ -36,9 +37,13 @@ class Module(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(4, 4)
+        self.mean = MeanMetric()
 
     def training_step(self, batch: Tensor) -> Tensor:
-        return self.net(batch).square().mean()
+        loss = self.net(batch).square().mean()
+        self.mean(loss.detach())
+        self.log("mean", self.mean)
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -54,7 +59,7 @@ class Block(nn.Module):
 
 
 class Counted(Module):
-    """Twelve units, and what the host has waited for in each step."""
+    """Twelve units, a step that does nothing but train, and what the host has waited for in each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,6 +68,9 @@ class Counted(Module):
 
     def forward(self, batch: Tensor) -> Tensor:
         return self.net(batch)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.net(batch).square().mean()
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.waits.append(waits_until_now())

@@ -49,11 +49,14 @@ CORE = (
     " or calls_outside_of_steps or tied_parameters or dtypes_under or meta_init or options_leave_numbers_alone"
 )
 #: What CI runs of it on the fake device: numbers, what a step may do, and what is copied beside computation.
-CLAUSES_ON_DEVICE = (
-    "(trainer_equals_plain and 2-sgd) or (steps_of_many_passes and fabric) or clamped or averages_and_codebooks"
-    " or every_optimizer_of_torch or model_built_empty or (saved_on_n_loaded_on_m and 2-sharded-momentum) or async_save"
-    " or offload or dtypes_under"
-)
+CLAUSES_ON_DEVICE = {
+    "fsdp-fsdp2": (
+        "(trainer_equals_plain and 2-sgd) or (steps_of_many_passes and fabric) or clamped or averages_and_codebooks"
+        " or every_optimizer_of_torch or model_built_empty or (saved_on_n_loaded_on_m and 2-sharded-momentum)"
+        " or async_save or offload or dtypes_under"
+    ),
+    "fsdp-cuda-native": "steps_of_many_passes_with_options and cpu_offload or TestNativeWithOffload and oracle",
+}
 #: And what they do in CI. pytest's `-k` knows no brackets.
 SMOKE = "it_is_listed or (trainer_equals_plain and 2-sgd) or (saved_on_n_loaded_on_m and 2-sharded-momentum)"
 
@@ -120,14 +123,15 @@ def run_clauses(session: nox.Session, python: str, clauses: str, *words: str) ->
             session.run(python, "-m", "pytest", "-k", clauses, *words, f"{package.path}/tests/test_conformance.py")
 
 
-def run_on_device(session: nox.Session, kind: str, *words: str) -> None:
-    """Run the conformance suite of `fsdp2` on a kind of device that torch knows, and try what the device provides.
+def run_on_device(session: nox.Session, kind: str, *words: str, in_short: bool = False) -> None:
+    """Run the conformance suites on a kind of device that torch knows, and try what the device provides.
 
     Args:
         session: The session.
         kind: The kind of the devices. ``"fake"`` is that of `packages/fsdp-fake-device`, whose streams are held back in
             turns; for another, its vendor's package is installed beforehand: `pip --python .nox/device install ...`.
         *words: More arguments of pytest.
+        in_short: Whether only ``CLAUSES_ON_DEVICE`` are run.
     """
     python = envs.make_layer(session, "device", SHARING)
     environment = {"FSDP_TESTS_ACCELERATOR": kind}
@@ -136,9 +140,12 @@ def run_on_device(session: nox.Session, kind: str, *words: str) -> None:
         environment |= {"FSDP_TESTS_FORK": "1", "FSDP_FAKE_DEVICES": "4"}
         environment |= {"FSDP_FAKE_DEVICE_DELAY": "300", "FSDP_FAKE_DEVICE_HELD": held}
     session.run(python, "-m", "fsdp_core", "doctor", "--device", kind, env=environment)
-    suite = f"{PACKAGES['fsdp-fsdp2'].path}/tests/test_conformance.py"
-    arguments = ("--part=tests", *words, suite)
-    steps.run_pytest(session, python, f"device-{kind}", *arguments, env=environment)
+    for name, clauses in CLAUSES_ON_DEVICE.items():
+        chosen = ("-k", clauses) if in_short else ()
+        suite = f"{PACKAGES[name].path}/tests/test_conformance.py"
+        steps.run_pytest(
+            session, python, f"device-{kind}-{name}", "--part=tests", *chosen, *words, suite, env=environment
+        )
 
 
 def run_package(session: nox.Session, package: Package, part: str, *words: str, pairs: int) -> None:

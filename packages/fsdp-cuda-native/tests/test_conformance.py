@@ -46,6 +46,8 @@ class TestNative(StrategySuite):
         "NO_SHARD": ("cached loss beside another", "function that runs the net in its backward pass"),
         # of the root's flat parameter, a part
         "use_orig_params=False": ("parameters frozen before a backward pass that is forgotten",),
+        # on an accelerator: the shards are in host memory
+        "cpu_offload": ("module converted to the device that it is on",),
     }
     own_rules: ClassVar = (
         {"mesh": "replicate 2 x shard 2", "sharding_strategy": ("SHARD_GRAD_OP", "NO_SHARD")},

@@ -60,77 +60,61 @@ def shown_by_fsdp1(shown: Any) -> None:
 
 
 def needed() -> dict[str, NeededPart]:
-    """What steps of many passes need, by a name."""
+    """What steps of many passes need, by a name: what is replaced by what, and the step that is then wrong."""
     return {
         "passes of parts": NeededPart(
-            target=nested_passes.NestedPasses,
-            name="begin",
-            instead=lambda passes, unit, nodes: None,
-            front="fabric",
-            what="loss weighed by its gradient",
+            nested_passes.NestedPasses,
+            "begin",
+            lambda passes, unit, nodes: None,
+            "fabric",
+            "loss weighed by its gradient",
         ),
         "passes without gradients": NeededPart(
-            target=nested_passes,
-            name="_gather_for_pass",
-            instead=lambda unit: None,
-            front="automatic",
-            what="adversarial example",
+            nested_passes, "_gather_for_pass", lambda unit: None, "automatic", "adversarial example"
         ),
         "passes that begin at parameters": NeededPart(
-            target=nested_passes.NestedPasses,
-            name="begin_at_parameters",
-            instead=lambda passes, unit, node: None,
-            front="fabric",
-            what="cached loss beside another",
+            nested_passes.NestedPasses,
+            "begin_at_parameters",
+            lambda passes, unit, node: None,
+            "fabric",
+            "cached loss beside another",
         ),
         "new calls in a backward pass": NeededPart(
-            target=nested_passes.NestedPasses,
-            name="gather_again",
-            instead=lambda passes: None,
-            front="by hand",
-            what="cached loss",
+            nested_passes.NestedPasses, "gather_again", lambda passes: None, "by hand", "cached loss"
         ),
         "passes inside a forward pass": NeededPart(
-            target=NativeSharded,
-            name="_begin_inside",
-            instead=lambda sharded: None,
-            front="automatic",
-            what="backward pass that is forgotten",
+            NativeSharded, "_begin_inside", lambda sharded: None, "automatic", "backward pass that is forgotten"
         ),
         "gradients of frozen parameters": NeededPart(
-            target=unit_gradients._ShownGradients,
-            name="show",
-            instead=shown_by_fsdp1,
-            front="fabric",
-            what="parameters frozen after a backward pass",
+            unit_gradients._ShownGradients, "show", shown_by_fsdp1, "fabric", "parameters frozen after a backward pass"
         ),
         "views of frozen parameters": NeededPart(
-            target=flat_parameters.GatheredWrites,
-            name="freeze",
-            instead=lambda writes: None,
-            front="fabric",
-            what="parameters unfrozen before the backward pass",
+            flat_parameters.GatheredWrites,
+            "freeze",
+            lambda writes: None,
+            "fabric",
+            "parameters unfrozen before the backward pass",
         ),
         "shards that the user writes": NeededPart(
-            target=NativeSharded,
-            name="follow_written_shards",
-            instead=lambda sharded: None,
-            front="automatic",
-            what="optimizer's parameters written between two calls",
+            NativeSharded,
+            "follow_written_shards",
+            lambda sharded: None,
+            "automatic",
+            "optimizer's parameters written between two calls",
         ),
         "what is saved of frozen parameters": NeededPart(
-            target=flat_parameters,
-            name="finish_frozen",
-            instead=lambda root: None,
-            front="fabric",
-            what="parameters frozen before a backward pass that is forgotten",
+            flat_parameters,
+            "finish_frozen",
+            lambda root: None,
+            "fabric",
+            "parameters frozen before a backward pass that is forgotten",
         ),
         "hooks of units that are unfrozen": NeededPart(
-            target=flat_parameters.GatheredWrites,
-            name="follow_requires_grad",
-            instead=lambda writes: None,
-            front="fabric",
-            what="parameters frozen while an adversarial example is made",
+            flat_parameters.GatheredWrites,
+            "follow_requires_grad",
+            lambda writes: None,
+            "fabric",
+            "parameters frozen while an adversarial example is made",
         ),
     }
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from fsdp_core import full_state_dict, load_state_dict
-from fsdp_core.errors import UnsupportedCapabilityError
+from fsdp_core.errors import ShardingError, UnsupportedCapabilityError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES
 from fsdp_core.testing.refusals import assert_says, refusal
@@ -446,3 +446,26 @@ def test_replicas_draw_the_same_numbers(ranks: RankPool) -> None:
     numbers = torch.cat([torch.cat(of_rank[0:1]) for of_rank in drawn[:2]])
     assert len(numbers.unique()) == len(numbers)
     assert drawn[0][-1] == drawn[1][-1]  # ranks that were seeded alike go on alike
+
+
+def write_by_rank(options: dict[str, Any], world_size: int, name: str) -> str:
+    """What the second step says after each rank has added something else to a gradient."""
+    fabric, net, model, optimizer = set_up(options, optimizer=oracle.sgd, world_size=world_size)
+    parameter = net.get_parameter(name)
+
+    def step() -> None:
+        fabric.backward(model(torch.ones(2, FEATURES)).square().mean())
+        parameter.grad.add_(torch.full(parameter.grad.shape, 0.1 * fabric.global_rank))  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    return refusal(ShardingError, step)
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "name"), [(HYBRID, 4, "blocks.0.up.weight"), ({}, 2, "blocks.0.gain")]
+)
+def test_replicas_that_differ_are_told(ranks: RankPool, options: dict[str, Any], world_size: int, name: str) -> None:
+    for message in ranks.run(world_size, write_by_rank, options, world_size, name):
+        assert_says(message, "different ones before step 2 of SGD", repr(name), "fabric.broadcast(values)")

@@ -598,3 +598,28 @@ def test_inductor(ranks: RankPool) -> None:
 def test_recomputation_leaves_buffers_alone(ranks: RankPool, options: dict[str, Any]) -> None:
     """Also where some results are kept, and where units are compiled."""
     assert_buffers_alone(ranks, "fsdp2", options)
+
+
+def write_by_rank(options: dict[str, Any], world_size: int, name: str) -> str:
+    """What the second step says after each rank has added something else to its part of a gradient."""
+    fabric, net, model, optimizer = set_up(options, optimizer=oracle.sgd, world_size=world_size)
+    parameter = net.get_parameter(name)
+
+    def step() -> None:
+        fabric.backward(model(torch.ones(2, oracle.FEATURES)).square().mean())
+        gradient: Any = parameter.grad
+        getattr(gradient, "to_local", lambda: gradient)().add_(0.1 * fabric.global_rank)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    return refusal(ShardingError, step)
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "name"),
+    [({"data_parallel_replicate_size": 2}, 4, "blocks.0.up.weight"), ({}, 2, "blocks.0.gain")],
+)
+def test_replicas_that_differ_are_told(ranks: RankPool, options: dict[str, Any], world_size: int, name: str) -> None:
+    for message in ranks.run(world_size, write_by_rank, options, world_size, name):
+        assert_says(message, "different ones before step 2 of SGD", repr(name), "fabric.broadcast(values)")

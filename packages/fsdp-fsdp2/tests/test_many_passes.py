@@ -21,6 +21,7 @@ from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.measuring.collectives import Layer, count_in_steps
 from fsdp_core.testing.oracle import FP32_TOLERANCE
+from fsdp_core.testing.refusals import refusal
 from fsdp_core.testing.short_runs import assert_close_by_name, assert_fits_as_plain, fit_module
 from fsdp_core.testing.state import full_state
 from fsdp_core.testing.suite.numerics.fabric_steps import assert_gradients_wait, assert_whole_steps
@@ -59,45 +60,29 @@ def ends_for_torch_alone(unused: Any, of: Any) -> None:
 
 
 def needed() -> dict[str, NeededPart]:
-    """What steps of many passes need, by a name."""
+    """What steps of many passes need, by a name: what is replaced by what, and the step that is then wrong."""
     return {
         "forward passes go on": NeededPart(
-            target=unused_parameters,
-            name="running_states",
-            instead=lambda state: [],
-            front="automatic",
-            what="adversarial example",
+            unused_parameters, "running_states", lambda state: [], "automatic", "adversarial example"
         ),
         "frozen and unfrozen shards": NeededPart(
-            target=frozen_shards,
-            name="carry_requires_grad",
-            instead=lambda group: None,
-            front="automatic",
-            what="parameters frozen for a call",
+            frozen_shards, "carry_requires_grad", lambda group: None, "automatic", "parameters frozen for a call"
         ),
         "ends of all units": NeededPart(
-            target=unused_parameters,
-            name="_final_callback",
-            instead=ends_for_torch_alone,
-            front="fabric",
-            what="product of two calls",
+            unused_parameters, "_final_callback", ends_for_torch_alone, "fabric", "product of two calls"
         ),
         "new calls in a backward pass": NeededPart(
-            target=FSDP2Sharded, name="is_idle", instead=lambda sharded: False, front="automatic", what="cached loss"
+            FSDP2Sharded, "is_idle", lambda sharded: False, "automatic", "cached loss"
         ),
         "passes without gradients": NeededPart(
-            target=unused_parameters.UnusedParameters,
-            name="accumulates",
-            instead=lambda unused: True,
-            front="fabric",
-            what="adversarial example",
+            unused_parameters.UnusedParameters, "accumulates", lambda unused: True, "fabric", "adversarial example"
         ),
         "shards that the user writes": NeededPart(
-            target=FSDP2Sharded,
-            name="follow_written_shards",
-            instead=lambda sharded: None,
-            front="automatic",
-            what="optimizer's parameters written between two calls",
+            FSDP2Sharded,
+            "follow_written_shards",
+            lambda sharded: None,
+            "automatic",
+            "optimizer's parameters written between two calls",
         ),
     }
 
@@ -291,12 +276,8 @@ def converted() -> list[str]:
     fabric = new_fabric("fsdp2", 2)
     net = oracle.new_net()
     fabric.setup(net, oracle.sgd(net))
-    refused = []
-    for convert in (net.half, net.blocks[0].double, lambda: net.to("meta")):
-        with pytest.raises(RuntimeError) as raised:
-            convert()
-        refused.append(str(raised.value.__cause__))
-    return refused
+    conversions = (net.half, net.blocks[0].double, lambda: net.to("meta"))
+    return [refusal(UnsupportedCapabilityError, convert) for convert in conversions]
 
 
 def test_conversions_of_a_sharded_module_are_refused(ranks: RankPool) -> None:

@@ -66,6 +66,7 @@ def place(
         for tensor in (*full_tensors, *module.buffers(recurse=False)):
             # ranks with different seeds would shard a mixture of different models
             runtime.broadcast(tensor.data)
+        _move_other_tensors(module, runtime.device)
 
 
 def _with_data(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
@@ -75,6 +76,13 @@ def _with_data(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     except RuntimeError:  # between the CPU and devices whose tensors are of another kind, as those of PrivateUse1 are
         return nn.Parameter(data, requires_grad=parameter.requires_grad)
     return parameter
+
+
+def _move_other_tensors(module: nn.Module, device: torch.device) -> None:
+    """Move what a module without parameters holds besides buffers and moves itself, as torchmetrics' objects do."""
+    moves_itself = type(module)._apply is not nn.Module._apply
+    if moves_itself and device.type != "cpu" and next(module.parameters(), None) is None:
+        module._apply(lambda tensor: tensor.to(device))
 
 
 def materialize(modules: Iterable[nn.Module], device: torch.device) -> None:

@@ -21,10 +21,13 @@ from torch.distributed.tensor import DTensor, _redistribute
 # What fully_shard places a parameter as that tensor parallelism has sharded along the same dimension; no public name.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
+from fsdp_core.mesh import DATA_AXES
+
 __all__ = [
     "StridedShard",
     "call_before_parts",
     "checks_class_of_views",
+    "data_replicas",
     "forget_call_before_parts",
     "forget_meshes",
     "is_first_slice",
@@ -176,3 +179,14 @@ def _to_local_after_calls(self: DTensor, *args: Any, **kwargs: Any) -> Tensor:
         call()
         forget_call_before_parts(call)
     return _to_local(self, *args, **kwargs)
+
+
+def data_replicas(tensor: DTensor) -> list[Any]:
+    """The process groups of the ranks that hold the same shard of a DTensor, and get different batches."""
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or ()
+    return [
+        mesh.get_group(name)
+        for name, placement, size in zip(names, tensor.placements, mesh.shape, strict=False)
+        if placement.is_replicate() and size > 1 and name in DATA_AXES
+    ]

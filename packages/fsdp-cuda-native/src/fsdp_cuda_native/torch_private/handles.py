@@ -15,16 +15,20 @@ With many small parameters that takes as long as everything else that a unit's c
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from operator import attrgetter
+from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.distributed.fsdp._flat_param import FlatParamHandle, _safe_setattr_tensor_or_param
 from torch.nn.modules.module import _global_parameter_registration_hooks
 
+from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.sharding import (
     count_piece_writes,
     guard_parameters,
@@ -70,7 +74,19 @@ def order_gathers(handle: Any, unit: nn.Module) -> None:
     if handle.device.type != "cpu":
         vars(handle)[_UNIT] = weakref.ref(unit)
         if handle._offload_params:
+            vars(unit)["_apply"] = MethodType(_convert, unit)
             unit.register_forward_hook(partial(_wait_for_copies, weakref.ref(handle)))
+
+
+def _convert(unit: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """Convert a unit whose shards are in host memory, as ``module.to()`` does, and refuse to move these."""
+    if fn(torch.empty(0)).device.type != "cpu":
+        raise UnsupportedCapabilityError(
+            "a module whose shards cpu_offload keeps in host memory can't be moved to an accelerator, as by "
+            "module.to(): its units are gathered there while they are used.\n"
+            "Leave the conversion out, or cpu_offload. Inputs go to self.device, or fabric.device."
+        )
+    return type(unit)._apply(unit, fn, recurse)
 
 
 @outside_of_compilation
@@ -140,15 +156,17 @@ class _Handle(FlatParamHandle):
     def prepare_gradient_for_backward(self) -> None:
         flat: Any = self.flat_param
         grad = flat.grad
-        is_reduced_on_host = grad is not None and grad.device != self.device and grad.shape == flat._local_shard.shape
-        super().prepare_gradient_for_backward()  # type: ignore[no-untyped-call]
-        if is_reduced_on_host and not hasattr(flat, "_saved_grad_shard"):
-            # FSDP1 would forget it: a second backward pass would replace the gradient of the first
-            on_device = grad.to(self.device, non_blocking=True)
-            if self.uses_sharded_strategy:
-                flat._saved_grad_shard = on_device
-            else:
-                flat.grad = on_device
+        if grad is None or grad.device == self.device or grad.shape != flat._local_shard.shape:
+            super().prepare_gradient_for_backward()  # type: ignore[no-untyped-call]
+            return
+        # the reduced gradient of an earlier pass, in host memory: FSDP1 would replace it by that of this pass
+        if self.uses_sharded_strategy:
+            flat.grad = None
+            if not hasattr(flat, "_saved_grad_shard"):
+                flat._saved_grad_shard = grad.to(self.device, flat._local_shard.dtype, non_blocking=True)
+        else:
+            super().prepare_gradient_for_backward()  # type: ignore[no-untyped-call]
+            flat.grad = grad.to(self.device, non_blocking=True)
 
     @outside_of_compilation
     def _reset_flat_param_grad_info_if_needed(self) -> None:

@@ -44,7 +44,12 @@ def _apply(root_ref: weakref.ref[nn.Module], unit: Any, fn: Callable[[Tensor], T
         # FSDPModule's own _apply would reshard the unit; that of nn.Module asks gathered parameters, which refuse
         # what changes them.
         return super(FSDPModule, unit)._apply(fn, recurse)
-    return type(unit)._apply(unit, fn, recurse)
+    try:
+        return type(unit)._apply(unit, fn, recurse)
+    except RuntimeError as error:  # torch's, which says what could not be swapped, and not why
+        if isinstance(error.__cause__, UnsupportedCapabilityError):
+            raise error.__cause__ from None
+        raise
 
 
 def _swap_changed(swap: Any, t1: Tensor, t2: Tensor) -> None:

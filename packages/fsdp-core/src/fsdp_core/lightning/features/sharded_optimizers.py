@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdp_core.gradients.zero_grad import on_zero_grad
 from fsdp_core.sharding.agreement.same_optimizers import check_same_optimizers
+from fsdp_core.sharding.agreement.same_replicas import check_same_replicas
 from fsdp_core.sharding.refusals.files_of_shards import refuse_files_of_optimizer
 from fsdp_core.sharding.refusals.late_parameters import refuse_late
 from fsdp_core.sharding.sharded import Sharded
@@ -67,18 +68,22 @@ class ShardedOptimizers:
 
         With tensor parallelism, those of the second, fourth, eighth step and so on too, and of every 1,024th: a
         gradient may be zero at first, behind a gate or a layer that is initialised to zeros, parameters may be
-        unfrozen or added later, and one rank may draw a random number that its peers do not.
+        unfrozen or added later, and one rank may draw a random number that its peers do not. Before these steps,
+        replicas of parameters are compared as well, whatever the mesh.
         """
         runtime = self._strategy.runtime
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper around the user's
         step = self._steps_compared[optimizer] = self._steps_compared.get(optimizer, 0) + 1
-        is_due = step == 1 or (runtime.mesh.tensor_parallel > 1 and (step & (step - 1) == 0 or step % 1024 == 0))
+        is_due = step & (step - 1) == 0 or step % 1024 == 0
         if not is_due or runtime.world_size == 1:
             return
         for root in roots:
             layout = root.layout()
             sharded_params = [p for p in _parameters_of(optimizer) if p in layout]
-            if sharded_params:
+            if not sharded_params:
+                continue
+            check_same_replicas(runtime, root, sharded_params, f"before step {step} of {type(optimizer).__name__}")
+            if step == 1 or runtime.mesh.tensor_parallel > 1:
                 root.check_gradients(sharded_params)
 
     def _rebind(self, optimizers: Sequence[Optimizer], roots: Sequence[Sharded]) -> None:

@@ -655,7 +655,7 @@ def _train_each(
     return outcomes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class NeededPart:
     """A part of a library without which a kind of step is wrong.
 
