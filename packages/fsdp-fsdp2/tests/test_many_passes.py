@@ -69,7 +69,7 @@ def needed() -> dict[str, NeededPart]:
             frozen_shards, "carry_requires_grad", lambda group: None, "automatic", "parameters frozen for a call"
         ),
         "ends of all units": NeededPart(
-            unused_parameters, "_agree_last", ends_for_torch_alone, "fabric", "product of two calls"
+            unused_parameters, "_final_callback", ends_for_torch_alone, "fabric", "product of two calls"
         ),
         "new calls in a backward pass": NeededPart(
             FSDP2Sharded, "is_idle", lambda sharded: False, "automatic", "cached loss"

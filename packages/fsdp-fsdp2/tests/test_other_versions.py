@@ -143,10 +143,10 @@ def test_a_unit_goes_on_without_the_object_that_counted_its_calls() -> None:
     group, state, gone = Group(), State(), weakref.ref(Group())
     unused: Any = gone
     assert unused() is None
-    assert unused_parameters._count_first(unused, weakref.ref(group), 1, 2) == "as it was"
-    unused_parameters._fill_first(unused, weakref.ref(group), 3)
-    unused_parameters._agree_last(unused, weakref.ref(state))
-    unused_parameters._fill_first(unused, unused, 4)  # of a unit that is gone too
-    unused_parameters._agree_last(unused, unused)
+    assert unused_parameters._pre_forward(unused, weakref.ref(group), 1, 2) == "as it was"
+    unused_parameters._post_backward(unused, weakref.ref(group), 3)
+    unused_parameters._final_callback(unused, weakref.ref(state))
+    unused_parameters._post_backward(unused, unused, 4)  # of a unit that is gone too
+    unused_parameters._final_callback(unused, unused)
     assert group.called == [("forward", 1, 2), ("backward", 3)]
     assert state.modes == ["unknown"]

@@ -13,12 +13,12 @@ from fsdp_core.state import HeldGradients, SavedTensor, fill
 from fsdp_cuda_native.torch_private.flat_parameters import units_of
 from fsdp_cuda_native.torch_private.unit_gradients import (
     drop_gradients,
-    no_gradient,
     reduced_gradient,
     saved_gradient,
     set_reduced_gradient,
     set_unreduced_gradients,
     unreduced_gradients,
+    zero_gradient,
 )
 from fsdp_cuda_native.unflattened import local_part, named_members
 
@@ -27,26 +27,24 @@ __all__ = ["forget", "held_by_units", "restore_to_units"]
 
 def held_by_units(root: FullyShardedDataParallel, runtime: Runtime) -> HeldGradients:
     """This rank's part of the units' accumulated gradients. All ranks must call it; the root must be sharded."""
-    units = list(units_of(root))
-    shards = [reduced_gradient(unit) for unit in units]
-    is_reduced_anywhere = [
-        any(has) for has in zip(*runtime.gather_objects([shard is not None for shard in shards]), strict=True)
-    ]
+    local_gradients = {unit: reduced_gradient(unit) for unit in units_of(root)}
+    has_gradient_by_rank = runtime.gather_objects([gradient is not None for gradient in local_gradients.values()])
+    has_gradient_anywhere = [any(on_ranks) for on_ranks in zip(*has_gradient_by_rank, strict=True)]
     reduced = {
-        unit: no_gradient(unit) if shard is None else shard
-        for unit, shard, has in zip(units, shards, is_reduced_anywhere, strict=True)
-        if has
+        unit: zero_gradient(unit) if gradient is None else gradient
+        for (unit, gradient), has_gradient in zip(local_gradients.items(), has_gradient_anywhere, strict=True)
+        if has_gradient
     }
     gradients = HeldGradients()
     gradients.own.update(_unreduced_by_name(root))
     for name, member in named_members(root):
-        if member.unit in reduced and member.held.requires_grad:
+        if member.unit in reduced and member.optimizer_param.requires_grad:
             gradients.reduced[name] = local_part(name, member).of(reduced[member.unit])
     return gradients
 
 
 def forget(root: FullyShardedDataParallel, names: Collection[str]) -> None:
-    """Forget what waits for a reduction, and the reduced gradients that it would be added to.
+    """Set unreduced gradients to zero, and the reduced gradients that they would be added to.
 
     Args:
         root: The root.
@@ -59,8 +57,9 @@ def forget(root: FullyShardedDataParallel, names: Collection[str]) -> None:
         saved = saved_gradient(member.unit)
         if saved is not None and name in names:
             part = local_part(name, member).of(saved)
-            for data in [part] if isinstance(part, Tensor) else [chunk.data for chunk in part.chunks]:
-                cast("Tensor", data).zero_()
+            tensors = [part] if isinstance(part, Tensor) else [cast("Tensor", chunk.data) for chunk in part.chunks]
+            for tensor in tensors:
+                tensor.zero_()
 
 
 def _unreduced_by_name(root: FullyShardedDataParallel) -> Iterator[tuple[str, Tensor]]:
@@ -68,7 +67,7 @@ def _unreduced_by_name(root: FullyShardedDataParallel) -> Iterator[tuple[str, Te
     unreduced = {unit: unreduced_gradients(unit) for unit in units_of(root)}
     for name, member in named_members(root):
         gradient = unreduced[member.unit].get((member.owner, member.attribute))
-        if gradient is not None and member.held.requires_grad:
+        if gradient is not None and member.optimizer_param.requires_grad:
             yield name, gradient
 
 
@@ -91,15 +90,15 @@ def restore_to_units(
     unreduced_somewhere = set[str]().union(*runtime.gather_objects([name for name in members if name in own]))
     for unit in units_of(root):
         drop_gradients(unit)
-        of_unit = {name: member for name, member in members.items() if member.unit is unit}
-        if any(name in reduced for name in of_unit):
-            shard = no_gradient(unit)
-            for name, member in of_unit.items():
+        unit_members = {name: member for name, member in members.items() if member.unit is unit}
+        if any(name in reduced for name in unit_members):
+            shard = zero_gradient(unit)
+            for name, member in unit_members.items():
                 if name in reduced:
                     fill(local_part(name, member).of(shard), reduced[name], cast=True)
             set_reduced_gradient(unit, shard)
         unreduced: dict[tuple[nn.Module, str], Callable[[], Tensor]] = {
-            (member.owner, member.attribute): own[name] for name, member in of_unit.items() if name in own
+            (member.owner, member.attribute): own[name] for name, member in unit_members.items() if name in own
         }
-        if not unreduced_somewhere.isdisjoint(of_unit):
+        if not unreduced_somewhere.isdisjoint(unit_members):
             set_unreduced_gradients(unit, unreduced)

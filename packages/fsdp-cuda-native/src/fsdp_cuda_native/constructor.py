@@ -12,7 +12,7 @@ from fsdp_cuda_native.options import ALWAYS, OTHER_OPTIONS, NativeOptions
 
 __all__ = ["FURTHER_BY_POSITION", "NativeRanks"]
 
-#: What may be given by position after the front end's own, as in Lightning 1.x.
+#: The options that may be given by position, after those of the front end, as in Lightning 1.x.
 FURTHER_BY_POSITION = (
     *("process_group_backend", "cpu_offload", "backward_prefetch", "mixed_precision", "activation_checkpointing"),
 )

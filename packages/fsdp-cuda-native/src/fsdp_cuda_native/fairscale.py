@@ -42,8 +42,8 @@ class FairscaleOptions(NativeOptions):
     flatten_parameters: bool = True
     """``True`` only."""
     reshard_after_forward: bool | None = None
-    """Whether units free their parameters between forward and backward pass; or ``sharding_strategy``. ``None``:
-    they do, unless that says otherwise."""
+    """Whether units free their parameters between forward and backward pass. ``None``: as ``sharding_strategy`` says,
+    by default they do."""
     move_grads_to_cpu: bool | None = None
     """``None`` only; gradients follow ``cpu_offload``."""
     fp32_reduce_scatter: bool | None = None
@@ -61,12 +61,12 @@ class FairscaleOptions(NativeOptions):
     """A :class:`~torch.distributed.fsdp.MixedPrecision`; or ``compute_dtype``."""
     auto_wrap_policy: WrapPolicy | None = option("auto", part_of="units", describe=describe_policy)
     """As for ``fsdp_native``; or ``min_num_params``."""
-    sharding_strategy: ShardingStrategy | str | None = None  # type: ignore[assignment]  # until as_native
+    sharding_strategy: ShardingStrategy | str | None = None  # type: ignore[assignment]  # as_native replaces None
     """As for ``fsdp_native``; ``None``: chosen by ``reshard_after_forward``."""
 
     def __post_init__(self) -> None:
         refuse_fairscales_options(self)
-        self.as_native  # noqa: B018  # checks the others
+        self.as_native  # noqa: B018  # raises if options contradict each other
 
     @cached_property
     def as_native(self) -> NativeOptions:
@@ -79,15 +79,16 @@ class FairscaleOptions(NativeOptions):
         if self.compute_dtype is not None:
             _check_dtype(self.compute_dtype)
             _refuse_two_spellings("compute_dtype", "mixed_precision", mixed_precision is not None)
-            reduce = torch.float32 if self.fp32_reduce_scatter else self.compute_dtype
             mixed_precision = MixedPrecision(
-                param_dtype=self.compute_dtype, reduce_dtype=reduce, cast_forward_inputs=True
+                param_dtype=self.compute_dtype,
+                reduce_dtype=torch.float32 if self.fp32_reduce_scatter else self.compute_dtype,
+                cast_forward_inputs=True,
             )
         if self.min_num_params is not None:
             _refuse_two_spellings("min_num_params", "auto_wrap_policy", auto_wrap_policy != "auto")
             _check_number(self.min_num_params)
             auto_wrap_policy = partial(size_based_auto_wrap_policy, min_num_params=int(self.min_num_params))
-        values = {each.name: getattr(self, each.name) for each in fields(NativeOptions)}
+        values = {field.name: getattr(self, field.name) for field in fields(NativeOptions)}
         return NativeOptions(
             **values
             | {
@@ -98,7 +99,7 @@ class FairscaleOptions(NativeOptions):
         )
 
 
-#: What may be given by position, as to Lightning's former strategy.
+#: The options that may be given by position, as to Lightning's former strategy.
 _BY_POSITION = (
     *("accelerator", "cpu_offload", "flatten_parameters", "reshard_after_forward", "move_grads_to_cpu"),
     *("fp32_reduce_scatter", "compute_dtype", "bucket_cap_mb", "min_num_params", "state_dict_to_cpu"),

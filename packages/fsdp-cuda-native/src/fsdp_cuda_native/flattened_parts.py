@@ -1,4 +1,4 @@
-"""Modules with parameters that are a part of a flat parameter around them, as without ``use_orig_params``."""
+"""Parts of units under ``use_orig_params=False``: FSDP1 leaves modules inside a unit without own parameters."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from fsdp_core import UnsupportedCapabilityError
 from fsdp_core.sharding import outside_of_compilation, without_torch_function
 
-__all__ = ["RunningParts", "let_go_of_view", "refuse_parts"]
+__all__ = ["RunningParts", "refuse_parts", "refuse_use_while_freed"]
 
-#: By part, its name, the calls that run, and the modules in it that lack parameters, with the names of these.
+#: The attribute of a part with its name, what its modules lack, and its :class:`RunningParts`.
 _LACKING = "_fsdp_cuda_native_lacking"
 
 _INSTEAD = (
@@ -24,7 +24,7 @@ _INSTEAD = (
 
 
 class RunningParts:
-    """How many calls of parts and units run: code inside of a model's own ``forward()`` may look for parameters."""
+    """Whether parts or units are being called: the model's own ``forward()`` may then loop over their parameters."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -32,8 +32,8 @@ class RunningParts:
     def __bool__(self) -> bool:
         return self._depth > 0
 
-    def follow(self, module: nn.Module) -> None:
-        """Count the calls of a module."""
+    def count_calls(self, module: nn.Module) -> None:
+        """Count the running calls of a module."""
         module.register_forward_pre_hook(self._begin)
         module.register_forward_hook(self._end, always_call=True)
 
@@ -47,28 +47,27 @@ class RunningParts:
 
 
 def refuse_parts(part: nn.Module, name: str, lacking: Sequence[tuple[nn.Module, str]], running: RunningParts) -> None:
-    """Refuse loops over the parameters of a module that FSDP1 lets have none, and freezing them: nothing would be done.
+    """Refuse to loop over a part's parameters, of which FSDP1 leaves none, and to freeze them: nothing would happen.
 
     Args:
         part: The module, which is no unit.
         name: The user's name of it.
-        lacking: The modules in it that hold parameters of a flat parameter around it, and the names of these.
-        running: The calls of parts that run, in which nothing is refused.
+        lacking: Each parameter of the part that is in a unit's flat parameter, by its module and its name there.
+        running: Whether parts are being called. Then nothing is refused.
     """
-    running.follow(part)
+    running.count_calls(part)
     part.__dict__[_LACKING] = name, lacking, running
     part.__dict__["requires_grad_"] = partial(_refuse_freezing, name)
-    part.__dict__["named_parameters"] = MethodType(_named_parameters, part)  # parameters() and zero_grad() ask it
+    part.__dict__["named_parameters"] = MethodType(_named_parameters, part)  # which parameters() and zero_grad() call
 
 
 def _named_parameters(
     self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
     name, lacking, running = self.__dict__[_LACKING]
+    # within gathered() and as_user_wrote() parameters are there
     absent = [
-        attribute
-        for owner, attribute in lacking
-        if (recurse or owner is self) and attribute not in owner._parameters  # not gathered, nor shown as written
+        attribute for owner, attribute in lacking if (recurse or owner is self) and attribute not in owner._parameters
     ]
     if absent and not running:
         raise UnsupportedCapabilityError(
@@ -86,12 +85,12 @@ def _refuse_freezing(name: str, requires_grad: bool = True) -> NoReturn:
     )
 
 
-#: What may be asked of a view whose memory is freed.
-_ASKED = frozenset(
+#: Methods and attributes that need no memory: they stay allowed on a view whose memory is freed.
+_SAFE_METHODS = frozenset(
     {"size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex", "ndimension", "nelement"}
     | {"requires_grad_", "get_device", "__len__", "__hash__", "untyped_storage", "data_ptr", "storage_offset"}
 )
-_ASKED_ATTRIBUTES = frozenset(
+_SAFE_ATTRIBUTES = frozenset(
     getattr(Tensor, name).__get__
     for name in (
         *("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "_version"),
@@ -101,15 +100,16 @@ _ASKED_ATTRIBUTES = frozenset(
 
 
 class _FreedView:
-    """What a module holds in place of a parameter while its unit is not gathered: a view without memory."""
+    """A view of a flat parameter, which a module still holds in place of its parameter when the memory is freed."""
 
     _fsdp_name: str
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with without_torch_function():
-            is_asked = func in _ASKED_ATTRIBUTES or getattr(func, "__name__", "") in _ASKED
-            for view in () if is_asked else _views_in((args, kwargs or {})):
+            is_safe = func in _SAFE_ATTRIBUTES or getattr(func, "__name__", "") in _SAFE_METHODS
+            views = () if is_safe else _views_in((args, kwargs or {}))
+            for view in views:
                 tensor = cast("Tensor", view)
                 if tensor.numel() and not tensor.untyped_storage().size():
                     raise UnsupportedCapabilityError(
@@ -120,8 +120,8 @@ class _FreedView:
 
 
 @cache
-def _freed_class(of: type[Tensor]) -> type[Tensor]:
-    return type("FreedView", (_FreedView, of), {})
+def _freed_class(tensor_class: type[Tensor]) -> type[Tensor]:
+    return type("FreedView", (_FreedView, tensor_class), {})
 
 
 def _views_in(values: Any) -> Iterator[_FreedView]:
@@ -134,11 +134,11 @@ def _views_in(values: Any) -> Iterator[_FreedView]:
         yield from _views_in(list(values.values()))
 
 
-def let_go_of_view(view: Tensor, name: str) -> None:
-    """Refuse, from now on, what is computed with a view while its memory is freed: torch would end the process.
+def refuse_use_while_freed(view: Tensor, name: str) -> None:
+    """Refuse from now on to compute with a view while its memory is freed, on which torch would crash.
 
     Args:
-        view: What a module holds.
+        view: The view, which a module holds in place of a parameter.
         name: The user's name of the parameter.
     """
     instance: Any = view

@@ -42,7 +42,7 @@ def ranks_to_shard_over(
                 f"Write device_mesh=(replicas, ranks of each), such as (2, {max(1, runtime.world_size // 2)}), "
                 "or a process_group pair; or auto_wrap_policy={MyBlock}, to shard over the ranks of each host."
             )
-        mesh = _by_host(runtime)
+        mesh = _shape_by_host(runtime)
     if mesh is None:
         return {}
     shape = tuple(mesh.shape) if isinstance(mesh, DeviceMesh) else tuple(mesh)
@@ -106,12 +106,14 @@ def _check_hybrid(shape: tuple[int, ...], strategy: ShardingStrategy, runtime: R
         )
 
 
-def _by_host(runtime: Runtime) -> tuple[int, int]:
-    on_host = runtime.gather_objects(runtime.local_rank)
-    ranks_of_each = max(on_host) + 1
-    if on_host != list(range(ranks_of_each)) * (runtime.world_size // ranks_of_each):
+def _shape_by_host(runtime: Runtime) -> tuple[int, int]:
+    """The shape of a mesh in which each host is a replica."""
+    local_ranks = runtime.gather_objects(runtime.local_rank)
+    ranks_per_host = max(local_ranks) + 1
+    hosts = runtime.world_size // ranks_per_host
+    if local_ranks != list(range(ranks_per_host)) * hosts:
         raise UnsupportedCapabilityError(
             "hosts have different numbers of ranks, so hybrid sharding can't replicate one host's shards on another.\n"
             "Write device_mesh=(replicas, ranks of each), or sharding_strategy='FULL_SHARD'."
         )
-    return runtime.world_size // ranks_of_each, ranks_of_each
+    return hosts, ranks_per_host

@@ -12,6 +12,9 @@ from fsdp_core.plugins import options_in
 
 __all__ = ["fsdp_strategies", "why_not_here"]
 
+#: Where FullyShardedDataParallel is, within torch.
+_FSDP1_FILE = "distributed/fsdp/fully_sharded_data_parallel.py"
+
 _FSDP1 = StrategyInfo(
     name="fsdp_native",
     summary="Fully sharded data parallel with torch's FullyShardedDataParallel (FSDP1).",
@@ -52,13 +55,10 @@ def why_not_here() -> str | None:
     platform: str = sys.platform
     if platform not in ("linux", "darwin", "win32"):
         return f"torch has no gloo on the platform {platform!r}, and fsdp_native needs it; use Linux, macOS or Windows"
-    torch = find_spec("torch")
-    places = list(torch.submodule_search_locations or ()) if torch is not None else []
-    if not any((Path(directory) / _FSDP1_FILE).exists() for directory in places):
+    torch_spec = find_spec("torch")  # does not import torch
+    directories = list(torch_spec.submodule_search_locations or ()) if torch_spec is not None else []
+    if not any((Path(directory) / _FSDP1_FILE).exists() for directory in directories):
         return (
             "this torch no longer ships FullyShardedDataParallel (FSDP1); use strategy 'fsdp2', pip install fsdp-fsdp2"
         )
     return None
-
-
-_FSDP1_FILE = "distributed/fsdp/fully_sharded_data_parallel.py"

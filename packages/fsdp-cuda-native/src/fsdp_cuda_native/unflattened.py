@@ -25,36 +25,42 @@ def layout_of(root: FullyShardedDataParallel) -> Layout:
     """The parts of the user's parameters in each parameter that an optimizer may hold. The root must be sharded."""
     parts: dict[nn.Parameter, tuple[Part, ...]] = {}
     for name, member in named_members(root):
-        run = FlatRange(
+        flat_range = FlatRange(
             offset=member.offset,
             start=member.start,
             length=member.length,
             replica=member.replica,
         )
-        flat = run if member.is_flat else None
-        part = Part(name=name, shape=member.shape, range=flat, separated_by="use_orig_params=True")
-        parts[member.held] = (*parts.get(member.held, ()), part)
+        part = Part(
+            name=name,
+            shape=member.shape,
+            range=flat_range if member.is_flat else None,
+            separated_by="use_orig_params=True",
+        )
+        parts[member.optimizer_param] = (*parts.get(member.optimizer_param, ()), part)
     for name, parameter in root.module.named_parameters():
-        if parameter not in parts:  # kept whole
+        if parameter not in parts:  # no unit has flattened it
             parts[parameter] = (Part(name=clean_name(name), shape=tuple(parameter.shape)),)
     return parts
 
 
 def local_parts(root: FullyShardedDataParallel) -> Iterator[tuple[str, Part, torch.Tensor]]:
-    """This rank's elements of each flattened parameter: its name, their location, and the tensor that holds them."""
+    """For each flattened parameter, its name, where this rank's elements are in its unit's shard, and that shard."""
     for name, member in named_members(root):
-        yield name, local_part(name, member), member.local[0]
+        shard, _ = member.local
+        yield name, local_part(name, member), shard
 
 
 def local_part(name: str, member: FlatMember) -> Part:
     """The location of this rank's elements of a flattened parameter in its unit's shard."""
-    run = FlatRange(offset=member.local[1], start=member.start, length=member.length, replica=member.replica)
-    return Part(name=name, shape=member.shape, range=run)
+    _, offset = member.local
+    flat_range = FlatRange(offset=offset, start=member.start, length=member.length, replica=member.replica)
+    return Part(name=name, shape=member.shape, range=flat_range)
 
 
 @contextmanager
 def as_user_wrote(root: FullyShardedDataParallel, orders: ParameterOrders) -> Iterator[dict[str, nn.Parameter]]:
-    """Context in which units are the user's own modules, and parameters have their original shapes without memory.
+    """Context in which modules are the user's own, without FSDP1's, and parameters have their shapes but no memory.
 
     Freezing and unfreezing in the context persists.
 
@@ -66,12 +72,12 @@ def as_user_wrote(root: FullyShardedDataParallel, orders: ParameterOrders) -> It
         The stand-in parameters by the user's names.
     """
     units = list(units_of(root))
-    members = {name: (member, member.held) for name, member in named_members(root)}
-    stand_in_params = {name: stand_in(member.shape, parameter) for name, (member, parameter) in members.items()}
+    members = dict(named_members(root))
+    stand_in_params = {name: stand_in(member.shape, member.optimizer_param) for name, member in members.items()}
     with (
         stand_ins_in_place(
             stand_in_params,
-            members,
+            {name: (member, member.optimizer_param) for name, member in members.items()},
             ties=[tie for unit in units for tie in tied_members(unit)],
             orders=orders,
             holders=[unit.module for unit in units],

@@ -60,12 +60,12 @@ def check_unit(
         use_orig_params: Whether optimizers hold the original parameters.
 
     Raises:
-        ShardingError: They are integers or complex, or differ in dtype; or, without ``use_orig_params``, only some of
-            them are trainable.
+        ShardingError: Parameters are integers or complex, or differ in dtype; or, without ``use_orig_params``, only
+            some of them are trainable.
     """
-    out = {id(p) for p in replicated}
-    inside = {id(p) for m in unit_modules for p in m.parameters(recurse=False)} - out
-    named = [(name, p) for name, p in unit.named_parameters() if id(p) in inside]
+    own_ids = {id(p) for m in unit_modules for p in m.parameters(recurse=False)}
+    flattened_ids = own_ids - {id(p) for p in replicated}
+    named = [(name, p) for name, p in unit.named_parameters() if id(p) in flattened_ids]
     integers = [p for _, p in named if not (p.is_floating_point() or p.is_complex())]
     if integers:
         dtype = integers[0].dtype

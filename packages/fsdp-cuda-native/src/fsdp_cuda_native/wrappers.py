@@ -18,8 +18,8 @@ __all__ = ["WrappedUnit", "called_for", "cast_inputs_of", "renew_parameters"]
 class WrappedUnit(OutsideAttributes, FullyShardedDataParallel):
     """A unit, or the root.
 
-    Its modules, parameters and buffers have the user's names: libraries select by them, and FSDP1's are in the middle
-    of them, where it wraps. It strips them itself wherever it compares names.
+    ``named_modules`` and what is built on it return the user's names, by which libraries select parameters, without the
+    ``_fsdp_wrapped_module`` that FSDP1 puts into them. FSDP1 strips that itself wherever it compares names.
     """
 
     def named_modules(
@@ -49,8 +49,8 @@ def renew_parameters(
 ) -> dict[nn.Parameter, KeptPart]:
     """Replace the parameters that modules own with new ones of the same data and attributes.
 
-    FSDP1 would turn the old parameters into shards in place. An optimizer that has stepped over them would then
-    continue with state of the old shapes; for new parameters it has to be re-pointed, and is refused if it has stepped.
+    FSDP1 would turn the old parameters into shards in place, and an optimizer that has stepped would continue with
+    state of the old shapes. With new parameters it must be re-pointed, which is refused if it has stepped.
 
     Args:
         modules: The modules, each without its children.
@@ -58,36 +58,35 @@ def renew_parameters(
         device: The device of the units.
 
     Returns:
-        The parts of new parameters that were sharded while they were built; these parameters have no memory.
+        By new parameter its part, for parameters that were sharded while they were built. They have no memory yet.
     """
-    renewed: dict[int, nn.Parameter] = {id(p): p for p in replicated}
+    renewed: dict[int, nn.Parameter] = {id(p): p for p in replicated}  # by the id of the old one, or of the new one
     parts: dict[nn.Parameter, KeptPart] = {}
     for module in modules:
         for name, old in list(module.named_parameters(recurse=False)):
             if id(old) not in renewed:
                 part = let_go_of(old)
-                data = old.data if part is None else _unfilled(part, device)
+                data = old.data if part is None else _without_memory(part, device)
                 new = nn.Parameter(data, requires_grad=old.requires_grad)
                 new.__dict__.update(old.__dict__)
                 renewed[id(old)] = renewed[id(new)] = new
                 if part is not None:
                     parts[new] = part
-                # an optimizer that is re-pointed later still holds it: keep its shape, but free its memory
+                # free the memory of the old one, but keep its shape: an optimizer holds it until it is re-pointed
                 old.data = old.data.new_empty(()).expand(old.shape)
             module._parameters[name] = renewed[id(old)]
     return parts
 
 
-def _unfilled(part: KeptPart, device: torch.device) -> torch.Tensor:
+def _without_memory(part: KeptPart, device: torch.device) -> torch.Tensor:
+    """A tensor of the parameter's full shape, whose memory is freed."""
     tensor = part.part.new_empty(part.shape, device=device)
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
 def cast_inputs_of(module: nn.Module, policy: MixedPrecision) -> None:
-    """Cast the arguments of the user's module, as the root does with its own.
-
-    Under the Trainer the root calls a step method, and that calls the module.
+    """Cast the arguments of the user's module as those of the root: under the Trainer, a step method calls the module.
 
     Args:
         module: The module that the root wraps.

@@ -44,7 +44,7 @@ from fsdp_core.sharding import (
     stays_whole,
 )
 from fsdp_core.state import clean_name, give_back
-from fsdp_fsdp2.computation.activations import offloaded
+from fsdp_fsdp2.computation.activations import modules_to_offload
 from fsdp_fsdp2.computation.compilation import compile_units
 from fsdp_fsdp2.computation.float8 import check_float8, compute_in_float8
 from fsdp_fsdp2.computation.prefetch_and_reshard import (
@@ -64,19 +64,24 @@ from fsdp_fsdp2.tensor_parallel.styles import (
     tensor_parallelize,
     tie_again,
 )
-from fsdp_fsdp2.torch_private.parameter_groups import is_unshardable, offloaded_parameters, parameters_of, take_filled
+from fsdp_fsdp2.torch_private.parameter_groups import (
+    is_unshardable,
+    offloaded_parameters,
+    parameters_of,
+    reset_sharded_params,
+)
 from fsdp_fsdp2.user_sharding.built_parameters import follow_building, note_built
 from fsdp_fsdp2.user_sharding.parallelize_fn import call_parallelize_fn
 from fsdp_fsdp2.user_sharding.takeover import (
     check_meshes,
-    check_no_context,
+    check_no_context_parallel,
     check_not_run,
     check_reduces,
     is_divided,
-    refuse_beside,
-    refuse_left_out,
+    is_sharded_by_user,
+    refuse_dtensors_outside_units,
+    refuse_options_beside,
     units_of_user,
-    was_begun,
 )
 from fsdp_fsdp2.user_sharding.values import place_sharded, refuse_changed_on_meta
 
@@ -159,20 +164,22 @@ class FSDP2Backend(Backend):
 
     def plan(self, module: nn.Module) -> ShardingPlan:
         plan = super().plan(module)
-        if not was_begun(module):
+        if not is_sharded_by_user(module):
             return plan
         parameters = {name: replace(p, local_numel=None) for name, p in plan.parameters.items()}
-        return replace(plan, parameters=parameters)  # along which axis the user has sharded them is not asked
+        return replace(plan, parameters=parameters)  # the user may have sharded along any axis
 
     def check_shardable(self, module: nn.Module) -> None:
         super().check_shardable(module)
-        if was_begun(module):
-            options_given = [name for name in self.options.changed_options() if name not in _BESIDE]
-            refuse_beside(module, [*options_given, "parallelize_fn"] if self.options.parallelize_fn else options_given)
-            check_no_context(self.runtime.mesh, "a module that its own code shards")
+        if is_sharded_by_user(module):
+            options_given = [name for name in self.options.changed_options() if name not in _OPTIONS_BESIDE]
+            if self.options.parallelize_fn:
+                options_given.append("parallelize_fn")
+            refuse_options_beside(module, options_given)
+            check_no_context_parallel(self.runtime.mesh, "a module that its own code shards")
             _check_sharded_by_user(module)
         if self.options.parallelize_fn is not None:
-            check_no_context(self.runtime.mesh, "parallelize_fn")
+            check_no_context_parallel(self.runtime.mesh, "parallelize_fn")
             if marked(module):
                 raise ShardingError(
                     f"{type(module).__name__} has layers that are marked by wrap(), and parallelize_fn replaces what "
@@ -193,11 +200,11 @@ class FSDP2Backend(Backend):
                 )
 
     def units(self, module: nn.Module) -> list[nn.Module]:
-        by_user = units_of_user(module)
-        if by_user or self.options.parallelize_fn is not None or isinstance(module, FSDPModule):
-            return by_user
-        of_model = own_units(module) if self.options.auto_wrap_policy == "auto" else None
-        return select_units(module, self.options.auto_wrap_policy) if of_model is None else of_model
+        users_units = units_of_user(module)
+        if users_units or self.options.parallelize_fn is not None or isinstance(module, FSDPModule):
+            return users_units
+        models_units = own_units(module) if self.options.auto_wrap_policy == "auto" else None
+        return select_units(module, self.options.auto_wrap_policy) if models_units is None else models_units
 
     def replicated(self, module: nn.Module) -> list[nn.Parameter]:
         compute = self._mp_policy().param_dtype
@@ -212,13 +219,13 @@ class FSDP2Backend(Backend):
         return () if self.options.parallelize_fn is not None else super().recomputed(module)
 
     def details(self, module: nn.Module, units: Sequence[nn.Module]) -> dict[str, dict[str, Any]]:
-        """Styles of layers that tensor-parallel ranks divide, units that reshard, and what the user has sharded how."""
+        """The styles of divided layers, which units reshard, and how the user has sharded parameters."""
         is_by_function = self.options.parallelize_fn is not None
         replicated = self.replicated(module)
         for unit, unit_modules in modules_by_unit(units, module):
             if not isinstance(unit, FSDPModule):
                 _check_bases(type(unit))
-                if not is_by_function:  # which makes units later
+                if not is_by_function:  # a function makes its units later
                     _check_dtypes(unit, unit_modules, replicated)
         names = {submodule: name for name, submodule in module.named_modules()}
         ranks = self.runtime.mesh.size(("data_parallel", "context_parallel"))
@@ -237,14 +244,15 @@ class FSDP2Backend(Backend):
     def local_numels(self, parameters: Sequence[ParameterPlan]) -> list[int] | None:
         mesh = self.runtime.mesh
         if self.options.parallelize_fn is not None or mesh.tensor_parallel > 1:
-            return None  # styles decide, which may be the user's own
+            return None  # a style of the user's own may divide parameters in any way
         axes: tuple[MeshAxis, ...] = ("data_parallel", "context_parallel")
         ranks, index = mesh.size(axes), mesh.coordinate(self.runtime.rank, axes)
         numels = []
         for parameter in parameters:
-            rows = -(-parameter.shape[0] // ranks)  # as torch.chunk: the last ranks have less, or nothing
-            local_rows = max(0, min(rows, parameter.shape[0] - index * rows))
-            numels.append(local_rows * (parameter.numel // parameter.shape[0]))
+            rows = parameter.shape[0]
+            rows_per_rank = -(-rows // ranks)  # rounded up, as in torch.chunk: the last ranks have less, or nothing
+            local_rows = max(0, min(rows_per_rank, rows - index * rows_per_rank))
+            numels.append(local_rows * (parameter.numel // rows))
         return numels
 
     def _styles(self, module: nn.Module) -> dict[str, ParallelStyle]:
@@ -253,7 +261,7 @@ class FSDP2Backend(Backend):
         if size == 1:
             return {}
         if self.options.tp_plan is None:
-            if not was_begun(module):
+            if not is_sharded_by_user(module):
                 raise missing_plan(size)
             return {}
         return dict(styles_of(module, self.options.tp_plan, size).values())
@@ -266,8 +274,9 @@ class FSDP2Backend(Backend):
             compute_in_float8(module, self.options.float8, self.options.float8_filter, self.runtime.device)
             return plan
         note_built(module)
-        place([part for part in module.modules() if not _has_no_memory(part)], self.runtime)
-        call_parallelize_fn(self.options.parallelize_fn, module, self.device_mesh, self._arguments(module))
+        # modules on the meta device get their values when they are sharded
+        place([part for part in module.modules() if not _has_meta_tensors(part)], self.runtime)
+        call_parallelize_fn(self.options.parallelize_fn, module, self.device_mesh, self._function_arguments(module))
 
         def check_result(module: nn.Module) -> None:
             Backend.check_shardable(self, module)
@@ -276,7 +285,7 @@ class FSDP2Backend(Backend):
             for unit, unit_modules in modules_by_unit(self.units(module), module):
                 if not isinstance(unit, FSDPModule):
                     _check_dtypes(unit, unit_modules, self.replicated(module))
-            if self.runtime.mesh.tensor_parallel > 1 and not was_begun(module):
+            if self.runtime.mesh.tensor_parallel > 1 and not is_sharded_by_user(module):
                 raise missing_plan(self.runtime.mesh.tensor_parallel)
 
         return plan_module(
@@ -289,8 +298,8 @@ class FSDP2Backend(Backend):
             local_numels=self.local_numels,
         )
 
-    def _arguments(self, module: nn.Module) -> Mapping[str, Any]:
-        """What the user's function gets beside the module and the mesh."""
+    def _function_arguments(self, module: nn.Module) -> Mapping[str, Any]:
+        """The keyword arguments of ``parallelize_fn``."""
         plan = self.options.tp_plan
         return {
             **self.options.arguments(),
@@ -309,14 +318,15 @@ class FSDP2Backend(Backend):
 
     def shard_module(self, module: nn.Module, plan: ShardingPlan) -> FSDP2Sharded:
         is_by_function = self.options.parallelize_fn is not None
-        by_user = was_begun(module)
-        if by_user:
+        is_by_user = is_sharded_by_user(module)
+        if is_by_user:
             check_meshes(module, self.runtime, self._fsdp_mesh)
             size = self.runtime.mesh.tensor_parallel
-            if size > 1 and (is_by_function or self.options.tp_plan is None) and not is_divided(module, self.runtime):
+            has_plan = self.options.tp_plan is not None and not is_by_function  # a function applies it, or does not
+            if size > 1 and not has_plan and not is_divided(module, self.runtime):
                 raise missing_plan(size)
         users_units = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        on_host = {id(parameter) for unit in users_units for parameter in offloaded_parameters(unit)}
+        offloaded_ids = {id(parameter) for unit in users_units for parameter in offloaded_parameters(unit)}
         styles = {module.get_submodule(name): (name, style) for name, style in plan.details[_STYLE].items()}
         names = {submodule: name for name, submodule in module.named_modules()}
         ties = [[_find_owner(module, name) for name in tied] for tied in plan.ties()] if styles else []
@@ -325,33 +335,39 @@ class FSDP2Backend(Backend):
         if not is_by_function:
             self._wrap_forward(module, plan, unit_modules)
         for unit in units:
-            if by_user:
-                place_sharded(unit.own, module, self.runtime, on_host)
+            if is_by_user:
+                place_sharded(unit.own, module, self.runtime, offloaded_ids)
             else:
                 place(unit.own, self.runtime)
-            before = unit.parameters()
-            noted = [(m, name, dict(vars(p))) for m in unit.own for name, p in _plain(m) if vars(p)]
+            unsharded_params = unit.parameters()
+            users_attributes = [  # such as hints to optimizers
+                (owner, name, dict(vars(parameter)))
+                for owner in unit.own
+                for name, parameter in _plain_parameters(owner)
+                if vars(parameter)
+            ]
             if styles:
                 tensor_parallelize(unit.own, styles, self.device_mesh["tensor_parallel"])
-                tie_again([owners for owners in ties if owners[0][0] in unit.own], module)
+                ties_of_unit = [owners for owners in ties if owners[0][0] in unit.own]  # by the first module
+                tie_again(ties_of_unit, module)
             if unit.module in styles:
                 return_no_view(unit.module)
-            if not isinstance(unit.module, FSDPModule):  # to which the user has not applied fully_shard
+            if not isinstance(unit.module, FSDPModule):  # otherwise the user has applied fully_shard to it
                 self._fully_shard(unit, plan.details[_RESHARDING][names[unit.module]])
-                _free(before - unit.parameters())
-                for owner, name, attributes in noted:  # that users have set, such as hints to optimizers
+                _free_replaced(unsharded_params - unit.parameters())
+                for owner, name, attributes in users_attributes:
                     vars(getattr(owner, name)).update(attributes)
             give_back()
         if not is_by_function:
             prefetch(module, unit_modules, self.options.forward_prefetch_depth, self.options.backward_prefetch_depth)
         for fsdp_module in users_units:
-            take_filled(fsdp_module)
-        managed = {id(p) for part in module.modules() if isinstance(part, FSDPModule) for p in parameters_of(part)}
-        kept_whole = [p for p in module.parameters() if id(p) not in managed]
-        refuse_left_out(module, kept_whole, is_planned=bool(styles))
+            reset_sharded_params(fsdp_module)
+        sharded_ids = {id(p) for part in module.modules() if isinstance(part, FSDPModule) for p in parameters_of(part)}
+        kept_whole = [p for p in module.parameters() if id(p) not in sharded_ids]
+        refuse_dtensors_outside_units(module, kept_whole, is_planned=bool(styles))
         if styles:
             explain_errors(module)
-        casts = self._mp_policy().param_dtype is not None or by_user
+        casts = self._mp_policy().param_dtype is not None or is_by_user  # the user's fully_shard may cast
         sharded = FSDP2Sharded(module, unit_modules, kept_whole, casts=casts, runtime=self.runtime)
         sharded.context = None if self.sequence is None else ContextParallel(module)
         policy = self.options.mp_policy
@@ -360,11 +376,11 @@ class FSDP2Backend(Backend):
         return sharded
 
     def _fully_shard(self, unit: UnitModules, reshard: bool | int | None) -> None:
-        """Apply ``fully_shard`` to a unit, without those of its own parameters that stay whole."""
+        """Apply ``fully_shard`` to a unit, except for the parameters that stay whole."""
         policy = self._mp_policy()
         unsharded = unit.replicated() | set(filter(is_unshardable, unit.parameters()))
         sharded = unit.parameters() - unsharded
-        if any(parameter.is_complex() for parameter in sharded):  # torch would reduce them in a real dtype, and fail
+        if any(parameter.is_complex() for parameter in sharded):  # torch would fail to reduce them in a real dtype
             policy = replace(policy, param_dtype=None, reduce_dtype=None)
         fully_shard(
             unit.module,
@@ -380,7 +396,7 @@ class FSDP2Backend(Backend):
         checkpoint_activations(module, plan, recompute_all_but(self.options.saved_ops))
         compile_units(module, units, self.options.compiler_keywords, self.options.activation_memory_budget)
         if self.options.activation_offload:
-            offload_activations(offloaded(module, units), pin_memory=can_pin_memory(self.runtime.device.type))
+            offload_activations(modules_to_offload(module, units), pin_memory=can_pin_memory(self.runtime.device.type))
 
     def _mp_policy(self) -> MixedPrecisionPolicy:
         if self.options.mp_policy is not None:
@@ -397,31 +413,31 @@ class FSDP2Backend(Backend):
         )
 
 
-#: Options that also apply to a module whose units the user has sharded.
-_BESIDE = ("activation_checkpointing_policy", "activation_checkpointing_saves")
+#: Options that apply beside units that the user has sharded.
+_OPTIONS_BESIDE = ("activation_checkpointing_policy", "activation_checkpointing_saves")
 
 
-#: What is decided beside units, as in the plan: the style of divided layers, which units reshard, and how the user has
-#: sharded parameters over which shape of mesh.
+#: The keys of the plan's details: the style of each divided layer, whether each unit reshards, and the placements and
+#: shape of mesh of each parameter that the user has sharded.
 _STYLE, _RESHARDING, _PLACEMENTS = "tensor-parallel style", "resharding", "placement"
 
 
 def _check_sharded_by_user(module: nn.Module) -> None:
-    """Refuse what a user's own calls of ``fully_shard`` have left in a state to which nothing can be added."""
+    """Refuse a module that the user has sharded, and then changed or used so that sharding can't be completed."""
     check_not_run(module)
     check_reduces(module)
     refuse_changed_on_meta(module)
 
 
 def _check_bases(cls: type[nn.Module]) -> None:
-    """Refuse a class whose instances can't become those of a subclass of it and ``FSDPModule``.
+    """Refuse a class to whose instances ``fully_shard`` can't give another class, derived from ``FSDPModule`` and it.
 
-    Python compares how the two lay out memory, which a base without attributes changes if it comes first.
+    Python refuses to if the two lay out memory differently, as where the first base is a class without attributes.
     """
-    if _can_change(cls):
+    if _can_become_fsdp_module(cls):
         return
-    modules = [base for base in reversed(cls.__mro__) if issubclass(base, nn.Module)]
-    unfit = next(module_class for module_class in modules if not _can_change(module_class))
+    module_classes = [base for base in reversed(cls.__mro__) if issubclass(base, nn.Module)]
+    unfit = next(module_class for module_class in module_classes if not _can_become_fsdp_module(module_class))
     first, *other_bases = [base.__name__ for base in unfit.__bases__]
     raise ShardingError(
         f"{cls.__name__} can't be sharded by fully_shard, which changes the class of a module: Python refuses that "
@@ -430,8 +446,8 @@ def _check_bases(cls: type[nn.Module]) -> None:
     )
 
 
-class _Unnoticed(FSDPModule):
-    """Lays out memory as ``FSDPModule``; a user's class notices no subclass with it, nor the end of an instance."""
+class _QuietFSDPModule(FSDPModule):
+    """``FSDPModule`` for a trial: ``__init_subclass__`` and ``__del__`` of the user's class are not called."""
 
     def __init_subclass__(cls) -> None:
         pass
@@ -440,33 +456,30 @@ class _Unnoticed(FSDPModule):
         pass
 
 
-def _can_change(cls: type[nn.Module]) -> bool:
+def _can_become_fsdp_module(cls: type[nn.Module]) -> bool:
     try:
-        changed = type(cls.__name__, (_Unnoticed, cls), {})
-        instance: object = object.__new__(changed)
+        subclass = type(cls.__name__, (_QuietFSDPModule, cls), {})
+        instance: object = object.__new__(subclass)
         object.__setattr__(instance, "__class__", cls)
     except TypeError:
         return False
-    object.__setattr__(instance, "__class__", changed)
+    object.__setattr__(instance, "__class__", subclass)  # with whose __del__ it ends
     return True
 
 
-def _has_no_memory(module: nn.Module) -> bool:
+def _has_meta_tensors(module: nn.Module) -> bool:
     tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     return any(tensor.is_meta for tensor in tensors)
 
 
-def _plain(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """A module's own parameters that are no DTensors yet, under each of their names."""
+def _plain_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """A module's own parameters that are no DTensors yet, by each of their names."""
     named = module.named_parameters(recurse=False, remove_duplicate=False)
     return [(name, parameter) for name, parameter in named if not isinstance(parameter, DTensor)]
 
 
-def _free(replaced: Iterable[nn.Parameter]) -> None:
-    """Free the memory of parameters, which shards have replaced, and keep their shape.
-
-    An optimizer that is re-pointed later still holds them.
-    """
+def _free_replaced(replaced: Iterable[nn.Parameter]) -> None:
+    """Free the memory of replaced parameters, but keep their shape: an optimizer holds them until it is re-pointed."""
     for parameter in replaced:
         if not isinstance(parameter, DTensor):
             parameter.data = parameter.data.new_empty(()).expand(parameter.shape)

@@ -11,7 +11,7 @@ from fsdp_core.sharding import ShardingOptions
 from fsdp_fsdp2.backend import FSDP2Backend
 from fsdp_fsdp2.data_sampler import sampled_by
 from fsdp_fsdp2.meshes import sizes_by_position
-from fsdp_fsdp2.migration import ALWAYS, OTHERS_OPTIONS
+from fsdp_fsdp2.migration import ALWAYS, OTHER_OPTIONS
 from fsdp_fsdp2.options import FSDP2Options
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class FSDP2Ranks(ShardedStrategy):
     strategy_name = "fsdp2"
     options_class: ClassVar[type[ShardingOptions]] = _Options
     backend_class = FSDP2Backend
-    migration_hints: ClassVar = OTHERS_OPTIONS
+    migration_hints: ClassVar = OTHER_OPTIONS
     accepted_noops: ClassVar = ALWAYS
 
     options: FSDP2Options
@@ -46,18 +46,18 @@ class FSDP2Ranks(ShardedStrategy):
 
     def _by_name(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
         values = dict(keywords)
-        if positional and isinstance(positional[0], int | str):  # as strategies that take sizes first are called
+        if positional and isinstance(positional[0], int | str):  # sizes, as in Lightning's ModelParallelStrategy
             sizes = {name: keywords.get(name, "auto") for name in ("data_parallel_size", "tensor_parallel_size")}
             values.update(zip(sizes, sizes_by_position(positional, sizes), strict=True))
             positional = ()
-        is_divided = values.get("tensor_parallel_size", "auto") not in (1, "auto")
-        if values.get("tp_plan") is None and values.get("use_hf_tp_plan") and is_divided:
+        is_tensor_parallel = values.get("tensor_parallel_size", "auto") not in (1, "auto")
+        if values.get("use_hf_tp_plan") and values.get("tp_plan") is None and is_tensor_parallel:
             values["tp_plan"] = "auto"
         return super()._by_name(positional, values)
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The ranks as torch's mesh, its axes named as the sizes are; axes of one rank can be looked up by name too."""
+        """The ranks as torch's mesh. Its axes are named like the options of sizes; those of one rank are there too."""
         return self.backend.device_mesh
 
     def process_dataloader(self, dataloader: Any) -> Any:

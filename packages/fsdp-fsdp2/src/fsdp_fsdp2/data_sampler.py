@@ -1,4 +1,4 @@
-"""The option ``data_sampler``: a function from loader to loader, which decides what each data-parallel rank sees."""
+"""The option ``data_sampler``: a function that replaces a loader, to decide what each data-parallel rank sees."""
 
 from __future__ import annotations
 

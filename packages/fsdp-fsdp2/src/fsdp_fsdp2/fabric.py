@@ -28,10 +28,10 @@ class FSDP2Strategy(FSDP2Ranks, ShardedFabricStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        self.device_mesh  # noqa: B018  # all ranks make it now, and each may look at it alone afterwards
+        self.device_mesh  # noqa: B018  # makes it on all ranks now: later, one rank alone may ask for it
 
     def parallelize(self) -> None:
-        """Do nothing: ``fabric.setup(model)`` has sharded the model. As under the Trainer, where a stage does it.
+        """Only check: ``fabric.setup(model)`` has sharded the model. For code that is written for the Trainer.
 
         Raises:
             ShardingError: No model was set up yet.
@@ -43,16 +43,16 @@ class FSDP2Strategy(FSDP2Ranks, ShardedFabricStrategy):
             )
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        forward = super().setup_module(module)
+        wrapped = super().setup_module(module)
         if self.options.loss_parallel:
-            plain = forward.forward
+            original_forward = wrapped.forward
 
-            def with_loss(*args: Any, **kwargs: Any) -> Any:
+            def forward_with_parallel_loss(*args: Any, **kwargs: Any) -> Any:
                 with with_parallel_loss():
-                    return plain(*args, **kwargs)
+                    return original_forward(*args, **kwargs)
 
-            forward.forward = with_loss
-        return forward
+            wrapped.forward = forward_with_parallel_loss
+        return wrapped
 
     def backward_context(self) -> AbstractContextManager[None]:
         return with_parallel_loss(self.options.loss_parallel)

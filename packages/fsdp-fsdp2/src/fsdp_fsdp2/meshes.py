@@ -1,4 +1,4 @@
-"""The mesh as torch's ``DeviceMesh``, which ``fully_shard`` and tensor parallelism take, and the option about it."""
+"""The mesh as torch's ``DeviceMesh``, which ``fully_shard`` and tensor parallelism take, and its options."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ class AxesMesh(DeviceMesh):
     A rank may look an axis up by itself, however often.
     """
 
-    _left_out: dict[tuple[str, ...], DeviceMesh] | None = None
+    _meshes_of_one_rank: dict[tuple[str, ...], DeviceMesh] | None = None
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         axes = (names,) if isinstance(names, str) else tuple(names)
-        left_out = [name for name in axes if name in MESH_AXES and name not in (self.mesh_dim_names or ())]
-        if not left_out:
+        of_one_rank = [name for name in axes if name in MESH_AXES and name not in (self.mesh_dim_names or ())]
+        if not of_one_rank:
             return super().__getitem__(names)
-        remaining = tuple(name for name in axes if name not in left_out)
+        remaining = tuple(name for name in axes if name not in of_one_rank)
         if remaining:
             example = remaining if len(remaining) > 1 else remaining[0]
             raise KeyError(
-                f"the mesh axes {', '.join(left_out)} have one rank, and can't be sliced together with others.\n"
-                f"Write device_mesh[{example!r}], and device_mesh[{left_out[0]!r}] apart."
+                f"the mesh axes {', '.join(of_one_rank)} have one rank, and can't be sliced together with others.\n"
+                f"Write device_mesh[{example!r}], and device_mesh[{of_one_rank[0]!r}] apart."
             )
-        self._left_out = self._left_out or {}
-        if axes not in self._left_out:
-            self._left_out[axes] = self._of_one_rank(axes)
-        return self._left_out[axes]
+        self._meshes_of_one_rank = self._meshes_of_one_rank or {}
+        if axes not in self._meshes_of_one_rank:
+            self._meshes_of_one_rank[axes] = self._make_mesh_of_one_rank(axes)
+        return self._meshes_of_one_rank[axes]
 
-    def _of_one_rank(self, names: tuple[str, ...]) -> DeviceMesh:
-        """Axes of this rank alone, as a slice of a mesh of all ranks, which torch combines with slices of this one."""
+    def _make_mesh_of_one_rank(self, names: tuple[str, ...]) -> DeviceMesh:
+        """Axes of this rank alone, as a slice of a mesh of all ranks: torch combines it with slices of this mesh."""
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)  # no other rank takes part
         assert dist.group.WORLD is not None
         rows = torch.arange(dist.get_world_size()).view(-1, *[1] * len(names))
@@ -60,19 +60,19 @@ class AxesMesh(DeviceMesh):
 
 
 def ranks_along(mesh: DeviceMesh, axis: int) -> set[int]:
-    """The ranks that differ from this one along an axis of a mesh only, itself included."""
+    """The ranks of a mesh's line through this rank along an axis: the other coordinates are the same."""
     index: list[Any] = list(mesh.get_coordinate() or ())
     index[axis] = slice(None)
     return set(mesh.mesh[tuple(index)].tolist())
 
 
 def sharding_mesh(mesh: DeviceMesh, axes: Mesh) -> DeviceMesh:
-    """The ranks that ``fully_shard`` shards over, context-parallel ones included, after those it replicates over.
+    """The mesh for ``fully_shard``: the axis to replicate over, if there are replicas, and the axis to shard over.
 
-    All ranks must call it: it creates process groups.
+    The latter joins data-parallel and context-parallel ranks. All ranks must call it: it creates process groups.
 
     Args:
-        mesh: The whole mesh.
+        mesh: The mesh of all ranks.
         axes: Its sizes.
     """
     shards = mesh["data_parallel"]
@@ -92,17 +92,17 @@ def device_mesh(runtime: Runtime) -> AxesMesh:
 
 
 def sizes_by_position(sizes: Sequence[Any], options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The sizes that a strategy was given by position, as NeMo's and Lightning's ``ModelParallelStrategy`` take them.
+    """The sizes of a strategy that was given some by position, as ``ModelParallelStrategy`` of Lightning and NeMo is.
 
     Args:
-        sizes: What was given by position.
-        options: The sizes that may be, in their order, with what was given by keyword.
+        sizes: The sizes that were given by position.
+        options: By name, in the order of positions, the sizes that were given by keyword; ``"auto"`` for the others.
 
     Returns:
-        The sizes, in that order.
+        All sizes, in that order.
 
     Raises:
-        UnsupportedCapabilityError: More was given by position, or a size in both ways.
+        UnsupportedCapabilityError: There are too many positions, or a size was given in both ways.
 
     Example:
         >>> sizes_by_position((2,), {"data_parallel_size": "auto", "tensor_parallel_size": 4})
@@ -121,9 +121,9 @@ def sizes_by_position(sizes: Sequence[Any], options: Mapping[str, Any]) -> tuple
 
 
 def check_sized(size_option: str, sizes: Mapping[str, object], **options: object) -> None:
-    """Refuse options about an axis whose size was not given: without it there is no such axis, and they do nothing.
+    """Refuse options about an axis of the mesh whose size was left out: they would do nothing.
 
-    A size of 1 that was written is no mistake: a script keeps its other options where it runs on one device.
+    With a size of 1 that was given they are accepted, so that a script can keep them where it runs on one device.
 
     Args:
         size_option: The option with the size of the axis.
@@ -142,10 +142,10 @@ def check_sized(size_option: str, sizes: Mapping[str, object], **options: object
 
 
 def check_sync(sync_each_batch: object, mesh: Mesh) -> None:
-    """Refuse what says nothing about when gradients are reduced.
+    """Refuse values of ``sync_each_batch`` that are not known, or do not fit the mesh.
 
     Raises:
-        UnsupportedCapabilityError: The value is not known, or there are no replicas.
+        UnsupportedCapabilityError: The value is not known, or it is about replicas, and there is one.
     """
     if not isinstance(sync_each_batch, bool) and sync_each_batch != "within_replica":
         raise UnsupportedCapabilityError(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-__all__ = ["ALWAYS", "OTHERS_OPTIONS"]
+__all__ = ["ALWAYS", "OTHER_OPTIONS"]
 
-#: Values of other libraries' options that are accepted, because they describe what happens here.
+#: Values of other libraries' options that are accepted and ignored, because they describe what happens here.
 ALWAYS: Mapping[str, Collection[object]] = {
     "sharding_strategy": ("FULL_SHARD",),
     "use_orig_params": (True,),
@@ -21,7 +21,8 @@ ALWAYS: Mapping[str, Collection[object]] = {
     "ckpt_load_strict": (None,),
 }
 
-OTHERS_OPTIONS: Mapping[str, str] = {
+#: By option of another library, what to write instead.
+OTHER_OPTIONS: Mapping[str, str] = {
     "sharding_strategy": "Parameters are always sharded: leave FULL_SHARD out; for SHARD_GRAD_OP write "
     "reshard_after_forward=False, and for HYBRID_SHARD data_parallel_replicate_size=2.",
     "mixed_precision": "Write precision='bf16-mixed' to Trainer or Fabric, or give an mp_policy.",

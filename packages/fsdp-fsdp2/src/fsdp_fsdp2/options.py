@@ -96,7 +96,7 @@ class FSDP2Options(ShardingOptions):
     context_parallel_dims: Mapping[str, int] | None = None
     """By name of a batch's entry, its sequence dimension, such as ``{"input_ids": 1}``; entries of a tuple are
     named ``"0"``, ``"1"``, and so on. Other entries stay whole. ``None``: every tensor with two dimensions or more
-    is split along dimension 1, if these sizes agree."""
+    is split along dimension 1, if all have the same size there."""
     tensor_parallel_size: int | Literal["auto"] = "auto"
     """The number of ranks that divide layers among them, for the same batch. ``"auto"``: 1."""
     tp_plan: TensorParallelPlan | None = option(None, part_of="units", describe=described_plan)

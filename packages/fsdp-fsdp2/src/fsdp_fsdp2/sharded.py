@@ -26,7 +26,7 @@ from fsdp_fsdp2.tensor_parallel.unplanned_gradients import check_unplanned
 from fsdp_fsdp2.torch_private.conversions import allow_conversions
 from fsdp_fsdp2.torch_private.data_writes import follow_data_of_shards
 from fsdp_fsdp2.torch_private.forward_passes import abandon_forward, is_idle, resume_forward
-from fsdp_fsdp2.torch_private.frozen_shards import take_unfrozen
+from fsdp_fsdp2.torch_private.frozen_shards import init_dtypes_if_unfrozen
 from fsdp_fsdp2.torch_private.gathered_values import written_since
 from fsdp_fsdp2.torch_private.gathered_writes import GatheredWrites
 from fsdp_fsdp2.torch_private.hooks import refuse_copies, without_hooks
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 __all__ = ["FSDP2Sharded"]
 
 
-def _name_as_written(cls: type[FSDPModule]) -> None:
-    """Give the class that ``fully_shard`` has made of a user's the name of that, which reprs and messages show."""
+def _name_as_user_class(cls: type[FSDPModule]) -> None:
+    """Give the class that ``fully_shard`` has derived from a user's class the name of that, for reprs and messages."""
     user_class = next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
     cls.__name__, cls.__qualname__ = user_class.__name__, user_class.__qualname__
 
@@ -62,7 +62,7 @@ class FSDP2Sharded(Sharded):
     Args:
         module: The module.
         units: Its units in the order in which they were sharded, without the module itself.
-        whole: Its replicated parameters.
+        unsharded: Its replicated parameters.
         casts: Whether units compute in a dtype other than that of their shards.
         runtime: The ranks.
 
@@ -71,9 +71,9 @@ class FSDP2Sharded(Sharded):
         shards: The sharded parameters by the module's names.
         replicated: The replicated parameters; ``None`` if there are none.
         step: The gradients that gathered parameters show inside a manual step.
-        gathering: Reshards units that are gathered.
-        unused: Reduces gradients of parameters that this rank's backward pass does not reach.
-        assigned: Detects assignments to the ``.data`` of sharded parameters.
+        gathering: What reshards units that are gathered.
+        unused: What reduces gradients of parameters that this rank's backward pass does not reach.
+        assigned: What detects assignments to the ``.data`` of sharded parameters.
         context: What makes attention see the whole sequence; ``None`` without context parallelism.
         interrupted: Whether an exception has ended a step under a torch that can't recover a module from it.
     """
@@ -92,12 +92,12 @@ class FSDP2Sharded(Sharded):
         runtime: Runtime,
     ) -> None:
         super().__init__(module)
-        self._fsdp = _fsdp(module)
+        self._fsdp = _as_fsdp_module(module)
         peers = runtime.along(*GRADIENT_AXES)
         self.replicated = ReplicatedParameters(unsharded, module, peers, self.asks_accumulates) if unsharded else None
-        self.units = [_fsdp(unit) for unit in (*units, module)]
+        self.units = [_as_fsdp_module(unit) for unit in (*units, module)]
         for unit in self.units:
-            _name_as_written(type(unit))
+            _name_as_user_class(type(unit))
             speed_up(unit)
         self.gathering = Gathering(self.units)
         self.step = StepGradients(module)
@@ -113,9 +113,9 @@ class FSDP2Sharded(Sharded):
         for unit, writes in zip(self.units, self._writes, strict=True):
             watch_calls(unit, self._fsdp, writes, self.unused)
             refuse_copies(unit)
-        module.register_forward_pre_hook(_check_assigned, prepend=True)
+        module.register_forward_pre_hook(_check_assigned_data, prepend=True)
         if casts:
-            module.register_forward_pre_hook(_take_unfrozen_units, prepend=True)
+            module.register_forward_pre_hook(_init_dtypes_of_unfrozen, prepend=True)
 
     def check_not_interrupted(self) -> None:
         """Refuse to continue after an exception in a step from which torch can't recover the module.
@@ -162,14 +162,14 @@ class FSDP2Sharded(Sharded):
         self.gathering.reshard()
 
     def suspend_forward(self, loss: Tensor | None = None) -> None:
-        if loss is not None:  # otherwise a step over the shards, preceded by hooks that read gradients
+        if loss is not None:  # without one, a step of an optimizer follows, whose hooks may still read gradients
             self.step.on = False
             self.unused.begin()
 
     def resume_forward(self) -> None:
         self.step.on = False
         finish_backward(self._fsdp, self.unused)
-        self.reshard()  # all units: one that stayed gathered after forward and got no gradient would be stale
+        self.reshard()  # also units that stay gathered after their forward pass: their values may be old now
         resume_forward(self._fsdp)
         self.unused.show_gradients()
 
@@ -216,7 +216,7 @@ class FSDP2Sharded(Sharded):
         for name, parameter in self.root.named_parameters():
             parameter.requires_grad_(self.shards[name].requires_grad)
         for unit in self.units:
-            take_unfrozen(unit)  # gathering a frozen root again makes it forget its dtypes
+            init_dtypes_if_unfrozen(unit)  # a frozen root that was gathered again has no dtypes
 
     def reset(self) -> None:
         self.unused.forget()
@@ -224,9 +224,9 @@ class FSDP2Sharded(Sharded):
             self.replicated.forget()
         if not has_run(self._fsdp):
             return
-        reset = getattr(self.root, "reset_iter_state", None)
-        if reset is not None:
-            reset()
+        reset_iter_state = getattr(self.root, "reset_iter_state", None)  # from torch 2.13 on
+        if reset_iter_state is not None:
+            reset_iter_state()
         else:
             self.interrupted = True
 
@@ -266,11 +266,11 @@ class FSDP2Sharded(Sharded):
         return state
 
     def forget_unreduced(self, names: Collection[str]) -> None:
-        given_up = {id(shard) for name, shard in self.shards.items() if clean_name(name) in names}
-        self.unused.partly.zero(given_up)
+        shard_ids = {id(shard) for name, shard in self.shards.items() if clean_name(name) in names}
+        self.unused.partly.zero(shard_ids)
         for unit in self.units:
             for shard, gradient in unreduced_gradients(unit):
-                if id(shard) in given_up:
+                if id(shard) in shard_ids:
                     gradient.zero_()
 
     def restore_gradients(
@@ -280,29 +280,29 @@ class FSDP2Sharded(Sharded):
         self.unused.partly.forget()
         layout = self.layout()
         shards: dict[str, nn.Parameter] = {part.name: p for p, (part,) in layout.items() if isinstance(p, DTensor)}
-        at_parameters = {name: read for name, read in own.items() if name not in shards}
-        super().restore_gradients(at_parameters, reduced)
+        of_replicated = {name: read for name, read in own.items() if name not in shards}
+        super().restore_gradients(of_replicated, reduced)
         unreduced = {shards[name]: read for name, read in own.items() if name in shards}
-        for unit in self.root.modules():  # in the same order on every rank, because each unit is gathered
+        for unit in self.root.modules():  # each unit is gathered, so the order must be the same on every rank
             if isinstance(unit, FSDPModule):
                 set_unreduced_gradients(self._fsdp, unit, unreduced)
-        self.unused.expect()
+        self.unused.reduce_all_later()
 
 
 @outside_of_compilation
-def _check_assigned(root: nn.Module, args: Any) -> None:
+def _check_assigned_data(root: nn.Module, args: Any) -> None:
     sharded = sharded_of(root)  # a copy of a root has none
     if isinstance(sharded, FSDP2Sharded) and root not in gathered_modules:
         sharded.assigned.check()
 
 
-def _take_unfrozen_units(root: nn.Module, args: Any) -> None:
+def _init_dtypes_of_unfrozen(root: nn.Module, args: Any) -> None:
     sharded = sharded_of(root)
     if isinstance(sharded, FSDP2Sharded) and root not in gathered_modules:
         for unit in sharded.units:
-            take_unfrozen(unit)
+            init_dtypes_if_unfrozen(unit)
 
 
-def _fsdp(module: nn.Module) -> FSDPModule:
+def _as_fsdp_module(module: nn.Module) -> FSDPModule:
     assert isinstance(module, FSDPModule), f"{type(module).__name__} was not sharded by this backend"
     return module

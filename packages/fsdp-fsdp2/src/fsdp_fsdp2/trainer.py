@@ -25,11 +25,11 @@ class FSDP2Strategy(FSDP2Ranks, ShardedTrainerStrategy):
         True
     """
 
-    _has_joined = False  # the ranks
+    _have_ranks_joined = False
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._has_joined = True
+        self._have_ranks_joined = True
         if self.lightning_module is not None:
             self.lightning_module._device_mesh = self.device_mesh  # its public property is read-only
 
@@ -39,14 +39,14 @@ class FSDP2Strategy(FSDP2Ranks, ShardedTrainerStrategy):
         In this order: float8, activation checkpointing, compilation and activation offload; then, unit by unit, tensor
         parallelism and ``fully_shard``; then prefetching.
 
-        A stage does it by itself, after ``configure_model()``. A module that is sharded is left as it is, so this can
-        be called any number of times. All ranks must call it.
+        A stage does it by itself, after ``configure_model()``. A module that is sharded already is left as it is. All
+        ranks must call it.
 
         Raises:
             ShardingError: There is no module yet, or it can't be sharded as requested.
         """
         module = self.lightning_module
-        if module is None or not self._has_joined:
+        if module is None or not self._have_ranks_joined:
             raise ShardingError(
                 "FSDP2Strategy.parallelize() was called before there is a module to shard.\n"
                 "Call trainer.fit(module), which shards it after configure_model(); or call "

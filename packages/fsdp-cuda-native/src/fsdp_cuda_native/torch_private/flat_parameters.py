@@ -50,7 +50,7 @@ from fsdp_core.sharding import (
     without_torch_function,
 )
 from fsdp_core.state import gathered_modules
-from fsdp_cuda_native.flattened_parts import RunningParts, let_go_of_view, refuse_parts
+from fsdp_cuda_native.flattened_parts import RunningParts, refuse_parts, refuse_use_while_freed
 from fsdp_cuda_native.torch_private.handles import order_gathers, speed_up
 
 __all__ = [
@@ -113,13 +113,13 @@ STAY_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_
 
 @contextmanager
 def flattening_parts(parts: Mapping[nn.Parameter, KeptPart]) -> Iterator[None]:
-    """Context in which units are flattened from parameters without memory, whose parts are spread over the ranks.
+    """Context in which FSDP1 can flatten parameters without memory, of which each rank has kept a part.
 
-    FSDP1 copies parameters into one flat tensor, so that a unit exists twice. Here the parts are gathered directly
-    into the flat tensor.
+    FSDP1 would copy full parameters into one flat tensor, so that a unit exists twice. Here the parts are gathered
+    directly into the flat tensor.
 
     Args:
-        parts: The parts.
+        parts: By parameter, the part that this rank has kept.
     """
     if not parts:
         yield
@@ -127,7 +127,7 @@ def flattening_parts(parts: Mapping[nn.Parameter, KeptPart]) -> Iterator[None]:
     handles: Any = FlatParamHandle
     flatten = handles.flatten_tensors
 
-    def put_together(handle: FlatParamHandle, tensors: list[Tensor], aligned_numel: int) -> Tensor:
+    def flatten_from_parts(handle: FlatParamHandle, tensors: list[Tensor], aligned_numel: int) -> Tensor:
         # aligned_numel is 0 for parameters: FSDP1 passes what pads them as tensors
         flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
         for tensor, target in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
@@ -137,16 +137,23 @@ def flattening_parts(parts: Mapping[nn.Parameter, KeptPart]) -> Iterator[None]:
                 target.copy_(tensor.detach().as_strided((tensor.numel(),), (1,)))  # in memory order
         return flat
 
-    handles.flatten_tensors = put_together
+    handles.flatten_tensors = flatten_from_parts
     try:
         yield
     finally:
         handles.flatten_tensors = flatten
 
 
+#: The attribute of a unit that says whether the running call is its first one since the last backward pass.
 _FIRST_CALL = "_fsdp_first_call"
+#: The attribute of a unit with the inputs of its running call that require gradients.
 _INPUTS = "_fsdp_cuda_native_inputs"
+#: The attribute of a handle with the user's names of its parameters.
 _NAMES = "_fsdp_cuda_native_names"
+#: The attribute of a handle that :func:`keep_gathered` has kept, with hooks of the modules that use it.
+_CALLS = "_fsdp_cuda_native_calls"
+#: The attribute of a handle that was kept, and then freed.
+_WAS_KEPT = "_fsdp_cuda_native_was_kept"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,20 +164,20 @@ class FlatMember:
         unit: The unit that has flattened it.
         owner: The module that holds it, under the name ``attribute``.
         shape: Its original shape.
-        held: The parameter that an optimizer holds for it: itself, or the flat one.
-        offset: The offset of this rank's elements in ``held``'s 1-D data.
-        start: The index of the first of these elements in the parameter.
+        optimizer_param: The parameter that an optimizer holds for it: itself, or the flat one.
+        offset: The offset of this rank's elements in the 1-D data of ``optimizer_param``.
+        start: The index of the first of these elements in the flattened parameter.
         length: The number of these elements.
-        local: The 1-D data of this rank that contains ``held``, and the offset of the elements in it.
-        replica: The index of this replica of the parameter.
-        is_flat: Whether ``held`` is 1-D; without sharding a parameter keeps its shape.
+        local: This rank's shard of the unit, 1-D, and the offset of these elements in it.
+        replica: The index of the replica that this rank belongs to.
+        is_flat: Whether ``optimizer_param`` is 1-D; without sharding a parameter keeps its shape.
     """
 
     unit: FullyShardedDataParallel
     owner: nn.Module
     attribute: str
     shape: tuple[int, ...]
-    held: nn.Parameter
+    optimizer_param: nn.Parameter
     offset: int
     start: int
     length: int
@@ -186,7 +193,7 @@ class Pending:
     Attributes:
         unit: The unit.
         node: The autograd node that accumulates its flat parameter's gradient; ``None`` for a frozen unit.
-        hook: The hook that then reduces the gradient. FSDP1 removes its own after the first backward pass.
+        hook: Our hook at the node, which reduces the gradient. FSDP1 removes its own after the first backward pass.
     """
 
     unit: FullyShardedDataParallel
@@ -202,7 +209,7 @@ def units_of(root: FullyShardedDataParallel) -> Iterator[FullyShardedDataParalle
 
 
 def units_in_passes(root: FullyShardedDataParallel) -> list[FullyShardedDataParallel]:
-    """Those of a root that has been initialised, as FSDP1 has found them then: its passes end for these."""
+    """The units that FSDP1 has found in a root when it initialised it. The end of a pass is theirs alone."""
     state: Any = root
     return [unit for unit in state._all_fsdp_states if unit._handle is not None]
 
@@ -236,23 +243,23 @@ def flat_members(unit: FullyShardedDataParallel) -> Iterator[FlatMember]:
     """
     handle = handle_of(unit)
     flat = handle.flat_param
-    between = getattr(unit, "_inter_node_pg", None)
+    replica_group = getattr(unit, "_inter_node_pg", None)
     if not handle.uses_sharded_strategy:
         replica = shard_group(unit).rank()
     else:
-        replica = between.rank() if between is not None else 0
+        replica = replica_group.rank() if replica_group is not None else 0
     infos = zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
-    for index, (param_info, shape, info) in enumerate(infos):
-        offset, length, start = info.offset_in_shard or 0, info.numel_in_shard or 0, info.intra_param_start_idx or 0
+    for index, (param_info, shape, shard_info) in enumerate(infos):
+        offset = shard_info.offset_in_shard or 0  # None where this rank has no element of the parameter
         yield FlatMember(
             unit=unit,
             owner=param_info.module,
             attribute=param_info.param_name,
             shape=tuple(shape),
-            held=flat._params[index] if handle._use_orig_params else flat,
+            optimizer_param=flat._params[index] if handle._use_orig_params else flat,
             offset=0 if handle._use_orig_params else offset,
-            start=start,
-            length=length,
+            start=shard_info.intra_param_start_idx or 0,
+            length=shard_info.numel_in_shard or 0,
             local=(flat._local_shard, offset),
             replica=replica,
             is_flat=handle.uses_sharded_strategy or not handle._use_orig_params,
@@ -260,76 +267,81 @@ def flat_members(unit: FullyShardedDataParallel) -> Iterator[FlatMember]:
 
 
 def place_pieces(unit: FullyShardedDataParallel, names: Mapping[nn.Module, str]) -> None:
-    """Note which elements of its parameters ranks hold, so that pieces of two are not computed together.
+    """Note which elements of a unit's parameters ranks hold: core refuses to combine pieces that hold different ones.
 
     Args:
-        unit: The unit, to whose handle :class:`GatheredWrites` belong.
+        unit: The unit, for which there are :class:`GatheredWrites`.
         names: The user's names of modules.
     """
     handle = handle_of(unit)
     flat, size = handle.flat_param, handle.flat_param._local_shard.numel()
     position: dict[str, Any] = {"shard": handle.rank, "replicas": getattr(unit, "_inter_node_pg", None)}
     if flat._params is None:
-        place_piece(flat, PiecePlace(names[unit.module], (size, *flat._shapes), **position))
+        layout = (size, *flat._shapes)  # units of the same shapes are divided alike
+        place_piece(flat, PiecePlace(names[unit.module], layout, **position))
         return
     for parameter, info, shape, numel, start in zip(
         flat._params, flat._param_infos, flat._shapes, flat._numels, handle.offsets(), strict=True
     ):
-        first, last = start // size, (start + max(numel, 1) - 1) // size
-        ends = tuple(rank * size - start for rank in range(first + 1, last + 1))
+        first_rank, last_rank = start // size, (start + max(numel, 1) - 1) // size
+        # where in the parameter the elements of the next rank begin
+        boundaries = tuple(rank * size - start for rank in range(first_rank + 1, last_rank + 1))
+        layout = (tuple(shape), first_rank, boundaries)
         name = f"{names[info.module]}.{info.param_name}".removeprefix(".")
-        place_piece(parameter, PiecePlace(name, (tuple(shape), first, ends), **position))
+        place_piece(parameter, PiecePlace(name, layout, **position))
 
 
 def unguard_during_calls(units: Sequence[FullyShardedDataParallel]) -> None:
-    """Let flat parameters that optimizers hold be as any while a unit is called: FSDP1 gathers from them.
+    """Remove the guard of flat parameters that optimizers hold while a unit is called, for FSDP1 to gather from them.
 
-    Those that were guarded before, and are pieces again after it, are guarded again.
+    After the call, those that are freed again are guarded again, if any was guarded before it.
     """
-    flat_params = [weakref.ref(flat) for unit in units if (flat := handle_of(unit).flat_param)._params is None]
-    calls: list[bool] = []
-    for unit in units if flat_params else ():
-        unit.register_forward_pre_hook(partial(_unguard, flat_params, calls), prepend=True)
-        unit.register_forward_hook(partial(_guard_again, flat_params, calls), always_call=True)
+    flat_refs = [weakref.ref(flat) for unit in units if (flat := handle_of(unit).flat_param)._params is None]
+    if not flat_refs:
+        return
+    were_guarded: list[bool] = []  # for each running call
+    for unit in units:
+        unit.register_forward_pre_hook(partial(_unguard, flat_refs, were_guarded), prepend=True)
+        unit.register_forward_hook(partial(_guard_again, flat_refs, were_guarded), always_call=True)
 
 
 @outside_of_compilation
-def _unguard(refs: Iterable[weakref.ref[Any]], calls: list[bool], *_: Any) -> None:
-    """Begin a call. Each of the running calls tells whether a parameter was guarded before it."""
-    guarded = unguard_parameters(flat for flat_ref in refs if (flat := flat_ref()) is not None)
-    calls.append(bool(guarded))
+def _unguard(flat_refs: Iterable[weakref.ref[Any]], were_guarded: list[bool], *_: Any) -> None:
+    guarded = unguard_parameters(flat for flat_ref in flat_refs if (flat := flat_ref()) is not None)
+    were_guarded.append(bool(guarded))
 
 
 @outside_of_compilation
-def _guard_again(refs: Iterable[weakref.ref[Any]], calls: list[bool], *_: Any) -> None:
-    if calls and calls.pop():
-        flat_params = [flat for flat_ref in refs if (flat := flat_ref()) is not None]
+def _guard_again(flat_refs: Iterable[weakref.ref[Any]], were_guarded: list[bool], *_: Any) -> None:
+    if were_guarded and were_guarded.pop():
+        flat_params = [flat for flat_ref in flat_refs if (flat := flat_ref()) is not None]
         guard_parameters(flat for flat in flat_params if flat.data_ptr() == flat._local_shard.data_ptr())
 
 
 def refuse_parts_of(root: FullyShardedDataParallel, names: Mapping[nn.Module, str]) -> None:
-    """Refuse loops over the parameters of modules that are a part of a flat parameter outside of them, and freezing.
+    """Refuse to loop over the parameters of modules inside units, and to freeze them, under ``use_orig_params=False``.
 
-    FSDP1 lets them have none: ``module.requires_grad_(False)`` would freeze nothing, without a word.
+    FSDP1 leaves such modules without parameters: ``module.requires_grad_(False)`` would silently freeze nothing.
 
     Args:
-        root: The root. Where its units have original parameters, nothing is refused.
+        root: The root. Nothing is refused in units that keep the original parameters.
         names: The user's names of modules.
     """
-    parts: dict[nn.Module, list[tuple[nn.Module, str]]] = {}  # those of units, and what each lacks
+    lacking_by_part: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     running = RunningParts()
     for unit in units_of(root):
         flat = handle_of(unit).flat_param
         if flat._params is not None:
             continue
-        places = [(info.module, info.param_name) for info in (*flat._param_infos, *flat._shared_param_infos)]
+        flattened = [(info.module, info.param_name) for info in (*flat._param_infos, *flat._shared_param_infos)]
         for part in unit.module.modules():
             if part is not unit.module and not isinstance(part, FullyShardedDataParallel):
                 inside = set(part.modules())
-                parts.setdefault(part, []).extend((owner, name) for owner, name in places if owner in inside)
+                lacking = [(owner, name) for owner, name in flattened if owner in inside]
+                lacking_by_part.setdefault(part, []).extend(lacking)
         if unit is not root:
-            running.follow(unit.module)
-    for part, lacking in parts.items():
+            running.count_calls(unit.module)
+    for part, lacking in lacking_by_part.items():
         if part in names and lacking:
             refuse_parts(part, names[part], lacking, running)
 
@@ -349,12 +361,12 @@ def gathered_parameters(unit: FullyShardedDataParallel) -> Iterator[tuple[Tensor
 
 
 class GatheredWrites:
-    """Keeps what users write to a unit's parameters while they are gathered: it goes to the shard when they are freed.
+    """Keeps what users write to a unit's gathered parameters: it is copied to the shard before they are freed.
 
     Args:
         unit: The unit.
         names: The user's names of modules.
-        values: Gets what was written.
+        values: Receives what was written, for a comparison between ranks.
     """
 
     def __init__(self, unit: FullyShardedDataParallel, names: Mapping[nn.Module, str], values: WrittenValues) -> None:
@@ -364,9 +376,9 @@ class GatheredWrites:
         params = self._handle.flat_param._params
         for index, (attribute, module, _) in enumerate(self._handle.flat_param._param_infos):
             name = f"{names[module]}.{attribute}".removeprefix(".")
-            trained = self._handle.flat_param if params is None else params[index]
-            train = None if params is None else partial(_train, self_ref, index)
-            value = GatheredValue(name, partial(getattr, trained, "requires_grad"), train)
+            optimizer_param = self._handle.flat_param if params is None else params[index]
+            set_trained = None if params is None else partial(_set_trained, self_ref, index)
+            value = GatheredValue(name, partial(getattr, optimizer_param, "requires_grad"), set_trained)
             if params is not None:
                 value.shard = partial(_refuse_hook, name)
             self._gathered.append((value, module, attribute))
@@ -378,7 +390,7 @@ class GatheredWrites:
         order_gathers(self._handle, unit)
 
     def is_of(self, unit: FullyShardedDataParallel) -> bool:
-        """Whether these are of a unit."""
+        """Whether these are the writes to a unit's parameters."""
         return self._unit() is unit
 
     def check_own(self) -> None:
@@ -390,63 +402,69 @@ class GatheredWrites:
                 value.check_own(current)
 
     def follow_requires_grad(self) -> None:
-        """Let a unit that is about to be called have a gradient if a parameter was unfrozen since FSDP1 has looked.
+        """Let the flat parameter require a gradient if, when the unit is called, any of its parameters does.
 
-        It looks when the root is called. A unit that is frozen since needs none, unless an earlier call waits for it.
+        FSDP1 decides that when the root is called; parameters may be frozen or unfrozen after that. A flat parameter
+        for whose gradient an earlier call waits goes on requiring it.
         """
         flat, unit = self._handle.flat_param, self._unit()
         if (
             flat._params is not None
             and unit is not None
-            and (_is_between_calls(self._handle) or shows_parameters(unit))
+            and (_is_between_calls(self._handle) or shows_parameters(unit))  # not in the middle of a call
         ):
-            with without_torch_function():  # which may be guarded
-                trained = any(map(_is_trained, flat._params))
-            if trained or len(getattr(flat, "_post_backward_hook_state", ())) != 2:
-                flat.requires_grad = trained
-        _forget_unfit_hooks(flat)  # also those of a frozen unit that FSDP1's last end of a backward pass has not seen
+            with without_torch_function():  # parameters may be guarded
+                is_trained = any(map(_is_trained, flat._params))
+            waits_for_gradient = len(getattr(flat, "_post_backward_hook_state", ())) == 2
+            if is_trained or not waits_for_gradient:
+                flat.requires_grad = is_trained
+        _forget_unfit_hooks(flat)  # the end of the last backward pass leaves those of a unit that was frozen
 
     def freeze(self) -> None:
-        """Let modules compute with what needs no gradient in place of views of parameters that are frozen."""
-        for index in range(len(self._gathered) if self._handle.flat_param._params is not None else 0):
-            self._freeze(index)
+        """Let modules compute with detached views of the parameters that are frozen, and with views of the others."""
+        if self._handle.flat_param._params is not None:
+            for index in range(len(self._gathered)):
+                self._freeze(index)
 
     def _freeze(self, index: int) -> None:
+        """Let modules hold a detached view of a parameter if it is frozen, and its own view if it is not."""
         value, module, attribute = self._gathered[index]
         current: Any = module._parameters.get(attribute, module.__dict__.get(attribute))
         if getattr(current, "_fsdp_value", None) is not value:
             return
-        view, trained = value.unfrozen(current), value.is_trained()
-        if trained == (current is view):
-            return
-        if not trained and needs_gradient(view):
-            self._show(index, value.frozen(view))
-        else:
-            self._show(index, view if current is view else value.replaced(current, view))
+        own_view, is_trained = value.unfrozen(current), value.is_trained()
+        is_detached = current is not own_view
+        if is_trained and is_detached:
+            self._replace_view(index, value.replaced(current, own_view))
+        elif not is_trained and not is_detached:
+            self._replace_view(index, value.frozen(own_view) if needs_gradient(own_view) else own_view)
 
-    def _show(self, index: int, view: Tensor) -> None:
-        """Let modules hold another view. Their own loops over parameters may be running: no name is removed."""
+    def _replace_view(self, index: int, view: Tensor) -> None:
+        """Let modules hold another view. No name is removed: the user's loop over parameters may be running."""
         _, module, attribute = self._gathered[index]
-        saved = self._handle.flat_param._tensors
-        if saved[index] is not None:  # a unit that stays gathered refuses what modules hold instead of it
-            saved[index] = view
-        ties = self._handle.flat_param._shared_param_infos
-        places = [(i.module, i.param_name) for i in ties if (i.prim_module, i.prim_param_name) == (module, attribute)]
-        for owner, name in [(module, attribute), *places]:
+        flat = self._handle.flat_param
+        if flat._tensors[index] is not None:  # while a unit stays gathered, FSDP1 asserts that modules hold this one
+            flat._tensors[index] = view
+        tied = [
+            (info.module, info.param_name)
+            for info in flat._shared_param_infos
+            if (info.prim_module, info.prim_param_name) == (module, attribute)
+        ]
+        for owner, name in [(module, attribute), *tied]:
             if name in owner._parameters:
                 owner._parameters[name] = view
             else:
                 owner.__dict__[name] = view
 
-    def train(self, index: int, is_trained: bool) -> None:
+    def set_trained(self, index: int, is_trained: bool) -> None:
         """Freeze or unfreeze a parameter whose view the user holds."""
         flat = self._handle.flat_param
         flat._params[index].requires_grad_(is_trained)
         if is_trained and not flat.requires_grad and not _is_between_calls(self._handle):
-            self._view_again()
+            self._renew_views()
         self._freeze(index)
 
-    def _view_again(self) -> None:
+    def _renew_views(self) -> None:
         """Let a unit that was gathered while all of its parameters were frozen have a gradient from now on."""
         handle, flat = self._handle, self._handle.flat_param
         flat.requires_grad = True
@@ -459,11 +477,11 @@ class GatheredWrites:
             current: Any = module._parameters.get(attribute, module.__dict__.get(attribute))
             if getattr(current, "_fsdp_value", None) is value:
                 flat._tensors[index] = value.replaced(current, views[index])
-                self._show(index, flat._tensors[index])
+                self._replace_view(index, flat._tensors[index])
                 self._freeze(index)
 
     def follow(self) -> None:
-        """Follow the views that modules hold now instead of parameters. What is frozen is in no graph."""
+        """Notice writes to the views that modules hold now instead of parameters, and detach those of frozen ones."""
         times, params = None, self._handle.flat_param._params
         for value, module, attribute in self._gathered:
             attributes = module.__dict__
@@ -471,12 +489,13 @@ class GatheredWrites:
             view: Any
             if attribute in parameters:
                 view = parameters[attribute]
-                attributes.pop(attribute, None)  # which FSDP1 sets too: functional_call() sets the other
+                attributes.pop(attribute, None)  # FSDP1 sets both; functional_call() replaces the one in _parameters
             else:
                 view = attributes.get(attribute)
+            # any tensor but a parameter; isinstance() of parameters takes several calls, so it is asked last
             if (
                 type(view) is Tensor
-                or getattr(view, "_fsdp_value", None) is value  # isinstance() of parameters takes torch several calls
+                or getattr(view, "_fsdp_value", None) is value
                 or (view is not None and not isinstance(view, nn.Parameter))
             ):
                 times = times_written(view) if times is None else times
@@ -490,19 +509,21 @@ class GatheredWrites:
             self.freeze()
 
     def note_writes_to_flat(self) -> None:
-        """Notice what was written to the flat parameter that optimizers hold, by way of its ``data``."""
+        """Notice what was written to the ``data`` of a gathered flat parameter that optimizers hold."""
         flat = self._handle.flat_param
-        part = _gathered_part(self._handle) if flat._params is None and self._handle.uses_sharded_strategy else None
-        if part is not None and not torch.equal(part, flat._local_shard.to(part)):  # offloaded, it is on the host
+        if flat._params is not None or not self._handle.uses_sharded_strategy:
+            return
+        part = _gathered_part(self._handle)
+        if part is not None and not torch.equal(part, flat._local_shard.to(part)):  # an offloaded shard is on the host
             for value, _, _ in self._gathered:
                 value.note(has_changed=True)
 
     def keep(self, *, is_counted: bool) -> None:
-        """Keep what was written until now.
+        """Copy to the shard what was written to gathered parameters until now.
 
         Args:
-            is_counted: Whether torch's count of writes is that of the views alone. An optimizer that steps over the
-                flat parameter adds to it.
+            is_counted: Whether torch's count of writes tells. It does not after a step over the flat parameter, which
+                is counted with the writes to its views.
         """
         if not self._may_be_written(is_counted=is_counted):
             return
@@ -513,27 +534,27 @@ class GatheredWrites:
             if view is None:
                 view = module.__dict__.get(attribute)
             if isinstance(view, Tensor) and getattr(view, "_fsdp_value", None) is value:
-                times = times or times_written(view)  # of all views: they share the memory of the flat parameter
-                changed = value.has_changed or (is_counted and value.is_counted(times))
-                if changed or value.is_noted:
-                    written_views.append((value, view, changed))
+                times = times or times_written(view)  # the same for all views: torch counts for their common memory
+                is_certain = value.has_changed or (is_counted and value.is_counted(times))
+                if is_certain or value.is_noted:
+                    written_views.append((value, view, is_certain))
         if not written_views:
             return
         flat = self._handle.flat_param
-        is_copy = self._handle.uses_sharded_strategy or flat.dtype != flat._local_shard.dtype
-        part = _gathered_part(self._handle) if is_copy else flat._local_shard
-        if part is None:  # nothing is gathered: FSDP1 has freed what a view still stands for
+        has_own_memory = self._handle.uses_sharded_strategy or flat.dtype != flat._local_shard.dtype
+        part = _gathered_part(self._handle) if has_own_memory else flat._local_shard
+        if part is None:  # FSDP1 has freed the memory of the views
             return
         for value, view, is_certain in written_views:
             value.mark_kept(view)
             value.keep(part, flat._local_shard, view, self._values, is_counted=is_certain)
 
-    def let_go(self) -> None:
-        """Refuse what users compute with views that modules go on holding, once the unit is freed."""
+    def refuse_use_of_views(self) -> None:
+        """Refuse to compute with the views that modules go on holding once the unit is freed."""
         for value, module, attribute in self._gathered:
             view = module.__dict__.get(attribute)
             if isinstance(view, Tensor):
-                let_go_of_view(view, value.name)
+                refuse_use_while_freed(view, value.name)
 
     def _may_be_written(self, *, is_counted: bool) -> bool:
         """Whether :meth:`keep` has anything to look for: in most passes nobody writes."""
@@ -542,7 +563,7 @@ class GatheredWrites:
             if value.is_noted or value.has_changed:
                 return True
             if is_counted:
-                if times is None:  # that of all views
+                if times is None:  # the same for all views
                     attributes = module.__dict__
                     view: Any = attributes["_parameters"].get(attribute)
                     view = attributes.get(attribute) if view is None else view
@@ -554,7 +575,8 @@ class GatheredWrites:
         return False
 
 
-_is_trained, _times = attrgetter("requires_grad"), attrgetter("_version")
+_is_trained = attrgetter("requires_grad")
+_version = attrgetter("_version")
 
 
 def _refuse_hook(name: str) -> NoReturn:
@@ -566,56 +588,57 @@ def _refuse_hook(name: str) -> NoReturn:
     )
 
 
-def _train(of: weakref.ref[GatheredWrites], index: int, trains: bool) -> None:
-    if (writes := of()) is not None:
-        writes.train(index, trains)
+def _set_trained(writes_ref: weakref.ref[GatheredWrites], index: int, is_trained: bool) -> None:
+    if (writes := writes_ref()) is not None:
+        writes.set_trained(index, is_trained)
 
 
 @outside_of_compilation
-def _check_own(of: weakref.ref[GatheredWrites], unit: FullyShardedDataParallel, args: Any) -> None:
-    if (writes := of()) is not None and unit not in gathered_modules:
+def _check_own(writes_ref: weakref.ref[GatheredWrites], unit: FullyShardedDataParallel, args: Any) -> None:
+    if (writes := writes_ref()) is not None and unit not in gathered_modules:
         writes.check_own()
         writes.follow_requires_grad()
 
 
 def needs_gradient(tensor: Any) -> bool:
-    """Whether autograd follows what is computed of a view, whatever it shows as ``requires_grad``."""
+    """Whether a view requires a gradient for autograd; its own ``requires_grad`` is that of the user's parameter."""
     required: bool = Tensor.requires_grad.__get__(tensor)  # type: ignore[attr-defined]
     return required
 
 
 @outside_of_compilation
-def _follow_after(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any], as_params: bool) -> None:
-    writes, handle = of(), of_handle()
+def _follow_after(writes_ref: weakref.ref[GatheredWrites], handle_ref: weakref.ref[Any], as_params: bool) -> None:
+    writes, handle = writes_ref(), handle_ref()
     assert handle is not None  # it is the caller
-    before, GatheredValue.is_data_assignable = handle._training_state, True
-    if before == HandleTrainingState.BACKWARD_PRE and lacks_views(handle):  # when it gathers this unit ahead
-        handle._training_state = HandleTrainingState.FORWARD
+    training_state = handle._training_state
+    if training_state == HandleTrainingState.BACKWARD_PRE and lacks_views(handle):  # FSDP1 gathers this unit ahead
+        handle._training_state = HandleTrainingState.FORWARD  # in which it makes views, instead of using those it saved
+    GatheredValue.is_data_assignable = True
     try:
         type(handle)._use_unsharded_views(handle, as_params)
     finally:
         GatheredValue.is_data_assignable = False
-    handle._training_state = before
+    handle._training_state = training_state
     if writes is not None and not as_params:
         writes.follow()
 
 
 def lacks_views(handle: Any) -> bool:
-    """Whether FSDP1 has forgotten the tensors that the forward pass has computed with, after another backward pass."""
+    """Whether FSDP1 has dropped the views that the forward pass has computed with, at the end of another pass."""
     return handle._use_orig_params and any(tensor is None for tensor in handle.flat_param._tensors)
 
 
 @outside_of_compilation
-def _keep_before(of: weakref.ref[GatheredWrites], of_handle: weakref.ref[Any]) -> None:
-    writes, handle = of(), of_handle()
-    assert handle is not None
+def _keep_before(writes_ref: weakref.ref[GatheredWrites], handle_ref: weakref.ref[Any]) -> None:
+    writes, handle = writes_ref(), handle_ref()
+    assert handle is not None  # it is the caller
     if writes is not None:
         writes.keep(is_counted=handle._training_state == HandleTrainingState.FORWARD)
     if not handle._use_orig_params:
-        unguard_parameters([handle.flat_param])  # after an exception in a step, too, FSDP1 assigns to it
+        unguard_parameters([handle.flat_param])  # FSDP1 assigns to it; it is guarded still after an exception in a step
     type(handle)._use_sharded_flat_param(handle)
     if writes is not None and not handle._use_orig_params:
-        writes.let_go()
+        writes.refuse_use_of_views()
 
 
 def _gathered_part(handle: Any) -> Tensor | None:
@@ -631,20 +654,20 @@ def _gathered_part(handle: Any) -> Tensor | None:
 
 
 def tied_members(unit: FullyShardedDataParallel) -> Iterator[tuple[nn.Module, str, nn.Module, str]]:
-    """The other places of a unit's tied parameters: module and name, and those of the first place."""
+    """A unit's tied parameters: each further module and name of one, then the module and name that come first."""
     for info in handle_of(unit).flat_param._shared_param_infos:
         yield info.module, info.param_name, info.prim_module, info.prim_param_name
 
 
 def reshard(unit: FullyShardedDataParallel, *, keeps: bool = False) -> None:
-    """Free a unit's gathered parameters, if there are any, also if they were kept for a graph.
+    """Free a unit's parameters if they are gathered.
 
-    That graph then raises when it is used. After a forward pass without a backward pass the root keeps them, and would
-    reuse them after a step.
+    FSDP1 keeps the root's after a forward pass without a backward pass, and would use them again after a step.
 
     Args:
         unit: The unit.
-        keeps: Whether parameters that are kept for a graph stay.
+        keeps: Whether parameters stay that :func:`keep_gathered` keeps for a graph. Otherwise the graph raises when it
+            is used.
     """
     handle = handle_of(unit)
     flat = handle.flat_param
@@ -654,14 +677,14 @@ def reshard(unit: FullyShardedDataParallel, *, keeps: bool = False) -> None:
             hook.remove()
         handle.__dict__[_WAS_KEPT] = True
         increment_version(flat)
-    at_rest = (
-        # without sharding, a forward pass uses other views of the same memory
+    is_at_rest = (
+        # without sharding, modules may hold views although the memory is that of the shard
         (not handle._use_orig_params or shows_parameters(unit))
         and not handle._skipped_use_sharded_views
         and flat.data_ptr() == flat._local_shard.data_ptr()
         and (not handle.uses_sharded_strategy or handle.needs_unshard())
     )
-    if not at_rest:
+    if not is_at_rest:
         write_back(unit)
         handle._training_state = HandleTrainingState.IDLE
         handle.reshard(handle.uses_sharded_strategy)
@@ -670,24 +693,24 @@ def reshard(unit: FullyShardedDataParallel, *, keeps: bool = False) -> None:
 
 
 def write_back(unit: FullyShardedDataParallel) -> None:
-    """Copy to a unit's shard what was assigned as ``parameter.data`` since its last call, as the next call would.
+    """Copy to a unit's shard what was assigned to ``parameter.data`` since its last call, as its next call would.
 
     Args:
-        unit: The unit. While it is gathered and its modules show views, the optimizer's parameters are pieces still.
+        unit: The unit. It may be gathered: the optimizer's parameters are pieces of the shard all the same.
     """
     handle = handle_of(unit)
     flat = handle.flat_param
     if flat._params is None or handle._training_state == HandleTrainingState.SUMMON_FULL_PARAMS:
         return
     shard = flat._local_shard
-    with without_torch_function(), torch.no_grad():  # they may be guarded
+    with without_torch_function(), torch.no_grad():  # parameters may be guarded
         start, size = shard.data_ptr(), shard.element_size()
         for parameter, info in zip(flat._params, flat._shard_param_infos, strict=True):
             if info.in_shard and parameter.data_ptr() != start + info.offset_in_shard * size:
                 part = shard[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
                 part = part.view(part.shape if handle.uses_sharded_strategy else parameter.shape)
                 part.copy_(parameter)  # raises if it has another shape
-                parameter.data = part  # what is loaded next would else be overwritten by the next call
+                parameter.data = part  # otherwise the next call would copy it again, over what is loaded until then
 
 
 def shows_parameters(unit: FullyShardedDataParallel) -> bool:
@@ -699,7 +722,7 @@ def shows_parameters(unit: FullyShardedDataParallel) -> bool:
 
 
 def times_shards_written(unit: FullyShardedDataParallel) -> int:
-    """How often what the optimizer holds of a unit was written to, also through ``.data`` where that is a piece."""
+    """How often the optimizer's parameters of a unit were written to, writes through ``.data`` of pieces included."""
     flat = handle_of(unit).flat_param
     params = flat._params or [flat]
     with without_torch_function():
@@ -709,24 +732,24 @@ def times_shards_written(unit: FullyShardedDataParallel) -> int:
 def times_each_written(unit: FullyShardedDataParallel) -> list[int]:
     """As :func:`times_shards_written`, for each parameter."""
     flat = handle_of(unit).flat_param
-    with without_torch_function():  # which may be guarded
-        return list(map(_times, flat._params or ()))
+    with without_torch_function():  # parameters may be guarded
+        return list(map(_version, flat._params or ()))
 
 
-def check_unwritten(unit: FullyShardedDataParallel, before: list[int]) -> None:
-    """Refuse a backward pass that is about to gather other values than those that its graph has saved.
+def check_unwritten(unit: FullyShardedDataParallel, times_at_call: list[int]) -> None:
+    """Refuse a backward pass that would gather other values than its graph was computed with.
 
     Args:
         unit: The unit, whose output the pass has reached.
-        before: How often its parameters were written to by the end of the call.
+        times_at_call: What :func:`times_each_written` returned at the end of the unit's call.
 
     Raises:
-        ShardingError: A parameter was written to since that the graph needs, as torch raises in one process.
+        ShardingError: A parameter that the graph needs was written to since. In one process torch raises then.
     """
-    current = times_each_written(unit)
-    if current == before:
+    current_times = times_each_written(unit)
+    if current_times == times_at_call:
         return
-    written_indices = [index for index, times in enumerate(before) if times != current[index]]
+    written_indices = [index for index, times in enumerate(times_at_call) if times != current_times[index]]
     if needed := _saved_among(unit, written_indices):
         names = [repr(vars(handle_of(unit))[_NAMES][index]) for index in needed]
         were = f"{names[0]} was" if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} were"
@@ -739,15 +762,15 @@ def check_unwritten(unit: FullyShardedDataParallel, before: list[int]) -> None:
 
 
 def _saved_among(unit: FullyShardedDataParallel, indices: Sequence[int]) -> list[int]:
-    """Which of a unit's parameters the graph has saved that leads to the node which is about to run.
+    """Which of a unit's parameters are saved by the running node or by those that run after it.
 
-    What it has saved in another form, on the host or to compute it again, is not among them.
+    Parameters that the graph has saved by hooks, such as copies on the host, are not among them.
     """
     handle = handle_of(unit)
     flat = handle.flat_param
     gathered = handle._get_padded_unsharded_flat_param() if handle.uses_sharded_strategy else flat
     offsets, storage = handle.offsets(), gathered.untyped_storage()._cdata
-    spans = {index: (offsets[index], offsets[index] + flat._numels[index]) for index in indices}
+    spans = {index: (offsets[index], offsets[index] + flat._numels[index]) for index in indices}  # in the flat one
     saved_indices: set[int] = set()
     nodes: list[Any] = [torch._C._current_autograd_node()]
     visited: set[Any] = set(nodes)
@@ -758,29 +781,30 @@ def _saved_among(unit: FullyShardedDataParallel, indices: Sequence[int]) -> list
                 start = tensor.storage_offset()
                 end = start + 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
                 saved_indices.update(index for index, (first, last) in spans.items() if start < last and first < end)
-        nexts = [after for after, _ in node.next_functions if after is not None and after not in visited]
-        visited.update(nexts)
-        nodes += nexts
+        next_nodes = {next_node for next_node, _ in node.next_functions if next_node is not None} - visited
+        visited |= next_nodes
+        nodes += next_nodes
     return sorted(saved_indices)
 
 
-#: Whether what a node has saved can be looked at without unpacking it. Not on torch 2.9.
+#: Whether a node's saved tensors can be read without unpacking them, which hooks may do. Not on torch 2.9.
 _SHOWS_SAVED = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
 
 
 def _saved_by(node: Any) -> Iterator[Tensor]:
+    """The tensors that an autograd node has saved; without those that hooks have packed, if that can be told."""
     for name in dir(node):
-        if not _SHOWS_SAVED and name.startswith("_saved_"):
-            with suppress(RuntimeError):  # freed, or of a custom function
-                value = getattr(node, name)
-                yield from (
-                    each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, Tensor)
-                )
-        elif _SHOWS_SAVED and name.startswith("_raw_saved_"):
-            raw = getattr(node, name)
-            for saved in raw if isinstance(raw, tuple) else (raw,):
+        if _SHOWS_SAVED and name.startswith("_raw_saved_"):
+            for saved in _as_tuple(getattr(node, name)):
                 if saved is not None and saved.unpack_hook is None and isinstance(saved.data, Tensor):
                     yield saved.data
+        elif not _SHOWS_SAVED and name.startswith("_saved_"):
+            with suppress(RuntimeError):  # freed, or of a custom function
+                yield from (saved for saved in _as_tuple(getattr(node, name)) if isinstance(saved, Tensor))
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def free_before_call(root: FullyShardedDataParallel) -> None:
@@ -794,8 +818,8 @@ def keep_gathered(units: Iterable[FullyShardedDataParallel], before_call: Callab
 
     Args:
         units: The units.
-        before_call: Called with a weak reference to a unit before each call of a module that has parameters of it: a
-            backward pass may compute activations again.
+        before_call: Called with a weak reference to the unit before each call of a module that has parameters of it,
+            as activation checkpointing calls one in a backward pass.
     """
     for unit in units:
         handle = handle_of(unit)
@@ -807,23 +831,19 @@ def keep_gathered(units: Iterable[FullyShardedDataParallel], before_call: Callab
             handle.__dict__[_CALLS] = [module.register_forward_pre_hook(hook) for module in modules]
 
 
-_CALLS = "_fsdp_cuda_native_calls"
-
-_WAS_KEPT = "_fsdp_cuda_native_was_kept"
-
-
 def is_kept(unit: FullyShardedDataParallel) -> bool:
     """Whether :func:`keep_gathered` holds for a unit."""
     return "reshard" in vars(handle_of(unit))
 
 
 def was_kept(unit: FullyShardedDataParallel) -> bool:
-    """Whether a unit was freed that :func:`keep_gathered` has kept before."""
+    """Whether a unit was freed after :func:`keep_gathered` had kept it."""
     return _WAS_KEPT in vars(handle_of(unit))
 
 
-def _reshard_and_keep(of: weakref.ref[Any], free_unsharded_flat_param: bool) -> None:
-    handle: Any = of()
+def _reshard_and_keep(handle_ref: weakref.ref[Any], free_unsharded_flat_param: bool) -> None:
+    """Replaces ``handle.reshard``: modules hold the shards again, and what is gathered keeps its memory."""
+    handle: Any = handle_ref()
     type(handle).reshard(handle, False)
 
 
@@ -848,10 +868,10 @@ def forget_views(unit: FullyShardedDataParallel) -> None:
             if view is not None:
                 with without_torch_function():
                     module.__dict__[attribute] = view.data
-                let_go_of_view(module.__dict__[attribute], name)
+                refuse_use_while_freed(module.__dict__[attribute], name)
 
 
-#: FSDP1 changes the memory of the flat parameter, which these transforms have wrapped; torch ends the process then.
+#: These transforms wrap the flat parameter. FSDP1 then resizes the memory of a wrapper, on which torch crashes.
 _REFUSED = RefusedTransforms(
     transforms=frozenset({"grad", "jvp", "vmap"}),
     instead=(
@@ -863,21 +883,21 @@ _REFUSED = RefusedTransforms(
 
 
 def watch_calls(
-    unit: FullyShardedDataParallel, show_first: Callable[[FullyShardedDataParallel, list[Tensor]], None]
+    unit: FullyShardedDataParallel, before_hooks: Callable[[FullyShardedDataParallel, list[Tensor]], None]
 ) -> None:
     """Register the hooks of a unit's calls, around what FSDP1 does in its forward pass.
 
     Args:
         unit: The unit.
-        show_first: Called with the unit and the tensors that leave it where FSDP1 looks for none, before FSDP1 is shown
-            them.
+        before_hooks: Called with the unit and tensors that leave its call where FSDP1 does not look, such as in
+            objects, before FSDP1's hooks are registered with these.
     """
     unit_ref = weakref.ref(unit)
 
-    def show(tensors: list[Tensor]) -> None:
+    def register_hooks(tensors: list[Tensor]) -> None:
         unit = unit_ref()
         if unit is not None:
-            show_first(unit, tensors)
+            before_hooks(unit, tensors)
             _register_pre_backward_hooks(unit, unit.module, tensors, handle_of(unit))
 
     def abandon() -> None:
@@ -885,16 +905,16 @@ def watch_calls(
         if unit is not None:
             _abandon_call(unit)
 
-    calls = UnitCalls(show, unit.module.modules(), _REFUSED, abandon)
+    calls = UnitCalls(register_hooks, unit.module.modules(), _REFUSED, abandon)
     unit.register_forward_pre_hook(calls.enter, with_kwargs=True, prepend=True)
     unit.module.register_forward_pre_hook(calls.begin, with_kwargs=True, prepend=True)
     unit.register_forward_hook(calls.leave, always_call=True)
 
 
 def _abandon_call(unit: FullyShardedDataParallel) -> None:
-    """End a call of a unit that an exception has left, if one has, so that a backward pass may reach an earlier call.
+    """Make a unit idle that an exception has left in the middle of a call: a backward pass may reach an earlier call.
 
-    The end of the root's call ends those of all units.
+    A call of the root that ends by an exception makes all units idle elsewhere.
     """
     handle, state = handle_of(unit), unit.training_state
     is_running = handle is not None and handle._training_state == HandleTrainingState.FORWARD
@@ -907,12 +927,13 @@ def reduce_unused(unit: FullyShardedDataParallel) -> None:
     """Let a unit take part in the reduction of its gradients even if this rank has used none of its parameters.
 
     FSDP1 reduces when the flat parameter gets a gradient. A rank whose backward pass goes through the unit but reaches
-    none of its parameters would leave the other ranks waiting, or exchange the next unit's gradients with them.
+    none of its parameters would leave the other ranks waiting, or exchange the next unit's gradients with them. Here it
+    reduces zeros when the backward pass arrives at the unit's inputs, where it has a hook.
 
-    If a unit returns its input, as a skipped layer does, one tensor would carry the hooks of two units, or those that
-    begin and end a unit's backward pass. Hooks run in registration order, which is that of the forward pass. So a
-    unit's input is replaced by a view, and so is an output that is an input: its hook unshards the parameters, and on
-    the input it would run only after the backward pass of everything else that the unit computes from that input.
+    An input may be the output of another unit, or of the same one, as of a layer that is skipped. One tensor would have
+    two hooks then, which run in the order of the forward pass, not of the backward pass. Therefore inputs are replaced
+    by views. Outputs that are inputs are replaced as well: their hook gathers the parameters, and at the input it would
+    run too late, after the backward pass of all else that the unit computes from that input.
     """
     if handle_of(unit) is not None:
         unit.register_forward_pre_hook(_view_inputs, with_kwargs=True)
@@ -922,7 +943,7 @@ def reduce_unused(unit: FullyShardedDataParallel) -> None:
 
 
 def _view_inputs(unit: FullyShardedDataParallel, args: Any, kwargs: Any) -> Any:
-    # a backward pass visits the first call of a forward pass last; from then on the flat parameter has a hook
+    # the flat parameter has no hook of FSDP1 before the first call, at which the unit's backward pass ends
     handle = handle_of(unit)
     unit.__dict__[_FIRST_CALL] = not hasattr(handle.flat_param, "_post_backward_hook_state")
     if not torch.is_grad_enabled():
@@ -930,28 +951,31 @@ def _view_inputs(unit: FullyShardedDataParallel, args: Any, kwargs: Any) -> Any:
     inputs: list[Tensor] = []
     unit.__dict__[_INPUTS] = inputs
     if handle._training_state == HandleTrainingState.BACKWARD_PRE:
-        # FSDP1 expects a recomputation to begin inside of the unit, with what it has cast; it may begin around the root
+        # FSDP1 casts nothing in a recomputation, which it expects to begin inside of the unit, not around the root
         dtype = unit.mixed_precision.param_dtype
         if dtype is not None and unit.mixed_precision.cast_forward_inputs and not handle._force_full_precision:
             args, kwargs = cast_inputs(dtype, args, kwargs)
-            return tuple([_viewed(each, inputs) for each in args]), {n: _viewed(v, inputs) for n, v in kwargs.items()}
+            return (
+                tuple([_viewed(value, inputs) for value in args]),
+                {name: _viewed(value, inputs) for name, value in kwargs.items()},
+            )
     if all(map(_needs_no_view, args)) and all(map(_needs_no_view, kwargs.values())):
         return None
     return (
-        tuple([_viewed(each, inputs) for each in args]),
-        {name: _viewed(each, inputs) for name, each in kwargs.items()} if kwargs else kwargs,
+        tuple([_viewed(value, inputs) for value in args]),
+        {name: _viewed(value, inputs) for name, value in kwargs.items()} if kwargs else kwargs,
     )
 
 
 def _viewed(value: Any, inputs: list[Tensor]) -> Any:
-    """What a unit is called with instead of a value: views of tensors that require gradients, which are noted."""
+    """A value with views of its tensors that require gradients, which are appended to ``inputs``."""
     if _needs_no_view(value):
         return value
 
-    def view(each: Tensor) -> Tensor:
-        if not each.requires_grad:
-            return each
-        inputs.append(each.view_as(each))
+    def view(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        inputs.append(tensor.view_as(tensor))
         return inputs[-1]
 
     return view(value) if isinstance(value, Tensor) else tree_map_only(Tensor, view, value)
@@ -962,29 +986,30 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 def _needs_no_view(value: Any) -> bool:
-    """Whether it is no container, or one of the simplest, in which no tensor requires a gradient."""
+    """Whether a value certainly holds no tensor that requires a gradient, from a look at tensors and tuples alone."""
     if isinstance(value, Tensor):
         return not value.requires_grad
     return type(value) in _PLAIN or (type(value) is tuple and all(map(_needs_no_view, value)))
 
 
 def _view_returned_inputs(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    """Replace outputs that are inputs by views of them."""
     if not torch.is_grad_enabled():
         return None
-    returned = [output] if type(output) is Tensor else tree_leaves(output)
-    candidates = [leaf for leaf in returned if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not candidates:
+    leaves = [output] if type(output) is Tensor else tree_leaves(output)
+    outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not outputs:
         return None
-    values = [*args, *kwargs.values()]
-    passed = values if all(map(_is_leaf, values)) else tree_leaves(values)
-    returned_inputs = {id(candidate) for candidate in candidates if _is_among(candidate, passed)}
-    if not returned_inputs:
+    arguments = [*args, *kwargs.values()]
+    inputs = arguments if all(map(_is_leaf, arguments)) else tree_leaves(arguments)
+    returned_ids = {id(tensor) for tensor in outputs if _is_among(tensor, inputs)}
+    if not returned_ids:
         return None
-    return tree_map_only(Tensor, lambda leaf: leaf.view_as(leaf) if id(leaf) in returned_inputs else leaf, output)
+    return tree_map_only(Tensor, lambda leaf: leaf.view_as(leaf) if id(leaf) in returned_ids else leaf, output)
 
 
 def tensors_in(output: Any) -> list[Tensor]:
-    """The tensors in what a module returns, wherever FSDP1 finds them: in dataclasses and sets too."""
+    """The tensors in what a module returns, also those in dataclasses and sets, where FSDP1 finds them too."""
     if isinstance(output, Tensor):
         return [output]
     tensors: list[Tensor] = []
@@ -994,12 +1019,12 @@ def tensors_in(output: Any) -> list[Tensor]:
         elif isinstance(leaf, set):
             tensors += tensors_in(list(leaf))
         elif is_dataclass(leaf) and not isinstance(leaf, type):
-            tensors += tensors_in([getattr(leaf, each.name) for each in fields(leaf)])
+            tensors += tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
     return tensors
 
 
 def _is_leaf(value: Any) -> bool:
-    """Whether no other tensor that requires a gradient is in it."""
+    """Whether a value is a tensor, or holds none that requires a gradient: it need not be searched for more."""
     return isinstance(value, Tensor) or _needs_no_view(value)
 
 
@@ -1007,7 +1032,7 @@ def _is_among(tensor: Tensor, values: Iterable[Any]) -> bool:
     return any(tensor is value for value in values)
 
 
-def _reduce_after_all_calls(of: weakref.ref[FullyShardedDataParallel], module: nn.Module, args: Any) -> None:
+def _reduce_after_all_calls(unit_ref: weakref.ref[FullyShardedDataParallel], module: nn.Module, args: Any) -> None:
     """Reduce a unit's gradients when a backward pass has visited all of the unit's calls that it goes through.
 
     FSDP1 registers the reduction on the autograd node that accumulates the flat parameter's gradient when the unit is
@@ -1015,7 +1040,7 @@ def _reduce_after_all_calls(of: weakref.ref[FullyShardedDataParallel], module: n
     another node: a backward pass through a later call alone would reduce nothing, and one through both calls only half
     of the gradient.
     """
-    unit = of()
+    unit = unit_ref()
     if unit is None or not torch.is_grad_enabled():
         return
     if handle_of(unit)._training_state == HandleTrainingState.IDLE:  # called within gathered(), by itself
@@ -1025,7 +1050,7 @@ def _reduce_after_all_calls(of: weakref.ref[FullyShardedDataParallel], module: n
 
 
 def reduce_after_last(unit: FullyShardedDataParallel) -> None:
-    """Let the node that adds to the gradient of a unit's flat parameter now reduce it, if it is the last of its nodes.
+    """Reduce a unit's gradient at the last of several nodes that add to it, among them that of what is gathered now.
 
     Args:
         unit: The unit, which is gathered.
@@ -1039,21 +1064,21 @@ def reduce_after_last(unit: FullyShardedDataParallel) -> None:
     node = grad_fn.next_functions[0][0]
     if node is hooks[0]:
         return
-    last = hooks[1]
-    if not isinstance(last, _LastOfNodes):
-        hooks[1].remove()
-        last = _LastOfNodes(unit, first=hooks[1])
-        last.add(hooks[0])
-    last.add(node)
-    flat._post_backward_hook_state = (node, last)
+    first_node, hook = hooks
+    if not isinstance(hook, _LastOfNodes):
+        hook.remove()
+        hook = _LastOfNodes(unit, first=hook)
+        hook.add(first_node)
+    hook.add(node)
+    flat._post_backward_hook_state = (node, hook)
 
 
 class _LastOfNodes:
-    """A hook on several autograd nodes, which reduces a unit's gradients once per backward pass.
+    """A hook on several autograd nodes, which reduces a unit's gradients at the last of those that a pass runs.
 
     Args:
-        unit: The unit, held by a weak reference.
-        first: The hook of FSDP1 that it replaces.
+        unit: The unit.
+        first: The hook of FSDP1 that this one replaces.
 
     Attributes:
         nodes: The nodes.
@@ -1079,8 +1104,8 @@ class _LastOfNodes:
     def _reach(self, index: int, *gradients: Any) -> None:
         self._reached.add(index)
         if all(
-            reached_index in self._reached or not torch._C._will_engine_execute_node(node)
-            for reached_index, node in enumerate(self.nodes)
+            node_index in self._reached or not torch._C._will_engine_execute_node(node)
+            for node_index, node in enumerate(self.nodes)
         ):
             self._reached.clear()
             unit = self._unit()
@@ -1089,8 +1114,9 @@ class _LastOfNodes:
 
 
 def _reduce_when_passed(unit: FullyShardedDataParallel, args: Any, kwargs: Any, output: Any) -> None:
+    """Let a backward pass that has arrived at the unit's inputs reduce its gradients, if nothing else does."""
     handle = handle_of(unit)
-    inputs = unit.__dict__.pop(_INPUTS, [])  # not args: the unit may have put its outputs into a list among them
+    inputs = unit.__dict__.pop(_INPUTS, [])  # not args: the unit may have put outputs into a list that is one of them
     if torch.is_grad_enabled() and handle.flat_param.requires_grad and unit.__dict__[_FIRST_CALL]:
         reduce = partial(_reduce_nothing, unit, handle)
         if len(inputs) == 1:  # the usual call; torch's hook on several tensors costs more
@@ -1100,14 +1126,14 @@ def _reduce_when_passed(unit: FullyShardedDataParallel, args: Any, kwargs: Any, 
 
 
 def _reduce_nothing(unit: FullyShardedDataParallel, handle: Any, _: Any) -> None:
-    # the backward pass has reached the unit's output, but none of its parameters
+    """Reduce zeros, or what earlier micro-batches left, if the backward pass reaches none of a unit's parameters."""
     if handle._training_state != HandleTrainingState.BACKWARD_PRE:
-        return
+        return  # the pass has reduced its gradient, or not reached its output
     if any(map(torch._C._will_engine_execute_node, nodes_of(unit))):
-        return  # another call's part of this backward pass reaches them
+        return  # the pass will still reach its parameters through another call
     if unit._sync_gradients:
         _reduce(unit, handle)
-    else:  # as on ranks that have used its parameters, until zero_grad() clears it on all of them
+    else:  # wait for a reduction with a gradient of zeros, as ranks that have used the parameters wait with theirs
         _fill_gradient(handle)
         handle.flat_param._post_backward_called = True
         if handle._use_orig_params:
@@ -1115,14 +1141,14 @@ def _reduce_nothing(unit: FullyShardedDataParallel, handle: Any, _: Any) -> None
 
 
 def _reduce(unit: FullyShardedDataParallel, handle: Any) -> None:
-    """Reduce what a unit has accumulated; zeros if that is nothing."""
+    """Reduce what a unit has accumulated, or zeros if it has accumulated nothing."""
     _fill_gradient(handle)
     with torch.no_grad():
         _post_backward_hook(unit, handle, handle.flat_param)
 
 
 def _fill_gradient(handle: Any) -> None:
-    """Give a gathered flat parameter a gradient of zeros, unless it has that of earlier micro-batches."""
+    """Give a gathered flat parameter a gradient of zeros, unless earlier micro-batches have left one."""
     flat = handle.flat_param
     if flat.grad is None:
         dtype = handle._fwd_bwd_param_dtype
@@ -1132,20 +1158,23 @@ def _fill_gradient(handle: Any) -> None:
 def reduce_left_out(root: FullyShardedDataParallel) -> None:
     """Let a backward pass that reduces gradients also reduce those of units that it does not visit.
 
-    An earlier micro-batch of an accumulation has used them, and this one has not. FSDP1 fails an assertion then; or, if
-    such a unit also has reduced gradients, or is not sharded, each rank goes on with other gradients without a word.
+    Their gradients come from an earlier micro-batch. FSDP1 would fail an assertion; or, if such a unit also has reduced
+    gradients, or is not sharded, ranks would silently go on with different gradients.
     """
     root.module.register_forward_hook(partial(_queue_left_out, weakref.ref(root)))
 
 
-def _queue_left_out(of: weakref.ref[FullyShardedDataParallel], module: nn.Module, args: Any, output: Any) -> None:
-    root = of()
+def _queue_left_out(root_ref: weakref.ref[FullyShardedDataParallel], module: nn.Module, args: Any, output: Any) -> None:
+    root = root_ref()
     if root is not None and torch.is_grad_enabled():
         _before_end_of_backward(root, output)
 
 
 def _before_end_of_backward(root: FullyShardedDataParallel, output: Any) -> None:
-    """Queue the reduction ahead of FSDP1's own end of the backward pass, whose hooks these tensors get next."""
+    """Let a backward pass that begins at an output reduce what waits, before FSDP1's own end of the pass.
+
+    FSDP1 queues that in hooks of the same tensors, which it registers after these.
+    """
 
     def queue(_: Tensor) -> None:
         if not is_interrupted(root):
@@ -1171,9 +1200,10 @@ def reduce_at(unit: FullyShardedDataParallel, node: Any) -> None:
 
 
 def _reduce_once(unit: FullyShardedDataParallel, node: Any, *gradients: Any) -> None:
-    """Reduce a unit's gradient at a node, unless a hook of FSDP1 does that.
+    """Reduce a unit's gradient at a node, unless FSDP1's hook at the same node must be the only one.
 
-    Of two, the second has nothing to reduce, except where FSDP1 has given parameters their gradients for hooks.
+    Usually a second reduction finds nothing to reduce. But where users' hooks are called, FSDP1 has already given
+    parameters their gradients.
     """
     handle = handle_of(unit)
     if not (handle._has_optim_in_backward and any(last_node is node for last_node in nodes_of(unit))):
@@ -1181,7 +1211,7 @@ def _reduce_once(unit: FullyShardedDataParallel, node: Any, *gradients: Any) -> 
 
 
 def reduce_waiting(root: FullyShardedDataParallel) -> None:
-    """Queue the reduction of what units have accumulated that the backward pass, which has begun, may not visit."""
+    """Queue the reduction of units with accumulated gradients, which the running backward pass may not visit."""
     state: Any = root
     waiting = [unit for unit in units_in_passes(root) if _has_waiting(unit)]
     if state._sync_gradients and waiting and _accumulates(root):
@@ -1203,9 +1233,9 @@ def nodes_of(unit: FullyShardedDataParallel) -> Sequence[Any]:
 
 
 def _has_waiting(unit: FullyShardedDataParallel) -> bool:
-    """Whether a backward pass has visited a unit without reducing its gradients, the same on all ranks.
+    """Whether a unit has gradients that no backward pass has reduced, and ``zero_grad()`` has not cleared.
 
-    Where ``zero_grad()`` has cleared them since, nothing waits any more.
+    The answer is the same on all ranks.
     """
     handle = handle_of(unit)
     flat = handle.flat_param
@@ -1218,17 +1248,18 @@ def _has_waiting(unit: FullyShardedDataParallel) -> bool:
 
 
 def _is_reduced(handle: Any) -> bool:
-    """Whether a backward pass has reduced the gradient of a unit that has waited for that at its beginning.
+    """Whether a backward pass has reduced the gradient of a unit for which :func:`_has_waiting` was true.
 
-    A call of the unit inside the pass, such as in a function's ``backward``, leaves it in another state.
+    FSDP1's training state does not always tell: a call of the unit inside the pass changes it.
     """
     flat = handle.flat_param
-    if not flat.requires_grad:
+    if not flat.requires_grad:  # frozen since then: the pass itself reduces nothing
         return flat.grad is None
     if handle._training_state == HandleTrainingState.BACKWARD_POST:
         return True
-    is_unreduced = flat.grad is not None and flat.grad.shape == flat._unpadded_unsharded_size
-    return bool(handle.uses_sharded_strategy and not is_unreduced)
+    if not handle.uses_sharded_strategy:  # a reduced gradient looks the same, and may be averaged again
+        return False
+    return bool(flat.grad is None or flat.grad.shape != flat._unpadded_unsharded_size)
 
 
 def _reduce_unvisited(units: Sequence[FullyShardedDataParallel]) -> None:
@@ -1248,7 +1279,7 @@ def suspend_forward(root: FullyShardedDataParallel, loss: Tensor | None, pending
     Args:
         root: The root.
         loss: The tensor from which a backward pass starts, if one follows.
-        pending: The units that wait for a backward pass; newly waiting ones are appended.
+        pending: The units that wait for a backward pass; those that wait since the last call are appended.
     """
     for unit in units_of(root):
         handle = handle_of(unit)
@@ -1268,15 +1299,15 @@ def suspend_forward(root: FullyShardedDataParallel, loss: Tensor | None, pending
 def begin_inside(
     root: FullyShardedDataParallel, suspend: Callable[[Tensor | None], None], resume: Callable[[], None]
 ) -> None:
-    """Begin a backward pass of the root inside its running forward pass, whose output autograd does not reach.
+    """Begin a backward pass of the root inside its forward pass, when the root has no output yet for hooks.
 
     Args:
         root: The root.
         suspend: Suspends the forward pass.
-        resume: Lets it go on. Called at the end of the backward pass, after FSDP1's own end.
+        resume: Lets the forward pass go on. Called at the end of the backward pass, after FSDP1's own end.
     """
     queue = torch.autograd.Variable._execution_engine.queue_callback
-    with torch.enable_grad():  # off inside a backward pass
+    with torch.enable_grad():  # a backward pass disables gradients
         suspend(None)
     expect_backward(root)
     reduce_waiting(root)
@@ -1311,7 +1342,7 @@ def at_end_of_backward(root: FullyShardedDataParallel, output: Any, call: Callab
 
 
 def follow_frozen(unit: FullyShardedDataParallel) -> None:
-    """Let a backward pass add to no gradient of a unit that was frozen since its forward pass, as in plain torch."""
+    """Let a backward pass add no gradient to a unit that was frozen after its forward pass, as in plain torch."""
     handle = handle_of(unit)
     params = None if handle is None else handle.flat_param._params
     if params is not None:
@@ -1322,38 +1353,39 @@ def follow_frozen(unit: FullyShardedDataParallel) -> None:
 
 
 def _is_between_calls(handle: Any) -> bool:
-    """Whether a unit's flat parameter is its shard: it is freed, or kept gathered for a backward pass."""
+    """Whether a unit is not being called: it is freed, or stays gathered for a backward pass."""
     return bool(handle.needs_unshard() or handle._skipped_use_sharded_views)
 
 
 def _forget_unfit_hooks(flat: Any) -> None:
-    """Forget the hooks of a flat parameter that was frozen or unfrozen since its forward pass."""
+    """Forget FSDP1's hooks of a flat parameter that was frozen or unfrozen since they were placed.
+
+    FSDP1 keeps a node and its hook for a trained one, and a hook alone for a frozen one.
+    """
     if len(getattr(flat, "_post_backward_hook_state", ())) != 1 + flat.requires_grad:
         _forget_hooks(flat)
 
 
 def watch_hooks(loss: Tensor) -> Callable[[], None]:
-    """Note the hooks of a tensor.
+    """Note which hooks a tensor has.
 
     Returns:
-        A function that removes those that were added since. FSDP1 begins a backward pass of the root in its hooks of
-        the root's output, also in a later pass through it, whose graph may have been retained.
+        A function that removes the hooks that were added since. FSDP1's, on the root's output, would begin a backward
+        pass of the root each time that a retained graph is used again.
     """
-    before, of = set(loss._backward_hooks or ()), weakref.ref(loss)
+    keys_before, loss_ref = set(loss._backward_hooks or ()), weakref.ref(loss)
 
-    def forget() -> None:
-        tensor = of()
+    def remove_added() -> None:
+        tensor = loss_ref()
         hooks = {} if tensor is None else tensor._backward_hooks or {}
-        for key in set(hooks) - before:
+        for key in set(hooks) - keys_before:
             del hooks[key]
 
-    return forget
+    return remove_added
 
 
 def finish_frozen(root: FullyShardedDataParallel) -> None:
-    """Do what FSDP1's end of a backward pass leaves out.
-
-    It is about units that were frozen since their forward pass, and about flat parameters that keep earlier gradients.
+    """Do what FSDP1's end of a backward pass leaves out for units that were frozen, or that the pass did not visit.
 
     Args:
         root: The root. FSDP1's own end of the backward pass is still to come.
@@ -1363,18 +1395,19 @@ def finish_frozen(root: FullyShardedDataParallel) -> None:
     flat_params = [handle_of(unit).flat_param for unit in units]
     for flat in flat_params:
         _forget_unfit_hooks(flat)
-        if flat._params is None and flat.requires_grad and state._sync_gradients and hasattr(flat, "_saved_grad_shard"):
-            # this pass has set its gradient aside and not visited it, or added to it: with original parameters FSDP1
-            # takes it back from them, and otherwise drops it
+        is_set_aside = hasattr(flat, "_saved_grad_shard")  # an earlier gradient
+        if is_set_aside and flat._params is None and flat.requires_grad and state._sync_gradients:
+            # let FSDP1 take the unit for visited: only then it gives a flat parameter that optimizers hold its gradient
+            # back; original parameters hold theirs themselves
             flat._post_backward_called = True
     if gathered_frozen := [
         unit for unit in units if not (is_sharded(unit) or handle_of(unit).flat_param.requires_grad)
     ]:
-        # FSDP1's end takes them for resharded, since they have the memory of their shards: modules would show no
-        # parameters, and optimizers would hold others than those that the next call computes with
+        # without sharding they always have the memory of their shards, so FSDP1 takes them for resharded and leaves
+        # modules without parameters: optimizers would hold others than those that the next call computes with
         torch.autograd.Variable._execution_engine.queue_callback(partial(_reshard_all, gathered_frozen))
     if saved := [flat for flat in flat_params if not flat.requires_grad and hasattr(flat, "_saved_grad_shard")]:
-        # when that end has freed them: a gradient has the size of its parameter
+        # after FSDP1's end has freed the parameters: a gradient must have the size of its parameter, the shard's
         torch.autograd.Variable._execution_engine.queue_callback(partial(_restore_saved_gradients, saved))
 
 
@@ -1384,14 +1417,14 @@ def _reshard_all(units: Iterable[FullyShardedDataParallel]) -> None:
 
 
 def _restore_saved_gradients(flat_params: Iterable[Any]) -> None:
-    """Give frozen flat parameters the reduced gradients again that FSDP1 has saved for a backward pass.
+    """Give frozen flat parameters back the reduced gradients that FSDP1 has set aside for a backward pass.
 
-    FSDP1 does so for those that are trained. Otherwise ``zero_grad()`` would not clear them, and the first backward
-    pass after unfreezing would add to them.
+    FSDP1 does so for trained ones only. A gradient that stays aside would not be cleared by ``zero_grad()``, and the
+    first backward pass after unfreezing would add to it.
     """
     for flat in flat_params:
         if not flat.requires_grad and flat.grad is None and hasattr(flat, "_saved_grad_shard"):
-            flat.grad = getattr(flat, "_cpu_grad", flat._saved_grad_shard)  # where it offloads, a copy of the first
+            flat.grad = getattr(flat, "_cpu_grad", flat._saved_grad_shard)  # offloaded, it has a copy on the host
             del flat._saved_grad_shard
             flat._post_backward_called = False
 
@@ -1433,14 +1466,14 @@ def leave_gradients(root: FullyShardedDataParallel) -> None:
 def no_reduction(root: FullyShardedDataParallel) -> Iterator[None]:
     """Like ``root.no_sync()``, which does not allow a backward pass inside the root's forward pass."""
     units: list[Any] = FullyShardedDataParallel.fsdp_modules(root)
-    before = [unit._sync_gradients for unit in units]
+    settings = [unit._sync_gradients for unit in units]
     for unit in units:
         unit._sync_gradients = False
     try:
         yield
     finally:
-        for unit, synced in zip(units, before, strict=True):
-            unit._sync_gradients = synced
+        for unit, setting in zip(units, settings, strict=True):
+            unit._sync_gradients = setting
 
 
 def forget_pending(root: FullyShardedDataParallel, pending: list[Pending]) -> None:
@@ -1460,9 +1493,9 @@ def follow_requires_grad(root: FullyShardedDataParallel) -> bool:
     """Let flat parameters require gradients if any of their parameters does.
 
     Returns:
-        Whether the root must be gathered again, because its gathered parameters follow the flat one only then.
+        Whether the root must be gathered again: only then do views of its flat parameter follow that.
     """
-    had_gradient = handle_of(root) is not None and handle_of(root).flat_param.requires_grad
+    required_gradient = handle_of(root) is not None and handle_of(root).flat_param.requires_grad
     for unit in units_of(root):
         handle_of(unit)._reset_flat_param_grad_info_if_needed()
         _forget_unfit_hooks(handle_of(unit).flat_param)
@@ -1470,9 +1503,11 @@ def follow_requires_grad(root: FullyShardedDataParallel) -> bool:
         return False
     flat = handle_of(root).flat_param
     views = [getattr(param_info.module, param_info.param_name) for param_info in flat._param_infos]
-    # torch may let a view of a tensor that is unfrozen require a gradient, for which FSDP1 has no hook
-    views_do = had_gradient and any(needs_gradient(vars(view).get("_fsdp_trained", view)) for view in views)
-    return views_do != bool(flat.requires_grad)
+    # a detached view of a frozen parameter stands for this one
+    views = [vars(view).get("_fsdp_trained", view) for view in views]
+    # views that were made of a frozen tensor may require a gradient by now, but FSDP1 has registered no hook for it
+    views_require = required_gradient and any(map(needs_gradient, views))
+    return views_require != bool(flat.requires_grad)
 
 
 def abandon_forward(root: FullyShardedDataParallel) -> None:
@@ -1490,7 +1525,7 @@ def is_interrupted(root: FullyShardedDataParallel) -> bool:
 
 
 def reset(root: FullyShardedDataParallel) -> None:
-    """Make every unit idle and sharded, whatever an exception has interrupted. Gradients must have been dropped."""
+    """Make every unit idle and sharded after an exception in any pass. Gradients must have been dropped."""
     state: Any = root
     state._post_backward_callback_queued = False
     state._exec_order_data.next_iter()

@@ -21,8 +21,8 @@ __all__ = ["call_gradient_hooks", "refuse_use_outside"]
 def call_gradient_hooks(unit: FullyShardedDataParallel) -> None:
     """Let ``register_post_accumulate_grad_hook`` of a unit's parameters call hooks after each reduction.
 
-    FSDP1 gives parameters their gradients itself, after its backward pass has ended, where autograd calls no hook. It
-    knows optimizers that step in the backward pass; hooks are called as one of these would be.
+    FSDP1 gives parameters their gradients itself, after the end of the backward pass, where autograd calls no hook. But
+    it steps optimizers that are to step in the backward pass (``_in_backward_optimizers``): hooks are put among these.
 
     Args:
         unit: The unit, whose parameters keep their identity (``use_orig_params=True``).
@@ -35,8 +35,8 @@ def call_gradient_hooks(unit: FullyShardedDataParallel) -> None:
 def refuse_use_outside(unit: FullyShardedDataParallel, names: Mapping[nn.Module, str]) -> None:
     """Refuse gradients of a unit's parameters that come from computing with them outside of its forward pass.
 
-    A unit that is not sharded computes with views of its flat parameter, whose gradient is reduced. Autograd would add
-    other gradients to the parameters, which FSDP1 replaces by what it has reduced, or leaves unreduced.
+    A unit that is not sharded computes with views of its flat parameter, and FSDP1 reduces the gradient of that.
+    What autograd adds to a parameter itself would be overwritten by the reduced gradient, or stay unreduced.
 
     Args:
         unit: The unit, which is not sharded.
@@ -45,7 +45,7 @@ def refuse_use_outside(unit: FullyShardedDataParallel, names: Mapping[nn.Module,
     flat = handle_of(unit).flat_param
     for parameter, (attribute, module, _) in zip(flat._params or (), flat._param_infos, strict=False):
         required = parameter.requires_grad
-        parameter.requires_grad_(True)  # a hook can't be placed otherwise, and it may be unfrozen later
+        parameter.requires_grad_(True)  # torch places no hook otherwise, and a frozen parameter may be unfrozen later
         refuse: Any = partial(_refuse, f"{names[module]}.{attribute}".removeprefix("."))
         Tensor.register_hook(parameter, refuse)  # type: ignore[no-untyped-call]
         parameter.requires_grad_(required)
@@ -62,7 +62,7 @@ def _refuse(name: str, gradient: Tensor) -> NoReturn:
 
 
 class _Hooks:
-    """A parameter's hooks, in the form of an optimizer.
+    """A parameter's hooks, which FSDP1 takes for an optimizer that steps in the backward pass.
 
     Args:
         parameter: The parameter, held weakly.
@@ -75,23 +75,24 @@ class _Hooks:
     def step(self) -> None:
         """Call the hooks."""
         parameter = self._parameter()
-        for hook in list(self.hooks.values()) if parameter is not None else ():
-            hook(parameter)  # type: ignore[arg-type]
+        if parameter is not None:
+            for hook in list(self.hooks.values()):  # a hook may remove itself
+                hook(parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Leave the gradient: a hook drops it if it has used it."""
+        """Keep the gradient, although FSDP1 asks to drop it: the user's hook decides."""
 
 
 def _register(
-    of: weakref.ref[Any], of_parameter: weakref.ref[Any], hook: Callable[[nn.Parameter], None]
+    handle_ref: weakref.ref[Any], parameter_ref: weakref.ref[Any], hook: Callable[[nn.Parameter], None]
 ) -> RemovableHandle:
-    handle: Any = of()
-    parameter: Any = of_parameter()
+    handle: Any = handle_ref()
+    parameter: Any = parameter_ref()
     if not parameter.requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")  # as torch does
     optimizers: list[Any] = parameter.__dict__.setdefault("_in_backward_optimizers", [])
     if not optimizers:
-        optimizers.append(_Hooks(of_parameter))
+        optimizers.append(_Hooks(parameter_ref))
     handle._has_optim_in_backward = True
     registered = RemovableHandle(optimizers[0].hooks)
     optimizers[0].hooks[registered.id] = hook

@@ -17,12 +17,12 @@ from fsdp_cuda_native.torch_private.flat_parameters import handle_of
 __all__ = [
     "drop_gradients",
     "keep_gradients_of_frozen",
-    "no_gradient",
     "reduced_gradient",
     "saved_gradient",
     "set_reduced_gradient",
     "set_unreduced_gradients",
     "unreduced_gradients",
+    "zero_gradient",
 ]
 
 
@@ -30,8 +30,8 @@ def keep_gradients_of_frozen(unit: FullyShardedDataParallel) -> None:
     """Let parameters that are frozen keep the gradients that they have, as in plain torch.
 
     FSDP1 drops them at the end of the next forward pass, and sets them to zero in the flat parameter's gradient: what
-    was accumulated would be lost if parameters are frozen for a call. They are copied, because FSDP1 also adds
-    gradients of frozen parameters to the flat parameter's; it takes the copies back when it gathers.
+    was accumulated before parameters were frozen for a call would be lost. Copies are shown instead, because FSDP1 also
+    adds the gradients of frozen parameters to that of the flat parameter. When it gathers, it takes the copies back.
 
     Args:
         unit: The unit.
@@ -48,24 +48,24 @@ class _ShownGradients:
 
     Args:
         handle: The handle of the unit's flat parameter.
-        unit_ref: The unit.
+        unit_ref: The unit, held weakly.
     """
 
     def __init__(self, handle: Any, unit_ref: weakref.ref[Any]) -> None:
         self._handle = weakref.ref(handle)
         self._unit_ref = unit_ref
-        #: By parameter the gradient that it has shown last, if it was trained then.
+        #: For each parameter, the gradient that it has shown last, if it was trained then.
         self._last_shown: list[weakref.ref[Tensor] | None] = [None] * len(handle.flat_param._params)
         #: The indices of frozen parameters whose gradients are copies already.
         self._copied: set[int] = set()
         #: The indices of parameters whose gradients are not reduced yet.
         self._unreduced: set[int] = set()
-        #: The indices of those of which this rank holds no element, once they are sharded.
+        #: The indices of parameters of which this rank holds no element; ``None`` until they are sharded.
         self._without_elements: list[int] | None = None
 
     @outside_of_compilation
     def show_guarded(self) -> None:
-        """:meth:`show`, also for parameters that are guarded, whose attributes would go through Python."""
+        """Show gradients after the parameters were freed, also if parameters are guarded."""
         handle: Any = self._handle()
         flat = handle.flat_param
         with without_torch_function():
@@ -81,7 +81,7 @@ class _ShownGradients:
         self._show_elsewhere()
 
     def _show_elsewhere(self) -> None:
-        """Let users see, where this rank holds no element of a parameter, whether other ranks have a gradient of it."""
+        """Let parameters of which this rank holds no element show whether other ranks have a gradient for them."""
         handle: Any = self._handle()
         flat = handle.flat_param
         if self._without_elements is None:
@@ -91,18 +91,18 @@ class _ShownGradients:
             return
         has_gradient = handle.sharded_grad is not None
         if not has_gradient and len(self._without_elements) == len(flat._params):
-            return  # FSDP1 takes it for forgotten wherever no piece shows one
+            return  # FSDP1 drops the unit's gradient on a rank where no parameter shows one
         for index in self._without_elements:
             parameter = flat._params[index]
             is_shown = has_gradient and parameter.requires_grad and not flat._is_grad_none_mask[index]
             show_gradient_elsewhere(parameter, is_shown)
 
     def show(self) -> None:
-        """Show gradients, as FSDP1 does when nothing waits for a reduction."""
+        """Show reduced gradients, as FSDP1 does when nothing waits for a reduction; frozen parameters keep theirs."""
         handle: Any = self._handle()
         params = handle.flat_param._params
         kept_gradients = {} if all(map(_is_trained, params)) else self._gradients_of_frozen(params)
-        reduced_now = self._take_frozen_since(params)
+        reduced_now = self._take_frozen_before_reduction(params)
         type(handle)._use_sharded_grad_views(handle)
         self._note_shown(params)
         if reduced_now or kept_gradients:
@@ -111,7 +111,7 @@ class _ShownGradients:
             kept_gradients.pop(index, None)
             if handle.uses_sharded_strategy:
                 self._copied.discard(index)
-            else:  # it may still be to be reduced, where it is
+            else:  # the gradient is shown itself, not a copy: FSDP1 may still reduce it in place
                 self._copied.add(index)
                 self._unreduced.add(index)
             gradient = self._part_of_reduced(index)
@@ -125,7 +125,7 @@ class _ShownGradients:
         self._copied = set(kept_gradients)
 
     def _gradients_of_frozen(self, params: Sequence[nn.Parameter]) -> dict[int, Tensor]:
-        """The gradients of frozen parameters by index, without those that users have assigned since."""
+        """The gradients that frozen parameters have, by index, without those that users have assigned."""
         gradients: dict[int, Tensor] = {}
         for index, (parameter, shown_ref) in enumerate(zip(params, self._last_shown, strict=True)):
             gradient = None if parameter.requires_grad else parameter.grad
@@ -133,21 +133,24 @@ class _ShownGradients:
                 gradients[index] = gradient
         return gradients
 
-    def _take_frozen_since(self, params: Sequence[nn.Parameter]) -> list[int]:
-        """The indices of parameters that were frozen after a backward pass whose gradients are reduced only now."""
+    def _take_frozen_before_reduction(self, params: Sequence[nn.Parameter]) -> list[int]:
+        """The indices of parameters that were frozen between a backward pass and the reduction, which is done now.
+
+        From then on, no parameter waits for the reduction.
+        """
         indices = [i for i in self._unreduced if params[i].grad is not None and not params[i].requires_grad]
         self._unreduced = set()
         return indices
 
     def _wait_for_reduction(self) -> None:
-        """Let what is computed from now on wait for reductions, which an accelerator runs on a stream of their own."""
+        """Let the current stream of an accelerator wait for the one in which gradients are reduced."""
         unit, handle = self._unit_ref(), self._handle()
         assert handle is not None  # it is the caller
         if handle.device.type != "cpu" and unit is not None and hasattr(unit, "_post_backward_stream"):
             unit._device_handle.current_stream().wait_stream(unit._post_backward_stream)
 
     def _part_of_reduced(self, index: int) -> Tensor | None:
-        """This rank's part of a parameter's reduced gradient; ``None`` if there is none, or it has no element."""
+        """This rank's part of a parameter's reduced gradient; ``None`` if it has none."""
         handle: Any = self._handle()
         flat = handle.flat_param
         info = flat._shard_param_infos[index]
@@ -159,9 +162,9 @@ class _ShownGradients:
         return part.view(parameter.shape).to(parameter.dtype)
 
     def show_unreduced(self) -> None:
-        """Show gradients before they are reduced, which is where reduced ones are, without sharding."""
+        """Show gradients before they are reduced; without sharding, also afterwards, because they stay in place."""
         handle: Any = self._handle()
-        with without_torch_function():  # it assigns whole gradients to what may be guarded as a piece
+        with without_torch_function():  # a parameter may be guarded as a piece, to which no full gradient belongs
             type(handle)._use_unsharded_grad_views(handle)
         params = handle.flat_param._params
         if not handle.uses_sharded_strategy:
@@ -172,7 +175,7 @@ class _ShownGradients:
             self._unreduced.update(index for index, parameter in enumerate(params) if parameter.requires_grad)
 
     def _note_shown(self, params: Sequence[nn.Parameter]) -> None:
-        """Note what trained parameters show."""
+        """Note which gradients trained parameters show."""
         for index, parameter in enumerate(params):
             gradient = parameter.grad if parameter.requires_grad else None
             self._last_shown[index] = None if gradient is None else weakref.ref(gradient)
@@ -184,8 +187,7 @@ _is_trained = attrgetter("requires_grad")
 def unreduced_gradients(unit: FullyShardedDataParallel) -> dict[tuple[nn.Module, str], Tensor]:
     """The gradients that a unit has accumulated without reducing them, by module and parameter name.
 
-    Without sharding they can't be distinguished from reduced ones, and needn't be: reducing those again changes
-    nothing.
+    Without sharding, reduced ones are among them. That does no harm: to average equal gradients again changes nothing.
     """
     handle = handle_of(unit)
     handle._reset_flat_param_grad_info_if_needed()
@@ -203,14 +205,14 @@ def set_unreduced_gradients(
 
     Args:
         unit: The unit. The next reduction adds to the gradient set by :func:`set_reduced_gradient`.
-        gradients: Functions that read a gradient, by module and parameter name. Missing ones are zero: other ranks have
-            some, and this one takes part in their reduction.
+        gradients: Functions that read a gradient, by module and parameter name. What is missing becomes zero, with
+            which this rank takes part in the reduction of what other ranks have.
     """
     handle = handle_of(unit)
     flat = handle.flat_param
     flat._post_backward_called = True
     values = {owner_and_name: read() for owner_and_name, read in gradients.items()}
-    # without sharding they are reduced ones, in the dtype of the parameters
+    # without sharding, reduced gradients are among them, which have the dtype of the parameters
     dtype = handle._fwd_bwd_param_dtype if handle.uses_sharded_strategy else flat.dtype
     grad = torch.zeros(flat._unpadded_unsharded_size, dtype=dtype, device=handle.device)
     for info, view in zip(flat._param_infos, handle._get_unflat_views(grad), strict=True):
@@ -223,7 +225,7 @@ def set_unreduced_gradients(
     elif flat.grad is not None:
         flat._saved_grad_shard = flat.grad.data
     data = flat.data
-    flat.data = grad  # the size that a gradient may have
+    flat.data = grad  # torch accepts a gradient of the size of the data only
     flat.grad = grad
     flat.data = data
     if handle._use_orig_params:
@@ -250,7 +252,7 @@ def reduced_gradient(unit: FullyShardedDataParallel) -> Tensor | None:
 
 
 def saved_gradient(unit: FullyShardedDataParallel) -> Tensor | None:
-    """A unit's reduced gradient while it waits for one that is not reduced yet."""
+    """A unit's reduced gradient, which FSDP1 has set aside while an unreduced one accumulates."""
     saved: Tensor | None = getattr(handle_of(unit).flat_param, "_saved_grad_shard", None)
     return saved
 
@@ -259,7 +261,7 @@ def set_reduced_gradient(unit: FullyShardedDataParallel, grad: Tensor) -> None:
     """Restore a gradient that :func:`reduced_gradient` returned."""
     handle = handle_of(unit)
     flat = handle.flat_param
-    if hasattr(flat, "_cpu_grad"):  # what FSDP1 shows where it offloads
+    if hasattr(flat, "_cpu_grad"):  # with offload, FSDP1 shows this one
         grad = flat._cpu_grad.copy_(grad)
     flat.grad = grad
     if not handle._use_orig_params:
@@ -271,7 +273,7 @@ def set_reduced_gradient(unit: FullyShardedDataParallel, grad: Tensor) -> None:
         handle._use_unsharded_grad_views()
 
 
-def no_gradient(unit: FullyShardedDataParallel) -> Tensor:
+def zero_gradient(unit: FullyShardedDataParallel) -> Tensor:
     """A gradient of zeros, laid out as a unit's shard."""
     return torch.zeros_like(handle_of(unit).flat_param._local_shard)
 

@@ -1,4 +1,4 @@
-"""Options about activations: what is refused, before anything starts."""
+"""Options about activations: what they accept, and which modules offload theirs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from fsdp_core import ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding import SavedOps, check_saved_ops, describe_policy
 
-__all__ = ["check_activations", "described_ops", "offloaded"]
+__all__ = ["check_activations", "described_ops", "modules_to_offload"]
 
 
 def check_activations(policy: object, saves: object, budget: object, offload: object) -> SavedOps | None:
@@ -18,14 +18,14 @@ def check_activations(policy: object, saves: object, budget: object, offload: ob
     Args:
         policy: ``activation_checkpointing_policy``.
         saves: ``activation_checkpointing_saves``.
-        budget: ``activation_memory_budget``, which is checked by itself elsewhere.
+        budget: ``activation_memory_budget``, whose value :func:`check_compile` checks.
         offload: ``activation_offload``.
 
     Returns:
         The operations whose results are kept: torch's operators, or a policy function. ``None`` if all is recomputed.
 
     Raises:
-        UnsupportedCapabilityError: One is of another kind, or they don't go together.
+        UnsupportedCapabilityError: A value is not known, or options contradict each other.
     """
     if not isinstance(offload, bool):
         raise UnsupportedCapabilityError(
@@ -52,7 +52,7 @@ def described_ops(saved: SavedOps | None) -> object:
     return describe_policy(saved) if saved is None or callable(saved) else sorted(map(str, saved))
 
 
-def offloaded(root: nn.Module, units: Sequence[nn.Module]) -> Sequence[nn.Module]:
+def modules_to_offload(root: nn.Module, units: Sequence[nn.Module]) -> Sequence[nn.Module]:
     """The modules whose activations are kept in host memory.
 
     Raises:

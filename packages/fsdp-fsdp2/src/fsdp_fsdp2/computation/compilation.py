@@ -1,4 +1,4 @@
-"""torch.compile, unit by unit, before sharding; and what is kept of activations where that is compiled."""
+"""torch.compile, unit by unit, before sharding; and the share of activations that compiled units keep."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fsdp_fsdp2.torch_private.compilation import BudgetedCompiler
 
 __all__ = ["CompiledForward", "check_compile", "compile_units", "described_compile"]
 
-#: The keywords of :func:`torch.compile`, without what to compile.
+#: The keywords of :func:`torch.compile`: all its parameters but the first, the model.
 _KEYWORDS = tuple(inspect.signature(torch.compile).parameters)[1:]
 
-#: The backends that choose what to keep for the backward pass, and do so by a memory budget.
+#: The backends that choose by a memory budget what they keep for the backward pass.
 _BUDGETED = ("inductor", "aot_eager", "aot_eager_decomp_partition")
 
 
@@ -33,14 +33,14 @@ def check_compile(compile: object, budget: object) -> dict[str, Any] | None:
         The keywords; ``None`` if nothing is compiled.
 
     Raises:
-        UnsupportedCapabilityError: They are of another kind, or don't go together.
+        UnsupportedCapabilityError: A value is not known, or the options contradict each other.
     """
     if not isinstance(compile, bool | Mapping):
         raise UnsupportedCapabilityError(
             f"compile={compile!r} is not known to 'fsdp2'.\n"
             "Write compile=True, or a dict of torch.compile's keywords, such as {'mode': 'max-autotune-no-cudagraphs'}."
         )
-    keywords = dict(compile) if isinstance(compile, Mapping) else {} if compile else None
+    keywords = described_compile(compile)
     unknown = [name for name in keywords or () if name not in _KEYWORDS]
     if unknown:
         raise UnsupportedCapabilityError(
@@ -59,9 +59,11 @@ def check_compile(compile: object, budget: object) -> dict[str, Any] | None:
     return keywords
 
 
-def described_compile(compile: object) -> object:
-    """The option as plain data, for comparison between ranks and strategies."""
-    return dict(compile) if isinstance(compile, Mapping) else {} if compile else None
+def described_compile(compile: object) -> dict[str, Any] | None:
+    """The keywords that the option stands for, as plain data; ``None`` if nothing is compiled."""
+    if isinstance(compile, Mapping):
+        return dict(compile)
+    return {} if compile else None
 
 
 def _check_budget(budget: object, keywords: dict[str, Any] | None, backend: object) -> None:
@@ -101,10 +103,10 @@ class CompiledForward:
         return self._compiled(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _the_same, (self.original,)
+        return _return_original, (self.original,)
 
 
-def _the_same(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _return_original(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
@@ -129,21 +131,19 @@ def compile_units(
             f"compile compiles units, and {type(root).__name__} has none but itself.\n"
             "Name the class of its blocks with auto_wrap_policy={MyBlock}, or compile the parts of the model yourself."
         )
-    compiled = {id(unwrap_compiled(m)): name for name, m in root.named_modules() if unwrap_compiled(m) is not m}
+    compiled_ids = {id(unwrap_compiled(m)) for m in root.modules() if unwrap_compiled(m) is not m}
     for unit in units:
-        inside = [m for m in unit.modules() if id(m) in compiled or is_compiled_in_place(m)]
-        if inside:
+        compiled_inside = [m for m in unit.modules() if id(m) in compiled_ids or is_compiled_in_place(m)]
+        if compiled_inside:
             raise ShardingError(
-                f"compile would compile a {type(unit).__name__}, in which a {type(inside[0]).__name__} is compiled "
-                "already.\nLeave out either the option compile, or torch.compile in the model."
+                f"compile would compile a {type(unit).__name__}, in which a {type(compiled_inside[0]).__name__} is "
+                "compiled already.\nLeave out either the option compile, or torch.compile in the model."
             )
     if budget is not None:
         other_keywords = {name: keywords[name] for name in keywords if name not in ("backend", "mode", "options")}
-        chosen = {name: keywords.get(name) for name in ("mode", "options", "dynamic")}
-        keywords = {
-            **other_keywords,
-            "backend": BudgetedCompiler(budget, keywords.get("backend", "inductor"), **chosen),
-        }
+        backends_keywords = {name: keywords.get(name) for name in ("mode", "options", "dynamic")}
+        backend = BudgetedCompiler(budget, keywords.get("backend", "inductor"), **backends_keywords)
+        keywords = {**other_keywords, "backend": backend}
     for unit in units:
         unit.forward = CompiledForward(unit.forward, keywords)
 

@@ -19,15 +19,15 @@ _MULTIPLE = 16
 
 
 def check_float8(float8: object, float8_filter: object, tensor_parallel: bool) -> None:
-    """Refuse what can't be trained in float8. Called before any process group exists.
+    """Refuse options about float8 that can't be carried out. Needs no process group.
 
     Args:
         float8: Whether linear layers compute in float8; or torchao's ``Float8LinearConfig``.
-        float8_filter: A function ``(module, name) -> bool`` of layers that do.
+        float8_filter: A function ``(module, name) -> bool`` that chooses the layers; ``None`` for all.
         tensor_parallel: Whether layers are divided among ranks.
 
     Raises:
-        UnsupportedCapabilityError: torchao is missing, or an option is of another kind.
+        UnsupportedCapabilityError: torchao is missing, or a value is not known.
     """
     if float8 is False:
         if float8_filter is not None:
@@ -54,7 +54,7 @@ def check_float8(float8: object, float8_filter: object, tensor_parallel: bool) -
             "Write a function (module, name) -> bool, such as lambda module, name: 'head' not in name."
         )
     if getattr(float8, "enable_fsdp_float8_all_gather", False):
-        raise UnsupportedCapabilityError(_ALL_GATHER)
+        raise UnsupportedCapabilityError(_ALL_GATHER_REFUSAL)
     if tensor_parallel:
         raise UnsupportedCapabilityError(
             f"float8={float8!r} together with tensor_parallel_size: each rank would scale its part of a layer by "
@@ -62,7 +62,7 @@ def check_float8(float8: object, float8_filter: object, tensor_parallel: bool) -
         )
 
 
-_ALL_GATHER = (
+_ALL_GATHER_REFUSAL = (
     "Float8LinearConfig(enable_fsdp_float8_all_gather=True) makes gathered parameters torchao's own tensors, which "
     "'fsdp2' can't compare with their shards, fill with zeros where a rank has not used them, or save.\n"
     "Leave it out: weights are then gathered in the dtype of precision=, and rounded to float8 by each layer."
@@ -84,8 +84,8 @@ def compute_in_float8(
 ) -> None:
     """Replace linear layers by torchao's, which hold the same parameters in their own dtype. Idempotent.
 
-    Layers of a class derived from ``nn.Linear``, whose ``forward`` torchao would not keep, and layers whose dimensions
-    float8 units can't take, stay as they are.
+    Two kinds of linear layers stay as they are: those of a class derived from ``nn.Linear``, whose ``forward`` would be
+    lost, and those whose dimensions the hardware can't take.
 
     Args:
         root: The module, not sharded yet.
@@ -102,7 +102,7 @@ def compute_in_float8(
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 
-    fits = {
+    layers = {
         name: module
         for name, module in root.named_modules(remove_duplicate=False)
         if name
@@ -110,7 +110,7 @@ def compute_in_float8(
         and not any(size % _MULTIPLE for size in module.weight.shape)
         and (float8_filter is None or float8_filter(module, name))
     }
-    if not fits and not any(isinstance(module, Float8Linear) for module in root.modules()):
+    if not layers and not any(isinstance(module, Float8Linear) for module in root.modules()):
         sizes = {
             f"{name!r} {tuple(m.weight.shape)}": None for name, m in root.named_modules() if isinstance(m, nn.Linear)
         }
@@ -119,7 +119,7 @@ def compute_in_float8(
             f"has none{' that float8_filter chooses' * (float8_filter is not None)}.\n"
             f"Its linear layers are: {', '.join(list(sizes)[:10]) or 'none'}. Leave float8 out, or change the sizes."
         )
-    for name, module in fits.items():
+    for name, module in layers.items():
         obstacle = "hooks" if has_hooks(module) else "a forward of its own" if "forward" in vars(module) else ""
         if obstacle:
             raise ShardingError(
@@ -127,21 +127,25 @@ def compute_in_float8(
                 "Give it to the module around it, or exclude the layer: float8_filter=lambda module, name: ..."
             )
     config = Float8LinearConfig(emulate=_emulated(device)) if float8 is True else float8
-    chosen = {id(module) for module in fits.values()}
-    convert_to_float8_training(root, config=config, module_filter_fn=lambda module, name: id(module) in chosen)
+    layer_ids = {id(module) for module in layers.values()}
+    convert_to_float8_training(root, config=config, module_filter_fn=lambda module, name: id(module) in layer_ids)
     replacements: dict[int, nn.Module] = {}
-    for name, module in fits.items():
-        if root.get_submodule(name) is module:  # torchao replaces it under the first of its names in one parent
+    for name, module in layers.items():
+        if root.get_submodule(name) is module:  # torchao replaces a layer with several names under the first alone
             root.set_submodule(name, replacements[id(module)])
         new = replacements[id(module)] = root.get_submodule(name)
         assert isinstance(new, Float8Linear)
         new.training = module.training
-        for key, value in module.__dict__.items():  # that it is a unit, and what the user has noted
+        for key, value in module.__dict__.items():  # such as the mark of wrap(), and what the user has set
             new.__dict__.setdefault(key, value)
 
 
 def _emulated(device: torch.device) -> bool:
-    """Whether float8 products are computed in the layer's own dtype, from operands rounded to float8."""
+    """Whether to emulate float8: to round operands to it, and compute in the layer's own dtype.
+
+    Raises:
+        UnsupportedCapabilityError: It is a GPU without float8 units, on which emulation must be asked for.
+    """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9) and torch.version.hip is None:
         major, minor = torch.cuda.get_device_capability(device)
         raise UnsupportedCapabilityError(

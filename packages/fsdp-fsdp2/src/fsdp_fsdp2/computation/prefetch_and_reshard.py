@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from fsdp_core import ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding import describe_policy
 
 __all__ = ["ReshardPolicy", "check_depth", "check_reshard", "described_reshard", "prefetch", "reshards"]
 
-#: Classes of units that are freed, or a function of a unit that says whether it is, or over how many ranks it is kept.
+#: The classes of units that reshard after their forward pass; or a function that says for a unit whether it does, or
+#: over how many ranks it stays sharded.
 ReshardPolicy = Collection[type[nn.Module]] | Callable[[nn.Module], bool | int | None]
 
 _HOW_TO = (
@@ -35,7 +35,7 @@ def check_depth(name: str, depth: object) -> None:
 
 
 def prefetch(root: nn.Module, units: Sequence[nn.Module], forward: int | None, backward: int | None) -> None:
-    """Let each unit gather those that follow it, in the order of their definition, and before it in the backward pass.
+    """Let each unit gather ahead the units that come next, in the forward or in the backward pass.
 
     Args:
         root: The sharded module.
@@ -45,21 +45,23 @@ def prefetch(root: nn.Module, units: Sequence[nn.Module], forward: int | None, b
         backward: The same for the backward pass; ``None`` leaves it to torch, which gathers one ahead, by the order in
             which the forward passes ended.
     """
-    chosen = {id(unit) for unit in (*units, root)}
-    begun = [m for m in root.modules() if id(m) in chosen]  # a unit begins before those inside it, and ends after them
-    ended = [*units, root]
-    for order, depth, is_forward in ((begun, forward, True), (ended[::-1], backward, False)):
-        for index, unit in enumerate(order if depth else ()):
-            assert isinstance(unit, FSDPModule)
-            ahead: list[Any] = order[index + 1 : index + 1 + (depth or 0)]
-            (unit.set_modules_to_forward_prefetch if is_forward else unit.set_modules_to_backward_prefetch)(ahead)
+    unit_ids = {id(unit) for unit in (*units, root)}
+    # a forward pass gathers a unit before those inside it, and leaves it after them, where the backward pass begins
+    forward_order: list[Any] = [module for module in root.modules() if id(module) in unit_ids]
+    backward_order: list[Any] = [root, *reversed(units)]
+    if forward is not None:
+        for index, unit in enumerate(forward_order, start=1):
+            unit.set_modules_to_forward_prefetch(forward_order[index : index + forward])
+    if backward is not None:
+        for index, unit in enumerate(backward_order, start=1):
+            unit.set_modules_to_backward_prefetch(backward_order[index : index + backward])
 
 
 def check_reshard(policy: object) -> None:
-    """Refuse what says nothing about which units reshard.
+    """Refuse values of ``reshard_after_forward`` that are not known.
 
     Raises:
-        UnsupportedCapabilityError: It is no value or policy that is known.
+        UnsupportedCapabilityError: It is no such value or policy.
     """
     if isinstance(policy, bool | int | None):
         return
@@ -94,27 +96,27 @@ def reshards(
     Args:
         policy: See :data:`ReshardPolicy`, or one value for all units; ``None`` for all but the last unit, which the
             backward pass would gather again immediately.
-        root: The module, which follows no policy.
+        root: The module, for which the policy is not asked.
         units: Its units.
         ranks: The number of ranks that parameters are sharded over.
         tensor_parallel: The number of ranks that divide layers.
 
     Raises:
         ShardingError: No unit is of the classes.
-        UnsupportedCapabilityError: A number does not divide the ranks, or goes with divided layers, or a function
-            returned something else.
+        UnsupportedCapabilityError: A number does not divide the ranks, or layers are divided as well, or a function
+            returned no such value.
     """
     _check_divides(policy, ranks, tensor_parallel)
     decisions: dict[nn.Module, bool | int | None] = {root: False if policy is False else None}
-    of_class = tuple(policy) if isinstance(policy, Collection) else None
-    if of_class is not None and not any(isinstance(unit, of_class) for unit in units):
+    classes = tuple(policy) if isinstance(policy, Collection) else None
+    if classes is not None and not any(isinstance(unit, classes) for unit in units):
         raise ShardingError(
             f"reshard_after_forward={describe_policy(policy)} matches no unit of {type(root).__name__}.\n"
             f"Its units are of: {', '.join(dict.fromkeys(type(unit).__name__ for unit in units)) or 'none'}.\n{_HOW_TO}"
         )
     for unit in units:
-        if of_class is not None:
-            chosen: Any = isinstance(unit, of_class)
+        if classes is not None:
+            chosen: Any = isinstance(unit, classes)
         else:
             chosen = policy(unit) if callable(policy) else policy
         if not isinstance(chosen, bool | int | None):

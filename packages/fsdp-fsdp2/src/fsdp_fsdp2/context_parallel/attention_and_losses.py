@@ -21,7 +21,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 from fsdp_core import ShardingError, UnsupportedCapabilityError, gather_sequence
 from fsdp_core.sharding import SequenceSplit, current_split, outside_of_compilation, sharded_of, use_split
 from fsdp_core.state import gathered_modules
-from fsdp_fsdp2.context_parallel.first_pass import FirstPass, not_split
+from fsdp_fsdp2.context_parallel.first_pass import FirstPass, unsplit_length_error
 from fsdp_fsdp2.context_parallel.transformers_models import check_transformers, follow_transformers
 from fsdp_fsdp2.torch_private.forward_passes import recomputes
 
@@ -30,44 +30,44 @@ __all__ = ["ContextParallel", "check_splittable", "checked_dims"]
 #: The parameters of torch's losses after their input and target, in order; not all have the last.
 _OPTIONS = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 
-#: torch's functions that are replaced, by name.
-_torchs: dict[str, Any] = {}
+#: The original functions of torch that are replaced, by name.
+_torch_functions: dict[str, Any] = {}
 
-#: The module whose forward pass is running, and the one whose was the last, which a backward pass may recompute.
+#: The module whose forward pass is running, and the last one with gradients, which a backward pass may recompute.
 _active: ContextParallel | None = None
 _latest: ref[ContextParallel] | None = None
 
 
-class _Before(NamedTuple):
-    """What was there when a forward pass began, and the look at it if it is the first one."""
+class _RunningPass(NamedTuple):
+    """A forward pass: what to restore at its end, and what checks it if it is the first one."""
 
-    active: ContextParallel | None
-    split: SequenceSplit | None
-    fast_path: bool
+    outer_active: ContextParallel | None
+    outer_split: SequenceSplit | None
+    outer_fast_path: bool
     first_pass: FirstPass | None
 
 
 class ContextParallel:
-    """What is known of one context-parallel module, and its forward passes.
+    """One context-parallel module and its forward passes, in which torch's functions see the whole sequence.
 
     Args:
         root: The module, sharded.
 
     Attributes:
         split: How its batches are split.
-        attending: Whether a function of torch's is being called by one of ours.
-        trusted: The number of running forward passes of models that were given the positions of their tokens.
+        is_calling_torch: Whether one of the functions here is calling the original one.
+        models_with_positions: The number of running forward passes of models that were given the positions of tokens.
     """
 
     split: SequenceSplit
 
     def __init__(self, root: nn.Module) -> None:
         self.root = ref(root)
-        self.attending = False
-        self.trusted = 0
+        self.is_calling_torch = False
+        self.models_with_positions = 0
         self._has_attended = False
-        self._running: list[_Before] = []
-        self._looked_at: set[bool] = set()
+        self._running: list[_RunningPass] = []
+        self._checked_modes: set[bool] = set()  # root.training of the first passes that were checked
         self._has_left = False
         _replace_functions()
         root.register_forward_pre_hook(_enter)  # after the hook of fully_shard, and before those for transformers
@@ -79,41 +79,42 @@ class ContextParallel:
         """Begin a forward pass of the root."""
         global _active, _latest
         self.split = split
-        before = current_split()
-        use_split(split)  # what the model gathers is gathered after a Trainer's stage too
-        look = root.training not in self._looked_at and bool(split.lengths) and not self._running
-        first = FirstPass(self, root) if look else None
-        self._running.append(_Before(_active, before, torch.backends.mha.get_fastpath_enabled(), first))
+        outer_split = current_split()
+        use_split(split)  # also outside of the Trainer's stages, which set it too
+        is_first = root.training not in self._checked_modes and bool(split.lengths) and not self._running
+        first_pass = FirstPass(self, root) if is_first else None
+        outer_fast_path = torch.backends.mha.get_fastpath_enabled()
+        self._running.append(_RunningPass(_active, outer_split, outer_fast_path, first_pass))
         torch.backends.mha.set_fastpath_enabled(False)  # it does not call scaled_dot_product_attention
         _active = self
         if torch.is_grad_enabled():
             _latest = ref(self)
-        if first is not None:
-            first.begin()
+        if first_pass is not None:
+            first_pass.begin()
 
     def leave(self, root: nn.Module, *, failed: bool) -> None:
         """End a forward pass of the root, if one is running.
 
         Raises:
-            ShardingError: It was the first one, and has not called attention.
+            ShardingError: No forward pass of the root has called attention.
         """
         global _active
         self._has_left = not failed
         if not self._running:
             return
-        before = self._running.pop()
-        _active, first = before.active, before.first_pass
-        if first is not None:
-            first.end()
-        torch.backends.mha.set_fastpath_enabled(before.fast_path)
-        if before.split is None and not torch.is_grad_enabled():  # with gradients, a loss and a recomputation follow
-            use_split(None)
+        ended = self._running.pop()
+        _active = ended.outer_active
+        if ended.first_pass is not None:
+            ended.first_pass.end()
+        torch.backends.mha.set_fastpath_enabled(ended.outer_fast_path)
+        if ended.outer_split is None and not torch.is_grad_enabled():
+            use_split(None)  # otherwise a loss and a backward pass, which may recompute, still need it
         if not self._running:
-            self.attending, self.trusted = False, 0
+            self.is_calling_torch, self.models_with_positions = False, 0
         if failed:
             return
-        if first is not None:
-            self._looked_at.add(root.training)
+        if ended.first_pass is not None:
+            self._checked_modes.add(root.training)
         if not self._has_attended and self.split.lengths:
             raise ShardingError(
                 f"context parallel on a model without SDPA: {type(root).__name__} has not called "
@@ -124,7 +125,7 @@ class ContextParallel:
             )
 
     def leave_after_error(self, root: nn.Module) -> None:
-        """End a forward pass that an exception has ended: called after every one."""
+        """End a forward pass if an exception has ended it. Called after every one."""
         if self._has_left:
             self._has_left = False
         else:
@@ -151,10 +152,10 @@ class ContextParallel:
             query: Shape ``(..., length, size)``, with the length of a part.
             key: Shape ``(..., length, size)``.
             value: Shape ``(..., length, size)``.
-            attn_mask: With keys of the whole sequence, or 1, in its last dimension; in the one before it queries of
-                this rank, of the whole sequence, or 1.
-            dropout_p: The mask is drawn apart for each rank.
-            is_causal: Whether positions see none after them, counted in the whole sequence.
+            attn_mask: Its last dimension has the keys of the whole sequence, or is 1. The one before it has the queries
+                of this rank or of the whole sequence, or is 1.
+            dropout_p: As in torch; each rank draws for itself.
+            is_causal: Whether positions see none after them in the whole sequence.
             scale: As in torch.
             enable_gqa: As in torch.
 
@@ -162,107 +163,118 @@ class ContextParallel:
             ShardingError: The lengths are not those of parts, or the mask does not cover the keys.
         """
         split = self.split
-        length, keys = query.shape[-2], key.shape[-2]
-        if any(isinstance(positions, DTensor) for positions in (query, key, value)):
+        queries, keys = query.shape[-2], key.shape[-2]
+        if any(isinstance(tensor, DTensor) for tensor in (query, key, value)):
             raise ShardingError(
                 "attention was called with DTensors, which context parallelism can't gather.\n"
                 "Let the layers before it return local tensors: ColwiseParallel(use_local_output=True), the default."
             )
-        for positions in (length, keys):
-            if positions not in split.lengths:
-                raise not_split(positions, split.lengths)
-        if is_causal and (attn_mask is not None or length != keys):
+        for length in (queries, keys):
+            if length not in split.lengths:
+                raise unsplit_length_error(length, split.lengths)
+        if is_causal and (attn_mask is not None or queries != keys):
             raise ShardingError(
-                f"is_causal=True with {'an attn_mask' if attn_mask is not None else f'{length} queries, {keys} keys'} "
+                f"is_causal=True with {'an attn_mask' if attn_mask is not None else f'{queries} queries, {keys} keys'} "
                 "has no meaning for a part of a sequence.\nGive one of them, and as many queries as keys."
             )
-        first = split.rank * length
+        first_query = split.rank * queries
         self._has_attended = True
         if key.shape == value.shape and key.dtype == value.dtype:
             key, value = gather_sequence(torch.stack((key, value)), -2).unbind()
         else:
             key, value = gather_sequence(key, -2), gather_sequence(value, -2)
         if is_causal:
-            end = first + length
+            end = first_query + queries
             key, value = key[..., :end, :], value[..., :end, :]
-            attn_mask, is_causal = (causal_lower_right(length, end), False) if first else (None, True)
+            if first_query > 0:  # torch's is_causal would let the first query here see the first key alone
+                attn_mask, is_causal = causal_lower_right(queries, end), False
         elif attn_mask is not None:
-            attn_mask = _rows(attn_mask, split, length, keys)
+            attn_mask = _own_rows(attn_mask, split, queries, keys)
         options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        with self.own_random(query.device) if dropout_p > 0 else self.by_torch():
+        with self.draw_own_numbers(query.device) if dropout_p > 0 else self.call_torch():
             return _attend_by_torch(query, key, value, attn_mask, **options)
 
     @contextmanager
-    def by_torch(self) -> Iterator[None]:
-        """A context in which torch's functions are not looked at: they are called by ours."""
-        self.attending = True
+    def call_torch(self) -> Iterator[None]:
+        """A context in which a function of torch's is called by one of those here, and is not checked."""
+        self.is_calling_torch = True
         try:
             yield
         finally:
-            self.attending = False
+            self.is_calling_torch = False
 
     @contextmanager
-    def own_random(self, device: torch.device) -> Iterator[None]:
-        """The same, in which each context-parallel rank draws numbers of its own.
+    def draw_own_numbers(self, device: torch.device) -> Iterator[None]:
+        """The same, in which each context-parallel rank draws random numbers of its own.
 
-        Outside, peers draw the same numbers, such as one noise level for each sample. Here the generator is seeded with
-        a number drawn there and the rank: what restores the generator, as before a recomputation, restores this too.
+        Outside of it the ranks draw the same numbers, such as one noise level for each sample. Within it the generator
+        is seeded with such a number and the rank. A recomputation, which restores the generator, so draws the same.
         """
         seed = int(torch.randint(2**48, (1,)))
-        with self.by_torch(), torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        with (
+            self.call_torch(),
+            torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type),
+        ):
             torch.manual_seed(seed * self.split.size + self.split.rank)
             yield
 
 
-def _rows(mask: Tensor, split: SequenceSplit, length: int, keys: int) -> Tensor:
-    """The rows of a mask for this rank's queries."""
-    everything = split.size * keys
+def _own_rows(mask: Tensor, split: SequenceSplit, queries: int, keys: int) -> Tensor:
+    """The rows of a mask for this rank's queries.
+
+    Args:
+        mask: The mask.
+        split: How sequences are split.
+        queries: The number of this rank's queries.
+        keys: The number of this rank's keys.
+    """
+    all_queries, all_keys = split.size * queries, split.size * keys
     if isinstance(mask, CausalBias):
         raise ShardingError(
             "a CausalBias as attn_mask has the length of a part, and counts from its beginning.\nWrite is_causal=True."
         )
-    if mask.shape[-1] not in (1, everything):
+    if mask.shape[-1] not in (1, all_keys):
         raise ShardingError(
-            f"attn_mask of shape {tuple(mask.shape)} has {mask.shape[-1]} keys, and attention sees the {everything} of "
+            f"attn_mask of shape {tuple(mask.shape)} has {mask.shape[-1]} keys, and attention sees the {all_keys} of "
             f"the whole sequence, of which this rank holds {keys}: the mask says nothing about the others.\n"
             "Build it from fsdp_core.gather_sequence(padding), of shape (batch, whole length), and "
             "fsdp_core.sequence_positions(length) for the rows; or split a whole mask of the batch by its rows, with "
             "context_parallel_dims={'mask': 2}."
         )
-    if mask.ndim > 1 and mask.shape[-2] == split.size * length:
-        return mask.narrow(-2, split.rank * length, length)
-    if mask.ndim > 1 and mask.shape[-2] not in (1, length):
+    if mask.ndim > 1 and mask.shape[-2] == all_queries:
+        return mask.narrow(-2, split.rank * queries, queries)
+    if mask.ndim > 1 and mask.shape[-2] not in (1, queries):
         raise ShardingError(
-            f"attn_mask of shape {tuple(mask.shape)} has {mask.shape[-2]} rows, for {length} queries of this rank and "
-            f"{split.size * length} of the whole sequence.\nGive as many rows as either has, or 1."
+            f"attn_mask of shape {tuple(mask.shape)} has {mask.shape[-2]} rows, for {queries} queries of this rank and "
+            f"{all_queries} of the whole sequence.\nGive as many rows as either has, or 1."
         )
     return mask
 
 
 def _attend_by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-    torchs_attention = _torchs["scaled_dot_product_attention"]
+    original = _torch_functions["scaled_dot_product_attention"]
     if not isinstance(mask, CausalBias):
-        return torchs_attention(query, key, value, mask, **options)  # type: ignore[no-any-return]
+        return original(query, key, value, mask, **options)  # type: ignore[no-any-return]
     replacement = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = torchs_attention  # with which a CausalBias compares what it is passed to
+    F.scaled_dot_product_attention = original  # a CausalBias refuses any function but the one found here
     try:
-        return torchs_attention(query, key, value, mask, **options)  # type: ignore[no-any-return]
+        return original(query, key, value, mask, **options)  # type: ignore[no-any-return]
     finally:
         F.scaled_dot_product_attention = replacement
 
 
-def _acting() -> ContextParallel | None:
+def _active_or_recomputed() -> ContextParallel | None:
     """The module whose forward pass is running, or is being recomputed."""
     if _active is not None or _latest is None or not recomputes():
         return _active
     latest = _latest()
-    # after the latest, a strategy without context parallelism may have begun: what is recomputed is a module of that
+    # unless a strategy without context parallelism has run since, and one of its modules is recomputed
     return latest if latest is not None and latest.split is current_split() else None
 
 
 def _replace_functions() -> None:
     """Replace the functions of :mod:`torch.nn.functional`, once. They act in context-parallel modules only."""
-    if _torchs:
+    if _torch_functions:
         return
     replacements: dict[str, Callable[..., Any]] = {
         "scaled_dot_product_attention": _attention,
@@ -272,28 +284,28 @@ def _replace_functions() -> None:
         "nll_loss": _nll_loss,
     }
     for name, replacement in replacements.items():
-        _torchs[name] = original = getattr(F, name)
+        _torch_functions[name] = original = getattr(F, name)
         setattr(F, name, wraps(original)(replacement))
 
 
 def _attention(*args: Any, **kwargs: Any) -> Any:
-    context = _acting()
+    context = _active_or_recomputed()
     if context is not None:
         return context.attend(*args, **kwargs)
     mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
     split = current_split()
     if split is None and not isinstance(mask, CausalBias):
-        return _torchs["scaled_dot_product_attention"](*args, **kwargs)
-    options = {key: value for key, value in kwargs.items() if key not in ("query", "key", "value", "attn_mask")}
+        return _torch_functions["scaled_dot_product_attention"](*args, **kwargs)
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-    options.update(zip(names[4:], args[4:], strict=False))
-    query, key, value = (args[i] if i < len(args) else kwargs[names[i]] for i in range(3))
+    named = dict(zip(names, args, strict=False)) | kwargs
+    query, key, value = (named.pop(name) for name in names[:3])
+    named.pop("attn_mask", None)
     if split is not None and not gathered_modules:
-        _check_outside(query, key, split)
-    return _attend_by_torch(query, key, value, mask, **options)
+        _check_sees_whole_sequence(query, key, split)
+    return _attend_by_torch(query, key, value, mask, **named)
 
 
-def _check_outside(query: Tensor, key: Tensor, split: SequenceSplit) -> None:
+def _check_sees_whole_sequence(query: Tensor, key: Tensor, split: SequenceSplit) -> None:
     """Refuse attention over a part of a sequence by a model that the strategy has not set up, such as a teacher.
 
     Raises:
@@ -315,15 +327,15 @@ def _multi_head_attention(*args: Any, need_weights: bool = True, **kwargs: Any) 
             "without scaled_dot_product_attention, over this rank's part of the sequence alone.\n"
             "Call it with need_weights=False."
         )
-    return _torchs["multi_head_attention_forward"](*args, need_weights=need_weights, **kwargs)
+    return _torch_functions["multi_head_attention_forward"](*args, need_weights=need_weights, **kwargs)
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    context = _acting() if training and p > 0 else None
-    if context is None or context.attending:  # torch's function calls this one while a first pass is looked at
-        return _torchs["dropout"](input, p, training, inplace)
-    with context.own_random(input.device):
-        return _torchs["dropout"](input, p, training, inplace)
+    context = _active_or_recomputed() if training and p > 0 else None
+    if context is None or context.is_calling_torch:  # under FirstPass, torch's dropout calls F.dropout again, this one
+        return _torch_functions["dropout"](input, p, training, inplace)
+    with context.draw_own_numbers(input.device):
+        return _torch_functions["dropout"](input, p, training, inplace)
 
 
 def _cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -335,14 +347,11 @@ def _nll_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _mean_over_ranks(name: str, input: Tensor, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A loss of labels; if it is the mean over those of a part, this rank's share of the mean over the sequence."""
-    split, loss = current_split(), _torchs[name]
+    """A loss of labels. A mean over those of a part becomes this rank's share of the mean over the sequence."""
+    split, loss = current_split(), _torch_functions[name]
     options = dict(zip(_OPTIONS, args, strict=False)) | kwargs
-    is_mean = (options.get("reduction", "mean"), options.get("size_average"), options.get("reduce")) == (
-        "mean",
-        None,
-        None,
-    )
+    is_old_style = options.get("size_average") is not None or options.get("reduce") is not None
+    is_mean = options.get("reduction", "mean") == "mean" and not is_old_style
     if split is None or not is_mean or target.is_floating_point():
         return loss(input, target, *args, **kwargs)
     if target.numel() not in split.targets:
@@ -398,10 +407,10 @@ def check_splittable(root: nn.Module) -> None:
 
 
 def checked_dims(dims: object) -> Mapping[str, int] | None:
-    """Refuse what is no mapping from names to dimensions.
+    """Return ``context_parallel_dims`` if it is valid.
 
     Raises:
-        UnsupportedCapabilityError: It is neither such a mapping nor ``None``.
+        UnsupportedCapabilityError: It is neither a mapping from names to dimensions nor ``None``.
     """
     if dims is None:
         return None

@@ -1,4 +1,4 @@
-"""What a first forward pass on a part of a sequence is looked at for: code that takes the part for the whole."""
+"""Checks of a first forward pass on a part of a sequence, for code that takes the part for the whole."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fsdp_core import ShardingError
 if TYPE_CHECKING:
     from fsdp_fsdp2.context_parallel.attention_and_losses import ContextParallel
 
-__all__ = ["FirstPass", "not_split"]
+__all__ = ["FirstPass", "unsplit_length_error"]
 
-#: torch's own: this file is imported before the function is replaced.
+#: torch's own function: this file is imported before it is replaced.
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _SOFTMAX = {torch.softmax, torch.nn.functional.softmax, Tensor.softmax}
 _POSITIONS = "Positions of this rank's part are fsdp_core.sequence_positions(length)"
 
 
-def not_split(length: int, lengths: Collection[int]) -> ShardingError:
-    """What to raise for attention over another length than parts of batches have had."""
+def unsplit_length_error(length: int, lengths: Collection[int]) -> ShardingError:
+    """The error to raise for attention over a length that no part of a batch has had."""
     if not lengths:
         return ShardingError(
             "context parallelism was asked for, and no batch has been split: every rank computes on whole sequences.\n"
@@ -38,10 +38,10 @@ def not_split(length: int, lengths: Collection[int]) -> ShardingError:
 
 
 class FirstPass(TorchFunctionMode):
-    """Refuses what is known to be wrong on a part of a sequence, in the first forward pass in training and evaluation.
+    """Refuses what is known to be wrong on a part of a sequence. Used in the first pass in training and in evaluation.
 
     Args:
-        context: The module's context.
+        context: The module's context parallelism.
         root: The module.
     """
 
@@ -52,22 +52,22 @@ class FirstPass(TorchFunctionMode):
         self._tables = {id(table) for table in (*root.buffers(), *root.parameters(), *_plain_tables(root))}
 
     def begin(self) -> None:
-        """Look at the operations from now on."""
+        """Check operations from now on."""
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """Look no more."""
+        """Check no more."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self._context.attending:
-            self._look(func, args, kwargs)
+        if not self._context.is_calling_torch:
+            self._check(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if func is _ATTENTION:
             raise ShardingError(
                 "attention was called by a name that was imported before the strategy replaced it (from "
@@ -83,16 +83,16 @@ class FirstPass(TorchFunctionMode):
                     "Call torch.nn.functional.scaled_dot_product_attention (attn_implementation='sdpa' for "
                     "transformers), or leave context_parallel_size out."
                 )
-        if self._context.trusted:
+        if self._context.models_with_positions:
             return
-        if func is torch.arange and _counts_to(args, kwargs) in self._lengths:
+        if func is torch.arange and _arange_end(args, kwargs) in self._lengths:
             raise ShardingError(
-                f"torch.arange({_counts_to(args, kwargs)}) in the model counts the positions of this rank's part of "
+                f"torch.arange({_arange_end(args, kwargs)}) in the model counts the positions of this rank's part of "
                 f"the sequence from 0, on every rank.\n{_POSITIONS}; or give them to the model in the batch. If it "
                 "counts something else, of which there are as many, make it once in __init__()."
             )
         if func is Tensor.__getitem__ and (id(args[0]) in self._tables or isinstance(args[0], nn.Parameter)):
-            cut = _cut_to(args[0], args[1], self._lengths)
+            cut = _cut_length(args[0], args[1], self._lengths)
             if cut is not None:
                 raise ShardingError(
                     f"a parameter, buffer or attribute of shape {tuple(args[0].shape)} was cut to [:{cut}], the length "
@@ -106,14 +106,15 @@ def _plain_tables(root: nn.Module) -> Iterator[Tensor]:
     for module in root.modules():
         for name, value in vars(module).items():
             if name not in ("_parameters", "_buffers", "_modules"):
-                elements = (
-                    value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-                )
-                yield from (item for item in (value, *elements) if isinstance(item, Tensor))
+                if isinstance(value, dict):
+                    items = list(value.values())
+                else:
+                    items = list(value) if isinstance(value, list | tuple) else [value]
+                yield from (item for item in items if isinstance(item, Tensor))
 
 
-def _counts_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """The end of an ``arange`` from 0 by steps of 1."""
+def _arange_end(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The end of an ``arange`` from 0 by steps of 1; ``None`` for any other."""
     start, end, step = kwargs.get("start", 0), kwargs.get("end"), kwargs.get("step", 1)
     if len(args) == 1:
         (end,) = args
@@ -122,16 +123,16 @@ def _counts_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     return end if type(end) is int and start == 0 and step == 1 else None
 
 
-def _cut_to(table: Tensor, index: Any, lengths: Collection[int]) -> int | None:
-    """The length among some to which an index cuts a dimension that is longer."""
+def _cut_length(table: Tensor, index: Any, lengths: Collection[int]) -> int | None:
+    """Which of some lengths an index cuts a longer dimension of a table to; ``None`` if none."""
     indices = [item for item in (index if isinstance(index, tuple) else (index,)) if item is not None]
     if any(isinstance(item, Tensor) and item.dtype == torch.bool for item in indices):
-        return None  # a mask takes several dimensions
-    if Ellipsis in [item for item in indices if not isinstance(item, Tensor)]:
-        at = next(i for i, item in enumerate(indices) if item is Ellipsis)
-        indices[at : at + 1] = [slice(None)] * (table.ndim - len(indices) + 1)
+        return None  # a mask may stand for several dimensions
+    ellipsis = next((i for i, item in enumerate(indices) if item is Ellipsis), None)
+    if ellipsis is not None:
+        indices[ellipsis : ellipsis + 1] = [slice(None)] * (table.ndim - len(indices) + 1)
     for size, item in zip(table.shape, indices, strict=False):
-        begins = isinstance(item, slice) and item.start in (None, 0) and item.step in (None, 1)
-        if begins and type(item.stop) is int and item.stop in lengths and size > item.stop:
+        is_from_start = isinstance(item, slice) and item.start in (None, 0) and item.step in (None, 1)
+        if is_from_start and type(item.stop) is int and item.stop in lengths and size > item.stop:
             return int(item.stop)
     return None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_core import ShardingError, UnsupportedCapabilityError, gather_sequence, sequence_positions, shift_labels
-from fsdp_fsdp2.context_parallel.first_pass import not_split
+from fsdp_fsdp2.context_parallel.first_pass import unsplit_length_error
 
 if TYPE_CHECKING:
     from fsdp_fsdp2.context_parallel.attention_and_losses import ContextParallel
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["check_transformers", "follow_transformers"]
 
 #: Arguments that would mean the whole sequence to the caller, and a part to the model.
-_OF_WHOLE_SEQUENCES = ("past_key_values", "num_items_in_batch", "logits_to_keep")
+_REFUSED_ARGUMENTS = ("past_key_values", "num_items_in_batch", "logits_to_keep")
 
 #: The losses of transformers that compare each position's logits with that position's label.
 _BY_POSITION = ("ForMaskedLM", "ForTokenClassification")
@@ -45,30 +45,34 @@ def check_transformers(root: nn.Module) -> None:
     for model in _models(root):
         config: Any = model.config
         implementation = getattr(config, "_attn_implementation", None)
-        kinds = set(getattr(config, "layer_types", None) or ())
-        why = None
+        layer_types = set(getattr(config, "layer_types", None) or ())
+        other_types = layer_types - {"full_attention"}
+        refusal = None
+        remedy = "Leave context_parallel_size out"
         if implementation != "sdpa":
-            why = f"its attention is {implementation!r}, and must be 'sdpa'", "Build it with attn_implementation='sdpa'"
+            refusal = f"its attention is {implementation!r}, and must be 'sdpa'"
+            remedy = "Build it with attn_implementation='sdpa'"
         elif getattr(config, "is_encoder_decoder", False):
-            why = "it is an encoder with a decoder", "Leave context_parallel_size out"
-        elif kinds - {"full_attention"} or (getattr(config, "sliding_window", None) and not kinds):
-            what = ", ".join(sorted(kinds - {"full_attention"})) or f"sliding_window={config.sliding_window}"
-            why = f"its layers have another attention than to all positions ({what})", "Leave context_parallel_size out"
+            refusal = "it is an encoder with a decoder"
+        elif other_types or (getattr(config, "sliding_window", None) and not layer_types):
+            attention = ", ".join(sorted(other_types)) or f"sliding_window={config.sliding_window}"
+            refusal = f"its layers have another attention than to all positions ({attention})"
         elif _is_causal(model) is None:
-            why = "its layers don't say, or not all alike, whether they are causal", "Leave context_parallel_size out"
-        if why is not None:
+            refusal = "its layers don't say, or not all alike, whether they are causal"
+        if refusal is not None:
             raise UnsupportedCapabilityError(
-                f"{_name(model)} can't be trained with context parallelism: {why[0]}.\n{why[1]}."
+                f"{_name(model)} can't be trained with context parallelism: {refusal}.\n{remedy}."
             )
 
 
 def _is_causal(model: nn.Module) -> bool | None:
+    """Whether a model's layers are causal; ``None`` if they don't say so, or differ."""
     causal_flags = {bool(module.is_causal) for module in model.modules() if hasattr(module, "is_causal")}
     return causal_flags.pop() if len(causal_flags) == 1 else None
 
 
 def follow_transformers(root: nn.Module, active: Callable[[], ContextParallel | None]) -> None:
-    """Give models of transformers what they need in each forward pass.
+    """Let models of transformers get arguments for the whole sequence in each forward pass.
 
     Args:
         root: The module that contains them.
@@ -79,22 +83,22 @@ def follow_transformers(root: nn.Module, active: Callable[[], ContextParallel | 
         context = active()
         if context is None:
             return None
-        named = _named(model, args, kwargs)
-        _complete(model, named, context)
-        context.trusted += 1
+        named = _arguments_by_name(model, args, kwargs)
+        _complete_arguments(model, named, context)
+        context.models_with_positions += 1
         return (), named
 
     def after(model: nn.Module, args: Any, output: Any) -> None:
         context = active()
-        if context is not None and context.trusted:
-            context.trusted -= 1
+        if context is not None and context.models_with_positions:
+            context.models_with_positions -= 1
 
     for model in _models(root):
         model.register_forward_pre_hook(before, with_kwargs=True)
         model.register_forward_hook(after, always_call=True)
 
 
-def _named(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _arguments_by_name(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name."""
     bound = inspect.signature(model.forward).bind_partial(*args, **kwargs)
     named: dict[str, Any] = {}
@@ -106,8 +110,8 @@ def _named(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any
     return named
 
 
-def _complete(model: nn.Module, named: dict[str, Any], context: ContextParallel) -> None:
-    """Add to the arguments of a call, or replace, what depends on the whole sequence."""
+def _complete_arguments(model: nn.Module, named: dict[str, Any], context: ContextParallel) -> None:
+    """Add to the arguments of a call those that depend on the whole sequence, or replace them."""
     inputs = named.get("input_ids")
     inputs = named.get("inputs_embeds") if inputs is None else inputs
     if not isinstance(inputs, Tensor) or inputs.ndim < 2:
@@ -117,8 +121,8 @@ def _complete(model: nn.Module, named: dict[str, Any], context: ContextParallel)
         )
     batch, length = inputs.shape[:2]
     if length not in context.split.lengths:
-        raise not_split(length, context.split.lengths)
-    refused = [name for name in _OF_WHOLE_SEQUENCES if _is_given(named.get(name))]
+        raise unsplit_length_error(length, context.split.lengths)
+    refused = [name for name in _REFUSED_ARGUMENTS if _is_given(named.get(name))]
     if refused:
         raise ShardingError(
             f"{refused[0]} can't be passed to {_name(model)} with context parallelism, where it would mean "
@@ -128,14 +132,14 @@ def _complete(model: nn.Module, named: dict[str, Any], context: ContextParallel)
         )
     causal = bool(_is_causal(model))
     positions = named.get("position_ids")
-    cached = named.get("use_cache")
-    cached = getattr(model.config, "use_cache", False) if cached is None else cached
+    uses_cache = named.get("use_cache")
+    uses_cache = getattr(model.config, "use_cache", False) if uses_cache is None else uses_cache
     mask = named.get("attention_mask")
     if mask is None or mask.ndim == 2:
         document = None
         if mask is None and causal and positions is not None and positions.ndim == 2:
             document = _documents(gather_sequence(positions))
-            if document is not None and cached:
+            if document is not None and uses_cache:
                 raise ShardingError(
                     "position_ids are those of packed sequences, which transformers keeps apart only without a cache.\n"
                     "Pass use_cache=False, or set model.config.use_cache = False; or pass an attention_mask."
@@ -153,7 +157,7 @@ def _complete(model: nn.Module, named: dict[str, Any], context: ContextParallel)
     if "use_cache" in parameters:
         named["use_cache"] = False  # it would hold keys of this rank alone
     if named.get("labels") is not None:
-        _shift(model, named, parameters)
+        _shift_labels(model, named, parameters)
 
 
 def _name(model: nn.Module) -> str:
@@ -166,7 +170,10 @@ def _is_given(value: object) -> bool:
 
 
 def _documents(positions: Tensor) -> Tensor | None:
-    """Of packed sequences, to which one each position belongs; ``None`` if each row is one, as transformers decides."""
+    """The index of the packed sequence that each position belongs to; ``None`` if each row is one sequence.
+
+    As transformers decides: a new one begins where positions don't follow each other.
+    """
     first = positions[:, :1] - 1
     document = (torch.diff(positions, prepend=first, dim=-1) != 1).cumsum(-1)
     return document if bool(document[:, -1].any()) else None
@@ -175,7 +182,7 @@ def _documents(positions: Tensor) -> Tensor | None:
 def _mask(
     document: Tensor | None, padding: Tensor | None, causal: bool, length: int, context: ContextParallel
 ) -> Tensor | None:
-    """Which keys of the whole sequence each position of this rank sees; ``None`` for those that the layers choose.
+    """Which keys of the whole sequence each position of this rank sees; ``None`` if layers decide that by themselves.
 
     Returns:
         Shape ``(batch, 1, length, whole length)``; transformers passes a mask of four dimensions on to attention.
@@ -184,7 +191,7 @@ def _mask(
         return None
     full = document if document is not None else padding
     assert full is not None
-    keys = torch.ones_like(full[0], dtype=torch.int64).cumsum(0) - 1
+    keys = torch.ones_like(full[0], dtype=torch.int64).cumsum(0) - 1  # as arange(), which FirstPass refuses
     rows = keys.narrow(0, context.split.rank * length, length)
     sees = (rows[:, None] >= keys) if causal else torch.ones(length, len(keys), dtype=torch.bool, device=keys.device)
     sees = sees.expand(len(full), -1, -1)
@@ -195,15 +202,15 @@ def _mask(
     return sees[:, None]
 
 
-def _shift(model: nn.Module, named: dict[str, Any], parameters: Any) -> None:
-    """Shift the labels of a causal language model over the boundary of parts."""
+def _shift_labels(model: nn.Module, named: dict[str, Any], parameters: Any) -> None:
+    """Shift the labels of a causal language model by one position, across the boundaries between ranks' parts."""
     loss = getattr(model, "loss_type", None)
     if loss is None and _name(model).endswith("LMHeadModel"):
         loss = "ForCausalLM"  # the default of transformers, for a class whose name does not say it
     if loss in _BY_POSITION:
         return
-    takes_more = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    if loss != "ForCausalLM" or not (takes_more or "shift_labels" in parameters):
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if loss != "ForCausalLM" or not (takes_any or "shift_labels" in parameters):
         raise ShardingError(
             f"{_name(model)} computes a loss ({loss}) from labels= that is not known to be right on a part of "
             "a sequence.\n"

@@ -34,9 +34,9 @@ def check_loss_parallel(option: object) -> None:
 def with_parallel_loss(enabled: bool = True) -> Iterator[None]:
     """A context in which cross entropy is computed over sharded logits, without gathering them.
 
-    It is torch's :func:`~torch.distributed.tensor.parallel.loss_parallel`, which must hold in the backward pass too,
-    and which this one may be entered in. What the losses return, which is the same on all ranks, becomes a plain
-    tensor, so that it can be logged and added to others. An exception ends it.
+    It is torch's :func:`~torch.distributed.tensor.parallel.loss_parallel`, with three differences: it may be nested, an
+    exception ends it, and losses, which are the same on all ranks, become plain tensors, which can be logged and added
+    to others. The backward pass must run in such a context too.
 
     Args:
         enabled: Whether to do anything.
@@ -59,7 +59,7 @@ def _in_loss_parallel() -> Iterator[None]:
         yield
     finally:
         if is_loss_parallel():  # the user's own may have ended it
-            context.__exit__(None, None, None)  # as if nothing was raised: it has no finally of its own
+            context.__exit__(None, None, None)  # as without an exception, on which torch's would leave it on
 
 
 class _PlainLosses(TorchFunctionMode):
@@ -69,7 +69,8 @@ class _PlainLosses(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         loss = func(*args, **(kwargs or {}))
-        is_loss = func is functional.cross_entropy or func is functional.nll_loss  # context parallelism replaces them
+        # looked up in each call: context parallelism replaces these functions
+        is_loss = func is functional.cross_entropy or func is functional.nll_loss
         if is_loss and isinstance(loss, DTensor) and all(isinstance(p, Replicate) for p in loss.placements):
-            return loss.to_local().clone()  # not a view, about which fully_shard warns where a root returns it
+            return loss.to_local().clone()  # fully_shard warns about a view that a root returns
         return loss

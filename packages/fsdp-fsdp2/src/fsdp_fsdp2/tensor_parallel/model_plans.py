@@ -25,12 +25,12 @@ _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
     "sequence_parallel": lambda: SequenceParallel(use_local_output=True),
-    # A norm over each head, of which every rank has others: its weight is whole, its gradient the sum over the ranks.
-    # Along which dimension ranks differ makes no difference to a norm over the last one; the first always exists.
+    # A norm over each head, with different heads on each rank: its weight is whole, and its gradient a sum over ranks.
+    # Any sequence_dim but the last will do, since the norm is over the last; the first always exists.
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=0, use_local_output=True),
 }
 
-#: Whether transformers frees a unit between its forward and its backward pass.
+#: The requests of a ``_fsdp_plan``: whether a unit is freed between its forward and its backward pass.
 _FREED = {"free_full_weight": True, "keep_full_weight": False}
 
 
@@ -41,20 +41,20 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def own_plan(root: nn.Module) -> dict[str, ParallelStyle]:
-    """How the submodules that bring a ``_tp_plan`` want to be divided, by patterns of FQNs in ``root``.
+    """The styles that the ``_tp_plan`` of submodules asks for, by patterns of FQNs in ``root``.
 
     Raises:
         ShardingError: None brings one, or one names a style that has no counterpart in torch.
     """
     styles_by_pattern: dict[str, ParallelStyle] = {}
-    for name, style, owner in _plans(root, "_tp_plan"):
+    for pattern, style, owner in _plan_entries(root, "_tp_plan"):
         if isinstance(style, str) and style not in _STYLES:
             raise ShardingError(
-                f"tp_plan='auto': {owner} wants the style {style!r} for {name!r}, which "
+                f"tp_plan='auto': {owner} wants the style {style!r} for {pattern!r}, which "
                 f"has no counterpart in torch.\nWrite the plan yourself; known are {', '.join(_STYLES)}."
             )
-        if name not in styles_by_pattern:
-            styles_by_pattern[name] = style if isinstance(style, ParallelStyle) else _STYLES[str(style)]()
+        if pattern not in styles_by_pattern:
+            styles_by_pattern[pattern] = style if isinstance(style, ParallelStyle) else _STYLES[str(style)]()
     if not styles_by_pattern:
         raise ShardingError(
             f"tp_plan='auto', but no submodule of {type(root).__name__} brings a plan as _tp_plan.\n"
@@ -64,44 +64,43 @@ def own_plan(root: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def own_units(root: nn.Module) -> list[nn.Module] | None:
-    """The repeated blocks, and what the ``_fsdp_plan`` of submodules wants to be freed after its forward pass.
+    """The repeated blocks, and the modules that the ``_fsdp_plan`` of submodules frees after their forward pass.
 
-    What a plan wants to keep (``keep_full_weight``: the last norm and the head) is left to the root, which stays
+    The modules that a plan keeps (``keep_full_weight``: the last norm and the head) are left to the root, which stays
     gathered between its forward and its backward pass.
 
     Returns:
-        The units; ``None`` if no submodule brings a plan, or one that names no module, or units are marked by ``wrap``.
+        The units; ``None`` if no plan names a module to free, or units are marked by ``wrap``.
 
     Raises:
         ShardingError: A plan names something unknown.
     """
-    freed: list[str] = []
-    for name, style, owner in _plans(root, "_fsdp_plan"):
-        if style not in _FREED:
+    freed_patterns: list[str] = []
+    for pattern, request, owner in _plan_entries(root, "_fsdp_plan"):
+        if request not in _FREED:
             raise ShardingError(
-                f"auto_wrap_policy='auto': the _fsdp_plan of {owner} has {style!r} for {name!r}, which is not known; "
-                f"known are {', '.join(_FREED)}.\nWrite auto_wrap_policy={{MyBlock}} instead."
+                f"auto_wrap_policy='auto': the _fsdp_plan of {owner} has {request!r} for {pattern!r}, which is not "
+                f"known; known are {', '.join(_FREED)}.\nWrite auto_wrap_policy={{MyBlock}} instead."
             )
-        if _FREED[str(style)]:
-            freed.append(name)
-    if not freed or marked(root):
+        if _FREED[str(request)]:
+            freed_patterns.append(pattern)
+    if not freed_patterns or marked(root):
         return None
-    chosen = set(repeated_blocks(root))
-    inside = {inner for block in chosen for inner in block.modules()} - chosen
+    units = set(repeated_blocks(root))
+    inside_blocks = {inner for block in units for inner in block.modules()} - units
     for name, module in root.named_modules():
-        if module not in inside and any(matches(name, pattern) for pattern in freed):
-            chosen.add(module)
-    return select_units(root, lambda module: module in chosen) if chosen else None
+        if module not in inside_blocks and any(matches(name, pattern) for pattern in freed_patterns):
+            units.add(module)
+    return select_units(root, lambda module: module in units) if units else None
 
 
-def _plans(root: nn.Module, attribute: str) -> list[tuple[str, object, str]]:
-    """The entries of submodules' plans: a pattern of FQNs in ``root``, what it asks for, and whose it is."""
+def _plan_entries(root: nn.Module, attribute: str) -> list[tuple[str, object, str]]:
+    """The entries of submodules' plans: a pattern of FQNs in ``root``, what it asks for, and the submodule's class."""
     entries: list[tuple[str, object, str]] = []
     for prefix, module in root.named_modules():
         plan = getattr(module, attribute, None)
         if isinstance(plan, Mapping):
-            name = type(module).__name__
-            entries += [
-                (f"{prefix}.{pattern}" if prefix else pattern, request, name) for pattern, request in plan.items()
-            ]
+            owner = type(module).__name__
+            for pattern, request in plan.items():
+                entries.append((f"{prefix}.{pattern}" if prefix else pattern, request, owner))
     return entries

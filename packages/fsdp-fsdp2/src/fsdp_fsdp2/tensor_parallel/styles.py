@@ -40,15 +40,15 @@ __all__ = [
 #: ``"auto"`` for the plan that the model brings.
 TensorParallelPlan = Mapping[str, ParallelStyle] | Literal["auto"]
 
-#: What process groups say of a rank that is gone.
-_OF_A_LOST_RANK = re.compile("connection (reset|closed|refused)|broken pipe|socket timeout", re.IGNORECASE)
+#: How process groups report a rank that is gone.
+_LOST_RANK_ERROR = re.compile("connection (reset|closed|refused)|broken pipe|socket timeout", re.IGNORECASE)
 
-#: What attention layers call the numbers of heads that tensor parallelism divides among ranks.
+#: The attributes of attention layers with a number of heads, which tensor parallelism divides among ranks.
 _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "n_kv_heads")
 
 
 def missing_plan(size: int) -> UnsupportedCapabilityError:
-    """What to raise for a number of tensor-parallel ranks without a plan."""
+    """The error to raise for tensor-parallel ranks without a plan."""
     return UnsupportedCapabilityError(
         f"tensor_parallel_size={size} needs a plan that says which layers to divide, and no layer is divided.\n"
         "Write tp_plan={'layers.*.up': ColwiseParallel(), 'layers.*.down': RowwiseParallel()} with the styles of "
@@ -59,7 +59,7 @@ def missing_plan(size: int) -> UnsupportedCapabilityError:
 
 
 def check_plan(plan: object) -> None:
-    """Refuse what is no plan.
+    """Refuse values of ``tp_plan`` that are no plan.
 
     Raises:
         UnsupportedCapabilityError: It is neither a dict of names and styles, nor ``"auto"``, nor ``None``.
@@ -104,7 +104,7 @@ def styles_of(root: nn.Module, plan: TensorParallelPlan, size: int) -> dict[nn.M
     patterns = own_plan(root) if isinstance(plan, str) else plan
     named = dict(root.named_modules())
     styles: dict[nn.Module, tuple[str, ParallelStyle]] = {}
-    by: dict[nn.Module, str] = {}
+    pattern_of: dict[nn.Module, str] = {}
     for pattern, style in patterns.items():
         matching = [name for name in named if matches(name, pattern)]
         if not matching and plan != "auto":
@@ -115,12 +115,13 @@ def styles_of(root: nn.Module, plan: TensorParallelPlan, size: int) -> dict[nn.M
                 "stands for one name between dots."
             )
         for name in matching:
-            if named[name] in styles:
+            module = named[name]
+            if module in styles:
                 raise ShardingError(
-                    f"{name!r} matches two patterns of tp_plan, {by[named[name]]!r} and {pattern!r}.\n"
+                    f"{name!r} matches two patterns of tp_plan, {pattern_of[module]!r} and {pattern!r}.\n"
                     "Write patterns of which one matches each submodule."
                 )
-            styles[named[name]], by[named[name]] = (name, style), pattern
+            styles[module], pattern_of[module] = (name, style), pattern
     _check_called(root, styles)
     for module, (name, style) in styles.items():
         _check_fits(name, module, style, size)
@@ -134,8 +135,9 @@ def _check_called(root: nn.Module, styles: Mapping[nn.Module, tuple[str, Paralle
         if isinstance(module, nn.MultiheadAttention):
             inside = [styles[part] for part in module.modules() if part in styles]
             if inside:
+                part_name, style = inside[0]
                 raise ShardingError(
-                    f"tp_plan gives {inside[0][0]!r} the style {type(inside[0][1]).__name__}, and {name!r} is an "
+                    f"tp_plan gives {part_name!r} the style {type(style).__name__}, and {name!r} is an "
                     "nn.MultiheadAttention, which reads its layers' weights instead of calling them: what a style "
                     "does to inputs and outputs would never happen.\n"
                     "Leave it out of the plan; or write the attention with three nn.Linear for query, key and value "
@@ -150,7 +152,7 @@ def _check_fits(name: str, module: nn.Module, style: ParallelStyle, size: int) -
                 f"tp_plan gives {name!r} the style {type(style).__name__}, which is for nn.Linear and nn.Embedding, "
                 f"and it is a {type(module).__name__}.\nName the layers in it instead."
             )
-        dim = _divided(module, style)
+        dim = _divided_dim(module, style)
         if module.weight.shape[dim] % size:
             raise ShardingError(
                 f"tp_plan divides dimension {dim} of {name}.weight, of size {module.weight.shape[dim]}, among "
@@ -159,9 +161,10 @@ def _check_fits(name: str, module: nn.Module, style: ParallelStyle, size: int) -
             )
 
 
-def _divided(module: nn.Linear | nn.Embedding, style: ColwiseParallel | RowwiseParallel) -> int:
+def _divided_dim(module: nn.Linear | nn.Embedding, style: ColwiseParallel | RowwiseParallel) -> int:
     """The dimension of the weight that a style divides."""
-    return int(isinstance(style, RowwiseParallel) == isinstance(module, nn.Linear))
+    dim_of_inputs, dim_of_outputs = (1, 0) if isinstance(module, nn.Linear) else (0, 1)  # of the weight's shape
+    return dim_of_inputs if isinstance(style, RowwiseParallel) else dim_of_outputs
 
 
 def _check_heads(root: nn.Module, styles: Collection[nn.Module] | Mapping[nn.Module, object], size: int) -> None:
@@ -198,8 +201,9 @@ def tensor_parallelize(
             continue
         name, style = styles[module]
         if isinstance(style, ColwiseParallel | RowwiseParallel) and style.use_local_output:
-            divided = [layout.dim for layout in style.output_layouts if isinstance(layout, Shard)]
-            module.register_forward_hook(partial(_refuse_uneven, name, divided, mesh.size()))  # before the style's
+            divided_dims = [layout.dim for layout in style.output_layouts if isinstance(layout, Shard)]
+            # before the style's hook, which makes local tensors
+            module.register_forward_hook(partial(_refuse_uneven, name, divided_dims, mesh.size()))
         frozen = {param_name for param_name, parameter in module.named_parameters() if not parameter.requires_grad}
         try:
             parallelize_module(module, mesh, style, src_data_rank=None)
@@ -210,11 +214,11 @@ def tensor_parallelize(
             ) from error
         module.register_forward_hook(_refuse_recorded)
         for param_name, parameter in module.named_parameters():
-            parameter.requires_grad_(param_name not in frozen)  # SequenceParallel makes new ones, all of them trained
+            parameter.requires_grad_(param_name not in frozen)  # SequenceParallel makes new parameters, all trained
 
 
 def _refuse_recorded(module: nn.Module, args: object, output: object) -> None:
-    """Let a backward pass with ``create_graph=True`` that reaches what a divided layer returns be refused."""
+    """Refuse backward passes with ``create_graph=True`` that reach what a divided layer returns."""
     if isinstance(output, Tensor) and output.requires_grad and not torch.compiler.is_compiling():
         output.register_hook(_refuse_graph)
 
@@ -229,14 +233,14 @@ def _refuse_graph(_: Tensor) -> None:
 
 
 def _refuse_uneven(name: str, dims: Iterable[int], size: int, module: nn.Module, args: object, output: object) -> None:
-    """Refuse to give ranks unequal parts of what a layer returns, of which each would infer another whole.
+    """Refuse to give ranks parts of different sizes of what a layer returns: each would infer another full size.
 
     Raises:
-        ShardingError: The ranks don't divide a dimension.
+        ShardingError: The number of ranks does not divide the size of a dimension.
     """
-    if not isinstance(output, Tensor):
+    if not isinstance(output, Tensor) or not is_dtensor(output):
         return
-    for dim in dims if is_dtensor(output) else ():
+    for dim in dims:
         if output.shape[dim] % size:
             next_multiple = -(-output.shape[dim] // size) * size
             raise ShardingError(
@@ -253,11 +257,11 @@ def explain_errors(root: nn.Module) -> None:
 
 
 def _explain(root: nn.Module, args: object, output: object) -> None:
-    error = sys.exception()  # torch calls hooks of this kind while it handles what a forward pass has raised
+    error = sys.exception()  # torch calls hooks with always_call=True inside of its except clause
     is_explained = isinstance(error, ShardingError | UnsupportedCapabilityError) or hasattr(error, "__notes__")
     if output is not None or not isinstance(error, RuntimeError | ValueError) or is_explained:
         return
-    if _OF_A_LOST_RANK.search(str(error)):
+    if _LOST_RANK_ERROR.search(str(error)):
         return
     error.add_note(
         f"tp_plan divides layers of {type(root).__name__.removeprefix('FSDP')}, and the code between them sees the "
@@ -269,43 +273,43 @@ def _explain(root: nn.Module, args: object, output: object) -> None:
 
 
 def return_no_view(unit: nn.Module) -> None:
-    """Let a divided module that becomes a unit return a tensor of its own. Call it before ``fully_shard``.
+    """Let a divided module that becomes a unit return a copy, not a view. Call it before ``fully_shard``.
 
-    What a style returns is a view of a DTensor. ``fully_shard`` hooks a unit's backward pass to what it returns, and an
-    in-place operation on a view, such as ``x += position``, would drop that hook.
+    What a style returns is a view of a DTensor. ``fully_shard`` hooks a unit's backward pass to what the unit returns,
+    and an in-place operation on a view, such as ``x += position``, would drop that hook.
     """
-    unit.register_forward_hook(_as_own)
+    unit.register_forward_hook(_clone_output)
 
 
-def _as_own(module: nn.Module, args: object, output: object) -> object:
+def _clone_output(module: nn.Module, args: object, output: object) -> object:
     return output.clone() if isinstance(output, Tensor) else output
 
 
 def tie_again(ties: Iterable[Iterable[tuple[nn.Module, str]]], root: nn.Module) -> None:
-    """Let modules share parameters again that a plan has divided one by one.
+    """Let modules share parameters again, after a plan has divided them separately in each module.
 
     Args:
-        ties: The modules and names under which each shared parameter was registered.
+        ties: For each shared parameter, the modules that share it, with its names there.
         root: The root, for the error.
 
     Raises:
         ShardingError: The plan places a shared parameter differently in its modules.
     """
     names = {module: name for name, module in root.named_modules()}
-    for places in ties:
-        (first, its_name), *other_places = places
-        first_parameter = getattr(first, its_name)
-        for module, name in other_places:
+    for owners in ties:
+        (first_module, first_name), *other_owners = owners
+        first_parameter = getattr(first_module, first_name)
+        for module, name in other_owners:
             parameter = getattr(module, name)
             if parameter is first_parameter:
                 continue
-            same = (
+            is_divided_alike = (
                 isinstance(parameter, DTensor)
                 and isinstance(first_parameter, DTensor)
                 and parameter.placements == first_parameter.placements
             )
-            if not same:
-                names_of_tied = [f"{names[owner]}.{param_name}".removeprefix(".") for owner, param_name in places]
+            if not is_divided_alike:
+                names_of_tied = [f"{names[owner]}.{param_name}".removeprefix(".") for owner, param_name in owners]
                 raise ShardingError(
                     f"{' and '.join(map(repr, names_of_tied))} are one parameter, and tp_plan would divide it "
                     "differently in each.\nGive both layers styles that divide the same dimension, such as "

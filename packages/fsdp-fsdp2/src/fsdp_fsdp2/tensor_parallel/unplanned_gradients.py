@@ -1,4 +1,4 @@
-"""Gradients that tensor-parallel ranks should have alike, because the plan does not divide their parameters."""
+"""Gradients that must be the same on tensor-parallel ranks, because the plan does not divide their parameters."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["check_unplanned"]
 #: from the same batch, up to the order of sums in some kernels; where each sees another part, they differ by about 1.
 TOLERANCE = 0.05
 
-#: The length of a sketch, by which ranks compare a gradient. The norm of a sketch, and of a difference of two, is that
-#: of the gradients with a standard deviation of (2 · _SKETCH) ** -0.5, 6 %.
+#: The length of a sketch, by which ranks compare a gradient: a sum of its pieces of this length, with random signs. The
+#: norm of a sketch, and of a difference of two, is that of the gradients up to (2 · _SKETCH) ** -0.5 = 6 %.
 _SKETCH = 128
 
-#: After how many elements the signs of a sketch repeat: a prime, so that no row of a matrix begins where another did.
+#: After how many elements the random signs repeat: a prime, so that no two rows of a matrix get the same signs.
 _PERIOD = 65_521
 
 #: The share of the norm of all these gradients below which one is taken for rounding, such as that of a bias that moves
@@ -60,15 +60,20 @@ def check_unplanned(parameters: Iterable[Tensor], layout: Layout, runtime: Runti
     mean = peers.all_reduce(own_sketches.clone(), "mean")
     distances, norms = (own_sketches - mean).norm(dim=1), mean.norm(dim=1)
     relative = distances / norms.clamp_min(max(float(norms.norm()) * NEGLIGIBLE, torch.finfo(torch.float32).tiny))
+    # a gradient that is not finite is not compared: it is no fault of the plan
     worst = runtime.all_reduce(torch.nan_to_num(relative, nan=0.0, posinf=0.0), "max").tolist()
-    names = [layout[p][0].name for p, by in zip(unplanned, worst, strict=True) if by > TOLERANCE]  # type: ignore[index]
+    names = [
+        layout[parameter][0].name  # type: ignore[index]
+        for parameter, distance in zip(unplanned, worst, strict=True)
+        if distance > TOLERANCE
+    ]
     if names:
         listing = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         differ = (
             f"the gradients of {listing} differ between tensor-parallel ranks, each of which would train its own copy"
         )
-        states = peers.gather_objects(_generators(runtime))
-        if any(runtime.gather_objects(states != states[:1] * len(states))):
+        digests = peers.gather_objects(_digest_generators(runtime))
+        if any(runtime.gather_objects(len(set(digests)) > 1)):
             raise ShardingError(
                 f"{differ}, and so do their random generators: a rank has drawn numbers that the others have not, so "
                 "dropout leaves out other elements on each.\n"
@@ -85,7 +90,7 @@ def check_unplanned(parameters: Iterable[Tensor], layout: Layout, runtime: Runti
 
 
 def _is_divided(parameter: Tensor, is_along_peers: Callable[[DeviceMesh, int], bool]) -> bool:
-    """Whether tensor-parallel ranks hold different parts of a parameter, on whatever mesh of theirs it is."""
+    """Whether tensor-parallel ranks hold different parts of a parameter, whose mesh may be the user's own."""
     if not isinstance(parameter, DTensor):
         return False
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -93,7 +98,7 @@ def _is_divided(parameter: Tensor, is_along_peers: Callable[[DeviceMesh, int], b
 
 
 def _sketch(parameter: Tensor) -> Tensor:
-    """Sums of this rank's gradient with random signs, the same on all ranks; their norm is about the gradient's."""
+    """A sketch of this rank's part of a parameter's gradient, with signs that are the same on all ranks."""
     gradient = parameter.grad
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     if local is None:
@@ -109,7 +114,7 @@ def _signs(device: torch.device) -> Tensor:
     return drawn.mul_(2).sub_(1).to(device)
 
 
-def _generators(runtime: Runtime) -> str:
+def _digest_generators(runtime: Runtime) -> str:
     """A digest of the states of torch's generators, from which dropout draws."""
     on_device = runtime.device_random_state()
     states = [torch.get_rng_state(), *([] if on_device is None else [on_device])]

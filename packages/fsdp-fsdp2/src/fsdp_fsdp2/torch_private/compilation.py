@@ -1,4 +1,4 @@
-"""Compilation with a budget of memory for activations."""
+"""Compilation that keeps a share of the activations, and recomputes the others."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["BudgetedCompiler"]
 class BudgetedCompiler:
     """A backend of :func:`torch.compile` that keeps a share of the activations.
 
-    torch takes the share from a setting of the process when it compiles. It would also use graphs again that were
-    compiled with another share, for another model of the same classes, if the backend were the same object.
+    torch reads the share from a setting of the process when it compiles. Each share has a backend object of its own:
+    torch uses graphs again that the same backend has compiled, for another model of the same classes.
 
     Args:
         share: The share, from 0 to 1.

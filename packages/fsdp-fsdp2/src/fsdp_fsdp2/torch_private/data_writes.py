@@ -1,4 +1,4 @@
-"""Writes to shards by way of their ``.data``, which torch counts neither at a DTensor nor at the part that it holds."""
+"""Writes to the ``.data`` of shards, which torch counts neither at the DTensor nor at its local tensor."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fsdp_core.sharding import times_written
 
 __all__ = ["count_data_writes", "follow_data_of_shards"]
 
-#: What a tensor's ``data`` is without any of this.
+#: torch's own property.
 _DATA: Any = Tensor.data
 
-#: By sharded parameter: what shares memory, and the count of writes, with all that its ``data`` returns; and the
-#: writes to others before. Empty as long as nobody reads the ``data`` of any.
+#: By sharded parameter whose ``data`` was read: a tensor that shares its memory and its count of writes with all that
+#: ``data`` has returned since the shard has this memory, and the number of writes before that.
 _shown_by_shard: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -38,13 +38,16 @@ def count_data_writes(group: Any) -> int:
 
 def _count(shard: Tensor) -> int:
     shown: tuple[Tensor, int] | None = _shown_by_shard.get(shard)
-    return 0 if shown is None else shown[1] + times_written(shown[0])
+    if shown is None:
+        return 0
+    data, earlier_writes = shown
+    return earlier_writes + times_written(data)
 
 
 def _shown_data(tensor: DTensor) -> Tensor:
-    """Replaces ``data`` of DTensors."""
+    """Replaces ``data`` of DTensors: for parameters, all that it returns shares one count of writes."""
     data: DTensor = _DATA.__get__(tensor)
-    if not getattr(tensor, "_is_param", False):  # what torch has at parameters whose class is not Parameter
+    if not getattr(tensor, "_is_param", False):  # torch sets it for parameters whose class is not Parameter
         return data
     shown: tuple[DTensor, int] | None = _shown_by_shard.get(tensor)
     if shown is None or not shown[0]._local_tensor.is_set_to(tensor._local_tensor):

@@ -1,4 +1,4 @@
-"""Forward passes in progress: whether one runs, is a recomputation, is to go on, or is given up."""
+"""Forward passes that are running: which do, and how they go on, or are given up, after a pass inside them."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ __all__ = [
 
 
 def running_states(state: Any) -> list[Any]:
-    """The states of the modules whose forward pass is running."""
-    states = state._state_ctx.all_states
+    """The states of the modules whose forward pass is running, without those that were sharded together with others."""
     return [
-        running_state
-        for running_state in states
-        if running_state._training_state.name == "FORWARD" and len(running_state._modules) == 1
+        module_state
+        for module_state in state._state_ctx.all_states
+        if module_state._training_state.name == "FORWARD" and len(module_state._modules) == 1
     ]
 
 
-def resume_states(states: Sequence[Any], iteration: Any) -> None:
-    """Let forward passes go on that a backward pass inside them has ended for torch.
+def resume_states(states: Sequence[Any], outermost_state: Any) -> None:
+    """Let forward passes go on, although for torch a backward pass inside them has ended them.
 
     Args:
         states: The states of their modules.
-        iteration: The state of the module that was called first.
+        outermost_state: The state of the module that was called first.
     """
     for state in states:
         for group in param_groups_in(state):
@@ -44,7 +43,7 @@ def resume_states(states: Sequence[Any], iteration: Any) -> None:
             group.wait_for_unshard()
             group._training_state = type(group._training_state).FORWARD
         state._training_state = type(state._training_state).FORWARD
-        state._state_ctx.iter_forward_root = iteration
+        state._state_ctx.iter_forward_root = outermost_state
 
 
 def resume_forward(root: FSDPModule) -> None:
@@ -62,7 +61,7 @@ def is_idle(root: FSDPModule) -> bool:
 def end_backward(state: Any) -> None:
     """Call the callback that ``fully_shard`` registers for the end of a backward pass.
 
-    From torch 2.15 on the callback expects a mode that its registration sets, and clears it; set here if missing.
+    From torch 2.15 on the callback reads a mode that its registration has set, and clears it. Here it may be missing.
     """
     context = state._state_ctx
     if getattr(context, "manual_backward_finalization_active", False) is None:

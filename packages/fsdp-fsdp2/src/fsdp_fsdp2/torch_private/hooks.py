@@ -20,7 +20,8 @@ def refuse_copies(unit: FSDPModule) -> None:
 
     def refuse(module: FSDPModule, memo: dict[int, Any]) -> NoReturn:
         around = sharded_around(cast("nn.Module", module))
-        raise copy_refusal(_users_class(module).__name__, "fully_shard" if around is None else around[0].strategy_name)
+        strategy = "fully_shard" if around is None else around[0].strategy_name
+        raise copy_refusal(_users_class(module).__name__, strategy)
 
     type(unit).__deepcopy__ = refuse  # type: ignore[attr-defined]
 
@@ -45,12 +46,12 @@ def without_hooks(root: nn.Module) -> Iterator[None]:
             torch_hooks += [(hooks, key, hook) for key, hook in hooks.items() if is_of_torch(hook)]
         if isinstance(module, FSDPModule):
             classes.append((module, type(module)))
-        # a copy of the module would include these, process groups and all
+        # a copy of the module would include these, and their process groups
         states += [(module, key, module.__dict__.pop(key)) for key in (STATE_KEY, REGISTRY_KEY) if key in vars(module)]
     for hooks, key, _ in torch_hooks:
-        hooks[key] = _nothing
+        hooks[key] = _do_nothing  # in place of the hook, so that the order stays
     for module, _ in classes:
-        module.__class__ = _users_class(cast(FSDPModule, module))  # FSDP's refuses copies
+        module.__class__ = _users_class(cast(FSDPModule, module))  # FSDP's class refuses copies
     try:
         yield
     finally:
@@ -79,5 +80,5 @@ def is_of_torch(hook: Any, modules: tuple[str, ...] = (*OF_FSDP, "torch.distribu
     return str(getattr(function, "__module__", "")).startswith(modules)
 
 
-def _nothing(*args: Any) -> None:
+def _do_nothing(*args: Any) -> None:
     """Replaces a hook."""

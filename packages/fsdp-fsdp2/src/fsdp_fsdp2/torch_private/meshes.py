@@ -8,10 +8,10 @@ __all__ = ["joined_axes", "side_by_side"]
 
 
 def joined_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """The axes of a slice of a mesh as one axis of this name.
+    """All axes of a slice of a mesh as one axis, ``name``.
 
-    ``fully_shard`` shards over one axis, and context-parallel ranks share in that. A second mesh of other axes would
-    not do: torch combines a DTensor's meshes, as with tensor parallelism, only if they are slices of one.
+    ``fully_shard`` shards over one axis, but data-parallel and context-parallel ranks together. A new mesh for that
+    would not do: torch combines the meshes of a DTensor, as with tensor parallelism, only if they are slices of one.
     """
     return mesh._flatten(name)
 

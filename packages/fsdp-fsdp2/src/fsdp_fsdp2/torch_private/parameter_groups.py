@@ -1,4 +1,4 @@
-"""The parameter groups that ``fully_shard`` gives a module, and what is known of their parameters."""
+"""The parameter groups that ``fully_shard`` makes of modules: their shards, gathered parameters and gradients."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ __all__ = [
     "SHARD",
     "AssignedData",
     "Gathering",
+    "first_units_of_calls",
     "fsdp_params_of",
     "gathered_parameters",
     "has_gradient",
@@ -25,30 +26,25 @@ __all__ = [
     "has_run",
     "is_unshardable",
     "offloaded_parameters",
-    "one_for_each_state",
     "param_groups_in",
     "param_groups_of",
     "parameters_of",
     "reduces_gradients",
+    "reset_sharded_params",
     "set_accumulated_gradient",
     "set_unreduced_gradients",
-    "take_filled",
     "trainable_params",
     "unreduced_gradients",
 ]
 
 
 def is_unshardable(parameter: nn.Parameter) -> bool:
-    """Whether ``fully_shard`` can't shard integers, as before torch 2.13.
+    """Whether a parameter is of integers, and ``fully_shard`` can't shard these, as before torch 2.13.
 
-    It would let shards require gradients first, which integers can't, and gather them in the dtype that units compute
-    in.
-
-    Args:
-        parameter: A parameter.
+    It would let shards require gradients first, which integers can't, and gather them in the dtype of the computation.
     """
-    shards = "is_floating_point" in FSDPParam.init_dtype_attrs.__code__.co_names
-    return not (shards or parameter.is_floating_point() or parameter.is_complex())
+    shards_integers = "is_floating_point" in FSDPParam.init_dtype_attrs.__code__.co_names
+    return not (shards_integers or parameter.is_floating_point() or parameter.is_complex())
 
 
 class Gathering:
@@ -66,14 +62,14 @@ class Gathering:
     def reshard(self) -> None:
         """Reshard the groups that are gathered, and those that were gathered ahead and not used.
 
-        ``unit.reshard()`` leaves the latter as they are: their next forward pass, also after a step, would use what was
-        gathered before.
+        ``unit.reshard()`` leaves the latter as they are: their next forward pass would use the old values, even after
+        a step.
         """
         for group in self._groups:
             if group._all_gather_result is not None:
                 group.wait_for_unshard()
             if not group.is_sharded:
-                type(group).reshard(group)  # also what RecordedGraphs keeps
+                type(group).reshard(group)  # not group.reshard(), with which RecordedGraphs keeps some
 
 
 SHARD = operator.attrgetter("sharded_param")
@@ -108,7 +104,7 @@ class AssignedData:
             ShardingError: A parameter's ``.data`` was assigned.
         """
         with without_torch_function():
-            # without a step of Python for each: torch returns the same object for a storage as long as that is held
+            # compared without Python code for each: torch returns the same object for a storage while one is alive
             storages = [*map(_STORAGE, map(SHARD, self._parameters)), *map(_LOCAL_TENSOR, self._parameters)]
         if len(storages) == len(self._last_storages) and all(map(operator.is_, storages, self._last_storages)):
             return
@@ -117,8 +113,8 @@ class AssignedData:
             shard = parameter.sharded_param
             # the storage is kept alive, or another could reuse its address
             storage, local = shard.untyped_storage(), shard._local_tensor
-            before, storage_before, local_before = self._last_shards[index]
-            if before is shard and local is local_before and storage._cdata != storage_before._cdata:
+            last_shard, last_storage, last_local = self._last_shards[index]
+            if shard is last_shard and local is last_local and storage._cdata != last_storage._cdata:
                 name = parameter._param_fqn or parameter._module_info.param_name
                 raise ShardingError(
                     f"{name!r} was given other values by an assignment to its .data, which changes nothing in a "
@@ -130,14 +126,16 @@ class AssignedData:
 
 
 def trainable_params(group: Any) -> list[Any]:
-    """The parameters of a unit that can have a gradient: all of them get one in :class:`UnusedParameters`."""
+    """The parameters of a unit that were gathered and are trained: each takes part in a reduction."""
     return [p for p in group.fsdp_params if hasattr(p, "_unsharded_param") and p.sharded_param.requires_grad]
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether hooks are registered on the module itself."""
-    kinds: Any = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(kinds) or bool(module._state_dict_hooks or module._load_state_dict_pre_hooks)
+    of_calls: Any = (module._forward_hooks, module._forward_pre_hooks)
+    of_backward: Any = (module._backward_hooks, module._backward_pre_hooks)
+    of_state: Any = (module._state_dict_hooks, module._load_state_dict_pre_hooks)
+    return any((*of_calls, *of_backward, *of_state))
 
 
 def has_gradient(parameter: Any) -> bool:
@@ -147,7 +145,7 @@ def has_gradient(parameter: Any) -> bool:
 
 
 def gathered_parameters(units: Iterable[FSDPModule]) -> list[Tensor]:
-    """What units gather, and have gathered once, whether or not it has memory now."""
+    """The gathered parameters of units that were gathered before, whether or not they have memory now."""
     parameters = (parameter for unit in units for parameter in fsdp_params_of(unit))
     return [parameter._unsharded_param for parameter in parameters if hasattr(parameter, "_unsharded_param")]
 
@@ -162,7 +160,7 @@ def unreduced_gradients(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, Tensor
         grad = parameter.unsharded_accumulated_grad
         if grad is None and hasattr(parameter, "_unsharded_param"):
             grad = parameter._unsharded_param.grad
-        if isinstance(grad, DTensor):  # ranks that divide a sequence each have a part of the sum
+        if isinstance(grad, DTensor):  # it may be a partial sum, where tensor-parallel ranks divide a sequence
             grad = grad.redistribute(placements=parameter._unsharded_param.placements)
         if grad is not None:
             yield parameter.sharded_param, grad
@@ -210,9 +208,9 @@ def set_accumulated_gradient(parameter: Any, grad: Tensor | None) -> None:
         parameter.unsharded_accumulated_grad = grad
 
 
-def one_for_each_state(units: Iterable[nn.Module]) -> list[nn.Module]:
-    """One module for each call of ``fully_shard``, which may have been given several modules to gather together."""
-    first_units: dict[int, nn.Module] = {}
+def first_units_of_calls(units: Iterable[nn.Module]) -> list[nn.Module]:
+    """The first module of each call of ``fully_shard``, which may have been given several to gather together."""
+    first_units: dict[int, nn.Module] = {}  # by the id of the state that they share
     for unit in units:
         state: Any = unit._get_fsdp_state() if isinstance(unit, FSDPModule) else unit
         first_units.setdefault(id(state), unit)
@@ -220,7 +218,7 @@ def one_for_each_state(units: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def has_run(unit: FSDPModule) -> bool:
-    """Whether a unit was called, as a root or in one, after which no other module can become its root."""
+    """Whether a unit was called, by itself or inside a root. From then on torch refuses another module as its root."""
     state: Any = unit._get_fsdp_state()
     return state._is_root is not None
 
@@ -240,10 +238,10 @@ def offloaded_parameters(unit: FSDPModule) -> list[nn.Parameter]:
     return [parameter.sharded_param for parameter in fsdp_params_of(unit) if parameter.offload_to_cpu]
 
 
-def take_filled(unit: FSDPModule) -> None:
-    """Let a unit use the parameters that its modules have now, and pad them for communication as it needs them.
+def reset_sharded_params(unit: FSDPModule) -> None:
+    """Let a unit use the shards that its modules hold now, with the padding that communication needs.
 
-    ``fully_shard`` does so in methods of its modules that convert all parameters, and in its first forward pass.
+    ``fully_shard`` does so after methods such as ``module.to()``, and in the first forward pass.
     """
     for parameter in fsdp_params_of(unit):
         parameter.reset_sharded_param()
@@ -255,11 +253,11 @@ def param_groups_of(unit: FSDPModule) -> list[Any]:
 
 
 def param_groups_in(state: Any) -> list[Any]:
-    """Those of a unit's state."""
+    """The parameter groups of a unit's state."""
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one group before torch 2.11
     return [group for group in groups if group is not None]
 
 
 def fsdp_params_of(unit: FSDPModule) -> Iterator[Any]:
-    """What ``fully_shard`` keeps for each parameter of a unit."""
+    """The ``FSDPParam`` of each parameter of a unit, with its shard and its gathered parameter."""
     return (parameter for group in param_groups_of(unit) for parameter in group.fsdp_params)

@@ -1,4 +1,4 @@
-"""Gradients that some units have reduced, and others not yet."""
+"""Gradients that are reduced within a replica, and not yet across replicas."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["PartlyReduced"]
 class PartlyReduced:
     """Gradients that are reduced within a replica and wait for the all-reduce across replicas.
 
-    ``fully_shard`` keeps them per unit in one flat tensor, in the order of the parameters that had gradients, without
-    saying which these were. It would add the flat tensor of other parameters to it, and leaves it behind for a later
-    step if the last backward pass of an accumulation does not reach the unit.
+    ``fully_shard`` keeps them per unit in one flat tensor, in the order of the parameters that had gradients, and does
+    not note which these were. It would add a flat tensor of other parameters to it. And if the last backward pass of an
+    accumulation does not reach the unit, it would leave the tensor for a later step.
 
     Attributes:
         used: The parameters for which this rank has computed a gradient since the last all-reduce.
@@ -26,13 +26,13 @@ class PartlyReduced:
 
     def __init__(self) -> None:
         self.used: set[Any] = set()
-        self._members: dict[Any, list[Any]] = {}
+        self._members: dict[Any, list[Any]] = {}  # the parameters in each group's flat tensor
 
     def __bool__(self) -> bool:
         return bool(self._members)
 
     def waits(self, group: Any) -> bool:
-        """Whether a unit must take part in this all-reduce even if no backward pass reaches it."""
+        """Whether a unit must all-reduce now, even if the backward pass does not reach it."""
         return group.all_reduce_grads and group in self._members
 
     def check(self, group: Any) -> None:
@@ -51,41 +51,46 @@ class PartlyReduced:
             )
 
     def keep(self, group: Any) -> None:
-        """Record what waits after a unit was reduced."""
+        """Record what waits after a unit's gradients were reduced within the replica, or across replicas."""
         if group._partial_reduce_output is None:
             self._members.pop(group, None)
         else:
             self._members[group] = trainable_params(group)
 
-    def zero(self, shards: Collection[int]) -> None:
+    def zero(self, shard_ids: Collection[int]) -> None:
         """Give up the gradients of some parameters.
 
         Args:
-            shards: The ids of their shards.
+            shard_ids: The ids of their shards.
         """
-        self.used = {parameter for parameter in self.used if id(parameter.sharded_param) not in shards}
+        self.used = {parameter for parameter in self.used if id(parameter.sharded_param) not in shard_ids}
         for group, members in list(self._members.items()):
             sizes = [parameter.padded_sharded_param_size.numel() for parameter in members]
             for parameter, part in zip(members, group._partial_reduce_output.split(sizes), strict=True):
-                if id(parameter.sharded_param) in shards:
+                if id(parameter.sharded_param) in shard_ids:
                     part.zero_()
-            if all(id(parameter.sharded_param) in shards for parameter in members):
+            if all(id(parameter.sharded_param) in shard_ids for parameter in members):
                 group._partial_reduce_output = None
                 del self._members[group]
 
     def forget(self) -> None:
-        """Give up all of them."""
+        """Give up all gradients."""
         for group in self._members:
             group._partial_reduce_output = None
         self._members.clear()
         self.used.clear()
 
-    def take(self) -> dict[Any, tuple[list[Any], Tensor]]:
-        """All that waits, for :meth:`put_back`."""
+    def waiting_gradients(self) -> dict[Any, tuple[list[Any], Tensor]]:
+        """By group, the parameters whose gradients wait, and the flat tensor of these, for :meth:`put_back`."""
         return {group: (members, group._partial_reduce_output) for group, members in self._members.items()}
 
     def put_back(self, waiting: Mapping[Any, tuple[list[Any], Tensor]], used: set[Any]) -> None:
-        """Let gradients wait again that were taken."""
+        """Let gradients wait again that :meth:`waiting_gradients` returned.
+
+        Args:
+            waiting: What it returned.
+            used: The parameters that were used then.
+        """
         self.used = used
         for group, (members, flat) in waiting.items():
             self._members[group], group._partial_reduce_output = members, flat

@@ -1,4 +1,4 @@
-"""Hooks of units without the cost of names for a profiler that does not run."""
+"""``fully_shard``'s own code, without the time that it takes to name its work for profilers that don't run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ __all__ = ["speed_up"]
 
 
 def speed_up(unit: FSDPModule) -> None:
-    """Let ``fully_shard`` do for a unit what it does, in less time: by torch's own code, without two detours.
+    """Let torch's code of ``fully_shard`` run for a unit without two costs that are as high as that of a small kernel.
 
-    Around a dozen times per unit and step it names for profilers what it does, by an operator that takes ten
-    microseconds whether one runs or not, which is as long as a small kernel; without a profiler, names are left out
-    here. And hooks tell ``torch.compile`` at each call to leave them out, which takes nearly as long; here they do so
-    where something is being compiled.
+    Around a dozen times per unit and step it names its work for profilers, by an operator that takes ten microseconds
+    whether a profiler runs or not. Here names are given only while one runs. And its hooks tell ``torch.compile`` at
+    each call not to compile them, which takes nearly as long. Here they do so only while something is being compiled.
 
     Args:
         unit: The unit.
@@ -33,9 +32,9 @@ def speed_up(unit: FSDPModule) -> None:
     if not getattr(torch._dynamo.config, "skip_fsdp_hooks", True):  # the user wants them to be compiled
         return
     state: Any = unit._get_fsdp_state()
-    for each in (state, *param_groups_of(unit)):
-        original_class: Any = type(each)
-        each.__class__ = _faster_class(original_class)
+    for state_or_group in (state, *param_groups_of(unit)):
+        original_class: Any = type(state_or_group)
+        state_or_group.__class__ = _faster_class(original_class)
     module = cast("nn.Module", unit)
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
@@ -44,12 +43,12 @@ def speed_up(unit: FSDPModule) -> None:
 
 
 def _name_for_profilers(name: str) -> Any:
-    """What ``record_function`` is while a profiler runs, and otherwise a context that does next to nothing."""
+    """Replaces ``record_function``: without a profiler, the context does next to nothing."""
     return (record_function if torch._C._autograd._profiler_enabled() else _RecordFunctionFast)(name)
 
 
-class _Torch:
-    """torch, to functions that look for ``record_function`` in there."""
+class _TorchWithFastNames:
+    """Stands for ``torch`` in functions that call ``torch.profiler.record_function``."""
 
     profiler = SimpleNamespace(record_function=_name_for_profilers)
 
@@ -57,14 +56,17 @@ class _Torch:
         return getattr(torch, name)
 
 
-_NAMING = {"record_function": _name_for_profilers, "torch": _Torch()}
+#: What functions get in place of a global, and the prefix of the name under which they find it.
+_REPLACEMENTS = {"record_function": _name_for_profilers, "torch": _TorchWithFastNames()}
+_PREFIX = "_fsdp_fsdp2_"
 
-_NAMED = "_fsdp_fsdp2_"
+#: The attribute of classes that :func:`_faster_class` has made.
+_IS_FASTER = "_fsdp_fsdp2_is_faster"
 
 
 @functools.cache
 def _faster_class(original_class: Any) -> Any:
-    """A class with the methods of one of torch's, in which those that are slow without need are faster."""
+    """A subclass of one of torch's, in which the methods that have one of the two costs are replaced."""
     if _IS_FASTER in vars(original_class):
         return original_class
     faster: dict[str, Any] = {_IS_FASTER: True, "__module__": original_class.__module__}
@@ -76,15 +78,8 @@ def _faster_class(original_class: Any) -> Any:
     return type(original_class.__name__, (original_class,), faster)
 
 
-_IS_FASTER = "_fsdp_fsdp2_is_faster"
-
-
 def _faster(function: FunctionType) -> FunctionType:
-    """A function of torch's by the same code, for which names cost nothing, and being left out of compilation neither.
-
-    Returns:
-        The function itself if it does neither.
-    """
+    """A function with the code of one of torch's, without its two costs; the function itself if it has neither."""
     inner = getattr(function, "__wrapped__", None)
     cells, code = function.__closure__ or (), function.__code__
     if isinstance(inner, FunctionType):
@@ -97,10 +92,10 @@ def _faster(function: FunctionType) -> FunctionType:
     elif "record_function" not in code.co_names:
         return function
     else:
-        # in the same module, whose functions others may replace, by names of our own
+        # the replacement is added to the function's own globals, not to a copy: others may replace functions there
         replaced_name = "torch" if "profiler" in code.co_names else "record_function"
-        function.__globals__.setdefault(_NAMED + replaced_name, _NAMING[replaced_name])
-        code = code.replace(co_names=tuple(_NAMED + name if name == replaced_name else name for name in code.co_names))
+        function.__globals__.setdefault(_PREFIX + replaced_name, _REPLACEMENTS[replaced_name])
+        code = code.replace(co_names=tuple(_PREFIX + name if name == replaced_name else name for name in code.co_names))
     rebuilt = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells or None)
     rebuilt.__kwdefaults__ = function.__kwdefaults__
     return cast("FunctionType", functools.update_wrapper(rebuilt, function))

@@ -21,59 +21,65 @@ __all__ = ["RecordedGraphs", "free_written"]
 class RecordedGraphs:
     """Keeps units gathered for backward passes that record their own graph, as with ``create_graph=True``.
 
-    That graph holds the parameters, and reaches none of the unit's outputs when it is differentiated, where
-    ``fully_shard`` would gather: it would compute with memory that was freed. So all units stay gathered from such a
-    pass on, until the end of the next one that records nothing. The end of one that reaches no output either is queued
-    by hooks of the parameters.
+    Such a graph holds the parameters. When it is differentiated, it passes through no unit's output, where
+    ``fully_shard`` gathers, and would compute with memory that was freed. So all units stay gathered from the pass that
+    records on, until the end of the next pass that does not. That pass may reach no output either; therefore its end is
+    queued by hooks of the parameters.
 
     Args:
         groups: The parameter groups of all units.
-        of_root: The root's state.
+        root_state_ref: The root's state, held weakly.
 
     Attributes:
-        has_freed: Whether parameters were freed that such a graph may still hold.
+        has_freed: Whether parameters were freed that a recorded graph may still hold.
     """
 
-    def __init__(self, groups: Sequence[Any], of_root: weakref.ref[Any]) -> None:
-        self._groups, self._of_root = groups, of_root
-        self._hooks: dict[Any, Any] = {}
+    def __init__(self, groups: Sequence[Any], root_state_ref: weakref.ref[Any]) -> None:
+        self._groups, self._root_state_ref = groups, root_state_ref
+        self._hooks: dict[Any, Any] = {}  # by parameter
         self._kept_groups: set[Any] = set()
-        self._records = self._exists = self.has_freed = False
+        self._is_recording = False  # the backward pass that runs
+        self._has_graph = False
+        self.has_freed = False
         for group in groups:
             group.reshard = partial(_reshard_unless_kept, weakref.ref(self), weakref.ref(group))
 
     def __bool__(self) -> bool:
-        return self._exists
+        return self._has_graph
 
     def begin(self) -> None:
         """Record that the backward pass that runs records its own graph."""
-        self._records = self._exists = True
+        self._is_recording = self._has_graph = True
         for parameter in (p for group in self._groups for p in trainable_params(group)):
             if parameter in self._hooks or not parameter._unsharded_param.requires_grad:
                 continue
-            end = partial(end_anyway, self._of_root)
-            self._hooks[parameter] = register_with_gathered(parameter._unsharded_param, end)
+            end_pass = partial(end_anyway, self._root_state_ref)
+            self._hooks[parameter] = register_with_gathered(parameter._unsharded_param, end_pass)
 
     def end(self, *, is_last: bool) -> None:
         """End a backward pass.
 
         Args:
-            is_last: Whether no forward pass goes on after it.
+            is_last: Whether it was not inside a forward pass, which goes on after it.
         """
-        if is_last and not self._records:
+        if is_last and not self._is_recording:
             self.release()
-        self._records = False
+        self._is_recording = False
 
     def keep(self, group: Any) -> bool:
-        """Whether a unit that torch would reshard is kept."""
-        if self._exists and group._training_state in (TrainingState.FORWARD, TrainingState.POST_BACKWARD):
+        """Keep a unit that torch is about to reshard after a pass, if there is a graph.
+
+        Returns:
+            Whether it is kept.
+        """
+        if self._has_graph and group._training_state in (TrainingState.FORWARD, TrainingState.POST_BACKWARD):
             self._kept_groups.add(group)
             return True
         return False
 
     def release(self) -> None:
         """Reshard what was kept. A graph that still holds it raises when it is differentiated."""
-        self._records = self._exists = False
+        self._is_recording = self._has_graph = False
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -82,36 +88,37 @@ class RecordedGraphs:
             if not group.is_sharded:
                 self.has_freed = True
                 group.reshard()
-                gathered = [parameter._unsharded_param for parameter in group.fsdp_params]
-                increment_version(gathered)
-                for each in gathered:
-                    forget_writes(each)
+                gathered_params = [parameter._unsharded_param for parameter in group.fsdp_params]
+                increment_version(gathered_params)  # the graph raises on account of it
+                for gathered in gathered_params:
+                    forget_writes(gathered)
 
 
-def _reshard_unless_kept(recorded: weakref.ref[RecordedGraphs], group_ref: weakref.ref[Any]) -> None:
-    graphs = recorded()
+def _reshard_unless_kept(recorded_ref: weakref.ref[RecordedGraphs], group_ref: weakref.ref[Any]) -> None:
+    """Replaces ``group.reshard``."""
+    recorded = recorded_ref()
     group: Any = group_ref()
-    if graphs is None or not graphs.keep(group):
+    if recorded is None or not recorded.keep(group):
         type(group).reshard(group)
 
 
 def free_written(unit: FSDPModule, recorded: RecordedGraphs) -> bool:
-    """Free a unit whose shards were written to since it was gathered: it still is, or is sharded over fewer ranks.
+    """Free what a unit still has gathered, or sharded over fewer ranks, if its shards were written to since.
 
-    A graph that needs what was gathered raises when it is differentiated, as it does in plain torch.
+    A graph that needs what was gathered raises when it is differentiated, as in plain torch.
 
     Args:
         unit: The unit.
         recorded: What keeps units gathered for a graph.
 
     Returns:
-        Whether one was freed.
+        Whether anything was freed.
     """
-    freed = False
+    has_freed = False
     for group in param_groups_of(unit):
         if group.is_sharded or not is_written_since_gathered(group):
             continue
         recorded.release()
-        group._to_sharded()  # reshard() does nothing in a forward pass of a unit that stays gathered after it
-        freed = True
-    return freed
+        group._to_sharded()  # reshard() does nothing in a forward pass after which the unit stays gathered
+        has_freed = True
+    return has_freed

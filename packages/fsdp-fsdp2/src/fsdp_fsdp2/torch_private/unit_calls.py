@@ -1,4 +1,4 @@
-"""What happens when a unit is called."""
+"""The hooks that run right before and after those of ``fully_shard`` when a unit is called."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBa
 from fsdp_core.sharding import RefusedTransforms, UnitCalls, outside_of_compilation, sharded_of
 from fsdp_core.state import gathered_modules, running_forwards
 from fsdp_fsdp2.torch_private.forward_passes import recomputes
-from fsdp_fsdp2.torch_private.frozen_shards import take_requires_grad
+from fsdp_fsdp2.torch_private.frozen_shards import follow_shards
 from fsdp_fsdp2.torch_private.gathered_writes import GatheredWrites
 from fsdp_fsdp2.torch_private.hooks import OF_FSDP, is_of_torch
 from fsdp_fsdp2.torch_private.parameter_groups import has_run, param_groups_in
@@ -25,25 +25,23 @@ from fsdp_fsdp2.torch_private.unused_parameters import UnusedParameters
 __all__ = ["needs_argument", "watch_calls"]
 
 
-#: Before torch 2.12 or so, what ends a unit's backward pass is a function that torch.func refuses altogether.
-_IN_FUNCTIONS = "setup_context" in vars(RegisterPostBackwardFunction)
+#: Whether torch.func accepts the autograd function that ends a unit's backward pass, as from torch 2.12 or so on.
+_CAN_TRANSFORM = "setup_context" in vars(RegisterPostBackwardFunction)
 
-#: A transform in reverse runs hooks of the backward pass, which reduce gradients, with tensors of its own.
+#: ``"grad"`` is refused in any version: it runs hooks that reduce gradients with tensors that it has wrapped.
 _REFUSED = RefusedTransforms(
-    transforms=frozenset({"grad"} if _IN_FUNCTIONS else {"grad", "jvp", "vmap"}),
+    transforms=frozenset({"grad"} if _CAN_TRANSFORM else {"grad", "jvp", "vmap"}),
     duals=True,
     instead=(
         "Write torch.autograd.grad(), or torch.autograd.functional.vjp(), jvp(), jacobian() or hessian(), with "
         "create_graph=True if a loss is computed with it"
-        + ("; torch.func.jvp(), jacfwd() and vmap() are right too." if _IN_FUNCTIONS else "; and for vmap(), a batch.")
+        + ("; torch.func.jvp(), jacfwd() and vmap() are right too." if _CAN_TRANSFORM else "; and for vmap(), a batch.")
     ),
 )
 
 
 def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites, unused: UnusedParameters) -> None:
-    """Register the hooks of a unit's calls right around those of ``fully_shard``.
-
-    The user's hooks see what they would see without them.
+    """Register hooks of a unit's calls right around those of ``fully_shard``: the user's hooks notice none of them.
 
     Args:
         unit: The unit, which may be called before the root ever is.
@@ -53,55 +51,55 @@ def watch_calls(unit: FSDPModule, root: FSDPModule, writes: GatheredWrites, unus
     """
     module = cast("nn.Module", unit)
     state: Any = unit._get_fsdp_state()
-    of_state = weakref.ref(state)
+    state_ref = weakref.ref(state)
 
-    def show(tensors: list[Tensor]) -> None:
-        live_state = of_state()
-        # in PRE_BACKWARD, its activations are recomputed
+    def register_with_outputs(tensors: list[Tensor]) -> None:
+        live_state = state_ref()
+        # in PRE_BACKWARD, activations are recomputed
         if live_state is not None and live_state._training_state.name != "PRE_BACKWARD":
             live_state._register_pre_backward_hook(tensors)
 
-    calls = UnitCalls(show, module.modules(), _REFUSED)
-    of_root, of_writes, of_unused = weakref.ref(cast("Any", root)), weakref.ref(writes), weakref.ref(unused)
-    ahead = partial(_before_unit, of_root, of_writes, of_unused, of_state, calls)
-    before, after = module._forward_pre_hooks, module._forward_hooks
-    enter = module.register_forward_pre_hook(ahead, with_kwargs=True).id
-    begin = module.register_forward_pre_hook(partial(_begin_unit, calls), with_kwargs=True).id
+    calls = UnitCalls(register_with_outputs, module.modules(), _REFUSED)
+    root_ref, writes_ref, unused_ref = weakref.ref(cast("Any", root)), weakref.ref(writes), weakref.ref(unused)
+    run_before = partial(_run_before_fully_shard, root_ref, writes_ref, unused_ref, state_ref, calls)
+    run_after = partial(_run_after_fully_shard, calls)
+    before = module.register_forward_pre_hook(run_before, with_kwargs=True)
+    after = module.register_forward_pre_hook(run_after, with_kwargs=True)
     leave = module.register_forward_hook(calls.leave, always_call=True)
-    _put_around(before, [enter], [begin])
-    _put_around(after, [], [leave.id])
+    _put_around_torchs(module._forward_pre_hooks, [before.id], [after.id])
+    _put_around_torchs(module._forward_hooks, [], [leave.id])
 
 
 @outside_of_compilation
-def _before_unit(
-    of_root: weakref.ref[Any],
-    of_writes: weakref.ref[GatheredWrites],
-    of_unused: weakref.ref[UnusedParameters],
-    of_state: weakref.ref[Any],
+def _run_before_fully_shard(
+    root_ref: weakref.ref[Any],
+    writes_ref: weakref.ref[GatheredWrites],
+    unused_ref: weakref.ref[UnusedParameters],
+    state_ref: weakref.ref[Any],
     calls: UnitCalls,
     unit: nn.Module,
     args: Any,
     kwargs: Any,
 ) -> tuple[Any, Any] | None:
-    """What runs before the hook of ``fully_shard``."""
-    _before_call(of_root, of_writes, of_unused, unit)
+    """Runs before the forward-pre-hook of ``fully_shard``."""
+    _prepare_parameters(root_ref, writes_ref, unused_ref, unit)
     calls.enter(unit, args, kwargs)
-    unused, state = of_unused(), of_state()
+    unused, state = unused_ref(), state_ref()
     if unused is not None and state is not None:
         if recomputes():
             unused.call_in_backward(state)
-        elif unused.is_interrupted() and (root := of_root()) is not None and unit is not root:
+        elif unused.is_interrupted() and (root := root_ref()) is not None and unit is not root:
             _mend_before_call(root)
-        if state._state_ctx.iter_forward_root is None:
+        if state._state_ctx.iter_forward_root is None:  # no unit's call is running
             unused.begin_step()
     if not needs_argument:
         return None
-    _gather_in_backward(of_state)
+    _gather_in_backward(state_ref)
     return _add_argument(args, kwargs)
 
 
 def _mend_before_call(root: Any) -> None:
-    """Mend what an exception in a backward pass has left, which a step has caught before it calls another unit."""
+    """Recover from an exception in a backward pass that the user's step has caught, before it calls a unit."""
     sharded = sharded_of(root)
     if sharded is None or root in gathered_modules:
         return
@@ -112,40 +110,43 @@ def _mend_before_call(root: Any) -> None:
 
 
 @outside_of_compilation
-def _begin_unit(calls: UnitCalls, unit: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """What runs after it."""
+def _run_after_fully_shard(calls: UnitCalls, unit: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Runs after the forward-pre-hook of ``fully_shard``."""
     replaced = _remove_argument(args, kwargs) if needs_argument else None
     calls.begin(unit, *(replaced or (args, kwargs)))
     return replaced
 
 
-def _before_call(
-    of: weakref.ref[Any], of_writes: weakref.ref[GatheredWrites], of_unused: weakref.ref[UnusedParameters], unit: Any
+def _prepare_parameters(
+    root_ref: weakref.ref[Any],
+    writes_ref: weakref.ref[GatheredWrites],
+    unused_ref: weakref.ref[UnusedParameters],
+    unit: Any,
 ) -> None:
-    """Let torch know the root before the first call of a unit, which would become a root of its own."""
-    root, writes = of(), of_writes()
+    """Let a unit compute with the current values of its own parameters, and let torch know its root."""
+    root, writes = root_ref(), writes_ref()
     if writes is not None and unit not in gathered_modules:
         writes.check_own()
         writes.enter()
-        if (writes.stays_gathered or writes.is_of_root) and (unused := of_unused()) is not None and not recomputes():
+        if (writes.stays_gathered or writes.is_of_root) and (unused := unused_ref()) is not None and not recomputes():
             if writes.stays_gathered:
                 free_written(unit, unused.recorded)
-            take_requires_grad(unit)
-    if root is not None and isinstance(unit, FSDPModule) and not has_run(unit):  # in gathered() it is none
+            follow_shards(unit)
+    if root is not None and isinstance(unit, FSDPModule) and not has_run(unit):  # within gathered() it is no FSDPModule
         with torch.inference_mode(False):
-            root._get_fsdp_state()._lazy_init()
+            root._get_fsdp_state()._lazy_init()  # or torch would make the first unit that is called a root
 
 
-#: Whether ``fully_shard`` fails on a GPU in a call without arguments. torch 2.13 looks whether there are any.
+#: Whether ``fully_shard`` fails on a GPU in a call without arguments, as before torch 2.13.
 needs_argument = torch.__version__ < "2.13"
 
-#: What torch gets as the argument of such a call.
+#: The argument that torch gets in such a call.
 _ARGUMENT = object()
 
 
-def _gather_in_backward(of: weakref.ref[Any]) -> None:
-    """Gather a unit that is called in a backward pass which has freed it before, as torch 2.13 does."""
-    state = of()
+def _gather_in_backward(state_ref: weakref.ref[Any]) -> None:
+    """Gather a unit that a backward pass calls after it has freed it, as torch does from 2.13 on."""
+    state = state_ref()
     if state is not None and state._training_state.name == "PRE_BACKWARD":
         for group in param_groups_in(state):
             if not group.is_unsharded:
@@ -154,9 +155,9 @@ def _gather_in_backward(of: weakref.ref[Any]) -> None:
 
 
 def _add_argument(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Let torch's hook have an argument in a call without any, as that of the root in which a step runs.
+    """Add an argument to a call without any, such as that of the root in which a step runs.
 
-    On a GPU, the hook moves the arguments to the device, and fails before torch 2.13 if there are none (IndexError).
+    On a GPU, torch's hook moves arguments to the device, and before torch 2.13 raises IndexError if there are none.
     """
     return None if args or kwargs else ((_ARGUMENT,), {})
 
@@ -166,12 +167,18 @@ def _remove_argument(args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     return ((), {}) if len(args) == 1 and args[0] is _ARGUMENT and not kwargs else None
 
 
-def _put_around(hooks: dict[int, Any], first: Sequence[int], second: Sequence[int]) -> None:
-    """Put hooks before and after those of ``fully_shard``, and leave the others in their order."""
-    order = [key for key in hooks if key not in (*first, *second)]
-    of_fsdp = [index for index, key in enumerate(order) if is_of_torch(hooks[key], OF_FSDP)]
-    order[of_fsdp[-1] + 1 : of_fsdp[-1] + 1] = second
-    order[of_fsdp[0] : of_fsdp[0]] = first
+def _put_around_torchs(hooks: dict[int, Any], before: Sequence[int], after: Sequence[int]) -> None:
+    """Put hooks right before and after those of ``fully_shard``, and leave the others in their order.
+
+    Args:
+        hooks: The hooks of a module, by their id.
+        before: The ids of those to put before.
+        after: The ids of those to put after.
+    """
+    order = [key for key in hooks if key not in (*before, *after)]
+    torchs_indices = [index for index, key in enumerate(order) if is_of_torch(hooks[key], OF_FSDP)]
+    first, end = torchs_indices[0], torchs_indices[-1] + 1
+    order = [*order[:first], *before, *order[first:end], *after, *order[end:]]
     ordered_hooks = {key: hooks[key] for key in order}
     hooks.clear()
     hooks.update(ordered_hooks)

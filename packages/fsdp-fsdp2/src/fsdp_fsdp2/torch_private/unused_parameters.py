@@ -1,4 +1,4 @@
-"""Backward passes that ranks end together, although some use parameters that others don't."""
+"""Backward passes in which ranks use different parameters, and which all ranks end alike."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdp_core.sharding import GRADIENT_AXES, StepGradients, is_accumulated, wit
 from fsdp_fsdp2.torch_private import frozen_shards
 from fsdp_fsdp2.torch_private.forward_passes import end_backward, resume_states, running_states
 from fsdp_fsdp2.torch_private.frozen_shards import update_requires_grad
-from fsdp_fsdp2.torch_private.gathered_values import ENTER, follow_gathered
+from fsdp_fsdp2.torch_private.gathered_values import ENTER_UNIT, follow_gathered
 from fsdp_fsdp2.torch_private.ordered_gathers import begin_step, order_gathers
 from fsdp_fsdp2.torch_private.parameter_groups import (
     has_gradient,
@@ -37,24 +37,25 @@ __all__ = ["UnusedParameters", "finish_backward"]
 class UnusedParameters:
     """Lets ranks use different parameters of one unit, such as a layer's experts, and keeps their gradients correct.
 
-    ``fully_shard`` reduces the gradients of a unit that exist on this rank together. If ranks have gradients of
+    ``fully_shard`` reduces those gradients of a unit together that exist on this rank. If ranks have gradients of
     different parameters, their inputs to the reduce-scatter don't match: one parameter's gradient is added to another's
     if the sizes agree, and gloo aborts the process if they don't. Therefore a parameter without a gradient takes part
-    with zeros, in every unit that was reached by this backward pass, or by an earlier one that did not reduce. A
-    parameter that no rank has used has no gradient afterwards, as in plain torch. There can be one only if every rank
-    has unused parameters; :class:`_Lacking` finds out whether, without a collective while one rank uses all. Then, and
-    from then on, ranks exchange on the host which parameters they have used, once per backward pass, and only a rank
+    with zeros, in every unit that was reached by this backward pass, or by an earlier one that did not reduce.
+
+    A parameter that no rank has used must have no gradient afterwards, as in plain torch. There can be one only if
+    every rank has unused parameters, which :class:`_RanksWithUnused` finds out without a collective. Once it is so,
+    ranks exchange on the host which parameters they have used, after this and each later backward pass. Only a rank
     with unused ones waits for the result.
 
     A unit that was called several times is reduced when the backward pass has visited it as many times, and at each
-    visit after that: a function whose own backward pass runs inside of it may call the unit again. At which visit
-    autograd delivers a gradient depends on the calls in which this rank has used the parameter, so ranks that reduced
-    at every visit would issue different numbers of collectives.
+    visit after that, since a function may call the unit again in its own ``backward``. At which visit autograd delivers
+    a gradient depends on the calls in which this rank has used the parameter: if ranks reduced at every visit, they
+    would issue different numbers of collectives.
 
-    A backward pass may run inside a forward pass, of the root or of a unit: for an adversarial example, a penalty, or
-    with manual optimization. At its end torch makes all units idle, and reshards them. The forward passes that are
-    running then go on as they were (:func:`resume_states`). ``torch.autograd.grad`` adds to no parameter's gradient, so
-    nothing is reduced in it.
+    A backward pass may run inside a forward pass of the root or of a unit: for an adversarial example, a penalty, or
+    with manual optimization. At its end torch makes all units idle, and reshards them. Then the running forward passes
+    go on as they were (:func:`resume_states`). In ``torch.autograd.grad``, which adds to no parameter's gradient,
+    nothing is reduced.
 
     torch 2.13 can fill in zeros too (``set_reduce_scatter_unused_params``), but it passes them to the optimizer, which
     then applies weight decay and momentum to parameters that no rank has used.
@@ -62,13 +63,13 @@ class UnusedParameters:
     Args:
         units: The units, the root last; in the same order on every rank.
         runtime: The ranks.
-        step: What gathered parameters show as their gradients inside a forward pass of the root.
+        step: The gradients that gathered parameters show inside a forward pass of the root.
         on_inner_pass_end: Called after each backward pass inside a forward pass that has added to gradients.
 
     Attributes:
-        due: Whether a backward pass inside the root's forward pass has begun whose end autograd has not reported.
+        is_end_due: Whether a backward pass inside the root's forward pass has begun, and not ended yet.
         partly: The gradients that wait for the all-reduce across replicas.
-        recorded: The units that the graph of a backward pass needs.
+        recorded: The units that stay gathered for the graph of a backward pass.
     """
 
     def __init__(
@@ -91,37 +92,35 @@ class UnusedParameters:
         self._unreduced_groups: set[Any] = set()  # those with gradients that no reduction has taken yet
         self._is_ending = False
         self._accumulates = False
-        self._graph_task_id = -2  # autograd's id of the pass for which that was found out: of none yet; -1 is no pass
-        self.due = False
+        self._graph_task_id = -2  # autograd's id of the pass for which _accumulates holds; -1 is its id of no pass
+        self.is_end_due = False
         self.partly = PartlyReduced()
 
         # the agreement on what was used
         self._peers = runtime.along(*GRADIENT_AXES)
-        self._lacking = _Lacking(runtime, self._peers)
+        self._ranks_with_unused = _RanksWithUnused(runtime, self._peers)
         self._exchanges = False
-        self._index: dict[Any, int] = {}
-        for group in self._groups:
-            for parameter in group.fsdp_params:
-                self._index[parameter] = len(self._index)
+        parameters = [parameter for group in self._groups for parameter in group.fsdp_params]
+        self._index = {parameter: index for index, parameter in enumerate(parameters)}
         self._zero_filled: dict[int, _ZeroFilled] = {}  # by the parameter's index
         self._last_exchange: _Exchange | None = None
 
         weak_self = weakref.ref(self)  # units hold no strong reference: a cycle would delay the release of memory
         for group in self._groups:
             weak_group = weakref.ref(group)
-            group.pre_forward = partial(_count_first, weak_self, weak_group)
-            group.pre_backward = partial(_note_first, weak_self, weak_group)
-            group.post_backward = partial(_fill_first, weak_self, weak_group)
-        self._state_of_group: dict[Any, weakref.ref[Any]] = {}  # of units of one module, without the root
+            group.pre_forward = partial(_pre_forward, weak_self, weak_group)
+            group.pre_backward = partial(_pre_backward, weak_self, weak_group)
+            group.post_backward = partial(_post_backward, weak_self, weak_group)
+        self._state_of_group: dict[Any, weakref.ref[Any]] = {}  # without the root and units of several modules
         for unit in units:
             state: Any = unit._get_fsdp_state()
             # torch queues the callback of the unit whose output a backward pass reaches first
-            state._root_post_backward_final_callback = partial(_agree_last, weak_self, weakref.ref(state))
+            state._root_post_backward_final_callback = partial(_final_callback, weak_self, weakref.ref(state))
             if unit is not root and len(state._modules) == 1:
                 for group in param_groups_in(state):
                     self._state_of_group[group] = weakref.ref(state)
         root_state: Any = root._get_fsdp_state()
-        self._context: Any = root_state._state_ctx  # that of all units from the first call on
+        self._context: Any = root_state._state_ctx  # from the first call on, that of all units
         self.recorded = RecordedGraphs(self._groups, weakref.ref(root_state))
         for group in self._groups:
             follow_gathered(group, root_state if group in self._root_groups else None)
@@ -130,28 +129,28 @@ class UnusedParameters:
     def count(self, group: Any) -> None:
         """Record a call of a unit: a backward pass visits it once per call.
 
-        Modules that a user has sharded together are called one by one, which is one call for torch.
+        Modules that a user has sharded together are called one after the other; for torch that is one call.
         """
         if group._training_state is TrainingState.FORWARD:
-            return
+            return  # the call of another module of the unit has begun it
         frozen_shards.carry_requires_grad(group)
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # otherwise it is a recomputation
             if self._are_calls_over:
-                self._calls.clear()  # not earlier: another backward pass may visit the same calls
+                self._calls.clear()  # not at the end of the pass: another one may visit the same calls
                 self._are_calls_over = False
             self._calls[group] = self._calls.get(group, 0) + 1
 
     def begin_step(self) -> None:
-        """Record that a unit is called while no other runs: torch lets its streams wait then."""
+        """Record that a unit is called while no other is running, at which torch lets its streams wait."""
         begin_step(self._groups)
 
     def is_interrupted(self) -> bool:
-        """Whether a backward pass has begun and not ended. Asked outside of such passes."""
+        """Whether an exception has ended a backward pass. To be asked outside of backward passes only."""
         return bool(self._context.post_backward_final_callback_queued)
 
     def begin(self) -> None:
         """Record that a backward pass begins inside the root's forward pass, for which autograd calls no hook."""
-        self.due = True
+        self.is_end_due = True
         self._unreduced_groups.update(self._root_groups)
 
     def pre_backward(self) -> None:
@@ -163,8 +162,8 @@ class UnusedParameters:
     def post_backward(self, group: Any, *args: Any) -> None:
         """Reduce a unit's gradients unless the backward pass visits it again, and free its parameters.
 
-        A unit that no forward pass has called yet has nothing to do, but torch would look for its gradients while
-        micro-batches accumulate in a reduce dtype of their own, and fail.
+        There is nothing to do for a unit that was never called. torch would fail on it while micro-batches accumulate
+        in a reduce dtype of their own.
         """
         self._step.on = False  # the pass may have reached the output of no unit
         was_never_gathered = any(not hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params)
@@ -178,11 +177,11 @@ class UnusedParameters:
             self._unreduced_groups.add(group)
             state_ref = self._state_of_group.get(group)
             state = None if state_ref is None else state_ref()
-            if state is not None:
-                state._training_state = TrainingState.IDLE  # torch would take another call for a recomputation
+            if state is not None:  # or torch would take another call in this pass for a recomputation
+                state._training_state = TrainingState.IDLE
         if self.recorded and not self._is_ending:
-            # Autograd runs first what was recorded last, by numbers that each thread gives. On an accelerator, a pass
-            # records in a thread of its own, so what it has recorded may run after all else.
+            # Another visit may follow: autograd orders nodes by numbers that each thread counts for itself, and on an
+            # accelerator a backward pass records its graph in a thread of its own. The end of the pass reduces.
             self._unreduced_groups.add(group)
             _post_backward_without_reduction(group, *args)
             return
@@ -196,7 +195,7 @@ class UnusedParameters:
             type(group).post_backward(group, *args)
         elif is_last_visit:
             self._unreduced_groups.discard(group)
-            self._fill(group)
+            self._fill_with_zeros(group)
             self.partly.check(group)
             type(group).post_backward(group, *args)
             self.partly.keep(group)
@@ -204,10 +203,11 @@ class UnusedParameters:
             _post_backward_without_reduction(group, *args)
 
     def call_in_backward(self, state: Any) -> None:
-        """Record a call of a unit in a backward pass, which may be differentiated in another one inside of that.
+        """Record a call of a unit inside a backward pass, for which yet another backward pass may run inside that.
 
-        To torch, which takes the call for the recomputation of one that the pass has still to visit, it is no call. If
-        the pass has visited the root, or modules that are sharded together, the end of the pass reduces them again.
+        torch takes it for the recomputation of a call that the pass has yet to visit. If the pass has visited the unit
+        already, as can happen to the root and to modules that are sharded together, the end of the pass reduces it
+        again.
         """
         if state._training_state is not TrainingState.PRE_BACKWARD:
             return
@@ -224,7 +224,7 @@ class UnusedParameters:
                 update_requires_grad(group)
             self._accumulates = graph_task_id == -1 or self._accumulates_in_gathered() or _reaches_leaf()
             self._graph_task_id = graph_task_id
-        return self._accumulates  # also if it is one inside of this one that does
+        return self._accumulates  # true also if only a pass inside this one does
 
     def _accumulates_in_gathered(self) -> bool:
         return any(
@@ -235,11 +235,11 @@ class UnusedParameters:
 
     def finish(self, state: Any) -> None:
         """End a backward pass: reduce what is pending, and agree on what was used. All ranks must call it."""
-        self._step.on = False  # a pass in a hook of this one's loss may have ended, and this one have reached no unit
+        self._step.on = False  # a pass in a hook of this one's loss may have set it, and no unit was reached since
         accumulates = self.accumulates()
         states_in_forward = running_states(state)
-        iteration = state._state_ctx.iter_forward_root
-        # those that stay gathered, or the end of the pass would reshard them
+        outermost_state = state._state_ctx.iter_forward_root
+        # torch reshards at the end of the pass, but the forward passes that go on need their parameters
         groups_to_keep = [group for running_state in states_in_forward for group in param_groups_in(running_state)]
         if self.recorded:
             groups_to_keep = self._groups
@@ -260,7 +260,7 @@ class UnusedParameters:
             self._visits.clear()
         self._accumulates = False
         if states_in_forward:
-            resume_states(states_in_forward, iteration)
+            resume_states(states_in_forward, outermost_state)
             self.show_gradients()
             on_inner_pass_end = self._on_inner_pass_end()
             if accumulates and on_inner_pass_end is not None:
@@ -275,11 +275,11 @@ class UnusedParameters:
                     self._step.follow(parameter._unsharded_param, parameter.sharded_param, is_part=False)
         self._step.on = True
 
-    def expect(self) -> None:
-        """Reduce all units at the next opportunity: they hold gradients that came from no backward pass."""
+    def reduce_all_later(self) -> None:
+        """Let the next reduction take all units: they were given gradients that came from no backward pass."""
         self._unreduced_groups.update(self._groups)
 
-    def _fill(self, group: Any) -> None:
+    def _fill_with_zeros(self, group: Any) -> None:
         """Give zero gradients to the parameters that this rank has not used."""
         if not self._zero_filled and group.all_reduce_grads and _has_new_gradients(group):
             return
@@ -290,7 +290,7 @@ class UnusedParameters:
             self._zero_filled.pop(self._index[parameter], None)
         for parameter in unused:
             gathered = parameter._unsharded_param
-            # None stands for the dtype of the parameter; older versions of torch know no other
+            # None stands for the dtype of the parameter, which is the only one in older versions of torch
             gradient_dtype = getattr(gathered, "grad_dtype", None)
             gathered.grad = torch.zeros_like(gathered, dtype=gradient_dtype)
             is_unused_in_step = parameter not in self.partly.used
@@ -299,13 +299,13 @@ class UnusedParameters:
                 zero_filled = _ZeroFilled(shard, had_gradient=shard.grad is not None)
                 self._zero_filled.setdefault(self._index[parameter], zero_filled)
                 if not self._exchanges:
-                    self._lacking.count_rank()
+                    self._ranks_with_unused.count_rank()
         if not group.all_reduce_grads:
             self.partly.used.update(used)
         self._share_accumulation_dtype(trainable)
 
     def _share_accumulation_dtype(self, parameters: Sequence[Any]) -> None:
-        """Convert new gradients to the reduce dtype, which those of earlier micro-batches have: all must share one."""
+        """Convert new gradients to the reduce dtype if those of earlier micro-batches have it: all must agree."""
         accumulated = [parameter.unsharded_accumulated_grad for parameter in parameters]
         dtypes = [gradient.dtype for gradient in accumulated if gradient is not None]
         if not dtypes:
@@ -321,20 +321,19 @@ class UnusedParameters:
         zero_filled = self._zero_filled
         self._zero_filled = {}
         self._are_calls_over = True
-        self.due = False
+        self.is_end_due = False
         self._visits.clear()
         if not any(group.reduce_grads and group.all_reduce_grads for group in self._groups):
             return
         self.partly.used.clear()
-        do_all_lack_gradients = self._lacking.end_pass()
-        if do_all_lack_gradients:
+        if self._ranks_with_unused.end_pass():
             self._exchanges = True
         if not self._exchanges and self._peers.world_size > 1:
             return  # one rank has used all parameters
         is_used = torch.ones(len(self._index), dtype=torch.uint8)
         is_used[list(zero_filled)] = 0
         if self._peers.world_size > 1:
-            # on the host, or the step would wait for the device; on the device if no host backend is available
+            # on the host, so that the step need not wait for the device; if there is a backend for that
             has_host_backend = self._peers.device.type == "cpu" or "cpu" in dist.get_backend_config()
             if not has_host_backend:
                 is_used = is_used.to(self._peers.device)
@@ -349,7 +348,7 @@ class UnusedParameters:
                 shard.grad = None
 
     def forget(self) -> None:
-        """Reset, whatever an exception has interrupted."""
+        """Forget unreduced gradients, and all passes, after an exception."""
         self._calls.clear()
         self._visits.clear()
         self._unreduced_groups.clear()
@@ -358,20 +357,20 @@ class UnusedParameters:
                 if has_gradient(parameter):
                     set_accumulated_gradient(parameter, None)
                     parameter._unsharded_param.grad = None
-        self._lacking.take_back()
+        self._ranks_with_unused.take_back()
         self.partly.forget()
         self.recorded.release()
         self._zero_filled = {}
-        self.due = False
+        self.is_end_due = False
         self._accumulates = False
 
     @contextmanager
     def all_reduced(self, root: FSDPModule) -> Iterator[None]:
-        """A context in which the shards have the gradients that wait for an all-reduce. All ranks must enter it.
+        """A context in which shards have the gradients that wait for an all-reduce. All ranks must enter it.
 
-        It ends the accumulation as a backward pass that reaches no parameter would, and takes that back on exit.
+        Within it the accumulation has ended, as by a backward pass that reaches no parameter. On exit it goes on.
         """
-        waiting = self.partly.take()
+        waiting = self.partly.waiting_gradients()
         does_any_rank_wait = any(self._peers.gather_objects(bool(waiting)))
         if not does_any_rank_wait:
             yield
@@ -379,8 +378,8 @@ class UnusedParameters:
         used = set(self.partly.used)
         state = root._get_fsdp_state()
         shards = [parameter.sharded_param for group in self._groups for parameter in group.fsdp_params]
-        before = [(shard, shard.grad) for shard in shards]
-        for shard, grad in before:
+        own_gradients = [(shard, shard.grad) for shard in shards]
+        for shard, grad in own_gradients:
             shard.grad = None if grad is None else grad.clone()  # torch adds to it in place
         settings = [(group, group.reduce_grads, group.all_reduce_grads) for group in self._groups]
         try:
@@ -391,7 +390,7 @@ class UnusedParameters:
         finally:
             for group, reduces, all_reduces in settings:
                 group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
-            for shard, grad in before:
+            for shard, grad in own_gradients:
                 shard.grad = grad
             self.partly.put_back(waiting, used)
 
@@ -412,24 +411,24 @@ class _Exchange(NamedTuple):
     """An exchange of what ranks have used.
 
     Attributes:
-        work: What waits for it.
-        is_used: The tensor that is exchanged, which must live until it has ended.
+        work: What ``torch.distributed`` returned for it, to wait for.
+        is_used: The tensor that is exchanged. It must live until the exchange has ended.
     """
 
     work: Any
     is_used: Tensor
 
 
-class _Lacking:
-    """Whether every rank has unused parameters in a backward pass, found out without a collective.
+class _RanksWithUnused:
+    """Counts the ranks that have unused parameters in a backward pass, without a collective.
 
-    A rank that has some counts itself, once per backward pass, in the process group's store, before it joins the
-    reduction of the unit that they are in. When its own reductions have ended, every rank has joined all of them, so
-    the count is final. A rank that uses all parameters, as in most trainings every rank does, does nothing.
+    Such a rank counts itself in the process group's store, once per backward pass, before it joins the reduction of a
+    unit with unused parameters. When its reductions have ended, every rank has joined all of them, so the count is
+    final. A rank that uses all parameters, as every rank does in most trainings, does nothing.
 
     Args:
         runtime: All ranks.
-        peers: Those that reduce gradients together.
+        peers: The ranks that reduce gradients together.
     """
 
     def __init__(self, runtime: Runtime, peers: Runtime) -> None:
@@ -454,13 +453,17 @@ class _Lacking:
             self._is_counted = True
 
     def take_back(self) -> None:
-        """Forget a backward pass that an exception has ended, and that is run again."""
+        """Take this rank's count back after an exception in the backward pass, which will be run again."""
         if self._is_counted:
             self._store.add(self._key(), -1)
             self._is_counted = False
 
     def end_pass(self) -> bool:
-        """End a backward pass: whether all ranks have counted themselves."""
+        """End a backward pass.
+
+        Returns:
+            Whether all ranks have counted themselves. If this rank has not, that is known without the store.
+        """
         if not self._is_counted:
             self._pass_number += 1
             return False
@@ -468,8 +471,8 @@ class _Lacking:
         self._is_counted = False
         self._pass_number += 1
         if self._peers.device.type != "cpu":
-            torch.accelerator.current_stream(self._peers.device).synchronize()  # it waits for reductions
-        if self._last_key is not None:  # all ranks have read it: they have joined a later reduction
+            torch.accelerator.current_stream(self._peers.device).synchronize()  # until reductions have ended
+        if self._last_key is not None:  # all ranks have joined a later reduction, and read it before
             self._store.delete_key(self._last_key)
         self._last_key = key
         counted_ranks: int = self._store.add(key, 0)
@@ -485,7 +488,8 @@ def _has_new_gradients(group: Any) -> bool:
     return True
 
 
-def _count_first(unused_ref: weakref.ref[UnusedParameters], group_ref: weakref.ref[Any], *args: Any) -> Any:
+def _pre_forward(unused_ref: weakref.ref[UnusedParameters], group_ref: weakref.ref[Any], *args: Any) -> Any:
+    """Replaces ``group.pre_forward``."""
     group = group_ref()
     unused = unused_ref()
     assert group is not None  # it is the caller
@@ -493,22 +497,24 @@ def _count_first(unused_ref: weakref.ref[UnusedParameters], group_ref: weakref.r
         unused.count(group)
     if not torch.is_inference_mode_enabled():
         return type(group).pre_forward(group, *args)
-    with torch.inference_mode(False), torch.no_grad():  # what is gathered now is gathered again in training
+    with torch.inference_mode(False), torch.no_grad():  # or the gathered tensors, used again in training, were unfit
         return type(group).pre_forward(group, *args)
 
 
-def _note_first(unused_ref: weakref.ref[UnusedParameters], group_ref: weakref.ref[Any], *args: Any) -> None:
+def _pre_backward(unused_ref: weakref.ref[UnusedParameters], group_ref: weakref.ref[Any], *args: Any) -> None:
+    """Replaces ``group.pre_backward``."""
     unused = unused_ref()
     group: Any = group_ref()
     if unused is not None:
         unused.pre_backward()
-    enter = vars(group).get(ENTER)
+    enter = vars(group).get(ENTER_UNIT)
     if enter is not None:
         enter()
     type(group).pre_backward(group, *args)
 
 
-def _fill_first(unused_ref: weakref.ref[UnusedParameters], group_ref: weakref.ref[Any], *args: Any) -> None:
+def _post_backward(unused_ref: weakref.ref[UnusedParameters], group_ref: weakref.ref[Any], *args: Any) -> None:
+    """Replaces ``group.post_backward``."""
     group = group_ref()
     unused = unused_ref()
     if group is not None and unused is not None:
@@ -517,7 +523,8 @@ def _fill_first(unused_ref: weakref.ref[UnusedParameters], group_ref: weakref.re
         type(group).post_backward(group, *args)
 
 
-def _agree_last(unused_ref: weakref.ref[UnusedParameters], state_ref: weakref.ref[Any]) -> None:
+def _final_callback(unused_ref: weakref.ref[UnusedParameters], state_ref: weakref.ref[Any]) -> None:
+    """Replaces the callback of ``fully_shard`` for the end of a backward pass."""
     state = state_ref()
     unused = unused_ref()
     if state is not None and unused is not None:
@@ -537,7 +544,7 @@ def _post_backward_without_reduction(group: Any, *args: Any) -> None:
 
 
 def _reaches_leaf() -> bool:
-    """Whether the backward pass that runs adds to the gradient of a leaf that the running node leads to."""
+    """Whether the backward pass that runs adds to the gradient of a leaf, seen from the node that is running."""
     node: Any = torch._C._current_autograd_node()
     while node is not None and not hasattr(node, "variable"):
         next_nodes = [next_node for next_node, _ in node.next_functions if next_node is not None]
@@ -546,15 +553,14 @@ def _reaches_leaf() -> bool:
 
 
 def finish_backward(root: FSDPModule, unused: UnusedParameters) -> None:
-    """Do what ``fully_shard`` does at the end of a backward pass: reduce what is left, and reshard.
+    """End a backward pass inside the root's forward pass, if autograd has not: reduce what is left, and reshard.
 
-    ``fully_shard`` registers this as a callback when a gradient reaches the output of a unit that has run forward. A
-    backward pass inside the root's forward pass that uses only the root's own parameters reaches no such output, so
-    their gradients would never arrive at the shards. A second call has no effect: ranks exchange what they have used
-    only once, even if autograd has run the callback on some of them.
+    ``fully_shard`` queues that when a gradient reaches the output of a unit whose call has ended. A backward pass that
+    uses only the root's own parameters reaches none, so their gradients would never arrive at the shards. If autograd
+    has ended the pass on some ranks, these don't exchange a second time what they have used.
     """
     state: Any = root._get_fsdp_state()
-    if unused.due:
+    if unused.is_end_due:
         unused.finish(state)
     else:
         end_backward(state)

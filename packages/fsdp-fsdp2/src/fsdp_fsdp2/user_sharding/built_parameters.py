@@ -1,7 +1,7 @@
-"""The parameters that modules were built with on the meta device, by which those that a user shards get their values.
+"""The parameters that modules were built with on the meta device, from which shards that a user makes get their values.
 
-``fully_shard`` and ``parallelize_module`` replace a module's parameters. The new ones have a part of the memory, and
-nothing that says how the whole was initialised, so each module's own are noted where torch registers them.
+``fully_shard`` and ``parallelize_module`` replace a module's parameters by shards, which don't say how the full
+parameter is initialised. So full parameters are noted where torch registers them.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ __all__ = ["follow_building", "has_noted", "is_dtensor", "note_built", "noted_pa
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether a parameter is a DTensor: mypy takes it for impossible, since neither class inherits from the other."""
+    """Whether a parameter is a DTensor. A function, because mypy takes ``isinstance(parameter, DTensor)`` for false."""
     return isinstance(tensor, DTensor)
 
 
 _built: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
-_following: list[object] = []
+_registration_hooks: list[object] = []
 
 
 def follow_building() -> None:
-    """Note parameters on the meta device from now on, whichever module they are registered in. Idempotent.
+    """Note all parameters on the meta device that are registered from now on, in any module. Idempotent.
 
-    It goes on after the model is built: what is tied or replaced afterwards must be noted as well. Other parameters
-    are left alone, and a module that is freed takes its notes along.
+    It goes on after the model is built: what is tied or replaced afterwards must be noted as well. The notes of a
+    module end with it.
     """
-    if not _following:
-        _following.append(register_module_parameter_registration_hook(_note_parameter))
-        _following.append(register_module_module_registration_hook(_note_module))
+    if not _registration_hooks:
+        _registration_hooks.append(register_module_parameter_registration_hook(_note_parameter))
+        _registration_hooks.append(register_module_module_registration_hook(_note_module))
 
 
 def note_built(root: nn.Module) -> None:
@@ -57,7 +57,7 @@ def has_noted(root: nn.Module) -> bool:
 
 def _note_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
     if is_dtensor(parameter):
-        return  # the user shards what was noted
+        return  # the user shards the parameter that was noted, which stays
     if parameter is not None and parameter.is_meta:
         _built.setdefault(module, {})[name] = parameter
     elif module in _built:
@@ -65,7 +65,7 @@ def _note_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None
 
 
 def _note_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Note the parameters of a module that was copied, which torch does without registering them."""
+    """Note the parameters of a module that is registered: copies have some that were never registered."""
     for module in () if child is None else child.modules():
         if module not in _built:
             for attribute, parameter in module._parameters.items():

@@ -18,12 +18,12 @@ ParallelizeFunction = Callable[..., nn.Module]
 
 
 def check_parallelize_fn(function: object, options_given: Collection[str], arguments: Collection[str]) -> None:
-    """Refuse what can't be called with a module and a mesh, or would not get an option that was given.
+    """Refuse a ``parallelize_fn`` that can't be called with a module and a mesh, or lacks an option that was given.
 
     Args:
         function: The option.
-        options_given: The names of the options that it replaces and that were given.
-        arguments: The names of all that it may take.
+        options_given: The keyword arguments for those options that it replaces and that were given.
+        arguments: The names of all keyword arguments that it may take.
 
     Raises:
         UnsupportedCapabilityError: It is no such function.
@@ -45,11 +45,12 @@ def check_parallelize_fn(function: object, options_given: Collection[str], argum
         ) from error
     dropped = [name for name in options_given if name not in _accepted_names(parameters, options_given)]
     if dropped:
+        names = ", ".join(dropped)
+        were, them = ("was", "it") if len(dropped) == 1 else ("were", "them")
         raise UnsupportedCapabilityError(
-            f"{', '.join(dropped)} {'was' if len(dropped) == 1 else 'were'} given, and parallelize_fn="
-            f"{_name(function)}, which replaces what would use {'it' if len(dropped) == 1 else 'them'}, does not take "
-            f"{'it' if len(dropped) == 1 else 'them'}.\n"
-            f"Add **options or {', '.join(dropped)} to its parameters, or leave {', '.join(dropped)} out."
+            f"{names} {were} given, and parallelize_fn={_name(function)}, which replaces what would use {them}, does "
+            f"not take {them}.\n"
+            f"Add **options or {names} to its parameters, or leave {names} out."
         )
 
 
@@ -71,15 +72,15 @@ def call_parallelize_fn(
     returned = function(module, mesh, **{name: options[name] for name in names})
     if returned is module:
         return
-    what = "None" if returned is None else f"a {type(returned).__name__}"
+    description = "None" if returned is None else f"a {type(returned).__name__}"
     remedy = (
         "Replace submodules of the module that it gets, and return that module."
         if isinstance(returned, nn.Module)
         else "End it with `return module`."
     )
     raise ShardingError(
-        f"parallelize_fn={_name(function)} returned {what} instead of the {type(module).__name__} that it was given, "
-        f"which is what is trained.\n{remedy}"
+        f"parallelize_fn={_name(function)} returned {description} instead of the {type(module).__name__} that it was "
+        f"given, which is what is trained.\n{remedy}"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a user has sharded with ``fully_shard`` and ``parallelize_module``: units, and if it can be taken over."""
+"""Modules that a user has sharded with ``fully_shard`` and ``parallelize_module``: their units, and what is refused."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch.distributed.tensor import DTensor
 from fsdp_core import Runtime, ShardingError, UnsupportedCapabilityError
 from fsdp_core.sharding import Mesh, marked
 from fsdp_core.state import clean_name
-from fsdp_fsdp2.torch_private.parameter_groups import has_run, one_for_each_state, parameters_of, reduces_gradients
+from fsdp_fsdp2.torch_private.parameter_groups import first_units_of_calls, has_run, parameters_of, reduces_gradients
 
 __all__ = [
     "check_meshes",
-    "check_no_context",
+    "check_no_context_parallel",
     "check_not_run",
     "check_reduces",
     "is_divided",
-    "refuse_beside",
-    "refuse_left_out",
+    "is_sharded_by_user",
+    "refuse_dtensors_outside_units",
+    "refuse_options_beside",
     "units_of_user",
-    "was_begun",
 ]
 
 
-def was_begun(module: nn.Module) -> bool:
+def is_sharded_by_user(module: nn.Module) -> bool:
     """Whether the user has sharded a part of a module, or divided one among tensor-parallel ranks."""
     return any(isinstance(part, FSDPModule) for part in module.modules()) or any(
         isinstance(parameter, DTensor) for parameter in module.parameters()
@@ -41,7 +41,7 @@ def units_of_user(module: nn.Module) -> list[nn.Module]:
     Of modules that were sharded together, by a list, the first stands for all.
     """
     sharded_parts = [part for part in _innermost_first(module, set()) if isinstance(part, FSDPModule)]
-    return [unit for unit in one_for_each_state(sharded_parts) if unit is not module]
+    return [unit for unit in first_units_of_calls(sharded_parts) if unit is not module]
 
 
 def _innermost_first(module: nn.Module, visited: set[nn.Module]) -> Iterator[nn.Module]:
@@ -52,45 +52,45 @@ def _innermost_first(module: nn.Module, visited: set[nn.Module]) -> Iterator[nn.
         yield module
 
 
-def refuse_beside(module: nn.Module, options: Iterable[str]) -> None:
+def refuse_options_beside(module: nn.Module, options: Iterable[str]) -> None:
     """Refuse options that would shard what the user has sharded by hand.
 
     Args:
         module: The root, which the user has sharded or divided in part.
-        options: The names of those of the strategy that were given.
+        options: The names of the strategy's options that were given.
 
     Raises:
         ShardingError: There is such an option, or a module is marked by ``wrap``.
     """
     name = type(module).__name__
     by_fully_shard = next((fqn for fqn, part in module.named_modules() if isinstance(part, FSDPModule)), None)
-    divided = next(
+    first_dtensor = next(
         (clean_name(fqn) for fqn, parameter in module.named_parameters() if isinstance(parameter, DTensor)), ""
     )
-    what = (
+    users_call = (
         f"fully_shard to {by_fully_shard or 'the root'!r}"
         if by_fully_shard is not None
-        else f"parallelize_module to the module of {divided!r}"
+        else f"parallelize_module to the module of {first_dtensor!r}"
     )
     for option in options:
         if by_fully_shard is None and option not in ("tp_plan", "parallelize_fn"):
-            continue  # units can still be chosen
+            continue  # it is about units, which can still be chosen
         raise ShardingError(
-            f"{option} was given, and {name} is already sharded in part: its code has applied {what}, in "
+            f"{option} was given, and {name} is already sharded in part: its code has applied {users_call}, in "
             "configure_model() or before fabric.setup(). Only one of the two can do it.\n"
             f"Leave {option} out, and give these options to fully_shard and parallelize_module where you call them; or "
             "remove those calls."
         )
     if by_fully_shard is not None and marked(module):
         raise ShardingError(
-            f"{name} has layers that are marked by wrap(), and its code has applied {what}. Only one of the two can "
-            "choose units.\n"
+            f"{name} has layers that are marked by wrap(), and its code has applied {users_call}. Only one of the two "
+            "can choose units.\n"
             "Leave wrap() out and call fully_shard on each unit; or remove the fully_shard calls."
         )
 
 
 def check_not_run(module: nn.Module) -> None:
-    """Refuse a unit that has run before the root was sharded: ``fully_shard`` takes it for a root from then on.
+    """Refuse a unit that was called before the root was sharded: ``fully_shard`` takes it for a root from then on.
 
     Raises:
         ShardingError: There is such a unit.
@@ -105,7 +105,7 @@ def check_not_run(module: nn.Module) -> None:
 
 
 def check_reduces(module: nn.Module) -> None:
-    """Refuse a unit whose gradients the user has turned off to reduce: each rank would step with its own.
+    """Refuse a unit for which the user has turned off the reduction of gradients: each rank would step with its own.
 
     Raises:
         ShardingError: There is such a unit.
@@ -121,82 +121,82 @@ def check_reduces(module: nn.Module) -> None:
             )
 
 
-def check_meshes(module: nn.Module, runtime: Runtime, data: DeviceMesh) -> None:
+def check_meshes(module: nn.Module, runtime: Runtime, fsdp_mesh: DeviceMesh) -> None:
     """Refuse parameters that are sharded over other ranks than those of the strategy's mesh.
 
     Args:
         module: The root.
         runtime: The ranks, and the strategy's mesh of them.
-        data: The axes that ``fully_shard`` shards and replicates over.
+        fsdp_mesh: The axes that ``fully_shard`` shards and replicates over.
 
     Raises:
         ShardingError: A parameter is sharded over others.
     """
     mesh = runtime.mesh
-    tensor = torch.tensor(mesh.peers(runtime.rank, ("tensor_parallel",)))
-    peers = [mesh.peers(rank, ("tensor_parallel",)) for rank in data.mesh.flatten().tolist()]
-    data_and_tensor = torch.tensor(peers).view(*data.mesh.shape, -1)
-    managed = {id(p) for part in module.modules() if isinstance(part, FSDPModule) for p in parameters_of(part)}
+    data_ranks = fsdp_mesh.mesh
+    tensor_ranks = torch.tensor(mesh.peers(runtime.rank, ("tensor_parallel",)))
+    peers_of_data_ranks = [mesh.peers(rank, ("tensor_parallel",)) for rank in data_ranks.flatten().tolist()]
+    data_and_tensor_ranks = torch.tensor(peers_of_data_ranks).view(*data_ranks.shape, -1)
+    ids_in_units = {id(p) for part in module.modules() if isinstance(part, FSDPModule) for p in parameters_of(part)}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
-            is_unit = id(parameter) in managed
-            if not any(
-                _same(parameter.device_mesh.mesh, ranks)
-                for ranks in ((data.mesh, data_and_tensor) if is_unit else (tensor,))
-            ):
-                raise _another_mesh(clean_name(name), parameter, is_unit, data, tensor)
+            is_in_unit = id(parameter) in ids_in_units
+            allowed = (data_ranks, data_and_tensor_ranks) if is_in_unit else (tensor_ranks,)
+            if not any(_is_equal(parameter.device_mesh.mesh, ranks) for ranks in allowed):
+                raise _wrong_mesh_error(clean_name(name), parameter, is_in_unit, fsdp_mesh, tensor_ranks)
 
 
-def check_no_context(mesh: Mesh, what: str) -> None:
-    """Refuse a module that users shard where context-parallel ranks shard as well: it would need a mesh of both axes.
+def check_no_context_parallel(mesh: Mesh, sharding_code: str) -> None:
+    """Refuse context parallelism for a module that the user shards: that would need a mesh of two joined axes.
 
     Args:
         mesh: The ranks.
-        what: Whose code shards.
+        sharding_code: The code that shards, for the message.
 
     Raises:
         UnsupportedCapabilityError: There are context-parallel ranks.
     """
     if mesh.context_parallel > 1:
         raise UnsupportedCapabilityError(
-            f"context_parallel_size={mesh.context_parallel} does not go together with {what}: context-parallel ranks "
-            "shard parameters as well, over a mesh that only the strategy makes.\n"
+            f"context_parallel_size={mesh.context_parallel} does not go together with {sharding_code}: "
+            "context-parallel ranks shard parameters as well, over a mesh that only the strategy makes.\n"
             "Leave the calls of fully_shard and parallelize_module out, and name units by auto_wrap_policy and divided "
             "layers by tp_plan; or leave context_parallel_size out."
         )
 
 
 def is_divided(module: nn.Module, runtime: Runtime) -> bool:
-    """Whether a parameter of a module is placed on this rank's tensor-parallel peers."""
+    """Whether a parameter of a module is on a mesh that has all tensor-parallel peers of this rank."""
     peers = set(runtime.mesh.peers(runtime.rank, ("tensor_parallel",)))
-    placed = (p.device_mesh.mesh.flatten().tolist() for p in module.parameters() if isinstance(p, DTensor))
-    return any(peers.issubset(ranks) for ranks in placed)
+    meshes = (p.device_mesh.mesh.flatten().tolist() for p in module.parameters() if isinstance(p, DTensor))
+    return any(peers.issubset(ranks) for ranks in meshes)
 
 
-def _same(ranks: Tensor, expected: Tensor) -> bool:
+def _is_equal(ranks: Tensor, expected: Tensor) -> bool:
     return ranks.shape == expected.shape and bool((ranks == expected).all())
 
 
-def _another_mesh(name: str, parameter: DTensor, is_unit: bool, data: DeviceMesh, tensor: Tensor) -> ShardingError:
-    axes = data.mesh_dim_names or ()
-    named = repr(axes[0]) if len(axes) == 1 else ", ".join(map(repr, axes))
+def _wrong_mesh_error(
+    name: str, parameter: DTensor, is_in_unit: bool, fsdp_mesh: DeviceMesh, tensor_ranks: Tensor
+) -> ShardingError:
+    axes = ", ".join(map(repr, fsdp_mesh.mesh_dim_names or ()))
     call = (
-        f"fully_shard(module, mesh=device_mesh[{named}])"
-        if is_unit
+        f"fully_shard(module, mesh=device_mesh[{axes}])"
+        if is_in_unit
         else "parallelize_module(module, device_mesh['tensor_parallel'], plan)"
     )
-    axis_name, ranks = ("data-parallel", data.mesh) if is_unit else ("tensor-parallel", tensor)
+    axis_name, ranks = ("data-parallel", fsdp_mesh.mesh) if is_in_unit else ("tensor-parallel", tensor_ranks)
     return ShardingError(
-        f"{name!r} was {'sharded' if is_unit else 'divided'} over the ranks {parameter.device_mesh.mesh.tolist()}, and "
-        f"the strategy trains it over its {axis_name} ranks {ranks.tolist()}: gradients would be summed over the "
+        f"{name!r} was {'sharded' if is_in_unit else 'divided'} over the ranks {parameter.device_mesh.mesh.tolist()}, "
+        f"and the strategy trains it over its {axis_name} ranks {ranks.tolist()}: gradients would be summed over the "
         "wrong ones.\n"
         f"Write {call} with the strategy's own mesh: self.device_mesh in a LightningModule, "
         "fabric.strategy.device_mesh, or what parallelize_fn gets."
     )
 
 
-def refuse_left_out(module: nn.Module, unsharded: Sequence[nn.Parameter], *, is_planned: bool) -> None:
-    """Refuse parameters that tensor-parallel ranks have as DTensors, but that no unit holds.
+def refuse_dtensors_outside_units(module: nn.Module, unsharded: Sequence[nn.Parameter], *, is_planned: bool) -> None:
+    """Refuse parameters that tensor-parallel ranks divide, but that no unit shards.
 
     Args:
         module: The root, sharded.

@@ -1,4 +1,4 @@
-"""Gives modules that a user has sharded their values: unit by unit, and the same as those of the unsharded model."""
+"""Gives modules that a user has sharded the values of the unsharded model, unit by unit."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Places = dict[int, list[tuple[nn.Module, str]]]
 def place_sharded(
     modules: Iterable[nn.Module], root: nn.Module, runtime: Runtime, offloaded: Collection[int] = ()
 ) -> None:
-    """Move what ``modules`` own to the device with rank 0's values, and fill the shards of it that have none.
+    """Move what ``modules`` own to the device with rank 0's values, and fill the shards among it that have no memory.
 
-    A shard on the meta device gets its part of the value that the parameter has in the unsharded model. For this, one
-    module at a time is whole. A shard that has values keeps them; where ranks hold the same part, they get that of the
-    first of them. All ranks must call it.
+    A shard on the meta device gets its part of the value that the parameter has in the unsharded model; for this, one
+    module at a time is initialised unsharded. A shard with memory keeps its values; where several ranks hold the same
+    part, they take over the first rank's. All ranks must call it.
 
     Args:
         modules: The modules, each without its children, in the order in which they draw random numbers.
@@ -41,34 +41,28 @@ def place_sharded(
     """
     places = _find_places(root)
     for module in modules:
-        empty: dict[str, Any] = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
-        sharded = {name: parameter for name, parameter in empty.items() if is_dtensor(parameter)}
+        on_meta: dict[str, Any] = {name: p for name, p in module._parameters.items() if p is not None and p.is_meta}
+        sharded = {name: parameter for name, parameter in on_meta.items() if is_dtensor(parameter)}
         unsharded = {name: _as_built(module, name, parameter, root, places) for name, parameter in sharded.items()}
         module._parameters.update(unsharded)
         place([module], runtime, leave=lambda _, parameter: is_dtensor(parameter))
-        for name, before in empty.items():
-            materialized = module._parameters[name]
-            assert materialized is not None
+        for name, meta_parameter in on_meta.items():
+            parameter: Any = module._parameters[name]
             if name in sharded:
-                device = torch.device("cpu") if id(before) in offloaded else runtime.device
-                materialized = _filled(before, materialized, device)
-                materialized.__dict__.update(before.__dict__)
-            tied = [
-                (owner_elsewhere, attribute)
-                for owner_elsewhere, attribute in places[id(before)]
-                if owner_elsewhere is not module
-            ]
+                device = torch.device("cpu") if id(meta_parameter) in offloaded else runtime.device
+                parameter = _shard_like(meta_parameter, parameter, device)
+                parameter.__dict__.update(meta_parameter.__dict__)
+            tied = [(owner, attribute) for owner, attribute in places[id(meta_parameter)] if owner is not module]
             for owner, attribute in (*tied, (module, name)):
-                setattr(owner, attribute, materialized)  # LSTMs note it in a list
-            del materialized
-        present: dict[str, Any] = {name: p for name, p in module._parameters.items() if name not in empty}
-        for parameter in present.values():
+                setattr(owner, attribute, parameter)  # not in _parameters alone: LSTMs have a list of them too
+        with_memory: dict[str, Any] = {name: p for name, p in module._parameters.items() if name not in on_meta}
+        for parameter in with_memory.values():
             if is_dtensor(parameter):
-                _take_first_copy(parameter, runtime)
+                _broadcast_first_copy(parameter, runtime)
 
 
 def _as_built(module: nn.Module, name: str, sharded: DTensor, root: nn.Module, places: Places) -> nn.Parameter:
-    """The parameter that was sharded, on the meta device and whole."""
+    """The parameter from which the user has made a shard: unsharded, on the meta device."""
     noted = [noted_parameter(owner, attribute) for owner, attribute in places[id(sharded)]]
     first = noted_parameter(module, name)
     if first is None and not has_noted(root):
@@ -85,7 +79,8 @@ def _as_built(module: nn.Module, name: str, sharded: DTensor, root: nn.Module, p
     return first
 
 
-def _filled(sharded: DTensor, full: nn.Parameter, device: torch.device) -> nn.Parameter:
+def _shard_like(sharded: DTensor, full: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """This rank's part of a full parameter, with the mesh and the placements of a shard on the meta device."""
     local = torch.empty(sharded.to_local().shape, dtype=sharded.dtype, device=device)
     filled = DTensor.from_local(
         local,
@@ -98,13 +93,13 @@ def _filled(sharded: DTensor, full: nn.Parameter, device: torch.device) -> nn.Pa
     with torch.no_grad():
         for chunk in chunked(filled).chunks:
             assert isinstance(chunk.data, torch.Tensor)
-            box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.data.shape, strict=True))
-            chunk.data.copy_(full[box])
+            index = tuple(slice(start, start + n) for start, n in zip(chunk.offsets, chunk.data.shape, strict=True))
+            chunk.data.copy_(full[index])
     return nn.Parameter(filled, requires_grad=sharded.requires_grad)
 
 
 def _find_places(root: nn.Module) -> Places:
-    """Where each parameter of a model is. To search for one would take as long as to find all."""
+    """Where each parameter of a model is, found for all at once because to search for one takes as long."""
     places: Places = {}
     for module in root.modules():
         for name, parameter in module._parameters.items():
@@ -112,25 +107,25 @@ def _find_places(root: nn.Module) -> Places:
     return places
 
 
-def _take_first_copy(parameter: DTensor, runtime: Runtime) -> None:
-    """Broadcast a shard along the axes over which ranks hold copies of it: ranks may have drawn other values."""
-    peers = set[int]()
+def _broadcast_first_copy(parameter: DTensor, runtime: Runtime) -> None:
+    """Broadcast a shard along the axes over which ranks hold copies of it: each may have drawn its own values."""
+    ranks_with_other_parts = set[int]()
     for axis, placement in enumerate(parameter.placements):
         if not isinstance(placement, Replicate):
-            peers |= ranks_along(parameter.device_mesh, axis)
-    copies: tuple[MeshAxis, ...] = tuple(
-        axis for axis in MESH_AXES if not peers.issuperset(runtime.mesh.peers(runtime.rank, (axis,)))
+            ranks_with_other_parts |= ranks_along(parameter.device_mesh, axis)
+    copy_axes: tuple[MeshAxis, ...] = tuple(
+        axis for axis in MESH_AXES if not ranks_with_other_parts.issuperset(runtime.mesh.peers(runtime.rank, (axis,)))
     )
-    if peers and runtime.mesh.size(copies) == 1:
+    if ranks_with_other_parts and runtime.mesh.size(copy_axes) == 1:
         return
     with torch.no_grad():
         local = parameter.to_local()
     if local.numel():
-        runtime.along(*copies).broadcast(local)
+        runtime.along(*copy_axes).broadcast(local)
 
 
 def refuse_changed_on_meta(root: nn.Module) -> None:
-    """Refuse shards on the meta device that were changed, which did nothing.
+    """Refuse a model whose shards were written to on the meta device, which had no effect.
 
     Raises:
         ShardingError: There is such a shard.
