@@ -43,8 +43,8 @@ def _writes_to(group: Any) -> tuple[Any, int]:
     return count_writes(group), count_data_writes(group)
 
 
-def _unshard_after_writes(of: weakref.ref[Any], *args: Any, **kwargs: Any) -> Any:
-    group: Any = of()
+def _unshard_after_writes(group_ref: weakref.ref[Any], *args: Any, **kwargs: Any) -> Any:
+    group: Any = group_ref()
     if not group.is_unsharded and group._all_gather_result is None:
         writes, known_writes = _writes_to(group), vars(group).get(_KNOWN_WRITES)
         vars(group)[_KNOWN_WRITES] = writes
@@ -58,9 +58,9 @@ def _unshard_after_writes(of: weakref.ref[Any], *args: Any, **kwargs: Any) -> An
     return work
 
 
-def _wait_for_copies(of: weakref.ref[Any], *args: Any, **kwargs: Any) -> Any:
+def _wait_for_copies(group_ref: weakref.ref[Any], *args: Any, **kwargs: Any) -> Any:
     """End a unit's call, whose computation is queued, and let the host wait until its shards are copied."""
-    group: Any = of()
+    group: Any = group_ref()
     copied = vars(group).pop(_COPIED, None)
     if copied is not None:
         copied.synchronize()
