@@ -27,7 +27,7 @@ from fsdp_core.testing.state import (
     assert_sharded,
     full_optimizer_state,
     full_state,
-    held_by,
+    count_local_elements,
     local,
     sharded_by,
     trained_by,
@@ -183,7 +183,7 @@ def count_local_elements(way: str) -> int:
     world_size, options = WAYS[way]
     net = oracle.new_net()
     fabric, *_ = set_up(options(net), net=net, world_size=world_size)
-    return held_by(sharded_by(fabric.strategy).root.parameters())
+    return count_local_elements(sharded_by(fabric.strategy).root.parameters())
 
 
 @pytest.mark.parametrize(

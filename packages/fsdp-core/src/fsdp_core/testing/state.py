@@ -17,7 +17,7 @@ __all__ = [
     "copied_state",
     "full_optimizer_state",
     "full_state",
-    "held_by",
+    "count_local_elements",
     "local",
     "poison_gradient",
     "sharded_by",
@@ -80,9 +80,9 @@ def local(tensor: Tensor) -> Tensor:
     return rank_context().local(tensor)
 
 
-def held_by(parameters: Iterable[Tensor]) -> int:
+def count_local_elements(parameters: Iterable[Tensor]) -> int:
     """The number of elements of some parameters that this rank holds."""
-    return sum(map(rank_context().held, parameters))
+    return sum(map(rank_context().local_numel, parameters))
 
 
 def trained_by(optimizer: Any) -> list[nn.Parameter]:
@@ -94,7 +94,7 @@ def assert_sharded(held: Sequence[int], total: int) -> None:
     """Assert that every rank holds about its share, and that together they hold everything.
 
     Args:
-        held: The number of elements that each rank holds, by rank; see :func:`held_by`.
+        held: The number of elements that each rank holds, by rank; see :func:`count_local_elements`.
         total: The number of elements of the unsharded model.
 
     Example:

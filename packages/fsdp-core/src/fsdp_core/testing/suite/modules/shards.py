@@ -28,7 +28,7 @@ from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, WIDE, Block, Trained
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.state import assert_sharded, full_state, held_by, sharded_by, trained_by
+from fsdp_core.testing.state import assert_sharded, full_state, count_local_elements, sharded_by, trained_by
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks, precisions, requires, with_options
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import Lit, accelerator, loader, means, new_fabric, new_trainer, whole_batches
@@ -40,18 +40,18 @@ def _elements_under_trainer(strategy: str, tmp: str, world_size: int) -> int:
     """The number of elements that this rank's optimizer trains."""
     run = new_trainer(tmp, strategy, world_size)
     run.fit(Lit("adamw_groups", width=WIDE), loader(1, world_size))
-    return held_by(trained_by(run.optimizers[0]))
+    return count_local_elements(trained_by(run.optimizers[0]))
 
 
 def _elements_under_fabric(strategy: str, world_size: int) -> int:
     loop = Loop(strategy, oracle.adamw_groups, oracle.new_net(width=WIDE), ranks=world_size)
-    return held_by(trained_by(loop.optimizer))
+    return count_local_elements(trained_by(loop.optimizer))
 
 
 def _elements_after_evaluation(strategy: str, tmp: str, options: dict[str, Any]) -> int:
     run = new_trainer(tmp, strategy, 2, options)
     run.validate(Lit("sgd", width=WIDE), loader(1, 2), verbose=False)
-    return held_by(sharded_by(run.strategy).root.parameters())
+    return count_local_elements(sharded_by(run.strategy).root.parameters())
 
 
 def _largest_tensor(strategy: str) -> int:
@@ -61,7 +61,7 @@ def _largest_tensor(strategy: str) -> int:
     largest: list[int] = []
     while len(largest) < 10:  # repeated, since gloo's thread may keep a broadcast tensor for a moment
         gc.collect()
-        largest.append(max(rank_context().memory(t) for t in gc.get_objects() if isinstance(t, Tensor)))
+        largest.append(max(rank_context().local_bytes(t) for t in gc.get_objects() if isinstance(t, Tensor)))
         time.sleep(0.05)
     del model, optimizer
     return min(largest)
@@ -121,7 +121,7 @@ def _train_shared(strategy: str) -> tuple[Trained, int]:
     with oracle.seeded(1):
         net = Shared()
     loop = Loop(strategy, oracle.momentum, net)
-    return loop.train(loop.whole_batches(3)), held_by(trained_by(loop.optimizer))
+    return loop.train(loop.whole_batches(3)), count_local_elements(trained_by(loop.optimizer))
 
 
 def _refuse_other_precision(strategy: str, tmp: str, precision: Any) -> str:
@@ -308,7 +308,7 @@ def _announce(strategy: str, tmp: str, front_end: FrontEnd) -> Announced:
     with _announcements(front_end) as lines:
         used_strategy = set_up(net)
         units = len(used_strategy.backend.units(Wide()))
-        elements = held_by(sharded_by(used_strategy).layout())
+        elements = count_local_elements(sharded_by(used_strategy).layout())
         if fabric is None:
             set_up(net)  # already sharded: nothing is logged again
     level = logger.level
