@@ -37,7 +37,7 @@ from fsdp_core.testing import RankPool, oracle
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, Block, Trained
 from fsdp_core.testing.refusals import assert_says, refusal
 from fsdp_core.testing.short_runs import assert_trained_alike, fit_module
-from fsdp_core.testing.state import full_state, count_local_elements, sharded_by, trained_by
+from fsdp_core.testing.state import count_local_elements, full_state, sharded_by, trained_by
 from fsdp_core.testing.training import Lit, fit, loader, means, new_fabric, new_trainer
 from fsdp_cuda_native import DDPFullyShardedNativeStrategy, DDPFullyShardedStrategy
 from fsdp_cuda_native.fabric import NativeFSDPStrategy

@@ -10,8 +10,8 @@ from fsdp_core import UnsupportedCapabilityError
 
 __all__ = [
     "ACCEPTED_NOOPS",
-    "SPMD_ACCEPTED_NOOPS",
     "MIGRATION_HINTS",
+    "SPMD_ACCEPTED_NOOPS",
     "SPMD_MIGRATION_HINTS",
     "check_collectives",
     "check_options",

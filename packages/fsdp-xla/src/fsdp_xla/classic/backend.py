@@ -189,6 +189,7 @@ def _materialize_on_device(modules: Sequence[nn.Module], runtime: XLARuntime) ->
     with runtime.building():
         materialize(modules, torch.device("cpu"))
     device = runtime.device
+    # New and old parameters by the old one's id. The old one is kept, so that its id is not reused.
     new_and_old: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for module in modules:
         for name, parameter in list(module.named_parameters(recurse=False)):

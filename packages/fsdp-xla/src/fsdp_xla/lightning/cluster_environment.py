@@ -82,8 +82,10 @@ class XLADeviceRanks(OnXLADevices):
     @property
     def root_device(self) -> torch.device:
         """The device of this rank."""
-        if xla.rank_here() is not None or self.runtime.device.type == "xla":
-            return self.runtime.device if self.runtime.device.type == "xla" else xla.default_device()
+        if self.runtime.device.type == "xla":
+            return self.runtime.device
+        if self.is_in_a_rank:
+            return xla.default_device()
         return (self.parallel_devices or [torch.device("xla", 0)])[0]
 
     @property
@@ -101,8 +103,9 @@ class XLADeviceRanks(OnXLADevices):
                 f"{rank_here.world_size}.\nWrite the number of hosts of the TPU slice, and that of one host's devices."
             )
         thread_communicator = getattr(xla.this_thread, "communicator", None)
+        # Threads share the global that is set here; where several are ranks, lockstep() replaces it.
         if thread_communicator is None or thread_communicator.world_size == 1:
-            set_rank_zero(0 if rank_here is None else rank_here.rank)  # for threads, which share the global, lockstep replaces it
+            set_rank_zero(0 if rank_here is None else rank_here.rank)
 
     def _configure_launcher(self) -> None:
         if uses_cpu_devices():

@@ -45,7 +45,7 @@ class OnThreads(RankContext):
 
 
 class OnAllDevices(RankContext):
-    """This process drives all devices and is the only rank; what applies to a rank applies to each device."""
+    """This process is the only rank and drives all devices. Sizes are those of one device's part."""
 
     @property
     def rank(self) -> int:
@@ -73,15 +73,15 @@ def on_threads(world_size: int, function: Callable[..., Any], arguments: tuple[A
         return [answer_of(lambda: _on_host(function(*arguments)))]
     answers: dict[int, Answer] = {}
 
-    def rank(own_arguments: tuple[Any, ...]) -> None:
+    def call_on_rank(own_arguments: tuple[Any, ...]) -> None:
         rank_here = xla.rank_here()
         assert rank_here is not None
         answer = answers[rank_here.rank] = answer_of(lambda: _on_host(function(*own_arguments)))
         if not answer[0]:
             raise RuntimeError("this rank has failed")  # so that no other waits for it
 
-    outcome = answer_of(partial(run_ranks, world_size, rank, arguments))
-    return [answers.get(rank, outcome) for rank in range(world_size)]
+    answer_of_run = answer_of(partial(run_ranks, world_size, call_on_rank, arguments))
+    return [answers.get(rank, answer_of_run) for rank in range(world_size)]
 
 
 def on_all_devices(world_size: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Answer]:

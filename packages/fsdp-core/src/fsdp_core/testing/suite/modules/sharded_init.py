@@ -152,14 +152,15 @@ class BuiltInPartsSuite(Clauses):
         """Every rank must get rank 0's weights, and continue its own sequence of random numbers."""
         torch.manual_seed(5)
         want = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1)).state_dict()
-        drawn = [[torch.rand(1)]]
+        drawn_by_rank_0 = [torch.rand(1)]
         torch.manual_seed(6)
-        drawn.append([torch.rand(1)])
+        drawn_by_rank_1 = [torch.rand(1)]
         torch.manual_seed(6)
         nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 1))
-        drawn[1].append(torch.rand(1))  # if rank 1 builds its own model before it gets rank 0's values
-        for (state, got), expected in zip(ranks.run(2, _train_seeded_otherwise, self.strategy), drawn, strict=True):
-            assert got in expected
+        drawn_by_rank_1.append(torch.rand(1))  # if rank 1 builds its own model before it gets rank 0's values
+        results = ranks.run(2, _train_seeded_otherwise, self.strategy)
+        for (state, drawn), expected in zip(results, (drawn_by_rank_0, drawn_by_rank_1), strict=True):
+            assert drawn in expected
             for name, tensor in want.items():
                 assert torch.equal(state[name].cpu(), tensor), name
 

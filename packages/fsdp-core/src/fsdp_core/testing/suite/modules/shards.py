@@ -28,7 +28,7 @@ from fsdp_core.testing.launching.rank_context import rank_context
 from fsdp_core.testing.loop import Loop
 from fsdp_core.testing.oracle import FEATURES, FP32_TOLERANCE, WIDE, Block, Trained
 from fsdp_core.testing.refusals import assert_says, refusal
-from fsdp_core.testing.state import assert_sharded, full_state, count_local_elements, sharded_by, trained_by
+from fsdp_core.testing.state import assert_sharded, count_local_elements, full_state, sharded_by, trained_by
 from fsdp_core.testing.suite.base_class import Clauses, on_ranks, precisions, requires, with_options
 from fsdp_core.testing.suite.numerics.parity import assert_same
 from fsdp_core.testing.training import Lit, accelerator, loader, means, new_fabric, new_trainer, whole_batches
@@ -361,9 +361,9 @@ def _make_plan(strategy: str, options: dict[str, Any]) -> Planned:
         names = {id(tensor): name for name, tensor in (*net.named_parameters(), *net.named_buffers())}
         return names, {name: set(vars(module)) for name, module in net.named_modules()}
 
-    before = contents()
+    contents_before_plan = contents()
     plan = backend.plan(net)
-    was_changed = contents() != before
+    was_changed = contents() != contents_before_plan
     fabric.setup_module(net)
     sharded = sharded_by(fabric.strategy)
     return Planned(on_meta.describe(), plan.describe(), was_changed, plan.local_nbytes, sharded.bytes_held())
