@@ -59,8 +59,8 @@ def load(path: Paths, *, runtime: Runtime | None = None, verify: bool = True) ->
     else:
         folder = run_on_all(runtime, action, lambda: open_places(path))
     for attempt in range(ATTEMPTS):
-        reading = _LoadAttempt(folder, runtime, checksums=verify)
-        save_id, faults, is_replaced = run_on_all(runtime, action, reading.examine)
+        load_attempt = _LoadAttempt(folder, runtime, checksums=verify)
+        save_id, faults, is_replaced = run_on_all(runtime, action, load_attempt.examine)
         save_id_of_first = save_id if runtime is None else runtime.broadcast_object(save_id)
         ranks_that_differ, ranks_replaced, damaged = total(
             runtime, [save_id != save_id_of_first, is_replaced, bool(faults)]
@@ -70,11 +70,11 @@ def load(path: Paths, *, runtime: Runtime | None = None, verify: bool = True) ->
             if damaged and runtime is not None:  # each rank raises the faults of all
                 for faults_of_rank in runtime.gather_objects(faults):
                     faults = {**faults, **faults_of_rank}
-            refuse_damage(reading.files, faults)
-            is_decoded = run_on_all(runtime, action, reading.decode)
+            refuse_damage(load_attempt.files, faults)
+            is_decoded = run_on_all(runtime, action, load_attempt.decode)
             (undecoded_ranks,) = total(runtime, [not is_decoded])
             if not undecoded_ranks:
-                return reading.nest
+                return load_attempt.nest
         pause(attempt)
     if all_agree:
         raise replaced_too_often([folder])
@@ -112,7 +112,7 @@ class _LoadAttempt:
         self._folder = folder
         self._runtime = runtime
         self._checksums = checksums
-        self._seen_at_start = current_fingerprint(folder)
+        self._fingerprint_at_start = current_fingerprint(folder)
         self._files: StoredFiles | None = None
         self.nest: dict[str, Any] = {}
 
@@ -143,7 +143,7 @@ class _LoadAttempt:
         return True
 
     def _is_replaced(self) -> bool:
-        return current_fingerprint(self._folder) != self._seen_at_start
+        return current_fingerprint(self._folder) != self._fingerprint_at_start
 
 
 def verify_tensors(nest: Any) -> None:

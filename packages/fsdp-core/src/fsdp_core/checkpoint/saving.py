@@ -164,10 +164,12 @@ def prepare_save(
     target, first_rank, first_path = decision
     protocol = SharedSave(target, runtime.rank)
     if scattered:
-        first = first_local_target(target)
+        first_target = first_local_target(target)
 
         def choose() -> LocalTarget:
-            return choose_local_target(path, first, overwrite=overwrite) if runtime.rank else first
+            if runtime.rank == 0:
+                return first_target
+            return choose_local_target(path, first_target, overwrite=overwrite)
 
         protocol = PerHostSave(run_on_all(runtime, action, choose), runtime.rank, first_path)
     return PreparedSave(

@@ -13,7 +13,7 @@ parameters; new nodes would have the shapes of the placeholders, to which torch 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -340,9 +340,10 @@ def resume_forward(root: Any) -> None:
 
 def follow_written_shards(root: Any) -> None:
     """Continue the root's forward pass with what was written to its shards since it gathered them."""
-    if root.has_full_params and _GATHERED in root.__dict__:
-        if root.__dict__[_GATHERED]["sharded_params"] != _tensor_ids(root.sharded_params):
-            resume_forward(root)
+    if not root.has_full_params or _GATHERED not in root.__dict__:
+        return
+    if root.__dict__[_GATHERED]["sharded_params"] != _tensor_ids(root.sharded_params):
+        resume_forward(root)
 
 
 def _end_backward(root: Any, units: list[Any]) -> None:

@@ -204,8 +204,8 @@ def name_parameters(title: str, saved: Mapping[str, Any], shapes: Mapping[str, S
     unknown_keys = [key for key in state[_STATE] if key not in names]
     if unknown_keys:
         raise CheckpointMismatchError(
-            f"{title} has state of {unknown_keys[0]!r}, which is in none of its param groups: it is damaged. Import the "
-            "weights alone with `--weights-only`."
+            f"{title} has state of {unknown_keys[0]!r}, which is in none of its param groups: it is damaged. Import "
+            "the weights alone with `--weights-only`."
         )
     groups = []
     for saved_group in state[_GROUPS]:

@@ -124,11 +124,11 @@ def check_target(target: Folder, *, overwrite: bool) -> None:
     if target_type != "folder":
         raise CheckpointExistsError(f"{target} is a {target_type}, and the output is a folder: choose another path")
     file_names = target.files()
-    foreign = [name for name in file_names if not is_ours(name)]
-    if foreign:
-        listed = ", ".join(foreign[:_MOST_SHOWN])
-        if len(foreign) > _MOST_SHOWN:
-            listed += f" and {len(foreign) - _MOST_SHOWN} more"
+    foreign_files = [name for name in file_names if not is_ours(name)]
+    if foreign_files:
+        listed = ", ".join(foreign_files[:_MOST_SHOWN])
+        if len(foreign_files) > _MOST_SHOWN:
+            listed += f" and {len(foreign_files) - _MOST_SHOWN} more"
         raise CheckpointExistsError(
             f"{target} is a folder with something else in it ({listed}), which is not replaced: choose another path, "
             "or move that away"

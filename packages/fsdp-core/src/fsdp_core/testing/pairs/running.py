@@ -132,7 +132,7 @@ def run_all(requests: Sequence[RunRequest], tmp: str) -> list[Outcome]:
 def _to_piece(value: Any) -> Piece:
     if not isinstance(value, ChunkedTensor):
         value = chunked(plain(torch.as_tensor(value)), rank=rank_context().rank)
-    boxes = tuple((chunk.offsets, np.array(plain(chunk.data).detach().cpu().double())) for chunk in value.chunks)  # type: ignore[arg-type]
+    boxes = tuple((chunk.offsets, np.array(plain(chunk.data).detach().cpu().double())) for chunk in value.chunks)
     return Piece(shape=tuple(value.shape), dtype=str(value.dtype), replica=value.replica, boxes=boxes)
 
 
