@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,23 +155,25 @@ def verify_tensors(nest: Any) -> None:
     Raises:
         CheckpointFormatError: Files are damaged; the message names them.
     """
-    names: dict[StoredFiles, set[str]] = {}
-    _note_files(nest, names)
-    for files, file_names in names.items():
+    names_by_checkpoint: dict[StoredFiles, set[str]] = {}
+    for boxes in _boxes_in(nest):
+        names_by_checkpoint.setdefault(boxes.files, set()).update(boxes.stored.file_names())
+    for files, file_names in names_by_checkpoint.items():
         refuse_damage(files, find_damage(files, sorted(file_names)))
 
 
-def _note_files(nest: Any, names: dict[StoredFiles, set[str]]) -> None:
+def _boxes_in(nest: Any) -> Iterator[_BoxesInFiles]:
+    """Yield the boxes of each saved tensor in a nest."""
     if isinstance(nest, SavedTensor):
         boxes = nest._boxes
         assert isinstance(boxes, _BoxesInFiles)
-        names.setdefault(boxes.files, set()).update(boxes.stored.file_names())
+        yield boxes
     elif isinstance(nest, Mapping):
         for value in nest.values():
-            _note_files(value, names)
+            yield from _boxes_in(value)
     elif isinstance(nest, list | tuple):
         for value in nest:
-            _note_files(value, names)
+            yield from _boxes_in(value)
 
 
 def _decode(files: StoredFiles) -> dict[str, Any]:

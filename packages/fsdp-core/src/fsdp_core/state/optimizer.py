@@ -230,8 +230,9 @@ def _refuse_split_groups(optimizer: torch.optim.Optimizer, layout: Layout, saved
 
 def _list_lost_settings(group: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
     """List the settings of a group that the saved ones would replace."""
-    differing = [key for key in group if key != "params" and key in saved and str(group[key]) != str(saved[key])]
-    return ": " * bool(differing) + ", ".join(f"{key} {saved[key]} instead of {group[key]}" for key in differing)
+    lost_keys = [key for key in group if key != "params" and key in saved and str(group[key]) != str(saved[key])]
+    settings = ", ".join(f"{key} {saved[key]} instead of {group[key]}" for key in lost_keys)
+    return f": {settings}" if settings else ""
 
 
 def _describe_value(part: Part, parameter: Tensor, value: Any) -> Any:
@@ -262,11 +263,11 @@ def _complete_state(state: NamedState, parts: Mapping[str, Part], runtime: Runti
     """Add state that only other ranks hold, so that all ranks have the same names and keys. All ranks must call it."""
     own = {name: {key: _ValueSpec.of(value) for key, value in values.items()} for name, values in state.items()}
     specs: dict[str, dict[str, _ValueSpec]] = {}
-    by_rank = runtime.gather_objects_to((own, {name for name in own if parts[name].is_first}))
+    specs_by_rank = runtime.gather_objects_to((own, {name for name in own if parts[name].is_first}))
     # Plain values may differ between ranks: those of the rank with a parameter's first element are taken.
-    for specs_of_rank, names_with_first_element in by_rank or ():
+    for specs_of_rank, names_with_first_element in specs_by_rank or ():
         specs.update((name, specs_of_rank[name]) for name in names_with_first_element if name not in specs)
-    for specs_of_rank, _ in by_rank or ():
+    for specs_of_rank, _ in specs_by_rank or ():
         for name, specs_by_key in specs_of_rank.items():
             specs.setdefault(name, specs_by_key)
     specs = runtime.broadcast_object(specs)

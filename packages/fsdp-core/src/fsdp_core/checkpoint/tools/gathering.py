@@ -173,7 +173,7 @@ def _link(source: Folder, target: Folder, name: str) -> bool:
     try:
         os.link(os.path.realpath(source.path(name)), path)  # realpath, since a place may contain symbolic links
     except FileExistsError:
-        raise
+        raise  # a copy would fail, too
     except OSError:  # other disks, or a file system without hard links
         return False
     return True
