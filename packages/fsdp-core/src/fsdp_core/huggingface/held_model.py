@@ -59,7 +59,7 @@ class HeldModel:
         Raises:
             UnsupportedCapabilityError: There is state that is not a tensor.
         """
-        chunks_of_name = {}
+        state = {}
         for name, value in self._root_state().items():
             if not name.startswith(self.prefix):
                 continue
@@ -68,8 +68,8 @@ class HeldModel:
                     f"{name!r} is not a tensor but extra state of a module ({type(value).__name__}), for which a "
                     "folder of Hugging Face's has no place.\nSave a checkpoint, which holds it."
                 )
-            chunks_of_name[name.removeprefix(self.prefix)] = chunked(value, rank=self.runtime.rank)
-        return chunks_of_name
+            state[name.removeprefix(self.prefix)] = chunked(value, rank=self.runtime.rank)
+        return state
 
     def _root_state(self) -> Mapping[str, Any]:
         if self.sharded is not None:

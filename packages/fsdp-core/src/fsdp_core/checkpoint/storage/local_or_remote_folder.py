@@ -112,8 +112,9 @@ class Folder:
         """Return the path outside of the folder to which a link at ``name`` leads; ``None`` if none does."""
         if not self.local:
             return None
-        root, real = os.path.realpath(self.root), os.path.realpath(self.path(name))
-        return None if os.path.commonpath([root, real]) == root else real
+        root = os.path.realpath(self.root)
+        target = os.path.realpath(self.path(name))
+        return None if os.path.commonpath([root, target]) == root else target
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """Return the bytes of a file from ``start`` to ``end``."""
@@ -362,16 +363,13 @@ def _lock_folder(path: str) -> int | None:
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(0.005)
-                continue
-        except OSError:
-            pass
-        else:
             return descriptor
-        os.close(descriptor)
-        return None
+        except OSError as error:
+            is_held = isinstance(error, BlockingIOError)
+            if not is_held or time.monotonic() >= deadline:
+                os.close(descriptor)
+                return None
+        time.sleep(0.005)
 
 
 @contextmanager

@@ -155,6 +155,7 @@ def _write(reader: TensorBytes, target: Folder, save_id: str, count: int, on_byt
         with target.writing(name) as stream:
             size, digest = write_sources(stream, content, on_bytes=on_bytes)
         files[name] = FileEntry(size=size, checksum=f"xxh3:{digest}")
+    # Files that are not of a rank are copied as they are, under names with the new save's id.
     new_names = {name: name_in_save(name, save_id) for name in source_manifest.files if rank_in(name) is None}
     new_names[source_manifest.state_file] = state_file(save_id)
     if source_manifest.state_tensors is not None:
@@ -226,5 +227,6 @@ def _piece_count(shape: Sequence[int], count: int) -> int:
 def _box_of_piece(shape: tuple[int, ...], piece: int, pieces: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if not shape:
         return (), ()
-    first, last = piece * shape[0] // pieces, (piece + 1) * shape[0] // pieces
-    return (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    begin = piece * shape[0] // pieces
+    end = (piece + 1) * shape[0] // pieces
+    return (begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:])

@@ -83,14 +83,16 @@ def _arrays(tensors: Mapping[Any, Any]) -> dict[Any, Array]:
     return {name: np.asarray(tensor.numpy()) for name, tensor in tensors.items()}
 
 
-def differences(outcomes: Sequence[Outcome], want: Run, configuration: Configuration, begun: int = 0) -> list[str]:
+def differences(
+    outcomes: Sequence[Outcome], want: Run, configuration: Configuration, skipped_batches: int = 0
+) -> list[str]:
     """What differs between a run on ranks and the oracle; empty if nothing does.
 
     Args:
         outcomes: What each rank has.
         want: The oracle's run.
         configuration: What was trained, and how.
-        begun: The number of micro-batches that the run did not see, because it was resumed.
+        skipped_batches: The number of micro-batches that the run did not see, because it was resumed.
     """
     tolerance = _TOLERANCES.get(configuration["precision"], HALF_TOLERANCE)
     accumulate = int(configuration["accumulate"])
@@ -98,12 +100,14 @@ def differences(outcomes: Sequence[Outcome], want: Run, configuration: Configura
         tolerance *= _CLIPPED_BY_VALUE
     messages: list[str] = []
     losses = np.mean([outcome.losses for outcome in outcomes], axis=0)
-    if len(losses) != MICRO_BATCHES - begun:
-        return [f"{len(losses)} micro-batches instead of {MICRO_BATCHES - begun}"]
-    for index, (loss, wanted_loss) in enumerate(zip(losses, want.losses[begun:], strict=True), start=begun):
+    if len(losses) != MICRO_BATCHES - skipped_batches:
+        return [f"{len(losses)} micro-batches instead of {MICRO_BATCHES - skipped_batches}"]
+    for index, (loss, wanted_loss) in enumerate(
+        zip(losses, want.losses[skipped_batches:], strict=True), start=skipped_batches
+    ):
         if not abs(loss - wanted_loss) <= tolerance * (1 + abs(wanted_loss)):
             messages.append(f"loss of micro-batch {index}: {loss} instead of {wanted_loss}")
-    skipped_steps = sum(is_last(index, accumulate) for index in range(begun))
+    skipped_steps = sum(is_last(index, accumulate) for index in range(skipped_batches))
     # Manual steps are inside a forward pass, where gradients are not recorded.
     if configuration["front_end"] != "by hand":
         wanted_steps = want.gradients[skipped_steps:]
@@ -132,12 +136,12 @@ def differences(outcomes: Sequence[Outcome], want: Run, configuration: Configura
 def differing_bits(resumed: Sequence[Outcome], uninterrupted: Sequence[Outcome]) -> list[str]:
     """What differs in any bit between a resumed run and the one that went on, on the same mesh."""
     messages = []
-    for rank, (outcome, other) in enumerate(zip(resumed, uninterrupted, strict=True)):
-        if outcome.losses != other.losses[len(other.losses) - len(outcome.losses) :]:
-            messages.append(f"losses on rank {rank} after the resume: {outcome.losses}, without it {other.losses}")
+    for rank, (outcome, expected) in enumerate(zip(resumed, uninterrupted, strict=True)):
+        if outcome.losses != expected.losses[len(expected.losses) - len(outcome.losses) :]:
+            messages.append(f"losses on rank {rank} after the resume: {outcome.losses}, without it {expected.losses}")
         for quantity, got, want in (
-            ("weight", outcome.weights, other.weights),
-            ("moment", outcome.moments, other.moments),
+            ("weight", outcome.weights, expected.weights),
+            ("moment", outcome.moments, expected.moments),
         ):
             messages += [
                 f"{quantity} of {name} on rank {rank}, after the resume"
@@ -148,7 +152,9 @@ def differing_bits(resumed: Sequence[Outcome], uninterrupted: Sequence[Outcome])
 
 
 def _is_bit_equal(a: Piece, b: Piece) -> bool:
-    return (a.shape, a.dtype, a.replica, len(a.boxes)) == (b.shape, b.dtype, b.replica, len(b.boxes)) and all(
-        box_a[0] == box_b[0] and np.array_equal(box_a[1], box_b[1], equal_nan=True)
-        for box_a, box_b in zip(a.boxes, b.boxes, strict=True)
+    if (a.shape, a.dtype, a.replica, len(a.boxes)) != (b.shape, b.dtype, b.replica, len(b.boxes)):
+        return False
+    return all(
+        offsets_a == offsets_b and np.array_equal(data_a, data_b, equal_nan=True)
+        for (offsets_a, data_a), (offsets_b, data_b) in zip(a.boxes, b.boxes, strict=True)
     )

@@ -454,8 +454,9 @@ class ShardsSuite(Clauses):
     @precisions("32-true", "bf16-true")
     def test_meta_init(self, ranks: Ranks, tmp_path: Path, precision: str) -> None:
         """A model on the meta device must be initialised in the precision's dtype, the same on every rank."""
-        (losses, dtype), other = ranks.run(2, _built_on_meta, self.strategy, str(tmp_path), precision)
-        assert losses == other[0]
+        outcomes = ranks.run(2, _built_on_meta, self.strategy, str(tmp_path), precision)
+        (losses, dtype), (losses_of_other_rank, _) = outcomes
+        assert losses == losses_of_other_rank
         assert all(torch.isfinite(torch.tensor(losses)))
         assert dtype is {"32-true": torch.float32, "bf16-true": torch.bfloat16}[precision]
 
